@@ -1,0 +1,127 @@
+"""Messages of the hub (states, alerts, statistics) and of control: commands, their two answers, history queries."""
+
+from typing import Any, Literal
+
+import msgspec
+
+RankStateName = Literal["starting", "training", "waiting", "hung", "stopped", "gone", "unreachable", "finished"]
+RunStateName = Literal["starting", "training", "stopping", "finished", "failed", "stopped"]
+Severity = Literal["info", "warning", "error"]
+AlertKind = Literal["spike", "growth", "hang", "slow", "oom", "died", "dropped", "disk", "failure", "exit", "note"]
+
+VERBS = ("kill", "stop", "stacks", "snapshot", "identify", "ping", "shutdown")
+"""Every verb a command may carry. ``identify`` goes from hub to rank only; ``shutdown`` ends the hub alone."""
+
+READ_ONLY_VERBS = ("ping",)
+"""The verbs a read-only hub still answers."""
+
+
+class RankState(msgspec.Struct, tag="rank_state", frozen=True, omit_defaults=True):
+    """The hub's judgement of one rank, sent when it changes."""
+
+    rank: int
+    state: RankStateName
+    time: float
+    text: str = ""
+    """Why, in a few words: ``not in all_gather #8841, in data loading``."""
+    since: float = 0.0
+    pid: int = 0
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+class RunState(msgspec.Struct, tag="run_state", frozen=True, omit_defaults=True):
+    """The state of the whole run, sent when it changes."""
+
+    state: RunStateName
+    time: float
+    text: str = ""
+    exit_code: int | None = None
+
+
+class Alert(msgspec.Struct, tag="alert", frozen=True, omit_defaults=True):
+    """Something a person should know, with its evidence. Sent again with the same ``id`` when it changes."""
+
+    id: int
+    kind: AlertKind
+    severity: Severity
+    time: float
+    title: str
+    """One line, fit for a list: ``rank 1 optimizer +0.9 GiB for 4 ms``."""
+    rank: int | None = None
+    ranks: list[int] = []
+    step: int | None = None
+    phase: str = ""
+    text: str = ""
+    """What it means and what to do, a few sentences."""
+    evidence: dict[str, Any] = {}
+    resolved: float | None = None
+    """When it ended by itself; None while it stands."""
+    count: int = 1
+    """How often it repeated since it was raised."""
+
+
+class HubStats(msgspec.Struct, tag="hub_stats", frozen=True, omit_defaults=True):
+    """The monitor's own health, once in a few seconds."""
+
+    time: float
+    pid: int
+    received: int
+    recorded: int
+    published: int
+    lost: dict[str, int] = {}
+    """Messages known lost, by sender: gaps in its numbering plus what it says it dropped."""
+    unknown: int = 0
+    """Messages of a type this version does not know."""
+    refused: int = 0
+    """Messages refused: another major version, or not decodable."""
+    recording_bytes: int = 0
+    recording_error: str = ""
+    """Why nothing is being recorded (a full disk, say); empty while all is well."""
+    cpu_percent: float = 0.0
+
+
+class Command(msgspec.Struct, tag="command", frozen=True, omit_defaults=True):
+    """A request to act. ``id`` is unique to its sender; verbs are those of ``VERBS``."""
+
+    id: str
+    verb: str
+    args: dict[str, Any] = {}
+    """``kill``: ranks (list, empty for the run), signal (INT, TERM, KILL or empty to escalate); ``stacks`` and
+    ``snapshot``: ranks; ``stop``: nothing."""
+
+
+class Accepted(msgspec.Struct, tag="accepted", frozen=True, omit_defaults=True):
+    """First answer to a command or query: it was understood and is under way, or it was refused and why."""
+
+    id: str
+    ok: bool
+    text: str = ""
+
+
+class Result(msgspec.Struct, tag="result", frozen=True, omit_defaults=True):
+    """Last answer to a command: what happened. Recorded and published too, with the verb and who asked."""
+
+    id: str
+    ok: bool
+    verb: str = ""
+    text: str = ""
+    data: dict[str, Any] = {}
+    time: float = 0.0
+
+
+class Query(msgspec.Struct, tag="query", frozen=True, omit_defaults=True):
+    """A request for history: ``name`` is a method of ``ftmon.protocol.recording.reader.Reader``, ``args`` its own."""
+
+    id: str
+    name: str
+    args: dict[str, Any] = {}
+
+
+class Answer(msgspec.Struct, tag="answer", frozen=True, omit_defaults=True):
+    """The answer to a query: ``data`` is the method's result encoded in msgpack, or ``error`` says why not."""
+
+    id: str
+    ok: bool
+    data: bytes = b""
+    error: str = ""

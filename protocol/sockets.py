@@ -1,0 +1,79 @@
+"""ZeroMQ sockets with the options that ZeroMQ's defaults get wrong: bounded queues, no linger, a size limit."""
+
+from typing import Any
+
+import zmq
+
+from .errors import UsageError
+
+SEND_HIGH_WATER = 10_000
+RECEIVE_HIGH_WATER = 100_000
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""A frame above this is dropped with its connection; the largest honest one is a history answer."""
+
+CHANNELS = ("telemetry", "ranks", "stream", "control", "query")
+"""The hub's sockets. telemetry: PULL from probes. ranks: ROUTER to the probes' DEALERs (commands to a rank).
+stream: PUB to apps. control: ROUTER, commands of apps. query: ROUTER, history for apps."""
+
+_HUB_KINDS = {
+    "telemetry": zmq.PULL,
+    "ranks": zmq.ROUTER,
+    "stream": zmq.PUB,
+    "control": zmq.ROUTER,
+    "query": zmq.ROUTER,
+}
+_PEER_KINDS = {
+    "telemetry": zmq.PUSH,
+    "ranks": zmq.DEALER,
+    "stream": zmq.SUB,
+    "control": zmq.DEALER,
+    "query": zmq.DEALER,
+}
+
+
+def _set_common(socket: "zmq.Socket[Any]") -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
+    socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+
+
+def hub_socket(context: "zmq.Context[Any]", channel: str) -> "zmq.Socket[Any]":
+    """Make the hub's side of ``channel``, not yet bound."""
+    socket = context.socket(_HUB_KINDS[channel])
+    _set_common(socket)
+    if _HUB_KINDS[channel] == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    return socket
+
+
+def peer_socket(context: "zmq.Context[Any]", channel: str, identity: bytes | None = None) -> "zmq.Socket[Any]":
+    """Make a probe's or an app's side of ``channel``, not yet connected.
+
+    While the hub is away a probe's telemetry queues up to ``SEND_HIGH_WATER`` messages and is delivered when a hub is
+    back, within 1 s of its return; beyond that a non-blocking send fails and the probe counts the drop.
+    """
+    socket = context.socket(_PEER_KINDS[channel])
+    _set_common(socket)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    if identity is not None:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    if channel == "stream":
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+    return socket
+
+
+def bind(socket: "zmq.Socket[Any]", address: str) -> None:
+    """Bind, or say in words why not.
+
+    Raises:
+        UsageError: the address is taken, not this host's, or not an address.
+    """
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            raise UsageError(f"{address}: already in use; choose another port with --listen HOST:PORT") from None
+        raise UsageError(f"{address}: cannot listen there: {error.strerror}") from None

@@ -1,0 +1,333 @@
+"""Messages a rank's probe sends, and the device samples of a host.
+
+All are msgspec structs encoded as msgpack maps: an unknown field is ignored, a new field has a default, and a tag is
+never used again for something else. Times called ``*_us`` are microseconds; ``time`` and ``started`` are seconds since
+the epoch on the sender's clock; memory is bytes.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+PHASES = ("init", "data", "forward", "backward", "optimizer", "eval", "checkpoint", "idle")
+"""Every phase a rank can be in, in the order they are drawn."""
+
+STEP_PHASES = ("data", "forward", "backward", "optimizer")
+"""The phases of an ordinary step, in order."""
+
+MemoryMeasure = Literal["cuda", "glibc"]
+"""Whose figures ``allocated`` and ``reserved`` are: PyTorch's CUDA allocator's, or glibc's own (mallinfo2)."""
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """One memory figure over a phase: bytes at its start, at its end, and the highest in between.
+
+    Encoded as an array of three integers: a step carries up to twenty of them.
+    """
+
+    start: int
+    end: int
+    peak: int
+
+    @property
+    def transient(self) -> int:
+        """Bytes that came and went: the peak minus the larger of start and end."""
+        return max(0, self.peak - max(self.start, self.end))
+
+    @property
+    def growth(self) -> int:
+        """Bytes that stayed (negative: were given back): end minus start."""
+        return self.end - self.start
+
+
+class PhaseRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One phase of one step of one rank; the phase's occurrences in all micro-steps folded into one record.
+
+    ``allocated`` and ``reserved`` follow ``Hello.memory_measure``. On the CPU glibc keeps no high-water mark, so their
+    ``peak`` is the larger of start and end, and the phase's true peak is in ``resident`` (resident set size).
+    """
+
+    name: str
+    start_us: int
+    """First start of the phase, from the step's start."""
+    host_us: int
+    """Host time spent in the phase, summed over micro-steps."""
+    allocated: Span
+    reserved: Span
+    device_us: int | None = None
+    """Device time between CUDA events at the phase's ends; None on the CPU or when the events were not read."""
+    active: Span | None = None
+    requested: Span | None = None
+    resident: Span | None = None
+    """Resident set size of the process (CPU only)."""
+    count: int = 1
+    """How many occurrences were folded (micro-steps)."""
+    allocations: int = 0
+    """Blocks allocated during the phase (CUDA only)."""
+    frees: int = 0
+    allocated_bytes: int = 0
+    """Bytes allocated during the phase, whether or not they were freed again (CUDA only)."""
+    collective_us: int = 0
+    """Host time spent inside collective calls during the phase."""
+    collectives: int = 0
+    """Collective calls entered during the phase."""
+
+    @property
+    def peak_span(self) -> Span:
+        """The figure whose peak is a true high-water mark: ``resident`` where it is measured, else ``allocated``."""
+        return self.resident if self.resident is not None else self.allocated
+
+
+class DeviceInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The device a rank computes on. ``capacity_bytes`` is what a memory graph is scaled to."""
+
+    kind: Literal["cuda", "cpu"]
+    index: int
+    name: str
+    capacity_bytes: int
+    uuid: str = ""
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
+    """A rank's first message, and its answer to ``identify`` when a new hub adopts it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    pid: int
+    start_ticks: int
+    """Process start time in clock ticks since boot (field 22 of /proc/PID/stat): with the pid it names a process."""
+    device: DeviceInfo
+    memory_measure: MemoryMeasure
+    time: float
+    versions: dict[str, str] = {}
+    """Installed versions of ``python``, ``torch``, ``deepspeed``, ``transformers``, ``ftmon``, where present."""
+    deepspeed_config: dict[str, Any] | None = None
+    zero_stage: int | None = None
+    micro_batch: int | None = None
+    grad_accumulation: int | None = None
+    precision: str = ""
+    model: str = ""
+    parameters: int = 0
+    trainable_parameters: int = 0
+    framework: str = ""
+    """What is being watched: ``deepspeed``, ``transformers``, ``ddp``, ``fsdp`` or ``pytorch``."""
+    argv: list[str] = []
+    backend: str = ""
+    """torch.distributed's backend, such as ``nccl`` or ``gloo``."""
+    sends_logs: bool = False
+    """True: this rank sends its own log lines; False: the hub reads them from the run directory's log files."""
+
+
+class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
+    """How long the run means to go on; sent by whoever knows (ftmon's trainer, the TrainerCallback)."""
+
+    rank: int
+    total_steps: int
+    epochs: float | None = None
+    output_dir: str = ""
+
+
+class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
+    """One optimizer update of one rank, all its phases in one message, sent once its device times are known."""
+
+    rank: int
+    step: int
+    """1 for the first optimizer update; continues after a resume."""
+    started: float
+    host_us: int
+    """Host time of the whole step, between-phase time included."""
+    phases: list[PhaseRecord]
+    device_us: int | None = None
+    micro_steps: int = 1
+    loss: float | None = None
+    """Mean over the step's micro-steps, as the rank saw it."""
+    lr: float | None = None
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+    overflow: bool = False
+    """The loss scaler skipped this update."""
+    batch_shape: list[int] = []
+    """Shape of the largest micro-batch's input ids (or first tensor), such as [micro_batch, sequence_length]."""
+    samples: int = 0
+    tokens: int = 0
+    """Tokens of all micro-batches, without padding where a mask says so."""
+    padded_tokens: int = 0
+    """Tokens of all micro-batches, padding included."""
+    retries: int = 0
+    """cudaMalloc retries (allocator flushes) since the process began."""
+    ooms: int = 0
+    """Out-of-memory errors the allocator raised since the process began."""
+    probe_us: int = 0
+    """What ftmon itself cost the training thread in this step."""
+    dropped: int = 0
+    """Messages this probe has dropped since it began."""
+
+    def phase(self, name: str) -> PhaseRecord | None:
+        """Return the record of the phase called ``name``, or None when the step had none."""
+        for record in self.phases:
+            if record.name == name:
+                return record
+        return None
+
+    @property
+    def peak_phase(self) -> PhaseRecord | None:
+        """The phase with the highest memory peak, or None for a step without phases."""
+        return max(self.phases, key=lambda record: record.peak_span.peak, default=None)
+
+
+class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
+    """Where a rank is now: sent when the phase changed, at most ten times a second, and to fill silence.
+
+    ``progress`` is moved by the training thread alone, so a heartbeat with an unchanged ``progress`` proves only that
+    the process lives.
+    """
+
+    rank: int
+    step: int
+    """The step in the making: the last finished step plus one."""
+    phase: str
+    phase_started: float
+    progress: int
+    time: float
+    micro_step: int = 0
+    collectives: int = 0
+    """Collective calls entered since the process group was made."""
+    collective: str = ""
+    """The collective whose call has not returned, such as ``all_gather_into_tensor``; empty outside of one."""
+    last_collective: str = ""
+    allocated: int = 0
+    reserved: int = 0
+    resident: int = 0
+    dropped: int = 0
+
+
+class AllocatorPhase(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Allocator events of one phase within a window of the flight recorder."""
+
+    name: str
+    allocations: int = 0
+    frees: int = 0
+    allocated_bytes: int = 0
+    freed_bytes: int = 0
+    largest: list[int] = []
+    """The largest single allocations, bytes, descending."""
+    segment_allocations: int = 0
+    segment_frees: int = 0
+    segment_bytes: int = 0
+    """Growth of reserved memory by cudaMalloc minus cudaFree."""
+
+
+class AllocatorEvents(msgspec.Struct, tag="events", frozen=True, omit_defaults=True):
+    """Numbers from the allocator's own trace of one sampled step; never stacks."""
+
+    rank: int
+    step: int
+    time: float
+    phases: list[AllocatorPhase]
+    entries: int = 0
+    """Trace entries read."""
+    read_us: int = 0
+    """What reading them cost (on the publisher thread)."""
+
+
+class SnapshotTaken(msgspec.Struct, tag="snapshot", frozen=True, omit_defaults=True):
+    """A memory snapshot was written into the run directory."""
+
+    rank: int
+    step: int
+    time: float
+    path: str
+    bytes: int
+    reason: str
+    entries: int = 0
+
+
+class LogLine(msgspec.Struct, tag="log", frozen=True, omit_defaults=True):
+    """One line of a rank's output. Rank -1 is the launcher. Control characters are removed by the sender's side."""
+
+    rank: int
+    time: float
+    stream: Literal["out", "err", "launcher", "ftmon"]
+    text: str
+
+
+class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
+    """An allocation failed for want of memory: the allocator's numbers at that moment."""
+
+    rank: int
+    step: int
+    phase: str
+    time: float
+    requested_bytes: int
+    device_free_bytes: int
+    device_total_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    batch_shape: list[int] = []
+    message: str = ""
+    stack: list[str] = []
+    """Python frames, innermost last, as ``file:line function``."""
+
+
+class Failure(msgspec.Struct, tag="failure", frozen=True, omit_defaults=True):
+    """An exception left the script's main thread."""
+
+    rank: int
+    step: int
+    phase: str
+    time: float
+    error: str
+    traceback: str = ""
+
+
+class Stacks(msgspec.Struct, tag="stacks", frozen=True, omit_defaults=True):
+    """Python stacks of all threads of a rank, as ``faulthandler`` writes them."""
+
+    rank: int
+    time: float
+    text: str
+    reason: str = ""
+
+
+class Goodbye(msgspec.Struct, tag="goodbye", frozen=True, omit_defaults=True):
+    """A rank is about to end in order. Nothing follows."""
+
+    rank: int
+    time: float
+    step: int
+    reason: Literal["finished", "failed", "stopped"]
+    text: str = ""
+    dropped: int = 0
+
+
+class ProcessMemory(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One process that holds memory of a device. ``rank`` is None when it is not of this run."""
+
+    pid: int
+    used_bytes: int
+    rank: int | None = None
+    name: str = ""
+
+
+class DeviceSample(msgspec.Struct, tag="device", frozen=True, omit_defaults=True):
+    """One look at a device: NVML for a GPU; /proc for the host itself (``kind`` ``host``). None: cannot be read."""
+
+    host: str
+    kind: Literal["gpu", "host"]
+    index: int
+    name: str
+    time: float
+    used_bytes: int
+    total_bytes: int
+    uuid: str = ""
+    utilization_percent: float | None = None
+    """Share of the last sampling period in which a kernel ran (NVML), or busy CPU share (host)."""
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    throttle_reasons: list[str] = []
+    processes: list[ProcessMemory] = []
