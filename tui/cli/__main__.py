@@ -1,0 +1,5 @@
+"""``python -m ftmon.tui.cli`` is ``ftmon``."""
+
+from .main import run
+
+run()

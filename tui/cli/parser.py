@@ -1,0 +1,179 @@
+"""The command line's grammar, and nothing else: importing it costs argparse alone.
+
+Each command names its handler as ``module:function`` of this package; ``main`` imports it when it is needed.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ... import __version__
+
+SIGNALS = ("INT", "TERM", "KILL")
+SHELLS = ("bash", "zsh", "tcsh")
+
+_EPILOG = """\
+RUN is a run's identifier or the beginning of one ('ftmon ls' lists them); without it, the newest live run.
+Exit status: 0 done, 1 the run failed, 2 wrong usage or configuration, 130 interrupted."""
+
+
+def split_command(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Cut ``run [options] -- COMMAND ...`` at its first ``--``; None for the command where there is no such cut."""
+    words = list(argv)
+    if "run" not in words or "--" not in words[words.index("run") :]:
+        return words, None
+    cut = words.index("--", words.index("run"))
+    return words[:cut], words[cut + 1 :]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Make the parser of the whole ``ftmon`` command."""
+    parser = argparse.ArgumentParser(
+        prog="ftmon",
+        description="Train language models with DeepSpeed, and watch the memory, step times and ranks of any training.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ftmon {__version__}")
+    parser.add_argument("--ascii", action="store_true", help="draw in plain ASCII")
+    parser.set_defaults(handler="view:choose", plain=False, read_only=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_starting(commands)
+    _add_looking(commands)
+    _add_acting(commands)
+    _add_helping(commands)
+    return parser
+
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def _add_starting(commands: "Commands") -> None:
+    demo = _command(commands, "demo", "start:demo", "fine-tune a small model here and now, and watch it")
+    demo.add_argument(
+        "--fault",
+        metavar="KIND[:rank=R,step=S]",
+        help="make a real fault happen: spike, hang, slow, oom, crash or stop",
+    )
+    demo.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps to train")
+    demo.add_argument(
+        "--ranks", type=_positive, metavar="N", help="how many ranks (default: every GPU, or 2 on the CPU)"
+    )
+    _overrides(demo)
+    _start_options(demo)
+
+    train = _command(commands, "train", "start:train", "train with a configuration of your own, and watch it")
+    train.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="the configuration")
+    train.add_argument("--print-config", action="store_true", help="write a commented default configuration and end")
+    _overrides(train)
+    _start_options(train)
+
+    run = _command(
+        commands,
+        "run",
+        "start:run",
+        "watch a training script that knows nothing of ftmon",
+        usage="ftmon run [options] -- COMMAND ...",
+    )
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="such as: deepspeed train.py")
+    _start_options(run)
+
+
+def _add_looking(commands: "Commands") -> None:
+    attach = _command(commands, "attach", "view:attach", "watch a run that is on, with its whole history")
+    _run_argument(attach, optional=True, more=", or tcp://HOST:PORT of a run started with --listen")
+    attach.add_argument("--key", metavar="FILE", help="the key file for tcp://")
+    _view_options(attach)
+
+    listing = _command(commands, "ls", "runs:list_runs", "list live and recorded runs")
+    listing.add_argument("--json", action="store_true", help="one JSON array for scripts")
+
+    status = _command(commands, "status", "runs:show_status", "tell how a run stands, in a few lines")
+    _run_argument(status)
+    status.add_argument("--json", action="store_true", help="one JSON object for scripts")
+
+    replay = _command(commands, "replay", "view:replay", "play a recording")
+    replay.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
+    replay.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="print what happened as lines")
+    _ascii_option(replay)
+
+
+def _add_acting(commands: "Commands") -> None:
+    kill = _command(commands, "kill", "act:kill", "end a run, or some of its ranks, with signals")
+    _run_argument(kill)
+    kill.add_argument(
+        "--rank", type=_rank, action="append", default=[], metavar="R", help="this rank only; may be repeated"
+    )
+    kill.add_argument("--signal", choices=SIGNALS, help="send this one only (default: INT, TERM, KILL in steps)")
+    kill.add_argument("--yes", "-y", action="store_true", help="do not ask")
+
+    stop = _command(commands, "stop", "act:stop", "let a run save a checkpoint and end after the step it is in")
+    _run_argument(stop)
+
+
+def _add_helping(commands: "Commands") -> None:
+    doctor = _command(commands, "doctor", "doctor:doctor", "say what works on this machine, and how to mend the rest")
+    doctor.add_argument("--json", action="store_true", help="one JSON object for scripts")
+
+    completion = _command(commands, "completion", "complete:completion", "write a completion script for a shell")
+    completion.add_argument("shell", choices=SHELLS)
+
+
+def _command(
+    commands: "Commands",
+    name: str,
+    handler: str,
+    summary: str,
+    usage: str | None = None,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=summary, description=summary[0].upper() + summary[1:] + ".", usage=usage, allow_abbrev=False
+    )
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def _run_argument(parser: argparse.ArgumentParser, *, optional: bool = False, more: str = "") -> None:
+    parser.add_argument(
+        "run", nargs="?" if optional else None, metavar="RUN", help=f"a run's identifier or its beginning{more}"
+    )
+
+
+def _overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key.sub=value", help="set a key of the configuration"
+    )
+
+
+def _start_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", help="what the run is called")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="also let other hosts attach, encrypted and by key")
+    parser.add_argument("--detach", action="store_true", help="start it and return at once")
+    _view_options(parser)
+
+
+def _view_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="lines of text, not the app")
+    parser.add_argument("--read-only", action="store_true", help="watch only: no stop and no kill from here")
+    _ascii_option(parser)
+
+
+def _ascii_option(parser: argparse.ArgumentParser) -> None:
+    # SUPPRESS: a default here would overwrite `ftmon --ascii attach`.
+    parser.add_argument(
+        "--ascii", action="store_true", default=argparse.SUPPRESS, help="draw with ASCII characters only"
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not {text!r}")
+    return number
+
+
+def _rank(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a rank's number, not {text!r}")
+    return int(text)
