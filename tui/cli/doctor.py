@@ -1,0 +1,58 @@
+"""``ftmon doctor``: the terminal side's checks, then the training side's own, asked of a process of its own."""
+
+import subprocess
+import sys
+from argparse import Namespace
+from importlib.util import find_spec
+
+import msgspec
+
+from . import terminal
+from .checks import Check, own_checks
+
+_MARKS = {"ok": ("✓", "ok"), "warning": ("▲", "!!"), "error": ("✖", "XX")}
+_TRAINER_SECONDS = 120.0
+"""Importing torch and DeepSpeed from a cold, shared disk takes its time."""
+
+INSTALL = 'pip install "ftmon[train]"'
+
+
+def doctor(arguments: Namespace) -> int:
+    """Print what works on this machine; status 1 when something stands in the way."""
+    groups = {"terminal": list(own_checks()), "training": trainer_checks()}
+    broken = any(check.state == "error" for checks in groups.values() for check in checks)
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode({"ok": not broken, **groups})).decode())
+    else:
+        plain = getattr(arguments, "ascii", False) or terminal.wants_ascii()
+        for title, checks in groups.items():
+            print(title)
+            for check in checks:
+                print(f"  {_MARKS[check.state][plain]} {check.name:<16} {check.text}")
+                if check.mend and check.state != "ok":
+                    print(f"    {'':<16} {'->' if plain else '→'} {check.mend}")
+    return 1 if broken else 0
+
+
+def trainer_checks() -> list[Check]:
+    """Ask the training side what works there; one check that says so when it is not installed."""
+    if missing := missing_training_packages():
+        return [Check("training side", "warning", f"not installed here ({', '.join(missing)} missing)", INSTALL)]
+    command = [sys.executable, "-m", "ftmon.trainer.doctor", "--json"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TRAINER_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [Check("training side", "error", f"no answer in {_TRAINER_SECONDS:.0f} s: {' '.join(command[1:])}")]
+    try:
+        return msgspec.json.decode(done.stdout, type=list[Check])
+    except msgspec.MsgspecError:
+        words = done.stderr.decode(errors="replace").strip().splitlines()
+        reason = words[-1] if words else f"ended with status {done.returncode}"
+        return [Check("training side", "error", reason, INSTALL)]
+
+
+def missing_training_packages() -> list[str]:
+    """Name the packages without which ftmon's own trainer cannot start here; looks for them without importing any."""
+    return [name for name in ("torch", "deepspeed", "transformers", "datasets") if find_spec(name) is None]

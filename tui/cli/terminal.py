@@ -1,0 +1,51 @@
+"""What the terminal at hand can do: whether the app can open in it, and whether it shows more than ASCII."""
+
+import os
+import sys
+from collections.abc import Mapping
+
+MIN_COLUMNS = 60
+MIN_LINES = 16
+"""Below this even the narrow layout says nothing; it is made for 80x24."""
+
+_NO_SCREEN = ("", "dumb", "unknown", "emacs")
+
+
+def why_no_app(environ: Mapping[str, str] = os.environ) -> str:
+    """Say why the app cannot open here; empty when it can.
+
+    It reads keys from standard input and draws on standard output and error, so all three must be the terminal.
+    """
+    if not all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        return "not a terminal"
+    if environ.get("TERM", "") in _NO_SCREEN:
+        return f"TERM={environ.get('TERM', '')!s} cannot draw"
+    columns, lines = os.get_terminal_size(sys.stdout.fileno())
+    if 0 < columns < MIN_COLUMNS or 0 < lines < MIN_LINES:
+        return f"the terminal is {columns}x{lines}, the app needs {MIN_COLUMNS}x{MIN_LINES}"
+    return ""
+
+
+def wants_ascii(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether the locale or TERM=linux (the text console) lacks the block characters the app draws with."""
+    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
+    return not encoding.startswith("utf") or environ.get("TERM") == "linux"
+
+
+def colours(environ: Mapping[str, str] = os.environ) -> str:
+    """Name how many colours the terminal says it has."""
+    if environ.get("NO_COLOR"):
+        return "none (NO_COLOR is set)"
+    if environ.get("COLORTERM", "").lower() in ("truecolor", "24bit"):
+        return "16 million"
+    term = environ.get("TERM", "")
+    if "direct" in term:
+        return "16 million"
+    return "256" if "256" in term else "16"
+
+
+def multiplexer(environ: Mapping[str, str] = os.environ) -> str:
+    """Name the terminal multiplexer around this process; empty when there is none."""
+    if environ.get("TMUX"):
+        return "tmux"
+    return "screen" if environ.get("STY") else ""
