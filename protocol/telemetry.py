@@ -197,6 +197,9 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
     collective: str = ""
     """The collective whose call has not returned, such as ``all_gather_into_tensor``; empty outside of one."""
     last_collective: str = ""
+    step_collectives: int = 0
+    """Of ``collectives``, those entered since the step in the making began. Ranks whose totals differ for good (one
+    did more during start-up) are still comparable by it: it tells who has not entered which collective."""
     allocated: int = 0
     reserved: int = 0
     resident: int = 0
