@@ -1,0 +1,57 @@
+"""The environment of a job: the mark of its run, the import hook for its ranks, and PyTorch's flight recorder."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..protocol.rundir import RUN_ENV, RunDir, write_private
+from .processes import RANK_PID_ENV
+
+OPTIONS_ENV = "FTMON_OPTIONS"
+"""Options for the probes of a run, as a JSON object."""
+
+INJECT_DIR = Path(__file__).resolve().parent / "probe" / "inject"
+"""Put first on ``PYTHONPATH``: its ``sitecustomize`` installs the import hook in every Python process of the job."""
+
+FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+"""Turns PyTorch's record of recent collectives on (the second name is that of older releases)."""
+
+_DEEPSPEED_FILE_ENV = "DS_ENV_FILE"
+
+
+def job_environment(run: RunDir, options: dict[str, Any], base: Mapping[str, str]) -> dict[str, str]:
+    """Make the environment of a run's job out of the launcher's own (``base``)."""
+    environment = {key: value for key, value in base.items() if key != RANK_PID_ENV}
+    environment[RUN_ENV] = str(run.path)
+    environment[OPTIONS_ENV] = json.dumps(options)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(INJECT_DIR), base.get("PYTHONPATH"))))
+    for key, value in {**FLIGHT_RECORDER, "PYTHONUNBUFFERED": "1"}.items():
+        environment.setdefault(key, value)
+    environment[_DEEPSPEED_FILE_ENV] = str(_deepspeed_exports(run, environment, base))
+    return environment
+
+
+def monitor_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Make the environment of hub and launcher: without any run's mark, so that no sweep takes them for ranks."""
+    return {key: value for key, value in base.items() if key not in (RUN_ENV, OPTIONS_ENV, RANK_PID_ENV)}
+
+
+def _deepspeed_exports(run: RunDir, environment: Mapping[str, str], base: Mapping[str, str]) -> Path:
+    """Write the lines DeepSpeed exports to other hosts: the person's own ``.deepspeed_env`` files, and ours.
+
+    DeepSpeed's runner passes on only a few prefixes of the environment, plus every line of this file.
+    """
+    name = base.get(_DEEPSPEED_FILE_ENV, ".deepspeed_env")
+    lines: list[str] = []
+    for folder in (Path.home(), Path(".")):
+        try:
+            text = (folder / name).read_text()
+        except (OSError, UnicodeDecodeError):
+            continue
+        lines += [line for line in text.splitlines() if line not in lines]
+    lines += [f"{key}={environment[key]}" for key in (RUN_ENV, OPTIONS_ENV, *FLIGHT_RECORDER)]
+    path = run.path / "deepspeed_env"
+    write_private(path, "".join(line + "\n" for line in lines).encode())
+    return path

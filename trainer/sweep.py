@@ -1,0 +1,49 @@
+"""Ending a set of processes for certain: TERM, then KILL, again and again until none of them is left."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+
+from . import processes
+from .processes import Process
+
+_TERM_SECONDS = 2.0
+_KILL_SECONDS = 8.0
+_LOOK_SECONDS = 0.05
+
+
+def sweep(
+    find: Callable[[], list[Process]],
+    on_wait: Callable[[], None] = lambda: None,
+    term_seconds: float = _TERM_SECONDS,
+    kill_seconds: float = _KILL_SECONDS,
+) -> list[Process]:
+    """End whatever ``find`` returns, looking anew each time: a process may start others until it is dead.
+
+    Args:
+        find: lists the living processes that should not be.
+        on_wait: called between looks (the launcher reaps its children there).
+        term_seconds: how long after TERM before KILL; 0 starts with KILL.
+        kill_seconds: how long to go on after that.
+
+    Returns:
+        What is still alive: processes in uninterruptible sleep (state D), as a rule.
+    """
+    begun = time.monotonic()
+    told: set[tuple[int, int]] = set()
+    while True:
+        left = find()
+        elapsed = time.monotonic() - begun
+        if not left or elapsed > term_seconds + kill_seconds:
+            return left
+        for process in left:
+            with contextlib.suppress(PermissionError):
+                if elapsed >= term_seconds:
+                    processes.send_signal(process, signal.SIGKILL)
+                elif (process.pid, process.start_ticks) not in told:
+                    told.add((process.pid, process.start_ticks))
+                    processes.send_signal(process, signal.SIGTERM)
+                    processes.send_signal(process, signal.SIGCONT)
+        on_wait()
+        time.sleep(_LOOK_SECONDS)
