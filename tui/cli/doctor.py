@@ -38,13 +38,13 @@ def trainer_checks() -> list[Check]:
     """Ask the training side what works there; one check that says so when it is not installed."""
     if missing := missing_training_packages():
         return [Check("training side", "warning", f"not installed here ({', '.join(missing)} missing)", INSTALL)]
-    command = [sys.executable, "-m", "ftmon.trainer.doctor", "--json"]
+    command = [sys.executable, "-P", "-m", "ftmon.trainer.doctor", "--json"]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TRAINER_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return [Check("training side", "error", f"no answer in {_TRAINER_SECONDS:.0f} s: {' '.join(command[1:])}")]
+        return [Check("training side", "error", f"no answer in {_TRAINER_SECONDS:.0f} s: {' '.join(command)}")]
     try:
         return msgspec.json.decode(done.stdout, type=list[Check])
     except msgspec.MsgspecError:

@@ -77,6 +77,8 @@ def _add_starting(commands: "Commands") -> None:
         usage="ftmon run [options] -- COMMAND ...",
     )
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="such as: deepspeed train.py")
+    run.add_argument("--no-logs", action="store_true", help="leave the ranks' output where the script sends it")
+    run.add_argument("--no-allocator-events", action="store_true", help="do not sample the allocator's own trace")
     _start_options(run)
 
 

@@ -1,0 +1,108 @@
+"""The grammar of the command line, and what importing it costs."""
+
+import subprocess
+import sys
+
+import pytest
+from ftmon.tui.cli.main import main, parse
+
+COMMANDS = ("demo", "train", "run", "attach", "ls", "status", "replay", "kill", "stop", "doctor", "completion")
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"    {command}" in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["run", "--help"]])
+def test_help_imports_neither_torch_nor_textual_nor_zmq(words: list[str]) -> None:
+    code = (
+        "import sys\nfrom ftmon.tui.cli.main import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'textual', 'zmq', 'msgspec', 'deepspeed', 'sqlite3', 'rich'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["demo", "train"])
+def test_overrides_may_stand_between_options(command: str) -> None:
+    config = [] if command == "demo" else ["mine.yaml"]
+    arguments = parse([command, *config, "zero.stage=2", "--plain", "steps=3", "--detach", "data.path=a=b"])
+    assert arguments.overrides == ["zero.stage=2", "steps=3", "data.path=a=b"]
+    assert arguments.plain
+    assert arguments.detach
+
+
+def test_train_takes_its_first_word_as_the_configuration() -> None:
+    assert parse(["train", "mine.yaml", "steps=3"]).config == "mine.yaml"
+
+
+def test_the_watched_command_keeps_its_own_options_untouched() -> None:
+    arguments = parse(["run", "--name", "x", "--", "deepspeed", "--num_gpus", "2", "train.py", "--", "--name", "y"])
+    assert arguments.name == "x"
+    assert arguments.command == ["deepspeed", "--num_gpus", "2", "train.py", "--", "--name", "y"]
+
+
+def test_the_watched_command_may_come_without_dashes() -> None:
+    arguments = parse(["run", "--plain", "torchrun", "--nproc-per-node", "2", "train.py", "--plain"])
+    assert arguments.plain
+    assert arguments.command == ["torchrun", "--nproc-per-node", "2", "train.py", "--plain"]
+
+
+def test_words_before_the_dashes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["run", "deepspeed", "--", "train.py"])
+    assert ended.value.code == 2
+    assert "unexpected 'deepspeed' before '--'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["kill"], "the following arguments are required: RUN"),
+        (["kill", "x", "--signal", "HUP"], "invalid choice: 'HUP'"),
+        (["kill", "x", "--rank", "one"], "must be a rank's number, not 'one'"),
+        (["demo", "--steps", "0"], "must be a whole number of 1 or more, not '0'"),
+        (["demo", "--stepz", "4"], "unrecognized arguments: --stepz"),
+        (["attach", "x", "--plane"], "unrecognized arguments: --plane"),
+        (["completion", "fish"], "invalid choice: 'fish'"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(words)
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_rank_may_be_repeated() -> None:
+    arguments = parse(["kill", "x", "--rank", "1", "--rank", "3", "--signal", "TERM", "--yes"])
+    assert (arguments.rank, arguments.signal, arguments.yes) == ([1, 3], "TERM", True)
+
+
+@pytest.mark.parametrize("words", [["--ascii"], ["--ascii", "attach"], ["attach", "--ascii"]])
+def test_ascii_works_before_and_after_the_command(words: list[str]) -> None:
+    assert parse(words).ascii
+
+
+def test_ftmon_alone_opens_the_list_of_runs() -> None:
+    assert parse([]).handler == "view:choose"
+
+
+@pytest.mark.parametrize("command", ["attach", "status", "kill", "stop", "replay"])
+def test_an_unknown_run_is_one_line_and_status_2(
+    command: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    assert main([command, "nosuch"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ftmon: no ")
+    assert error.count("\n") == 1

@@ -1,0 +1,98 @@
+"""``ftmon kill`` and ``ftmon stop``: what a person asks of a run, and what came of it."""
+
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from typing import Any
+
+from ...protocol import rundir
+from ...protocol.errors import FtmonError
+from ...protocol.process import is_alive
+from ...protocol.rundir import RunDir
+from .control import ask
+from .trainer import living_hub
+
+_END_SECONDS = 60.0
+_POLL_SECONDS = 0.1
+
+
+def kill(arguments: Namespace) -> int:
+    """End a run, or some of its ranks; status 0 only when nothing of what was named is left."""
+    run = rundir.find(arguments.run)
+    if _is_over(run):
+        print(f"{run.id} has ended already; nothing of it is left")
+        return 0
+    if not _confirmed(run, arguments):
+        print("nothing was killed")
+        return 1
+    args: dict[str, Any] = {"ranks": sorted(set(arguments.rank))}
+    if arguments.signal:
+        args["signal"] = arguments.signal
+    return _act(run, "kill", args)
+
+
+def stop(arguments: Namespace) -> int:
+    """Let a run save a checkpoint and end after its step; a foreign script gets INT."""
+    run = rundir.find(arguments.run)
+    if _is_over(run):
+        print(f"{run.id} has ended already")
+        return 0
+    return _act(run, "stop", {})
+
+
+def end_at_once(run: RunDir) -> None:
+    """End a run by way of its launcher, which needs no hub: INT, TERM, then KILL, and wait until it is over."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
+        launcher = run.read_run().launcher
+        if launcher is None or not is_alive(launcher):
+            return
+        os.kill(launcher.pid, number)
+        if wait_for_end(run, _END_SECONDS / 6):
+            return
+
+
+def wait_for_end(run: RunDir, seconds: float) -> bool:
+    """Wait until the launcher has written how the job ended; False when it has not in time."""
+    deadline = time.monotonic() + seconds
+    while run.read_exit() is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _is_over(run: RunDir) -> bool:
+    return run.read_exit() is not None
+
+
+def _confirmed(run: RunDir, arguments: Namespace) -> bool:
+    """Ask on a terminal, default no. A script's command line is consent enough."""
+    if arguments.yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return True
+    ranks = ", ".join(map(str, sorted(set(arguments.rank))))
+    target = f"rank{'s' if len(set(arguments.rank)) > 1 else ''} {ranks} of {run.id}" if ranks else f"all of {run.id}"
+    steps = arguments.signal or "INT, TERM and KILL in steps"
+    print(f"This sends {steps} to {target}, dataloader workers included.", file=sys.stderr)
+    if ranks:
+        print("DeepSpeed ends the whole node when one rank dies.", file=sys.stderr)
+    print("Kill? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _act(run: RunDir, verb: str, args: dict[str, Any]) -> int:
+    """Send one command and print both of its answers."""
+    try:
+        result = ask(living_hub(run), verb, args, on_accepted=_print_accepted)
+    except FtmonError:
+        if not _is_over(run):  # the run may have ended while the hub was asked
+            raise
+        print(f"{run.id} has ended")
+        return 0
+    print(result.text)
+    return 0 if result.ok else 1
+
+
+def _print_accepted(text: str) -> None:
+    print(text or "accepted", flush=True)

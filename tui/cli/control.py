@@ -1,0 +1,74 @@
+"""Asking a hub to act: one command, its two answers."""
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from ...protocol import wire
+from ...protocol.control import Accepted, Command, Result
+from ...protocol.errors import HubError
+from ...protocol.rundir import HubFile
+from ...protocol.sockets import peer_socket
+
+ACCEPT_SECONDS = 10.0
+RESULT_SECONDS = 120.0
+"""A kill in steps gives INT and TERM their time before KILL."""
+
+
+def ask(
+    hub: HubFile,
+    verb: str,
+    args: dict[str, Any] | None = None,
+    *,
+    on_accepted: Callable[[str], None] = lambda text: None,
+    accept_seconds: float = ACCEPT_SECONDS,
+    result_seconds: float = RESULT_SECONDS,
+) -> Result:
+    """Send a command to a run's hub and wait for its result.
+
+    Args:
+        hub: the connection file of a living hub.
+        verb: one of ``control.VERBS``.
+        args: the verb's arguments.
+        on_accepted: called with the hub's words when it accepts.
+        accept_seconds: how long the hub may take to accept.
+        result_seconds: how long the result may take from then on.
+
+    Raises:
+        HubError: the hub refused, or did not answer in time.
+    """
+    command = Command(secrets.token_hex(8), verb, args or {})
+    context: zmq.Context[Any] = zmq.Context()
+    socket = peer_socket(context, "control")
+    try:
+        socket.connect(hub.addresses["control"])
+        socket.send_multipart(wire.encode("cli", 1, time.time(), command))
+        deadline = time.monotonic() + accept_seconds
+        accepted = False
+        while (left := deadline - time.monotonic()) > 0:
+            if not socket.poll(round(left * 1000) or 1):
+                break
+            answer = _decode(socket.recv_multipart())
+            if isinstance(answer, Accepted) and answer.id == command.id:
+                if not answer.ok:
+                    raise HubError(f"refused: {answer.text}")
+                on_accepted(answer.text)
+                accepted = True
+                deadline = time.monotonic() + result_seconds
+            elif isinstance(answer, Result) and answer.id == command.id:
+                return answer
+    finally:
+        socket.close()
+        context.term()
+    waited = result_seconds if accepted else accept_seconds
+    raise HubError(f"the hub (pid {hub.process.pid}) gave no {'result' if accepted else 'answer'} in {waited:.0f} s")
+
+
+def _decode(frames: list[bytes]) -> wire.Message | None:
+    if len(frames) != 2:
+        return None
+    wire.decode_header(frames[0])
+    return wire.decode_body(frames[1])
