@@ -1,0 +1,51 @@
+"""The alerts of a run, by id: a later message of the same id replaces the earlier one."""
+
+from collections.abc import Iterator
+
+from ...protocol.control import Alert, Severity
+
+SEVERITIES: dict[Severity, int] = {"info": 0, "warning": 1, "error": 2}
+
+
+class AlertBook:
+    """All alerts of a run as they stand."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Alert] = {}
+        self.version = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Alert]:
+        return iter(self._by_id.values())
+
+    def put(self, alert: Alert) -> None:
+        """Add an alert, or replace the one with its id."""
+        self._by_id[alert.id] = alert
+        self.version += 1
+
+    def get(self, alert_id: int) -> Alert | None:
+        """Return an alert by id."""
+        return self._by_id.get(alert_id)
+
+    def newest_first(self) -> list[Alert]:
+        """List every alert, the newest first."""
+        return sorted(self._by_id.values(), key=lambda alert: (alert.time, alert.id), reverse=True)
+
+    def unresolved(self) -> list[Alert]:
+        """List what still stands: the most severe first, and of one severity the newest."""
+        standing = [alert for alert in self._by_id.values() if alert.resolved is None]
+        return sorted(standing, key=lambda alert: (SEVERITIES[alert.severity], alert.time, alert.id), reverse=True)
+
+    def of_rank(self, rank: int) -> list[Alert]:
+        """List the alerts that speak of a rank, the newest first."""
+        return [alert for alert in self.newest_first() if alert.rank == rank or rank in alert.ranks]
+
+    def counts(self) -> dict[Severity, int]:
+        """Count what still stands, by severity."""
+        found: dict[Severity, int] = {"info": 0, "warning": 0, "error": 0}
+        for alert in self._by_id.values():
+            if alert.resolved is None:
+                found[alert.severity] += 1
+        return found

@@ -1,0 +1,75 @@
+"""One resolution of a timeline: a bounded run of columns that are fixed spans of time, pooled by maximum."""
+
+EMPTY = -1
+"""A column, or a figure of it, without data."""
+
+KEEP = 512
+"""Columns a level keeps at the least; it grows to twice that before the oldest half goes."""
+
+RATIO = 4
+"""How much coarser each level is than the one below."""
+
+
+class Level:
+    """Columns of ``span`` seconds; column ``first`` (spans since the epoch) is index 0 of the three lists."""
+
+    __slots__ = ("allocated", "first", "reserved", "resident", "span")
+
+    def __init__(self, span: int, first: int) -> None:
+        self.span = span
+        self.first = first
+        self.allocated: list[int] = []
+        self.reserved: list[int] = []
+        self.resident: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.allocated)
+
+    def reach(self, column: int) -> None:
+        """Extend to hold ``column``, which is not before ``first``."""
+        missing = column - self.first + 1 - len(self.allocated)
+        if missing > 0:
+            empty = [EMPTY] * missing
+            self.allocated += empty
+            self.reserved += empty
+            self.resident += empty
+
+    def reach_back(self, column: int) -> None:
+        """Extend to the past to hold ``column``."""
+        missing = self.first - column
+        if missing > 0:
+            empty = [EMPTY] * missing
+            self.allocated[:0] = empty
+            self.reserved[:0] = empty
+            self.resident[:0] = empty
+            self.first = column
+
+    def trim(self, first: int) -> None:
+        """Drop every column before ``first``."""
+        drop = first - self.first
+        if drop > 0:
+            del self.allocated[:drop]
+            del self.reserved[:drop]
+            del self.resident[:drop]
+            self.first = first
+
+    def lift(self, first: int, last: int, allocated: int, reserved: int, resident: int) -> None:
+        """Raise columns ``first`` to ``last`` that this level holds to at least these figures."""
+        for index in range(max(first - self.first, 0), min(last - self.first + 1, len(self.allocated))):
+            if allocated > self.allocated[index]:
+                self.allocated[index] = allocated
+            if reserved > self.reserved[index]:
+                self.reserved[index] = reserved
+            if resident > self.resident[index]:
+                self.resident[index] = resident
+
+    def highest(self, first: int, last: int) -> tuple[int, int, int]:
+        """Give the highest figures of columns ``first`` to ``last``, ``EMPTY`` where there are none."""
+        begin, end = max(first - self.first, 0), last - self.first + 1
+        if end <= begin:
+            return EMPTY, EMPTY, EMPTY
+        return (
+            max(self.allocated[begin:end], default=EMPTY),
+            max(self.reserved[begin:end], default=EMPTY),
+            max(self.resident[begin:end], default=EMPTY),
+        )

@@ -1,0 +1,60 @@
+"""The latest log lines of all ranks, bounded, with a filter."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from ...protocol.telemetry import LogLine
+
+CAPACITY = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """A log line with its place in the stream. Rank -1 is the launcher."""
+
+    seq: int
+    time: float
+    rank: int
+    stream: str
+    text: str
+
+
+class LogBook:
+    """A ring of log lines, oldest first."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._entries: deque[LogEntry] = deque(maxlen=capacity)
+        self.version = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, seq: int, line: LogLine) -> None:
+        """Add a line; the oldest goes when the ring is full."""
+        self._entries.append(LogEntry(seq, line.time, line.rank, line.stream, line.text))
+        self.version += 1
+
+    def put_older(self, entries: list[LogEntry]) -> None:
+        """Add lines from before the oldest one, as far as there is room; oldest first."""
+        room = (self._entries.maxlen or CAPACITY) - len(self._entries)
+        self._entries.extendleft(reversed(entries[-room:] if room > 0 else []))
+        self.version += 1
+
+    def select(
+        self, rank: int | None = None, text: str = "", stream: str | None = None, limit: int | None = None
+    ) -> list[LogEntry]:
+        """List the last ``limit`` lines of one rank, of one stream, containing ``text`` in any case; oldest first."""
+        wanted = text.casefold()
+        found: list[LogEntry] = []
+        for entry in reversed(self._entries):
+            if rank is not None and entry.rank != rank:
+                continue
+            if stream is not None and entry.stream != stream:
+                continue
+            if wanted and wanted not in entry.text.casefold():
+                continue
+            found.append(entry)
+            if limit is not None and len(found) >= limit:
+                break
+        found.reverse()
+        return found

@@ -1,0 +1,196 @@
+"""The state of one rank: a fold over its messages."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from ...protocol.control import RankState, RankStateName
+from ...protocol.telemetry import (
+    AllocatorEvents,
+    Failure,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Oom,
+    SnapshotTaken,
+    Stacks,
+    Step,
+)
+from .phases import PhaseRow, Shares, rows, shares
+from .series import StepSeries
+from .timeline import EMPTY, Timeline
+
+RECENT_STEPS = 240
+"""Steps kept whole for tables and charts."""
+
+SHARE_STEPS = 8
+"""Steps that phase shares are averaged over, so that the bar is calm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The highest memory of a run so far: of the figure whose peak is a true high-water mark."""
+
+    bytes: int
+    phase: str
+    step: int
+    time: float
+    """When the phase began, seconds since the epoch, on the rank's clock."""
+    rank: int
+
+
+class RankModel:
+    """What is known of one rank. Attributes are plain; ``version`` moves with every change."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.hello: Hello | None = None
+        self.state: RankStateName = "starting"
+        self.state_text = ""
+        """Why it is in that state, in a few words."""
+        self.state_since = 0.0
+        """When the state began, seconds since the epoch; 0 while unknown."""
+        self.exit_code: int | None = None
+        self.signal: int | None = None
+        self.beat: Heartbeat | None = None
+        """The latest heartbeat; None in a replay, which has none."""
+        self.last: Step | None = None
+        """The last finished step."""
+        self.steps: deque[Step] = deque(maxlen=RECENT_STEPS)
+        """Recent finished steps, oldest first."""
+        self.peak: Peak | None = None
+        """The run's peak on this rank."""
+        self.reserved_peak = 0
+        """Highest reserved bytes of the run."""
+        self.timeline = Timeline()
+        self.step_ms = StepSeries()
+        """Host time of each step, milliseconds, over the whole run."""
+        self.events: AllocatorEvents | None = None
+        """The latest sampled step's allocator events."""
+        self.oom: Oom | None = None
+        self.failure: Failure | None = None
+        self.goodbye: Goodbye | None = None
+        self.stacks: Stacks | None = None
+        self.snapshots: deque[SnapshotTaken] = deque(maxlen=50)
+        self.allocated_bytes = 0
+        """Latest known allocated bytes."""
+        self.reserved_bytes = 0
+        self.resident_bytes = 0
+        """Latest known resident set size; 0 on CUDA."""
+        self.spike_step: int | None = None
+        """The step of the latest spike alert."""
+        self.dropped = 0
+        """Messages its probe says it has dropped."""
+        self.version = 0
+
+    @property
+    def step(self) -> int:
+        """The last finished step's number; 0 before the first."""
+        last = self.last
+        beat = self.beat
+        return max(last.step if last else 0, beat.step - 1 if beat else 0)
+
+    @property
+    def phase(self) -> str:
+        """The phase it is in by its latest heartbeat; empty when not known."""
+        return self.beat.phase if self.beat else ""
+
+    @property
+    def collective(self) -> str:
+        """The collective call it is inside of; empty outside of one."""
+        return self.beat.collective if self.beat else ""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Memory of its device: what a memory graph is scaled to; 0 before its hello."""
+        return self.hello.device.capacity_bytes if self.hello else 0
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it computes on the CPU, where figures are glibc's and peaks are of the resident set."""
+        return self.hello is not None and self.hello.memory_measure == "glibc"
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process is still there, as far as the hub knows."""
+        return self.state not in ("gone", "finished")
+
+    @property
+    def shares(self) -> Shares:
+        """Shares of the step's time by phase, over the last few steps."""
+        recent = self.steps
+        return shares(recent[index] for index in range(max(0, len(recent) - SHARE_STEPS), len(recent)))
+
+    @property
+    def phase_rows(self) -> list[PhaseRow]:
+        """The phase table of the last finished step."""
+        return rows(self.last)
+
+    def on_step(self, step: Step) -> None:
+        """Fold a finished step; one that is already known changes nothing."""
+        last = self.last
+        if last is not None and step.step <= last.step and any(known.started == step.started for known in self.steps):
+            return
+        started = step.started
+        timeline = self.timeline
+        highest = self.peak.bytes if self.peak is not None else -1
+        allocated = reserved = resident = None
+        for record in step.phases:
+            allocated, reserved, resident = record.allocated, record.reserved, record.resident
+            begin = started + record.start_us * 1e-6
+            true = EMPTY if resident is None else resident.peak
+            timeline.add_range(int(begin), int(begin + record.host_us * 1e-6), allocated.peak, reserved.peak, true)
+            peak = allocated.peak if resident is None else true
+            if peak > highest:
+                highest = peak
+                self.peak = Peak(peak, record.name, step.step, begin, self.rank)
+            if reserved.peak > self.reserved_peak:
+                self.reserved_peak = reserved.peak
+        if allocated is not None and reserved is not None:
+            self._now(allocated.end, reserved.end, 0 if resident is None else resident.end)
+        self.steps.append(step)
+        self.step_ms.add(step.step, step.host_us / 1000)
+        self.dropped = step.dropped
+        if last is None or step.started >= last.started:
+            self.last = step
+        if self.state == "starting":
+            self.state = "training"
+            self.state_since = started
+        self.version += 1
+
+    def on_hello(self, hello: Hello) -> None:
+        """Fold a hello; one of another process begins the rank anew, its history kept."""
+        before = self.hello
+        if before is not None and (before.pid, before.start_ticks) != (hello.pid, hello.start_ticks):
+            self.state, self.state_text, self.state_since = "starting", "", hello.time
+            self.exit_code = self.signal = None
+            self.beat = self.goodbye = self.oom = self.failure = None
+        self.hello = hello
+        if not self.state_since:
+            self.state_since = hello.time
+        self.version += 1
+
+    def on_beat(self, beat: Heartbeat) -> None:
+        """Fold a heartbeat."""
+        self.beat = beat
+        self.dropped = beat.dropped
+        if beat.reserved or beat.allocated:
+            self._now(beat.allocated, beat.reserved, beat.resident)
+            self.timeline.add(beat.time, beat.allocated, beat.reserved, beat.resident or EMPTY)
+        self.version += 1
+
+    def on_state(self, state: RankState) -> None:
+        """Fold the hub's judgement."""
+        self.state = state.state
+        self.state_text = state.text
+        self.state_since = state.since or state.time
+        self.exit_code = state.exit_code
+        self.signal = state.signal
+        if not self.alive:
+            self.timeline.current = (EMPTY, EMPTY, EMPTY)
+        self.version += 1
+
+    def _now(self, allocated: int, reserved: int, resident: int) -> None:
+        self.allocated_bytes = allocated
+        self.reserved_bytes = reserved
+        self.resident_bytes = resident
+        self.timeline.current = (allocated, reserved, resident or EMPTY)

@@ -1,0 +1,256 @@
+"""Memory of one rank over time, in columns that are fixed spans of time and pool by maximum.
+
+A column is a whole number of spans since the epoch, so it never moves: new data grows the last column or begins a new
+one. A column holds the highest peak of any phase that ran in it, and of any heartbeat that fell in it. Several levels
+are kept, each four times coarser than the one below (1 s, 4 s, 16 s ...), every one bounded: what leaves a fine level
+is already in the next, and the coarsest always reaches back to the beginning. So no maximum is ever lost.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from math import floor
+
+from .levels import EMPTY, KEEP, RATIO, Level
+
+__all__ = ["EMPTY", "Columns", "Mark", "Timeline"]
+
+_SEVERITY_ORDER = {"info": 0, "warning": 1, "error": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that happened at a time: an alert's kind (``spike``, ``hang`` ...) and id."""
+
+    time: float
+    kind: str
+    severity: str
+    alert_id: int
+
+
+@dataclass(slots=True)
+class Columns:
+    """A stretch of a timeline, oldest column first, all lists of one length; bytes, or ``EMPTY`` (-1) for no data."""
+
+    start: float
+    """Seconds since the epoch at which the first column begins."""
+    span: int
+    """Seconds a column covers."""
+    allocated: list[int]
+    reserved: list[int]
+    resident: list[int]
+    """Resident set size; ``EMPTY`` throughout on CUDA."""
+    marks: list[Mark | None]
+    """The most severe mark in each column."""
+
+
+class Timeline:
+    """Allocated, reserved and resident peaks of one rank, with marks."""
+
+    __slots__ = ("_dirty", "_fine", "_levels", "current", "marks", "version")
+
+    def __init__(self) -> None:
+        self._fine = Level(1, 0)
+        self._levels = [self._fine]
+        self._dirty: int | None = None
+        """Oldest column of the finest level that coarser levels have not seen yet."""
+        self.marks: list[Mark] = []
+        """Oldest first."""
+        self.current: tuple[int, int, int] = (EMPTY, EMPTY, EMPTY)
+        """The latest allocated, reserved and resident bytes: what columns after the newest data show."""
+        self.version = 0
+        """Moves whenever something changed; lets a widget skip drawing."""
+
+    @property
+    def start(self) -> float | None:
+        """When the oldest column begins, seconds since the epoch; None while empty."""
+        top = self._levels[-1]
+        return float(top.first * top.span) if len(top) else None
+
+    @property
+    def end(self) -> float | None:
+        """When the newest column ends; None while empty."""
+        ends = [(level.first + len(level)) * level.span for level in self._levels if len(level)]
+        # A coarse column ends later than what it holds; the finest that has data knows best.
+        return float(ends[0]) if ends else None
+
+    def add(self, time: float, allocated: int, reserved: int, resident: int = EMPTY) -> None:
+        """Raise the column at ``time`` to these figures (bytes)."""
+        second = int(time)
+        self.add_range(second, second, allocated, reserved, resident)
+
+    def add_range(self, first: int, last: int, allocated: int, reserved: int, resident: int = EMPTY) -> None:
+        """Raise the one-second columns ``first`` to ``last`` (both included) to these figures (bytes)."""
+        level = self._fine
+        index = first - level.first
+        end = last - level.first
+        self.version += 1
+        if index < 0 or end >= len(level.allocated):
+            self._add_slowly(first, last, allocated, reserved, resident)
+            return
+        if self._dirty is None or first < self._dirty:
+            self._dirty = first
+        # Written out, not a call: this runs several times for every step of every rank.
+        while index <= end:
+            if allocated > level.allocated[index]:
+                level.allocated[index] = allocated
+            if reserved > level.reserved[index]:
+                level.reserved[index] = reserved
+            if resident > level.resident[index]:
+                level.resident[index] = resident
+            index += 1
+
+    def mark(self, mark: Mark) -> None:
+        """Add a mark, or replace the one of the same alert."""
+        self.marks = [known for known in self.marks if known.alert_id != mark.alert_id]
+        self.marks.insert(bisect_left(self.marks, mark.time, key=lambda known: known.time), mark)
+        self.version += 1
+
+    def load(self, span: int, start: float, columns: list[tuple[int, int, int, int]]) -> None:
+        """Raise columns from a recording's pooled history, after a seek or a late join.
+
+        Args:
+            span: Seconds a column covers: 1, 4, 16, ... (a power of ``RATIO``).
+            start: When column 0 begins; a multiple of ``span``.
+            columns: ``(index, allocated, reserved, resident)`` for each column that has data, by index.
+        """
+        self._flush()
+        while self._levels[-1].span < span:
+            self._add_level()
+        position = next(index for index, level in enumerate(self._levels) if level.span >= span)
+        origin = floor(start / span)
+        for index, allocated, reserved, resident in columns:
+            column = origin + index
+            self._write(position, column, column, allocated, reserved, resident)
+            for above in range(position + 1, len(self._levels)):
+                coarse = column * span // self._levels[above].span
+                self._write(above, coarse, coarse, allocated, reserved, resident)
+        self.version += 1
+
+    def window(self, width: int, now: float, span: int = 1) -> Columns:
+        """Give the last ``width`` columns of ``span`` seconds, the last of which contains ``now``.
+
+        Where history is not known that finely (any more, or after a seek) a coarser column stands for all its span.
+        """
+        return self._columns(floor(now / span) - width + 1, width, span)
+
+    def whole(self, width: int, now: float | None = None) -> Columns:
+        """Give everything from the first column on in at most ``width`` columns of 1, 2, 4, 8 ... seconds each."""
+        begin, end = self.start, self.end
+        if begin is None or end is None:
+            return Columns(0.0, 1, [], [], [], [])
+        last = max(end - 1, now or 0.0)
+        span = 1
+        while floor(last / span) - floor(begin / span) + 1 > max(width, 1):
+            span *= 2
+        first = floor(begin / span)
+        return self._columns(first, floor(last / span) - first + 1, span)
+
+    def _columns(self, first: int, width: int, span: int) -> Columns:
+        self._flush()
+        out = Columns(float(first * span), span, [], [], [], [None] * width)
+        for column in range(first, first + width):
+            allocated, reserved, resident = self._highest(column * span, span)
+            out.allocated.append(allocated)
+            out.reserved.append(reserved)
+            out.resident.append(resident)
+        _fill_gaps(out, self.current)
+        for mark in self.marks[bisect_left(self.marks, first * span, key=lambda known: known.time) :]:
+            index = floor(mark.time / span) - first
+            if index >= width:
+                break
+            before = out.marks[index]
+            if before is None or _SEVERITY_ORDER[before.severity] <= _SEVERITY_ORDER[mark.severity]:
+                out.marks[index] = mark
+        return out
+
+    def _highest(self, second: int, span: int) -> tuple[int, int, int]:
+        """The highest figures of a column: of the coarsest level that resolves it, else of a coarser one."""
+        position = max(index for index, level in enumerate(self._levels) if level.span <= span)
+        for level in self._levels[position:]:
+            first = second // level.span
+            if first < level.first and level is not self._levels[-1]:
+                continue
+            found = level.highest(first, (second + span - 1) // level.span)
+            if found[0] != EMPTY:
+                return found
+        return EMPTY, EMPTY, EMPTY
+
+    def _add_slowly(self, first: int, last: int, allocated: int, reserved: int, resident: int) -> None:
+        """Raise columns that the finest level does not hold yet, or no longer."""
+        first = max(first, last - KEEP)
+        level = self._fine
+        if not len(level) and len(self._levels) == 1:
+            level.first = first
+        if first < level.first and (len(self._levels) > 1 or level.first - first > KEEP):
+            self._flush()
+            if len(self._levels) == 1:
+                self._add_level()
+            for position, each in enumerate(self._levels):
+                self._write(position, first // each.span, last // each.span, allocated, reserved, resident)
+            return
+        self._write(0, first, last, allocated, reserved, resident)
+        self._dirty = first if self._dirty is None else min(self._dirty, first)
+
+    def _write(self, position: int, first: int, last: int, allocated: int, reserved: int, resident: int) -> None:
+        """Raise columns of one level, which grows to hold them; only the coarsest grows into the past."""
+        level = self._levels[position]
+        if not len(level):
+            level.first = first
+        if last - level.first >= 2 * KEEP:
+            if position == 0:
+                self._flush()
+            if position + 1 == len(self._levels):
+                self._add_level()
+            level.trim(last - KEEP + 1)
+        if first < level.first and position + 1 == len(self._levels):
+            level.reach_back(max(first, level.first - KEEP))
+        if last >= level.first:
+            level.reach(last)
+        level.lift(first, last, allocated, reserved, resident)
+
+    def _add_level(self) -> None:
+        """Add a level above the coarsest, with everything that one holds."""
+        below = self._levels[-1]
+        level = Level(below.span * RATIO, below.first // RATIO)
+        self._levels.append(level)
+        for index in range(len(below)):
+            self._raise_above(len(self._levels) - 2, below.first + index)
+        if below is self._fine:
+            self._dirty = None
+
+    def _flush(self) -> None:
+        """Let the coarser levels see what the finest one gained."""
+        if self._dirty is None or len(self._levels) == 1:
+            return
+        dirty, self._dirty = self._dirty, None
+        for column in range(dirty, self._fine.first + len(self._fine)):
+            self._raise_above(0, column)
+
+    def _raise_above(self, position: int, column: int) -> None:
+        below = self._levels[position]
+        figures = below.highest(column, column)
+        if figures[0] == EMPTY:
+            return
+        second = column * below.span
+        for above in range(position + 1, len(self._levels)):
+            coarse = second // self._levels[above].span
+            self._write(above, coarse, coarse, *figures)
+
+
+def _fill_gaps(columns: Columns, current: tuple[int, int, int]) -> None:
+    """Fill a gap between data with its smaller neighbour, and one at the end with the latest figures."""
+    for figures, now in zip((columns.allocated, columns.reserved, columns.resident), current, strict=True):
+        before = EMPTY
+        index = 0
+        while index < len(figures):
+            if figures[index] != EMPTY:
+                before = figures[index]
+                index += 1
+                continue
+            end = index
+            while end < len(figures) and figures[end] == EMPTY:
+                end += 1
+            edge = now if end == len(figures) else figures[end]
+            fill = EMPTY if before == EMPTY else edge if end == len(figures) else min(before, edge)
+            figures[index:end] = [fill] * (end - index)
+            index = end

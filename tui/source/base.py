@@ -1,0 +1,94 @@
+"""What the screens know of where a run comes from: one interface, live or replayed.
+
+A source has threads of its own that gather frames. The terminal's thread calls ``pump`` before it paints: that folds
+what has arrived into ``model`` within a time budget. So the model is only ever touched by the thread that draws it, and
+needs no lock. ``model`` may be another object after a seek: take it from the source at every paint.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from ...protocol.control import Accepted, Result
+from ..model.run import RunModel
+from .transport import Transport
+
+ConnectionState = Literal["connecting", "live", "hub-gone", "ended", "replay"]
+"""``hub-gone``: the ranks train on, nobody tells how; a new hub is looked for. ``ended``: the run is over, and what is
+shown is its recording. ``replay``: a recording was opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """How a source stands with its run."""
+
+    state: ConnectionState
+    text: str = ""
+    """One line for a person: what is the matter, or empty."""
+    since: float = 0.0
+    lost: int = 0
+    """Frames of the stream that were missed and could not be fetched again (heartbeats do not count)."""
+
+
+@dataclass(slots=True)
+class CommandRecord:
+    """A command that was sent, and its two answers as they come."""
+
+    id: str
+    verb: str
+    args: dict[str, Any] = field(default_factory=dict[str, Any])
+    sent: float = 0.0
+    accepted: Accepted | None = None
+    result: Result | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come: it was refused, or there is a result."""
+        return self.result is not None or (self.accepted is not None and not self.accepted.ok)
+
+
+class Source(Protocol):
+    """Live or replayed, the same to the screens."""
+
+    @property
+    def model(self) -> RunModel:
+        """The state to draw; another object after a seek."""
+        ...
+
+    @property
+    def transport(self) -> Transport:
+        """Play, pause, seek; the scrubber's figures."""
+        ...
+
+    @property
+    def connection(self) -> Connection:
+        """How things stand with the run."""
+        ...
+
+    @property
+    def commands(self) -> dict[str, CommandRecord]:
+        """Commands sent from here, by id, oldest first."""
+        ...
+
+    @property
+    def can_command(self) -> bool:
+        """Whether there is a hub to send commands to (never in a replay)."""
+        ...
+
+    def start(self) -> None:
+        """Begin to gather; call once."""
+        ...
+
+    def pump(self, budget_s: float = 0.05) -> bool:
+        """Fold what has arrived into the model, for at most ``budget_s``; True when something changed."""
+        ...
+
+    def send(self, verb: str, args: dict[str, Any] | None = None) -> str:
+        """Send a command to the hub and return its id; its answers appear in ``commands``.
+
+        Where there is no hub the record is refused at once, in words.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the threads and close what is open; safe to call twice."""
+        ...

@@ -1,0 +1,135 @@
+"""Play, pause, speed and seek: one set of controls over a recording and over the past of a live run.
+
+A transport holds figures to draw and turns keys into requests; ``Playback`` carries them out on a thread of its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ...protocol.control import AlertKind, Severity
+
+SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+"""Playing speeds, times real time."""
+
+Mode = Literal["live", "rewound", "replay"]
+
+RequestKind = Literal["play", "pause", "speed", "time", "step", "skip", "goto", "alert", "live"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Something a person asked of the transport: ``number`` and ``text`` as the kind needs them."""
+
+    kind: RequestKind
+    number: float = 0.0
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AlertMark:
+    """An alert on the scrubber."""
+
+    time: float
+    severity: Severity
+    kind: AlertKind
+    alert_id: int
+    title: str
+
+
+class Transport:
+    """The controls' figures and keys. Figures are written by ``pump``, on the terminal's thread."""
+
+    def __init__(self, mode: Mode, request: Callable[[Request], None]) -> None:
+        self.mode: Mode = mode
+        """``live``: at the live end; ``rewound``: in the past of a live run; ``replay``: in a recording."""
+        self.playing = mode == "live"
+        self.speed = 1.0
+        self.position = 0.0
+        """The time shown, seconds since the epoch."""
+        self.first = 0.0
+        """The first time there is."""
+        self.last = 0.0
+        """The last time there is; grows while live."""
+        self.marks: list[AlertMark] = []
+        """Every alert of the whole recording, by time (of a live run: up to now)."""
+        self.message = ""
+        """Why the latest request did nothing (``no step 99999: the last is 812``); empty when it did."""
+        self.seeking = False
+        """Whether a request is under way."""
+        self._request = request
+
+    @property
+    def fraction(self) -> float:
+        """Where the position is between first (0) and last (1)."""
+        length = self.last - self.first
+        return min(1.0, max(0.0, (self.position - self.first) / length)) if length > 0 else 1.0
+
+    @property
+    def at_end(self) -> bool:
+        """Whether there is nothing after the position."""
+        return self.position >= self.last
+
+    def toggle(self) -> None:
+        """Play or pause. Pausing a live view holds it while the run goes on; play again goes on from there."""
+        self.pause() if self.playing else self.play()
+
+    def play(self) -> None:
+        """Play on at the present speed; from the beginning when at a recording's end."""
+        self._ask(Request("play"))
+
+    def pause(self) -> None:
+        """Hold the view where it is."""
+        self._ask(Request("pause"))
+
+    def faster(self) -> None:
+        """Go one speed up, 64x at the most."""
+        self.set_speed(next((speed for speed in SPEEDS if speed > self.speed), SPEEDS[-1]))
+
+    def slower(self) -> None:
+        """Go one speed down, 0.25x at the least."""
+        self.set_speed(next((speed for speed in reversed(SPEEDS) if speed < self.speed), SPEEDS[0]))
+
+    def set_speed(self, speed: float) -> None:
+        """Set the speed, times real time, within 0.25 and 64."""
+        self._ask(Request("speed", min(SPEEDS[-1], max(SPEEDS[0], speed))))
+
+    def step(self, count: int = 1) -> None:
+        """Go ``count`` steps forward (or back, when negative) and hold there."""
+        self._ask(Request("step", count))
+
+    def skip(self, seconds: float) -> None:
+        """Go seconds forward, or back when negative, and keep playing or holding."""
+        self._ask(Request("skip", seconds))
+
+    def next_alert(self) -> None:
+        """Go to the next alert and hold there."""
+        self._ask(Request("alert", 1))
+
+    def previous_alert(self) -> None:
+        """Go to the alert before and hold there."""
+        self._ask(Request("alert", -1))
+
+    def seek(self, time: float) -> None:
+        """Go to a time, seconds since the epoch."""
+        self._ask(Request("time", time))
+
+    def goto(self, text: str) -> None:
+        """Go where a person typed: a step (``812``), a time (``12:03:10``), a jump (``+90s``) or a share (``50%``)."""
+        self._ask(Request("goto", text=text))
+
+    def begin(self) -> None:
+        """Go to the beginning."""
+        self.goto("0%")
+
+    def end(self) -> None:
+        """Go to the end: of a live run, to the live end."""
+        self.live() if self.mode != "replay" else self.goto("100%")
+
+    def live(self) -> None:
+        """Return to the live end; in a replay nothing."""
+        self._ask(Request("live"))
+
+    def _ask(self, request: Request) -> None:
+        self.message = ""
+        self._request(request)
