@@ -1,0 +1,1 @@
+"""ftmon's own trainer: fine-tuning of causal language models with DeepSpeed, from one typed configuration."""

@@ -1,0 +1,72 @@
+"""What this machine has to train on, found out without importing torch."""
+
+import os
+import random
+import socket
+from pathlib import Path
+
+
+def visible_gpus() -> list[str]:
+    """List the NVIDIA GPUs a CUDA process of this environment would see, as ``CUDA_VISIBLE_DEVICES`` names them.
+
+    Empty without a driver. The driver is asked through NVML; ``CUDA_VISIBLE_DEVICES`` is obeyed as CUDA does: the list
+    ends at the first entry that names no device.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        uuids = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+    return select_visible(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def select_visible(uuids: list[str], setting: str | None) -> list[str]:
+    """Apply a ``CUDA_VISIBLE_DEVICES`` setting (None: not set) to the devices of these UUIDs."""
+    if setting is None:
+        return [str(index) for index in range(len(uuids))]
+    chosen: list[str] = []
+    for entry in (part.strip() for part in setting.split(",")):
+        known = entry.isdigit() and int(entry) < len(uuids)
+        by_uuid = entry.startswith("GPU-") and sum(uuid.startswith(entry) for uuid in uuids) == 1
+        if not (known or by_uuid or entry.startswith("MIG-")) or entry in chosen:
+            break
+        chosen.append(entry)
+    return chosen
+
+
+def cores() -> int:
+    """Count the CPU cores this process may use: its affinity, cut down by a cgroup's quota where there is one."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return count
+    return count if quota == "max" else max(1, min(count, round(int(quota) / int(period))))
+
+
+def port_is_free(port: int) -> bool:
+    """Tell whether a TCP port of the loopback address can be bound now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port() -> int:
+    """Find a free TCP port below Linux's ephemeral range, so that no outgoing connection takes it in the meantime."""
+    for _ in range(100):
+        port = random.randrange(20000, 32768)
+        if port_is_free(port):
+            return port
+    raise OSError("no free TCP port between 20000 and 32767 in 100 tries")

@@ -1,0 +1,104 @@
+"""This process as one of the ranks."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from .hardware import free_port
+
+
+class World:
+    """The process group, joined: this rank's number, how many there are, and its device."""
+
+    def __init__(self) -> None:
+        for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+            os.environ.setdefault(key, value)
+        if "MASTER_PORT" not in os.environ:
+            os.environ["MASTER_PORT"] = str(free_port())
+        self.rank = int(os.environ["RANK"])
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+        self.size = int(os.environ["WORLD_SIZE"])
+        accelerator: Any = get_accelerator()
+        self.on_gpu: bool = accelerator.device_name() == "cuda"
+        if self.on_gpu:
+            accelerator.set_device(self.local_rank)
+        else:
+            # DeepSpeed would compile its shared-memory all_reduce, half a minute on two cores, for inference only.
+            compatible: Any = deepspeed.ops.__compatible_ops__
+            compatible["deepspeed_shm_comm"] = False
+        self.device = torch.device("cuda", self.local_rank) if self.on_gpu else torch.device("cpu")
+        deepspeed.init_distributed(
+            dist_backend=accelerator.communication_backend_name(), timeout=timedelta(minutes=30), verbose=False
+        )
+        self._host_group: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        """True in rank 0."""
+        return self.rank == 0
+
+    @property
+    def host_group(self) -> Any:
+        """A group whose collectives run on the CPU beside the training (gloo), for small agreements."""
+        if self._host_group is None:
+            self._host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+        return self._host_group
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(group=self.host_group)
+
+    def share_text(self, text: str) -> str:
+        """Return rank 0's ``text`` in every rank."""
+        length = torch.tensor([len(text.encode())])
+        dist.broadcast(length, 0, group=self.host_group)
+        data = torch.zeros(int(length), dtype=torch.uint8)
+        if self.is_first:
+            data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=self.host_group)
+        return bytes(data.tolist()).decode()
+
+    def all_agree(self, mine: bool) -> bool:
+        """Tell whether ``mine`` is true in every rank."""
+        flag = torch.tensor([int(mine)])
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.host_group)
+        return bool(flag.item())
+
+    def leave(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class StopFlag:
+    """Agrees, one step behind and without waiting for anyone, on whether some rank was asked to stop."""
+
+    def __init__(self, world: World) -> None:
+        self._group = world.host_group
+        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._work: Any = None
+
+    def exchange(self, asked: bool) -> bool:
+        """Take in this rank's wish at the end of a step; return whether all stop now (the answer of the step before).
+
+        Every rank calls this once a step. The all_reduce begun in one step is collected in the next, when the others
+        have entered it long ago, so the training thread waits for nobody here.
+        """
+        stop = False
+        if self._work is not None:
+            self._work.wait()
+            stop = bool(self._flag.item())
+        self._flag.fill_(int(asked))
+        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return stop
+
+    def finish(self) -> None:
+        """Collect what is still under way."""
+        if self._work is not None:
+            self._work.wait()
