@@ -1,0 +1,188 @@
+"""The book of alerts: one entry a matter, sent when it is raised, when it changes and when it ends; never a flood.
+
+A matter is known by its key: kind, rank (None when several ranks share it), phase and ``evidence["rule"]``. Raising a
+matter again counts it up. An alert is sent at once when it is new, when its severity rises or when it ends; a mere
+change is sent at most every ``RESEND_S`` (by ``tick`` when no further raise comes). At most ``FRESH_LIMIT`` new alerts
+in ``FRESH_WINDOW_S`` are let through; the rest are counted in one note.
+"""
+
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from ....protocol.control import Alert, AlertKind, Severity
+
+RESEND_S = 5.0
+FRESH_LIMIT = 40
+FRESH_WINDOW_S = 60.0
+RANKS_LISTED = 64
+"""Evidence and rank lists are cut at so many entries: an alert stays a line, not a table."""
+
+Key = tuple[str, int | None, str, str]
+_SEVERITY = {"info": 0, "warning": 1, "error": 2}
+
+
+class _Entry:
+    __slots__ = ("alert", "dirty", "sent_at")
+
+    def __init__(self, alert: Alert, sent_at: float) -> None:
+        self.alert = alert
+        self.sent_at = sent_at
+        self.dirty = False
+
+
+def key_of(alert: Alert) -> Key:
+    """Return the key of the matter an alert is about, as ``AlertBook.raise_alert`` made it."""
+    return alert.kind, alert.rank, alert.phase, str(alert.evidence.get("rule", ""))
+
+
+class AlertBook:
+    """All alerts of the run, standing and past. Ids count from 1 and go on after ``restore``."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, _Entry] = {}
+        self._next_id = 1
+        self._fresh: deque[float] = deque()
+        self._dirty: set[Key] = set()
+
+    def raise_alert(
+        self,
+        now: float,
+        kind: AlertKind,
+        severity: Severity,
+        title: str,
+        *,
+        rule: str = "",
+        rank: int | None = None,
+        ranks: list[int] | None = None,
+        step: int | None = None,
+        phase: str = "",
+        text: str = "",
+        evidence: dict[str, Any] | None = None,
+        repeat: bool = True,
+    ) -> list[Alert]:
+        """Raise a matter, or tell the book that it happened again or changed; return what is to be sent now.
+
+        Args:
+            now: Seconds since the epoch.
+            kind: See ``ftmon.protocol.control.AlertKind``.
+            severity: How bad it is; a standing alert's severity never falls.
+            title: One line for a list.
+            rule: Which rule of its detector raised it; kept as ``evidence["rule"]`` and part of the key.
+            rank: The one rank it is about; None for several.
+            ranks: All ranks it is about.
+            step: The step in which it happened last.
+            phase: The phase, where one is concerned.
+            text: What it means and what to do.
+            evidence: Figures it rests on: plain numbers, strings, lists and maps.
+            repeat: True counts it up; False only updates what is said of it.
+        """
+        found = {"rule": rule, **(evidence or {})} if rule else dict(evidence or {})
+        listed = ranks if ranks is not None else [rank] if rank is not None else []
+        key: Key = (kind, rank, phase, rule)
+        entry = self._entries.get(key)
+        if entry is None:
+            if not self._admit(now):
+                return self._overflow(now)
+            alert = Alert(
+                self._next_id, kind, severity, now, title, rank, listed[:RANKS_LISTED], step, phase, text, found
+            )
+            self._next_id += 1
+            self._entries[key] = _Entry(alert, now)
+            return [alert]
+        known = entry.alert
+        worse = _SEVERITY[severity] > _SEVERITY[known.severity]
+        again = known.resolved is not None
+        changed = msgspec.structs.replace(
+            known,
+            severity=severity if worse or again else known.severity,
+            title=title,
+            ranks=listed[:RANKS_LISTED],
+            step=step,
+            text=text,
+            evidence=found,
+            resolved=None,
+            count=known.count + 1 if repeat or again else known.count,
+        )
+        if changed == known:
+            return []
+        entry.alert = changed
+        return self._send(key, entry, now, at_once=worse)
+
+    def annotate(self, now: float, key: Key, evidence: dict[str, Any], text: str = "") -> list[Alert]:
+        """Add evidence (and a sentence) to a matter already in the book; nothing when it is not."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return []
+        known = entry.alert
+        words = f"{known.text} {text}" if text and text not in known.text else known.text
+        changed = msgspec.structs.replace(known, evidence={**known.evidence, **evidence}, text=words)
+        if changed == known:
+            return []
+        entry.alert = changed
+        return self._send(key, entry, now, at_once=False)
+
+    def resolve(self, now: float, key: Key, text: str = "", title: str = "") -> list[Alert]:
+        """Note that a matter ended by itself; return what is to be sent. Resolving twice, or nothing, sends nothing."""
+        entry = self._entries.get(key)
+        if entry is None or entry.alert.resolved is not None:
+            return []
+        known = entry.alert
+        words = f"{known.text} {text}".strip() if text else known.text
+        entry.alert = msgspec.structs.replace(known, resolved=now, text=words, title=title or known.title)
+        return self._send(key, entry, now, at_once=True)
+
+    def get(self, key: Key) -> Alert | None:
+        """Return the alert of a matter as it now stands, or None."""
+        entry = self._entries.get(key)
+        return entry.alert if entry is not None else None
+
+    def standing(self, kind: AlertKind) -> list[Alert]:
+        """Return the alerts of a kind that have not ended, oldest first."""
+        return [
+            entry.alert for entry in self._entries.values() if entry.alert.kind == kind and entry.alert.resolved is None
+        ]
+
+    def tick(self, now: float) -> list[Alert]:
+        """Return the changes that had to wait for their turn."""
+        if not self._dirty:
+            return []
+        due = [key for key in self._dirty if now - self._entries[key].sent_at >= RESEND_S]
+        return [alert for key in due for alert in self._send(key, self._entries[key], now, at_once=True)]
+
+    def restore(self, alert: Alert) -> None:
+        """Take in an alert of the recording, so that its matter goes on under the same id."""
+        self._entries[key_of(alert)] = _Entry(alert, alert.time)
+        self._next_id = max(self._next_id, alert.id + 1)
+
+    def _send(self, key: Key, entry: _Entry, now: float, *, at_once: bool) -> list[Alert]:
+        if not at_once and 0.0 <= now - entry.sent_at < RESEND_S:
+            self._dirty.add(key)
+            return []
+        self._dirty.discard(key)
+        entry.sent_at = now
+        return [entry.alert]
+
+    def _admit(self, now: float) -> bool:
+        fresh = self._fresh
+        while fresh and now - fresh[0] > FRESH_WINDOW_S:
+            fresh.popleft()
+        if len(fresh) >= FRESH_LIMIT:
+            return False
+        fresh.append(now)
+        return True
+
+    def _overflow(self, now: float) -> list[Alert]:
+        key: Key = ("note", None, "", "overflow")
+        if key not in self._entries:
+            # The note itself is always let through.
+            self._fresh.popleft()
+        return self.raise_alert(
+            now,
+            "note",
+            "warning",
+            f"more than {FRESH_LIMIT} alerts within a minute: the rest are only counted here",
+            rule="overflow",
+            text="Many things go wrong at once; the first alerts say where it began.",
+        )

@@ -1,0 +1,159 @@
+"""How far each rank has come, and how long its present phase may last before a stall is suspected.
+
+The rule, stated: a rank is *stuck* when the hub has seen no progress of its training thread (a step, a phase change, a
+collective) for longer than ``limit``::
+
+    limit(phase) = max(floor(phase), 5 x usual longest of that phase on that rank)
+
+- The usual longest is a maximum that forgets: ``m = max(min(d, max(2 m, 1 s)), 0.98 m)`` for each new duration ``d``,
+  and ``m = d`` for the first. One outlier at most doubles it, so a stall that resolved does not blind the rule, and a
+  few long ones in a row teach it. The first step teaches nothing: it compiles and warms up.
+- Floors: 8 s for forward, backward and optimizer, 10 s for data, 20 s for idle (Python code outside every phase),
+  300 s for eval, 600 s for checkpoint, 300 s for init and for all of the first step (compilation, kernel builds, first
+  touch of memory), 60 s for the second and third step.
+
+Durations of ordinary phases come from steps (mean of a phase's occurrences); those of eval, checkpoint, idle and data
+also from heartbeats, as the time from one phase's start to the next one's.
+"""
+
+from ....protocol.telemetry import Heartbeat, PhaseRecord, Step
+
+FLOOR_S = {
+    "init": 300.0,
+    "data": 10.0,
+    "forward": 8.0,
+    "backward": 8.0,
+    "optimizer": 8.0,
+    "eval": 300.0,
+    "checkpoint": 600.0,
+    "idle": 20.0,
+}
+"""Shortest time without progress, by phase, after which a stall may be suspected."""
+
+FIRST_STEP_FLOOR_S = 300.0
+EARLY_STEPS_FLOOR_S = 60.0
+EARLY_STEPS = 3
+LIMIT_FACTOR = 5.0
+FORGET = 0.98
+OUTLIER_FACTOR = 2.0
+OUTLIER_FLOOR_S = 1.0
+SILENT_S = 5.0
+"""A rank not heard of for this long is silent: its figures are old, and nothing is concluded from them alone."""
+
+
+def _clipped(seconds: float, known: float) -> float:
+    return min(seconds, max(OUTLIER_FACTOR * known, OUTLIER_FLOOR_S)) if known else seconds
+
+
+class RankProgress:
+    """One rank's progress as the hub saw it. Times are seconds on the hub's clock."""
+
+    __slots__ = (
+        "collective",
+        "collectives",
+        "has_stepped",
+        "heard_at",
+        "last_collective",
+        "micro_step",
+        "moved_at",
+        "per_step_collectives",
+        "phase",
+        "phase_started",
+        "progress",
+        "step",
+        "step_collectives",
+        "steps_seen",
+        "usual_max",
+    )
+
+    def __init__(self, now: float) -> None:
+        self.heard_at = now
+        self.moved_at = now
+        self.progress = -1
+        self.step = 1
+        """The step in the making."""
+        self.steps_seen = 0
+        self.has_stepped = False
+        self.phase = "init"
+        self.phase_started = 0.0
+        self.micro_step = 0
+        self.collective = ""
+        self.last_collective = ""
+        self.collectives = 0
+        self.step_collectives = 0
+        self.per_step_collectives = -1
+        """Collectives of the last finished step; -1 before one was seen."""
+        self.usual_max: dict[str, float] = {}
+
+    def step_done(self, t: float, step: Step) -> None:
+        """Take in a finished step that the hub received at ``t``."""
+        self.heard_at = self.moved_at = t
+        self.has_stepped = True
+        self.steps_seen += 1
+        if step.step >= self.step:
+            self.step = step.step + 1
+        entered = 0
+        # Into the bin with what the first step teaches.
+        usual = self.usual_max if self.steps_seen > 1 else {}
+        phase: PhaseRecord
+        for phase in step.phases:
+            entered += phase.collectives
+            name = phase.name
+            seconds = phase.host_us * 1e-6 if phase.count == 1 else phase.host_us * 1e-6 / (phase.count or 1)
+            known = usual.get(name, 0.0)
+            # The ordinary case, a duration between the forgetting maximum and its decay, costs two comparisons.
+            decayed = known * FORGET
+            if seconds <= decayed:
+                usual[name] = decayed
+            elif seconds <= known:
+                usual[name] = seconds
+            else:
+                usual[name] = _clipped(seconds, known)
+        self.per_step_collectives = entered
+
+    def beat(self, t: float, beat: Heartbeat) -> None:
+        """Take in a heartbeat that the hub received at ``t``."""
+        self.heard_at = t
+        if beat.progress != self.progress:
+            if beat.phase_started > self.phase_started > 0.0:
+                self._learn(self.phase, beat.phase_started - self.phase_started)
+            self.progress = beat.progress
+            self.moved_at = t
+        self.step = beat.step
+        self.phase = beat.phase
+        self.phase_started = beat.phase_started
+        self.micro_step = beat.micro_step
+        self.collective = beat.collective
+        self.last_collective = beat.last_collective
+        self.collectives = beat.collectives
+        self.step_collectives = beat.step_collectives
+
+    def _learn(self, phase: str, seconds: float) -> None:
+        # Heartbeats are sampled, so the difference may hold short phases in between; for the long ones that only
+        # heartbeats tell of (and for gaps between steps) that is close enough, and it errs towards patience.
+        if phase in ("forward", "backward", "optimizer", "init") or not self.has_stepped:
+            return
+        known = self.usual_max.get(phase, 0.0)
+        self.usual_max[phase] = max(_clipped(seconds, known), known * FORGET)
+
+    def limit(self) -> float:
+        """Return how many seconds without progress this rank's present phase allows (the rule of this module)."""
+        floor = FLOOR_S.get(self.phase, 20.0)
+        if not self.has_stepped:
+            floor = max(floor, FIRST_STEP_FLOOR_S)
+        elif self.steps_seen < EARLY_STEPS:
+            floor = max(floor, EARLY_STEPS_FLOOR_S)
+        return max(floor, LIMIT_FACTOR * self.usual_max.get(self.phase, 0.0))
+
+    def age(self, now: float) -> float:
+        """Return the seconds since progress was last seen; never negative."""
+        return max(0.0, now - self.moved_at)
+
+    def silence(self, now: float) -> float:
+        """Return the seconds since anything was heard; never negative."""
+        return max(0.0, now - self.heard_at)
+
+    def shift(self, seconds: float) -> None:
+        """Forgive ``seconds`` during which the hub itself did not look (it was frozen, or the clock jumped)."""
+        self.heard_at += seconds
+        self.moved_at += seconds

@@ -1,0 +1,321 @@
+"""Who holds the others up: a pure judgement from what is known of every rank, with "cannot tell" as an answer.
+
+``judge`` looks at views (one a rank) and gives a verdict or None. Its rules, in this order:
+
+1. Nobody is past its own limit (``progress.limit``), and nobody is stopped, gone or silent: no verdict.
+2. Some ranks sit inside a collective call past their limit (a blocking backend such as gloo shows that):
+   - ranks outside of it that are stopped, gone, silent or past their *own* limit have not entered it: they are
+     **hung**, those inside **wait**. Sure, unless a count says that such a rank had entered it already.
+   - ranks outside that still move, or that are within their limit (a long evaluation or checkpoint): no verdict yet.
+   - all inside the same one: **cannot tell** (network, or the collective itself). Inside different ones at the same
+     count: **mismatch**, nobody named. At different counts: cannot tell, and the laggards are listed.
+3. Nobody is inside (NCCL returns at once; the host blocks later). Counts of collectives entered decide: ranks behind
+   the furthest are **hung**, the furthest ones **wait**; only the lowest count is named. Equal counts, or counts that
+   cannot be compared (ranks enter different numbers of collectives a step): a rank that is stuck while others move is
+   hung by itself; otherwise **cannot tell**. A run of one rank names that rank.
+4. Some ranks have finished and others live on past ``EXIT_LIMIT_S`` (or their limit, in eval and checkpoint):
+   a **hang at exit**, whatever the counts say.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ....protocol.text import duration
+
+EXIT_LIMIT_S = 30.0
+"""After other ranks have finished, a rank may live on this long without progress."""
+
+MOVING_S = 3.0
+"""Progress within this many seconds proves that a rank moves."""
+
+VerdictKind = Literal["missing", "alone", "mismatch", "unclear", "exit"]
+Absence = Literal["", "stopped", "gone", "silent"]
+
+_WHERE = {
+    "init": "in start-up",
+    "data": "in data loading",
+    "forward": "in forward",
+    "backward": "in backward",
+    "optimizer": "in the optimizer step",
+    "eval": "in evaluation",
+    "checkpoint": "in checkpointing",
+    "idle": "in Python code outside any phase",
+    "exit": "said goodbye, but its process lives on",
+}
+_ABSENT = {
+    "stopped": "stopped by a signal",
+    "gone": "its process is gone",
+    "silent": "its process lives but sends nothing",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """One rank as the judge sees it. Seconds are ages at the moment of judging."""
+
+    rank: int
+    step: int
+    phase: str
+    age: float
+    """Seconds without progress."""
+    limit: float
+    """How many seconds without progress its phase allows."""
+    inside: str = ""
+    """The collective it has entered and not left; empty outside of one."""
+    last_collective: str = ""
+    collectives: int = 0
+    step_collectives: int = 0
+    per_step: int = -1
+    """Collectives it entered in its last finished step; -1 when not known."""
+    absent: Absence = ""
+    finished: bool = False
+
+    @property
+    def stuck(self) -> bool:
+        """Past its own limit."""
+        return not self.finished and self.age > self.limit
+
+    def where(self) -> str:
+        """Say in words where it is."""
+        if self.absent:
+            return _ABSENT[self.absent]
+        if self.inside:
+            return f"inside {self.inside} #{self.collectives}"
+        return _WHERE.get(self.phase, f"in {self.phase}")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Who waits for whom, in which collective, how sure, and the figures it rests on."""
+
+    kind: VerdictKind
+    waiting: tuple[int, ...]
+    hung: tuple[int, ...]
+    sure: bool
+    title: str
+    text: str
+    age: float
+    """Seconds since the last progress of those concerned."""
+    collective: str = ""
+    where: dict[int, str] = field(default_factory=dict[int, str])
+    """For each rank concerned, where it is, in words."""
+
+    @property
+    def signature(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """What makes this verdict another one than before."""
+        return self.kind, self.waiting, self.hung
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Name ranks: ``rank 3``, ``ranks 0, 1 and 4``, ``512 ranks``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) <= 4:
+        return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
+    return f"{len(ranks)} ranks"
+
+
+def judge(views: list[RankView]) -> Verdict | None:
+    """Judge a stall from all ranks' views (the rules are this module's docstring); None: there is nothing to say."""
+    living = [view for view in views if not view.finished and view.absent != "gone"]
+    finished = [view for view in views if view.finished]
+    stuck = [view for view in living if view.stuck and view.absent != "silent"]
+    ending = finished or any(view.phase == "exit" for view in living)
+    if ending and living and (at_exit := _hang_at_exit(living, finished)) is not None:
+        return at_exit
+    # A rank that finished cannot enter anything any more; while its peers still move that is an ordinary end.
+    if not stuck or ending:
+        return None
+    inside = [view for view in stuck if view.inside and not view.absent]
+    present = [view for view in views if not view.finished]
+    if inside:
+        return _some_inside(inside, present)
+    return _nobody_inside(stuck, present)
+
+
+def _hang_at_exit(living: list[RankView], finished: list[RankView]) -> Verdict | None:
+    still = [view for view in living if view.age > _exit_limit(view) and view.absent != "silent"]
+    if len(still) < len(living):
+        return None
+    done = tuple(view.rank for view in finished)
+    left = tuple(view.rank for view in still)
+    inside = tuple(view.rank for view in still if view.inside)
+    example = next((view for view in still if view.inside), still[0])
+    age = max(view.age for view in still)
+    named = f" ({example.where()}, which a finished rank cannot enter)" if example.inside else f" ({example.where()})"
+    others = f"{ranks_in_words(done)} finished, " if done else ""
+    return Verdict(
+        kind="exit",
+        waiting=inside,
+        hung=tuple(rank for rank in left if rank not in inside),
+        sure=True,
+        title=f"hang at exit: {others}{ranks_in_words(left)} still there after {duration(age)}",
+        text=(
+            f"{others}{ranks_in_words(left)} made no progress for {duration(age)}{named}. "
+            "The launcher waits for ever on a rank like that: if the results are saved, kill the run."
+        ),
+        age=age,
+        collective=example.inside,
+        where={view.rank: view.where() for view in still},
+    )
+
+
+def _exit_limit(view: RankView) -> float:
+    return max(EXIT_LIMIT_S, view.limit) if view.phase in ("eval", "checkpoint", "init") else EXIT_LIMIT_S
+
+
+def _some_inside(inside: list[RankView], present: list[RankView]) -> Verdict | None:
+    top = max(inside, key=lambda view: view.collectives)
+    name = f"{top.inside} #{top.collectives}"
+    age = max(view.age for view in inside)
+    outside = [view for view in present if not view.inside or view.absent]
+    if outside:
+        late = [view for view in outside if view.absent or view.stuck]
+        if not late:
+            return None
+        waiting = [view for view in present if view.inside and not view.absent]
+        entered = [view for view in late if _has_entered(view, top, present)]
+        if entered:
+            reason = f"{ranks_in_words(_ranks(waiting))} in {name}, which {ranks_in_words(_ranks(entered))} entered too"
+            return _unclear(present, age, reason)
+        return _missing(waiting, late, name, top.inside, age)
+    if any(view.age <= MOVING_S for view in present):
+        return None
+    if len({view.inside for view in present}) > 1 and len({_position(view, present) for view in present}) == 1:
+        calls = "; ".join(
+            f"{ranks_in_words([view.rank for view in present if view.inside == call])}: {call}"
+            for call in sorted({view.inside for view in present})
+        )
+        return Verdict(
+            kind="mismatch",
+            waiting=_ranks(present),
+            hung=(),
+            sure=True,
+            title=f"mismatched collectives for {duration(age)}: {calls}",
+            text=(
+                f"Every rank is inside its collective #{top.collectives}, but not the same one ({calls}). They wait "
+                "for each other for ever. Look for code that takes another branch on some ranks."
+            ),
+            age=age,
+            collective=top.inside,
+            where={view.rank: view.where() for view in present},
+        )
+    if len({(view.inside, view.collectives) for view in present}) == 1:
+        reason = f"every rank is inside {name}: the network, or the collective itself"
+    else:
+        reason = "every rank is inside a collective, but not at the same count"
+    return _unclear(present, age, reason)
+
+
+def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | None:
+    age = max(view.age for view in stuck)
+    if len(present) == 1:
+        return _alone(stuck, age)
+    still = [view for view in present if view.absent or view.age > MOVING_S]
+    if _comparable(present):
+        lowest = min(_position(view, present) for view in present)
+        behind = [view for view in present if _position(view, present) == lowest]
+        ahead = [view for view in present if _position(view, present) > lowest]
+        if ahead:
+            late = [view for view in behind if view.absent or view.stuck]
+            if not late or len(late) < len(behind) or any(view.age <= MOVING_S and not view.absent for view in ahead):
+                # Those behind still move or may take their time, or those ahead do not wait at all.
+                return _alone(late, age) if late and len(still) == len(late) else None
+            top = max(ahead, key=lambda view: view.collectives)
+            name = top.inside or top.last_collective or "collective"
+            return _missing(ahead, late, f"{name} #{top.collectives}", name, age)
+    absent = [view for view in present if view.absent]
+    if absent:
+        return _missing([view for view in stuck if not view.absent], absent, "", "", age)
+    if len(still) == len(stuck) < len(present):
+        return _alone(stuck, age)
+    if len(stuck) < len(present):
+        return None
+    return _unclear(present, age, "no rank is seen to wait for another one")
+
+
+def _missing(waiting: list[RankView], late: list[RankView], name: str, collective: str, age: float) -> Verdict:
+    if not waiting:
+        return _alone(late, age)
+    who, others = ranks_in_words(_ranks(late)), ranks_in_words(_ranks(waiting))
+    waits = f"{others} {'waits' if len(waiting) == 1 else 'wait'} {duration(age)}"
+    places = sorted({view.where() for view in late})
+    where = places[0] if len(places) == 1 else "; ".join(f"rank {view.rank}: {view.where()}" for view in late[:4])
+    # A rank that is stopped or gone may have entered the collective; it holds the others up all the same.
+    if name and not all(view.absent in ("stopped", "gone") for view in late):
+        fault = f"{who} {'has' if len(late) == 1 else 'have'} not entered {name}"
+    else:
+        fault = f"{who}: {where}"
+    return Verdict(
+        kind="missing",
+        waiting=_ranks(waiting),
+        hung=_ranks(late),
+        sure=not any(view.absent == "silent" for view in late),
+        title=f"{fault}; {waits}",
+        text=(
+            f"{waits}{f' in {name}' if name else ''}, held up by {who}: {where}. "
+            f"The stacks of {who} say at which line. A wait like this ends only if {who} goes on."
+        ),
+        age=age,
+        collective=collective,
+        where={view.rank: view.where() for view in (*late, *waiting)},
+    )
+
+
+def _has_entered(view: RankView, top: RankView, views: list[RankView]) -> bool:
+    """Tell whether a rank's last word was that it had entered the collective that ``top`` waits in."""
+    if view.absent in ("stopped", "gone"):
+        return False
+    if view.absent == "silent" and view.inside:
+        return True
+    return _comparable(views) and _position(view, views) >= _position(top, views)
+
+
+def _alone(stuck: list[RankView], age: float) -> Verdict:
+    worst = max(stuck, key=lambda view: view.age)
+    names = ranks_in_words(_ranks(stuck))
+    return Verdict(
+        kind="alone",
+        waiting=(),
+        hung=_ranks(stuck),
+        sure=True,
+        title=f"{names} made no progress for {duration(age)}, {worst.where()}",
+        text=(
+            f"{names} made no progress for {duration(age)}, {worst.where()} of step {worst.step}; that phase usually "
+            f"allows {duration(worst.limit)} at most. The stacks say at which line."
+        ),
+        age=age,
+        where={view.rank: view.where() for view in stuck},
+    )
+
+
+def _unclear(present: list[RankView], age: float, reason: str) -> Verdict:
+    return Verdict(
+        kind="unclear",
+        waiting=tuple(view.rank for view in present if view.inside),
+        hung=(),
+        sure=False,
+        title=f"no progress for {duration(age)}, cannot tell which rank: {reason}",
+        text=f"{ranks_in_words(_ranks(present))} made no progress for {duration(age)}. Cannot tell who is to blame: "
+        f"{reason}. Compare the stacks of all ranks.",
+        age=age,
+        where={view.rank: view.where() for view in present},
+    )
+
+
+def _comparable(views: list[RankView]) -> bool:
+    """Counts mean the same on every rank: all entered equally many in their last step (where that is known)."""
+    known = {view.per_step for view in views if view.per_step >= 0}
+    return len(known) <= 1 and any(view.collectives for view in views)
+
+
+def _position(view: RankView, views: list[RankView]) -> tuple[int, int]:
+    """Where a rank is in the sequence of collectives: by step and count within it where ranks report that."""
+    if any(other.step_collectives for other in views):
+        return view.step, view.step_collectives
+    return 0, view.collectives
+
+
+def _ranks(views: list[RankView]) -> tuple[int, ...]:
+    return tuple(sorted(view.rank for view in views))

@@ -1,0 +1,105 @@
+"""One rank as the tracker holds it: its progress, its process, its last words."""
+
+import msgspec
+
+from ....protocol.control import RankState, RankStateName
+from ....protocol.telemetry import Goodbye, Hello
+from .progress import SILENT_S, RankProgress
+from .stall import EXIT_LIMIT_S, Absence, RankView
+from .words import ending_in_words
+
+
+class ProcessFact(msgspec.Struct, frozen=True):
+    """What the supervisor saw of one rank's process, at most a second ago.
+
+    A fact about another process than the one the rank's Hello named (``pid`` and ``start_ticks``) is ignored.
+    """
+
+    rank: int
+    pid: int
+    start_ticks: int
+    alive: bool
+    """The very process (pid and start time) exists and is no zombie."""
+    proc_state: str = ""
+    """The state letter of /proc/PID/stat (proc(5)): R S D T t Z X; empty when it could not be read."""
+    exit_code: int | None = None
+    """Exit code, when the process has ended and its parent told us."""
+    signal: int | None = None
+    """The signal that ended it, likewise."""
+
+
+class TrackedRank:
+    """Everything the tracker holds of one rank."""
+
+    __slots__ = (
+        "died_at",
+        "fact",
+        "failure",
+        "goodbye",
+        "goodbye_at",
+        "hello",
+        "progress",
+        "rank",
+        "state",
+    )
+
+    def __init__(self, rank: int, now: float) -> None:
+        self.rank = rank
+        self.progress = RankProgress(now)
+        self.state: RankState | None = None
+        self.hello: Hello | None = None
+        self.fact: ProcessFact | None = None
+        self.died_at: float | None = None
+        self.goodbye: Goodbye | None = None
+        self.goodbye_at = 0.0
+        self.failure = ""
+
+    @property
+    def ended(self) -> bool:
+        """True when nothing more is to come of it."""
+        return self.state is not None and self.state.state in ("gone", "finished")
+
+    def ending(self) -> tuple[RankStateName, str]:
+        """Say in which state and words a rank whose process is gone has ended."""
+        fact, goodbye = self.fact, self.goodbye
+        code, signal = (fact.exit_code, fact.signal) if fact is not None else (None, None)
+        if self.failure:
+            words = "" if code is None and signal is None else f" ({ending_in_words(code, signal)})"
+            return "gone", f"failed: {self.failure}{words}"
+        if goodbye is not None and goodbye.reason != "failed" and not signal and not code:
+            return "finished", goodbye.text
+        if goodbye is None and code == 0 and not signal:
+            return "finished", "exit code 0, without a goodbye"
+        return "gone", ending_in_words(code, signal)
+
+    def view(self, now: float) -> RankView:
+        """Show this rank to the judge as it stands at ``now``."""
+        progress = self.progress
+        state = self.state.state if self.state is not None else "starting"
+        absent: Absence = ""
+        if state == "stopped":
+            absent = "stopped"
+        elif state == "gone":
+            absent = "gone"
+        elif progress.silence(now) > SILENT_S:
+            absent = "silent"
+        lingers = state in ("finished", "hung") and self.lingers(now)
+        return RankView(
+            rank=self.rank,
+            step=progress.step,
+            phase="exit" if lingers else progress.phase,
+            age=now - self.goodbye_at if lingers else progress.age(now),
+            limit=EXIT_LIMIT_S if lingers else progress.limit(),
+            inside="" if lingers else progress.collective,
+            last_collective=progress.last_collective,
+            collectives=progress.collectives,
+            step_collectives=progress.step_collectives,
+            per_step=progress.per_step_collectives,
+            absent="" if lingers else absent,
+            finished=state == "finished" and not lingers,
+        )
+
+    def lingers(self, now: float) -> bool:
+        """Tell whether its process outlived its goodbye by ``EXIT_LIMIT_S``."""
+        alive = self.fact is not None and self.fact.alive
+        return alive and self.goodbye is not None and now - self.goodbye_at > EXIT_LIMIT_S
