@@ -1,0 +1,92 @@
+"""The first thing in every Python process of a job: find out what it is, and wait for what a rank imports."""
+
+import os
+import sys
+from types import ModuleType
+
+from . import guard
+from .imports import after_import
+from .redirect import redirect_output
+from .roles import RANK_PID_ENV, decide, launcher_name, parse_program, parse_rank
+
+
+def begin() -> None:
+    """Act on what this process is; called from ``sitecustomize``, so it must stay quick and import little."""
+    role = decide(sys.orig_argv, os.environ, os.getpid())
+    if role == "refused":
+        _refuse()
+    if role not in ("rank", "candidate"):
+        return
+    os.register_at_fork(after_in_child=_leave_to_parent)
+    if role == "rank":
+        os.environ[RANK_PID_ENV] = str(os.getpid())
+        place = parse_rank(os.environ)
+        redirect_output(place[0] if place else 0)
+    keep_peak_resident()
+    await_frameworks()
+
+
+def keep_peak_resident() -> None:
+    """Make ``resource.getrusage`` truthful before a script can bind the name; cheap, and inert until peaks are reset."""
+    from .truth_rss import install
+
+    install()
+
+
+def await_frameworks() -> None:
+    """Install the hooks of every framework as it is imported (or now, where it has been already)."""
+    after_import("torch", _on_torch)
+    after_import("deepspeed", _on_deepspeed)
+    after_import("transformers.trainer", _on_trainer)
+    after_import("transformers.modeling_utils", _on_modeling)
+
+
+def _on_torch(_module: ModuleType) -> None:
+    from . import collectives, hooks_torch
+    from .probe import begin_rank
+
+    hooks_torch.install()
+    collectives.install()
+    if os.environ.get(RANK_PID_ENV) == str(os.getpid()):
+        begin_rank()
+
+
+def _on_deepspeed(_module: ModuleType) -> None:
+    from . import hooks_deepspeed
+
+    hooks_deepspeed.install()
+
+
+def _on_trainer(module: ModuleType) -> None:
+    from . import hooks_transformers
+
+    hooks_transformers.install_trainer(module)
+
+
+def _on_modeling(module: ModuleType) -> None:
+    from . import hooks_transformers
+
+    hooks_transformers.install_modeling(module)
+
+
+def _leave_to_parent() -> None:
+    """In a forked child (a dataloader worker): the probe stays with the parent."""
+    from . import active
+
+    active.probe = None
+    active.forked = True
+
+
+def _refuse() -> None:
+    name = launcher_name(parse_program(sys.orig_argv))
+    text = (
+        f"ftmon: refused: '{name}' was started from inside a rank (pid {os.environ[RANK_PID_ENV]}), and would start "
+        "every rank once more for each rank; start it once, outside of the training script\n"
+    )
+    guard.log(text.strip())
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    finally:
+        # SystemExit out of sitecustomize would be reported as an interpreter that failed to initialise.
+        os._exit(2)

@@ -1,0 +1,12 @@
+"""What code inside a rank may ask of its probe: the recipe, ``ftmon.watch`` and the TrainerCallback use this alone."""
+
+from . import active
+from .probe import Probe
+
+__all__ = ["Probe", "current"]
+
+
+def current() -> Probe | None:
+    """Return this process's probe, or None when nothing watches it (or the probe has switched itself off)."""
+    probe = active.probe
+    return probe if probe is not None and probe.enabled else None

@@ -1,0 +1,148 @@
+"""From raw marks to a ``Step`` message: occurrences of a phase in all micro-steps become one record. Pure functions."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ...protocol.telemetry import PhaseRecord, Span, Step
+from . import values
+from .events import elapsed_us
+from .raw import Mark, Notes, StepRaw
+from .reading import Reading
+
+IDLE_SHARE = 0.05
+IDLE_BYTES = 16 * 2**20
+"""Time between phases gets a record of its own when it is this share of the step, or moved this much memory."""
+
+
+class _Folded:
+    """One phase under construction; memory figures as [start, end, peak], -1 where not measured."""
+
+    def __init__(self, name: str, start_ns: int, at_start: Reading) -> None:
+        self.name = name
+        self.start_ns = start_ns
+        self.host_ns = 0
+        self.device_us: int | None = None
+        self.count = 0
+        self.allocations = self.frees = self.allocated_bytes = 0
+        self.collectives = self.collective_ns = 0
+        self.allocated = [at_start.allocated, 0, 0]
+        self.reserved = [at_start.reserved, 0, 0]
+        self.active = [at_start.active, -1, -1]
+        self.requested = [at_start.requested, -1, -1]
+        self.resident = [at_start.resident, -1, -1]
+
+    def add(self, marks: list[Mark], readings: list[Reading]) -> None:
+        """Add one occurrence: from the first mark to the last, peaks taken from all but the first."""
+        first, last = marks[0], marks[-1]
+        start, end = readings[0], readings[-1]
+        self.count += 1
+        self.host_ns += last.ns - first.ns
+        spent = elapsed_us(first.event, last.event)
+        if spent is not None:
+            self.device_us = (self.device_us or 0) + spent
+        self.allocations += max(0, end.allocations - start.allocations)
+        self.frees += max(0, end.frees - start.frees)
+        self.allocated_bytes += max(0, end.allocated_bytes - start.allocated_bytes)
+        self.collectives += max(0, last.collectives - first.collectives)
+        self.collective_ns += max(0, last.collective_ns - first.collective_ns)
+        later = readings[1:]
+        _extend(self.allocated, start.allocated, end.allocated, [r.allocated_peak for r in later])
+        _extend(self.reserved, start.reserved, end.reserved, [r.reserved_peak for r in later])
+        _extend(self.active, start.active, end.active, [r.active_peak for r in later])
+        _extend(self.requested, start.requested, end.requested, [r.requested_peak for r in later])
+        _extend(self.resident, start.resident, end.resident, [r.resident_peak for r in later])
+
+    def record(self, origin_ns: int) -> PhaseRecord:
+        """Make the message."""
+        return PhaseRecord(
+            name=self.name,
+            start_us=(self.start_ns - origin_ns) // 1000,
+            host_us=self.host_ns // 1000,
+            allocated=Span(*self.allocated),
+            reserved=Span(*self.reserved),
+            device_us=self.device_us,
+            active=_span(self.active),
+            requested=_span(self.requested),
+            resident=_span(self.resident),
+            count=self.count,
+            allocations=self.allocations,
+            frees=self.frees,
+            allocated_bytes=self.allocated_bytes,
+            collective_us=self.collective_ns // 1000,
+            collectives=self.collectives,
+        )
+
+
+def fold(raw: StepRaw, rank: int, read: Callable[[Any], Reading], dropped: int) -> Step:
+    """Make a step's message. Its device events must have passed.
+
+    A step runs from the end of the one before; the first one from the end of the ``init`` phase, whose record it
+    carries with a negative ``start_us``.
+
+    Args:
+        raw: the step as handed over.
+        rank: the rank.
+        read: the memory back end's ``read``.
+        dropped: messages this probe has dropped so far.
+    """
+    marks = raw.marks
+    readings = [read(mark.memory) for mark in marks]
+    origin = next((mark for mark in marks if mark.phase and mark.phase != "init"), marks[0])
+    host_us = (marks[-1].ns - origin.ns) // 1000
+    phases: dict[str, _Folded] = {}
+    start = 0
+    for end in range(1, len(marks)):
+        if not marks[end].phase and end + 1 < len(marks):
+            continue  # the same phase goes on
+        name = marks[start].phase
+        if name not in phases:
+            phases[name] = _Folded(name, marks[start].ns, readings[start])
+        phases[name].add(marks[start : end + 1], readings[start : end + 1])
+        start = end
+    records = [phase.record(origin.ns) for phase in phases.values()]
+    notes, last = raw.notes, readings[-1]
+    return Step(
+        rank=rank,
+        step=raw.number,
+        started=raw.ended - host_us / 1e6,
+        host_us=host_us,
+        phases=[record for record in records if record.name != "idle" or _matters(record, host_us)],
+        device_us=elapsed_us(origin.event, marks[-1].event),
+        micro_steps=max(1, notes.micro_steps),
+        loss=_loss(notes),
+        lr=values.read(notes.lr),
+        grad_norm=values.read(notes.grad_norm),
+        loss_scale=values.read(notes.loss_scale),
+        overflow=notes.overflow,
+        batch_shape=notes.shape,
+        samples=notes.samples,
+        tokens=sum(values.read_count(count) for count in notes.tokens if count is not None),
+        padded_tokens=notes.padded_tokens,
+        retries=last.retries,
+        ooms=last.ooms,
+        probe_us=raw.cost_ns // 1000,
+        dropped=dropped,
+    )
+
+
+def _matters(idle: PhaseRecord, host_us: int) -> bool:
+    peak = idle.peak_span
+    return idle.host_us >= host_us * IDLE_SHARE or peak.transient >= IDLE_BYTES or abs(peak.growth) >= IDLE_BYTES
+
+
+def _loss(notes: Notes) -> float | None:
+    if notes.reported_loss is not None:
+        return notes.reported_loss
+    losses = [loss for loss in map(values.read, notes.losses) if loss is not None]
+    if not losses:
+        return None
+    return sum(losses) if notes.sum_losses else sum(losses) / len(losses)
+
+
+def _extend(figures: list[int], start: int, end: int, peaks: list[int]) -> None:
+    figures[1] = end
+    figures[2] = max(figures[2], start, end, *peaks)
+
+
+def _span(figures: list[int]) -> Span | None:
+    return Span(*figures) if figures[1] >= 0 else None

@@ -1,0 +1,41 @@
+"""Put on a job's PYTHONPATH by ftmon: lets ftmon look at this process if it is a rank, and else does nothing.
+
+Python imports this at start-up, before the script. It hands over to any other ``sitecustomize`` further down the path,
+and whatever goes wrong in here stays in here.
+"""
+
+import os
+import sys
+
+
+def _hand_over() -> None:
+    """Run the sitecustomize that this one stands in front of."""
+    import importlib.util
+    from importlib.machinery import PathFinder
+
+    here = os.path.dirname(os.path.abspath(__file__))
+    rest = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != here]
+    spec = PathFinder.find_spec("sitecustomize", rest)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+def _begin() -> None:
+    if not os.environ.get("FTMON_RUN"):
+        return
+    try:
+        from ftmon.trainer.probe.activate import begin
+
+        begin()
+    except Exception as error:
+        try:
+            with open(os.path.join(os.environ["FTMON_RUN"], "logs", "probe.log"), "a", encoding="utf-8") as file:
+                file.write(f"pid {os.getpid()}: cannot begin: {type(error).__name__}: {error}\n")
+        except OSError:
+            return
+
+
+_begin()
+_hand_over()

@@ -1,0 +1,135 @@
+"""Memory of a rank on a GPU: the figures of PyTorch's CUDA caching allocator.
+
+A phase's peak needs the allocator's peaks reset at the phase's start. The script under observation may read and reset
+the same counters, so the two entry points behind ``torch.cuda.memory_stats`` and ``reset_peak_memory_stats`` are
+wrapped: it goes on seeing the peaks since *its own* last reset.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from .reading import Reading
+
+_READ = ("_cuda_memoryStats", "_accelerator_getDeviceStats")
+_RESET = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
+_FOLD_EVERY = 64
+
+Stats = dict[str, Any]
+
+
+class ScriptPeaks:
+    """The peaks the script would see without ftmon: the highest of all samples since its own last reset."""
+
+    def __init__(self) -> None:
+        self._samples: list[Stats] = []
+        self._highest: dict[tuple[str, str], int] = {}
+
+    def note(self, stats: Stats) -> None:
+        """Keep a sample taken just before the probe resets the peaks."""
+        self._samples.append(stats)
+        if len(self._samples) >= _FOLD_EVERY:
+            self._fold()
+
+    def restart(self) -> None:
+        """The script has reset its peaks: what was before counts no more."""
+        self._samples.clear()
+        self._highest.clear()
+
+    def raise_in(self, stats: Stats) -> Stats:
+        """Raise every peak in a fresh ``stats`` to what it would be without the probe's resets; returns ``stats``."""
+        self._fold()
+        for (name, pool), highest in self._highest.items():
+            group = stats.get(name, {})
+            figures = group.get(pool, {}) if pool else group
+            if figures.get("peak", highest) < highest:
+                figures["peak"] = highest
+        return stats
+
+    def _fold(self) -> None:
+        samples, self._samples = self._samples, []
+        highest = self._highest
+        for stats in samples:
+            for name, group in stats.items():
+                if not isinstance(group, dict):
+                    continue
+                pools = {"": group} if "peak" in group else group
+                for pool, figures in pools.items():
+                    peak = figures["peak"]
+                    if peak > highest.get((name, pool), 0):
+                        highest[name, pool] = peak
+
+
+class CudaMemory:
+    """The CUDA back end for one device.
+
+    Args:
+        core: the ``torch._C`` module.
+        device: the device's index.
+        on_script_reset: called with the figures as they were, just before the script's own reset takes place.
+    """
+
+    measure = "cuda"
+
+    def __init__(self, core: Any, device: int, on_script_reset: Callable[[Stats], None]) -> None:
+        self.device_index = device
+        self._stats: Callable[[int], Stats] = core._cuda_memoryStats
+        self._reset: Callable[[int], None] = core._cuda_resetPeakMemoryStats
+        self._script = ScriptPeaks()
+        self._on_script_reset = on_script_reset
+        self._wrap(core)
+
+    def sample(self) -> Stats:
+        """Return the allocator's nested statistics and begin new peaks."""
+        stats = self._stats(self.device_index)
+        self._reset(self.device_index)
+        self._script.note(stats)
+        return stats
+
+    def read(self, sample: Stats) -> Reading:
+        """Pick the figures ftmon shows out of the allocator's statistics."""
+        allocated, reserved = sample["allocated_bytes"]["all"], sample["reserved_bytes"]["all"]
+        active, blocks = sample["active_bytes"]["all"], sample["allocation"]["all"]
+        requested = sample.get("requested_bytes", {}).get("all")
+        return Reading(
+            allocated["current"],
+            allocated["peak"],
+            reserved["current"],
+            reserved["peak"],
+            active["current"],
+            active["peak"],
+            requested["current"] if requested else -1,
+            requested["peak"] if requested else -1,
+            allocations=blocks["allocated"],
+            frees=blocks["freed"],
+            allocated_bytes=allocated["allocated"],
+            retries=sample.get("num_alloc_retries", 0),
+            ooms=sample.get("num_ooms", 0),
+        )
+
+    def now(self) -> Reading:
+        """Read the figures of this moment without touching the peaks."""
+        return self.read(self._stats(self.device_index))
+
+    def _wrap(self, core: Any) -> None:
+        for name in _READ:
+            if hasattr(core, name):
+                setattr(core, name, self._reading(getattr(core, name)))
+        for name in _RESET:
+            if hasattr(core, name):
+                setattr(core, name, self._resetting(getattr(core, name)))
+
+    def _reading(self, real: Callable[[int], Stats]) -> Callable[[int], Stats]:
+        def stats(device: int) -> Stats:
+            found = real(device)
+            return self._script.raise_in(found) if device == self.device_index else found
+
+        return stats
+
+    def _resetting(self, real: Callable[[int], None]) -> Callable[[int], None]:
+        def reset(device: int) -> None:
+            if device == self.device_index:
+                self._on_script_reset(self._stats(device))
+                self._script.restart()
+            real(device)
+
+        return reset

@@ -1,0 +1,41 @@
+"""What a memory back end says at one moment, the same for every back end."""
+
+from typing import Any, NamedTuple, Protocol
+
+
+class Reading(NamedTuple):
+    """Bytes now, and at the highest since the reading before; -1: this back end does not measure it.
+
+    The counts are totals since the process began.
+    """
+
+    allocated: int
+    allocated_peak: int
+    reserved: int
+    reserved_peak: int
+    active: int = -1
+    active_peak: int = -1
+    requested: int = -1
+    requested_peak: int = -1
+    resident: int = -1
+    resident_peak: int = -1
+    allocations: int = 0
+    frees: int = 0
+    allocated_bytes: int = 0
+    retries: int = 0
+    ooms: int = 0
+
+
+class MemoryBackend(Protocol):
+    """A memory back end: ``sample`` is cheap and for the training thread, ``read`` makes sense of it elsewhere."""
+
+    measure: Any
+    device_index: int
+
+    def sample(self) -> Any:
+        """Take the figures of this moment, raw, and begin a new peak."""
+        ...
+
+    def read(self, sample: Any) -> Reading:
+        """Give a raw sample its names."""
+        ...

@@ -1,0 +1,151 @@
+"""The phase machine: where the training thread is, and the marks it leaves behind at every phase boundary.
+
+Only the training thread calls the methods; the publisher reads attributes. Nothing here waits, and nothing is
+computed that the publisher could compute.
+"""
+
+from collections.abc import Callable
+from time import perf_counter_ns, time
+from typing import Any
+
+from .raw import Mark, Notes, StepRaw
+from .reading import MemoryBackend
+
+MERGE_NS = 200_000
+"""A phase that begins this soon after the one before ended takes the end's figures as its own beginning: a sample less."""
+
+
+class Counts:
+    """Collective calls, counted by the wrappers around torch.distributed."""
+
+    __slots__ = ("entered", "host_ns", "in_flight", "last")
+
+    def __init__(self) -> None:
+        self.entered = 0
+        self.host_ns = 0
+        self.in_flight = ""
+        self.last = ""
+
+
+class Tracker:
+    """Phases of the step in the making.
+
+    Args:
+        memory: where memory figures come from.
+        mark_event: records a device event and returns it, or returns None.
+        counts: the collective counters.
+        finish: takes each finished step.
+    """
+
+    __slots__ = (
+        "_finish",
+        "cost_ns",
+        "counts",
+        "depth",
+        "mark_event",
+        "marks",
+        "memory",
+        "notes",
+        "phase",
+        "phase_ns",
+        "progress",
+        "step",
+        "step_collectives",
+    )
+
+    def __init__(
+        self,
+        memory: MemoryBackend,
+        mark_event: Callable[[], Any],
+        counts: Counts,
+        finish: Callable[[StepRaw], None],
+    ) -> None:
+        self.memory = memory
+        self.mark_event = mark_event
+        self.counts = counts
+        self._finish = finish
+        self.step = 0
+        """The last finished step."""
+        self.phase = "init"
+        self.phase_ns = perf_counter_ns()
+        self.progress = 1
+        self.depth = 0
+        """How many explicit scopes are open: inside one, ``enter`` changes nothing."""
+        self.cost_ns = 0
+        self.step_collectives = counts.entered
+        """Collectives that had been entered when the step in the making began."""
+        self.notes = Notes()
+        self.marks = [self._mark("init", self.phase_ns)]
+
+    def enter(self, phase: str) -> None:
+        """Move to ``phase``; does nothing when it is there already, or inside a scope."""
+        if self.depth or phase == self.phase:
+            return
+        self._move(phase)
+
+    def open_scope(self, phase: str) -> str:
+        """Move to ``phase`` and stay there until the scope is closed; returns the phase to give to ``close_scope``."""
+        before = self.phase
+        if not self.depth and phase != before:
+            self._move(phase)
+        self.depth += 1
+        return before
+
+    def close_scope(self, before: str) -> None:
+        """Close a scope; the outermost one goes back to where it was opened, an optimizer update in it permitting."""
+        self.depth -= 1
+        if not self.depth and self.phase != before:
+            self._move(before)
+
+    def rename(self, phase: str) -> None:
+        """Say that the phase that has already begun is really ``phase``."""
+        last = self.marks[-1]
+        if last.phase:
+            self.marks[-1] = last._replace(phase=phase)
+        self.phase = phase
+        self.progress += 1
+
+    def note_reset(self, sample: Any) -> None:
+        """The script is about to reset its memory peaks: keep what they were for the phase under way."""
+        counts = self.counts
+        self.marks.append(Mark("", perf_counter_ns(), sample, None, counts.entered, counts.host_ns))
+
+    def end_step(self, number: int | None = None) -> None:
+        """The optimizer update is over: hand the step over and begin the next, ``idle`` (or in the open scope's phase).
+
+        Args:
+            number: the step's number where the framework counts steps itself.
+        """
+        start = perf_counter_ns()
+        self.step = number if number is not None and number > 0 else self.step + 1
+        after = self.phase if self.depth else "idle"
+        mark = self._mark(after, start)
+        marks, notes = self.marks, self.notes
+        marks.append(mark)
+        self.marks, self.notes = [mark], Notes()
+        self.phase, self.phase_ns = after, start
+        self.progress += 1
+        self.step_collectives = mark.collectives
+        spent = self.cost_ns + perf_counter_ns() - start
+        self.cost_ns = 0
+        self._finish(StepRaw(self.step, marks, time(), notes, spent))
+
+    def switch(self, memory: MemoryBackend, mark_event: Callable[[], Any]) -> None:
+        """Change the memory back end: what was marked so far in this step is not comparable, so the step starts anew."""
+        self.memory, self.mark_event = memory, mark_event
+        self.marks = [self._mark(self.phase, self.marks[0].ns)]
+
+    def _move(self, phase: str) -> None:
+        start = perf_counter_ns()
+        last = self.marks[-1]
+        if last.phase == "idle" and start - last.ns < MERGE_NS:
+            self.marks[-1] = last._replace(phase=phase)
+        else:
+            self.marks.append(self._mark(phase, start))
+        self.phase, self.phase_ns = phase, start
+        self.progress += 1
+        self.cost_ns += perf_counter_ns() - start
+
+    def _mark(self, phase: str, ns: int) -> Mark:
+        counts = self.counts
+        return Mark(phase, ns, self.memory.sample(), self.mark_event(), counts.entered, counts.host_ns)
