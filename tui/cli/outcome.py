@@ -1,9 +1,14 @@
-"""How a run ended, as an exit status and as the last lines a person reads about it."""
+"""How a run ended: as an exit status, and as the last lines a person reads about it."""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
 
 from ...protocol.rundir import ExitFile, RunDir
+from ...protocol.text import sanitize
 
 INTERRUPTED = 130
-_LOG_LINES = 12
+_LOG_LINES = 15
 _LOG_TAIL_BYTES = 16_384
 
 
@@ -12,6 +17,39 @@ def exit_status(end: ExitFile) -> int:
     if end.exit_code == 0:
         return 0
     return INTERRUPTED if end.state == "stopped" else 1
+
+
+def closing_lines(run: RunDir, end: ExitFile, output_dir: str = "") -> Iterator[str]:
+    """Say how a run ended, and where what it leaves is: checkpoint, recording, logs.
+
+    Args:
+        run: the run.
+        end: how it ended.
+        output_dir: where its trainer writes checkpoints (``Plan.output_dir``); empty when nobody said.
+    """
+    if end.state == "failed":
+        yield from (f"  {sanitize(line)}" for line in last_words(run))
+    yield f"{run.id} {end.state}" + (f": {sanitize(end.text)}" if end.text else "")
+    if checkpoint := newest_checkpoint(output_dir):
+        yield f"checkpoint: {checkpoint}"
+    if run.recording.exists():
+        yield f"recording:  {run.recording}"
+        yield f"replay it:  ftmon replay {shlex.quote(run.id)}"
+    if end.state == "failed":
+        yield f"logs:       {run.logs}"
+
+
+def attach_line(run: RunDir) -> str:
+    """Say that a run goes on, and how to come back to it."""
+    return f"{run.id} goes on; attach again: ftmon attach {shlex.quote(run.id)}"
+
+
+def newest_checkpoint(output_dir: str) -> Path | None:
+    """Find the folder that ``from_pretrained`` loads under an output folder: the one whose weights are newest."""
+    if not output_dir:
+        return None
+    weights = [*Path(output_dir).glob("*.safetensors"), *Path(output_dir).glob("*/*.safetensors")]
+    return max(weights, key=lambda file: file.stat().st_mtime).parent if weights else None
 
 
 def last_words(run: RunDir, limit: int = _LOG_LINES) -> list[str]:

@@ -4,6 +4,7 @@ The command line imports nothing of the trainer; it starts ``python -m ftmon.tra
 """
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -118,7 +119,10 @@ def living_hub(run: RunDir) -> HubFile:
     Raises:
         HubError: no hub came up in time; its log says why.
     """
-    launcher = run.read_run().launcher
+    content = run.read_run()
+    if content.host != socket.gethostname():
+        raise HubError(f"{run.id} runs on {content.host}: give this command there, or attach to its --listen address")
+    launcher = content.launcher
     if launcher is not None and is_alive(launcher):  # it keeps a hub alive: let it do so
         found = _wait_for_hub(run, _LAUNCHER_SECONDS)
         if found is not None:

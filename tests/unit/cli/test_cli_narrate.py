@@ -1,0 +1,92 @@
+"""The plain lines a run is told in."""
+
+from collections.abc import Sequence
+
+from ftmon.protocol import control, telemetry, wire
+from ftmon.tui.cli.narrate import Narrator
+from ftmon.tui.model.run import RunModel
+
+START = 1_700_000_000.0
+SPAN = telemetry.Span(2**30, 2**30, 3 * 2**30)
+
+
+def hello(rank: int, world: int = 2) -> telemetry.Hello:
+    device = telemetry.DeviceInfo("cuda", rank, "NVIDIA H200", 140 * 2**30)
+    return telemetry.Hello(
+        rank, rank, world, "host", 100 + rank, 1, device, "cuda", START, zero_stage=2, precision="bf16"
+    )
+
+
+def step(rank: int, number: int, t: float) -> telemetry.Step:
+    phase = telemetry.PhaseRecord("optimizer", 0, 500_000, SPAN, SPAN)
+    return telemetry.Step(rank, number, t - 0.5, 500_000, [phase], loss=2.5, tokens=1000)
+
+
+def tell(messages: Sequence[tuple[float, wire.Message]], **options: bool) -> list[str]:
+    model = RunModel()
+    narrator = Narrator(**options)
+    lines: list[str] = []
+    for seq, (t, message) in enumerate(messages, 1):
+        frame = wire.Frame(seq, START + t, message)
+        model.apply(frame)
+        lines += [line[9:] for line in narrator.tell(model)]  # without the local time of day
+    return lines
+
+
+def test_ranks_are_introduced_once_when_all_have_said_hello() -> None:
+    told = tell([(0, hello(0)), (1, hello(1)), (2, hello(1))])
+    assert told == ["2 ranks on NVIDIA H200, ZeRO-2, bf16"]
+
+
+def test_a_step_counts_when_every_rank_has_finished_it() -> None:
+    told = tell([(0, hello(0)), (0, hello(1)), (1, step(0, 1, START + 1)), (1.2, step(1, 1, START + 1))])
+    assert len(told) == 2
+    assert told[1].startswith("step 1  loss 2.5000  ")
+    assert "peak 3.00 GiB" in told[1]
+
+
+def test_progress_lines_keep_their_distance_but_the_last_step_is_always_told() -> None:
+    plan = (0.0, telemetry.Plan(0, 40))
+    steps = [(n * 0.5, step(0, n, START + n * 0.5)) for n in range(1, 41)]
+    told = tell([(0, hello(0, 1)), plan, *steps])
+    numbers = [int(line.split()[1].split("/")[0]) for line in told if line.startswith("step")]
+    assert numbers[0] == 1
+    assert numbers[-1] == 40
+    assert 8 <= len(numbers) <= 12
+
+
+def test_an_alert_is_told_once_and_once_more_when_it_is_over() -> None:
+    raised = control.Alert(7, "hang", "error", START, "rank 1 has not entered all_reduce #12", rank=1)
+    over = control.Alert(7, "hang", "error", START, raised.title, rank=1, resolved=START + 9)
+    assert tell([(0, raised), (1, raised), (9, over), (10, over)]) == [
+        "✖ hang: rank 1 has not entered all_reduce #12",
+        "  over: rank 1 has not entered all_reduce #12",
+    ]
+
+
+def test_ascii_output_is_ascii() -> None:
+    raised = control.Alert(7, "spike", "warning", START, "rank 1 optimizer +0.9 GiB – temporaries")
+    (line,) = tell([(0, raised)], ascii_only=True)
+    assert line.isascii()
+    assert line.startswith("! spike: rank 1")
+
+
+def test_output_of_the_ranks_is_told_on_request_and_cannot_steer_the_terminal() -> None:
+    log = telemetry.LogLine(1, START, "err", "\x1b[2Jboom\x07")
+    assert tell([(0, log)]) == []
+    model = RunModel()
+    model.apply(wire.Frame(1, START, log))
+    (line,) = Narrator(with_output=True).tell(model)
+    assert line == "rank 1| boom\N{REPLACEMENT CHARACTER}"
+
+
+def test_the_end_brings_the_last_step_and_the_reason() -> None:
+    messages = [
+        (0, hello(0, 1)),
+        (1, step(0, 1, START + 1)),
+        (1.1, step(0, 2, START + 1.1)),
+        (2, control.RunState("failed", START + 2, "exit code 1")),
+    ]
+    told = tell(messages)
+    assert told[-2].startswith("step 2 ")
+    assert told[-1] == "failed: exit code 1"

@@ -1,0 +1,65 @@
+"""``ftmon demo``, ``train`` and ``run``: start a run, then watch it."""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+
+from ...protocol.errors import UsageError
+from ...protocol.rundir import RunDir
+from .outcome import attach_line
+from .trainer import RECIPE, SCRIPT, print_config, require_training, start_run
+
+
+def demo(arguments: Namespace) -> int:
+    """Fine-tune a small model on this machine and watch it."""
+    require_training()
+    words = ["demo", *_common(arguments)]
+    for option in ("fault", "steps", "ranks"):
+        value = getattr(arguments, option)
+        if value is not None:
+            words += [f"--{option}", str(value)]
+    return _start_and_watch(arguments, lambda: start_run(RECIPE, [*words, *arguments.overrides]))
+
+
+def train(arguments: Namespace) -> int:
+    """Train with a person's own configuration and watch it, or print a default one."""
+    require_training()
+    if arguments.print_config:
+        return print_config()
+    if arguments.config is None:
+        raise UsageError(
+            "train needs a configuration: ftmon train CONFIG.yaml ('ftmon train --print-config' makes one)"
+        )
+    words = ["train", *_common(arguments), arguments.config, *arguments.overrides]
+    return _start_and_watch(arguments, lambda: start_run(RECIPE, words))
+
+
+def run(arguments: Namespace) -> int:
+    """Watch a script that knows nothing of ftmon."""
+    if not arguments.command:
+        raise UsageError("run needs a command after '--', as in: ftmon run -- deepspeed train.py")
+    words = ["run", *_common(arguments)]
+    words += [f"--{option}" for option in ("no-logs", "no-allocator-events") if _given(arguments, option)]
+    return _start_and_watch(arguments, lambda: start_run(SCRIPT, [*words, "--", *arguments.command]))
+
+
+def _common(arguments: Namespace) -> Iterator[str]:
+    if arguments.name:
+        yield from ("--name", arguments.name)
+    if arguments.listen:
+        yield from ("--listen", arguments.listen)
+    if arguments.read_only:
+        yield "--read-only"
+
+
+def _given(arguments: Namespace, option: str) -> bool:
+    return bool(getattr(arguments, option.replace("-", "_")))
+
+
+def _start_and_watch(arguments: Namespace, start: Callable[[], RunDir]) -> int:
+    started = start()
+    if arguments.detach:
+        print(attach_line(started))
+        return 0
+    from .view import watch
+
+    return watch(started, arguments, owned=True)
