@@ -63,6 +63,15 @@ class Level:
             if resident > self.resident[index]:
                 self.resident[index] = resident
 
+    def copy(self, end: int | None = None) -> "Level":
+        """Copy this level, or what it has before column ``end``."""
+        stop = None if end is None else max(end - self.first, 0)
+        other = Level(self.span, self.first)
+        other.allocated = self.allocated[:stop]
+        other.reserved = self.reserved[:stop]
+        other.resident = self.resident[:stop]
+        return other
+
     def highest(self, first: int, last: int) -> tuple[int, int, int]:
         """Give the highest figures of columns ``first`` to ``last``, ``EMPTY`` where there are none."""
         begin, end = max(first - self.first, 0), last - self.first + 1
@@ -73,3 +82,14 @@ class Level:
             max(self.reserved[begin:end], default=EMPTY),
             max(self.resident[begin:end], default=EMPTY),
         )
+
+    def slices(self, first: int, width: int) -> tuple[list[int], list[int], list[int]]:
+        """Copy ``width`` columns from ``first`` on, ``EMPTY`` where this level has none."""
+        begin = first - self.first
+        before = [EMPTY] * min(max(-begin, 0), width)
+        low, high = max(begin, 0), max(begin + width, 0)
+        out: list[list[int]] = []
+        for figures in (self.allocated, self.reserved, self.resident):
+            found = before + figures[low:high]
+            out.append(found + [EMPTY] * (width - len(found)))
+        return out[0], out[1], out[2]

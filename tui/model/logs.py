@@ -40,6 +40,16 @@ class LogBook:
         self._entries.extendleft(reversed(entries[-room:] if room > 0 else []))
         self.version += 1
 
+    def after(self, seq: int) -> list[tuple[int, LogEntry]]:
+        """List the lines that came after number ``seq`` of the stream, with their numbers, oldest first."""
+        found: list[tuple[int, LogEntry]] = []
+        for entry in reversed(self._entries):
+            if entry.seq <= seq:
+                break
+            found.append((entry.seq, entry))
+        found.reverse()
+        return found
+
     def select(
         self, rank: int | None = None, text: str = "", stream: str | None = None, limit: int | None = None
     ) -> list[LogEntry]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ...protocol.telemetry import STEP_PHASES, PhaseRecord, Span, Step
 
-SHARE_NAMES = (*STEP_PHASES, "wait", "other")
+SHARE_NAMES: tuple[str, ...] = (*STEP_PHASES, "wait", "other")
 """The parts of a step, in the order they are drawn; ``wait`` is time inside collective calls."""
 
 
@@ -30,7 +30,7 @@ def shares(steps: Iterable[Step]) -> Shares:
     """
     chosen = list(steps)
     clock: Literal["device", "host"] = "device" if chosen and all(_on_device(step) for step in chosen) else "host"
-    parts: dict[str, float] = {name: 0.0 for name in SHARE_NAMES}
+    parts = dict.fromkeys(SHARE_NAMES, 0.0)
     total = 0.0
     for step in chosen:
         known = 0

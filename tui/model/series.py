@@ -15,6 +15,8 @@ class Point:
     mean: float
     low: float
     high: float
+    count: int
+    """Values in it: steps times ranks."""
 
 
 class StepSeries:
@@ -52,6 +54,20 @@ class StepSeries:
             self._highs[index] = high
         self.version += 1
 
+    def adopt(self, past: "StepSeries", before: int) -> None:
+        """Take in what ``past`` has of steps before ``before``, in front of what is known here (which is not older).
+
+        ``past`` stays as it is. A bucket of it that reaches to ``before`` or beyond is left out.
+        """
+        own = self.points()
+        keep = max(0, before // past.per - past._first)
+        self.per, self._first = past.per, past._first
+        self._sums, self._counts = past._sums[:keep], past._counts[:keep]
+        self._lows, self._highs = past._lows[:keep], past._highs[:keep]
+        for point in own:
+            self.add_pooled(point.step, point.mean, point.low, point.high, point.count)
+        self.version += 1
+
     def points(self, last: int | None = None) -> list[Point]:
         """Give the buckets that have values, oldest first; only the last ``last`` of them if given."""
         start = 0 if last is None else max(0, len(self._sums) - last)
@@ -62,6 +78,7 @@ class StepSeries:
                 self._sums[index] / self._counts[index],
                 self._lows[index],
                 self._highs[index],
+                self._counts[index],
             )
             for index in range(start, len(self._sums))
             if self._counts[index]

@@ -105,25 +105,30 @@ class Timeline:
         self.marks.insert(bisect_left(self.marks, mark.time, key=lambda known: known.time), mark)
         self.version += 1
 
-    def load(self, span: int, start: float, columns: list[tuple[int, int, int, int]]) -> None:
-        """Raise columns from a recording's pooled history, after a seek or a late join.
+    def adopt(self, past: Level) -> None:
+        """Take in older history at a level's resolution (a power of ``RATIO`` seconds), after a seek or a late join.
 
-        Args:
-            span: Seconds a column covers: 1, 4, 16, ... (a power of ``RATIO``).
-            start: When column 0 begins; a multiple of ``span``.
-            columns: ``(index, allocated, reserved, resident)`` for each column that has data, by index.
+        ``past`` is copied; what is known already stays, and where both know a column the higher figure counts.
         """
+        if not len(past):
+            return
         self._flush()
-        while self._levels[-1].span < span:
+        if not len(self._levels[-1]):
+            self._fine.first = past.first * past.span
+        while self._levels[-1].span < past.span:
             self._add_level()
-        position = next(index for index, level in enumerate(self._levels) if level.span >= span)
-        origin = floor(start / span)
-        for index, allocated, reserved, resident in columns:
-            column = origin + index
-            self._write(position, column, column, allocated, reserved, resident)
-            for above in range(position + 1, len(self._levels)):
-                coarse = column * span // self._levels[above].span
-                self._write(above, coarse, coarse, allocated, reserved, resident)
+        position = next(index for index, level in enumerate(self._levels) if level.span >= past.span)
+        known, merged = self._levels[position], past.copy()
+        for column in range(known.first, known.first + len(known)):
+            if column >= merged.first:
+                merged.reach(column)
+                merged.lift(column, column, *known.highest(column, column))
+        self._levels[position] = merged
+        if position == 0:
+            self._fine = merged
+            self._dirty = merged.first
+        else:
+            self._raise_above(position, merged.first)
         self.version += 1
 
     def window(self, width: int, now: float, span: int = 1) -> Columns:
@@ -147,12 +152,15 @@ class Timeline:
 
     def _columns(self, first: int, width: int, span: int) -> Columns:
         self._flush()
-        out = Columns(float(first * span), span, [], [], [], [None] * width)
-        for column in range(first, first + width):
-            allocated, reserved, resident = self._highest(column * span, span)
-            out.allocated.append(allocated)
-            out.reserved.append(reserved)
-            out.resident.append(resident)
+        exact = next((level for level in self._levels if level.span == span), None)
+        figures = exact.slices(first, width) if exact else ([EMPTY] * width, [EMPTY] * width, [EMPTY] * width)
+        out = Columns(float(first * span), span, *figures, [None] * width)
+        begin, end = self.start, self.end
+        if begin is not None and end is not None:
+            for index in range(max(0, int(begin // span) - first), min(width, int(end // span) + 1 - first)):
+                if out.allocated[index] == EMPTY:
+                    found = self._highest((first + index) * span, span)
+                    out.allocated[index], out.reserved[index], out.resident[index] = found
         _fill_gaps(out, self.current)
         for mark in self.marks[bisect_left(self.marks, first * span, key=lambda known: known.time) :]:
             index = floor(mark.time / span) - first
@@ -183,7 +191,7 @@ class Timeline:
             level.first = first
         if first < level.first and (len(self._levels) > 1 or level.first - first > KEEP):
             self._flush()
-            if len(self._levels) == 1:
+            while self._levels[-1].first - first // self._levels[-1].span > KEEP or len(self._levels) == 1:
                 self._add_level()
             for position, each in enumerate(self._levels):
                 self._write(position, first // each.span, last // each.span, allocated, reserved, resident)
@@ -213,28 +221,27 @@ class Timeline:
         below = self._levels[-1]
         level = Level(below.span * RATIO, below.first // RATIO)
         self._levels.append(level)
-        for index in range(len(below)):
-            self._raise_above(len(self._levels) - 2, below.first + index)
+        self._raise_above(len(self._levels) - 2, below.first)
         if below is self._fine:
             self._dirty = None
 
     def _flush(self) -> None:
         """Let the coarser levels see what the finest one gained."""
-        if self._dirty is None or len(self._levels) == 1:
-            return
-        dirty, self._dirty = self._dirty, None
-        for column in range(dirty, self._fine.first + len(self._fine)):
-            self._raise_above(0, column)
+        if self._dirty is not None and len(self._levels) > 1:
+            dirty, self._dirty = self._dirty, None
+            self._raise_above(0, dirty)
 
-    def _raise_above(self, position: int, column: int) -> None:
-        below = self._levels[position]
-        figures = below.highest(column, column)
-        if figures[0] == EMPTY:
-            return
-        second = column * below.span
-        for above in range(position + 1, len(self._levels)):
-            coarse = second // self._levels[above].span
-            self._write(above, coarse, coarse, *figures)
+    def _raise_above(self, position: int, first: int) -> None:
+        """Raise every level above one to what that one holds from column ``first`` on."""
+        above = position
+        while (above := above + 1) < len(self._levels):  # a write may add a level
+            below = self._levels[above - 1]
+            end = below.first + len(below)
+            first = max(first, below.first) // RATIO
+            for column in range(first, -(-end // RATIO)):
+                figures = below.highest(column * RATIO, column * RATIO + RATIO - 1)
+                if figures[0] != EMPTY:
+                    self._write(above, column, column, *figures)
 
 
 def _fill_gaps(columns: Columns, current: tuple[int, int, int]) -> None:
