@@ -12,6 +12,9 @@ from .errors import ProtocolError, VersionError
 VERSION = (1, 0)
 """Major and minor version of the protocol; another major is refused, a newer minor is understood as far as known."""
 
+RESTART_LEAP = 1 << 20
+"""A hub that takes over from one that crashed leaves this many numbers out; a gap that large is no loss."""
+
 MESSAGE_TYPES = (
     telemetry.Hello,
     telemetry.Plan,
@@ -156,12 +159,15 @@ class LossCounter:
         """Note that message ``seq`` of ``src`` arrived; return how many were lost just before it.
 
         The first message seen from a sender sets where counting begins. A number below the expected one is a
-        duplicate or a sender that began anew, and loses nothing.
+        duplicate or a sender that began anew, and a leap of ``RESTART_LEAP`` is a hub that took over from one that
+        crashed: neither is a loss.
         """
         expected = self._next.get(src)
         self._next[src] = seq + 1
         if expected is None or seq <= expected:
             return 0
         gap = seq - expected
+        if gap >= RESTART_LEAP // 2:
+            return 0
         self.lost[src] = self.lost.get(src, 0) + gap
         return gap

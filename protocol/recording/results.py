@@ -1,0 +1,117 @@
+"""What a recording answers, as structs: the same whether a file is asked or, by ``Query``, the hub of a run."""
+
+from typing import Any
+
+import msgspec
+
+from ..control import Alert
+from ..errors import ProtocolError
+from ..wire import Frame
+
+
+class RecordingInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a recording holds. Times are seconds since the epoch; an empty recording has zeros."""
+
+    run_id: str
+    name: str
+    command: list[str]
+    started: float
+    """When the run was created."""
+    first_t: float
+    last_t: float
+    first_seq: int
+    last_seq: int
+    steps: int
+    """Rank-steps: one for each step of each rank."""
+    ranks: list[int]
+    schema: int
+    complete: bool
+    """The recording was closed in order and nothing is missing."""
+    missing: str = ""
+    """What is missing, in words; empty when nothing is, or when the run is still being recorded."""
+    state: str = ""
+    """The run's last known state."""
+    exit_code: int | None = None
+    last_step: int = 0
+    host: str = ""
+    kind: str = ""
+    live: bool = False
+    """A hub on this host is writing it."""
+
+
+class MemoryColumn(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Memory of one rank in one column of a graph, pooled by maximum. Columns without a step are left out."""
+
+    rank: int
+    index: int
+    """The column, 0 for the one that begins at ``t0``."""
+    allocated_peak: int
+    reserved_peak: int
+    resident_peak: int | None = None
+    """Highest resident set (CPU only): there the true high-water mark."""
+    spike: bool = False
+    """A spike alert of this rank falls into the column."""
+
+
+class StepPoint(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One step of a rank, or several pooled: times are means, peaks are maxima, ``t`` and ``step`` are the last's."""
+
+    t: float
+    step: int
+    host_ms: float
+    allocated_peak: int
+    reserved_peak: int
+    device_ms: float | None = None
+    loss: float | None = None
+    resident_peak: int | None = None
+    phase_ms: dict[str, float] = {}
+    """Host time of each ordinary phase."""
+    phase_device_ms: dict[str, float] = {}
+    max_host_ms: float = 0.0
+    """The longest of the pooled steps."""
+    count: int = 1
+    """How many steps are pooled."""
+
+
+RESULTS: dict[str, Any] = {
+    "info": RecordingInfo,
+    "frames": list[Frame],
+    "state_at": list[Frame],
+    "memory": list[MemoryColumn],
+    "series": list[StepPoint],
+    "alerts": list[Alert],
+    "logs": list[Frame],
+    "step_time": float | None,
+    "seq_at": int,
+}
+"""The history queries: each is a method of ``Reader``, by name, with the type of its result."""
+
+_decoders = {name: msgspec.msgpack.Decoder(kind) for name, kind in RESULTS.items()}
+_encoder = msgspec.msgpack.Encoder()
+
+
+def answer_query(source: Any, name: str, args: dict[str, Any]) -> bytes:
+    """Ask ``source`` (a ``Reader``) what a ``Query`` asks, and encode the result for an ``Answer``.
+
+    Raises:
+        ProtocolError: no such query, or arguments it does not take.
+        RecordingError: the recording cannot answer.
+    """
+    if name not in RESULTS:
+        raise ProtocolError(f"no history query is called {name!r}; there are {', '.join(RESULTS)}")
+    try:
+        return _encoder.encode(getattr(source, name)(**args))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"the history query {name!r} does not take {args!r}: {error}") from None
+
+
+def decode_answer(name: str, data: bytes) -> Any:
+    """Decode the ``data`` of an ``Answer`` to the query ``name`` into the type that ``RESULTS`` gives.
+
+    Raises:
+        ProtocolError: it is not that.
+    """
+    try:
+        return _decoders[name].decode(data)
+    except (KeyError, msgspec.MsgspecError) as error:
+        raise ProtocolError(f"not an answer to the history query {name!r}: {error}") from None

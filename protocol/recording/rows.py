@@ -1,0 +1,156 @@
+"""Every message but a step as a row of its table, and back."""
+
+import sqlite3
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from ..control import Alert
+from ..errors import RecordingError
+from ..telemetry import DeviceSample, Hello, LogLine, ProcessMemory
+from ..wire import Message, decode_body, encode_body
+
+Row = tuple[Any, ...]
+
+INSERTS = {
+    "device_samples": f"INSERT OR REPLACE INTO device_samples VALUES ({', '.join('?' * 12)})",
+    "alerts": f"INSERT OR REPLACE INTO alerts VALUES ({', '.join('?' * 14)})",
+    "logs": f"INSERT OR REPLACE INTO logs VALUES ({', '.join('?' * 6)})",
+    "ranks": f"INSERT OR REPLACE INTO ranks VALUES ({', '.join('?' * 12)})",
+    "events": f"INSERT OR REPLACE INTO events VALUES ({', '.join('?' * 5)})",
+    "clock": "INSERT OR IGNORE INTO clock VALUES (?, ?)",
+    "device_names": f"INSERT OR REPLACE INTO device_names VALUES ({', '.join('?' * 8)})",
+    "process_names": f"INSERT OR REPLACE INTO process_names VALUES ({', '.join('?' * 4)})",
+}
+NO_RANK = -1
+"""``events.rank`` of a message that is about no rank."""
+
+_COMPRESS_ABOVE = 512
+_ZLIB_MAGIC = 0x78
+_encode = msgspec.msgpack.Encoder().encode
+_decode_processes = msgspec.msgpack.Decoder(list[int]).decode
+
+
+def pack_body(message: Message) -> bytes:
+    """Encode a message whole, compressed where that pays. A msgpack map never begins with zlib's first byte."""
+    body = encode_body(message)
+    return zlib.compress(body, 6) if len(body) > _COMPRESS_ABOVE else body
+
+
+def unpack_body(body: bytes) -> Message | None:
+    """Decode what ``pack_body`` made; None for a type that a newer version added.
+
+    Raises:
+        RecordingError: it is damaged.
+    """
+    try:
+        found = decode_body(zlib.decompress(body) if body[:1] == bytes([_ZLIB_MAGIC]) else body)
+    except (zlib.error, TypeError) as error:
+        raise RecordingError(f"a damaged message in the recording: {error}") from None
+    return found
+
+
+def alert_row(seq: int, t: float, alert: Alert) -> Row:
+    """Make a row of ``alerts``."""
+    return (
+        *(seq, t, alert.id, alert.kind, alert.severity, alert.time, alert.rank, alert.step, alert.phase),
+        *(alert.title, alert.text, alert.resolved, alert.count, pack_body(alert)),
+    )
+
+
+def log_row(seq: int, t: float, line: LogLine) -> Row:
+    """Make a row of ``logs``."""
+    return (seq, t, line.rank, line.time, line.stream, line.text)
+
+
+def log_from_row(row: Sequence[Any]) -> LogLine:
+    """Rebuild a log line."""
+    return LogLine(rank=row[2], time=row[3], stream=row[4], text=row[5])
+
+
+def hello_row(seq: int, t: float, hello: Hello) -> Row:
+    """Make a row of ``ranks``."""
+    return (
+        *(seq, t, hello.rank, hello.local_rank, hello.host, hello.pid, hello.device.name),
+        *(hello.device.capacity_bytes, hello.memory_measure, hello.model, hello.zero_stage, pack_body(hello)),
+    )
+
+
+def event_row(seq: int, t: float, message: Message) -> Row:
+    """Make a row of ``events``, the table for every type without one of its own."""
+    rank = getattr(message, "rank", None)
+    return (seq, t, message.__struct_config__.tag, NO_RANK if rank is None else rank, pack_body(message))
+
+
+class Names:
+    """What device samples repeat (which device, which processes hold its memory) is kept once, under a number.
+
+    Args:
+        first: the lowest number to give.
+    """
+
+    def __init__(self, first: int = 1) -> None:
+        self._next = first
+        self._numbers: dict[Row, int] = {}
+
+    def load(self, connection: sqlite3.Connection) -> None:
+        """Take over the names and numbers of an earlier writer of this file."""
+        for table in ("device_names", "process_names"):
+            for number, *key in connection.execute(f"SELECT * FROM {table}"):
+                self._numbers[tuple(key)] = number
+                self._next = max(self._next, number + 1)
+
+    def sample_row(self, seq: int, t: float, sample: DeviceSample, note: Callable[[str, Row], None]) -> Row:
+        """Make a row of ``device_samples``; ``note(table, row)`` is called for each name not met before."""
+        key = (
+            *(sample.host, sample.kind, sample.index, sample.name, sample.uuid),
+            *(sample.total_bytes, sample.power_limit_w),
+        )
+        device = self._number("device_names", key, note)
+        flat: list[int] = []
+        for process in sample.processes:
+            identity = (process.pid, process.rank, process.name)
+            flat += (self._number("process_names", identity, note), process.used_bytes)
+        return (
+            *(seq, t, device, sample.time, sample.used_bytes, sample.utilization_percent, sample.power_w),
+            *(sample.temperature_c, sample.sm_clock_mhz, sample.memory_clock_mhz),
+            *("\n".join(sample.throttle_reasons) or None, _encode(flat) if flat else None),
+        )
+
+    def _number(self, table: str, key: Row, note: Callable[[str, Row], None]) -> int:
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = self._next
+            self._next += 1
+            note(table, (number, *key))
+        return number
+
+
+def sample_from_row(row: Sequence[Any], device: Row, processes: dict[int, Row]) -> DeviceSample:
+    """Rebuild a device sample from its row, its device's row of ``device_names`` (less the number), and all processes."""
+    host, kind, index, name, uuid, total_bytes, power_limit_w = device
+    flat = _decode_processes(row[11]) if row[11] else []
+    return DeviceSample(
+        host=host,
+        kind=kind,
+        index=index,
+        name=name,
+        uuid=uuid,
+        total_bytes=total_bytes,
+        power_limit_w=power_limit_w,
+        time=row[3],
+        used_bytes=row[4],
+        utilization_percent=row[5],
+        power_w=row[6],
+        temperature_c=row[7],
+        sm_clock_mhz=row[8],
+        memory_clock_mhz=row[9],
+        throttle_reasons=row[10].split("\n") if row[10] else [],
+        processes=[
+            ProcessMemory(pid=pid, used_bytes=used, rank=rank, name=process)
+            for number, used in zip(flat[::2], flat[1::2], strict=True)
+            for pid, rank, process in [processes.get(number, (0, None, ""))]
+        ],
+    )

@@ -1,0 +1,154 @@
+"""The recording file's schema: tables typed for what people query, views in people's units, a version.
+
+Every row of the stream is keyed by ``seq``, the hub's number of it, so a seek is a lookup by primary key. Memory of the
+phases is stored as small differences, most of which are 0 and then take no room in SQLite's record format
+(https://www.sqlite.org/fileformat2.html#record_format); the view ``phases`` gives it in plain bytes.
+``docs/recording.md`` describes the file for people.
+"""
+
+from ..telemetry import STEP_PHASES
+
+SCHEMA_VERSION = 1
+"""``PRAGMA user_version``. A newer schema is refused; an older one is brought up to date in ``UPGRADES``."""
+
+APPLICATION_ID = 0x66746D6E
+"""``PRAGMA application_id``: ``ftmn``. It tells a recording from any other SQLite file."""
+
+STEP_COLUMNS = (
+    "seq",
+    "t",
+    "rank",
+    "step",
+    "started",
+    "host_us",
+    "device_us",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "allocated_peak",
+    "reserved_peak",
+    "resident_peak",
+)
+PHASE_COLUMNS = (
+    "host_us",
+    "device_us",
+    "allocated_from_previous",
+    "allocated_growth",
+    "allocated_below_peak",
+    "reserved_from_previous",
+    "reserved_growth",
+    "reserved_below_peak",
+)
+ROLLUP_SIZES = (16, 128, 1024, 8192)
+"""Steps of one rank that one row of ``rollups`` pools, by level; each is a multiple of the one before."""
+
+ROLLUP_COLUMNS = (
+    "level",
+    "rank",
+    "last_seq",
+    "first_seq",
+    "t",
+    "peak_t",
+    "count",
+    "min_step",
+    "max_step",
+    "host_us",
+    "max_host_us",
+    "device_us",
+    "loss",
+    "allocated_peak",
+    "reserved_peak",
+    "resident_peak",
+    *(f"{phase}_host_us" for phase in STEP_PHASES),
+    *(f"{phase}_device_us" for phase in STEP_PHASES),
+)
+
+
+def _steps_table() -> str:
+    reals = {"t", "started", "loss", "lr", "grad_norm"}
+    columns = [f"{name} {'REAL' if name in reals else 'INTEGER'}" for name in STEP_COLUMNS]
+    columns[0] = "seq INTEGER PRIMARY KEY"
+    columns += [f"{phase}_{name} INTEGER" for phase in STEP_PHASES for name in PHASE_COLUMNS]
+    return f"CREATE TABLE steps({', '.join(columns)}, detail BLOB)"
+
+
+def _rollups_table() -> str:
+    reals = {"t", "peak_t", "loss"}
+    columns = ", ".join(f"{name} {'REAL' if name in reals else 'INTEGER'}" for name in ROLLUP_COLUMNS)
+    return f"CREATE TABLE rollups({columns}, PRIMARY KEY(level, rank, last_seq)) WITHOUT ROWID"
+
+
+def _phase_query(phase: str, base: dict[str, str]) -> str:
+    """Select one phase of every step in plain units; ``base`` has the SQL of each measure's end before this phase."""
+    spans: list[str] = []
+    for measure in ("allocated", "reserved"):
+        start = f"{base[measure]} + {phase}_{measure}_from_previous"
+        spans += [
+            f"{start} AS {measure}_start_bytes",
+            f"{start} + {phase}_{measure}_growth AS {measure}_end_bytes",
+            f"{measure}_peak - {phase}_{measure}_below_peak AS {measure}_peak_bytes",
+        ]
+        base[measure] += f" + coalesce({phase}_{measure}_from_previous + {phase}_{measure}_growth, 0)"
+    return (
+        f"SELECT seq, t, rank, step, '{phase}' AS phase, {phase}_host_us / 1e3 AS host_ms, "
+        f"{phase}_device_us / 1e3 AS device_ms, {', '.join(spans)} FROM steps WHERE {phase}_host_us IS NOT NULL"
+    )
+
+
+def _phases_view() -> str:
+    base = {"allocated": "allocated_peak", "reserved": "reserved_peak"}
+    queries = [_phase_query(phase, base) for phase in STEP_PHASES]
+    queries.append(
+        "SELECT seq, t, rank, step, phase, host_us / 1e3, device_us / 1e3, allocated_start, allocated_end, "
+        "allocated_peak, reserved_start, reserved_end, reserved_peak FROM extra_phases"
+    )
+    return "CREATE VIEW phases AS " + " UNION ALL ".join(queries)
+
+
+STATEMENTS = (
+    "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID",
+    _steps_table(),
+    "CREATE INDEX steps_rank ON steps(rank)",
+    """CREATE TABLE extra_phases(
+        seq INTEGER, position INTEGER, t REAL, rank INTEGER, step INTEGER, phase TEXT, host_us INTEGER,
+        device_us INTEGER, allocated_start INTEGER, allocated_end INTEGER, allocated_peak INTEGER,
+        reserved_start INTEGER, reserved_end INTEGER, reserved_peak INTEGER,
+        PRIMARY KEY(seq, position)) WITHOUT ROWID""",
+    """CREATE TABLE device_names(
+        device INTEGER PRIMARY KEY, host TEXT, kind TEXT, "index" INTEGER, name TEXT, uuid TEXT,
+        total_bytes INTEGER, power_limit_w REAL)""",
+    "CREATE TABLE process_names(process INTEGER PRIMARY KEY, pid INTEGER, rank INTEGER, name TEXT)",
+    """CREATE TABLE device_samples(
+        seq INTEGER PRIMARY KEY, t REAL, device INTEGER, time REAL, used_bytes INTEGER, utilization_percent REAL,
+        power_w REAL, temperature_c REAL, sm_clock_mhz INTEGER, memory_clock_mhz INTEGER, throttle_reasons TEXT,
+        processes BLOB)""",
+    "CREATE INDEX device_samples_device ON device_samples(device)",
+    """CREATE TABLE alerts(
+        seq INTEGER PRIMARY KEY, t REAL, id INTEGER, kind TEXT, severity TEXT, time REAL, rank INTEGER, step INTEGER,
+        phase TEXT, title TEXT, text TEXT, resolved REAL, count INTEGER, body BLOB)""",
+    "CREATE INDEX alerts_id ON alerts(id)",
+    """CREATE TABLE logs(
+        seq INTEGER PRIMARY KEY, t REAL, rank INTEGER, time REAL, stream TEXT, text TEXT)""",
+    "CREATE INDEX logs_rank ON logs(rank)",
+    """CREATE TABLE ranks(
+        seq INTEGER PRIMARY KEY, t REAL, rank INTEGER, local_rank INTEGER, host TEXT, pid INTEGER, device TEXT,
+        capacity_bytes INTEGER, memory_measure TEXT, model TEXT, zero_stage INTEGER, body BLOB)""",
+    "CREATE INDEX ranks_rank ON ranks(rank)",
+    "CREATE TABLE events(seq INTEGER PRIMARY KEY, t REAL, type TEXT, rank INTEGER, body BLOB)",
+    "CREATE INDEX events_type_rank ON events(type, rank)",
+    "CREATE TABLE clock(second INTEGER PRIMARY KEY, seq INTEGER)",
+    "CREATE TABLE gaps(id INTEGER PRIMARY KEY, first_t REAL, last_t REAL, messages INTEGER, reason TEXT)",
+    _rollups_table(),
+    _phases_view(),
+    """CREATE VIEW devices AS SELECT seq, t, time, host, kind, "index", name, uuid, used_bytes, total_bytes,
+        utilization_percent, power_w, power_limit_w, temperature_c, sm_clock_mhz, memory_clock_mhz, throttle_reasons
+        FROM device_samples JOIN device_names USING(device)""",
+)
+"""What makes an empty recording, in order."""
+
+STREAM_TABLES = ("steps", "device_samples", "alerts", "logs", "ranks", "events")
+"""The tables whose rows are messages of the stream; their ``seq`` never repeats across them."""
+
+UPGRADES: dict[int, tuple[str, ...]] = {}
+"""For each older schema, the statements that make it the next one, in a private copy: the file is never changed."""
