@@ -15,6 +15,7 @@ from .control import ask
 from .trainer import living_hub
 
 _END_SECONDS = 60.0
+_WRITTEN_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 
 
@@ -91,6 +92,8 @@ def _act(run: RunDir, verb: str, args: dict[str, Any]) -> int:
         print(f"{run.id} has ended")
         return 0
     print(result.text)
+    if result.ok and verb == "kill" and not args["ranks"]:
+        wait_for_end(run, _WRITTEN_SECONDS)  # so that whoever asks next is told that it is over
     return 0 if result.ok else 1
 
 

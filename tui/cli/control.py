@@ -54,7 +54,7 @@ def ask(
             answer = _decode(socket.recv_multipart())
             if isinstance(answer, Accepted) and answer.id == command.id:
                 if not answer.ok:
-                    raise HubError(f"refused: {answer.text}")
+                    raise HubError(answer.text)
                 on_accepted(answer.text)
                 accepted = True
                 deadline = time.monotonic() + result_seconds
