@@ -18,8 +18,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def load(config: Config, trained: Path) -> Any | None:
-    """Load the tokenizer that the configuration names, or the one trained for this output folder before.
+def load(config: Config, trained: Path | None) -> Any | None:
+    """Load the tokenizer that the configuration names, or the one trained before and left in the folder ``trained``.
 
     Returns:
         A transformers tokenizer with a pad token, or None when one has to be trained.
@@ -29,7 +29,7 @@ def load(config: Config, trained: Path) -> Any | None:
     """
     name = config.tokenizer.name or config.model.name
     if not name:
-        return AutoTokenizer.from_pretrained(str(trained)) if (trained / "tokenizer.json").exists() else None
+        return AutoTokenizer.from_pretrained(str(trained)) if trained is not None else None
     key = "tokenizer.name" if config.tokenizer.name else "model.name"
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(name)

@@ -1,0 +1,42 @@
+"""One rank of ftmon's trainer: ``python -m ftmon.trainer.recipe [CONFIG]``, started by DeepSpeed's launcher.
+
+Without CONFIG it reads the run directory's ``config.yaml``. What it reads is settled already (see ``check.resolve``).
+"""
+
+import os
+import sys
+
+from ...protocol.errors import FtmonError, UsageError
+from ...protocol.rundir import RUN_ENV, RunDir
+
+
+def main(arguments: list[str]) -> int:
+    """Train; return the exit status."""
+    if arguments:
+        path = arguments[0]
+    elif RUN_ENV in os.environ:
+        path = str(RunDir(os.environ[RUN_ENV]).config)
+    else:
+        print("usage: python -m ftmon.trainer.recipe CONFIG", file=sys.stderr)
+        return 2
+    rank = os.environ.get("RANK", "0")
+    try:
+        from .decode import load
+
+        config = load(path).config
+        from .loop import train
+
+        train(config)
+    except UsageError as error:
+        # Every rank finds the same mistake; once is enough.
+        if rank == "0":
+            print(error, file=sys.stderr, flush=True)
+        return error.exit_status
+    except FtmonError as error:
+        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

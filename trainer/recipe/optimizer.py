@@ -1,0 +1,76 @@
+"""AdamW in the variant that was asked for. The variants differ in their temporaries, and so in memory's peak."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...protocol.errors import ConfigError
+from .config import Config
+from .ranks import World
+from .schedule import factor
+
+
+def make(model: Any, config: Config, world: World, say: Callable[[str], None]) -> torch.optim.Optimizer:
+    """Make the optimizer of a model's trainable parameters.
+
+    Args:
+        model: the model, its parameters partitioned already under ZeRO-3.
+        config: the settled configuration.
+        world: the ranks.
+        say: prints a line for the person.
+
+    Raises:
+        ConfigError: DeepSpeed's own Adam was asked for and cannot be built here.
+    """
+    settings = config.optimizer
+    common: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    groups = _groups(model, settings.weight_decay)
+    offload = config.zero.offload_optimizer
+    kind = settings.kind
+    if kind == "deepspeed" or (kind == "auto" and offload):
+        try:
+            made, problem = _deepspeed_adam(groups, common, offload), ""
+        except Exception as error:  # a compiler's, ninja's or the loader's own error: all mean that it is not there
+            made, problem = None, (str(error).strip() or repr(error)).splitlines()[-1]
+        if world.all_agree(made is not None) and made is not None:
+            return made
+        if kind == "deepspeed":
+            raise ConfigError(
+                f"optimizer.kind is deepspeed, but its Adam cannot be built here ({problem or 'on another rank'}); "
+                "see 'ftmon doctor', or use optimizer.kind=torch_fused"
+            )
+        say(f"note: DeepSpeed's CPU Adam cannot be built here ({problem}); stepping with PyTorch's fused Adam instead")
+        kind = "torch_fused"
+    if kind == "auto":
+        kind = "torch_fused" if world.on_gpu else "torch"
+    return torch.optim.AdamW(groups, foreach=kind == "torch_foreach", fused=kind == "torch_fused", **common)
+
+
+def scheduler(config: Config, total_steps: int) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return what makes the learning-rate scheduler of an optimizer, as DeepSpeed calls it."""
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: factor(config.schedule, step, total_steps)
+    )
+
+
+def _groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
+    """Split the parameters into matrices, which decay, and the rest, which does not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Under ZeRO-3 a parameter's own shape is that of nothing; ds_shape is the whole one's.
+    matrices = [parameter for parameter in trained if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2]
+    chosen = {id(parameter) for parameter in matrices}
+    rest = [parameter for parameter in trained if id(parameter) not in chosen]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _deepspeed_adam(groups: list[dict[str, Any]], common: dict[str, Any], offload: bool) -> torch.optim.Optimizer:
+    """Make DeepSpeed's own Adam, which compiles its kernel at first use."""
+    if offload:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, adamw_mode=True, **common)
+    from deepspeed.ops.adam import FusedAdam
+
+    return FusedAdam(groups, adam_w_mode=True, **common)
