@@ -1,0 +1,120 @@
+"""Alerts as lines: the strip at the foot of the overview, the rows of the alert list, and one alert in full."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...protocol.control import Alert
+from ...protocol.text import duration, sanitize
+from .figures import gib
+from .line import Line, cut, spread
+from .look import Look
+from .scrubber import time_of_day
+
+
+def alert_line(alert: Alert, width: int, look: Look, selected: bool = False, hint: str = "") -> Line:
+    """Draw one alert on one line: time, severity, title, and at the right whether it is over."""
+    ground = "raised" if selected else "background"
+    glyph, tone = look.severity(alert.severity)
+    over = alert.resolved
+    line = Line(f" {time_of_day(alert.time)} ", look.style("dim", ground))
+    line.add(glyph + " ", look.style("dim" if over is not None else tone, ground, bold=over is None))
+    right = Line()
+    if alert.count > 1:
+        right.add(f" {look.glyphs.times}{alert.count}", look.style("dim", ground))
+    if over is not None:
+        right.add(
+            f" {look.glyphs.resolved} over after {duration(max(0, alert.resolved - alert.time))}",
+            look.style("dim", ground),
+        )
+    if hint:
+        right.add(f" {hint}", look.style("faint", ground))
+    right.add(" ", look.style("text", ground))
+    room = width - line.width - right.width
+    line.add(
+        cut(sanitize(alert.title), room, look.glyphs.ellipsis),
+        look.style("dim" if over is not None else "text", ground, bold=selected),
+    )
+    return spread(line, right, width, look.style("text", ground))
+
+
+def alert_detail(alert: Alert, width: int, look: Look) -> list[Line]:
+    """Draw one alert in full: what, where, what it means, and the evidence."""
+    base, dim = look.base, look.style("dim")
+    glyph, tone = look.severity(alert.severity)
+    lines = [
+        Line(f" {glyph} ", look.style(tone, bold=True)).add(row, look.style(bold=True))
+        for row in wrap(alert.title, width - 4)
+    ]
+    where = [time_of_day(alert.time), alert.kind]
+    if alert.rank is not None:
+        where.append(f"rank {alert.rank}")
+    elif alert.ranks:
+        where.append("ranks " + ", ".join(map(str, alert.ranks[:12])) + (" ..." if len(alert.ranks) > 12 else ""))
+    if alert.step is not None:
+        where.append(f"step {alert.step:,}")
+    if alert.phase:
+        where.append(alert.phase)
+    if alert.count > 1:
+        where.append(f"{alert.count} times")
+    if alert.resolved is not None:
+        where.append(f"over after {duration(max(0, alert.resolved - alert.time))}")
+    lines.append(Line("   " + f" {look.glyphs.dot} ".join(where), dim))
+    lines.append(Line())
+    for paragraph in alert.text.splitlines():
+        lines.extend(Line("   " + row, base) for row in wrap(paragraph, width - 5))
+    if alert.evidence:
+        lines += [Line(), Line("   evidence", look.style("accent", bold=True))]
+        lines += evidence_lines(alert.evidence, width, look)
+    return lines
+
+
+def evidence_lines(evidence: Mapping[str, Any], width: int, look: Look, indent: int = 3) -> list[Line]:
+    """Draw evidence as names and figures; keys ending in ``bytes``, ``_us`` or ``_ms`` get their units."""
+    base, dim = look.base, look.style("dim")
+    label = min(max((len(words(key)) for key in evidence), default=0), width // 2)
+    lines: list[Line] = []
+    for key, value in evidence.items():
+        head = Line(" " * indent + words(key).ljust(label) + "  ", dim)
+        if isinstance(value, dict) and value:
+            lines.append(head)
+            lines += evidence_lines(value, width, look, indent + 2)
+            continue
+        text = figure(key, value)
+        rows = [piece for part in text.splitlines() or [""] for piece in wrap(part, max(10, width - head.width - 1))]
+        lines.append(head.add(rows[0], base))
+        lines.extend(Line(" " * (indent + label + 2) + row, base) for row in rows[1:])
+    return lines
+
+
+def words(key: str) -> str:
+    """Turn a field name into words, its unit left to the figure."""
+    for suffix in ("_bytes", "_us", "_ms", "_s", "_seconds"):
+        key = key.removesuffix(suffix)
+    return key.replace("_", " ")
+
+
+def figure(key: str, value: Any) -> str:
+    """Format one piece of evidence by its name's unit."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "not known"}[value]
+    if isinstance(value, int | float):
+        if key == "bytes" or key.endswith("_bytes"):
+            return f"{gib(value)} GiB" if abs(value) >= 2**20 else f"{value:,} B"
+        for suffix, unit in (("_us", 1e-6), ("_ms", 1e-3), ("_seconds", 1.0), ("_s", 1.0)):
+            if key.endswith(suffix):
+                return duration(value * unit)
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        return (
+            "\n".join(figure("", item) for item in value)
+            if any(len(str(i)) > 24 for i in value)
+            else ", ".join(figure(key, item) for item in value)
+        )
+    return "\n".join(sanitize(row) for row in str(value).splitlines())
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Break text at blanks into lines of at most ``width`` cells; longer words are broken too."""
+    import textwrap
+
+    return textwrap.wrap(sanitize(text), max(8, width), break_on_hyphens=False) or [""]

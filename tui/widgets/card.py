@@ -1,0 +1,109 @@
+"""The card of one rank: its title in the rule above, the memory graph, figures, phase shares, the device's health."""
+
+from collections.abc import Sequence
+
+from ...protocol.text import duration
+from .figures import gib, step_time
+from .line import Line, cut, spread
+from .look import Look
+from .memory_graph import Column, Scale, memory_graph
+from .phase_bar import phase_bar
+from .rank_view import RankView
+
+FIXED_LINES = 4
+"""Lines of a card besides its graph: title, figures, phases, health."""
+
+
+def card(
+    view: RankView, columns: Sequence[Column | None], width: int, height: int, scale: Scale, look: Look, selected: bool
+) -> list[Line]:
+    """Draw a card of ``width`` x ``height`` cells (at least 30 x 6)."""
+    inner = width - 2
+    lines = [title(view, width, look, selected)]
+    body = memory_graph(columns, inner, max(1, height - FIXED_LINES), scale, look)
+    body += [figures(view, inner, look), phase_bar(view.shares, inner, look), health(view, inner, look)]
+    margin = look.base
+    lines.extend(Line(" ", margin).join(line).fit(width, margin) for line in body)
+    return lines
+
+
+def title(view: RankView, width: int, look: Look, selected: bool) -> Line:
+    """Draw the rule above a card, with the rank's name at its left and its state at its right."""
+    rule = look.style("accent" if selected else "rule")
+    glyph, tone = look.state(view.state)
+    dash = look.glyphs.rule
+    left = Line(look.glyphs.selected if selected else dash, rule).add(" ", look.base)
+    left.add(glyph, look.style(tone)).add(" ", look.base)
+    left.add(name(view, look), look.style("accent" if selected else "text", bold=True)).add(" ", look.base)
+    right = Line()
+    if view.spikes:
+        right.add(f" {look.glyphs.spike} {view.spikes}", look.style("warning")).add(" ", look.base)
+    if view.state != "training":
+        right.add(" " + state_words(view), look.style(tone, bold=view.in_trouble)).add(" ", look.base)
+    right.add(dash, rule)
+    gap = width - left.width - right.width
+    return left.add(dash * max(0, gap), rule).join(right).fit(width, look.base)
+
+
+def name(view: RankView, look: Look) -> str:
+    """Name a rank: ``GPU 0 · rank 0``, with its host where there are several."""
+    parts = [view.device, f"rank {view.rank}", view.host]
+    return f" {look.glyphs.dot} ".join(part for part in parts if part)
+
+
+def state_words(view: RankView) -> str:
+    """Say a state and how long it has lasted: ``hung 34 s``."""
+    if view.in_trouble and view.state_seconds is not None and view.state_seconds >= 1:
+        return f"{view.state} {duration(int(view.state_seconds))}"
+    return view.state
+
+
+def figures(view: RankView, width: int, look: Look) -> Line:
+    """Draw allocated, peak and what is behind, in GiB."""
+    solid, behind = view.words
+    line = Line()
+    for word, value, tone in (
+        (solid, view.allocated, "text"),
+        ("peak", view.peak, "peak"),
+        (behind, view.behind, "dim"),
+    ):
+        line.add(f"{word} ", look.style("dim")).add(f"{gib(value)}  ", look.style(tone))
+    line = Line().join(line)
+    unit = Line("GiB", look.style("dim"))
+    right = Line()
+    if view.capacity:
+        right.add(f"{view.share * 100:.0f} %", look.style("dim"))
+    line.join(unit)
+    return spread(line, right, width, look.base) if line.width + right.width < width else line.fit(width, look.base)
+
+
+def health(view: RankView, width: int, look: Look) -> Line:
+    """Draw utilisation, power and temperature; of a rank in trouble, what it is doing instead."""
+    if view.in_trouble or (view.text and view.state in ("starting", "failed")):
+        glyph, tone = look.state(view.state)
+        return Line(cut(f"{glyph} {view.text or view.state}", width, look.glyphs.ellipsis), look.style(tone)).fit(
+            width, look.base
+        )
+    line = Line(health_words(view, look), look.style("dim"))
+    right = Line()
+    if view.throttled:
+        right.add(f"{look.glyphs.warning} {view.throttled}", look.style("warning"))
+    elif view.step_seconds is not None:
+        right.add(f"{step_time(view.step_seconds)}/step", look.style("dim"))
+    return spread(line, right, width, look.base)
+
+
+def health_words(view: RankView, look: Look) -> str:
+    """Say utilisation, power and temperature, or the host's of a rank on the CPU."""
+    words: list[str] = []
+    label = "util" if view.measure == "cuda" else "host CPU"
+    if view.utilization is not None:
+        words.append(f"{label} {view.utilization:.0f} %")
+    if view.power is not None:
+        words.append(f"{view.power:.0f} W")
+    if view.temperature is not None:
+        words.append(f"{view.temperature:.0f} {look.glyphs.degree}")
+    if view.host_memory is not None:
+        used, total = view.host_memory
+        words.append(f"RAM {used / 2**30:.1f}/{total / 2**30:.0f} GiB")
+    return "  ".join(words)

@@ -1,0 +1,67 @@
+"""Numbers as they stand on screen: short, in fixed places, units written where they first appear."""
+
+GIB = 2**30
+
+
+def gib(count: float) -> str:
+    """Format bytes as a number of GiB without the unit: ``139.8``, ``37.40``, ``0.512``."""
+    size = count / GIB
+    if abs(size) >= 100:
+        return f"{size:.1f}"
+    return f"{size:.2f}" if abs(size) >= 1 else f"{size:.3f}"
+
+
+def gib_signed(count: float) -> str:
+    """Format a change in GiB with its sign; what rounds to nothing is ``0``."""
+    size = count / GIB
+    if abs(size) < 0.0005:
+        return "0"
+    return f"{size:+.2f}" if abs(size) >= 1 else f"{size:+.3f}"
+
+
+def count(value: float) -> str:
+    """Format a rate or count in at most five characters: ``987``, ``12.4k``, ``1.30M``, ``2.1B``."""
+    for limit, divisor, unit in ((1e3, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (1e12, 1e9, "B")):
+        if abs(value) < limit * 0.9995:
+            scaled = value / divisor
+            if not unit:
+                return f"{scaled:.0f}" if scaled >= 10 or scaled == int(scaled) else f"{scaled:.1f}"
+            return f"{scaled:.0f}{unit}" if scaled >= 99.95 else f"{scaled:.1f}{unit}"
+    return f"{value:.2g}"
+
+
+def step_time(seconds: float) -> str:
+    """Format a step's time: ``740 ms`` below a second, else ``1.24 s``."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
+def milliseconds(us: float | None) -> str:
+    """Format microseconds as milliseconds with three significant figures; empty for None."""
+    if us is None:
+        return ""
+    ms = us / 1e3
+    if ms >= 100:
+        return f"{ms:,.0f}"
+    return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def loss(value: float) -> str:
+    """Format a loss in five or six characters."""
+    if value != value:
+        return "nan"
+    if abs(value) >= 1e4:
+        return f"{value:.1e}"
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def small(value: float) -> str:
+    """Format a learning rate or gradient norm with three significant figures."""
+    if value != value:
+        return "nan"
+    if value == 0:
+        return "0"
+    if 1e-2 <= abs(value) < 1e4:
+        return f"{value:.3g}"
+    return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e+")

@@ -1,0 +1,150 @@
+"""The characters the app draws with, each with a plain ASCII twin. All are one cell wide."""
+
+import locale
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """One character (or short text) for each thing the app draws."""
+
+    eighths: str
+    """Nine characters from an empty cell to a full one, filled from the bottom."""
+    reserved: str
+    """Reserved memory where colour cannot tell it from allocated memory."""
+    peak: str
+    spike: str
+    rule: str
+    cross: str
+    bar: str
+    """Between columns."""
+    dot: str
+    """Between words."""
+    selected: str
+    marked: str
+    unmarked: str
+    info: str
+    warning: str
+    error: str
+    resolved: str
+    play: str
+    pause: str
+    live: str
+    knob: str
+    track: str
+    track_past: str
+    up: str
+    enter: str
+    ellipsis: str
+    scroll: str
+    degree: str
+    minus: str
+    times: str
+    states: dict[str, str]
+    keys: dict[str, str]
+
+    @property
+    def is_ascii(self) -> bool:
+        """Tell whether nothing but ASCII is drawn."""
+        return self.eighths.isascii()
+
+
+UNICODE = Glyphs(
+    eighths=" ▁▂▃▄▅▆▇█",
+    reserved="░",
+    peak="╌",
+    spike="▲",
+    rule="─",
+    cross="┼",
+    bar="│",
+    dot="·",
+    selected="▸",
+    marked="◉",
+    unmarked="○",
+    info="•",
+    warning="▲",
+    error="✖",
+    resolved="✓",
+    play="▶",
+    pause="‖",
+    live="●",
+    knob="●",
+    track="─",
+    track_past="━",
+    up="↑",
+    enter="↵",
+    ellipsis="…",
+    scroll="┃",
+    degree="°C",
+    minus="−",
+    times="×",
+    states={
+        "starting": "◌",
+        "training": "●",
+        "waiting": "◷",
+        "hung": "✖",
+        "stopped": "‖",
+        "stopping": "◌",
+        "gone": "†",
+        "unreachable": "?",
+        "finished": "✓",
+        "failed": "✖",
+    },
+    keys={"enter": "↵", "space": "space", "escape": "esc", "left": "←", "right": "→", "up": "↑", "down": "↓"},
+)
+
+ASCII = Glyphs(
+    eighths=" ..::==##",
+    reserved="-",
+    peak="~",
+    spike="^",
+    rule="-",
+    cross="+",
+    bar="|",
+    dot="-",
+    selected=">",
+    marked="x",
+    unmarked=".",
+    info="*",
+    warning="!",
+    error="X",
+    resolved="v",
+    play=">",
+    pause="=",
+    live="*",
+    knob="O",
+    track="-",
+    track_past="=",
+    up="^",
+    enter="enter",
+    ellipsis="~",
+    scroll="|",
+    degree="C",
+    minus="-",
+    times="x",
+    states={
+        "starting": "o",
+        "training": "*",
+        "waiting": "w",
+        "hung": "X",
+        "stopped": "=",
+        "stopping": "o",
+        "gone": "+",
+        "unreachable": "?",
+        "finished": "v",
+        "failed": "X",
+    },
+    keys={"enter": "enter", "space": "space", "escape": "esc", "left": "<-", "right": "->", "up": "up", "down": "down"},
+)
+
+
+def choose(ascii_only: bool) -> Glyphs:
+    """Give the glyphs for this terminal: ASCII when asked for, or when the locale cannot print block characters."""
+    if ascii_only:
+        return ASCII
+    encoding = locale.getpreferredencoding(False)
+    try:
+        "".join((UNICODE.eighths, UNICODE.error, UNICODE.selected)).encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return UNICODE

@@ -1,0 +1,125 @@
+"""The heat map: a cell a rank; colour and figure say how full its memory gets, a glyph what state it is in."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .card import name, state_words
+from .figures import gib
+from .line import Line, spread
+from .look import Look
+from .rank_view import RankView
+
+GROUP = 8
+"""Ranks between gaps: the devices of an ordinary node."""
+
+LABEL = 5
+"""Cells of the rank number at the left of a row."""
+
+_SIZES = ((9, 4), (8, 3), (7, 3), (6, 3), (6, 2), (5, 2), (4, 2), (4, 1), (3, 1), (2, 1))
+
+
+class Grid(NamedTuple):
+    """How cells are laid out: cells of ``width`` x ``height`` characters, ``columns`` of them in a row."""
+
+    width: int
+    height: int
+    columns: int
+
+    def rows(self, ranks: int) -> int:
+        """Rows of cells that ``ranks`` take."""
+        return -(-ranks // self.columns)
+
+
+def plan(ranks: int, width: int, height: int) -> Grid:
+    """Choose the largest cells with which all ranks fit, else the smallest (the map then scrolls)."""
+    grid = Grid(2, 1, GROUP)
+    for cell_width, cell_height in _SIZES:
+        groups = max(1, (width - LABEL + 1) // (GROUP * cell_width + 1))
+        columns = min(groups * GROUP, -(-ranks // GROUP) * GROUP)
+        if GROUP * cell_width + LABEL > width:
+            continue
+        grid = Grid(cell_width, cell_height, columns)
+        if grid.rows(ranks) * cell_height <= height:
+            break
+    return grid
+
+
+def heat_map(
+    views: Sequence[RankView], grid: Grid, first_row: int, height: int, selected: int, look: Look
+) -> list[Line]:
+    """Draw rows of cells from ``first_row`` on, at most ``height`` lines. ``selected`` is an index into ``views``."""
+    lines: list[Line] = []
+    for row in range(first_row, grid.rows(len(views))):
+        begin = row * grid.columns
+        for part in range(grid.height):
+            label = f"{views[begin].rank:>{LABEL - 1}} " if part == (grid.height - 1) // 2 else " " * LABEL
+            line = Line(label, look.style("dim"))
+            for index in range(begin, min(begin + grid.columns, len(views))):
+                if index > begin and (index - begin) % GROUP == 0:
+                    line.add(" ", look.base)
+                _cell(line, views[index], grid, part, index == selected, look)
+            lines.append(line)
+            if len(lines) == height:
+                return lines
+    return lines
+
+
+def _cell(line: Line, view: RankView, grid: Grid, part: int, selected: bool, look: Look) -> None:
+    inner = grid.width - 1
+    middle = part == (grid.height - 1) // 2
+    text = (_text(view, inner, look) if middle else "").center(inner)
+    sound = view.state == "training"
+    if not look.color:
+        line.add(f"{text}<" if selected and middle else text + " ", look.style(bold=not sound, reverse=selected))
+        return
+    ink, ground = _colors(view, look)
+    if selected:
+        ink, ground = look.palette.on_color, look.palette.accent
+    line.add(text, look.style(ink, ground, bold=selected or not sound)).add(" ", look.base)
+
+
+def _text(view: RankView, width: int, look: Look) -> str:
+    """Say what fits: percent of memory, a block for it in a narrow cell; a state's glyph before anything else."""
+    share = min(1.0, view.share)
+    percent = f"{share * 100:.0f}" if view.peak else ""
+    if view.state != "training":
+        glyph = look.state(view.state)[0]
+        return f"{glyph} {percent}" if percent and width >= len(percent) + 2 else glyph
+    if 1 < width >= len(percent):
+        return percent
+    return look.glyphs.eighths[max(1, min(8, round(share * 8)))] if view.peak else " "
+
+
+def _colors(view: RankView, look: Look) -> tuple[str, str]:
+    """Give ink and ground of a cell."""
+    palette = look.palette
+    if view.state in ("finished", "starting"):
+        return palette.dim, palette.raised
+    if view.state != "training":
+        return palette.on_color, look.tone(look.state(view.state)[1])
+    if not view.peak:
+        return palette.dim, palette.raised
+    # The ramp runs away from the background: the ink changes where its own contrast would end.
+    deep = min(1.0, view.share) >= 0.45
+    return (palette.on_color if deep else palette.text), look.heat(view.share)
+
+
+def chosen_line(view: RankView, width: int, look: Look) -> Line:
+    """Say the figures of the selected rank, and at the right what the colours mean."""
+    glyph, tone = look.state(view.state)
+    line = Line(f" {look.glyphs.selected} ", look.style("accent")).add(f"{glyph} ", look.style(tone))
+    line.add(name(view, look), look.style("accent", bold=True))
+    solid, behind = view.words
+    words = f"  {solid} {gib(view.allocated)}  peak {gib(view.peak)}  {behind} {gib(view.behind)} GiB"
+    line.add(words, look.style("dim"))
+    if view.state != "training":
+        line.add(f"  {state_words(view)}", look.style(tone, bold=True))
+        line.add(f": {view.text}" if view.text else "", look.style(tone))
+    ramp = Line("peak 0 ", look.style("dim"))
+    if look.color:
+        for color in look.palette.heat:
+            ramp.add(" ", look.style("text", color))
+    else:
+        ramp.add(look.glyphs.eighths[1:], look.base)
+    ramp.add(" 100 % ", look.style("dim"))
+    return spread(line, ramp, width, look.base) if line.width + ramp.width < width else line

@@ -1,0 +1,148 @@
+"""The fixed parts of a screen: the summary at the top; the alert strip, the replay bar and the keys at the foot."""
+
+from textual.binding import Binding
+
+from ...protocol.control import Alert
+from .alert_lines import alert_line
+from .canvas import Canvas
+from .line import Line, spread
+from .look import Look
+from .scrubber import scrubber
+from .summary import Summary, first_line, summary_lines
+from .views import playback_of, summary_of
+
+
+class SummaryBar(Canvas):
+    """The top of a screen: two lines, or one where its height is one."""
+
+    def key(self) -> Summary:
+        """Give the summary itself."""
+        source = self.stage.source
+        if source is None:
+            return Summary("no run")
+        return summary_of(source.model, source.connection, self.stage.read_only)
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the summary."""
+        summary = self.key()
+        return [first_line(summary, width, self.look)] if height == 1 else summary_lines(summary, width, self.look)
+
+
+class AlertStrip(Canvas):
+    """A rule that says how graphs are scaled, and the latest alerts."""
+
+    def key(self) -> tuple[object, ...]:
+        """Change with the alerts and the scale."""
+        alerts = self.stage.model.alerts
+        return id(alerts), alerts.version, self.stage.scale_words
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the rule and the alerts: what stands first, then the newest."""
+        look, alerts = self.look, self.stage.model.alerts
+        lines = [self._rule(width)]
+        shown = pressing(list(alerts))[: height - 1]
+        if not shown:
+            lines.append(Line(f" {look.glyphs.resolved} nothing to report", look.style("dim")))
+        for index, alert in enumerate(shown):
+            lines.append(alert_line(alert, width, look, hint="a: why" if index == 0 else ""))
+        return lines
+
+    def _rule(self, width: int) -> Line:
+        look, counts = self.look, self.stage.model.alerts.counts()
+        rule = look.style("rule")
+        dash = look.glyphs.rule
+        left = Line(dash, rule).add(f" {self.stage.scale_words} ", look.style("dim"))
+        right = Line()
+        for severity in ("error", "warning"):
+            if counts[severity]:
+                glyph, tone = look.severity(severity)
+                right.add(f" {glyph} {counts[severity]}", look.style(tone, bold=True))
+        right.add(f" {len(self.stage.model.alerts)} alerts ", look.style("dim")).add(dash, rule)
+        gap = width - left.width - right.width
+        return left.add(dash * max(0, gap), rule).join(right)
+
+
+def pressing(alerts: list[Alert]) -> list[Alert]:
+    """Order alerts by what presses: those that still stand, newest first, then those that are over."""
+    return sorted(alerts, key=lambda alert: (alert.resolved is None, alert.time, alert.id), reverse=True)
+
+
+class ReplayBar(Canvas):
+    """The scrubber of a replay or of a live run rewound."""
+
+    def key(self) -> object:
+        """Give the playback itself, its time as it is shown."""
+        source = self.stage.source
+        if source is None:
+            return ()
+        playback = playback_of(source.transport, source.model)
+        return int(playback.now), int(playback.last), playback.playing, playback.speed, playback.step, playback.marks
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the scrubber."""
+        del height
+        source = self.stage.source
+        return [scrubber(playback_of(source.transport, source.model), width, self.look)] if source else []
+
+
+class KeyBar(Canvas):
+    """The keys of the screen in view on one line, most needed first; a message takes its place for a few seconds."""
+
+    def key(self) -> object:
+        """Change with the message and the keys."""
+        return self.stage.message, tuple(binding.key for binding in self.shown_bindings())
+
+    def shown_bindings(self) -> list[Binding]:
+        """List the screen's bindings that belong on the bar, in their order."""
+        found: dict[str, Binding] = {}
+        for _, binding, enabled, _ in self.screen.active_bindings.values():
+            if binding.show and enabled:
+                found.setdefault(binding.action, binding)
+        return list(found.values())
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw as many keys as fit; help and detach always do."""
+        del height
+        text, tone = self.stage.message
+        if text:
+            return [Line(f" {text}", self.look.style(tone, bold=True))]
+        bindings = self.shown_bindings()
+        last = [binding for binding in bindings if binding.action in ("help", "detach")]
+        first = [binding for binding in bindings if binding not in last]
+        right = Line()
+        for binding in last:
+            right.join(self._entry(binding))
+        left = Line(" ", self.look.base)
+        for binding in first:
+            entry = self._entry(binding)
+            if left.width + entry.width + right.width > width:
+                break
+            left.join(entry)
+        return [spread(left, right, width, self.look.base)]
+
+    def _entry(self, binding: Binding) -> Line:
+        key = key_words(binding, self.look)
+        return Line(key, self.look.style("accent", bold=True)).add(f" {binding.description}  ", self.look.style("dim"))
+
+
+_NAMES = {
+    "question_mark": "?",
+    "left_square_bracket": "[",
+    "right_square_bracket": "]",
+    "left_curly_bracket": "{",
+    "right_curly_bracket": "}",
+    "plus": "+",
+    "minus": "-",
+    "equals_sign": "=",
+    "slash": "/",
+    "ctrl+p": "^p",
+    "comma": ",",
+    "full_stop": ".",
+}
+
+
+def key_words(binding: Binding, look: Look) -> str:
+    """Write a binding's key as it stands on a keyboard."""
+    if binding.key_display:
+        return binding.key_display
+    return " ".join(look.glyphs.keys.get(key, _NAMES.get(key, key)) for key in binding.key.split(","))

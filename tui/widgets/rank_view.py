@@ -1,0 +1,53 @@
+"""What a card, a row or a heat cell shows of one rank: plain values, ready to draw."""
+
+from dataclasses import dataclass, field
+
+TROUBLE = ("waiting", "hung", "stopped", "gone", "unreachable")
+"""Rank states that are shown in place of power and temperature."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """One rank at one moment. Bytes, seconds, percent, watts and degrees Celsius; None: not known."""
+
+    rank: int
+    device: str
+    """``GPU 0`` or ``CPU``."""
+    host: str = ""
+    """Empty where the run has one host only."""
+    state: str = "starting"
+    text: str = ""
+    """Why it is in that state."""
+    state_seconds: float | None = None
+    """How long it has been in trouble."""
+    measure: str = "cuda"
+    capacity: int = 0
+    allocated: int = 0
+    peak: int = 0
+    behind: int = 0
+    """Reserved on a GPU, resident on a CPU."""
+    spikes: int = 0
+    shares: tuple[tuple[str, float], ...] = ()
+    step_seconds: float | None = None
+    utilization: float | None = None
+    power: float | None = None
+    temperature: float | None = None
+    throttled: str = ""
+    host_memory: tuple[int, int] | None = None
+    """Used and total bytes of the host, for a rank on the CPU."""
+    extra: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def in_trouble(self) -> bool:
+        """Tell whether its state needs a person's eye."""
+        return self.state in TROUBLE
+
+    @property
+    def share(self) -> float:
+        """The rank's peak as a share of its device's capacity."""
+        return self.peak / self.capacity if self.capacity else 0.0
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """What the solid and the lighter part of its memory are called."""
+        return ("alloc", "rsvd") if self.measure == "cuda" else ("in use", "resident")

@@ -1,0 +1,107 @@
+"""What all screens share: the source and its model, the look, and what a person has chosen to see."""
+
+import time
+from typing import Literal
+
+from ..model.run import RunModel
+from ..source.base import Source
+from .look import Look
+from .views import Views, nice_top
+
+SPANS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+"""Seconds a graph's column may cover."""
+
+ViewName = Literal["auto", "cards", "rows", "heat"]
+VIEWS: tuple[ViewName, ...] = ("auto", "cards", "rows", "heat")
+
+MESSAGE_SECONDS = 5.0
+
+
+class Stage:
+    """Shared state of the screens; plain, without Textual."""
+
+    def __init__(self, source: Source | None, look: Look, read_only: bool = False) -> None:
+        self.source = source
+        self.look = look
+        self.read_only = read_only
+        self.views = Views()
+        self.selected = 0
+        """The rank that is selected, on every screen."""
+        self.span = 1
+        self.view: ViewName = "auto"
+        self._zoom: bool | None = None
+        self._message: tuple[str, str, float] = ("", "", 0.0)
+        self._empty = RunModel()
+
+    @property
+    def model(self) -> RunModel:
+        """The state to draw; taken anew at every paint, since a seek replaces it."""
+        return self.source.model if self.source is not None else self._empty
+
+    @property
+    def zoom(self) -> bool:
+        """Whether graphs reach to the run's highest peak instead of the device's capacity.
+
+        On the CPU they do unless a person chose otherwise: there the capacity is the host's, shared by all ranks.
+        """
+        if self._zoom is not None:
+            return self._zoom
+        return any(rank.on_cpu for rank in self.model.ranks.values())
+
+    def toggle_zoom(self) -> None:
+        """Switch between the two scales."""
+        self._zoom = not self.zoom
+
+    @property
+    def run_peak(self) -> int:
+        """The run's highest peak over all ranks, bytes."""
+        peak = self.model.peak
+        return peak.bytes if peak else 0
+
+    @property
+    def scale_words(self) -> str:
+        """Say what graphs are scaled to and how long a column is."""
+        model = self.model
+        capacities = {rank.capacity_bytes for rank in model.ranks.values() if rank.capacity_bytes}
+        cpu = any(rank.on_cpu for rank in model.ranks.values())
+        if self.zoom:
+            top = f"graphs 0 to {nice_top(self.run_peak) / 2**30:.4g} GiB (the run's peak)"
+        elif len(capacities) == 1:
+            top = f"graphs 0 to {capacities.pop() / 2**30:.1f} GiB ({'host RAM' if cpu else 'device'})"
+        else:
+            top = "graphs 0 to each device's capacity"
+        return f"{top}, 1 column = {self.span} s"
+
+    def finer(self) -> None:
+        """Make a graph's column cover less time."""
+        self.span = SPANS[max(0, SPANS.index(self.span) - 1)]
+
+    def coarser(self) -> None:
+        """Make a graph's column cover more time."""
+        self.span = SPANS[min(len(SPANS) - 1, SPANS.index(self.span) + 1)]
+
+    def next_view(self) -> None:
+        """Go to the next way of drawing ranks."""
+        self.view = VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)]
+
+    @property
+    def replaying(self) -> bool:
+        """Whether what is shown is not the present: a recording, or a live run held or rewound."""
+        transport = self.source.transport if self.source is not None else None
+        return transport is not None and (transport.mode != "live" or not transport.playing)
+
+    def say(self, text: str, tone: str = "accent") -> None:
+        """Show a line at the foot for a few seconds."""
+        self._message = (text, tone, time.monotonic() + MESSAGE_SECONDS)
+
+    @property
+    def message(self) -> tuple[str, str]:
+        """The line to show at the foot, with its tone; empty when there is none."""
+        text, tone, until = self._message
+        return (text, tone) if text and time.monotonic() < until else ("", "")
+
+    def select_valid(self) -> None:
+        """Keep the selection on a rank that exists."""
+        ranks = self.model.ranks
+        if ranks and self.selected not in ranks:
+            self.selected = min(ranks, key=lambda rank: abs(rank - self.selected))
