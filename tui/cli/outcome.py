@@ -30,8 +30,8 @@ def closing_lines(run: RunDir, end: ExitFile, output_dir: str = "") -> Iterator[
     if end.state == "failed":
         yield from (f"  {sanitize(line)}" for line in last_words(run))
     yield f"{run.id} {end.state}" + (f": {sanitize(end.text)}" if end.text else "")
-    if checkpoint := newest_checkpoint(output_dir):
-        yield f"checkpoint: {checkpoint}"
+    if output_dir:
+        yield from _results(Path(output_dir))
     if run.recording.exists():
         yield f"recording:  {run.recording}"
         yield f"replay it:  ftmon replay {shlex.quote(run.id)}"
@@ -44,12 +44,15 @@ def attach_line(run: RunDir) -> str:
     return f"{run.id} goes on; attach again: ftmon attach {shlex.quote(run.id)}"
 
 
-def newest_checkpoint(output_dir: str) -> Path | None:
-    """Find the folder that ``from_pretrained`` loads under an output folder: the one whose weights are newest."""
-    if not output_dir:
-        return None
-    weights = [*Path(output_dir).glob("*.safetensors"), *Path(output_dir).glob("*/*.safetensors")]
-    return max(weights, key=lambda file: file.stat().st_mtime).parent if weights else None
+def _results(output: Path) -> Iterator[str]:
+    """Say where the trainer's results are: the final model, and the newest checkpoint to resume from."""
+    if (output / "model" / "config.json").exists():
+        yield f"model:      {output / 'model'}"
+    try:
+        newest = output / "checkpoints" / (output / "checkpoints" / "latest").read_text().strip()
+    except OSError:
+        return
+    yield f"checkpoint: {newest}  (resume: ftmon train CONFIG.yaml checkpoint.resume={shlex.quote(str(newest))})"
 
 
 def last_words(run: RunDir, limit: int = _LOG_LINES) -> list[str]:

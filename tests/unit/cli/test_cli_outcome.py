@@ -27,13 +27,16 @@ def test_closing_lines_say_where_everything_is(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / "demo-1")
     run.logs.mkdir(parents=True)
     run.recording.touch()
-    weights = tmp_path / "out" / "final" / "model.safetensors"
-    weights.parent.mkdir(parents=True)
-    weights.touch()
-    lines = list(outcome.closing_lines(run, ExitFile(0, 0.0, "finished", "exit code 0"), str(tmp_path / "out")))
+    output = tmp_path / "out"
+    for file, text in (("model/config.json", "{}"), ("checkpoints/latest", "step-8\n")):
+        (output / file).parent.mkdir(parents=True)
+        (output / file).write_text(text)
+    lines = list(outcome.closing_lines(run, ExitFile(0, 0.0, "finished", "exit code 0"), str(output)))
     assert lines == [
         "demo-1 finished: exit code 0",
-        f"checkpoint: {weights.parent}",
+        f"model:      {output}/model",
+        f"checkpoint: {output}/checkpoints/step-8  "
+        f"(resume: ftmon train CONFIG.yaml checkpoint.resume={output}/checkpoints/step-8)",
         f"recording:  {run.recording}",
         "replay it:  ftmon replay demo-1",
     ]

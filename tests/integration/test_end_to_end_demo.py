@@ -1,0 +1,137 @@
+"""One finished demo, started by the real executable without a terminal, and everything that can be asked of it."""
+
+import json
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.rundir import RunDir
+from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ftmon]:
+    with ftmon_home(tmp_path_factory.mktemp("home")) as ftmon:
+        yield ftmon
+
+
+@pytest.fixture(scope="module")
+def demo(home: Ftmon) -> "subprocess.CompletedProcess[str]":
+    return home.run("demo", "--steps", str(STEPS))
+
+
+def output_of(done: "subprocess.CompletedProcess[str]") -> str:
+    return f"{done.stdout}\n{done.stderr}"
+
+
+@pytest.fixture(scope="module")
+def run(home: Ftmon, demo: "subprocess.CompletedProcess[str]") -> RunDir:
+    assert demo.returncode == 0, output_of(demo)
+    return home.newest()
+
+
+def test_without_a_terminal_it_prints_progress_and_ends_with_0(demo: "subprocess.CompletedProcess[str]") -> None:
+    assert demo.returncode == 0, output_of(demo)
+    (last,) = lines_with(demo.stdout, [f"step {STEPS}/{STEPS} "])
+    assert all(word in last for word in ("loss ", " tok/s", " s/step", "peak ", "iB"))
+    assert "\x1b" not in demo.stdout
+
+
+def test_nothing_of_a_finished_run_is_left(run: RunDir) -> None:
+    wait_until_nothing_is_left(run)
+
+
+def test_the_last_lines_say_where_model_and_recording_are(
+    demo: "subprocess.CompletedProcess[str]", run: RunDir
+) -> None:
+    assert f"recording:  {run.recording}" in demo.stdout
+    assert f"replay it:  ftmon replay {run.id}" in demo.stdout
+    (line,) = lines_with(demo.stdout, ["model:  "])
+    assert (Path(line.split(":", 1)[1].strip()) / "config.json").exists()
+
+
+def test_the_model_loads_and_speaks(demo: "subprocess.CompletedProcess[str]", run: RunDir) -> None:
+    (line,) = lines_with(demo.stdout, ["model:  "])
+    folder = line.split(":", 1)[1].strip()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("What", return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    assert logits.shape[-1] == model.config.vocab_size
+    assert bool(torch.isfinite(logits).all())
+
+
+def test_the_recording_holds_every_step_of_every_rank(run: RunDir) -> None:
+    with sqlite3.connect(f"file:{run.recording}?mode=ro", uri=True) as connection:
+        found = connection.execute("SELECT rank, count(DISTINCT step), max(step) FROM steps GROUP BY rank").fetchall()
+    assert found == [(0, STEPS, STEPS), (1, STEPS, STEPS)]
+
+
+def test_the_recording_replays_as_the_same_lines(home: Ftmon, run: RunDir) -> None:
+    for name in (run.id, str(run.path), str(run.recording)):
+        told = home.run("replay", name, "--plain", seconds=60)
+        assert told.returncode == 0, told.stderr
+        assert lines_with(told.stdout, [f"step {STEPS}/{STEPS} ", "loss "])
+        assert lines_with(told.stdout, ["finished"])
+
+
+def test_attach_to_a_finished_run_tells_it_again(home: Ftmon, run: RunDir) -> None:
+    told = home.run("attach", run.id[:6], seconds=60)
+    assert told.returncode == 0, told.stderr
+    assert lines_with(told.stdout, [f"step {STEPS}/{STEPS} "])
+
+
+def test_ls_lists_it(home: Ftmon, run: RunDir) -> None:
+    listed = home.run("ls", seconds=60)
+    assert listed.returncode == 0, listed.stderr
+    assert lines_with(listed.stdout, [run.id, "finished"])
+    (entry,) = json.loads(home.run("ls", "--json", seconds=60).stdout)
+    assert entry["id"] == run.id
+
+
+def test_status_tells_how_it_ended(home: Ftmon, run: RunDir) -> None:
+    told = home.run("status", run.id, seconds=60)
+    assert told.returncode == 0, told.stderr
+    assert "finished" in told.stdout
+    status = home.status(run.id)
+    assert status["state"] == "finished"
+
+
+@pytest.mark.parametrize("command", [("kill",), ("stop",)])
+def test_acting_on_a_finished_run_says_so(home: Ftmon, run: RunDir, command: tuple[str]) -> None:
+    done = home.run(*command, run.id, seconds=60)
+    assert done.returncode == 0, done.stderr
+    assert "has ended" in done.stdout
+
+
+def test_a_torn_recording_replays_what_is_there(home: Ftmon, run: RunDir, tmp_path: Path) -> None:
+    torn = tmp_path / "torn.sqlite"
+    whole = run.recording.read_bytes()
+    torn.write_bytes(whole[: len(whole) * 2 // 3])
+    told = home.run("replay", str(torn), "--plain", seconds=60)
+    assert "Traceback" not in told.stderr
+    assert told.returncode in (0, 1)
+    assert (told.returncode == 0 and "incomplete: " in told.stdout) or told.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"), [(b"", "recording"), (b"GIF89a" * 400, "recording"), (None, "no such file")]
+)
+def test_what_is_no_recording_is_refused_in_one_line(
+    home: Ftmon, tmp_path: Path, content: bytes | None, complaint: str
+) -> None:
+    file = tmp_path / "other.sqlite"
+    if content is not None:
+        file.write_bytes(content)
+    told = home.run("replay", str(file), "--plain", seconds=60)
+    assert told.returncode in (1, 2)
+    assert told.stderr.startswith("ftmon: ")
+    assert told.stderr.count("\n") == 1

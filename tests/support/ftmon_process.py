@@ -1,0 +1,139 @@
+"""The real ``ftmon`` executable as tests drive it: in a home of its own, every wait bounded, nothing left over."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ftmon.protocol.process import is_alive
+from ftmon.protocol.rundir import RUN_ENV, RunDir
+
+PROGRAM = shutil.which("ftmon") or str(Path(sys.executable).with_name("ftmon"))
+LONG_SECONDS = 240.0
+"""For whole trainings: two ranks that import torch on two busy cores need tens of seconds before their first step."""
+
+
+def wait_until(what: str, found: Callable[[], Any], seconds: float = LONG_SECONDS, every: float = 0.1) -> Any:
+    """Return the first true value of ``found``; fail with ``what`` when there is none in time."""
+    deadline = time.monotonic() + seconds
+    while not (value := found()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds:.0f} s: {what}")
+        time.sleep(every)
+    return value
+
+
+class Ftmon:
+    """``ftmon`` with a home of its own."""
+
+    def __init__(self, home: Path, **environ: str) -> None:
+        self.home = home
+        self.environ = {**os.environ, "FTMON_HOME": str(home), "NO_COLOR": "1", **environ}
+        for name in (RUN_ENV, "FTMON_RANK_PID", "TMUX"):
+            self.environ.pop(name, None)
+
+    def run(self, *words: str, seconds: float = LONG_SECONDS, **options: Any) -> "subprocess.CompletedProcess[str]":
+        """Run one command to its end, without a terminal."""
+        with self.start(*words, **options) as process:
+            try:
+                output, errors = process.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                output, errors = process.communicate()
+                raise AssertionError(f"ftmon {' '.join(words)} took over {seconds} s:\n{output}\n{errors}") from None
+        return subprocess.CompletedProcess(words, process.returncode, output, errors)
+
+    def start(self, *words: str, **options: Any) -> "subprocess.Popen[str]":
+        """Start one command without a terminal."""
+        return subprocess.Popen(
+            [PROGRAM, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.environ,
+            **options,
+        )
+
+    def runs(self) -> list[RunDir]:
+        """List this home's runs, newest first."""
+        folder = self.home / "runs"
+        found = [RunDir(path) for path in folder.iterdir()] if folder.exists() else []
+        return sorted(found, key=lambda run: run.path.stat().st_mtime, reverse=True)
+
+    def newest(self) -> RunDir:
+        """Return the newest run, waiting until there is one."""
+        return wait_until("a run directory", self.runs)[0]
+
+    def status(self, run: str) -> dict[str, Any]:
+        """Ask ``ftmon status RUN --json``."""
+        done = self.run("status", run, "--json", seconds=60)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def end_everything(self) -> None:
+        """Kill whatever lives of this home's runs; for the end of a test, whatever became of it."""
+        for run in self.runs():
+            for process in processes_of(run):
+                process.kill()
+
+
+def processes_of(run: RunDir) -> list[psutil.Process]:
+    """List every living process that carries a run's mark, and its launcher and hub."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        try:
+            ours = process.environ().get(RUN_ENV) == str(run.path) or str(run.path) in process.cmdline()[1:]
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = process
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    found.pop(os.getpid(), None)
+    return list(found.values())
+
+
+def wait_until_nothing_is_left(run: RunDir, seconds: float = 60.0) -> None:
+    """Wait until no process of a run lives, its launcher and hub included."""
+    try:
+        wait_until("all processes of the run gone", lambda: not processes_of(run), seconds)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; left: {processes_of(run)}") from None
+
+
+@contextmanager
+def ftmon_home(folder: Path, **environ: str) -> Iterator[Ftmon]:
+    """Give a test its ``ftmon``, and end at its end whatever it started."""
+    ftmon = Ftmon(folder, **environ)
+    try:
+        yield ftmon
+    finally:
+        ftmon.end_everything()
+
+
+def follow_to_end(process: "subprocess.Popen[str]", seconds: float = LONG_SECONDS) -> tuple[int, str, str]:
+    """Wait for a started command; return its exit status, output and errors."""
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, errors = process.communicate()
+        raise AssertionError(f"no end within {seconds} s:\n{output}\n{errors}") from None
+    return process.returncode, output, errors
+
+
+def hub_is_alive(run: RunDir) -> bool:
+    """Tell whether the run's hub lives."""
+    hub = run.read_hub()
+    return hub is not None and is_alive(hub.process)
+
+
+def lines_with(text: str, words: Sequence[str]) -> list[str]:
+    """Pick the lines that hold every one of ``words``."""
+    return [line for line in text.splitlines() if all(word in line for word in words)]
