@@ -1,0 +1,43 @@
+"""A job's environment carries the mark of its run, the import hook, and what DeepSpeed passes to other hosts."""
+
+import json
+from pathlib import Path
+
+from ftmon.trainer.environment import INJECT_DIR, job_environment, monitor_environment
+
+
+def test_a_job_is_marked_and_hooked_and_keeps_its_own_python_path(run):
+    found = job_environment(run, {"logs": True}, {"PYTHONPATH": "/mine", "FTMON_RANK_PID": "3", "X": "1"})
+    assert found["FTMON_RUN"] == str(run.path)
+    assert found["PYTHONPATH"] == f"{INJECT_DIR}:/mine"
+    assert json.loads(found["FTMON_OPTIONS"]) == {"logs": True}
+    assert found["PYTHONUNBUFFERED"] == "1"
+    assert found["TORCH_FR_BUFFER_SIZE"] == found["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    assert found["X"] == "1"
+    assert "FTMON_RANK_PID" not in found
+
+
+def test_no_empty_entry_is_put_on_the_python_path(run):
+    assert job_environment(run, {}, {})["PYTHONPATH"] == str(INJECT_DIR)
+
+
+def test_what_the_person_set_is_left_alone(run):
+    found = job_environment(run, {}, {"TORCH_FR_BUFFER_SIZE": "9", "PYTHONUNBUFFERED": ""})
+    assert found["TORCH_FR_BUFFER_SIZE"] == "9"
+    assert found["PYTHONUNBUFFERED"] == ""
+
+
+def test_deepspeed_exports_our_marks_after_the_persons_own_lines(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(run.path)
+    (tmp_path / ".deepspeed_env").write_text("MINE=1\n")
+    lines = Path(job_environment(run, {}, {})["DS_ENV_FILE"]).read_text().splitlines()
+    assert lines[0] == "MINE=1"
+    assert f"FTMON_RUN={run.path}" in lines
+    assert all(line.count("=") >= 1 for line in lines)
+
+
+def test_hub_and_launcher_carry_no_mark():
+    assert monitor_environment({"FTMON_RUN": "/r", "FTMON_OPTIONS": "{}", "FTMON_RANK_PID": "1", "A": "b"}) == {
+        "A": "b"
+    }

@@ -1,0 +1,114 @@
+"""Telemetry is decoded once; what is lost, unknown or refused is counted and never stops the rest."""
+
+import msgspec
+import pytest
+import zmq
+from ftmon.protocol import wire
+from ftmon.protocol.control import Alert
+from ftmon.protocol.telemetry import Goodbye, Heartbeat
+from ftmon.trainer.hub.intake import Intake
+
+BEAT = Heartbeat(rank=0, step=1, phase="data", phase_started=1.0, progress=1, time=1.0)
+
+
+class Line:
+    """A PUSH/PULL pair with an intake at its end."""
+
+    def __init__(self, fresh: bool = True) -> None:
+        self.context = zmq.Context()
+        self.pull = self.context.socket(zmq.PULL)
+        self.pull.bind("inproc://telemetry")
+        self.push = self.context.socket(zmq.PUSH)
+        self.push.connect("inproc://telemetry")
+        self.accepted: list[tuple[wire.Message, str, bytes]] = []
+        self.refusals: list[tuple[str, str]] = []
+        self.intake = Intake(
+            lambda message, t, sender, body: self.accepted.append((message, sender, body)),
+            lambda sender, reason: self.refusals.append((sender, reason)),
+            fresh,
+        )
+
+    def send(self, seq: int, message: wire.Message = BEAT, src: str = "rank-0-1-1") -> None:
+        self.push.send_multipart(wire.encode(src, seq, 1.0, message))
+
+    def drain(self) -> int:
+        assert self.pull.poll(5000)
+        return self.intake.drain(self.pull, 1000)
+
+
+@pytest.fixture
+def line():
+    made = Line()
+    yield made
+    made.context.destroy(linger=0)
+
+
+def test_a_message_is_handed_on_with_its_sender_and_its_bytes_untouched(line):
+    line.send(1)
+    line.drain()
+    assert line.accepted == [(BEAT, "rank-0-1-1", wire.encode_body(BEAT))]
+    assert line.intake.received == 1
+
+
+def test_gaps_and_self_declared_drops_are_both_losses(line):
+    line.send(1)
+    line.send(5)
+    line.send(6, Goodbye(rank=0, time=1.0, step=1, reason="finished", dropped=2))
+    line.drain()
+    assert line.intake.lost == {"rank-0-1-1": 5}
+
+
+def test_a_first_number_above_one_is_loss_for_a_first_hub_and_unknown_for_one_that_took_over(line):
+    line.send(4)
+    line.drain()
+    assert line.intake.lost == {"rank-0-1-1": 3}
+    successor = Line(fresh=False)
+    successor.send(4)
+    successor.drain()
+    assert successor.intake.lost == {}
+    successor.context.destroy(linger=0)
+
+
+def test_another_major_version_is_refused_counted_and_told_once(line):
+    foreign = msgspec.msgpack.encode({"v": [9, 0], "src": "rank-3-1-1", "seq": 1, "t": 0.0})
+    for _ in range(3):
+        line.push.send_multipart([foreign, wire.encode_body(BEAT)])
+    line.send(1)
+    line.drain()
+    assert line.intake.refused == 3
+    assert len(line.refusals) == 1
+    assert "protocol 9.0" in line.refusals[0][1]
+    assert len(line.accepted) == 1
+
+
+def test_an_unknown_type_is_counted_and_its_number_is_not_a_loss(line):
+    line.send(1)
+    header = wire.encode_header("rank-0-1-1", 2, 1.0)
+    line.push.send_multipart([header, msgspec.msgpack.encode({"type": "from_the_future", "x": 1})])
+    line.send(3)
+    line.drain()
+    assert (line.intake.unknown, line.intake.refused, line.intake.lost) == (1, 0, {})
+
+
+@pytest.mark.parametrize("frames", [[b"x"], [b"\xff", b"\xff"], [b"a", b"b", b"c"], [b"", b""]])
+def test_nonsense_is_refused_and_the_next_message_still_read(line, frames):
+    line.push.send_multipart(frames)
+    line.send(1)
+    assert line.drain() == 2
+    assert line.intake.refused == 1
+    assert len(line.accepted) == 1
+
+
+def test_a_rank_cannot_speak_for_the_hub(line):
+    line.send(1, Alert(id=1, kind="note", severity="info", time=1.0, title="forged"))
+    line.drain()
+    assert line.accepted == []
+    assert line.intake.refused == 1
+
+
+def test_a_drain_takes_no_more_than_its_limit(line):
+    for seq in range(1, 11):
+        line.send(seq)
+    assert line.pull.poll(5000)
+    assert line.intake.drain(line.pull, 4) == 4
+    assert line.intake.drain(line.pull, 1000) == 6

@@ -1,0 +1,85 @@
+"""The supervisor sees a rank's process stop, go on and die, and how it died."""
+
+import os
+import queue
+import signal
+
+import pytest
+from ftmon.protocol.process import start_ticks
+from ftmon.trainer.hub.states import ProcessFact
+from ftmon.trainer.hub.supervisor import Supervisor
+
+SLEEP = "import time; print('ready', flush=True); time.sleep(60)"
+
+
+class Watch:
+    def __init__(self) -> None:
+        self.ready: queue.Queue[None] = queue.Queue()
+        self.supervisor = Supervisor(lambda: self.ready.put(None))
+        self.supervisor.start()
+
+    def change(self) -> ProcessFact:
+        """Wait for the next change; return the newest fact."""
+        self.ready.get(timeout=10)
+        return self.supervisor.poll()[-1]
+
+
+@pytest.fixture
+def watch():
+    made = Watch()
+    yield made
+    made.supervisor.stop()
+
+
+def begin(watch: Watch, process) -> ProcessFact:
+    watch.supervisor.watch(3, process.pid, start_ticks(process.pid) or 0)
+    return watch.change()
+
+
+def test_a_living_process_is_reported_alive(watch, spawn):
+    fact = begin(watch, spawn(SLEEP))
+    assert (fact.rank, fact.alive) == (3, True)
+    assert fact.proc_state in "RSD"
+
+
+def test_stopping_and_going_on_are_seen(watch, spawn):
+    child = spawn(SLEEP)
+    begin(watch, child)
+    os.kill(child.pid, signal.SIGSTOP)
+    assert watch.change().proc_state == "T"
+    os.kill(child.pid, signal.SIGCONT)
+    fact = watch.change()
+    assert fact.alive
+    assert fact.proc_state != "T"
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"), [("os._exit(3)", (3, None)), ("os.kill(os.getpid(), 9)", (None, 9)), ("pass", (0, None))]
+)
+def test_a_death_is_read_from_the_zombie(watch, spawn, end, expected):
+    child = spawn(f"import os, sys; print('ready', flush=True); sys.stdin.readline(); {end}")
+    begin(watch, child)
+    fact = watch.change()
+    while fact.alive:
+        fact = watch.change()
+    assert (fact.exit_code, fact.signal) == expected
+    assert watch.supervisor.alive() == []
+
+
+def test_a_process_that_was_gone_before_the_look_is_dead_without_a_reason_until_its_launcher_tells(watch, spawn):
+    child = spawn(SLEEP)
+    ticks = start_ticks(child.pid) or 0
+    child.kill()
+    child.wait()
+    watch.supervisor.watch(3, child.pid, ticks)
+    fact = watch.change()
+    assert (fact.alive, fact.exit_code, fact.signal) == (False, None, None)
+    watch.supervisor.read_words(f"E1121 failed (exitcode: -9) local_rank: 0 (pid: {child.pid}) of binary: python")
+    assert watch.supervisor.poll()[-1].signal == 9
+
+
+def test_a_pid_that_was_reused_is_not_the_rank(watch, spawn):
+    child = spawn(SLEEP)
+    watch.supervisor.watch(3, child.pid, 1)
+    assert watch.change().alive is False
+    assert child.poll() is None

@@ -1,0 +1,28 @@
+"""``python -m ftmon.trainer.hub RUNDIR``: serve one run until it is over."""
+
+import sys
+
+from ...protocol.errors import FtmonError
+from ...protocol.rundir import RunDir
+from .adopt import already_over
+from .hub import Hub
+
+
+def main(argv: list[str]) -> int:
+    """Run the hub of the run directory named in ``argv``; return the exit status."""
+    if len(argv) != 1:
+        print("usage: python -m ftmon.trainer.hub RUNDIR", file=sys.stderr)
+        return 2
+    run = RunDir(argv[0])
+    try:
+        run.check()
+        if already_over(run):
+            return 0
+        return Hub(run).run()
+    except FtmonError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

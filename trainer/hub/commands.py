@@ -1,0 +1,287 @@
+"""Commands of apps: each is accepted or refused at once, and answered again when it is done."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from ...protocol import wire
+from ...protocol.control import READ_ONLY_VERBS, VERBS, Accepted, Command, Result
+from ...protocol.errors import FtmonError, ProtocolError, UsageError
+from ...protocol.process import is_alive
+from ...protocol.rundir import RunDir
+from ...protocol.wire import Message
+from .. import processes
+from ..intent import write_intent
+from .killer import Kill, Outcome, Target
+from .rankbook import RankBook
+from .ranklink import Answers, RankLink
+
+STACKS_BEFORE_KILL_SECONDS = 1.0
+_STACKS_SECONDS = 5.0
+_SNAPSHOT_SECONDS = 60.0
+_STOP_SECONDS = 3.0
+_SIGNALS = {"INT": signal.SIGINT, "TERM": signal.SIGTERM, "KILL": signal.SIGKILL}
+
+
+class Host(Protocol):
+    """What the commands need of the hub."""
+
+    def emit(self, message: Message) -> None:
+        """Append a message of the hub's own to the stream."""
+        ...
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Have the main loop make a call; any thread."""
+        ...
+
+    def shut_down(self) -> None:
+        """End the hub, and the hub alone, soon."""
+        ...
+
+
+class _Caller:
+    """Who sent a command, and where the answers go."""
+
+    def __init__(self, socket: "zmq.Socket[Any]", identity: bytes, source: str, command: Command) -> None:
+        self._socket = socket
+        self._identity = identity
+        self.source = source
+        self.command = command
+
+    def answer(self, message: Accepted | Result) -> None:
+        """Send an answer; a caller that has gone is passed over."""
+        frames = [self._identity, *wire.encode("hub", 0, time.time(), message)]
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+
+class Commands:
+    """Takes commands from ROUTER sockets. Main loop only."""
+
+    def __init__(self, run: RunDir, host: Host, book: RankBook, link: RankLink, read_only: bool) -> None:
+        self._run = run
+        self._host = host
+        self._book = book
+        self._link = link
+        self._read_only = read_only
+        self._under_way = 0
+
+    @property
+    def busy(self) -> bool:
+        """True while a command has not had its result."""
+        return self._under_way > 0
+
+    def receive(self, socket: "zmq.Socket[Any]") -> None:
+        """Take every command that is waiting on one of the sockets."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+                if len(frames) == 3:
+                    self._take(socket, *frames)
+
+    def _take(self, socket: "zmq.Socket[Any]", identity: bytes, header: bytes, body: bytes) -> None:
+        nobody = _Caller(socket, identity, "", Command("", ""))
+        try:
+            source = wire.decode_header(header).src
+            command = wire.decode_body(body)
+        except ProtocolError as error:
+            nobody.answer(Accepted(_id_of(body), False, str(error)))
+            return
+        if not isinstance(command, Command):
+            nobody.answer(Accepted(_id_of(body), False, "the control channel takes commands only"))
+            return
+        caller = _Caller(socket, identity, source, command)
+        try:
+            self._check(command)
+            accepted, act = self._prepare(caller)
+        except FtmonError as error:
+            caller.answer(Accepted(command.id, False, str(error)))
+            return
+        caller.answer(Accepted(command.id, True, accepted))
+        self._under_way += 1
+        if command.verb not in READ_ONLY_VERBS:
+            self._host.emit(command)
+        act()
+
+    def _check(self, command: Command) -> None:
+        if command.verb not in VERBS or command.verb == "identify":
+            known = ", ".join(verb for verb in VERBS if verb != "identify")
+            raise UsageError(f"unknown command {command.verb!r}; this hub knows {known}")
+        if self._read_only and command.verb not in READ_ONLY_VERBS:
+            raise UsageError(f"{command.verb}: this run was started with --read-only, its hub acts on nothing")
+
+    def _prepare(self, caller: _Caller) -> tuple[str, Callable[[], None]]:
+        """Check a command's arguments; return the words that accept it, and what to do.
+
+        Raises:
+            UsageError: the arguments make no sense.
+        """
+        command = caller.command
+        if command.verb == "kill":
+            return self._prepare_kill(caller)
+        if command.verb == "stop":
+            return "asking the ranks to stop", lambda: self._stop(caller)
+        if command.verb in ("stacks", "snapshot"):
+            ranks = self._ranks(command) or self._book.ranks
+            seconds = _STACKS_SECONDS if command.verb == "stacks" else _SNAPSHOT_SECONDS
+            args = {key: value for key, value in command.args.items() if key != "ranks"}
+            return f"asking {len(ranks)} ranks", lambda: self._link.ask(
+                command.verb, ranks, seconds, lambda answers: self._answered(caller, ranks, answers), args
+            )
+        if command.verb == "shutdown":
+            return "the hub ends; the ranks go on", lambda: self._shut_down(caller)
+        return "alive", lambda: self._finish(caller, True, "alive", {"pid": os.getpid()})
+
+    def _ranks(self, command: Command) -> list[int]:
+        """Read and check a command's ranks; empty means all."""
+        try:
+            ranks = msgspec.convert(command.args.get("ranks") or [], list[int])
+        except msgspec.ValidationError:
+            raise UsageError(f"{command.verb}: ranks must be a list of numbers") from None
+        unknown = [rank for rank in ranks if rank not in self._book.ranks]
+        if unknown:
+            raise UsageError(f"{command.verb}: no rank {unknown[0]}; the run has {_span(self._book.ranks)}")
+        return sorted(set(ranks))
+
+    # kill
+
+    def _prepare_kill(self, caller: _Caller) -> tuple[str, Callable[[], None]]:
+        command = caller.command
+        ranks = self._ranks(command)
+        name = str(command.args.get("signal") or "").removeprefix("SIG")
+        if name and name not in _SIGNALS:
+            raise UsageError(f"kill: signal must be INT, TERM or KILL, not {name}")
+        targets = self._book.targets()
+        if ranks:
+            here = {target.rank for target in targets}
+            away = [rank for rank in ranks if rank not in here]
+            if away:
+                raise UsageError(f"kill: rank {away[0]} runs on {self._book.host_of(away[0])}; kill it there")
+            targets = [target for target in targets if target.rank in ranks]
+        what = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "the run"
+        how = f"with SIG{name}" if name else "with INT, then TERM, then KILL"
+        return f"saving stacks, then killing {what} {how}", lambda: self._kill(
+            caller, ranks, targets, _SIGNALS.get(name)
+        )
+
+    def _kill(self, caller: _Caller, ranks: list[int], targets: list[Target], number: signal.Signals | None) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not keep anybody from killing
+            write_intent(self._run, "kill", caller.source, ranks)
+
+        def start(stacks: Answers) -> None:
+            roots, spared = self._launcher_and_spared()
+
+            def done(outcome: Outcome) -> None:
+                data = {**outcome.data, "stacks_saved": sorted(rank for rank, a in stacks.items() if a.ok)}
+                self._host.post(lambda: self._finish(caller, outcome.ok, outcome.text, data))
+
+            Kill(self._run.path, targets, not ranks, roots, spared, number, self._book.on_gpu, done).start()
+
+        reason = {"reason": f"kill asked by {caller.source}"}
+        self._link.ask("stacks", [t.rank for t in targets], STACKS_BEFORE_KILL_SECONDS, start, reason)
+
+    def _launcher_and_spared(self) -> tuple[list[int], list[int]]:
+        """Give the launcher's pid, when it lives, and the pids that no kill touches."""
+        launcher = self._run.read_run().launcher
+        roots = [launcher.pid] if launcher is not None and is_alive(launcher) else []
+        return roots, [*roots, os.getpid()]
+
+    # stop
+
+    def _stop(self, caller: _Caller) -> None:
+        with contextlib.suppress(OSError):
+            write_intent(self._run, "stop", caller.source)
+        self._link.ask("stop", self._book.ranks, _STOP_SECONDS, lambda answers: self._stop_answered(caller, answers))
+
+    def _stop_answered(self, caller: _Caller, answers: Answers) -> None:
+        agreed = sorted(rank for rank, answer in answers.items() if answer.ok)
+        if agreed:
+            silent = [rank for rank in self._book.ranks if rank not in agreed]
+            text = f"{_span(agreed)} will save a checkpoint and end after this step"
+            if silent:
+                text += f"; no answer from {_span(silent)}: if the run does not end, kill it"
+            self._finish(caller, True, text, {"agreed": agreed, "silent": silent})
+            return
+        # A foreign script: what ctrl-c would do. The ranks alone first, so that they can still tidy up: DeepSpeed's
+        # launcher, told directly, sends them TERM at once.
+        told = [t for t in self._book.targets() if _interrupt(t)]
+        if told:
+            text = f"sent SIGINT to {_span([t.rank for t in told])}: the script is not ftmon's own trainer"
+            self._finish(caller, True, text + ", whether it saves anything is up to it", {"signalled": len(told)})
+            return
+        groups = self._job_groups()
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGINT)
+        text = "sent SIGINT to the job" if groups else "nothing of the run was running any more"
+        self._finish(caller, True, text, {"signalled": len(groups)})
+
+    def _job_groups(self) -> list[int]:
+        """List the process groups of the run's processes, the job's own first."""
+        roots, spared = self._launcher_and_spared()
+        groups: list[int] = []
+        for process in processes.of_run(self._run.path, roots, spared):
+            if process.group not in groups and process.group not in (os.getpgid(0), *roots):
+                groups.append(process.group)
+        return groups
+
+    # the rest
+
+    def _answered(self, caller: _Caller, ranks: list[int], answers: Answers) -> None:
+        verb = caller.command.verb
+        good = sorted(rank for rank, answer in answers.items() if answer.ok)
+        sentences = [f"{verb} of {_span(good)}"] if good else []
+        sentences += [f"rank {rank}: {answer.text or 'refused'}" for rank, answer in answers.items() if not answer.ok]
+        silent = [rank for rank in ranks if rank not in answers]
+        if silent:
+            sentences.append(f"no answer from {_span(silent)}: stuck in native code, stopped or gone")
+        data = {"answers": {str(rank): answer.data for rank, answer in answers.items()}, "silent": silent}
+        self._finish(caller, len(good) == len(ranks) > 0, "; ".join(sentences) or "no rank is known yet", data)
+
+    def _shut_down(self, caller: _Caller) -> None:
+        self._finish(caller, True, "the hub ends; the ranks go on unwatched", {})
+        self._host.shut_down()
+
+    def _finish(self, caller: _Caller, ok: bool, text: str, data: dict[str, Any]) -> None:
+        command = caller.command
+        result = Result(command.id, ok, command.verb, text, {**data, "asked_by": caller.source}, time.time())
+        self._under_way -= 1
+        caller.answer(result)
+        if command.verb not in READ_ONLY_VERBS:
+            self._host.emit(result)
+
+
+def _interrupt(target: Target) -> bool:
+    process = processes.read(target.pid)
+    if process is None or process.start_ticks != target.start_ticks or not process.alive:
+        return False
+    try:
+        return processes.send_signal(process, signal.SIGINT)
+    except PermissionError:
+        return False
+
+
+def _id_of(body: bytes) -> str:
+    """Find the id in a body that could not be decoded, so that its sender knows what was refused."""
+    try:
+        found = msgspec.msgpack.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return ""
+    return str(found.get("id", "")) if isinstance(found, dict) else ""
+
+
+def _span(ranks: list[int]) -> str:
+    """Say ``rank 3``, ``ranks 0, 2``, ``ranks 0-7`` or ``no ranks yet``."""
+    if not ranks:
+        return "no ranks yet"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))

@@ -1,0 +1,115 @@
+"""When a run is over, and what to say of it.
+
+The launcher writes ``exit.json`` once the job has ended and nothing of it is left. Where the launcher died, or never
+was (a bare ``ftmon.watch()``), the hub writes it, once no process of the run is left.
+"""
+
+import time
+from pathlib import Path
+
+from ...protocol.process import is_alive
+from ...protocol.rundir import ExitFile, RunDir, RunFile
+from ...protocol.telemetry import Goodbye, Hello, Step
+from ...protocol.wire import Message
+from .. import processes
+from ..intent import read_intent
+
+_ORPHAN_LOOK_SECONDS = 2.0
+_ORPHAN_LOOKS = 2
+"""So many looks in a row must find no process before the hub itself says that the run is over."""
+_LAUNCHER_START_SECONDS = 15.0
+_WATCH_START_SECONDS = 60.0
+"""How long a run without a launcher may go without any rank."""
+_LOG_TAIL_LINES = 20
+
+
+class Ending:
+    """Looks for the end of a run. ``note`` gets every message of the stream."""
+
+    def __init__(self, run: RunDir, run_file: RunFile) -> None:
+        self._run = run
+        self._kind = run_file.kind
+        self._begun = time.monotonic()
+        self._next_look = 0.0
+        self._empty_looks = 0
+        self._hellos = 0
+        self._goodbyes: dict[int, str] = {}
+        self.stepped = False
+        """Some rank has finished a step."""
+
+    def note(self, message: Message) -> None:
+        """Learn from a message of the stream (steps are noted by the caller, who is in a hurry)."""
+        if isinstance(message, Hello):
+            self._hellos += 1
+            self._goodbyes.pop(message.rank, None)
+        elif isinstance(message, Goodbye):
+            self._goodbyes[message.rank] = message.reason
+        elif isinstance(message, Step):
+            self.stepped = True
+
+    def look(self, ranks_alive: int) -> ExitFile | None:
+        """Return how the run ended, or None while it goes on."""
+        found = self._run.read_exit()
+        if found is not None:
+            return found
+        now = time.monotonic()
+        if ranks_alive or now < self._next_look:
+            self._empty_looks = 0 if ranks_alive else self._empty_looks
+            return None
+        self._next_look = now + _ORPHAN_LOOK_SECONDS
+        launcher = self._run.read_run().launcher
+        if launcher is not None and is_alive(launcher):
+            return None
+        if not self._hellos and now - self._begun < (
+            _WATCH_START_SECONDS if self._kind == "watch" else _LAUNCHER_START_SECONDS
+        ):
+            return None
+        marked = processes.marked(self._run.path, processes.table().values()) if self._kind != "watch" else []
+        self._empty_looks = 0 if marked else self._empty_looks + 1
+        return self._write() if self._empty_looks >= _ORPHAN_LOOKS else None
+
+    def _write(self) -> ExitFile:
+        now = time.time()
+        reasons = set(self._goodbyes.values())
+        clean = bool(reasons) and "failed" not in reasons
+        intent = read_intent(self._run)
+        if intent is not None and not intent.ranks:
+            state, text = "stopped", intent.text()
+        elif clean:
+            state = "finished" if reasons == {"finished"} else "stopped"
+            text = "every rank said goodbye"
+        else:
+            state, text = "failed", "its processes are gone"
+        if self._kind != "watch":
+            text += "; the launcher died before it could tell the exit status"
+        found = ExitFile(0 if state != "failed" else 1, now, state, text)
+        self._run.write_exit(found)
+        return found
+
+    def before_first_step(self, end: ExitFile) -> tuple[str, str, list[str]] | None:
+        """Say why nothing was seen of a run that ended without a step: title, text, last lines of its output.
+
+        None when there were steps.
+        """
+        if self.stepped:
+            return None
+        last = tail(self._run.logs / "launcher.log")
+        if self._hellos:
+            why = "its ranks reported, but none finished an optimizer step"
+        else:
+            why = "no rank reported: nothing in it made a DeepSpeed engine or a PyTorch optimizer that ftmon could see"
+        mend = "; the last lines of its output say more" if last else ""
+        return f"ended before its first step: {why.split(':')[0]}", f"{why} ({end.text}){mend}", last
+
+
+def tail(path: Path, lines: int = _LOG_TAIL_LINES) -> list[str]:
+    """Return the last lines of a log that are not ftmon's own, at most 300 characters each."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - 32_768))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    found = [line.rstrip()[:300] for line in text.splitlines()]
+    return [line for line in found if line and not line.startswith("ftmon: ")][-lines:]

@@ -1,0 +1,110 @@
+"""History for apps: queries are answered in a thread of their own, with a reader of their own.
+
+A query sees everything that was published before it came: the main loop commits first. So an app that subscribes and
+then asks misses nothing in between.
+"""
+
+import contextlib
+import inspect
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from ...protocol import wire
+from ...protocol.control import Answer, Query
+from ...protocol.errors import FtmonError, ProtocolError
+from ...protocol.recording.reader import Reader
+
+QUERIES = frozenset({"info", "frames", "state_at", "memory", "series", "alerts", "logs", "step_time", "seq_at"})
+"""The methods of ``Reader`` that a peer may call by name."""
+
+_COMMIT_SECONDS = 1.0
+_POLL_MS = 500
+
+
+class History(threading.Thread):
+    """Serves the query channel from bound ROUTER ``sockets``, which it owns from ``start`` on.
+
+    Args:
+        sockets: bound ROUTERs; closed by this thread when it ends.
+        recording: the recording's path.
+        request_commit: called with an event to set once everything published so far is committed; any thread.
+    """
+
+    def __init__(
+        self,
+        sockets: "Sequence[zmq.Socket[Any]]",
+        recording: Path,
+        request_commit: Callable[[threading.Event], None],
+    ) -> None:
+        super().__init__(name="history", daemon=True)
+        self._sockets = list(sockets)
+        self._recording = recording
+        self._request_commit = request_commit
+        self._reader: Reader | None = None
+        self._ending = threading.Event()
+
+    def stop(self) -> None:
+        """End the thread and close its sockets."""
+        self._ending.set()
+        if self.is_alive():
+            self.join(timeout=5)
+
+    def run(self) -> None:
+        """Answer queries until stopped."""
+        poller = zmq.Poller()
+        for socket in self._sockets:
+            poller.register(socket, zmq.POLLIN)
+        while not self._ending.is_set():
+            for socket, _ in poller.poll(_POLL_MS):
+                self._serve(socket)
+        for socket in self._sockets:
+            socket.close()
+
+    def _serve(self, socket: "zmq.Socket[Any]") -> None:
+        """Answer what is waiting on one socket, after one commit for all of it."""
+        waiting: list[list[bytes]] = []
+        with contextlib.suppress(zmq.Again):
+            while len(waiting) < 64:
+                waiting.append(socket.recv_multipart(zmq.NOBLOCK))
+        committed = threading.Event()
+        self._request_commit(committed)
+        committed.wait(_COMMIT_SECONDS)
+        for frames in waiting:
+            answer = self._answer(frames)
+            # The app may have gone meanwhile (EHOSTUNREACH), or not read for long (EAGAIN).
+            with contextlib.suppress(zmq.ZMQError):
+                socket.send_multipart([frames[0], *wire.encode("hub", 0, time.time(), answer)], zmq.NOBLOCK)
+
+    def _answer(self, frames: list[bytes]) -> Answer:
+        if len(frames) != 3:
+            return Answer("", False, error=f"a query has 3 frames, not {len(frames)}")
+        try:
+            wire.decode_header(frames[1])
+            query = wire.decode_body(frames[2])
+        except ProtocolError as error:
+            return Answer("", False, error=str(error))
+        if not isinstance(query, Query):
+            return Answer("", False, error=f"the query channel takes queries, not {type(query).__name__}")
+        if query.name not in QUERIES:
+            return Answer(query.id, False, error=f"no query is called {query.name!r}")
+        try:
+            if self._reader is None:
+                self._reader = Reader(self._recording)
+            method = getattr(self._reader, query.name)
+            inspect.signature(method).bind(**query.args)
+            result = method(**query.args)
+            return Answer(query.id, True, data=msgspec.msgpack.encode(result))
+        except TypeError as error:
+            return Answer(query.id, False, error=f"{query.name}: {error}")
+        except FtmonError as error:
+            self._reader = None
+            return Answer(query.id, False, error=str(error))
+        except Exception as error:  # a query must not end the thread that serves all apps
+            self._reader = None
+            return Answer(query.id, False, error=f"{query.name}: {type(error).__name__}: {error}")

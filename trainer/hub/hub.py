@@ -1,0 +1,311 @@
+"""The hub of a run: one process, one main loop over its sockets, and nothing in it that could make a rank wait."""
+
+import contextlib
+import gc
+import os
+import signal
+import socket as host_sockets
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import zmq
+
+from ... import __version__
+from ...protocol import sockets
+from ...protocol.errors import FtmonError
+from ...protocol.process import this_process
+from ...protocol.rundir import ExitFile, HubFile, RunDir
+from ...protocol.telemetry import Hello
+from ...protocol.wire import Frame, Message
+from .adopt import open_recording, read_history
+from .commands import Commands
+from .devices import DeviceSampler
+from .ending import Ending
+from .history import History
+from .intake import Intake
+from .judging import Judging
+from .logtail import LogTail
+from .mailbox import Mailbox
+from .rankbook import RankBook
+from .ranklink import RankLink
+from .remote import Remote
+from .stats import Stats
+from .stream import Stream
+from .supervisor import Supervisor
+
+TICK_SECONDS = 0.25
+STATS_SECONDS = 2.0
+LINGER_SECONDS = 3.0
+"""How long the hub stays after the end, so that apps see it and can ask for the rest."""
+_DRAIN = 512
+"""Messages taken before commands get their turn."""
+
+
+class Hub:
+    """Everything of one hub. Make it, then ``run`` it."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run_dir = run
+        self._lock = run.lock_hub()
+        self._file = run.read_run()
+        self._read_only = bool(self._file.options.get("read_only"))
+        self._over = False
+        self._leave_at: float | None = None
+        self._end: ExitFile | None = None
+        self._disk_trouble = ""
+        history = read_history(run)
+        writer, moved = open_recording(run, self._file)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._local = {channel: self._bind(channel) for channel in sockets.CHANNELS}
+        self._remote = Remote(self._context, run, str(self._file.options.get("listen") or ""))
+        self._mailbox = Mailbox()
+        self._stream = Stream(self._both("stream"), writer, writer.next_seq)
+        self._judging = Judging(self._file, self._emit)
+        self._intake = Intake(self._accept, self._refuse, fresh=not history)
+        self._book = RankBook()
+        self._link = RankLink(self._both("ranks"))
+        self._ending = Ending(run, self._file)
+        self._commands = Commands(run, self, self._book, self._link, self._read_only)
+        self._supervisor = Supervisor(lambda: self._mailbox.post(self._take_facts))
+        self._devices = DeviceSampler(self._mailbox)
+        self._logs = LogTail(run)
+        self._history = History(self._both("query"), run.recording, self._commit_for)
+        self._stats = Stats(self._intake, self._stream)
+        self._adopt(history, moved)
+
+    def run(self) -> int:
+        """Serve until the run is over (or the hub is told to end); return the exit status."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a ctrl-c meant for the job
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        for thread in (self._supervisor, self._devices, self._history):
+            thread.start()
+        self._announce()
+        # Nothing made so far becomes garbage, and the rest dies by reference count: collections are rare on purpose.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(100_000, 20, 20)
+        try:
+            self._loop()
+        finally:
+            self._close()
+        return 0
+
+    # What the commands need of the hub.
+
+    def emit(self, message: Message) -> None:
+        """Append a message of the hub's own to the stream, and look at it."""
+        seq, t = self._emit(message)
+        self._judging.feed(seq, t, message)
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Have the main loop make a call; any thread."""
+        self._mailbox.post(call)
+
+    def shut_down(self) -> None:
+        """End soon; the ranks go on."""
+        self._over = True
+
+    # The loop.
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        handlers: dict[Any, Callable[[], object]] = {self._mailbox.fileno(): self._mailbox.drain}
+        for socket in self._both("control"):
+            handlers[socket] = lambda socket=socket: self._commands.receive(socket)
+        for socket in self._both("ranks"):
+            handlers[socket] = lambda socket=socket: self._link.receive(socket)
+        for socket in self._both("telemetry"):
+            handlers[socket] = lambda socket=socket: self._intake.drain(socket, _DRAIN)
+        order = list(handlers)  # control before data
+        for source in order:
+            poller.register(source, zmq.POLLIN)
+        next_tick = time.monotonic()
+        next_stats = next_tick
+        while not self._over:
+            now = time.monotonic()
+            if now >= next_tick:
+                next_tick = now + TICK_SECONDS
+                self._tick(now)
+                if now >= next_stats:
+                    next_stats = now + STATS_SECONDS
+                    self._report()
+            ready = dict(poller.poll(max(0, int((next_tick - now) * 1000) + 1)))
+            for source in order:
+                if source in ready:
+                    handlers[source]()
+            if self._stream.commit_due:
+                self._commit()
+
+    def _tick(self, now: float) -> None:
+        for line in self._logs.poll():
+            self._hub_message(line)
+            if line.rank < 0:
+                self._supervisor.read_words(line.text)
+        for sample in self._devices.poll():
+            self._hub_message(sample)
+        self._take_facts()
+        self._judging.tick(time.time())
+        self._link.expire()
+        self._commit()
+        if self._end is None:
+            try:
+                self._end = self._ending.look(len(self._supervisor.alive()))
+            except (FtmonError, OSError) as error:
+                print(error, file=sys.stderr)
+            if self._end is not None:
+                self._leave_at = now + LINGER_SECONDS
+                self._finish(self._end)
+        elif self._leave_at is not None and now >= self._leave_at and not self._commands.busy:
+            self._over = True
+
+    def _finish(self, end: ExitFile) -> None:
+        """Take in what is still on its way, then say how it ended."""
+        for socket in self._both("telemetry"):
+            while self._intake.drain(socket, _DRAIN):
+                pass
+        for line in self._logs.poll():
+            self._hub_message(line)
+        self._take_facts()
+        silent = self._ending.before_first_step(end)
+        if silent is not None:
+            title, text, last = silent
+            severity = "error" if end.state == "failed" else "warning"
+            self._judging.alert("exit", severity, title, "before_first_step", text, last_lines=last)
+        self._judging.ended(end)
+        self._report()
+        self._commit()
+
+    def _take_facts(self) -> None:
+        for fact in self._supervisor.poll():
+            self._judging.fact(fact)
+
+    def _report(self) -> None:
+        self._hub_message(self._stats.take())
+
+    def _commit(self) -> None:
+        self._stream.commit()
+        trouble = self._stream.recorder.error
+        if bool(trouble) == bool(self._disk_trouble):
+            return
+        self._disk_trouble = trouble
+        if trouble:
+            self._judging.alert(
+                "disk", "error", "the recording cannot be written", "recording", f"{trouble}. Training goes on."
+            )
+        else:
+            self._judging.resolve("disk", "recording", "Recording goes on.")
+
+    def _commit_for(self, done: Any) -> None:
+        """Commit everything published so far, then set the event; called by the history thread."""
+
+        def commit() -> None:
+            self._commit()
+            done.set()
+
+        self._mailbox.post(commit)
+
+    # Messages.
+
+    def _accept(self, message: Message, t: float, sender: str, body: bytes) -> None:
+        kind = type(message)
+        if kind is Hello:
+            assert isinstance(message, Hello)
+            self._meet(message)
+        elif not self._book.knows_sender(sender) and sender.startswith("rank-"):
+            self._link.identify(sender)
+        if not self._ending.stepped or kind.__name__ == "Goodbye":
+            self._ending.note(message)
+        seq = self._stream.put(message, t, body)
+        self._judging.feed(seq, t, message)
+
+    def _meet(self, hello: Hello) -> None:
+        self._book.know(hello)
+        self._link.know(hello)
+        self._ending.note(hello)
+        target = self._book.target(hello.rank)
+        if target is not None:
+            self._supervisor.watch(*target)
+
+    def _refuse(self, sender: str, reason: str) -> None:
+        self._judging.alert("note", "warning", f"messages of {sender} are refused", f"refused {sender}", reason)
+
+    def _hub_message(self, message: Message) -> None:
+        seq, t = self._emit(message)
+        self._judging.feed(seq, t, message)
+
+    def _emit(self, message: Message) -> tuple[int, float]:
+        t = time.time()
+        return self._stream.put(message, t), t
+
+    # Beginning and end.
+
+    def _both(self, channel: str) -> "list[zmq.Socket[Any]]":
+        """Give a channel's local socket and, when the run listens on TCP, the other one."""
+        remote = self._remote.sockets.get(channel)
+        return [self._local[channel]] + ([remote] if remote is not None else [])
+
+    def _bind(self, channel: str) -> "zmq.Socket[Any]":
+        socket = sockets.hub_socket(self._context, channel)
+        sockets.bind(socket, self._run_dir.ipc_address(channel))
+        return socket
+
+    def _announce(self) -> None:
+        addresses = {channel: self._run_dir.ipc_address(channel) for channel in sockets.CHANNELS}
+        self._run_dir.write_hub(
+            HubFile(
+                process=this_process(),
+                addresses=addresses,
+                version=__version__,
+                host=host_sockets.gethostname(),
+                started=time.time(),
+                listen=self._remote.addresses,
+                server_key=self._remote.server_key,
+                read_only=self._read_only,
+            )
+        )
+
+    def _adopt(self, history: list[Frame], moved: str) -> None:
+        """Go on where an earlier hub of this run ended."""
+        for frame in history:
+            if isinstance(frame.message, Hello):
+                self._meet(frame.message)
+            self._ending.note(frame.message)
+        self._judging.restore(history)
+        if history:
+            last = history[-1].t
+            self._judging.alert(
+                "note",
+                "info",
+                "the hub was restarted",
+                "restarted",
+                f"Nothing was watched for {time.time() - last:.1f} s before; training went on meanwhile.",
+                last_recorded=last,
+            )
+        if moved:
+            self._judging.alert("disk", "error", "the recording was damaged", "damaged", moved)
+        if self._remote.problem:
+            self._judging.alert("note", "error", "not listening for other hosts", "listen", self._remote.problem)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._over = True
+        del number
+
+    def _close(self) -> None:
+        self._history.stop()
+        self._supervisor.stop()
+        self._devices.stop()
+        self._stream.close()
+        self._remote.close()
+        for channel, socket in self._local.items():
+            if not socket.closed:
+                socket.close(linger=500 if channel in ("stream", "control") else 0)
+        self._context.term()
+        for channel in sockets.CHANNELS:
+            with contextlib.suppress(OSError):
+                Path(self._run_dir.ipc_address(channel).removeprefix("ipc://")).unlink()
+        os.close(self._lock)

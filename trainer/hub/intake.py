@@ -1,0 +1,104 @@
+"""Telemetry from the ranks: decode each message once, count what was lost, unknown or refused, hand the rest on."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from ...protocol.control import Accepted, Alert, Answer, Command, HubStats, Query, RankState, Result, RunState
+from ...protocol.errors import ProtocolError, VersionError
+from ...protocol.telemetry import Goodbye, Heartbeat, Step
+from ...protocol.wire import Header, LossCounter, Message, decode_body, decode_header
+
+_NOT_FROM_RANKS = frozenset({RankState, RunState, Alert, HubStats, Command, Accepted, Result, Query, Answer})
+
+
+class Intake:
+    """Reads telemetry sockets without ever waiting.
+
+    Args:
+        accept: called with each good message: message, time received, sender, body bytes.
+        refuse: called with a sender and a sentence the first time that sender is refused.
+        fresh: True for a run's first hub: then every sender's numbering is known to begin at 1.
+    """
+
+    def __init__(
+        self,
+        accept: Callable[[Message, float, str, bytes], None],
+        refuse: Callable[[str, str], None],
+        fresh: bool,
+    ) -> None:
+        self._accept = accept
+        self._refuse = refuse
+        self._fresh = fresh
+        self._loss = LossCounter()
+        self._seen: set[str] = set()
+        self._told: set[str] = set()
+        self._says_dropped: dict[str, int] = {}
+        self.received = 0
+        self.unknown = 0
+        self.refused = 0
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """Messages known lost, by sender: gaps in its numbering plus what it says it dropped before numbering."""
+        total = dict(self._loss.lost)
+        for sender, dropped in self._says_dropped.items():
+            total[sender] = total.get(sender, 0) + dropped
+        return {sender: count for sender, count in total.items() if count}
+
+    def drain(self, socket: "zmq.Socket[Any]", limit: int) -> int:
+        """Take up to ``limit`` messages that are waiting; return how many there were."""
+        receive = socket.recv_multipart
+        handle = self._handle
+        clock = time.time
+        count = 0
+        with contextlib.suppress(zmq.Again):
+            while count < limit:
+                frames = receive(zmq.NOBLOCK)
+                count += 1
+                handle(frames, clock())
+        self.received += count
+        return count
+
+    def _handle(self, frames: list[bytes], now: float) -> None:
+        if len(frames) != 2:
+            self._no("a peer", f"an envelope of {len(frames)} frames instead of 2")
+            return
+        try:
+            header = decode_header(frames[0])
+            sender = header.src
+            if sender not in self._seen:
+                self._meet(header)
+            self._loss.see(sender, header.seq)
+            message = decode_body(frames[1])
+        except VersionError as error:
+            self._no(str(error).split(" ", 1)[0], str(error))
+            return
+        except ProtocolError as error:
+            self._no("a peer", str(error))
+            return
+        if message is None:
+            self.unknown += 1
+            return
+        kind = type(message)
+        if kind is Step or kind is Heartbeat or kind is Goodbye:
+            if message.dropped:  # pyright: ignore[reportAttributeAccessIssue]
+                self._says_dropped[sender] = message.dropped  # pyright: ignore[reportAttributeAccessIssue]
+        elif kind in _NOT_FROM_RANKS:
+            self._no(sender, f"{sender} sent a {kind.__name__} as telemetry")
+            return
+        self._accept(message, now, sender, frames[1])
+
+    def _meet(self, header: Header) -> None:
+        self._seen.add(header.src)
+        if self._fresh:
+            self._loss.see(header.src, 0)  # so that a first number above 1 counts as loss
+
+    def _no(self, sender: str, reason: str) -> None:
+        self.refused += 1
+        if sender not in self._told and len(self._told) < 64:
+            self._told.add(sender)
+            self._refuse(sender, reason)

@@ -1,0 +1,102 @@
+"""What the hub concludes from the stream: rank states, the run's state, alerts. Its failures never reach the stream.
+
+A message's conclusions are messages too; they go into the stream and are themselves looked at, once.
+"""
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ...protocol.control import AlertKind, Severity
+from ...protocol.rundir import ExitFile, RunFile
+from ...protocol.wire import Frame, Message
+from .detectors.book import AlertBook
+from .detectors.bundle import Detectors
+from .states import ProcessFact, RankTracker
+
+_TRACEBACKS = 20
+"""So many of its own failures are written to the hub's log in full."""
+
+
+class Judging:
+    """Feeds tracker and detectors in their order. Main loop only.
+
+    Args:
+        run_file: what was started.
+        emit: appends a conclusion to the stream; returns its number and time.
+    """
+
+    def __init__(self, run_file: RunFile, emit: Callable[[Message], tuple[int, float]]) -> None:
+        self._emit = emit
+        self._book = AlertBook()
+        self.tracker = RankTracker(has_launcher=run_file.kind != "watch")
+        self._detectors = Detectors(self.tracker, self._book)
+        self._failures = 0
+
+    def restore(self, frames: Iterable[Frame]) -> None:
+        """Take in the history that an earlier hub recorded; concludes nothing."""
+        frames = list(frames)
+        self._guard(lambda: self.tracker.restore(frames))
+        self._guard(lambda: self._detectors.restore(frames))
+
+    def feed(self, seq: int, t: float, message: Message) -> None:
+        """Look at one message of the stream."""
+        try:
+            found: list[Any] = self.tracker.feed(seq, t, message)
+            found = found + self._detectors.feed(seq, t, message)
+        except Exception:
+            self._failed()
+            return
+        if found:
+            self._conclude(found)
+
+    def fact(self, fact: ProcessFact) -> None:
+        """Look at what the supervisor saw."""
+        self._guard(lambda: self._conclude(self.tracker.fact(fact)))
+
+    def tick(self, now: float) -> None:
+        """Let time pass: silence is evidence too."""
+        self._guard(lambda: self._conclude(self.tracker.tick(now)))
+        self._guard(lambda: self._conclude(self._detectors.tick(now)))
+
+    def ended(self, end: ExitFile) -> None:
+        """Note how the job ended."""
+        state: Any = end.state if end.state in ("finished", "failed", "stopped") else "failed"
+        self._guard(lambda: self._conclude(self.tracker.ended(time.time(), state, end.exit_code, end.text)))
+        self._guard(lambda: self._conclude(self._detectors.tick(time.time())))
+
+    def alert(
+        self, kind: AlertKind, severity: Severity, title: str, rule: str, text: str = "", **evidence: Any
+    ) -> None:
+        """Raise an alert of the hub's own."""
+        self._guard(
+            lambda: self._conclude(
+                self._book.raise_alert(
+                    time.time(), kind, severity, title, rule=rule, text=text, evidence=evidence, repeat=False
+                )
+            )
+        )
+
+    def resolve(self, kind: AlertKind, rule: str, text: str = "") -> None:
+        """Note that a matter of the hub's own ended."""
+        self._guard(lambda: self._conclude(self._book.resolve(time.time(), (kind, None, "", rule), text)))
+
+    def _conclude(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            seq, t = self._emit(message)
+            for further in self._detectors.feed(seq, t, message):
+                self._emit(further)
+
+    def _guard(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception:
+            self._failed()
+
+    def _failed(self) -> None:
+        """A detector's mistake costs its verdict and nothing else."""
+        self._failures += 1
+        if self._failures <= _TRACEBACKS:
+            traceback.print_exc(file=sys.stderr)

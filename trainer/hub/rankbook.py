@@ -1,0 +1,51 @@
+"""Which ranks there are, and which of them run on this host."""
+
+import socket
+
+from ...protocol.telemetry import Hello
+from .killer import Target
+from .ranklink import identity_of
+
+
+class RankBook:
+    """The latest Hello of every rank."""
+
+    def __init__(self) -> None:
+        self._host = socket.gethostname()
+        self._hellos: dict[int, Hello] = {}
+        self._senders: set[str] = set()
+
+    def know(self, hello: Hello) -> None:
+        """Note a rank's introduction; a later one of the same rank replaces it."""
+        self._hellos[hello.rank] = hello
+        self._senders.add(identity_of(hello))
+
+    def knows_sender(self, sender: str) -> bool:
+        """Tell whether the process that signs as ``sender`` has introduced itself."""
+        return sender in self._senders
+
+    @property
+    def ranks(self) -> list[int]:
+        """All known ranks, ascending."""
+        return sorted(self._hellos)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether any rank computes on a GPU."""
+        return any(hello.device.kind == "cuda" for hello in self._hellos.values())
+
+    def target(self, rank: int) -> Target | None:
+        """Return a rank's process when it is one of this host, else None."""
+        hello = self._hellos.get(rank)
+        if hello is None or hello.host != self._host:
+            return None
+        return Target(rank, hello.pid, hello.start_ticks)
+
+    def targets(self) -> list[Target]:
+        """List the processes of all ranks on this host."""
+        found = [self.target(rank) for rank in self.ranks]
+        return [target for target in found if target is not None]
+
+    def host_of(self, rank: int) -> str:
+        """Name the host of a known rank."""
+        return self._hellos[rank].host

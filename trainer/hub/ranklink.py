@@ -1,0 +1,123 @@
+"""The line to the ranks: commands to their control threads, and the answers, each with a deadline."""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import zmq
+
+from ...protocol import wire
+from ...protocol.control import Accepted, Command, Result
+from ...protocol.errors import ProtocolError
+from ...protocol.telemetry import Hello
+
+Answers = dict[int, Result]
+"""Results by rank; a rank that did not answer in time is absent."""
+
+_IDENTIFY_SECONDS = 1.0
+"""A sender is asked who it is at most this often."""
+
+
+def identity_of(hello: Hello) -> str:
+    """Name a rank's process on the wire: the source of its headers and the identity of its socket."""
+    return f"rank-{hello.rank}-{hello.pid}-{hello.start_ticks}"
+
+
+class _Ask:
+    def __init__(self, waiting: dict[bytes, int], deadline: float, done: Callable[[Answers], None]) -> None:
+        self.waiting = waiting
+        self.deadline = deadline
+        self.done = done
+        self.answers: Answers = {}
+
+
+class RankLink:
+    """Sends commands to ranks through bound ROUTER ``sockets``. Main loop only."""
+
+    def __init__(self, sockets: "Sequence[zmq.Socket[Any]]") -> None:
+        self._sockets = list(sockets)
+        self._identities: dict[int, bytes] = {}
+        self._asks: dict[str, _Ask] = {}
+        self._numbers = itertools.count(1)
+        self._identified: dict[str, float] = {}
+
+    @property
+    def busy(self) -> bool:
+        """True while answers are awaited."""
+        return bool(self._asks)
+
+    def know(self, hello: Hello) -> None:
+        """Note where a rank is to be reached."""
+        self._identities[hello.rank] = identity_of(hello).encode()
+
+    def identify(self, sender: str) -> None:
+        """Ask an unknown sender to introduce itself (again)."""
+        now = time.monotonic()
+        if now - self._identified.get(sender, -_IDENTIFY_SECONDS) < _IDENTIFY_SECONDS:
+            return
+        self._identified[sender] = now
+        self._send(sender.encode(), Command(f"hub-{next(self._numbers)}", "identify"))
+
+    def ask(
+        self,
+        verb: str,
+        ranks: Iterable[int],
+        timeout: float,
+        done: Callable[[Answers], None],
+        args: dict[str, Any] | None = None,
+    ) -> None:
+        """Send a command to ``ranks`` and call ``done`` with their answers, after ``timeout`` seconds at the latest."""
+        number = f"hub-{next(self._numbers)}"
+        command = Command(number, verb, args or {})
+        waiting: dict[bytes, int] = {}
+        for rank in ranks:
+            identity = self._identities.get(rank)
+            if identity is not None and self._send(identity, command):
+                waiting[identity] = rank
+        if not waiting:
+            done({})
+            return
+        self._asks[number] = _Ask(waiting, time.monotonic() + timeout, done)
+
+    def receive(self, socket: "zmq.Socket[Any]") -> None:
+        """Take every answer that is waiting on one of the sockets."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+                if len(frames) != 3:
+                    continue
+                with contextlib.suppress(ProtocolError):
+                    wire.decode_header(frames[1])
+                    self._answer(frames[0], wire.decode_body(frames[2]))
+
+    def expire(self) -> None:
+        """Close the questions whose time is up."""
+        now = time.monotonic()
+        for number in [number for number, ask in self._asks.items() if now >= ask.deadline]:
+            ask = self._asks.pop(number)
+            ask.done(ask.answers)
+
+    def _answer(self, identity: bytes, message: wire.Message | None) -> None:
+        if isinstance(message, Accepted) and not message.ok:
+            message = Result(message.id, False, text=message.text)
+        if not isinstance(message, Result):
+            return
+        ask = self._asks.get(message.id)
+        rank = None if ask is None else ask.waiting.pop(identity, None)
+        if ask is None or rank is None:
+            return
+        ask.answers[rank] = message
+        if not ask.waiting:
+            del self._asks[message.id]
+            ask.done(ask.answers)
+
+    def _send(self, identity: bytes, command: Command) -> bool:
+        frames = [identity, *wire.encode("hub", 0, time.time(), command)]
+        for socket in self._sockets:
+            # EHOSTUNREACH: not connected here; EAGAIN: its queue is full, it has not read for a long time.
+            with contextlib.suppress(zmq.ZMQError):
+                socket.send_multipart(frames, zmq.NOBLOCK)
+                return True
+        return False

@@ -1,0 +1,38 @@
+"""The monitor's own health: what it received, recorded, lost, and how much of a core it takes."""
+
+import os
+import time
+
+from ...protocol.control import HubStats
+from .intake import Intake
+from .stream import Stream
+
+
+class Stats:
+    """Makes ``HubStats`` messages."""
+
+    def __init__(self, intake: Intake, stream: Stream) -> None:
+        self._intake = intake
+        self._stream = stream
+        self._pid = os.getpid()
+        self._wall = time.monotonic()
+        self._cpu = time.process_time()
+
+    def take(self) -> HubStats:
+        """Sum up now; the CPU share is that since the last call."""
+        wall, cpu = time.monotonic(), time.process_time()
+        share = 100.0 * (cpu - self._cpu) / max(wall - self._wall, 1e-6)
+        self._wall, self._cpu = wall, cpu
+        return HubStats(
+            time=time.time(),
+            pid=self._pid,
+            received=self._intake.received,
+            recorded=self._stream.recorder.recorded,
+            published=self._stream.published,
+            lost=self._intake.lost,
+            unknown=self._intake.unknown,
+            refused=self._intake.refused,
+            recording_bytes=self._stream.recorder.bytes,
+            recording_error=self._stream.recorder.error,
+            cpu_percent=round(share, 2),
+        )

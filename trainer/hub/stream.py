@@ -1,0 +1,99 @@
+"""The one stream of a run: each message gets the next number, is recorded, and is published to every app."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import zmq
+
+from ...protocol import wire
+from ...protocol.telemetry import Heartbeat
+from ...protocol.wire import Message
+
+_ENOUGH_ROWS = 4_000
+"""Uncommitted messages above which a commit is due at once, so that memory stays bounded."""
+
+
+class Recorder(Protocol):
+    """What the stream asks of a recording; ``ftmon.protocol.recording.writer.Writer`` is one."""
+
+    @property
+    def error(self) -> str:
+        """Why nothing is being recorded; empty while all is well."""
+        ...
+
+    @property
+    def recorded(self) -> int:
+        """Messages taken to disk."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Size of the recording on disk."""
+        ...
+
+    def append(self, seq: int, t: float, message: Message) -> None:
+        """Take one message to be written at the next commit."""
+        ...
+
+    def commit(self) -> None:
+        """Write what was appended."""
+        ...
+
+    def close(self) -> None:
+        """Write what was appended and close the file cleanly."""
+        ...
+
+
+class Stream:
+    """Numbers, records and publishes. ``sockets`` are bound PUBs; ``first_seq`` is the first number to give."""
+
+    def __init__(self, sockets: "Sequence[zmq.Socket[Any]]", recorder: Recorder, first_seq: int) -> None:
+        self._sockets = list(sockets)
+        self._recorder = recorder
+        self._send = self._sockets[0].send
+        self._waiting = 0
+        self.seq = first_seq - 1
+        self.published = 0
+
+    @property
+    def recorder(self) -> Recorder:
+        """Where the stream is recorded."""
+        return self._recorder
+
+    @property
+    def commit_due(self) -> bool:
+        """True when so much is uncommitted that it should not wait for the next regular commit."""
+        return self._waiting >= _ENOUGH_ROWS
+
+    def put(self, message: Message, t: float, body: bytes | None = None) -> int:
+        """Append ``message`` to the stream; return its number.
+
+        Args:
+            message: what to append.
+            t: when the hub had it, seconds since the epoch.
+            body: the message as it came, to be published untouched; encoded here when None.
+        """
+        self.seq = seq = self.seq + 1
+        if type(message) is not Heartbeat:  # they only fill silence; the recording does without
+            self._recorder.append(seq, t, message)
+            self._waiting += 1
+        if body is None:
+            body = wire.encode_body(message)
+        header = wire.encode_header("hub", seq, t)
+        # A PUB never blocks: what a slow app cannot take is dropped for that app alone, and its numbering shows it.
+        self._send(header, zmq.SNDMORE)
+        self._send(body)
+        for socket in self._sockets[1:]:
+            socket.send(header, zmq.SNDMORE)
+            socket.send(body)
+        self.published += 1
+        return seq
+
+    def commit(self) -> None:
+        """Write what was appended since the last commit."""
+        self._waiting = 0
+        self._recorder.commit()
+
+    def close(self) -> None:
+        """Commit and close the recording."""
+        self._recorder.close()
