@@ -3,8 +3,8 @@
     python bench/gpu/measure.py cost peaks nvml         on one GPU
     python bench/gpu/measure.py train hang              on two or more
 
-Every part runs the loop of ``loop.py`` under DeepSpeed's launcher, with and without ``ftmon run``, and prints a Markdown
-table; ``--out FILE`` keeps the tables and the raw figures.
+Every part runs the loop of ``loop.py`` under DeepSpeed's launcher, with and without ``ftmon run``, and prints a
+Markdown table; ``--out FILE`` keeps the tables and the raw figures.
 """
 
 import argparse
@@ -102,9 +102,8 @@ def cost(pairs: int) -> None:
 
 def peaks(gpus: int) -> None:
     """The phases' peaks by hand, without ftmon, beside the recorded ones."""
-    say(
-        "| model, ZeRO, seq | phase | by hand MiB | ftmon MiB | script's own view equal |\n| --- | --- | --- | --- | --- |"
-    )
+    say("| model, ZeRO, seq | phase | by hand MiB | ftmon MiB | script's own view equal |")
+    say("| --- | --- | --- | --- | --- |")
     raw["peaks"] = []
     for model in ("qwen-0.5b", "llama-1b"):
         for stage in ("2", "3"):
@@ -117,10 +116,10 @@ def peaks(gpus: int) -> None:
             for phase in ("forward", "backward", "optimizer"):
                 hand = by_hand[0]["peaks"][phase][4:]
                 ours = [record.allocated.peak for step in recorded[4:8] if (record := step.phase(phase))]
-                same = plain[0]["max_memory_allocated"] == watched[0]["max_memory_allocated"]
+                own, seen = plain[0]["max_memory_allocated"], watched[0]["max_memory_allocated"]
                 say(
                     f"| {model}, {stage}, 1024 | {phase} | {max(hand) / MIB:.2f} | {max(ours, default=0) / MIB:.2f} | "
-                    f"{'yes' if same else 'no: %d, %d' % (plain[0]['max_memory_allocated'], watched[0]['max_memory_allocated'])} |"
+                    f"{'yes' if own == seen else f'no: {own} without, {seen} with'} |"
                 )
                 raw["peaks"].append({"model": model, "stage": stage, "phase": phase, "hand": hand, "ftmon": ours})
 
@@ -142,9 +141,7 @@ def nvml(gpus: int) -> None:
     with Reader(rundir.find("nvml").recording) as reader:
         frames = reader.frames(0, 10_000_000)
     samples = [f.message for f in frames if isinstance(f.message, telemetry.DeviceSample) and f.message.kind == "gpu"]
-    say(
-        "| GPU | samples | nvidia-smi MiB (last while training) | ftmon MiB (nearest in time) | power W | temp C | util % |"
-    )
+    say("| GPU | samples | nvidia-smi MiB, highest | ftmon MiB, nearest in time | power W | temp C | util % |")
     say("| --- | --- | --- | --- | --- | --- | --- |")
     for gpu in range(gpus):
         highest = max(seen, key=lambda pair: (pair[1][gpu], pair[0]))
@@ -189,7 +186,14 @@ def train(gpus: int) -> None:
             )
 
 
-TRAIN_YAML = ""
+TRAIN_YAML = """
+model: {{config: {model}}}
+data: {{path: {data}}}
+zero: {{stage: {stage}}}
+training: {{max_steps: 30, micro_batch: 2, sequence_length: 1024}}
+output: {{dir: {out}, overwrite: true, save_model: false}}
+run: {{ranks: {gpus}}}
+"""
 
 
 def hang(gpus: int) -> None:
