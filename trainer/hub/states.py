@@ -117,9 +117,10 @@ class RankTracker:
         self._last_tick = self.now = now
         if self.run_state is None:
             messages += self._set_run("starting")
-        for tracked in self.ranks.values():
-            if not tracked.ended:
-                messages += self._end_if_dead(tracked, now)
+        ending = [tracked for tracked in self.ranks.values() if not tracked.ended and tracked.may_end]
+        # In the order of their deaths: the first is where the trouble began, the others follow from it.
+        for tracked in sorted(ending, key=lambda tracked: tracked.died_at or now):
+            messages += self._end_if_dead(tracked, now)
         still = [
             tracked
             for tracked in self.ranks.values()

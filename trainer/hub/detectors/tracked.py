@@ -59,6 +59,11 @@ class TrackedRank:
         """True when nothing more is to come of it."""
         return self.state is not None and self.state.state in ("gone", "finished")
 
+    @property
+    def may_end(self) -> bool:
+        """Its process was seen dead, or it said that it failed."""
+        return self.died_at is not None or self.goodbye is not None
+
     def ending(self) -> tuple[RankStateName, str]:
         """Say in which state and words a rank whose process is gone has ended."""
         fact, goodbye = self.fact, self.goodbye

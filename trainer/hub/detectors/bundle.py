@@ -1,0 +1,146 @@
+"""All detectors behind one door. Pure: every time is passed in, nothing is read or written, no thread.
+
+How the hub uses it, with the rank tracker that it reads::
+
+    tracker = RankTracker()
+    book = AlertBook()                            # the hub may raise alerts of its own in it
+    detectors = Detectors(tracker, book)
+    tracker.restore(frames)                       # after a hub restart: the recording's frames, oldest first
+    detectors.restore(frames)
+    for every message of the stream, the tracker first:
+        send(tracker.feed(seq, t, message))
+        send(detectors.feed(seq, t, message))
+    for every process fact:  send(tracker.fact(fact))
+    twice a second:          send(tracker.tick(now)); send(detectors.tick(now))
+    when the job ended:      send(tracker.ended(now, state, exit_code, text)); send(detectors.tick(now))
+
+The hub's own messages (states, alerts) may be fed too; they are passed over.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ....protocol.control import Alert, HubStats, RankState, RunState
+from ....protocol.telemetry import AllocatorEvents, Failure, Hello, LogLine, Oom, Step
+from ....protocol.wire import Frame, Message
+from ..states import RankTracker
+from .book import AlertBook
+from .death import DeathDetector
+from .growth import GrowthDetector
+from .hang import HangDetector
+from .health import HealthDetector
+from .oom import OomDetector
+from .slow import SlowDetector
+from .spike import SpikeDetector
+
+_OVER = ("finished", "failed", "stopped")
+
+
+class Detectors:
+    """Everything that finds something worth an alert, fed with one stream.
+
+    Args:
+        tracker: The run's rank tracker; it must be fed and ticked first.
+        book: The run's alerts.
+    """
+
+    def __init__(self, tracker: RankTracker, book: AlertBook) -> None:
+        self._tracker = tracker
+        self._book = book
+        self._spike = SpikeDetector(book)
+        self._growth = GrowthDetector(book)
+        self._slow = SlowDetector(book)
+        self._oom = OomDetector(book)
+        self._death = DeathDetector(book, self._oom)
+        self._hang = HangDetector(book)
+        self._health = HealthDetector(book)
+        self._handlers: dict[type, Callable[[float, Any], list[Alert]]] = {
+            Step: self._step,
+            Hello: self._hello,
+            LogLine: self._log,
+            Oom: self._out_of_memory,
+            Failure: self._failure,
+            AllocatorEvents: self._spike.allocator,
+            HubStats: self._health.stats,
+        }
+
+    def feed(self, seq: int, t: float, message: Message) -> list[Message]:
+        """Look at one message that the hub received at ``t`` (seconds since the epoch); return the alerts to send."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            return []
+        found: list[Any] = handler(t, message)
+        return found
+
+    def tick(self, now: float) -> list[Message]:
+        """Look at states and at what time alone changes; return the alerts to send."""
+        alerts: list[Message] = []
+        for change in self._tracker.take_changes():
+            alerts += self._rank_state(now, change) if isinstance(change, RankState) else self._run_state(now, change)
+        run = self._tracker.run_state
+        over = run is not None and run.state in _OVER
+        alerts += self._hang.tick(now, self._tracker.verdict, over)
+        alerts += self._death.tick(now)
+        alerts += self._book.tick(now)
+        return alerts
+
+    def restore(self, frames: Iterable[Frame]) -> None:
+        """Take in the run's history after a hub restart: alerts go on under their ids, and nothing is sent twice."""
+        for frame in frames:
+            message = frame.message
+            if isinstance(message, Alert):
+                self._book.restore(message)
+                for part in (self._spike, self._slow, self._oom, self._hang):
+                    part.restore(message)
+                if message.kind in ("failure", "died", "oom"):
+                    self._death.restore(message)
+            elif isinstance(message, Step):
+                self._spike.observe(message)
+                self._growth.observe(message)
+            elif isinstance(message, Hello):
+                self._hello(frame.t, message)
+            elif isinstance(message, HubStats):
+                self._health.observe(message)
+            elif isinstance(message, LogLine):
+                self._death.log(message)
+
+    def _step(self, t: float, step: Step) -> list[Alert]:
+        # Four looks at each of up to 20,000 steps a second: lists are joined only where one is not empty.
+        alerts = self._spike.step(t, step)
+        for found in (self._growth.step(t, step), self._slow.step(t, step), self._oom.step(t, step)):
+            if found:
+                alerts += found
+        return alerts
+
+    def _hello(self, t: float, hello: Hello) -> list[Alert]:
+        self._spike.hello(hello)
+        self._growth.hello(hello)
+        self._slow.hello(hello)
+        return []
+
+    def _log(self, t: float, line: LogLine) -> list[Alert]:
+        self._death.log(line)
+        return []
+
+    def _out_of_memory(self, t: float, oom: Oom) -> list[Alert]:
+        alerts = self._oom.oom(t, oom)
+        key = self._oom.standing(oom.rank)
+        if key is not None:
+            self._death.trouble(t, key)
+        return alerts
+
+    def _failure(self, t: float, failure: Failure) -> list[Alert]:
+        return self._death.failure(t, failure, self._tracker.kill_asked)
+
+    def _rank_state(self, now: float, state: RankState) -> list[Alert]:
+        alerts = self._hang.state(now, state)
+        if state.state == "gone":
+            alerts += self._death.gone(now, state, self._tracker.kill_asked)
+        if state.state in ("gone", "finished"):
+            alerts += self._slow.drop(now, state.rank)
+        return alerts
+
+    def _run_state(self, now: float, state: RunState) -> list[Alert]:
+        if state.state not in _OVER:
+            return []
+        return self._health.ended(now, state, self._tracker.stepped, len(self._tracker.ranks))

@@ -1,0 +1,201 @@
+"""Failures and deaths: the first one is the alert, what follows from it is its evidence.
+
+- An exception that left the script's main thread raises ``failure`` with its traceback (``oom`` takes those for want of
+  memory). One that only tells of a lost peer ("connection closed by peer", a broken communicator) waits 3 s for the
+  peer's own death or failure, and becomes part of that when it comes.
+- A process that is gone without a goodbye raises ``died``, with its exit code or signal in words and the last lines of
+  its log (those that arrive within 3 s too). After a failure of the same rank it only adds the exit status to that.
+- Within 60 s of the first trouble other ranks that end by SIGTERM, SIGINT, SIGKILL or SIGABRT, or for a lost peer, are
+  counted as what followed: DeepSpeed's and torchrun's launchers end all ranks of a node when one exits non-zero.
+- A death that a person asked for (kill) is information about that rank; of a whole run it is no alert at all.
+"""
+
+from collections import deque
+
+from ....protocol.control import Alert, RankState
+from ....protocol.telemetry import Failure, LogLine
+from ....protocol.text import duration
+from .book import AlertBook, Key
+from .oom import TRACEBACK_LIMIT, OomDetector
+from .words import ending_in_words, signal_hint
+
+LOG_LINES = 12
+HELD_S = 3.0
+CONSEQUENCE_S = 60.0
+
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "connection refused",
+    "nccl communicator was aborted",
+    "ncclremoteerror",
+    "remote process exited",
+    "socket closed",
+    "connectionreseterror",
+)
+_FOLLOWING_SIGNALS = {2, 6, 9, 15}
+_FOLLOWING_CODES = {128 + number for number in _FOLLOWING_SIGNALS}
+
+
+def _lost_peer(error: str) -> bool:
+    lowered = error.lower()
+    return any(words in lowered for words in _LOST_PEER)
+
+
+class DeathDetector:
+    """Turns failures and deaths of ranks into alerts (rules: this module's docstring)."""
+
+    def __init__(self, book: AlertBook, oom: OomDetector) -> None:
+        self._book = book
+        self._oom = oom
+        self._logs: dict[int, deque[str]] = {}
+        self._held: list[tuple[float, Failure]] = []
+        self._failed: dict[int, Key] = {}
+        self._first: tuple[float, Key] | None = None
+        """When trouble began, and the alert that says so."""
+        self._followers: dict[str, str] = {}
+        self._awaiting_logs: dict[int, tuple[float, Key]] = {}
+
+    def log(self, line: LogLine) -> None:
+        """Keep a rank's last lines."""
+        lines = self._logs.get(line.rank)
+        if lines is None:
+            lines = self._logs[line.rank] = deque(maxlen=LOG_LINES)
+        lines.append(line.text)
+
+    def trouble(self, t: float, key: Key) -> None:
+        """Note that an alert of another detector (out of memory) may be where the trouble began."""
+        if self._first is None or t - self._first[0] > CONSEQUENCE_S:
+            self._first = (t, key)
+            self._followers = {}
+        if key[1] is not None:
+            self._failed[key[1]] = key
+
+    def failure(self, t: float, failure: Failure, kill_asked: set[int]) -> list[Alert]:
+        """Take in an exception that ended a rank's script."""
+        if -1 in kill_asked and (
+            _lost_peer(failure.error) or failure.error.startswith(("KeyboardInterrupt", "SystemExit"))
+        ):
+            return []
+        if _lost_peer(failure.error):
+            if self._recent(t):
+                return self._followed(t, failure.rank, failure.error)
+            self._held.append((t, failure))
+            return []
+        return self._raise_failure(t, failure)
+
+    def gone(self, t: float, state: RankState, kill_asked: set[int]) -> list[Alert]:
+        """Take in that a rank's process is gone."""
+        rank = state.rank
+        ending = ending_in_words(state.exit_code, state.signal)
+        known = self._failed.get(rank)
+        if known is not None:
+            return self._book.annotate(
+                t, known, {"ended": ending}, "" if ending.endswith("unknown") else f"It ended: {ending}."
+            )
+        if -1 in kill_asked:
+            return []
+        asked = rank in kill_asked
+        died: Key = ("died", rank, "", "process")
+        if self._book.get(died) is None and not asked and self._recent(t) and self._follows(state):
+            return self._followed(t, rank, ending)
+        if self._first is None or t - self._first[0] > CONSEQUENCE_S:
+            self._first = (t, died)
+            self._followers = {}
+        signal = state.signal or (-state.exit_code if state.exit_code is not None and state.exit_code < 0 else None)
+        hint = signal_hint(signal) if signal else ""
+        how = ending if ending.startswith("killed") else f"ended: {ending}"
+        self._awaiting_logs[rank] = (t, died)
+        alerts = self._book.raise_alert(
+            t,
+            "died",
+            "info" if asked else "error",
+            f"rank {rank} {how}{', as asked' if asked else ''}",
+            rule="process",
+            rank=rank,
+            text=(
+                f"The process of rank {rank} (pid {state.pid}) is gone without having said goodbye: {ending}."
+                f"{f' Possibly: {hint}.' if hint and not asked else ''} The other ranks cannot go on without it; "
+                "DeepSpeed's launcher ends them too."
+            ),
+            evidence={
+                "pid": state.pid,
+                "exit_code": state.exit_code,
+                "signal": state.signal,
+                "log": list(self._logs.get(rank, ())),
+            },
+            repeat=False,
+        )
+        return alerts + self._release(t)
+
+    def tick(self, now: float) -> list[Alert]:
+        """Let go of what was held back for long enough."""
+        alerts: list[Alert] = []
+        if self._held and now - self._held[0][0] > HELD_S:
+            first, *rest = self._held
+            self._held = rest
+            alerts += self._raise_failure(now, first[1])
+        for rank, (since, key) in list(self._awaiting_logs.items()):
+            if now - since > HELD_S:
+                del self._awaiting_logs[rank]
+                alerts += self._book.annotate(now, key, {"log": list(self._logs.get(rank, ()))})
+        return alerts
+
+    def restore(self, alert: Alert) -> None:
+        """Take in a failure's or death's alert of the recording."""
+        key: Key = (alert.kind, alert.rank, alert.phase, str(alert.evidence.get("rule", "")))
+        if alert.kind in ("failure", "oom") and alert.rank is not None and alert.resolved is None:
+            self._failed[alert.rank] = key
+        self._first = (alert.time, key)
+
+    def _raise_failure(self, t: float, failure: Failure) -> list[Alert]:
+        taken = self._oom.failure(t, failure)
+        if taken is not None:
+            key = self._oom.standing(failure.rank)
+            if key is not None:
+                self.trouble(t, key)
+            return taken + self._release(t)
+        key = ("failure", failure.rank, failure.phase, "exception")
+        self.trouble(t, key)
+        where = f" in {failure.phase}" if failure.phase else ""
+        alerts = self._book.raise_alert(
+            t,
+            "failure",
+            "error",
+            f"rank {failure.rank} failed{where}: {failure.error}"[:240],
+            rule="exception",
+            rank=failure.rank,
+            step=failure.step,
+            phase=failure.phase,
+            text=f"An exception left the script in step {failure.step}: {failure.error}.",
+            evidence={
+                "error": failure.error,
+                "traceback": failure.traceback[-TRACEBACK_LIMIT:],
+                "log": list(self._logs.get(failure.rank, ())),
+            },
+        )
+        return alerts + self._release(t)
+
+    def _recent(self, t: float) -> bool:
+        return self._first is not None and t - self._first[0] <= CONSEQUENCE_S
+
+    @staticmethod
+    def _follows(state: RankState) -> bool:
+        code = state.exit_code
+        if state.signal is not None:
+            return state.signal in _FOLLOWING_SIGNALS
+        return code is None or code in _FOLLOWING_CODES or -code in _FOLLOWING_SIGNALS or code == 1
+
+    def _followed(self, t: float, rank: int, how: str) -> list[Alert]:
+        if self._first is None:
+            return []
+        since, key = self._first
+        if len(self._followers) < 64:
+            self._followers[str(rank)] = f"{how} after {duration(max(0.0, t - since))}"
+        return self._book.annotate(t, key, {"then": dict(self._followers)})
+
+    def _release(self, t: float) -> list[Alert]:
+        """Something primary has come up: what was held back followed from it."""
+        held, self._held = self._held, []
+        return [alert for _, failure in held for alert in self._followed(t, failure.rank, failure.error)]
