@@ -242,6 +242,8 @@ def _check_fault(loaded: Loaded, ranks: int) -> None:
 
 def _is_path(name: str) -> bool:
     """Tell a local path from a hub name such as ``Qwen/Qwen2.5-0.5B``."""
+    if not name:
+        return False
     return name.startswith(("/", "./", "../", "~")) or Path(name).is_dir() or name.count("/") > 1
 
 
@@ -250,7 +252,7 @@ def _absolute(path: str) -> str:
 
 
 def _absolute_if_folder(name: str) -> str:
-    return _absolute(name) if name and _is_path(name) else name
+    return _absolute(name) if _is_path(name) else name
 
 
 def _resume_path(resume: str) -> str:

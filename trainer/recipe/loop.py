@@ -4,12 +4,14 @@ import logging
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from ...protocol.rundir import RUN_ENV
 from . import checkpoint, data, faults, model, optimizer, settings, tokenizer
@@ -27,7 +29,7 @@ def train(config: Config) -> None:
     Raises:
         ConfigError: something in the configuration turned out not to hold.
     """
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    _quieten()
     world = World()
     try:
         _Run(config, world).go()
@@ -40,6 +42,13 @@ def output_folder(config: Config) -> Path:
     if config.output.dir:
         return Path(config.output.dir)
     return Path(os.environ.get(RUN_ENV, ".")).absolute() / "output"
+
+
+def _quieten() -> None:
+    """Keep libraries' chatter out of the log: progress bars, notes on start-up, deprecations between libraries."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed|deepspeed")
 
 
 class _Run:
