@@ -129,7 +129,11 @@ class Names:
 
 
 def sample_from_row(row: Sequence[Any], device: Row, processes: dict[int, Row]) -> DeviceSample:
-    """Rebuild a device sample from its row, its device's row of ``device_names`` (less the number), and all processes."""
+    """Rebuild a device sample from its row, its device's row of ``device_names`` (less the number), and all processes.
+
+    Raises:
+        KeyError: a process is not among ``processes``.
+    """
     host, kind, index, name, uuid, total_bytes, power_limit_w = device
     flat = _decode_processes(row[11]) if row[11] else []
     return DeviceSample(
@@ -151,6 +155,6 @@ def sample_from_row(row: Sequence[Any], device: Row, processes: dict[int, Row]) 
         processes=[
             ProcessMemory(pid=pid, used_bytes=used, rank=rank, name=process)
             for number, used in zip(flat[::2], flat[1::2], strict=True)
-            for pid, rank, process in [processes.get(number, (0, None, ""))]
+            for pid, rank, process in [processes[number]]
         ],
     )

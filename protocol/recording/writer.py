@@ -21,6 +21,7 @@ from ..process import this_process
 from ..rundir import RunFile
 from ..telemetry import DeviceSample, Heartbeat, Hello, LogLine, Step
 from ..wire import RESTART_LEAP, VERSION, Message
+from .opening import check_continuable
 from .rollup import INSERT_ROLLUP, Rollups
 from .rows import INSERTS, Names, Row, alert_row, event_row, hello_row, log_row
 from .schema import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES
@@ -34,6 +35,8 @@ RETRY_S = 2.0
 
 _BULKY = ("steps", "device_samples", "logs")
 _INSERTS = {"steps": INSERT_STEP, "extra_phases": INSERT_EXTRA, "rollups": INSERT_ROLLUP, **INSERTS}
+_UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
+"""What SQLite says to a value that no column can hold."""
 _NOT_RECORDED = (Heartbeat, Query, Answer)
 
 
@@ -79,6 +82,8 @@ class Writer:
         self._retry_at = 0.0
         self._gap: tuple[float, float, int, str] | None = None
         there = self.bytes > 0
+        if there:
+            check_continuable(self.path)
         if not self._try_open() and there:
             # Unknown what is in the file: number from where no earlier hub can have come.
             self.next_seq = int(time.time()) << 20
@@ -156,11 +161,9 @@ class Writer:
         try:
             connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=1.0)
             self._prepare(connection)
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, RecordingError) as error:
             if connection is not None:
                 connection.close()
-            if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_NOTADB:
-                raise RecordingError(f"{self.path}: is not an ftmon recording; move it out of the way") from None
             self._fail(error)
             return False
         self._connection = connection
@@ -169,37 +172,23 @@ class Writer:
     def _prepare(self, connection: sqlite3.Connection) -> None:
         connection.execute("PRAGMA page_size=8192")
         known = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] > 0
-        if known:
-            self._check(connection)
+        if not known:
+            # Before there is a write-ahead log: the file alone says what it is, whatever becomes of the log.
+            connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            connection.execute("BEGIN IMMEDIATE")
+            for statement in STATEMENTS:
+                connection.execute(statement)
+            self._put(connection, **_describe(self._run))
+            connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode=WAL")
         # In WAL mode NORMAL keeps the file whole through a crash of the machine; only the last second may be missing.
         connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint=2000")
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            if not known:
-                connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
-                connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-                for statement in STATEMENTS:
-                    connection.execute(statement)
-                self._put(connection, **_describe(self._run))
-            process = this_process()
-            self._put(connection, writer_pid=process.pid, writer_start_ticks=process.start_ticks, closed="")
-            connection.execute("COMMIT")
-        except BaseException:
-            connection.rollback()
-            raise
         if known:
             self._continue(connection)
-
-    def _check(self, connection: sqlite3.Connection) -> None:
-        if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
-            raise RecordingError(f"{self.path}: is not an ftmon recording; move it out of the way")
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version != SCHEMA_VERSION:
-            raise RecordingError(
-                f"{self.path}: has recording schema {version}, this ftmon writes {SCHEMA_VERSION}; move it away"
-            )
+        process = this_process()
+        self._put(connection, writer_pid=process.pid, writer_start_ticks=process.start_ticks, closed="")
 
     def _continue(self, connection: sqlite3.Connection) -> None:
         """Take up where an earlier writer of this file left off."""
@@ -263,7 +252,7 @@ class Writer:
         connection.execute("SAVEPOINT rows")
         try:
             connection.executemany(_INSERTS[table], rows)
-        except (OverflowError, ValueError, sqlite3.ProgrammingError):
+        except _UNFIT:
             connection.execute("ROLLBACK TO rows")
         else:
             connection.execute("RELEASE rows")
@@ -273,7 +262,7 @@ class Writer:
         for row in rows:
             try:
                 connection.execute(_INSERTS[table], row)
-            except (OverflowError, ValueError, sqlite3.ProgrammingError):
+            except _UNFIT:
                 lost += table in STREAM_TABLES
         return lost
 
@@ -293,6 +282,7 @@ class Writer:
             try:
                 self._connection.rollback()
             except sqlite3.Error:
+                self._connection.close()
                 self._connection = None
 
     def _let_go(self) -> None:

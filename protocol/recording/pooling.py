@@ -1,0 +1,157 @@
+"""Long windows out of a recording: from the finest pooled rows that are few enough, and single steps at the edges."""
+
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+from ..telemetry import STEP_PHASES
+from .results import MemoryColumn, StepPoint
+from .schema import ROLLUP_SIZES
+
+Row = tuple[Any, ...]
+
+_PHASES = ", ".join([f"{phase}_host_us" for phase in STEP_PHASES] + [f"{phase}_device_us" for phase in STEP_PHASES])
+_POINT = (
+    "t, {step}, {count}, host_us, {longest}, device_us, loss, allocated_peak, reserved_peak, resident_peak, " + _PHASES
+)
+_STEP_POINT = _POINT.format(step="step", count="1", longest="host_us")
+_ROLLUP_POINT = _POINT.format(step="max_step", count="count", longest="max_host_us")
+
+_MEMORY = (
+    "min({first}), max({last}), cast(({t} - :t0) / :width AS INTEGER) AS at, "
+    "max(allocated_peak), max(reserved_peak), max(resident_peak)"
+)
+_STEP_MEMORY = _MEMORY.format(first="seq", last="seq", t="t")
+_ROLLUP_MEMORY = _MEMORY.format(first="first_seq", last="last_seq", t="peak_t")
+
+_IN_ROLLUPS = "FROM rollups WHERE level = :level AND rank = :rank AND last_seq BETWEEN :first AND :last"
+_WHOLE = f"{_IN_ROLLUPS} AND first_seq >= :first"
+_IN_STEPS = "FROM steps WHERE rank = :rank AND seq BETWEEN :first AND :last"
+
+MEMORY_ROWS = 30_000
+"""Pooled rows that one answer about memory reads, where that keeps two to a column."""
+MEMORY_ROWS_LIMIT = 150_000
+STEP_COST = 5
+"""How many pooled rows can be read in the time of one step, whose row is wider."""
+
+
+class Window:
+    """A stretch of a recording between two stream numbers, inclusive."""
+
+    def __init__(self, connection: sqlite3.Connection, first: int, last: int) -> None:
+        self._connection = connection
+        self._first = first
+        self._last = last
+
+    def _count(self, level: int, rank: int) -> int:
+        bind = {"level": level, "rank": rank, "first": self._first, "last": self._last}
+        return self._connection.execute(f"SELECT count(*) {_IN_ROLLUPS}", bind).fetchone()[0]
+
+    def points(self, rank: int, limit: int) -> list[StepPoint]:
+        """Give a rank's steps as at most ``limit`` points."""
+        level = len(ROLLUP_SIZES) - 1
+        while level >= 0:
+            size = ROLLUP_SIZES[level] // (ROLLUP_SIZES[level - 1] if level else 1)
+            if (self._count(level, rank) + 1) * size > 8 * limit:
+                break
+            level -= 1
+        rows = self._point_rows(rank, self._first, self._last, level)
+        group = -(-len(rows) // limit)
+        return [_point(rows[at : at + group]) for at in range(0, len(rows), group)] if rows else []
+
+    def _point_rows(self, rank: int, first: int, last: int, level: int) -> list[Row]:
+        if first > last:
+            return []
+        bind = {"level": level, "rank": rank, "first": first, "last": last}
+        if level < 0:
+            return self._connection.execute(f"SELECT {_STEP_POINT} {_IN_STEPS} ORDER BY seq", bind).fetchall()
+        query = f"SELECT first_seq, last_seq, {_ROLLUP_POINT} {_WHOLE} ORDER BY last_seq"
+        rows = self._connection.execute(query, bind).fetchall()
+        if not rows:
+            return self._point_rows(rank, first, last, level - 1)
+        return [
+            *self._point_rows(rank, first, rows[0][0] - 1, level - 1),
+            *(row[2:] for row in rows),
+            *self._point_rows(rank, rows[-1][1] + 1, last, level - 1),
+        ]
+
+    def memory(
+        self, ranks: Sequence[int], t0: float, width: float, columns: int
+    ) -> dict[tuple[int, int], MemoryColumn]:
+        """Give the memory peaks of all ranks by rank and column; a column is ``width`` seconds from ``t0`` on."""
+        level = self._memory_level(ranks, columns)
+        found: dict[tuple[int, int], MemoryColumn] = {}
+        for rank in ranks:
+            for _, _, at, allocated, reserved, resident in self._memory_rows(
+                rank, self._first, self._last, level, {"t0": t0, "width": width}
+            ):
+                key = (rank, min(max(at, 0), columns - 1))
+                other = found.get(key)
+                if other is not None:
+                    allocated, reserved = max(allocated, other.allocated_peak), max(reserved, other.reserved_peak)
+                    resident = max(resident or 0, other.resident_peak or 0) or None
+                found[key] = MemoryColumn(*key, allocated, reserved, resident)
+        return found
+
+    def _memory_level(self, ranks: Sequence[int], columns: int) -> int:
+        """Choose the finest level that is affordable; -1 for single steps."""
+        level = len(ROLLUP_SIZES) - 1
+        # Ranks step together: a few speak for all.
+        count = max((self._count(level, rank) for rank in ranks[:3]), default=0)
+        while level >= 0:
+            if level:
+                finer = cost = max((self._count(level - 1, rank) for rank in ranks[:3]), default=0)
+            else:
+                finer = (count + 1) * ROLLUP_SIZES[0]
+                cost = finer * STEP_COST
+            limit = MEMORY_ROWS if count >= 2 * columns else MEMORY_ROWS_LIMIT
+            if cost * len(ranks) > limit:
+                return level
+            level, count = level - 1, finer
+        return -1
+
+    def _memory_rows(self, rank: int, first: int, last: int, level: int, place: dict[str, float]) -> list[Row]:
+        if first > last:
+            return []
+        bind = {"level": level, "rank": rank, "first": first, "last": last, **place}
+        if level < 0:
+            return self._connection.execute(f"SELECT {_STEP_MEMORY} {_IN_STEPS} GROUP BY at", bind).fetchall()
+        rows = self._connection.execute(f"SELECT {_ROLLUP_MEMORY} {_WHOLE} GROUP BY at", bind).fetchall()
+        if not rows:
+            return self._memory_rows(rank, first, last, level - 1, place)
+        return [
+            *self._memory_rows(rank, first, min(row[0] for row in rows) - 1, level - 1, place),
+            *rows,
+            *self._memory_rows(rank, max(row[1] for row in rows) + 1, last, level - 1, place),
+        ]
+
+
+def _point(rows: Sequence[Row]) -> StepPoint:
+    columns = list(zip(*rows, strict=True))
+    count = sum(columns[2])
+    losses = [(loss, n) for loss, n in zip(columns[6], columns[2], strict=True) if loss is not None]
+    phases = len(STEP_PHASES)
+    return StepPoint(
+        t=columns[0][-1],
+        step=columns[1][-1],
+        count=count,
+        host_ms=sum(columns[3]) / count / 1e3,
+        max_host_ms=max(columns[4]) / 1e3,
+        device_ms=_mean_ms(columns[5], count),
+        loss=sum(loss * n for loss, n in losses) / sum(n for _, n in losses) if losses else None,
+        allocated_peak=max(columns[7]),
+        reserved_peak=max(columns[8]),
+        resident_peak=max((value for value in columns[9] if value is not None), default=None),
+        phase_ms=_by_phase(columns[10 : 10 + phases], count),
+        phase_device_ms=_by_phase(columns[10 + phases :], count),
+    )
+
+
+def _mean_ms(values: Sequence[int | None], count: int) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / count / 1e3 if known else None
+
+
+def _by_phase(columns: Sequence[Sequence[int | None]], count: int) -> dict[str, float]:
+    means = {name: _mean_ms(column, count) for name, column in zip(STEP_PHASES, columns, strict=True)}
+    return {name: mean for name, mean in means.items() if mean is not None}

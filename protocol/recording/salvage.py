@@ -1,0 +1,129 @@
+"""Reads what is left of a damaged recording into a new file.
+
+Tables keyed by ``seq`` only grow at their end, so a file cut short has lost their newest rows and the rest can be read
+in order of ``seq``. Indexes and pooled rows are made anew; they are spread over the whole file and cannot be trusted.
+"""
+
+import sqlite3
+from pathlib import Path
+
+from .rollup import INSERT_ROLLUP, Rollups
+from .rows import Row
+from .schema import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS
+
+_KEYED_TABLES = (
+    "steps",
+    "device_samples",
+    "device_names",
+    "process_names",
+    "alerts",
+    "logs",
+    "ranks",
+    "events",
+    "clock",
+    "gaps",
+)
+_OTHER_TABLES = ("meta", "extra_phases")
+_CHUNK = 16_384
+
+
+def salvage(path: Path, target: Path) -> sqlite3.Connection:
+    """Copy every row that can be read from ``path`` into a new recording at ``target``; return it, open.
+
+    Raises:
+        sqlite3.Error: not even the list of tables can be read.
+    """
+    connection = sqlite3.connect(target, uri=True, check_same_thread=False, isolation_level=None)
+    try:
+        connection.execute("PRAGMA journal_mode=OFF")
+        connection.execute("PRAGMA synchronous=OFF")
+        for statement in STATEMENTS:
+            connection.execute(statement)
+        connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        # A file shorter than its header says is refused, unless this is set (lockBtree in SQLite's btree.c).
+        connection.execute("PRAGMA writable_schema=ON")
+        log = Path(f"{path}-wal")
+        options = "mode=ro" if log.exists() and log.stat().st_size else "mode=ro&immutable=1"
+        connection.execute("ATTACH ? AS torn", (f"{path.absolute().as_uri()}?{options}",))
+        if not connection.execute("SELECT count(*) FROM torn.sqlite_schema WHERE type = 'table'").fetchone()[0]:
+            raise sqlite3.DatabaseError("it has no tables")
+        for table in _KEYED_TABLES:
+            _copy_keyed(connection, table)
+        for table in _OTHER_TABLES:
+            _copy_other(connection, table)
+        _pool_again(connection)
+        connection.execute("DETACH torn")
+        connection.execute("PRAGMA writable_schema=OFF")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _columns(connection: sqlite3.Connection, table: str) -> str:
+    """Name the columns that both files have: a recording may have more, or lack some, than this version knows."""
+    known = [row[1] for row in connection.execute(f"PRAGMA main.table_info({table})")]
+    there = {row[1] for row in connection.execute(f"PRAGMA torn.table_info({table})")}
+    return ", ".join(f'"{name}"' for name in known if name in there)
+
+
+def _copy_keyed(connection: sqlite3.Connection, table: str) -> None:
+    columns = _columns(connection, table)
+    if not columns:
+        return
+    copy = (
+        f"INSERT INTO main.{table}({columns}) SELECT {columns} FROM torn.{table} WHERE rowid > ? ORDER BY rowid LIMIT ?"
+    )
+    newest = f"SELECT max(rowid) FROM main.{table}"
+    at, limit = -(1 << 62), _CHUNK
+    while True:
+        try:
+            connection.execute(copy, (at, limit))
+        except sqlite3.DatabaseError:
+            if limit > 1:
+                limit //= 2
+                continue
+            ahead = _next_readable(connection, table, at)
+            if ahead is None:
+                return
+            at = ahead - 1
+            continue
+        last = connection.execute(newest).fetchone()[0]
+        if last is None or last <= at:
+            return
+        at = last
+        limit = min(limit * 2, _CHUNK)
+
+
+def _next_readable(connection: sqlite3.Connection, table: str, after: int) -> int | None:
+    """Find a row beyond a hole, by leaps that double; None when the rest cannot be read either."""
+    for power in range(48):
+        beyond = max(after, 0) + (1 << power)
+        try:
+            query = f"SELECT rowid FROM torn.{table} WHERE rowid > ? ORDER BY rowid LIMIT 1"
+            found = connection.execute(query, (beyond,)).fetchone()
+        except sqlite3.DatabaseError:
+            continue
+        return found[0] if found else None
+    return None
+
+
+def _copy_other(connection: sqlite3.Connection, table: str) -> None:
+    columns = _columns(connection, table)
+    if not columns:
+        return
+    insert = f"INSERT INTO main.{table}({columns}) VALUES ({', '.join('?' * (columns.count(',') + 1))})"
+    try:
+        for row in connection.execute(f"SELECT {columns} FROM torn.{table}"):
+            connection.execute(insert, row)
+    except sqlite3.DatabaseError:
+        return
+
+
+def _pool_again(connection: sqlite3.Connection) -> None:
+    pooled: list[Row] = []
+    rollups = Rollups(pooled.append)
+    for row in connection.execute("SELECT * FROM main.steps ORDER BY seq"):
+        rollups.add(row)
+    connection.executemany(INSERT_ROLLUP, pooled)
