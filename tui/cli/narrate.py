@@ -32,6 +32,7 @@ class Narrator:
         self._alerts: dict[int, bool] = {}
         self._alerts_version = 0
         self._logs_version = 0
+        self._log_seq = 0
 
     def tell(self, model: RunModel) -> Iterator[str]:
         """Yield the lines, mostly none, that say what is new in ``model`` since the last call."""
@@ -62,9 +63,15 @@ class Narrator:
         return late or model.step == model.total_steps
 
     def _output(self, model: RunModel) -> Iterator[str]:
-        news = model.logs.version - self._logs_version
+        if model.logs.version == self._logs_version:
+            return
+        # A model that was made anew after a late join counts its lines anew; numbers of the stream go on.
+        news = model.logs.version - (self._logs_version if model.logs.version > self._logs_version else 0)
         self._logs_version = model.logs.version
-        for line in model.logs.select(limit=news) if news else ():
+        for line in model.logs.select(limit=news):
+            if line.seq <= self._log_seq:
+                continue
+            self._log_seq = line.seq
             source = "launcher" if line.rank < 0 else f"rank {line.rank}"
             yield f"{source}| {sanitize(line.text)}"
 

@@ -78,7 +78,6 @@ def _add_starting(commands: "Commands") -> None:
     )
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="such as: deepspeed train.py")
     run.add_argument("--no-logs", action="store_true", help="leave the ranks' output where the script sends it")
-    run.add_argument("--no-allocator-events", action="store_true", help="do not sample the allocator's own trace")
     _start_options(run)
 
 
@@ -151,6 +150,7 @@ def _overrides(parser: argparse.ArgumentParser) -> None:
 def _start_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="what the run is called")
     parser.add_argument("--listen", metavar="HOST:PORT", help="also let other hosts attach, encrypted and by key")
+    parser.add_argument("--no-allocator-events", action="store_true", help="do not sample the allocator's own trace")
     parser.add_argument("--detach", action="store_true", help="start it and return at once")
     _view_options(parser)
 

@@ -38,7 +38,8 @@ def run(arguments: Namespace) -> int:
     if not arguments.command:
         raise UsageError("run needs a command after '--', as in: ftmon run -- deepspeed train.py")
     words = ["run", *_common(arguments)]
-    words += [f"--{option}" for option in ("no-logs", "no-allocator-events") if _given(arguments, option)]
+    if arguments.no_logs:
+        words.append("--no-logs")
     return _start_and_watch(arguments, lambda: start_run(SCRIPT, [*words, "--", *arguments.command]))
 
 
@@ -49,10 +50,8 @@ def _common(arguments: Namespace) -> Iterator[str]:
         yield from ("--listen", arguments.listen)
     if arguments.read_only:
         yield "--read-only"
-
-
-def _given(arguments: Namespace, option: str) -> bool:
-    return bool(getattr(arguments, option.replace("-", "_")))
+    if arguments.no_allocator_events:
+        yield "--no-allocator-events"
 
 
 def _start_and_watch(arguments: Namespace, start: Callable[[], RunDir]) -> int:

@@ -1,0 +1,75 @@
+"""Every fault of ``ftmon demo --fault`` is real: flagged with its own alert, and the run ends as it must."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.rundir import RunDir
+from ftmon_process import Ftmon, follow_to_end, ftmon_home, wait_until, wait_until_nothing_is_left
+
+FAULT_STEP = 8
+"""Late enough for a history to compare with; the demo's own default is later."""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Ftmon]:
+    with ftmon_home(tmp_path / "home") as ftmon:
+        yield ftmon
+
+
+def alerts(run: RunDir) -> dict[str, str]:
+    """Return the recorded alerts: kind to title."""
+    return {alert.kind: alert.title for alert in Reader(run.recording).alerts()}
+
+
+def standing(home: Ftmon, kind: str) -> str:
+    """Wait for an alert of a live run; return its title."""
+    run = home.newest()
+    found = wait_until(f"alert {kind}", lambda: run.recording.exists() and alerts(run).get(kind), every=0.5)
+    return str(found)
+
+
+def demo(home: Ftmon, fault: str, steps: int) -> tuple[int, str]:
+    done = home.run("demo", "--fault", f"{fault}:rank=1,step={FAULT_STEP}", "--steps", str(steps))
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_spike_in_the_optimizer_step_is_flagged_and_training_goes_on(home: Ftmon) -> None:
+    status, text = demo(home, "spike", FAULT_STEP + 4)
+    assert status == 0, text
+    assert "rank 1" in alerts(home.newest())["spike"], text
+    assert "spike: " in text
+
+
+def test_a_slow_rank_is_named_and_training_goes_on(home: Ftmon) -> None:
+    status, text = demo(home, "slow", FAULT_STEP + 12)
+    assert status == 0, text
+    assert "rank 1" in alerts(home.newest())["slow"], text
+
+
+def test_an_allocation_that_fails_is_an_oom_and_the_run_fails(home: Ftmon) -> None:
+    status, text = demo(home, "oom", FAULT_STEP + 4)
+    assert status == 1, text
+    assert "rank 1" in alerts(home.newest())["oom"], text
+    wait_until_nothing_is_left(home.newest())
+
+
+def test_a_rank_that_dies_is_named_with_its_end_and_the_run_fails(home: Ftmon) -> None:
+    status, text = demo(home, "crash", FAULT_STEP + 4)
+    assert status == 1, text
+    assert "rank 1" in alerts(home.newest())["died"], text
+    wait_until_nothing_is_left(home.newest())
+
+
+@pytest.mark.parametrize("fault", ["hang", "stop"])
+def test_a_rank_that_stands_still_is_named_and_kill_leaves_nothing(home: Ftmon, fault: str) -> None:
+    demo = home.start("demo", "--fault", f"{fault}:rank=1,step={FAULT_STEP}", "--steps", "400")
+    title = standing(home, "hang")
+    assert "rank 1" in title
+    killed = home.run("kill", home.newest().id, "--yes", seconds=60)
+    assert killed.returncode == 0, killed.stdout + killed.stderr
+    assert "nothing is left of the run" in killed.stdout
+    status, output, errors = follow_to_end(demo, 60)
+    assert status == 130, output + errors
+    wait_until_nothing_is_left(home.newest())

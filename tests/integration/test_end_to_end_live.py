@@ -1,0 +1,103 @@
+"""A live run through the real executable: detach, attach, late join, a lost hub, a stop, wrong requests."""
+
+import json
+import signal
+from collections.abc import Iterator
+
+import pytest
+from ftmon.protocol.process import is_alive
+from ftmon.protocol.rundir import RunDir
+from ftmon_process import Ftmon, follow_to_end, ftmon_home, hub_is_alive, lines_with, wait_until
+
+ENDLESS = "100000"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ftmon]:
+    with ftmon_home(tmp_path_factory.mktemp("home")) as ftmon:
+        yield ftmon
+
+
+@pytest.fixture(scope="module")
+def run(home: Ftmon) -> RunDir:
+    """One demo that trains until the last test of this file stops it."""
+    started = home.run("demo", "--steps", ENDLESS, "--name", "endless", "--detach", seconds=60)
+    assert started.returncode == 0, started.stderr
+    found = home.newest()
+    assert f"ftmon attach {found.id}" in started.stdout
+    wait_until("the first steps", lambda: steps_done(home, found) >= 3, every=1.0)
+    return found
+
+
+def steps_done(home: Ftmon, run: RunDir) -> int:
+    return int(home.status(run.id).get("step") or 0)
+
+
+def test_a_detached_run_trains_on(home: Ftmon, run: RunDir) -> None:
+    before = steps_done(home, run)
+    wait_until("more steps", lambda: steps_done(home, run) > before, 60, every=0.5)
+
+
+def test_a_late_follower_is_told_the_present_and_leaves_without_harm(home: Ftmon, run: RunDir) -> None:
+    follower = home.start("attach", run.id)
+    assert follower.stdout is not None
+    for line in follower.stdout:
+        if " step " in line:
+            break
+    follower.send_signal(signal.SIGINT)
+    status, output, errors = follow_to_end(follower, 30)
+    assert status == 130, errors
+    assert f"attach again: ftmon attach {run.id}" in output
+    before = steps_done(home, run)
+    wait_until("more steps after the follower left", lambda: steps_done(home, run) > before, 60, every=0.5)
+
+
+def test_ls_shows_it_live(home: Ftmon, run: RunDir) -> None:
+    (entry,) = json.loads(home.run("ls", "--json", seconds=60).stdout)
+    assert (entry["id"], entry["live"]) == (run.id, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["kill", "endless", "--rank", "7", "--yes"], "no rank 7"),
+        (["kill", "nosuch", "--yes"], "no run is called 'nosuch'"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_harms_nothing(
+    home: Ftmon, run: RunDir, words: list[str], complaint: str
+) -> None:
+    done = home.run(*words, seconds=60)
+    assert done.returncode in (1, 2)
+    assert complaint in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert hub_is_alive(run)
+
+
+def test_training_outlives_its_hub_and_a_new_one_has_the_whole_history(home: Ftmon, run: RunDir) -> None:
+    follower = home.start("attach", run.id)
+    old = run.living_hub()
+    assert old is not None
+    before = steps_done(home, run)
+    old_process = old.process
+    import os
+
+    os.kill(old_process.pid, signal.SIGKILL)
+    wait_until("the old hub gone", lambda: not is_alive(old_process), 10)
+    wait_until("a new hub", lambda: hub_is_alive(run), 60)
+    wait_until("steps past those before", lambda: steps_done(home, run) > before, 60, every=0.5)
+    assert follower.poll() is None, "the follower survives the loss of its hub"
+    follower.send_signal(signal.SIGINT)
+    follow_to_end(follower, 30)
+
+
+def test_stop_ends_it_in_order_and_the_follower_is_told(home: Ftmon, run: RunDir) -> None:
+    follower = home.start("attach", run.id)
+    assert follower.stdout is not None
+    next(line for line in follower.stdout if " step " in line)
+    stopped = home.run("stop", run.id, seconds=60)
+    assert stopped.returncode == 0, stopped.stderr
+    status, output, errors = follow_to_end(follower, 120)
+    assert status == 0, output + errors
+    assert lines_with(output, ["stopped"])
+    assert lines_with(output, ["checkpoint: ", "checkpoint.resume="])

@@ -1,0 +1,67 @@
+"""``ftmon run`` on scripts that know nothing of ftmon, and what it says of commands that cannot work."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.recording.reader import Reader
+from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
+
+SCRIPTS = Path(__file__).parents[1] / "support"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Ftmon]:
+    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
+        yield ftmon
+
+
+def deepspeed(ranks: int) -> list[str]:
+    return ["deepspeed", "--num_gpus", str(ranks)]
+
+
+def test_a_plain_deepspeed_loop_is_watched_unchanged(home: Ftmon) -> None:
+    done = home.run("run", "--", *deepspeed(2), str(SCRIPTS / "plain_loop.py"), "6")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lines_with(done.stdout, ["script: step 6 loss"]), "what the script prints is told"
+    assert lines_with(done.stdout, [" step 6"])
+    info = Reader(home.newest().recording).info()
+    assert info.steps == 12
+    assert list(info.ranks) == [0, 1]
+
+
+def test_a_hugging_face_trainer_is_watched_unchanged(home: Ftmon, tmp_path: Path) -> None:
+    done = home.run("run", "--", *deepspeed(2), str(SCRIPTS / "hf_trainer.py"), str(tmp_path / "out"), "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Reader(home.newest().recording).info().steps == 8
+
+
+def test_a_script_that_ends_before_its_first_step_fails_with_its_own_words(home: Ftmon, tmp_path: Path) -> None:
+    script = tmp_path / "early.py"
+    script.write_text("raise SystemExit('no data at /nowhere')\n")
+    done = home.run("run", "--", sys.executable, str(script), seconds=90)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "no data at /nowhere" in done.stdout
+    assert "failed" in done.stdout
+    wait_until_nothing_is_left(home.newest())
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["run", "--", "nosuchprogram", "x"], "nosuchprogram: command not found"),
+        (["run"], "run needs a command after '--'"),
+        (["train"], "train needs CONFIG.yaml"),
+        (["train", "nosuch.yaml"], "nosuch.yaml"),
+        (["demo", "--fault", "earthquake"], "earthquake"),
+        (["demo", "zero.stag=2"], "zero.stag"),
+    ],
+)
+def test_what_cannot_start_is_refused_in_one_line_with_status_2(home: Ftmon, words: list[str], complaint: str) -> None:
+    done = home.run(*words, seconds=90)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("ftmon: ")
+    assert complaint in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert home.runs() == []
