@@ -165,7 +165,7 @@ class SpikeDetector:
 
     def _look(self, rank: _Rank, name: str, history: _PhaseHistory) -> None:
         seen = history.seen
-        history.next_look = seen + (1 if seen < STEADY_STEPS else 3 if seen < 8 else 16)
+        history.next_look = seen + (1 if seen < STEADY_STEPS else 3 if seen < 8 else 16 if seen < WINDOW else WINDOW)
         history.limit = _limit(usual_of(history.recent), name, rank.floor)
 
     def _spike(
