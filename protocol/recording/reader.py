@@ -18,6 +18,7 @@ from ..errors import RecordingError
 from ..process import ProcessId, is_alive
 from ..wire import Frame, Message
 from .opening import Opened, is_damage, open_damaged, open_recording
+from .peaks import peak_seq
 from .pooling import Window
 from .results import MemoryColumn, RecordingInfo, StepPoint
 from .rows import Row, log_from_row, sample_from_row, unpack_body
@@ -77,7 +78,8 @@ class Reader:
     def state_at(self, t: float) -> list[Frame]:
         """Give the fewest messages that, folded in order, make the run's state at ``t``.
 
-        The last of each kind and rank, of each device and of each alert; log lines are left to ``logs``.
+        The last of each kind and rank, of each device and of each alert, and the step of each rank's highest memory
+        peak so far; log lines are left to ``logs``.
         """
         return self._ask(lambda: self._state_at(t))
 
@@ -211,11 +213,18 @@ class Reader:
         seq = self._seq_at(t)
         rows: list[tuple[str, Row]] = []
         for table, key in (("ranks", "rank"), ("steps", "rank"), ("device_samples", "device"), ("alerts", "id")):
-            rows += self._rows_of(table, self._last_of_each(table, key, seq))
+            seqs = self._last_of_each(table, key, seq)
+            if table == "steps":
+                seqs = sorted({*seqs, *self._peak_steps(seq)})
+            rows += self._rows_of(table, seqs)
         for kind in self._types():
             rows += self._rows_of("events", self._last_of_each("events", "rank", seq, kind))
         rows.sort(key=lambda entry: entry[1][0])
         return [frame for table, row in rows if (frame := self._frame(table, row))]
+
+    def _peak_steps(self, seq: int) -> list[int]:
+        found = [peak_seq(self._connection, rank, seq) for rank in self._ranks()]
+        return [number for number in found if number is not None]
 
     def _types(self) -> list[str]:
         """List the types in ``events``, by hopping through its index."""
