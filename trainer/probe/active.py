@@ -3,10 +3,15 @@
 from threading import get_ident
 from typing import TYPE_CHECKING
 
+from .tracker import Counts
+
 if TYPE_CHECKING:
     from .probe import Probe
 
 probe: "Probe | None" = None
+forked = False
+"""This process is a fork of a rank, or of what may have become one: it never gets a probe."""
+counts = Counts()
 
 
 def mine() -> "Probe | None":

@@ -20,7 +20,18 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class _Mallinfo2(ctypes.Structure):
     _fields_: ClassVar = [
         (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
     ]
 
 

@@ -86,7 +86,9 @@ class CudaMemory:
         return stats
 
     def read(self, sample: Stats) -> Reading:
-        """Pick the figures ftmon shows out of the allocator's statistics."""
+        """Pick the figures ftmon shows out of the allocator's statistics; an empty one is that of a fresh process."""
+        if not sample:
+            return Reading(0, 0, 0, 0, 0, 0, 0, 0)
         allocated, reserved = sample["allocated_bytes"]["all"], sample["reserved_bytes"]["all"]
         active, blocks = sample["active_bytes"]["all"], sample["allocation"]["all"]
         requested = sample.get("requested_bytes", {}).get("all")

@@ -1,4 +1,4 @@
-"""A rank's output under ``ftmon run``: straight into the run's log files, which the hub tails. Standard library only."""
+"""A rank's output under ``ftmon run``: straight into the run's log files. Standard library only."""
 
 import json
 import os

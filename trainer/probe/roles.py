@@ -20,6 +20,8 @@ _LAUNCH_MODULES = (
     "accelerate.commands.launch",
     "accelerate.commands.accelerate_cli",
 )
+
+
 class Program(NamedTuple):
     """What a Python command line runs: a ``script`` path, a ``module`` (-m), or neither (-c, interactive)."""
 

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from time import perf_counter_ns, time
 from typing import Any
 
+from ...protocol.telemetry import STEP_PHASES
 from .raw import Mark, Notes, StepRaw
 from .reading import MemoryBackend
 
 MERGE_NS = 200_000
-"""A phase that begins this soon after the one before ended takes the end's figures as its own beginning: a sample less."""
+"""A phase that begins this soon after the one before ended takes over the end's figures: a sample less."""
 
 
 class Counts:
@@ -38,6 +39,7 @@ class Tracker:
     """
 
     __slots__ = (
+        "_ended_in_scope",
         "_finish",
         "cost_ns",
         "counts",
@@ -71,6 +73,7 @@ class Tracker:
         self.progress = 1
         self.depth = 0
         """How many explicit scopes are open: inside one, ``enter`` changes nothing."""
+        self._ended_in_scope = False
         self.cost_ns = 0
         self.step_collectives = counts.entered
         """Collectives that had been entered when the step in the making began."""
@@ -94,7 +97,11 @@ class Tracker:
     def close_scope(self, before: str) -> None:
         """Close a scope; the outermost one goes back to where it was opened, an optimizer update in it permitting."""
         self.depth -= 1
-        if not self.depth and self.phase != before:
+        if self.depth:
+            return
+        if self._ended_in_scope:
+            self._ended_in_scope, before = False, "idle"
+        if self.phase != before:
             self._move(before)
 
     def rename(self, phase: str) -> None:
@@ -111,14 +118,15 @@ class Tracker:
         self.marks.append(Mark("", perf_counter_ns(), sample, None, counts.entered, counts.host_ns))
 
     def end_step(self, number: int | None = None) -> None:
-        """The optimizer update is over: hand the step over and begin the next, ``idle`` (or in the open scope's phase).
+        """The optimizer update is over: hand the step over and begin the next, ``idle`` (or still in an open scope).
 
         Args:
             number: the step's number where the framework counts steps itself.
         """
         start = perf_counter_ns()
         self.step = number if number is not None and number > 0 else self.step + 1
-        after = self.phase if self.depth else "idle"
+        after = self.phase if self.depth and self.phase not in STEP_PHASES else "idle"
+        self._ended_in_scope = self.depth > 0
         mark = self._mark(after, start)
         marks, notes = self.marks, self.notes
         marks.append(mark)
@@ -130,10 +138,14 @@ class Tracker:
         self.cost_ns = 0
         self._finish(StepRaw(self.step, marks, time(), notes, spent))
 
-    def switch(self, memory: MemoryBackend, mark_event: Callable[[], Any]) -> None:
-        """Change the memory back end: what was marked so far in this step is not comparable, so the step starts anew."""
+    def switch(self, memory: MemoryBackend, mark_event: Callable[[], Any], blank: Any) -> None:
+        """Change the memory back end.
+
+        The step in the making keeps its first mark's time, with ``blank`` (nothing allocated yet) for its memory: what
+        the old back end measured since is not comparable.
+        """
         self.memory, self.mark_event = memory, mark_event
-        self.marks = [self._mark(self.phase, self.marks[0].ns)]
+        self.marks = [self.marks[0]._replace(phase=self.phase, memory=blank, event=None)]
 
     def _move(self, phase: str) -> None:
         start = perf_counter_ns()

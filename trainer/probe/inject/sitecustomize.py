@@ -4,8 +4,10 @@ Python imports this at start-up, before the script. It hands over to any other `
 and whatever goes wrong in here stays in here.
 """
 
+import importlib
 import os
 import sys
+from typing import Any
 
 
 def _hand_over() -> None:
@@ -26,7 +28,8 @@ def _begin() -> None:
     if not os.environ.get("FTMON_RUN"):
         return
     try:
-        from ftmon.trainer.probe.activate import begin
+        # Absolute: Python runs this file by itself, not as a part of the package.
+        begin: Any = importlib.import_module("ftmon.trainer.probe.activate").begin
 
         begin()
     except Exception as error:

@@ -1,0 +1,86 @@
+"""What a batch is made of: its shape, samples, and tokens with and without the pads."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import values
+from .raw import Notes
+
+_IDS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
+
+
+def note(notes: Notes, found: Any, is_forward: bool) -> None:
+    """Add one micro-batch to a step's notes.
+
+    Args:
+        notes: the step's.
+        found: a dataloader's batch, or ``(args, kwargs)`` of a forward.
+        is_forward: which of the two.
+    """
+    ids, mask, is_tokens = _find_in_call(*found) if is_forward else _find(found)
+    if ids is None:
+        return
+    shape = list(ids.shape)
+    if not shape:
+        return
+    if _count(shape) >= _count(notes.shape):
+        notes.shape = shape
+    notes.samples += shape[0]
+    if not is_tokens:
+        return
+    padded = _count(shape[:2])
+    notes.padded_tokens += padded
+    if mask is not None and list(mask.shape) == shape[:2]:
+        counted = values.fetch_count(mask)
+        notes.tokens.append(padded if counted is None else counted)
+    else:
+        notes.tokens.append(padded)  # no mask, or one that is no list of pads: every position counts
+
+
+def _count(shape: list[int]) -> int:
+    count = 1 if shape else 0
+    for size in shape:
+        count *= size
+    return count
+
+
+def _find_in_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, bool]:
+    found = _find(kwargs)
+    for argument in args:
+        if found[0] is not None:
+            break
+        found = _find(argument)
+    if found[1] is None and found[2]:
+        mask = kwargs.get("attention_mask")
+        return (found[0], mask if _is_tensor(mask) else None, True)
+    return found
+
+
+def _find(value: Any) -> tuple[Any, Any, bool]:
+    """Find (ids or first tensor, mask or None, whether it holds tokens)."""
+    if _is_tensor(value):
+        return value, None, _looks_like_ids(value)
+    if isinstance(value, Mapping):
+        for key in _IDS:
+            ids: Any = value.get(key)
+            if _is_tensor(ids):
+                mask = value.get("attention_mask")
+                return ids, mask if _is_tensor(mask) else None, key in ("input_ids", "inputs_embeds")
+        items: Any = value.values()
+    elif isinstance(value, list | tuple):
+        items = value
+    else:
+        return None, None, False
+    for item in items:
+        if _is_tensor(item):
+            return item, None, _looks_like_ids(item)
+    return None, None, False
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "is_floating_point") and hasattr(value, "detach")
+
+
+def _looks_like_ids(tensor: Any) -> bool:
+    """Whole numbers in two dimensions, [batch, sequence], are taken for token ids."""
+    return tensor.dim() == 2 and not tensor.is_floating_point()

@@ -1,0 +1,144 @@
+"""Commands from the hub, carried out by the publisher thread, so that they work while the training thread is stuck."""
+
+import faulthandler
+import math
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from ...protocol import wire
+from ...protocol.control import Accepted, Command, Result
+from ...protocol.errors import ProtocolError
+from ...protocol.rundir import RunDir
+from ...protocol.telemetry import SnapshotTaken, Stacks
+from . import guard
+
+if TYPE_CHECKING:
+    from .probe import Probe
+
+
+class Commands:
+    """Answers each command twice, as ``protocol.control`` says: accepted (or why not), then its result."""
+
+    def __init__(self, probe: "Probe", run: RunDir, send: Callable[[wire.Message], None]) -> None:
+        self._probe = probe
+        self._run = run
+        self._send = send
+        self._answered = 0
+
+    def take(self, socket: Any) -> None:
+        """Carry out every command that has come."""
+        while True:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                wire.decode_header(frames[0])
+                command = wire.decode_body(frames[1])
+            except (ProtocolError, IndexError) as error:
+                guard.log_error("a command that cannot be read", error)
+                continue
+            if isinstance(command, Command):
+                self._act(socket, command)
+
+    def _act(self, socket: Any, command: Command) -> None:
+        actions: dict[str, Callable[[Command], tuple[bool, str, dict[str, Any]]]] = {
+            "identify": self._identify,
+            "ping": lambda _: (True, "", {}),
+            "stacks": self._stacks,
+            "snapshot": self._snapshot,
+            "stop": self._stop,
+        }
+        action = actions.get(command.verb)
+        if action is None:
+            self._answer(socket, Accepted(command.id, False, f"a rank does not know {command.verb!r}"))
+            return
+        self._answer(socket, Accepted(command.id, True))
+        try:
+            ok, text, data = action(command)
+        except Exception as error:
+            guard.log_error(command.verb, error)
+            ok, text, data = False, f"{type(error).__name__}: {error}", {}
+        self._answer(socket, Result(command.id, ok, command.verb, text, data, time.time()))
+
+    def _answer(self, socket: Any, message: Accepted | Result) -> None:
+        self._answered += 1
+        try:
+            frames = wire.encode(self._probe.about.identity, self._answered, time.time(), message)
+            socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            guard.log("an answer found no room and was dropped")
+
+    def _identify(self, _command: Command) -> tuple[bool, str, dict[str, Any]]:
+        self._probe.say_hello()
+        return True, "", {}
+
+    def _stacks(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
+        with tempfile.TemporaryFile(dir=self._run.path) as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            text = file.read(1 << 20).decode(errors="replace")
+        self._send(Stacks(self._probe.about.rank, time.time(), text, str(command.args.get("reason", ""))))
+        return True, "", {"text": text}
+
+    def _snapshot(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
+        probe = self._probe
+        if probe.device.memory.measure != "cuda":
+            return False, "this rank computes on the CPU: there is no CUDA allocator here", {}
+        import torch
+
+        found: Any = torch.cuda.memory._snapshot()
+        step = probe.tracker.step + 1
+        path = self._run.snapshots / f"rank-{probe.about.rank}-step-{step}-{time.strftime('%H%M%S')}.pickle"
+        _write(path, pickle.dumps(found, protocol=4))
+        size = path.stat().st_size
+        entries = sum(len(trace) for trace in found["device_traces"])
+        reason = str(command.args.get("reason", "asked"))
+        self._send(SnapshotTaken(probe.about.rank, step, time.time(), str(path), size, reason, entries))
+        return True, str(path), {"path": str(path), "bytes": size, "entries": entries}
+
+    def _stop(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
+        probe = self._probe
+        if not probe.can_stop:
+            return False, "the script does not ask whether to stop; it has to be interrupted", {}
+        step = command.args.get("step")
+        if not isinstance(step, int):
+            step = agree_on_step(self._run.path / "stop-after", probe.tracker.step, probe.step_seconds)
+        probe.stop_at = step if probe.about.world_size > 1 else probe.tracker.step
+        return True, f"will stop after step {max(probe.stop_at, probe.tracker.step)}", {"step": probe.stop_at}
+
+
+def agree_on_step(path: Path, step: int, step_seconds: float) -> int:
+    """Agree with the run's other ranks on the step to stop after; one that stops earlier would leave them hanging.
+
+    The first rank asked proposes, the others take what they find. Ranks are a few steps apart at the most, so the
+    proposal lies a few steps and at least a second ahead.
+
+    Args:
+        path: the file of the run that holds the proposal.
+        step: the last step this rank has finished.
+        step_seconds: how long a step takes.
+    """
+    ahead = 3 + math.ceil(1 / step_seconds) if step_seconds > 0 else 3
+    proposal = path.with_name(f".{path.name}-{os.getpid()}")
+    proposal.write_text(str(step + ahead))
+    try:
+        os.link(proposal, path)
+    except FileExistsError:
+        pass
+    finally:
+        proposal.unlink()
+    return int(path.read_text())
+
+
+def _write(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)

@@ -1,0 +1,171 @@
+"""The publisher: one daemon thread that turns what the training thread left behind into messages.
+
+It sleeps in a poll of the command socket, 20 times a second, and does little when awake: it shares the interpreter's
+lock with the training. It never asks the allocator for its figures, because the lock it would need may be held by a
+training thread that is stuck in the driver.
+"""
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from ...protocol import sockets, wire
+from ...protocol.rundir import RunDir
+from ...protocol.telemetry import Heartbeat
+from .allocator import AllocatorWatch
+from .commands import Commands
+from .events import has_passed
+from .fold import fold
+from .raw import StepRaw
+
+if TYPE_CHECKING:
+    from .probe import Probe
+
+POLL_MS = 50
+BEAT_SECONDS = 1.0
+CHANGED_BEAT_SECONDS = 0.1
+
+
+class Publisher(threading.Thread):
+    """Sends a probe's messages to the hub of ``run``, which may not be there yet, or not any more."""
+
+    def __init__(self, probe: "Probe", run: str) -> None:
+        super().__init__(name="ftmon-publisher", daemon=True)
+        self.dropped = 0
+        """Messages that found the queue full."""
+        self._probe = probe
+        self._run = RunDir(run)
+        self._steps: deque[StepRaw] = deque()
+        self._sequence = 0
+        self._beaten = (0, 0.0)
+        self._ending = threading.Event()
+        self._flush_seconds = 0.0
+        self._allocator = AllocatorWatch(probe, self.send)
+        self._commands = Commands(probe, self._run, self.send)
+        self._telemetry: Any = None
+
+    def finish(self, seconds: float) -> None:
+        """Send what is left and end, within ``seconds``; called by the thread that ends the process."""
+        self._flush_seconds = seconds
+        self._ending.set()
+        self.join(seconds + 0.1)
+
+    def send(self, message: wire.Message) -> None:
+        """Send one message, or count it as dropped; for the publisher thread."""
+        self._sequence += 1
+        frames = wire.encode(self._probe.about.identity, self._sequence, time.time(), message)
+        try:
+            self._telemetry.send_multipart(frames, zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            self.dropped += 1
+
+    def run(self) -> None:
+        """Run until told to end."""
+        context: zmq.Context[Any] = zmq.Context()
+        try:
+            identity = self._probe.about.identity.encode()
+            self._telemetry = sockets.peer_socket(context, "telemetry")
+            self._telemetry.connect(self._run.ipc_address("telemetry"))
+            ranks = sockets.peer_socket(context, "ranks", identity)
+            ranks.connect(self._run.ipc_address("ranks"))
+            try:
+                self._work(ranks)
+            finally:
+                self._telemetry.close(linger=int(self._flush_seconds * 1000))
+                ranks.close(linger=0)
+        except Exception as error:
+            self._probe.disable(error)
+        finally:
+            # Ends at once when everything is sent, after the linger when nobody takes it.
+            context.term()
+
+    def _work(self, ranks: Any) -> None:
+        while not self._ending.is_set():
+            if ranks.poll(POLL_MS):
+                self._commands.take(ranks)
+            self._drain()
+            self._send_steps()
+            self._beat()
+            self._allocator.tick()
+        self._drain(before_goodbye=self._send_last_steps)
+
+    def _drain(self, before_goodbye: Any = None) -> None:
+        outbox = self._probe.outbox
+        while outbox:
+            item = outbox.popleft()
+            if isinstance(item, StepRaw):
+                self._steps.append(item)
+            elif item == "hello":
+                self.say_hello()
+            else:
+                if before_goodbye is not None:
+                    before_goodbye()
+                self.send(item)
+
+    def say_hello(self) -> None:
+        """Introduce the rank, with the plan when there is one."""
+        probe = self._probe
+        self.send(probe.about.hello(probe.device.info, probe.device.memory.measure, probe.sends_logs))
+        if probe.plan_message is not None:
+            self.send(probe.plan_message)
+
+    def _send_steps(self) -> None:
+        while self._steps and self._is_ready(self._steps[0]):
+            self._send_step(self._steps.popleft())
+
+    def _send_last_steps(self) -> None:
+        """Give the device a moment to pass the last events; what has not passed then goes without device figures."""
+        deadline = time.monotonic() + self._flush_seconds / 2
+        while self._steps and time.monotonic() < deadline:
+            self._send_steps()
+            if self._steps:
+                time.sleep(0.005)
+
+    def _is_ready(self, raw: StepRaw) -> bool:
+        try:
+            return has_passed(raw.marks[-1].event)
+        except RuntimeError:
+            return True  # the device is in an error state: what it has not told it never will
+
+    def _send_step(self, raw: StepRaw) -> None:
+        probe = self._probe
+        dropped = self.dropped + probe.overflowed
+        self.send(fold(raw, probe.about.rank, probe.device.memory.read, dropped))
+        probe.step_seconds = (raw.marks[-1].ns - raw.marks[0].ns) / 1e9
+        self._allocator.note(raw)
+        events = probe.device.events
+        if events is not None:
+            for mark in raw.marks[:-1]:  # the last one begins the next step
+                events.recycle(mark.event)
+
+    def _beat(self) -> None:
+        probe, now = self._probe, time.time()
+        tracker, counts = probe.tracker, probe.tracker.counts
+        progress = tracker.progress + counts.entered
+        wait = CHANGED_BEAT_SECONDS if progress != self._beaten[0] else BEAT_SECONDS
+        if now - self._beaten[1] < wait:
+            return
+        self._beaten = (progress, now)
+        reading = probe.device.memory.read(tracker.marks[-1].memory)
+        self.send(
+            Heartbeat(
+                rank=probe.about.rank,
+                step=tracker.step + 1,
+                phase=tracker.phase,
+                phase_started=now - (time.perf_counter_ns() - tracker.phase_ns) / 1e9,
+                progress=progress,
+                time=now,
+                micro_step=tracker.notes.micro_steps,
+                collectives=counts.entered,
+                collective=counts.in_flight,
+                last_collective=counts.last,
+                step_collectives=max(0, counts.entered - tracker.step_collectives),
+                allocated=reading.allocated,
+                reserved=reading.reserved,
+                resident=max(0, reading.resident),
+                dropped=self.dropped + probe.overflowed,
+            )
+        )

@@ -1,0 +1,114 @@
+"""``ftmon.watch(engine)``: one line in a script that is started without ``ftmon run``."""
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ...protocol import rundir
+from ...protocol.process import start_ticks
+from ...protocol.rundir import RUN_ENV, RunDir
+from . import guard
+from .activate import await_frameworks
+from .api import Probe, current
+from .probe import begin_rank
+from .roles import RANK_PID_ENV
+
+
+def watch(target: Any = None, *, name: str | None = None, model: Any = None) -> Probe | None:
+    """Report this process to the monitor from now on.
+
+    Under ``ftmon run`` the process is watched already and this adds nothing. Otherwise every rank of the job joins one
+    new run, the first of them starts its hub, and ``ftmon`` in another terminal shows it. A failure is logged and never
+    raised: the training goes on unwatched.
+
+    Args:
+        target: a DeepSpeed engine or a PyTorch optimizer, whose updates are the steps; None: the first that steps.
+        name: what to call a new run (default: the script's name).
+        model: the model, for its name and size, where ``target`` is an optimizer.
+
+    Returns:
+        The probe (see ``Probe.report`` and ``Probe.stop_requested``), or None when this process cannot be watched.
+    """
+    try:
+        probe = current() or _begin(name or Path(sys.argv[0]).stem or "watch")
+        if probe is not None and target is not None:
+            _attach(probe, target, model)
+    except Exception as error:
+        guard.log_error("watch", error)
+        sys.stderr.write(f"ftmon: this process is not watched: {error}\n")
+        return None
+    return probe
+
+
+def _begin(name: str) -> Probe | None:
+    sends_logs = not os.environ.get(RUN_ENV)
+    if sends_logs:
+        os.environ[RUN_ENV] = str(_join_run(name).path)
+    os.environ[RANK_PID_ENV] = str(os.getpid())
+    await_frameworks()
+    probe = begin_rank(sends_logs)
+    if probe is not None and sends_logs:
+        from .tee import tee_output
+
+        tee_output(probe)
+    return probe
+
+
+def _attach(probe: Probe, target: Any, model: Any) -> None:
+    if hasattr(target, "is_gradient_accumulation_boundary"):
+        from .hooks_deepspeed import attach
+
+        attach(target)
+    elif hasattr(target, "param_groups"):
+        probe.primary = target
+        probe.adopt_thread()
+        probe.look_at_device()
+    if model is not None:
+        from .about import describe_model
+
+        probe.about.facts.update(describe_model(model))
+    probe.say_hello()
+
+
+def _join_run(name: str) -> RunDir:
+    """Join the run that another rank of this job has made, or make it and start its hub."""
+    folder = rundir.home() / "watch"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / hashlib.sha256(_job_key().encode()).hexdigest()[:16]
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        known = file.read().strip()
+        if known and Path(known, "run.json").exists():
+            return RunDir(known)
+        run = rundir.create(name, list(sys.argv), "watch")
+        file.truncate(0)
+        file.write(str(run.path))
+        _start_hub(run)
+    return run
+
+
+def _job_key() -> str:
+    """Name the job this process is a rank of: the same for all its ranks on this host, and for no other job."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    # The ranks of one host are children of one launcher; a process without one is a job of its own.
+    launcher = os.getppid() if "RANK" in os.environ else os.getpid()
+    return f"{address}:{port}:{launcher}:{start_ticks(launcher)}"
+
+
+def _start_hub(run: RunDir) -> None:
+    from ..environment import monitor_environment
+
+    with (run.logs / "hub.log").open("ab") as log:
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=monitor_environment(os.environ),
+        )
