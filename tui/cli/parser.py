@@ -90,7 +90,7 @@ def _add_looking(commands: "Commands") -> None:
     listing = _command(commands, "ls", "runs:list_runs", "list live and recorded runs")
     listing.add_argument("--json", action="store_true", help="one JSON array for scripts")
 
-    status = _command(commands, "status", "runs:show_status", "tell how a run stands, in a few lines")
+    status = _command(commands, "status", "status:show_status", "tell how a run stands, in a few lines")
     _run_argument(status)
     status.add_argument("--json", action="store_true", help="one JSON object for scripts")
 
