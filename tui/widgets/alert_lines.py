@@ -23,7 +23,7 @@ def alert_line(alert: Alert, width: int, look: Look, selected: bool = False, hin
         right.add(f" {look.glyphs.times}{alert.count}", look.style("dim", ground))
     if over is not None:
         right.add(
-            f" {look.glyphs.resolved} over after {duration(max(0, alert.resolved - alert.time))}",
+            f" {look.glyphs.resolved} over after {duration(max(0, over - alert.time))}",
             look.style("dim", ground),
         )
     if hint:

@@ -61,20 +61,17 @@ def state_words(view: RankView) -> str:
 def figures(view: RankView, width: int, look: Look) -> Line:
     """Draw allocated, peak and what is behind, in GiB."""
     solid, behind = view.words
+    parts = ((solid, view.allocated, "text"), ("peak", view.peak, "peak"), (behind, view.behind, "dim"))
     line = Line()
-    for word, value, tone in (
-        (solid, view.allocated, "text"),
-        ("peak", view.peak, "peak"),
-        (behind, view.behind, "dim"),
-    ):
-        line.add(f"{word} ", look.style("dim")).add(f"{gib(value)}  ", look.style(tone))
-    line = Line().join(line)
-    unit = Line("GiB", look.style("dim"))
-    right = Line()
-    if view.capacity:
-        right.add(f"{view.share * 100:.0f} %", look.style("dim"))
-    line.join(unit)
-    return spread(line, right, width, look.base) if line.width + right.width < width else line.fit(width, look.base)
+    for short, gap in ((False, "  "), (True, "  "), (True, " ")):
+        line = Line()
+        for word, value, tone in parts:
+            line.add(f"{gap if line.width else ''}{word} ", look.style("dim")).add(gib(value, short), look.style(tone))
+        line.add(" GiB", look.style("dim"))
+        if line.width <= width:
+            break
+    right = Line(f"{view.share * 100:.0f} %" if view.capacity else "", look.style("dim"))
+    return spread(line, right, width, look.base) if line.width + right.width < width - 1 else line.fit(width, look.base)
 
 
 def health(view: RankView, width: int, look: Look) -> Line:

@@ -3,9 +3,11 @@
 GIB = 2**30
 
 
-def gib(count: float) -> str:
-    """Format bytes as a number of GiB without the unit: ``139.8``, ``37.40``, ``0.512``."""
+def gib(count: float, short: bool = False) -> str:
+    """Format bytes as a number of GiB without the unit: ``139.8``, ``37.40`` (short: ``37.4``), ``0.512``."""
     size = count / GIB
+    if short and abs(size) >= 10:
+        return f"{size:.1f}"
     if abs(size) >= 100:
         return f"{size:.1f}"
     return f"{size:.2f}" if abs(size) >= 1 else f"{size:.3f}"

@@ -28,6 +28,7 @@ class Plan(NamedTuple):
     rows: int = 1
     """Rows of cards, or lines of ranks, that fit at once."""
     card_height: int = 0
+    """Lines of a card, or of one rank's row."""
 
 
 def card_plan(ranks: int, width: int, height: int, scrolls: bool = False) -> Plan | None:
@@ -56,7 +57,9 @@ def plan(ranks: int, width: int, height: int, view: str = "auto") -> Plan:
     if ranks == 0:
         return Plan("empty")
     row_columns = max(1, min(width // rows.NARROWEST, -(-ranks // max(1, height - 1))))
-    row_plan = Plan("rows", row_columns, max(1, height - 1))
+    per_column = -(-ranks // row_columns)
+    row_height = max(1, min(4, (height - 1) // per_column))
+    row_plan = Plan("rows", row_columns, min(per_column, max(1, (height - 1) // row_height)), row_height)
     if view == "cards":
         return card_plan(ranks, width, height, scrolls=True) or row_plan
     if view == "rows":
@@ -109,17 +112,18 @@ class Card(Canvas):
 
 
 class RowPart(Canvas):
-    """One part of the rows of ranks, such as all their graphs: a part is what Textual sends when a cell in it changes."""
+    """One part of the rows of ranks, such as all graphs: a widget of its own, as Textual sends lines from its edge."""
 
     def __init__(self, stage: Stage, part: int) -> None:
         super().__init__(stage)
         self.part = part
         self.views: list[RankView] = []
+        self.row_height = 1
         self._histories: dict[int, History] = {}
 
-    def show(self, views: list[RankView]) -> None:
-        """Show these ranks, one a line below the heading."""
-        self.views = views
+    def show(self, views: list[RankView], row_height: int) -> None:
+        """Show these ranks below the heading, ``row_height`` lines each."""
+        self.views, self.row_height = views, row_height
         self.tick()
 
     def key(self) -> object:
@@ -131,29 +135,31 @@ class RowPart(Canvas):
 
     def _relevant(self, view: RankView) -> object:
         if self.part == 0:
-            return view.rank, view.state, view.state_seconds, view.spikes
+            return view.rank, view.state, view.state_seconds, view.spikes, view.device
         if self.part == 2:
             return view.allocated, view.peak, view.behind
-        return view.shares, view.text, view.state, view.utilization, view.temperature
+        return view.shares, view.text, view.state, view.utilization, view.temperature, view.power, view.host_memory
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the heading and this part of every row."""
-        stage, look = self.stage, self.look
-        widths = rows.Parts(width, width, width, width)
-        lines = [rows.heading(widths, self.views[0] if self.views else None, look)[self.part]]
-        for view in self.views[: height - 1]:
-            if self.part == 0:
-                lines.append(rows.label(view, width, look, view.rank == stage.selected))
-            elif self.part == 1:
-                rank = stage.model.ranks.get(view.rank)
-                history = self._histories.setdefault(view.rank, History())
-                columns = history.columns(rank, width - 1, stage.model.now, stage.span) if rank else []
-                lines.append(rows.graph(columns, width, scale_of(view, stage.zoom, stage.run_peak), look))
-            elif self.part == 2:
-                lines.append(rows.figures(view, width, look))
-            else:
-                lines.append(rows.last(view, width, look))
+        heads = rows.heading(rows.Parts(width, width, width, width), self.views[0] if self.views else None, self.look)
+        lines = [heads[self.part]]
+        for view in self.views:
+            lines += self._row(view, width)
         return lines
+
+    def _row(self, view: RankView, width: int) -> list[Line]:
+        stage, look, height = self.stage, self.look, self.row_height
+        if self.part == 0:
+            return rows.label(view, width, height, look, view.rank == stage.selected)
+        if self.part == 2:
+            return rows.figures(view, width, height, look)
+        if self.part == 3:
+            return rows.last(view, width, height, look)
+        rank = stage.model.ranks.get(view.rank)
+        history = self._histories.setdefault(view.rank, History())
+        columns = history.columns(rank, width - 2, stage.model.now, stage.span) if rank else []
+        return rows.graph(columns, width, height, scale_of(view, stage.zoom, stage.run_peak), look)
 
 
 class HeatMap(Canvas):
@@ -226,7 +232,7 @@ class Fleet(Container):
             begin = self.first
             for parts in self._parts:
                 for part in parts:
-                    part.show(self._views[begin : begin + self.plan.rows])
+                    part.show(self._views[begin : begin + self.plan.rows], self.plan.card_height)
                 begin += self.plan.rows
         elif self._heat is not None:
             self._heat.show(self._views)
@@ -236,7 +242,7 @@ class Fleet(Container):
         self.remove_children()
         self._cards, self._parts, self._heat = [], [], None
         if self.plan.mode == "cards":
-            self._build_cards(width, height)
+            self._build_cards(width)
         elif self.plan.mode == "rows":
             self._build_rows(width, height)
         elif self.plan.mode == "heat":
@@ -246,12 +252,11 @@ class Fleet(Container):
         if self._heat is not None:
             self.mount(self._heat)
 
-    def _build_cards(self, width: int, height: int) -> None:
+    def _build_cards(self, width: int) -> None:
         columns, lines = self.plan.columns, self.plan.rows
-        spare = height - lines * self.plan.card_height
-        y = 0
+        # All cards are as tall as each other, so that their graphs compare; spare lines stay empty.
+        tall, y = self.plan.card_height, 0
         for line in range(lines):
-            tall = self.plan.card_height + (1 if line < spare else 0)
             for column in range(columns):
                 if line * columns + column >= len(self._views):
                     break

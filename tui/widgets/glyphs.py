@@ -34,6 +34,8 @@ class Glyphs:
     track: str
     track_past: str
     up: str
+    back: str
+    """Points at what stands to its left."""
     enter: str
     ellipsis: str
     scroll: str
@@ -72,6 +74,7 @@ UNICODE = Glyphs(
     track="─",
     track_past="━",
     up="↑",
+    back="◂",
     enter="↵",
     ellipsis="…",
     scroll="┃",
@@ -116,6 +119,7 @@ ASCII = Glyphs(
     track="-",
     track_past="=",
     up="^",
+    back="<",
     enter="enter",
     ellipsis="~",
     scroll="|",

@@ -15,7 +15,12 @@ GROUP = 8
 LABEL = 5
 """Cells of the rank number at the left of a row."""
 
-_SIZES = ((9, 4), (8, 3), (7, 3), (6, 3), (6, 2), (5, 2), (4, 2), (4, 1), (3, 1), (2, 1))
+_SIZES = sorted(
+    ((width, height) for width in range(2, 10) for height in range(1, 5) if height * 1.5 < width or height == 1),
+    key=lambda size: (size[0] * size[1], size[0]),
+    reverse=True,
+)
+"""Cell sizes, the largest first."""
 
 
 class Grid(NamedTuple):
@@ -79,7 +84,7 @@ def _cell(line: Line, view: RankView, grid: Grid, part: int, selected: bool, loo
 
 
 def _text(view: RankView, width: int, look: Look) -> str:
-    """Say what fits: percent of memory, a block for it in a narrow cell; a state's glyph before anything else."""
+    """Say what fits: percent of memory, in a narrow cell its tens; a state's glyph before anything else."""
     share = min(1.0, view.share)
     percent = f"{share * 100:.0f}" if view.peak else ""
     if view.state != "training":
@@ -87,7 +92,7 @@ def _text(view: RankView, width: int, look: Look) -> str:
         return f"{glyph} {percent}" if percent and width >= len(percent) + 2 else glyph
     if 1 < width >= len(percent):
         return percent
-    return look.glyphs.eighths[max(1, min(8, round(share * 8)))] if view.peak else " "
+    return str(min(9, int(share * 10))) if view.peak else " "
 
 
 def _colors(view: RankView, look: Look) -> tuple[str, str]:
@@ -120,6 +125,6 @@ def chosen_line(view: RankView, width: int, look: Look) -> Line:
         for color in look.palette.heat:
             ramp.add(" ", look.style("text", color))
     else:
-        ramp.add(look.glyphs.eighths[1:], look.base)
+        ramp.add("0..9", look.base)
     ramp.add(" 100 % ", look.style("dim"))
     return spread(line, ramp, width, look.base) if line.width + ramp.width < width else line

@@ -78,12 +78,13 @@ def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, look
     blocks = look.glyphs.eighths
     solid = "warning" if spike else "allocated"
     if allocated >= 8:
-        return blocks[8], look.style(solid)
+        # A blank on a coloured ground: a full block leaves seams in some fonts.
+        return " ", look.style("text", solid)
     if allocated > 0:
         behind = reserved >= 8 or (reserved - allocated) * 2 >= 8 - allocated
         return blocks[allocated], look.style(solid, "reserved" if behind else "background")
     if reserved >= 8:
-        return (look.glyphs.peak if at_peak else " "), look.style("peak", "reserved")
+        return (look.glyphs.peak, look.style("peak", "reserved")) if at_peak else (" ", look.style("text", "reserved"))
     if reserved > 0:
         return blocks[reserved], look.style("reserved")
     return (look.glyphs.peak, look.style("peak")) if at_peak else (" ", look.base)

@@ -57,7 +57,9 @@ class AlertStrip(Canvas):
             if counts[severity]:
                 glyph, tone = look.severity(severity)
                 right.add(f" {glyph} {counts[severity]}", look.style(tone, bold=True))
-        right.add(f" {len(self.stage.model.alerts)} alerts ", look.style("dim")).add(dash, rule)
+        total = len(self.stage.model.alerts)
+        right.add(f" {'of ' if right.width else ''}{total} alert{'' if total == 1 else 's'} ", look.style("dim"))
+        right.add(dash, rule)
         gap = width - left.width - right.width
         return left.add(dash * max(0, gap), rule).join(right)
 

@@ -57,5 +57,6 @@ def cells_of(shares: Sequence[float], width: int) -> list[int]:
 def _label(name: str, share: float, cells: int, figures: bool) -> str:
     short = SHORT.get(name, name)
     percent = f"{share * 100:.0f}"
-    candidates = [f" {short} {percent} %", f"{short} {percent}", short, short[:1]] if figures else [short, short[:1]]
+    initial = short[:1] if name in FILLS else ""
+    candidates = [f" {short} {percent} % ", f"{short} {percent}", short, initial] if figures else [short, initial]
     return next((text for text in candidates if len(text) <= cells), "")

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .card import state_words
+from .card import health_words, state_words
 from .figures import gib
-from .line import Line, cut
+from .line import Line, cut, spread
 from .look import Look
 from .memory_graph import Column, Scale, memory_graph
 from .phase_bar import phase_bar
@@ -26,51 +26,64 @@ class Parts(NamedTuple):
 
 def parts(width: int) -> Parts:
     """Divide a row's width."""
-    label, figures = 14, 21
+    label, figures = 16, 21
     rest = max(20, width - label - figures)
-    phases = min(44, max(18, rest * 2 // 5))
+    phases = min(44, max(20, rest * 2 // 5))
     return Parts(label, rest - phases, figures, phases)
 
 
-def label(view: RankView, width: int, look: Look, selected: bool) -> Line:
-    """Draw rank number and state."""
+def label(view: RankView, width: int, height: int, look: Look, selected: bool) -> list[Line]:
+    """Draw rank number and state; below them the device and its spikes."""
     glyph, tone = look.state(view.state)
-    mark = look.glyphs.selected if selected else " "
-    line = Line(mark, look.style("accent")).add(
-        f"{view.rank:>4} ", look.style("accent" if selected else "text", bold=selected)
-    )
+    line = Line(look.glyphs.selected if selected else " ", look.style("accent"))
+    line.add(f"{view.rank:>3} ", look.style("accent" if selected else "text", bold=True))
     line.add(glyph + " ", look.style(tone))
-    if view.in_trouble:
-        line.add(cut(state_words(view), width - line.width - 1), look.style(tone, bold=True))
-    elif view.spikes:
-        line.add(f"{look.glyphs.spike} {view.spikes}", look.style("warning"))
-    elif view.state != "training":
-        line.add(cut(view.state, width - line.width - 1), look.style("dim"))
-    return line.fit(width, look.base)
+    spikes = Line(f"{look.glyphs.spike} {view.spikes}" if view.spikes else "", look.style("warning"))
+    if view.in_trouble or view.state != "training":
+        line.add(cut(state_words(view), width - line.width - 1), look.style(tone, bold=view.in_trouble))
+    elif height == 1:
+        line.join(spikes)
+    below = Line(f"    {view.device} ", look.style("dim")).join(spikes)
+    return fill([line, below], width, height, look)
 
 
-def graph(columns: Sequence[Column | None], width: int, scale: Scale, look: Look) -> Line:
-    """Draw a memory graph one row high, without the peak's line, which would hide it."""
-    return memory_graph(columns, width - 1, 1, Scale(scale.top), look)[0].pad(width, look.base)
+def graph(columns: Sequence[Column | None], width: int, height: int, scale: Scale, look: Look) -> list[Line]:
+    """Draw a memory graph; in a single row without the peak's line, which would hide it. Tall rows get a gap above."""
+    peak = scale.peak if height > 2 else 0
+    gap = [Line(" " * width, look.base)] if height > 2 else []
+    lines = memory_graph(columns, width - 2, height - len(gap), Scale(scale.top, peak), look)
+    return [*gap, *(line.pad(width, look.base) for line in lines)]
 
 
-def figures(view: RankView, width: int, look: Look) -> Line:
-    """Draw allocated, peak and what is behind, in GiB, in fixed places."""
+def figures(view: RankView, width: int, height: int, look: Look) -> list[Line]:
+    """Draw allocated, peak and what is behind, in GiB, in fixed places; below them the peak's share of the device."""
     line = Line(f"{gib(view.allocated):>6}", look.base)
     line.add(f"{gib(view.peak):>7}", look.style("peak")).add(f"{gib(view.behind):>7}", look.style("dim"))
-    return line.fit(width, look.base)
+    share = f"{view.share * 100:>11.0f} %" if view.capacity else ""
+    return fill([line, Line(share, look.style("dim"))], width, height, look)
 
 
-def last(view: RankView, width: int, look: Look) -> Line:
-    """Draw the phase shares, and util and temperature where there is room; for a rank in trouble, what it does."""
-    if view.in_trouble and view.text:
-        return Line(cut(view.text, width - 1, look.glyphs.ellipsis), look.style(look.state(view.state)[1])).fit(
-            width, look.base
-        )
+def last(view: RankView, width: int, height: int, look: Look) -> list[Line]:
+    """Draw the phase shares, and the device's health below or beside them; for a rank in trouble, what it does."""
+    trouble = Line(cut(view.text, width - 1, look.glyphs.ellipsis), look.style(look.state(view.state)[1]))
+    in_trouble = view.in_trouble and bool(view.text)
+    if height > 1:
+        bar = phase_bar(view.shares, width - 1, look)
+        health = trouble if in_trouble else Line(cut(health_words(view, look), width - 1, ""), look.style("dim"))
+        return fill([bar, health], width, height, look)
+    if in_trouble:
+        return fill([trouble], width, height, look)
     tail = Line()
     if width >= 30 and view.utilization is not None and view.temperature is not None:
         tail.add(f" {view.utilization:>3.0f} % {view.temperature:>3.0f} {look.glyphs.degree} ", look.style("dim"))
-    return phase_bar(view.shares, width - tail.width - 1, look).add(" ", look.base).join(tail)
+    return fill([phase_bar(view.shares, width - tail.width - 1, look).add(" ", look.base).join(tail)], width, 1, look)
+
+
+def fill(lines: list[Line], width: int, height: int, look: Look) -> list[Line]:
+    """Make a row's part ``height`` lines: in a tall row the text stands at the foot, beside the graph's floor."""
+    shown = lines[:height]
+    blank = [Line() for _ in range(height - len(shown))]
+    return [line.fit(width, look.base) for line in [*blank, *shown]]
 
 
 def heading(widths: Parts, view: RankView | None, look: Look) -> list[Line]:
@@ -78,8 +91,8 @@ def heading(widths: Parts, view: RankView | None, look: Look) -> list[Line]:
     solid, behind = view.words if view else ("alloc", "rsvd")
     style = look.style("dim")
     return [
-        Line("  rank state", style).fit(widths.label, look.base),
-        Line("memory", style).fit(widths.graph, look.base),
+        Line("rank state", style).fit(widths.label, look.base),
+        spread(Line("memory", style), Line("GiB: ", style), widths.graph, look.base),
         Line(f"{solid:>6}{'peak':>7}{behind[:6]:>7}", style).fit(widths.figures, look.base),
-        Line("phases of the last step", style).fit(widths.phases, look.base),
+        Line("shares of a step", style).fit(widths.phases, look.base),
     ]

@@ -60,7 +60,7 @@ def first_line(summary: Summary, width: int, look: Look) -> Line:
     if summary.ended:
         time.add(summary.ended, dim)
     elif summary.seconds_left is not None:
-        time.add(f"{duration(summary.seconds_left)} left", base)
+        time.add(f"{duration(summary.seconds_left)} left" if summary.seconds_left >= 1 else "ending", base)
     pieces = [progress, time]
     right = beside(pieces, "    ", base).add(" ", base)
     if summary.setup and left.width + right.width + len(summary.setup) + 8 < width:

@@ -1,0 +1,302 @@
+"""The app: one timer that folds what has arrived and lets the screen in view paint what changed."""
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+from textual.app import App, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from ..protocol.errors import FtmonError
+from ..protocol.rundir import RunDir
+from .screens.base import MonitorScreen
+from .screens.overview import OverviewScreen
+from .source.base import Source
+from .themes import PALETTES, theme_of
+from .widgets.glyphs import ASCII, choose
+from .widgets.look import Look
+from .widgets.palette import DARK, LIGHT
+from .widgets.stage import Stage
+
+FIRST_FPS = 20
+"""Looks a second until the first state is there, so that the first paint is soon."""
+
+
+class FtmonApp(App[None]):
+    """The terminal app on one run, or on the list of runs.
+
+    Args:
+        source: The run to show; None opens the list of runs.
+        ascii: Draw with ASCII only, whatever the locale.
+        read_only: Refuse everything that acts on the run.
+        fps: Paints a second.
+        light: Begin with the light theme.
+        open_run: Makes the source of a run chosen from the list.
+    """
+
+    CSS_PATH = "ftmon.tcss"
+    TITLE = "ftmon"
+    ENABLE_COMMAND_PALETTE = True
+    # Textual's own ctrl+q and ctrl+c stay; ctrl+c twice also leaves.
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+q", "detach", "detach", show=False, tooltip="leave")]
+
+    def __init__(
+        self,
+        source: Source | None = None,
+        *,
+        ascii: bool = False,  # noqa: A002  (the name of the option)
+        read_only: bool = False,
+        fps: float = 4,
+        light: bool = False,
+        open_run: "Callable[[RunDir], Source] | None" = None,
+    ) -> None:
+        no_color = bool(os.environ.get("NO_COLOR"))
+        # With native ANSI colours Textual's answer to NO_COLOR is no colour at all; else it would be shades of grey.
+        super().__init__(ansi_color=True if no_color else None)
+        for palette in PALETTES.values():
+            self.register_theme(theme_of(palette))
+        look = Look(LIGHT if light else DARK, ASCII if ascii else choose(False), color=not no_color)
+        self.stage = Stage(source, look, read_only)
+        self.theme = look.palette.name
+        self.fps = fps
+        self._open_run = open_run or open_live_or_recorded
+
+    def get_default_screen(self) -> Screen[Any]:
+        """Begin with the overview, or with the runs."""
+        if self.stage.source is not None:
+            return OverviewScreen(self.stage)
+        from .screens.runs import RunsScreen
+
+        return RunsScreen(self.stage)
+
+    def on_mount(self) -> None:
+        """Start gathering and painting."""
+        if self.stage.source is not None:
+            self.stage.source.start()
+        self.set_interval(1 / self.fps, self.pump)
+        self._hurry = self.set_interval(1 / FIRST_FPS, self._until_first)
+
+    def _until_first(self) -> None:
+        self.pump()
+        if self.stage.source is None or self.stage.model.last_seq:
+            self._hurry.stop()
+
+    def pump(self) -> None:
+        """Fold what has arrived and paint."""
+        source = self.stage.source
+        if source is not None:
+            source.pump()
+            if source.transport.message:
+                self.stage.say(source.transport.message, "warning")
+                source.transport.message = ""
+        tick: Callable[[], None] | None = getattr(self.screen, "tick", None)
+        if tick is not None and self.screen.is_mounted:
+            tick()
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """Offer every action of the screen in view by name."""
+        seen: set[str] = set()
+        for _, binding, _, tooltip in screen.active_bindings.values():
+            if binding.action in seen or not binding.tooltip or binding.action == "command_palette":
+                continue
+            seen.add(binding.action)
+            action = binding.action if "." in binding.action else self._namespaced(screen, binding.action)
+            yield SystemCommand(
+                f"{binding.description}  ({binding.key})", tooltip or binding.tooltip, lambda a=action: self._do(a)
+            )
+
+    def _namespaced(self, screen: Screen[Any], action: str) -> str:
+        name = action.split("(")[0]
+        return f"screen.{action}" if hasattr(screen, f"action_{name}") else f"app.{action}"
+
+    def _do(self, action: str) -> None:
+        self.call_later(self.run_action, action)
+
+    # What keys do on every screen.
+
+    def action_detach(self) -> None:
+        """Leave; the run goes on."""
+        self.exit()
+
+    def action_toggle_play(self) -> None:
+        """Hold the view, or play on."""
+        self._transport("toggle")
+
+    def action_step(self, count: int) -> None:
+        """Go steps forward or back."""
+        self._transport("step", count)
+
+    def action_skip(self, seconds: float) -> None:
+        """Go seconds forward or back."""
+        self._transport("skip", seconds)
+
+    def action_speed(self, direction: int) -> None:
+        """Play faster or slower."""
+        self._transport("faster" if direction > 0 else "slower")
+
+    def action_alert(self, direction: int) -> None:
+        """Jump to an alert."""
+        self._transport("next_alert" if direction > 0 else "previous_alert")
+
+    def action_live(self) -> None:
+        """Return to the live end."""
+        self._transport("live")
+
+    def _transport(self, what: str, *args: float) -> None:
+        source = self.stage.source
+        if source is None:
+            self.stage.say("no run is open", "warning")
+            return
+        getattr(source.transport, what)(*args)
+        self.pump()
+
+    def action_finer(self) -> None:
+        """Let a graph's column cover less time."""
+        self.stage.finer()
+        self.pump()
+
+    def action_coarser(self) -> None:
+        """Let a graph's column cover more time."""
+        self.stage.coarser()
+        self.pump()
+
+    def action_theme(self) -> None:
+        """Switch between light and dark."""
+        before = self.stage.look
+        palette = LIGHT if before.palette.dark else DARK
+        self.stage.look = Look(palette, before.glyphs, before.color)
+        self.theme = palette.name
+        self.pump()
+
+    # Other screens.
+
+    def show(self, screen: Screen[Any]) -> None:
+        """Put a screen on the overview, in place of any other."""
+        while len(self.screen_stack) > 1:
+            self.pop_screen()
+        self.push_screen(screen)
+
+    async def action_back(self) -> None:
+        """Close the screen in view."""
+        if len(self.screen_stack) > 1:
+            await self.pop_screen()
+
+    def action_open(self) -> None:
+        """Open the selected rank."""
+        from .screens.rank import RankScreen
+
+        if self.stage.model.ranks:
+            self.show(RankScreen(self.stage))
+
+    def action_alerts(self) -> None:
+        """Open the alerts."""
+        from .screens.alerts import AlertsScreen
+
+        self.show(AlertsScreen(self.stage))
+
+    def action_logs(self) -> None:
+        """Open the logs."""
+        from .screens.logs import LogsScreen
+
+        self.show(LogsScreen(self.stage))
+
+    def action_stacks(self) -> None:
+        """Ask for the selected rank's stacks and show them."""
+        from .screens.stacks import StacksScreen
+
+        self.show(StacksScreen(self.stage))
+
+    def action_help(self) -> None:
+        """Explain the screen in view."""
+        from .screens.help import HelpScreen
+
+        if isinstance(self.screen, MonitorScreen):
+            self.push_screen(HelpScreen(self.stage, self.screen))
+
+    def action_goto(self) -> None:
+        """Ask for a step or a time and go there."""
+        from .screens.goto import GotoDialog
+
+        if self.stage.source is not None:
+            self.push_screen(GotoDialog(self.stage))
+
+    def action_kill(self) -> None:
+        """Ask what to end, and end it."""
+        from .screens.kill import KillDialog
+
+        if self._may_act("kill"):
+            self.push_screen(KillDialog(self.stage))
+
+    def action_stop(self) -> None:
+        """Ask whether to save and end."""
+        from .screens.stop import StopDialog
+
+        if self._may_act("stop"):
+            self.push_screen(StopDialog(self.stage))
+
+    def action_runs(self) -> None:
+        """Open the list of runs."""
+        from .screens.runs import RunsScreen
+
+        if not isinstance(self.screen, RunsScreen):
+            self.show(RunsScreen(self.stage))
+
+    def open_run(self, run: RunDir) -> None:
+        """Show another run; what was open is closed."""
+        try:
+            source = self._open_run(run)
+        except FtmonError as error:
+            self.stage.say(str(error), "error")
+            return
+        if self.stage.source is not None:
+            self.stage.source.close()
+        fresh = Stage(source, self.stage.look, self.stage.read_only)
+        self.stage = fresh
+        source.start()
+        for screen in self.screen_stack[1:]:
+            del screen
+            self.pop_screen()
+        self.switch_screen(OverviewScreen(fresh))
+        self._hurry.resume()
+
+    def _may_act(self, verb: str) -> bool:
+        source = self.stage.source
+        if self.stage.read_only:
+            self.stage.say(f"read-only: {verb} is refused", "warning")
+        elif source is None or not source.can_command:
+            why = "a replay has no processes" if source and source.transport.mode == "replay" else "the run has no hub"
+            self.stage.say(f"cannot {verb}: {why}", "warning")
+        else:
+            return True
+        self.pump()
+        return False
+
+
+def open_live_or_recorded(run: RunDir) -> Source:
+    """Make the source of a run directory: live, or of its recording when the run is over.
+
+    Raises:
+        FtmonError: it cannot be opened.
+    """
+    from .source.live import LiveSource
+
+    return LiveSource(run)
+
+
+def run_app(source: Source, *, ascii_only: bool = False, read_only: bool = False) -> None:
+    """Show a run until the person leaves; the source is closed then, its model stays readable."""
+    try:
+        FtmonApp(source, ascii=ascii_only, read_only=read_only).run()
+    finally:
+        source.close()
+
+
+def run_picker(*, ascii_only: bool = False, read_only: bool = False) -> None:
+    """Show the list of runs, and the runs that are opened from it, until the person leaves."""
+    app = FtmonApp(ascii=ascii_only, read_only=read_only)
+    try:
+        app.run()
+    finally:
+        if app.stage.source is not None:
+            app.stage.source.close()

@@ -1,0 +1,115 @@
+"""What every full screen has: summary above, replay bar and keys below, the common keys, and a floor for its size."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.events import Resize
+from textual.screen import Screen
+from textual.widget import Widget
+
+from ..widgets.canvas import Canvas
+from ..widgets.line import Line
+from ..widgets.panes import KeyBar, ReplayBar, SummaryBar
+from ..widgets.stage import Stage
+
+SMALLEST = (60, 16)
+"""Columns and rows that the screens need."""
+
+TALL = 30
+"""From this many rows on there is room for more alerts."""
+
+
+def key(keys: str, action: str, label: str, what: str, show: bool = True) -> Binding:
+    """Make a binding: ``label`` stands on the key bar, ``what`` in help and in the command palette."""
+    return Binding(keys, action, label, show=show, tooltip=what)
+
+
+COMMON_KEYS: list[BindingType] = [
+    key("space", "toggle_play", "pause", "hold the view, or play on (the run itself goes on)"),
+    key("left_square_bracket", "step(-1)", "step back", "one step back", show=False),
+    key("right_square_bracket", "step(1)", "step", "one step forward", show=False),
+    key("left_curly_bracket", "skip(-10)", "10 s back", "ten seconds back", show=False),
+    key("right_curly_bracket", "skip(10)", "10 s on", "ten seconds forward", show=False),
+    key("plus,equals_sign", "speed(1)", "faster", "play faster, up to 64x", show=False),
+    key("minus", "speed(-1)", "slower", "play slower, down to 0.25x", show=False),
+    key("n", "alert(1)", "alert", "jump to the next alert"),
+    key("N", "alert(-1)", "alert before", "jump to the previous alert", show=False),
+    key("g", "goto", "go to", "go to a step or a time"),
+    key("L", "live", "live", "back to the live end of the run", show=False),
+    key("comma", "finer", "finer", "graphs: less time a column", show=False),
+    key("full_stop", "coarser", "coarser", "graphs: more time a column", show=False),
+    key("d", "theme", "light/dark", "switch between the light and the dark theme", show=False),
+    key("R", "runs", "runs", "the list of live and recorded runs", show=False),
+    key("ctrl+p", "command_palette", "commands", "every action by name", show=False),
+    key("question_mark", "help", "help", "explain this screen, its signs and keys"),
+    key("q", "detach", "detach", "leave; the training goes on"),
+]
+
+
+class TooSmall(Canvas):
+    """What is shown in a terminal too small for the screens."""
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Say how large it is and how large it must be."""
+        size, look = self.app.size, self.look
+        text = f"terminal {size.width}x{size.height} is too small:"
+        mend = f"ftmon needs {SMALLEST[0]}x{SMALLEST[1]}"
+        lines = [Line()] * max(0, (height - 3) // 2)
+        for row, tone in ((text, "warning"), (mend, "text"), ("q: detach", "dim")):
+            lines.append(Line(row.center(width), look.style(tone)))
+        return lines
+
+
+class MonitorScreen(Screen[Any]):
+    """A screen on one run. A subclass gives its body, and ticks what is in it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = COMMON_KEYS
+    TITLE_LINES: int = 2
+    NAME = ""
+    """What the screen is called in help."""
+    HELP = ""
+    """What a person sees here, a few sentences."""
+    LEGEND: ClassVar[tuple[str, ...]] = ()
+    """Parts of the legend that belong to the screen: ``graph``, ``phases``, ``states``, ``alerts``, ``heat``."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def body(self) -> Iterable[Widget]:
+        """Give the widgets between summary and keys."""
+        return ()
+
+    def compose(self) -> ComposeResult:
+        """Lay the screen out."""
+        yield TooSmall(self.stage, name="small")
+        yield SummaryBar(self.stage, name="summary", classes="short" if self.TITLE_LINES == 1 else None)
+        yield from self.body()
+        yield ReplayBar(self.stage, name="replay")
+        yield KeyBar(self.stage, name="keys")
+
+    def on_mount(self) -> None:
+        """Paint at once."""
+        self.tick()
+
+    def on_screen_resume(self) -> None:
+        """Paint what changed while another screen was in front."""
+        self.tick()
+
+    def on_resize(self, event: Resize) -> None:
+        """Say so when the terminal is too small."""
+        self.set_class(event.size.width < SMALLEST[0] or event.size.height < SMALLEST[1], "small")
+        self.set_class(event.size.height >= TALL, "tall")
+        self.call_after_refresh(self.tick)
+
+    def tick(self) -> None:
+        """Draw what changed; called by the app's one timer."""
+        self.set_class(self.stage.replaying, "replaying")
+        for widget in self.canvases():
+            widget.tick()
+
+    def canvases(self) -> list[Canvas]:
+        """List the canvases directly on the screen."""
+        return [child for child in self.children if isinstance(child, Canvas) and child.display]

@@ -1,0 +1,62 @@
+"""The overview: all ranks, and the latest alerts."""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from textual.binding import BindingType
+from textual.widget import Widget
+
+from ..widgets.fleet import Fleet
+from ..widgets.panes import AlertStrip
+from .base import MonitorScreen, key
+
+
+class OverviewScreen(MonitorScreen):
+    """Is it training, will it fit, what is wrong."""
+
+    NAME = "overview"
+    HELP = (
+        "Every rank of the run: a card each while they fit, then a line each, then a heat map with a cell each. The "
+        "top lines say whether it trains, how far it is and how near the highest memory peak came to what the device "
+        "holds. A rank in trouble says what it is doing in place of its power draw. The foot has the latest alerts."
+    )
+    LEGEND = ("graph", "phases", "states", "alerts", "heat")
+    BINDINGS: ClassVar[list[BindingType]] = [
+        key("enter", "open", "open", "open the selected rank"),
+        key("a", "alerts", "alerts", "all alerts, each with its evidence"),
+        key("l", "logs", "logs", "the output of all ranks"),
+        key("s", "stacks", "stacks", "Python stacks of the selected rank"),
+        key("k", "kill", "kill", "end ranks, or the run; asks first"),
+        key("S", "stop", "stop", "save a checkpoint and end the run; asks first", show=False),
+        key("z", "zoom", "zoom", "scale graphs to the device's capacity, or to the run's highest peak"),
+        key("v", "view", "view", "cards, rows or heat map", show=False),
+        key("left", "move(-1,0)", "left", "select the rank to the left", show=False),
+        key("right", "move(1,0)", "right", "select the rank to the right", show=False),
+        key("up", "move(0,-1)", "up", "select the rank above", show=False),
+        key("down", "move(0,1)", "down", "select the rank below", show=False),
+    ]
+
+    def body(self) -> Iterable[Widget]:
+        """Give the ranks and the alert strip."""
+        yield Fleet(self.stage)
+        yield AlertStrip(self.stage, name="alerts")
+
+    def tick(self) -> None:
+        """Draw what changed."""
+        super().tick()
+        self.query_one(Fleet).tick()
+
+    def action_move(self, dx: int, dy: int) -> None:
+        """Move the selection."""
+        self.query_one(Fleet).move(dx, dy)
+
+    def action_zoom(self) -> None:
+        """Switch the scale of the graphs."""
+        self.stage.toggle_zoom()
+        self.tick()
+
+    def action_view(self) -> None:
+        """Go to the next way of drawing ranks."""
+        self.stage.next_view()
+        self.stage.say(f"view: {self.stage.view}")
+        self.tick()
