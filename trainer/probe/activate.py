@@ -27,7 +27,7 @@ def begin() -> None:
 
 
 def keep_peak_resident() -> None:
-    """Make ``resource.getrusage`` truthful before a script can bind the name; cheap, and inert until peaks are reset."""
+    """Make ``resource.getrusage`` truthful before a script can bind the name; inert until peaks are reset."""
     from .truth_rss import install
 
     install()

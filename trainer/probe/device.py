@@ -24,14 +24,13 @@ class Device:
         on_script_reset: given to the CUDA back end.
     """
 
-    blank: Any = {}
-    """The raw CUDA sample of a process that has allocated nothing yet."""
-
     def __init__(self, on_script_reset: Callable[[Any], None]) -> None:
         self._on_script_reset = on_script_reset
         self.memory: MemoryBackend = CpuMemory()
         self.mark_event: Callable[[], Any] = _no_event
         self.events: Any = None
+        self.blank: Any = {}
+        """The raw CUDA sample of a process that has allocated nothing yet."""
         self.settled = False
         """Whether there is nothing left to find out, so that hooks stop asking."""
         self.info = self._cpu_info()

@@ -1,0 +1,106 @@
+"""What a hub hears, without the hub: binds its sockets, keeps every message of every rank."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import zmq
+
+from ftmon.protocol import rundir, sockets, wire
+from ftmon.protocol.control import Command
+
+SCRIPTS = Path(__file__).parent / "scripts"
+INJECT = Path(rundir.__file__).resolve().parent.parent / "trainer" / "probe" / "inject"
+BIN = Path(sys.executable).parent
+
+
+class Collector:
+    def __init__(self, home: Path):
+        os.environ["FTMON_HOME"] = str(home)
+        self.run = rundir.create("probe-test", ["test"], "run")
+        self.context = zmq.Context()
+        self.telemetry = sockets.hub_socket(self.context, "telemetry")
+        self.ranks = sockets.hub_socket(self.context, "ranks")
+        sockets.bind(self.telemetry, self.run.ipc_address("telemetry"))
+        sockets.bind(self.ranks, self.run.ipc_address("ranks"))
+        self.messages = []
+        self.headers = []
+        self.answers = []
+        self.job = None
+
+    def environment(self, **extra):
+        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+        environment.update(
+            FTMON_RUN=str(self.run.path),
+            PYTHONPATH=str(INJECT),
+            PYTHONUNBUFFERED="1",
+            DS_ACCELERATOR="cpu",
+            OMP_NUM_THREADS="1",
+            CUDA_VISIBLE_DEVICES="",
+            TOKENIZERS_PARALLELISM="false",
+            **extra,
+        )
+        return environment
+
+    def start(self, *command, **extra):
+        self.log = self.run.logs / "launcher.log"
+        with self.log.open("wb") as log:
+            self.job = subprocess.Popen(
+                [str(word) for word in command],
+                env=self.environment(**extra),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd=self.run.path,
+            )
+        return self
+
+    def collect(self, until, seconds=120):
+        """Receive until ``until(self)`` holds; fails, with the job's output, when it does not in time."""
+        deadline = time.monotonic() + seconds
+        while not until(self):
+            if self.telemetry.poll(100):
+                header, body = self.telemetry.recv_multipart()
+                self.headers.append(wire.decode_header(header))
+                self.messages.append(wire.decode_body(body))
+            while self.ranks.poll(0):
+                _, _, body = self.ranks.recv_multipart()
+                self.answers.append(wire.decode_body(body))
+            if time.monotonic() > deadline:
+                raise AssertionError(f"nothing after {seconds} s; got {self.kinds()}\n{self.output()}")
+        return self
+
+    def command(self, identity, verb, **args):
+        self.ranks.send_multipart([identity.encode(), *wire.encode("hub", 1, time.time(), Command("c1", verb, args))])
+
+    def finish(self, seconds=120):
+        """Receive until the job has ended and everything it sent has come."""
+        self.collect(lambda c: c.job.poll() is not None, seconds)
+        while self.telemetry.poll(300):
+            header, body = self.telemetry.recv_multipart()
+            self.headers.append(wire.decode_header(header))
+            self.messages.append(wire.decode_body(body))
+        return self
+
+    def of(self, kind, rank=None):
+        return [m for m in self.messages if isinstance(m, kind) and (rank is None or m.rank == rank)]
+
+    def kinds(self):
+        names = [type(message).__name__ for message in self.messages]
+        return {name: names.count(name) for name in set(names)}
+
+    def output(self):
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in sorted(self.run.logs.iterdir()))
+
+    def close(self):
+        if self.job is not None and self.job.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.job.pid, 9)
+            self.job.wait(10)
+        self.telemetry.close()
+        self.ranks.close()
+        self.context.term()

@@ -1,0 +1,57 @@
+"""A plain DeepSpeed loop that knows nothing of ftmon: a small model, ZeRO-2, gradient accumulation."""
+
+import os
+import sys
+
+import deepspeed
+import torch
+from torch.utils.data import DataLoader
+
+STEPS = int(os.environ.get("STEPS", "4"))
+ACCUMULATION = 2
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 32)
+        self.head = torch.nn.Linear(32, 64)
+
+    def forward(self, input_ids, attention_mask):
+        logits = self.head(self.embed(input_ids)) * attention_mask[..., None]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
+
+
+def collate(rows):
+    ids = torch.stack(rows)
+    mask = torch.ones_like(ids)
+    mask[:, 6:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def main():
+    torch.manual_seed(0)
+    model = Model()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": 2},
+        "steps_per_print": 1000,
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    loader = DataLoader(list(torch.randint(0, 64, (STEPS * ACCUMULATION * 2, 8))), batch_size=2, collate_fn=collate)
+    for batch in loader:
+        loss = engine(**batch)
+        engine.backward(loss)
+        engine.step()
+        print("loss", float(loss.detach()), flush=True)
+    engine.eval()
+    with torch.no_grad():
+        engine(**next(iter(loader)))
+    if len(sys.argv) > 1 and sys.argv[-1].startswith("crash"):
+        raise ValueError("the script gives up")
+
+
+if __name__ == "__main__":
+    main()
