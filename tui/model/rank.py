@@ -189,6 +189,18 @@ class RankModel:
             self.timeline.current = (EMPTY, EMPTY, EMPTY)
         self.version += 1
 
+    def forget_steps(self) -> None:
+        """Drop the recent steps and the step times, and keep what they told: peaks, the last step, the timeline."""
+        self.steps.clear()
+        self.step_ms = StepSeries()
+        self.version += 1
+
+    def remember_step(self, step: Step) -> None:
+        """Put back one of the steps forgotten."""
+        self.steps.append(step)
+        self.step_ms.add(step.step, step.host_us / 1000)
+        self.version += 1
+
     def _now(self, allocated: int, reserved: int, resident: int) -> None:
         self.allocated_bytes = allocated
         self.reserved_bytes = reserved

@@ -70,6 +70,8 @@ class RunModel:
         """Hub time of the first frame; 0 before any."""
         self.now = 0.0
         """The time this state is of, seconds since the epoch: the latest frame's, or later (see ``tick``)."""
+        self.last_t = 0.0
+        """Hub time of the latest frame."""
         self.last_seq = 0
         self.version = 0
         """Moves with every frame."""
@@ -100,8 +102,9 @@ class RunModel:
         if seq <= self.last_seq:
             return False
         self.last_seq = seq
-        if frame.t > self.now:
-            self.now = frame.t
+        t = self.last_t = frame.t
+        if t > self.now:
+            self.now = t
         if not self.first_t:
             self.first_t = frame.t
         handler = self._handlers.get(type(frame.message))

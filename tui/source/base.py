@@ -26,7 +26,7 @@ class Connection:
     """One line for a person: what is the matter, or empty."""
     since: float = 0.0
     lost: int = 0
-    """Frames of the stream that were missed and could not be fetched again (heartbeats do not count)."""
+    """Frames of the stream that were missed here and are not in the recording either (heartbeats never are)."""
 
 
 @dataclass(slots=True)

@@ -14,7 +14,8 @@ SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 Mode = Literal["live", "rewound", "replay"]
 
-RequestKind = Literal["play", "pause", "speed", "time", "step", "skip", "goto", "alert", "live"]
+RequestKind = Literal["play", "pause", "speed", "time", "step", "skip", "goto", "alert", "live", "overview"]
+"""``overview`` is the playback's own: older history was read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,70 @@
+"""Where a run's hub is: by its run directory on this host, or by addresses alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...protocol.errors import FtmonError, RecordingError
+from ...protocol.process import ProcessId, is_alive
+from ...protocol.recording.reader import Reader
+from ...protocol.rundir import RunDir
+from .history import History
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """A hub to connect to; another process at the same addresses is another hub."""
+
+    addresses: Mapping[str, str]
+    process: ProcessId | None = None
+    read_only: bool = False
+
+
+class Endpoint:
+    """Finds a run's hub, tells whether it lives, and opens the recording where that is at hand."""
+
+    def __init__(self, run: RunDir | None = None, addresses: Mapping[str, str] | None = None) -> None:
+        """Give a run directory of this host, or the channels' addresses (``sockets.CHANNELS``) elsewhere."""
+        if (run is None) == (addresses is None):
+            raise ValueError("give a run directory or addresses")
+        self._run = run
+        self._addresses = addresses
+
+    @property
+    def local(self) -> bool:
+        """Whether the hub's process can be looked at."""
+        return self._run is not None
+
+    def hub(self) -> Hub | None:
+        """Return the living hub, or None while there is none."""
+        if self._run is None:
+            assert self._addresses is not None
+            return Hub(self._addresses)
+        try:
+            found = self._run.living_hub()
+        except FtmonError:
+            return None
+        return Hub(found.addresses, found.process, found.read_only) if found else None
+
+    def is_alive(self, hub: Hub) -> bool:
+        """Tell whether that very hub lives; of one elsewhere it is not known, and so is said to."""
+        return hub.process is None or is_alive(hub.process)
+
+    def ended(self) -> bool:
+        """Tell whether the run is over: the job has ended, or its launcher is gone and nobody would start a hub."""
+        if self._run is None:
+            return False
+        try:
+            launcher = self._run.read_run().launcher
+            return self._run.read_exit() is not None or (launcher is not None and not is_alive(launcher))
+        except FtmonError:
+            return True
+
+    def open_recording(self) -> History:
+        """Open the recording file.
+
+        Raises:
+            RecordingError: it is not on this host, or cannot be read.
+        """
+        if self._run is None:
+            raise RecordingError("the recording is on another host, and its hub is gone")
+        return Reader(self._run.recording)

@@ -1,0 +1,313 @@
+"""A live run's frames: the thread that subscribes, fetches what was before and between, and survives its hub.
+
+Joining: subscribe first, then ask for the state as recorded; the hub commits before it answers, so what was published
+before the question is in the answer, and what comes after it is in the subscription. Numbers that are in both are
+dropped by the model. A hole in the numbering (the slow joiner's at first, or a queue that overflowed) is asked for.
+"""
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from ...protocol import wire
+from ...protocol.control import Accepted, Command, Result
+from ...protocol.errors import FtmonError, ProtocolError
+from ...protocol.sockets import peer_socket
+from ...protocol.wire import RESTART_LEAP, Frame
+from ..model.run import RunInfo, RunModel
+from .base import Connection, ConnectionState
+from .endpoint import Endpoint, Hub
+from .history import History
+from .load import load
+from .overview import Overview, read_overview
+from .remote import RemoteReader
+
+_LOOK_S = 0.5
+"""How often the hub's process is looked at."""
+
+_SILENCE_S = 15.0
+"""A hub that says nothing for this long is gone, where its process cannot be looked at."""
+
+_FETCH = 2000
+"""Frames asked for at once."""
+
+_MAX_FETCHED = 40_000
+"""A hole larger than this is not fetched: the state is loaded anew."""
+
+_MAX_BATCH = 500
+_CONNECT_MS = 1000
+
+
+@dataclass(slots=True)
+class Arrival:
+    """What the feed hands to the screen."""
+
+    frames: list[Frame] = field(default_factory=list[Frame])
+    model: RunModel | None = None
+    overview: Overview | None = None
+    connection: Connection | None = None
+    answer: Accepted | Result | None = None
+
+
+class Feed(threading.Thread):
+    """Gathers a live run's frames into ``arrivals``.
+
+    Args:
+        context: the ZeroMQ context for all sockets.
+        endpoint: where the run's hub is to be found.
+        info: what is known of the run beforehand.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", endpoint: Endpoint, info: RunInfo) -> None:
+        super().__init__(name="feed", daemon=True)
+        self.arrivals: deque[Arrival] = deque()
+        self.hub: Hub | None = None
+        """The hub it is joined to; None while there is none."""
+        self._context = context
+        self._endpoint = endpoint
+        self._info = info
+        self._closing = threading.Event()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._last_seq = 0
+        self._joined = False
+        self._told: tuple[ConnectionState, str] | None = None
+        self._lost = 0
+
+    def close(self) -> None:
+        """End the thread; safe to call twice."""
+        self._closing.set()
+        self._nudge()
+        if self.is_alive():
+            self.join(timeout=5)
+
+    def send(self, command: Command) -> None:
+        """Send a command to the hub; answers arrive. Any thread."""
+        self._commands.put(command)
+        self._nudge()
+
+    def run(self) -> None:
+        """Follow the run from hub to hub, until it is over or nobody looks any more."""
+        self._tell("connecting", "waiting for the run's hub")
+        while not self._closing.is_set():
+            hub = self._endpoint.hub()
+            if hub is not None:
+                self._follow(hub)
+            elif self._endpoint.ended():
+                self._finish()
+                return
+            elif self._joined:
+                self._tell("hub-gone", "the hub is gone; the ranks train on, and a new hub is looked for")
+            self._refuse_commands()
+            self._closing.wait(_LOOK_S)
+
+    def _nudge(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake.send(b"!")
+
+    def _tell(self, state: ConnectionState, text: str = "") -> None:
+        if (state, text) != self._told:
+            self._told = (state, text)
+            self.arrivals.append(Arrival(connection=Connection(state, text, time.time(), self._lost)))
+
+    def _follow(self, hub: Hub) -> None:
+        """Stay with one hub until it is gone."""
+        stream = peer_socket(self._context, "stream")
+        control = peer_socket(self._context, "control")
+        # A kill for a hub that has gone must not wait and reach the next one.
+        control.setsockopt(zmq.IMMEDIATE, 1)
+        history = RemoteReader(self._context, hub.addresses["query"], cancelled=lambda: self._is_over(hub))
+        try:
+            stream.connect(hub.addresses["stream"])
+            control.connect(hub.addresses["control"])
+            self._join(history)
+            self.hub = hub
+            self._tell("live")
+            self._read_overview(hub)
+            self._listen(hub, stream, control, history)
+        except ProtocolError as error:
+            self._tell("hub-gone", str(error))
+        except FtmonError as error:
+            if not self._closing.is_set():
+                self._tell("connecting" if not self._joined else "hub-gone", str(error))
+        finally:
+            self.hub = None
+            for each in (stream, control):
+                each.close()
+            history.close()
+
+    def _is_over(self, hub: Hub) -> bool:
+        return self._closing.is_set() or not self._endpoint.is_alive(hub)
+
+    def _join(self, history: History) -> None:
+        """Take the run's state as recorded, or only what is new when there was a hub before this one."""
+        if self._joined:
+            self._fetch(history, None)
+        else:
+            self._load(history)
+            self._joined = True
+
+    def _load(self, history: History) -> None:
+        info = history.info()
+        model = load(history, info.last_t, self._info)
+        self._last_seq = max(model.last_seq, info.last_seq)
+        self.arrivals.append(Arrival(model=model))
+
+    def _read_overview(self, hub: Hub) -> None:
+        def read() -> None:
+            history = RemoteReader(self._context, hub.addresses["query"], cancelled=lambda: self._is_over(hub))
+            try:
+                overview = read_overview(history, history.info(), lambda: self._is_over(hub))
+                self.arrivals.append(Arrival(overview=overview))
+            except FtmonError:
+                pass  # the next hub is asked again; without it only older history is missing from the graphs
+            finally:
+                history.close()
+
+        threading.Thread(target=read, name="overview", daemon=True).start()
+
+    def _listen(self, hub: Hub, stream: "zmq.Socket[Any]", control: "zmq.Socket[Any]", history: History) -> None:
+        poller = zmq.Poller()
+        poller.register(stream, zmq.POLLIN)
+        poller.register(control, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        looked = heard = time.monotonic()
+        while not self._closing.is_set():
+            ready = dict(poller.poll(round(_LOOK_S * 1000)))
+            now = time.monotonic()
+            if stream in ready:
+                heard = now
+                self._take(stream, history)
+            if control in ready:
+                self._hear(control)
+            if self._woken.fileno() in ready:
+                self._woken.recv(4096)
+                self._send_commands(control)
+            if now - looked > _LOOK_S:
+                looked = now
+                silent = not self._endpoint.local and now - heard > _SILENCE_S
+                if silent or not self._endpoint.is_alive(hub):
+                    self._drain(stream, history)
+                    return
+
+    def _drain(self, stream: "zmq.Socket[Any]", history: History) -> None:
+        """Take what a hub published last."""
+        while stream.poll(0):
+            self._take(stream, history)
+
+    def _take(self, stream: "zmq.Socket[Any]", history: History) -> None:
+        """Receive what has come, in one batch, with any hole before it filled."""
+        frames: list[Frame] = []
+        while len(frames) < _MAX_BATCH:
+            try:
+                parts = stream.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(parts) != 2:
+                continue
+            header = wire.decode_header(parts[0])
+            if header.seq <= self._last_seq:
+                continue
+            missed = header.seq - self._last_seq - 1
+            self._last_seq = header.seq
+            if missed:
+                self._flush(frames)
+                frames = []
+                self._fill(history, header.seq - missed - 1, header.seq, missed)
+            try:
+                message = wire.decode_body(parts[1])
+            except ProtocolError:
+                continue  # one damaged message is no reason to leave a run
+            if message is not None:
+                frames.append(Frame(header.seq, header.t, message))
+        self._flush(frames)
+
+    def _flush(self, frames: list[Frame]) -> None:
+        if frames:
+            self.arrivals.append(Arrival(frames=frames))
+
+    def _fill(self, history: History, after: int, before: int, missed: int) -> None:
+        if missed >= RESTART_LEAP:
+            missed -= RESTART_LEAP
+        if missed > _MAX_FETCHED:
+            self._load(history)
+            return
+        self._lost += max(missed - self._fetch(history, before, after), 0)
+
+    def _fetch(self, history: History, before: int | None, after: int | None = None) -> int:
+        """Fetch recorded frames after one number and before another; return how many there were."""
+        last = self._last_seq if after is None else after
+        count = 0
+        while frames := history.frames(last, _FETCH):
+            last = frames[-1].seq
+            wanted = frames if before is None else [frame for frame in frames if frame.seq < before]
+            count += len(wanted)
+            self._flush(wanted)
+            if before is None:
+                self._last_seq = last
+            elif last >= before:
+                break
+            if count > _MAX_FETCHED:  # to show the state as it is now is quicker than all that led to it
+                self._load(history)
+                break
+        return count
+
+    def _send_commands(self, control: "zmq.Socket[Any]") -> None:
+        while not self._commands.empty():
+            command = self._commands.get()
+            try:
+                control.poll(_CONNECT_MS, zmq.POLLOUT)
+                control.send_multipart(wire.encode("app", 0, time.time(), command), zmq.NOBLOCK)
+            except zmq.ZMQError:
+                self._refuse(command)
+
+    def _hear(self, control: "zmq.Socket[Any]") -> None:
+        parts = control.recv_multipart()
+        if len(parts) != 2:
+            return
+        wire.decode_header(parts[0])
+        answer = wire.decode_body(parts[1])
+        if isinstance(answer, Accepted | Result):
+            self.arrivals.append(Arrival(answer=answer))
+
+    def _refuse_commands(self) -> None:
+        while not self._commands.empty():
+            self._refuse(self._commands.get())
+
+    def _refuse(self, command: Command) -> None:
+        text = "the hub is gone, so nobody could act on this; it comes back by itself, try again in some seconds"
+        self.arrivals.append(Arrival(answer=Accepted(command.id, False, text)))
+
+    def _finish(self) -> None:
+        """The run and its hub are over: what is shown ends with what the recording has."""
+        history: History | None = None
+        text = ""
+        try:
+            history = self._endpoint.open_recording()
+            if self._joined:
+                self._fetch(history, None)
+            else:
+                self._load(history)
+            overview = read_overview(history, history.info(), self._closing.is_set)
+            self.arrivals.append(Arrival(overview=overview))
+        except FtmonError as error:
+            text = str(error)
+        finally:
+            if history is not None:
+                history.close()
+        self._refuse_commands()
+        self._tell("ended", text)
+        self._serve_nobody()
+
+    def _serve_nobody(self) -> None:
+        """Go on refusing commands, until closed."""
+        while not self._closing.wait(_LOOK_S):
+            self._refuse_commands()

@@ -1,0 +1,53 @@
+"""Where the past of a run is read from: its recording, opened here or asked for over the hub's query channel."""
+
+from typing import Protocol
+
+from ...protocol.control import Alert
+from ...protocol.recording.results import MemoryColumn, RecordingInfo, StepPoint
+from ...protocol.wire import Frame
+
+
+class History(Protocol):
+    """What ``protocol.recording.Reader`` and ``RemoteReader`` both offer; see the former for each method."""
+
+    def info(self) -> RecordingInfo:
+        """Describe the recording as it is now."""
+        ...
+
+    def frames(self, after_seq: int, limit: int, until_t: float | None = None) -> list[Frame]:
+        """Read the stream in order."""
+        ...
+
+    def state_at(self, t: float) -> list[Frame]:
+        """Read the fewest frames that give the state at ``t``."""
+        ...
+
+    def memory(self, t0: float, t1: float, columns: int) -> list[MemoryColumn]:
+        """Read memory peaks of all ranks, pooled into columns."""
+        ...
+
+    def series(self, rank: int, t0: float, t1: float, limit: int) -> list[StepPoint]:
+        """Read a rank's steps, pooled when there are more than ``limit``."""
+        ...
+
+    def alerts(self, t0: float | None = None, t1: float | None = None) -> list[Alert]:
+        """Read alerts as they stood last."""
+        ...
+
+    def logs(
+        self, before_seq: int | None = None, rank: int | None = None, text: str = "", limit: int = 500
+    ) -> list[Frame]:
+        """Read the log lines before a place in the stream."""
+        ...
+
+    def step_time(self, step: int) -> float | None:
+        """Tell when a step was finished."""
+        ...
+
+    def seq_at(self, t: float) -> int:
+        """Tell the stream's number at a time."""
+        ...
+
+    def close(self) -> None:
+        """Close what is open."""
+        ...

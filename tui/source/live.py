@@ -1,0 +1,224 @@
+"""A run that is going on, as a source: its live end, and by the same controls its past."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import zmq
+
+from ...protocol.control import Accepted, Command, Result
+from ...protocol.errors import FtmonError
+from ...protocol.rundir import RunDir
+from ..model.run import RunInfo, RunModel
+from .base import CommandRecord, Connection
+from .endpoint import Endpoint
+from .feed import Arrival, Feed
+from .history import History
+from .load import adopt
+from .playback import Playback
+from .remote import RemoteReader
+from .transport import AlertMark, Request, Transport
+
+ANSWER_S = 10.0
+"""A hub that has not accepted a command by then is not going to."""
+
+
+class LiveSource:
+    """Follows a run.
+
+    The live end is folded all the time, also while the past is shown, so the return to it is immediate.
+
+    Args:
+        run: the run's directory on this host; or
+        addresses: the hub's channels (``sockets.CHANNELS``), when it is elsewhere.
+    """
+
+    def __init__(self, run: RunDir | None = None, addresses: Mapping[str, str] | None = None) -> None:
+        self._endpoint = Endpoint(run, addresses)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._live = RunModel(_info(run))
+        self._feed = Feed(self._context, self._endpoint, _info(run))
+        self._transport = Transport("live", self._request)
+        self._playback: Playback | None = None
+        self._connection = Connection("connecting", "waiting for the run's hub", time.time())
+        self._commands: dict[str, CommandRecord] = {}
+        self._showing: Arrival | None = None
+        self._marks_version = -1
+        self._closed = False
+
+    @property
+    def model(self) -> RunModel:
+        """The state at the live end, or at the position while rewound."""
+        return self._live if self._playback is None else self._playback.model
+
+    @property
+    def live_model(self) -> RunModel:
+        """The state at the live end, also while rewound."""
+        return self._live
+
+    @property
+    def transport(self) -> Transport:
+        """The controls."""
+        return self._transport
+
+    @property
+    def connection(self) -> Connection:
+        """How things stand with the hub."""
+        return self._connection
+
+    @property
+    def commands(self) -> dict[str, CommandRecord]:
+        """Commands sent from here, by id, oldest first."""
+        return self._commands
+
+    @property
+    def can_command(self) -> bool:
+        """Whether there is a hub that takes commands."""
+        hub = self._feed.hub
+        return hub is not None and not hub.read_only
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._feed.start()
+
+    def pump(self, budget_s: float = 0.05) -> bool:
+        """Fold what has arrived since the last call."""
+        deadline = time.monotonic() + budget_s
+        changed = False
+        arrivals = self._feed.arrivals
+        while self._showing is not None or arrivals:
+            arrival = self._showing = self._showing or arrivals.popleft()
+            changed = True
+            self._take(arrival)
+            if not self._fold(arrival, deadline):
+                break
+            self._showing = None
+            if time.monotonic() > deadline:
+                break
+        changed = self._settle_commands() or changed
+        if self._playback is not None:
+            changed = self._playback.pump(max(0.005, deadline - time.monotonic())) or changed
+            if self._playback.reached_live or self._playback.error:
+                self._transport.message = self._playback.error
+                self._to_live()
+        self._update_transport()
+        return changed
+
+    def send(self, verb: str, args: dict[str, Any] | None = None) -> str:
+        """Send a command to the hub; its two answers appear in ``commands``."""
+        command = Command(secrets.token_hex(8), verb, args or {})
+        self._commands[command.id] = CommandRecord(command.id, verb, command.args, time.time())
+        self._feed.send(command)
+        return command.id
+
+    def close(self) -> None:
+        """End the threads and close the sockets; the run goes on."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._playback is not None:
+            self._playback.close()
+        self._feed.close()
+        # Ends once every thread has closed its sockets; one that waits for a hub does so within moments.
+        ending = threading.Thread(target=self._context.term, name="sockets", daemon=True)
+        ending.start()
+        ending.join(timeout=2)
+
+    def _take(self, arrival: Arrival) -> None:
+        if arrival.model is not None:
+            self._live, arrival.model = arrival.model, None
+        if arrival.overview is not None:
+            adopt(self._live, arrival.overview, float("inf"))
+            arrival.overview = None
+        if arrival.connection is not None:
+            self._connection = arrival.connection
+        answer = arrival.answer
+        record = self._commands.get(answer.id) if answer is not None else None
+        if record is not None and isinstance(answer, Accepted):
+            record.accepted = answer
+        elif record is not None and isinstance(answer, Result):
+            record.result = answer
+
+    def _fold(self, arrival: Arrival, deadline: float) -> bool:
+        """Fold an arrival's frames; False when time ran out, with the rest left in it."""
+        for done, frame in enumerate(arrival.frames, 1):
+            self._live.apply(frame)
+            message = frame.message
+            if isinstance(message, Result) and message.id in self._commands:
+                self._commands[message.id].result = message
+            if done % 64 == 0 and time.monotonic() > deadline:
+                del arrival.frames[:done]
+                return False
+        return True
+
+    def _settle_commands(self) -> bool:
+        """Give up on commands that nobody accepted."""
+        now = time.time()
+        changed = False
+        for record in self._commands.values():
+            if record.accepted is None and record.result is None and now - record.sent > ANSWER_S:
+                record.accepted = Accepted(record.id, False, f"the hub gave no answer in {ANSWER_S:.0f} s")
+                changed = True
+        return changed
+
+    def _update_transport(self) -> None:
+        transport, live = self._transport, self._live
+        if self._connection.state in ("live", "hub-gone") and not live.ended:
+            live.tick(time.time())
+        transport.last = max(live.now, live.last_t)
+        if not transport.first or live.first_t < transport.first:
+            transport.first = live.first_t
+        if self._playback is None:
+            transport.mode, transport.playing, transport.speed = "live", not live.ended, 1.0
+            transport.position = transport.last
+        if self._marks_version != live.alerts.version:
+            self._marks_version = live.alerts.version
+            marks = [AlertMark(each.time, each.severity, each.kind, each.id, each.title) for each in live.alerts]
+            transport.marks = sorted(marks, key=lambda mark: (mark.time, mark.alert_id))
+
+    def _request(self, request: Request) -> None:
+        """Carry out a key of the transport: anything but playing on leaves the live end for the past."""
+        if request.kind == "live":
+            self._to_live()
+            return
+        if self._playback is None:
+            if request.kind in ("play", "speed") or (request.kind in ("step", "skip", "alert") and request.number > 0):
+                self._transport.message = "this is the live end"
+                return
+            self._transport.mode = "rewound"
+            self._playback = Playback(
+                self._open_history,
+                self._live.info,
+                self._transport,
+                start=self._transport.position,
+                live_end=lambda: self._live.last_t,
+                model=self._live,
+            )
+            self._playback.request(request)  # before the thread starts, so that it seeks once and not twice
+            self._playback.start()
+            return
+        self._playback.request(request)
+
+    def _to_live(self) -> None:
+        playback, self._playback = self._playback, None
+        if playback is not None:
+            playback.close(wait=False)
+
+    def _open_history(self, cancelled: Callable[[], bool]) -> History:
+        hub = self._feed.hub
+        if hub is None:
+            return self._endpoint.open_recording()
+        return RemoteReader(self._context, hub.addresses["query"], cancelled=cancelled)
+
+
+def _info(run: RunDir | None) -> RunInfo:
+    """Take what a run directory tells of its run."""
+    if run is None:
+        return RunInfo()
+    try:
+        content = run.read_run()
+    except FtmonError:
+        return RunInfo(id=run.id, name=run.id)
+    return RunInfo(content.id, content.name, content.kind, content.command, content.created, content.host)

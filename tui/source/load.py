@@ -1,0 +1,104 @@
+"""The state of a run at any time, from its recording: what a seek and a late join show."""
+
+import copy
+from collections.abc import Iterable
+from math import floor
+
+from ...protocol.recording.results import RecordingInfo
+from ...protocol.wire import Frame
+from ..model.run import RunInfo, RunModel
+from .history import History
+from .overview import Overview, fine_begin, read_memory
+
+TAIL_FRAMES = 1200
+"""Numbers of the stream before the time sought that are folded whole: recent steps, recent memory."""
+
+LOG_LINES = 300
+FINE_SECONDS = 112
+"""Seconds before the time sought whose memory is read second by second."""
+
+
+def describe(info: RecordingInfo) -> RunInfo:
+    """Take what a recording tells of its run."""
+    return RunInfo(
+        id=info.run_id,
+        name=info.name,
+        kind=info.kind,
+        command=list(info.command),
+        created=info.started,
+        host=info.host,
+    )
+
+
+def load(history: History, t: float, info: RunInfo, overview: Overview | None = None) -> RunModel:
+    """Build the state at hub time ``t``: of everything exactly as if all had been folded, but recent steps and logs.
+
+    Those reach back ``TAIL_FRAMES`` and ``LOG_LINES``; older memory and step times come pooled, from ``overview``
+    when it is there.
+
+    Raises:
+        RecordingError: the recording cannot be read.
+        HubError: the hub, asked for it, does not answer.
+    """
+    model = RunModel(copy.deepcopy(info))
+    seq = history.seq_at(t)
+    begin = max(seq - TAIL_FRAMES, 0)
+    frames = {frame.seq: frame for frame in history.state_at(t)}
+    frames.update((frame.seq, frame) for frame in history.logs(before_seq=seq + 1, limit=LOG_LINES))
+    frames.update((frame.seq, frame) for frame in history.frames(begin, TAIL_FRAMES, t))
+    _load_memory(history, t, model, overview)
+    # Charts and rates want steps without holes; of older ones (the run's peak) only what they tell is kept.
+    fold(model, (frames[number] for number in sorted(frames) if number <= begin))
+    older = {number: rank.last for number, rank in model.ranks.items()}
+    for rank in model.ranks.values():
+        rank.forget_steps()
+    fold(model, (frames[number] for number in sorted(frames) if number > begin))
+    for number, last in older.items():
+        rank = model.ranks[number]
+        if last is not None and not rank.steps:
+            rank.remember_step(last)
+    if overview is not None:
+        adopt_steps(model, overview)
+    model.last_seq = max(model.last_seq, seq)
+    model.tick(t)
+    return model
+
+
+def fold(model: RunModel, frames: Iterable[Frame]) -> None:
+    """Apply frames in order."""
+    for frame in frames:
+        model.apply(frame)
+
+
+def adopt(model: RunModel, overview: Overview, until: float) -> None:
+    """Give a model the run's past before ``until``: memory before that time, steps before those it knows."""
+    for rank, past in overview.memory.items():
+        model.rank(rank).timeline.adopt(past.copy(floor(until / overview.span)))
+    adopt_steps(model, overview)
+
+
+def adopt_steps(model: RunModel, overview: Overview) -> None:
+    """Give a model the step times and losses of the steps before those it knows."""
+    firsts: list[int] = []
+    for number, rank in model.ranks.items():
+        if rank.steps:
+            firsts.append(rank.steps[0].step)
+            if number in overview.step_ms:
+                rank.step_ms.adopt(overview.step_ms[number], rank.steps[0].step)
+    if firsts:
+        model.losses.adopt(overview.losses, min(firsts))
+
+
+def _load_memory(history: History, t: float, model: RunModel, overview: Overview | None) -> None:
+    span = overview.span if overview is not None else 1
+    fine = fine_begin(t, FINE_SECONDS, span)
+    if overview is not None:
+        fine = max(fine, overview.first * span)
+        rest = floor(fine / span)
+        adopt(model, overview, float(rest * span))
+        middle = min(span, 16)
+        for rank, level in read_memory(history, rest * span // middle, (fine - rest * span) // middle, middle).items():
+            model.rank(rank).timeline.adopt(level)
+    # The second that t falls in may hold later steps too; the folded tail alone says what is in it by now.
+    for rank, level in read_memory(history, fine, floor(t) - fine, 1).items():
+        model.rank(rank).timeline.adopt(level)

@@ -1,0 +1,83 @@
+"""A whole run at a coarse resolution, read once, so that a seek has the run's past to show at once."""
+
+from collections.abc import Callable
+from math import ceil, floor
+
+from ...protocol.recording.results import RecordingInfo
+from ..model.levels import EMPTY, RATIO, Level
+from ..model.series import StepSeries
+from .history import History
+
+MAX_COLUMNS = 512
+MAX_CELLS = 40_000
+"""Columns of all ranks together: with many ranks each gets fewer."""
+
+SERIES_POINTS = 512
+SERIES_RANKS = 64
+"""Ranks whose step times are read; beyond, only the recent steps are charted."""
+
+
+class Overview:
+    """Memory of every rank in aligned columns, step times, and losses; copies of its parts go into models."""
+
+    def __init__(self, begin: float, end: float, ranks: int) -> None:
+        columns = max(32, min(MAX_COLUMNS, MAX_CELLS // max(ranks, 1)))
+        self.span = 1
+        """Seconds a column covers: a power of four, as in a timeline."""
+        while (floor(end / self.span) - floor(begin / self.span) + 1) > columns:
+            self.span *= RATIO
+        self.first = floor(begin / self.span)
+        self.columns = floor(end / self.span) - self.first + 1
+        self.end = end
+        """The time it was read up to."""
+        self.memory: dict[int, Level] = {}
+        self.step_ms: dict[int, StepSeries] = {}
+        self.losses = StepSeries()
+
+
+def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[], bool] = lambda: False) -> Overview:
+    """Read the overview of a recording as it is now, which may take a second on a long one.
+
+    Args:
+        history: where to read.
+        info: what it holds.
+        cancelled: asked between reads; True ends it with what there is.
+    """
+    end = info.last_t
+    overview = Overview(info.first_t, end, len(info.ranks))
+    overview.memory = read_memory(history, overview.first, overview.columns, overview.span)
+    for rank in info.ranks[:SERIES_RANKS]:
+        if cancelled():
+            break
+        series = overview.step_ms[rank] = StepSeries()
+        for point in history.series(rank, info.first_t, end, SERIES_POINTS):
+            series.add_pooled(point.step, point.host_ms, point.host_ms, point.max_host_ms or point.host_ms, point.count)
+            if point.loss is not None:
+                overview.losses.add_pooled(point.step, point.loss, point.loss, point.loss, point.count)
+    return overview
+
+
+def read_memory(history: History, first: int, columns: int, span: int) -> dict[int, Level]:
+    """Read aligned columns of ``span`` seconds from column ``first`` (spans since the epoch) on, by rank."""
+    levels: dict[int, Level] = {}
+    if columns <= 0:
+        return levels
+    for column in history.memory(float(first * span), float((first + columns) * span), columns):
+        level = levels.get(column.rank)
+        if level is None:
+            level = levels[column.rank] = Level(span, first)
+        level.reach(first + column.index)
+        level.lift(
+            first + column.index,
+            first + column.index,
+            column.allocated_peak,
+            column.reserved_peak,
+            EMPTY if column.resident_peak is None else column.resident_peak,
+        )
+    return levels
+
+
+def fine_begin(t: float, seconds: int, span: int) -> int:
+    """Where one-second columns begin that end at ``t``: at a multiple of 16 s, and not within the first column."""
+    step = min(span, RATIO * RATIO)
+    return ceil((floor(t) - seconds) / step) * step

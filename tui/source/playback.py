@@ -1,0 +1,356 @@
+"""Moving through a recording: a thread that reads ahead of the screen, and plays, seeks and steps as it is asked."""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ...protocol.errors import FtmonError
+from ...protocol.recording.results import RecordingInfo
+from ...protocol.telemetry import Step
+from ...protocol.wire import Frame
+from ..model.run import RunInfo, RunModel
+from . import positions
+from .history import History
+from .load import load
+from .overview import Overview, read_overview
+from .seek import alert_time, marks
+from .transport import AlertMark, Request, Transport
+
+TICK_S = 0.1
+"""How often a playing position moves."""
+
+MAX_FRAMES = 3000
+"""A move of more frames than this is a seek: the screen would not keep up with folding them."""
+
+_MAX_WAITING = 4
+"""Batches the screen may be behind before playing waits for it."""
+
+
+@dataclass(slots=True)
+class _Update:
+    """What the thread hands to the screen: a new model or more frames, and where that is."""
+
+    position: float
+    playing: bool
+    speed: float
+    handled: int
+    """Requests carried out so far."""
+    model: RunModel | None = None
+    frames: list[Frame] = field(default_factory=list[Frame])
+    marks: list[AlertMark] | None = None
+    span: tuple[float, float] | None = None
+    message: str | None = None
+    ended_live: bool = False
+
+
+class Playback:
+    """Plays a history into a model.
+
+    Args:
+        open_history: opens the history, in the thread that uses it; is given what tells that nobody waits any more.
+        info: what is known of the run, for the models to start from.
+        transport: whose figures to keep, and whose requests come to ``request``.
+        start: where to begin, seconds since the epoch; None for the beginning.
+        live_end: for the past of a live run, the time of the live end; reaching it ends the playing (see
+            ``reached_live``).
+        model: what to show until something was read.
+    """
+
+    def __init__(
+        self,
+        open_history: Callable[[Callable[[], bool]], History],
+        info: RunInfo,
+        transport: Transport,
+        start: float | None = None,
+        live_end: Callable[[], float] | None = None,
+        model: RunModel | None = None,
+    ) -> None:
+        self.model = model or RunModel(info)
+        self.reached_live = False
+        """A live run's past was played up to the live end."""
+        self.error = ""
+        """Why the history cannot be read; empty while it can."""
+        self._open = open_history
+        self._info = info
+        self._transport = transport
+        self._live_end = live_end
+        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._updates: deque[_Update] = deque()
+        self._showing: _Update | None = None
+        """An update whose frames are not all folded yet."""
+        self._sent = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="playback", daemon=True)
+        # Below: of the playback's own thread.
+        self._position = -1.0 if start is None else start
+        self._playing = False
+        self._speed = 1.0
+        self._last_seq = 0
+        self._step = model.leading_step if model else 0
+        self._loaded = False
+        self._first = self._last = 0.0
+        self._overview: Overview | None = None
+        self._new_overview: Overview | None = None
+        self._marks: list[AlertMark] = []
+        self._at_alert: int | None = None
+        self._handled = 0
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self, wait: bool = True) -> None:
+        """End the thread, and wait for that if asked; safe to call twice."""
+        self._closing.set()
+        self._requests.put(None)
+        if wait and self._thread.is_alive():
+            self._thread.join(timeout=5)
+
+    def request(self, request: Request) -> None:
+        """Take a request; it is carried out in the thread."""
+        self._sent += 1
+        self._transport.seeking = request.kind not in ("speed", "pause")
+        self._requests.put(request)
+
+    def pump(self, budget_s: float) -> bool:
+        """Fold what the thread has read, on the caller's thread; True when something changed."""
+        deadline = time.monotonic() + budget_s
+        changed = False
+        while self._showing is not None or self._updates:
+            try:
+                update = self._showing or self._updates.popleft()
+            except IndexError:  # the thread has just dropped what a seek made stale
+                break
+            self._showing = update
+            self._show(update)
+            changed = True
+            for done, frame in enumerate(update.frames, 1):
+                self.model.apply(frame)
+                if done % 64 == 0 and time.monotonic() > deadline:
+                    del update.frames[:done]
+                    return True
+            self.model.tick(update.position)
+            self._showing = None
+            if time.monotonic() > deadline:
+                break
+        return changed
+
+    def _show(self, update: _Update) -> None:
+        transport = self._transport
+        transport.position, transport.playing, transport.speed = update.position, update.playing, update.speed
+        transport.seeking = transport.seeking and update.handled < self._sent
+        if update.model is not None:
+            self.model, update.model = update.model, None
+        if update.marks is not None:
+            transport.marks = update.marks
+        if update.span is not None:
+            transport.first, transport.last = update.span
+        if update.message is not None:
+            transport.message = update.message
+        self.reached_live = self.reached_live or update.ended_live
+
+    # The rest runs in the thread.
+
+    def _run(self) -> None:
+        history: History | None = None
+        try:
+            history = self._open(self._closing.is_set)
+            self._begin(history)
+            self._loop(history)
+        except FtmonError as error:
+            self.error = str(error)
+            self._put(message=str(error))
+        finally:
+            if history is not None:
+                history.close()
+
+    def _begin(self, history: History) -> None:
+        self._look(history)
+        start = self._first if self._position < 0 else self._position
+        self._position = min(max(start, self._first), self._last)
+        if self._requests.empty():
+            self._load(history)
+        self._marks = marks(history)
+        self._put(marks=self._marks, span=(self._first, self._last))
+        # On a long recording this takes a while; a seek must not wait for it.
+        threading.Thread(target=self._read_overview, name="overview", daemon=True).start()
+
+    def _read_overview(self) -> None:
+        """Read the whole run coarsely, over a connection of this thread's own, and hand it to the playback's."""
+        history: History | None = None
+        try:
+            history = self._open(self._closing.is_set)
+            self._new_overview = read_overview(history, history.info(), self._closing.is_set)
+            self._requests.put(Request("overview"))
+        except FtmonError as error:
+            self._put(message=f"older history cannot be read: {error}")
+        finally:
+            if history is not None:
+                history.close()
+
+    def _look(self, history: History) -> RecordingInfo:
+        info = history.info()
+        self._first = info.first_t
+        self._last = max(info.last_t, self._live_end() if self._live_end else 0.0)
+        return info
+
+    def _loop(self, history: History) -> None:
+        moved_at = time.monotonic()
+        while not self._closing.is_set():
+            wait = max(0.0, moved_at + TICK_S - time.monotonic()) if self._playing else None
+            requests = self._take(wait)
+            now = time.monotonic()
+            try:
+                if requests:
+                    self._carry_out(history, requests)
+                elif self._playing and len(self._updates) < _MAX_WAITING:
+                    self._play_on(history, (now - moved_at) * self._speed)
+            except FtmonError as error:
+                self._playing = False
+                self._put(message=str(error))
+            moved_at = now
+
+    def _take(self, wait: float | None) -> list[Request]:
+        """Wait for requests, and take all there are, so that a held key costs one seek and not twenty."""
+        found: list[Request] = []
+        try:
+            request = self._requests.get(timeout=wait)
+            while request is not None:
+                found.append(request)
+                request = self._requests.get_nowait()
+        except queue.Empty:
+            pass
+        return found
+
+    def _carry_out(self, history: History, requests: list[Request]) -> None:
+        target: float | None = None
+        message: str | None = None
+        if self._live_end is not None:
+            self._look(history)
+            self._marks = marks(history)
+        for request in requests:
+            self._handled += request.kind != "overview"
+            message = message if request.kind == "overview" else ""
+            try:
+                found = self._target(history, request, self._position if target is None else target)
+            except FtmonError as error:
+                message = str(error)
+                continue
+            target = target if found is None else found
+        if target is not None or not self._loaded:
+            self._go(history, min(max(self._position if target is None else target, self._first), self._last))
+        self._put(marks=self._marks, span=(self._first, self._last), message=message)
+
+    def _target(self, history: History, request: Request, position: float) -> float | None:
+        """Where a request leads, or None when it moves nothing; sets playing and speed."""
+        if request.kind == "overview":
+            self._overview = self._new_overview
+            self._load(history)
+            return None
+        if request.kind == "speed":
+            self._speed = request.number
+            return None
+        if request.kind == "play":
+            self._playing = True
+            return self._first if position >= self._last and self._live_end is None else None
+        if request.kind == "pause":
+            self._playing = False
+            return None
+        alert, self._at_alert = self._at_alert, None
+        if request.kind == "skip":
+            return position + request.number
+        if request.kind == "time":
+            return request.number
+        if request.kind == "goto":
+            place = positions.parse(request.text, position, self._first, self._last)
+            return place.time if place.step is None else self._step_time(history, place.step)
+        self._playing = False
+        if request.kind == "step":
+            return self._step_time(history, max(self._step + int(request.number), 1))
+        mark = _neighbour(self._marks, position, int(request.number), alert)
+        if mark is None:
+            self._at_alert = alert
+            raise FtmonError("no alert after this" if request.number > 0 else "no alert before this")
+        self._at_alert = mark.alert_id
+        return alert_time(history, mark)
+
+    def _step_time(self, history: History, step: int) -> float:
+        found = history.step_time(step)
+        if found is None:
+            raise FtmonError(f"no step {step} in this recording")
+        self._step = step  # so that a key held down counts on from here
+        return found
+
+    def _play_on(self, history: History, seconds: float) -> None:
+        if self._live_end is not None:
+            self._last = max(self._last, self._live_end())
+        target = self._position + seconds
+        if target >= self._last:
+            target = self._last
+            self._playing = False
+            self._go(history, target)
+            self._put(ended_live=self._live_end is not None)
+        else:
+            self._go(history, target)
+
+    def _go(self, history: History, target: float) -> None:
+        """Move to a time: by folding what lies between when that is little and ahead, else by a seek."""
+        if target < self._position or not self._loaded:
+            self._position = target
+            self._load(history)
+            return
+        frames = history.frames(self._last_seq, MAX_FRAMES, target)
+        self._position = target
+        if len(frames) == MAX_FRAMES:
+            self._load(history)
+            return
+        if frames:
+            self._last_seq = frames[-1].seq
+            self._step = max([self._step, *(each.message.step for each in frames if isinstance(each.message, Step))])
+        self._put(frames=frames)
+
+    def _load(self, history: History) -> None:
+        model = load(history, self._position, self._info, self._overview)
+        self._last_seq = model.last_seq
+        self._step = model.leading_step
+        self._loaded = True
+        self._updates.clear()  # what is under way is of before the seek
+        self._put(model=model)
+
+    def _put(
+        self,
+        model: RunModel | None = None,
+        frames: list[Frame] | None = None,
+        marks: list[AlertMark] | None = None,
+        span: tuple[float, float] | None = None,
+        message: str | None = None,
+        ended_live: bool = False,
+    ) -> None:
+        self._updates.append(
+            _Update(
+                self._position,
+                self._playing,
+                self._speed,
+                self._handled,
+                model,
+                frames or [],
+                marks,
+                span,
+                message,
+                ended_live,
+            )
+        )
+
+
+def _neighbour(known: list[AlertMark], position: float, direction: int, at_alert: int | None) -> AlertMark | None:
+    """The next or previous mark; ``at_alert`` is the one shown, whose own time may lie before the position."""
+    here = next((index for index, mark in enumerate(known) if mark.alert_id == at_alert), None)
+    if here is not None:
+        index = here + direction
+        return known[index] if 0 <= index < len(known) else None
+    if direction > 0:
+        return next((mark for mark in known if mark.time > position), None)
+    return next((mark for mark in reversed(known) if mark.time < position), None)

@@ -1,0 +1,143 @@
+"""History asked for over the hub's query channel, with the same methods as the recording's own reader."""
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from ...protocol import wire
+from ...protocol.control import Alert, Answer, Query
+from ...protocol.errors import HubError, RecordingError
+from ...protocol.recording.results import MemoryColumn, RecordingInfo, StepPoint, decode_answer
+from ...protocol.sockets import peer_socket
+from ...protocol.wire import Frame
+
+TIMEOUT_S = 10.0
+"""How long an answer may take; a hub that sits on a slow disk is given that."""
+
+_POLL_MS = 50
+
+
+class RemoteReader:
+    """A ``Reader`` at the other end of a query socket. Use it from one thread.
+
+    Args:
+        context: the ZeroMQ context to make the socket in.
+        address: the hub's query channel.
+        timeout_s: how long an answer may take.
+        cancelled: asked now and then while waiting; True gives up.
+    """
+
+    def __init__(
+        self,
+        context: "zmq.Context[Any]",
+        address: str,
+        timeout_s: float = TIMEOUT_S,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._context = context
+        self._address = address
+        self._timeout_s = timeout_s
+        self._cancelled = cancelled
+        self._socket: zmq.Socket[Any] | None = None
+        self._asked = 0
+
+    def info(self) -> RecordingInfo:
+        """Describe the recording as it is now."""
+        return self._ask("info")
+
+    def frames(self, after_seq: int, limit: int, until_t: float | None = None) -> list[Frame]:
+        """Read at most ``limit`` frames after ``after_seq``, in order, up to hub time ``until_t``."""
+        return self._ask("frames", after_seq=after_seq, limit=limit, until_t=until_t)
+
+    def state_at(self, t: float) -> list[Frame]:
+        """Read the fewest frames that give the state at hub time ``t``."""
+        return self._ask("state_at", t=t)
+
+    def memory(self, t0: float, t1: float, columns: int) -> list[MemoryColumn]:
+        """Read memory peaks of all ranks between two times, pooled into columns."""
+        return self._ask("memory", t0=t0, t1=t1, columns=columns)
+
+    def series(self, rank: int, t0: float, t1: float, limit: int) -> list[StepPoint]:
+        """Read a rank's steps between two times, pooled when there are more than ``limit``."""
+        return self._ask("series", rank=rank, t0=t0, t1=t1, limit=limit)
+
+    def alerts(self, t0: float | None = None, t1: float | None = None) -> list[Alert]:
+        """Read alerts as they stood last."""
+        return self._ask("alerts", t0=t0, t1=t1)
+
+    def logs(
+        self, before_seq: int | None = None, rank: int | None = None, text: str = "", limit: int = 500
+    ) -> list[Frame]:
+        """Read the ``limit`` log lines before a place in the stream."""
+        return self._ask("logs", before_seq=before_seq, rank=rank, text=text, limit=limit)
+
+    def step_time(self, step: int) -> float | None:
+        """Tell when a step was finished; None when it was not."""
+        return self._ask("step_time", step=step)
+
+    def seq_at(self, t: float) -> int:
+        """Tell the stream's number at hub time ``t``."""
+        return self._ask("seq_at", t=t)
+
+    def close(self) -> None:
+        """Close the socket; a later question opens another."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _ask(self, name: str, **args: Any) -> Any:
+        """Ask, and decode the answer.
+
+        Raises:
+            HubError: no answer came in time.
+            RecordingError: the hub answered why it cannot.
+            ProtocolError: the hub answered something else.
+        """
+        if self._socket is None:
+            self._socket = peer_socket(self._context, "query")
+            # A question to a hub that is gone must not wait in a queue and reach the next one.
+            self._socket.setsockopt(zmq.IMMEDIATE, 1)
+            self._socket.setsockopt(zmq.SNDTIMEO, round(self._timeout_s * 1000))
+            self._socket.connect(self._address)
+        self._asked += 1
+        query = Query(f"{secrets.token_hex(4)}-{self._asked}", name, args)
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            self._send(wire.encode("app", self._asked, time.time(), query), deadline)
+            answer = self._receive(query.id, deadline)
+        except HubError:
+            self.close()  # the answer may still come, and must not meet a later question
+            raise
+        if not answer.ok:
+            raise RecordingError(answer.error)
+        return decode_answer(name, answer.data)
+
+    def _send(self, frames: list[bytes], deadline: float) -> None:
+        socket = self._socket
+        assert socket is not None
+        while not socket.poll(_POLL_MS, zmq.POLLOUT):
+            self._give_up(deadline)
+        socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def _receive(self, query_id: str, deadline: float) -> Answer:
+        socket = self._socket
+        assert socket is not None
+        while True:
+            while not socket.poll(_POLL_MS):
+                self._give_up(deadline)
+            frames = socket.recv_multipart()
+            if len(frames) != 2:
+                continue
+            wire.decode_header(frames[0])
+            answer = wire.decode_body(frames[1])
+            if isinstance(answer, Answer) and answer.id == query_id:
+                return answer
+
+    def _give_up(self, deadline: float) -> None:
+        if self._cancelled():
+            raise HubError("no longer asked")
+        if time.monotonic() > deadline:
+            raise HubError(f"the hub did not answer within {self._timeout_s:.0f} s")

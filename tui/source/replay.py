@@ -1,0 +1,98 @@
+"""A recorded run as a source."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from ...protocol.control import Accepted
+from ...protocol.recording.reader import Reader
+from ..model.run import RunModel
+from .base import CommandRecord, Connection
+from .load import describe
+from .playback import Playback
+from .transport import Request, Transport
+
+
+class ReplaySource:
+    """Plays a recording.
+
+    Args:
+        path: the recording file.
+        start: where to begin, seconds since the epoch; None for the recording's beginning.
+        at_end: begin at its end instead.
+        play: begin playing at once.
+
+    Raises:
+        RecordingError: the file is missing, or is not a recording this version can read.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, start: float | None = None, at_end: bool = False, play: bool = False
+    ) -> None:
+        self._path = Path(path)
+        reader = Reader(self._path)
+        try:
+            info = reader.info()
+        finally:
+            reader.close()
+        self._transport = Transport("replay", self._request)
+        self._transport.first, self._transport.last = info.first_t, info.last_t
+        self._transport.position = info.last_t if at_end else info.first_t if start is None else start
+        self._playback = Playback(
+            lambda _: Reader(self._path), describe(info), self._transport, self._transport.position
+        )
+        self._play = play
+        self._commands: dict[str, CommandRecord] = {}
+        self._since = time.time()
+        self._missing = info.missing
+
+    @property
+    def model(self) -> RunModel:
+        """The state at the position."""
+        return self._playback.model
+
+    @property
+    def transport(self) -> Transport:
+        """The controls."""
+        return self._transport
+
+    @property
+    def connection(self) -> Connection:
+        """Says what is missing of the recording, if anything is."""
+        return Connection("replay", self._playback.error or self._missing, self._since)
+
+    @property
+    def commands(self) -> dict[str, CommandRecord]:
+        """Commands that were tried; all refused."""
+        return self._commands
+
+    @property
+    def can_command(self) -> bool:
+        """A recording takes no commands."""
+        return False
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._playback.start()
+        if self._play:
+            self._transport.play()
+
+    def pump(self, budget_s: float = 0.05) -> bool:
+        """Fold what was read since the last call."""
+        return self._playback.pump(budget_s)
+
+    def send(self, verb: str, args: dict[str, Any] | None = None) -> str:
+        """Refuse: nothing runs."""
+        number = f"replay-{len(self._commands) + 1}"
+        refusal = Accepted(number, False, "this is a recording: there is nothing to act on")
+        self._commands[number] = CommandRecord(number, verb, args or {}, time.time(), refusal)
+        return number
+
+    def close(self) -> None:
+        """End the thread."""
+        self._playback.close()
+
+    def _request(self, request: Request) -> None:
+        if request.kind != "live":
+            self._playback.request(request)
