@@ -25,8 +25,13 @@ def main(arguments: list[str]) -> int:
 
         config = load(path).config
         from .loop import train
+        from .ranks import World
 
-        train(config)
+        world = World()
+        try:
+            train(config, world)
+        finally:
+            world.leave()
     except UsageError as error:
         # Every rank finds the same mistake; once is enough.
         if rank == "0":

@@ -23,18 +23,14 @@ from .progress import ProgressLines
 from .ranks import StopFlag, World
 
 
-def train(config: Config) -> None:
-    """Train one rank's share of a settled configuration.
+def train(config: Config, world: World) -> None:
+    """Train one rank's share of a settled configuration. All ranks call this.
 
     Raises:
         ConfigError: something in the configuration turned out not to hold.
     """
     _quieten()
-    world = World()
-    try:
-        _Run(config, world).go()
-    finally:
-        world.leave()
+    _Run(config, world).go()
 
 
 def output_folder(config: Config) -> Path:
@@ -48,7 +44,7 @@ def _quieten() -> None:
     """Keep libraries' chatter out of the log: progress bars, notes on start-up, deprecations between libraries."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed|deepspeed")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed|deepspeed|transformers")
 
 
 class _Run:
@@ -71,7 +67,10 @@ class _Run:
             order = data.Order(len(examples), config, world.rank, world.size)
             self.total = config.training.max_steps or math.ceil(config.training.epochs * order.steps_per_epoch)
             self.engine, self.model = self._engine()
-            progress = checkpoint.load(self.engine, resumed, world) if resumed else checkpoint.Progress()
+            progress = checkpoint.Progress()
+            if resumed:
+                progress = checkpoint.load(self.engine, resumed, world)
+                optimizer.apply_schedule(self.engine, config, progress.step, self.total)
             order.first_step = progress.step
             batches = data.loader(
                 examples,

@@ -54,6 +54,16 @@ def scheduler(config: Config, total_steps: int) -> Callable[[torch.optim.Optimiz
     )
 
 
+def apply_schedule(engine: Any, config: Config, step: int, total_steps: int) -> None:
+    """Set the learning rate of the next step after a resume: what the configuration says now wins over the checkpoint."""
+    peak = config.optimizer.lr
+    groups: list[dict[str, Any]] = engine.basic_optimizer.param_groups
+    engine.lr_scheduler.base_lrs = [peak] * len(groups)
+    for group in groups:
+        group["initial_lr"] = peak
+        group["lr"] = peak * factor(config.schedule, step, total_steps)
+
+
 def _groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
     """Split the parameters into matrices, which decay, and the rest, which does not."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
