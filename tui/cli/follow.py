@@ -79,10 +79,15 @@ def _until_the_end(
     """Print until the run has ended; None when the person left before."""
     handled = 0
     drained_by = 0.0
+    connection = "connecting"
     while True:
         source.pump(_LOOK_SECONDS)
         for line in narrator.tell(source.model):
             print(line, flush=True)
+        if source.connection.state != connection:
+            connection = source.connection.state
+            if connection == "hub-gone":
+                print(source.connection.text, flush=True)
         if interrupts.count > handled:
             handled += 1
             if not owned or handled > 2:

@@ -25,13 +25,12 @@ def closing_lines(run: RunDir, end: ExitFile, output_dir: str = "") -> Iterator[
     Args:
         run: the run.
         end: how it ended.
-        output_dir: where its trainer writes checkpoints (``Plan.output_dir``); empty when nobody said.
+        output_dir: where its trainer writes checkpoints (``Plan.output_dir``); empty: where ftmon's own does.
     """
     if end.state == "failed":
         yield from (f"  {sanitize(line)}" for line in last_words(run))
     yield f"{run.id} {end.state}" + (f": {sanitize(end.text)}" if end.text else "")
-    if output_dir:
-        yield from _results(Path(output_dir))
+    yield from _results(Path(output_dir or run.path / "output"))
     if run.recording.exists():
         yield f"recording:  {run.recording}"
         yield f"replay it:  ftmon replay {shlex.quote(run.id)}"

@@ -1,0 +1,57 @@
+"""A person at a real terminal of 80x24: the app opens on a demo, obeys keys, is left, comes back, and kills."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.rundir import RunDir
+from ftmon_process import PROGRAM, Ftmon, ftmon_home, wait_until, wait_until_nothing_is_left
+from terminal import Terminal, command, open_terminal, wait_for
+
+FIRST_STEP_SECONDS = 120.0
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Ftmon]:
+    with ftmon_home(tmp_path / "home", LANG="C.UTF-8", LC_ALL="C.UTF-8") as ftmon:
+        yield ftmon
+
+
+@pytest.fixture
+def terminal(home: Ftmon, tmp_path: Path) -> Iterator[Terminal]:
+    with open_terminal(80, 24, home.environ, tmp_path) as opened:
+        yield opened
+
+
+def test_a_demo_from_its_first_step_to_its_kill(home: Ftmon, terminal: Terminal) -> None:
+    command(terminal, PROGRAM, "demo", "--steps", "100000")
+    wait_for(terminal, "rank 0", "rank 1", "training", seconds=FIRST_STEP_SECONDS)
+    run = home.newest()
+
+    terminal.press("?")
+    wait_for(terminal, "help")
+    terminal.press("Escape")
+    wait_for(terminal, "rank 1")
+
+    terminal.press("q")
+    wait_for(terminal, "attach again", run.id)
+    assert run.read_exit() is None, "training goes on without the app"
+
+    command(terminal, PROGRAM, "attach")
+    wait_for(terminal, "rank 0", "rank 1", "training")
+    kill_the_run(terminal, run)
+    terminal.press("q")
+    wait_for(terminal, "stopped", "ftmon replay")
+    wait_until_nothing_is_left(run)
+
+
+def kill_the_run(terminal: Terminal, run: RunDir) -> None:
+    terminal.press("k")
+    wait_for(terminal, "Kill")
+    terminal.press("y")
+    wait_until("the run's end", run.read_exit, 60)
+
+
+def test_a_terminal_that_cannot_draw_gets_lines(home: Ftmon, terminal: Terminal) -> None:
+    command(terminal, "TERM=dumb", PROGRAM)
+    wait_for(terminal, "no runs in")
