@@ -184,7 +184,9 @@ class LiveSource:
             self._to_live()
             return
         if self._playback is None:
-            if request.kind in ("play", "speed") or (request.kind in ("step", "skip", "alert") and request.number > 0):
+            ended = self._connection.state == "ended"
+            forward = request.kind in ("step", "skip", "alert") and request.number > 0
+            if forward or (request.kind in ("play", "speed") and not ended):
                 self._transport.message = "this is the live end"
                 return
             self._transport.mode = "rewound"
@@ -193,7 +195,7 @@ class LiveSource:
                 self._live.info,
                 self._transport,
                 start=self._transport.position,
-                live_end=lambda: self._live.last_t,
+                live_end=None if ended else lambda: self._live.last_t,
                 model=self._live,
             )
             self._playback.request(request)  # before the thread starts, so that it seeks once and not twice

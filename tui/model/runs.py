@@ -1,0 +1,139 @@
+"""The runs of this user on this host, live and recorded, as a list; quick enough to be looked at every second."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from ...protocol import rundir
+from ...protocol.errors import FtmonError, RecordingError
+from ...protocol.process import is_alive
+from ...protocol.recording.reader import Reader
+from ...protocol.recording.results import RecordingInfo
+from ...protocol.rundir import RunDir
+
+OPEN_STATES = ("", "starting", "training", "stopping")
+"""States of a run that nobody has seen end; with no hub and no launcher alive it is ``lost``."""
+
+
+class RunEntry(msgspec.Struct, frozen=True):
+    """One run in the list. Times are seconds since the epoch."""
+
+    id: str
+    name: str
+    kind: str
+    """``demo``, ``train``, ``run`` or ``watch``."""
+    state: str
+    """The run's state, or ``lost``: it ended unseen."""
+    live: bool
+    """Its hub, or its launcher, lives on this host."""
+    created: float
+    ended: float | None
+    """When it ended, or was last heard of; None while live."""
+    host: str
+    command: list[str]
+    ranks: int
+    step: int
+    exit_code: int | None
+    recording: str
+    """Path of the recording; empty while there is none."""
+    recording_bytes: int
+    problem: str
+    """Why its recording cannot be read; empty when it can, or when there is none yet."""
+    missing: str
+    """What is missing of the recording."""
+
+    def duration_s(self, now: float) -> float:
+        """How long it has run, or did."""
+        return max(0.0, (now if self.ended is None else self.ended) - self.created)
+
+
+class RunList:
+    """Lists runs; what a recording holds is read again only when its file has changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[int, int], RecordingInfo | None, str]] = {}
+
+    def entries(self) -> list[RunEntry]:
+        """List the runs, the newest first; one that is made or removed at this moment is passed over."""
+        return list(self._entries())
+
+    def entry(self, run: RunDir) -> RunEntry:
+        """Describe one run.
+
+        Raises:
+            RunDirError: it has no readable ``run.json``.
+        """
+        content, end = run.read_run(), run.read_exit()
+        launched = content.launcher is not None and is_alive(content.launcher)
+        live = end is None and (launched or run.living_hub() is not None)
+        info, problem = self._info(run)
+        recorded = info.state if info else ""
+        state = recorded
+        if end is not None:
+            state = end.state
+        elif recorded in OPEN_STATES:
+            state = (recorded or "starting") if live else "lost"
+        last = max(info.last_t if info else 0.0, content.created)
+        size = _size(run)
+        return RunEntry(
+            id=run.id,
+            name=content.name,
+            kind=content.kind,
+            state=state,
+            live=live,
+            created=content.created,
+            ended=None if live else end.time if end else last,
+            host=content.host,
+            command=list(content.command),
+            ranks=len(info.ranks) if info else 0,
+            step=info.last_step if info else 0,
+            exit_code=end.exit_code if end else info.exit_code if info else None,
+            recording=str(run.recording) if size else "",
+            recording_bytes=size,
+            problem=problem if size else "",
+            missing=info.missing if info and not live else "",
+        )
+
+    def _entries(self) -> Iterator[RunEntry]:
+        for run in rundir.all_runs():
+            try:
+                yield self.entry(run)
+            except FtmonError:
+                continue
+
+    def _info(self, run: RunDir) -> tuple[RecordingInfo | None, str]:
+        stamp = _stamp(run)
+        known = self._known.get(run.id)
+        if known is None or known[0] != stamp:
+            info, problem = _read_info(run)
+            known = self._known[run.id] = (stamp, info, problem)
+        return known[1], known[2]
+
+
+def _read_info(run: RunDir) -> tuple[RecordingInfo | None, str]:
+    try:
+        with Reader(run.recording) as reader:
+            return reader.info(), ""
+    except RecordingError as error:
+        return None, str(error)
+
+
+def _size(run: RunDir) -> int:
+    """Bytes of the recording, with what is still in its write-ahead log."""
+    return sum(size for _, size in _files(run))
+
+
+def _stamp(run: RunDir) -> tuple[int, int]:
+    """Something that changes whenever the recording does."""
+    return max((changed for changed, _ in _files(run)), default=0), _size(run)
+
+
+def _files(run: RunDir) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for suffix in ("", "-wal"):
+        try:
+            info = run.recording.with_name(run.recording.name + suffix).stat()
+        except OSError:
+            continue
+        found.append((info.st_mtime_ns, info.st_size))
+    return found
