@@ -5,6 +5,7 @@ from typing import Any
 import zmq
 
 from .errors import UsageError
+from .keys import ZAP_DOMAIN, KeyPair
 
 SEND_HIGH_WATER = 10_000
 RECEIVE_HIGH_WATER = 100_000
@@ -43,8 +44,14 @@ def hub_socket(context: "zmq.Context[Any]", channel: str) -> "zmq.Socket[Any]":
     socket = context.socket(_HUB_KINDS[channel])
     _set_common(socket)
     if _HUB_KINDS[channel] == zmq.ROUTER:
+        # A send to a peer that left fails (EHOSTUNREACH) and one to a full queue says so (EAGAIN): neither is silent.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    if channel == "ranks":
+        # A rank that comes back takes its name over from its own dead connection. Nowhere else: an app's name is
+        # given by ZeroMQ, and no second app may take the answers to another's command.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    # 1,024 ranks may come at the same moment; what the queue of a listening socket refuses comes back a second later.
+    socket.setsockopt(zmq.BACKLOG, 4096)
     return socket
 
 
@@ -63,6 +70,45 @@ def peer_socket(context: "zmq.Context[Any]", channel: str, identity: bytes | Non
     if channel == "stream":
         socket.setsockopt(zmq.SUBSCRIBE, b"")
     return socket
+
+
+def secure_server(socket: "zmq.Socket[Any]", pair: KeyPair) -> None:
+    """Let the addresses that are bound from now on speak CURVE only; what is bound already stays as it is.
+
+    Needs ``keys.start_authenticator`` on the same context before the first bind: without it nobody gets in.
+    """
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
+    socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    # Without this a CURVE server that nobody guards admits whoever knows its public key.
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    _keep_alive(socket)
+
+
+def secure_client(socket: "zmq.Socket[Any]", pair: KeyPair, server_key: str) -> None:
+    """Speak CURVE, as ``pair``, to a server whose public key is ``server_key``, on what is connected from now on.
+
+    Raises:
+        UsageError: the server's key is not one.
+    """
+    try:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+    except (zmq.ZMQError, ValueError, OverflowError):
+        raise UsageError(
+            f"{server_key!r} is not a hub's public key; copy 'server_key' from the run's hub.json"
+        ) from None
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
+    _keep_alive(socket)
+
+
+def _keep_alive(socket: "zmq.Socket[Any]") -> None:
+    """Notice within a minute that the other host vanished without a word."""
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
 
 
 def bind(socket: "zmq.Socket[Any]", address: str) -> None:

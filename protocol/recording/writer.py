@@ -81,7 +81,7 @@ class Writer:
         self._second = 0
         self._retry_at = 0.0
         self._gap: tuple[float, float, int, str] | None = None
-        there = self.bytes > 0
+        there = self.path.is_file() and self.path.stat().st_size > 0
         if there:
             check_continuable(self.path)
         if not self._try_open() and there:
