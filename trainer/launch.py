@@ -28,7 +28,7 @@ from .sweep import sweep
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _REAP_AFTER_SECONDS = 0.3
 """An orphan of the job stays a zombie this long, so that the hub can read from /proc how it ended."""
-_LEFTOVER_GRACE_SECONDS = 3.0
+_LEFTOVER_GRACE_SECONDS = 1.5
 _HUB_END_SECONDS = 60.0
 
 

@@ -4,29 +4,47 @@ import contextlib
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from ...protocol.errors import FtmonError, RecordingError
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.writer import Writer
 from ...protocol.rundir import RunDir, RunFile
+from ...protocol.telemetry import LogLine
 from ...protocol.wire import Frame
+from .logtail import offsets_after
 
+_FAR_SECONDS = 86_400.0
+"""Added to now: the clock may have been set back since the recording's last message."""
+_LOG_LINES = 5_000
 _FINAL_STATES = ("finished", "failed", "stopped")
 
 
-def read_history(run: RunDir) -> list[Frame]:
-    """Read what an earlier hub of this run recorded: frames that give the state it was in. Empty: there was none."""
+class History(NamedTuple):
+    """What an earlier hub of this run recorded."""
+
+    frames: list[Frame]
+    """The fewest frames that give the state it was in; empty when there was no earlier hub."""
+    log_offsets: dict[str, int]
+    """Where to go on in each log file, in bytes."""
+
+
+def read_history(run: RunDir) -> History:
+    """Read what an earlier hub of this run recorded; nothing, when there was none or its recording is unreadable."""
     if not run.recording.exists():
-        return []
+        return History([], {})
     try:
         reader = Reader(run.recording)
         try:
-            return list(reader.state_at(time.time() + 86_400))
+            frames = reader.state_at(time.time() + _FAR_SECONDS)
+            lines = sorted(reader.logs(limit=_LOG_LINES), key=lambda frame: frame.seq)
         finally:
             reader.close()
     except FtmonError as error:
         print(error, file=sys.stderr)
-        return []
+        return History([], {})
+    recorded = [frame.message for frame in lines if isinstance(frame.message, LogLine)]
+    return History(frames, offsets_after(run, recorded))
 
 
 def open_recording(run: RunDir, file: RunFile) -> tuple[Writer, str]:

@@ -56,7 +56,7 @@ class Hub:
         self._over = False
         self._leave_at: float | None = None
         self._end: ExitFile | None = None
-        self._disk_trouble = ""
+        self._disk_trouble = False
         history = read_history(run)
         writer, moved = open_recording(run, self._file)
         self._context: zmq.Context[Any] = zmq.Context()
@@ -65,17 +65,17 @@ class Hub:
         self._mailbox = Mailbox()
         self._stream = Stream(self._both("stream"), writer, writer.next_seq)
         self._judging = Judging(self._file, self._emit)
-        self._intake = Intake(self._accept, self._refuse, fresh=not history)
+        self._intake = Intake(self._accept, self._refuse, fresh=not history.frames)
         self._book = RankBook()
         self._link = RankLink(self._both("ranks"))
         self._ending = Ending(run, self._file)
         self._commands = Commands(run, self, self._book, self._link, self._read_only)
         self._supervisor = Supervisor(lambda: self._mailbox.post(self._take_facts))
-        self._devices = DeviceSampler(self._mailbox)
-        self._logs = LogTail(run)
+        self._devices = DeviceSampler(host_sockets.gethostname(), self._rank_pids)
+        self._logs = LogTail(run, history.log_offsets)
         self._history = History(self._both("query"), run.recording, self._commit_for)
         self._stats = Stats(self._intake, self._stream)
-        self._adopt(history, moved)
+        self._adopt(history.frames, moved)
 
     def run(self) -> int:
         """Serve until the run is over (or the hub is told to end); return the exit status."""
@@ -168,7 +168,7 @@ class Hub:
         for socket in self._both("telemetry"):
             while self._intake.drain(socket, _DRAIN):
                 pass
-        for line in self._logs.poll():
+        for line in self._logs.poll(last=True):
             self._hub_message(line)
         self._take_facts()
         silent = self._ending.before_first_step(end)
@@ -189,16 +189,10 @@ class Hub:
 
     def _commit(self) -> None:
         self._stream.commit()
-        trouble = self._stream.recorder.error
-        if bool(trouble) == bool(self._disk_trouble):
-            return
-        self._disk_trouble = trouble
-        if trouble:
-            self._judging.alert(
-                "disk", "error", "the recording cannot be written", "recording", f"{trouble}. Training goes on."
-            )
-        else:
-            self._judging.resolve("disk", "recording", "Recording goes on.")
+        trouble = bool(self._stream.recorder.error)
+        if trouble != self._disk_trouble:  # say so at once, not with the next regular report
+            self._disk_trouble = trouble
+            self._report()
 
     def _commit_for(self, done: Any) -> None:
         """Commit everything published so far, then set the event; called by the history thread."""
@@ -230,6 +224,10 @@ class Hub:
         target = self._book.target(hello.rank)
         if target is not None:
             self._supervisor.watch(*target)
+
+    def _rank_pids(self) -> dict[int, int]:
+        """Give the pids of this host's ranks, by rank; called by the device sampler's thread."""
+        return {rank: pid for rank, pid, _ in self._supervisor.alive()}
 
     def _refuse(self, sender: str, reason: str) -> None:
         self._judging.alert("note", "warning", f"messages of {sender} are refused", f"refused {sender}", reason)
@@ -298,7 +296,7 @@ class Hub:
     def _close(self) -> None:
         self._history.stop()
         self._supervisor.stop()
-        self._devices.stop()
+        self._devices.close()
         self._stream.close()
         self._remote.close()
         for channel, socket in self._local.items():

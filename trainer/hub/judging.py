@@ -1,6 +1,6 @@
 """What the hub concludes from the stream: rank states, the run's state, alerts. Its failures never reach the stream.
 
-A message's conclusions are messages too; they go into the stream and are themselves looked at, once.
+Conclusions are messages too; they go into the stream. Tracker and detectors know their own and are not fed them.
 """
 
 import sys
@@ -85,9 +85,7 @@ class Judging:
 
     def _conclude(self, messages: Iterable[Message]) -> None:
         for message in messages:
-            seq, t = self._emit(message)
-            for further in self._detectors.feed(seq, t, message):
-                self._emit(further)
+            self._emit(message)
 
     def _guard(self, act: Callable[[], None]) -> None:
         try:

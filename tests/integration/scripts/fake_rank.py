@@ -1,0 +1,124 @@
+"""A rank that trains nothing and speaks the whole protocol through real sockets, for the tests of the hub.
+
+Options come as a JSON object in argv[1]: ``rank``, ``world``, ``rate`` (steps a second), ``steps`` (0: for ever),
+``workers`` (child processes in sessions of their own), ``deaf`` (ignores INT and TERM), ``native`` (after the first
+step, holds the GIL in C for ever), ``agrees`` (answers ``stop`` with yes), ``silent`` (never answers), ``exit`` (status).
+"""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import zmq
+from ftmon.protocol import wire
+from ftmon.protocol.control import Command, Result
+from ftmon.protocol.process import this_process
+from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.sockets import peer_socket
+from ftmon.protocol.telemetry import DeviceInfo, Goodbye, Hello, PhaseRecord, Span, Stacks, Step
+
+
+class FakeRank:
+    """The sockets and the numbering of one rank."""
+
+    def __init__(self, options):
+        self.options = options
+        self.rank = int(options.get("rank", 0))
+        me = this_process()
+        self.hello = Hello(
+            rank=self.rank,
+            local_rank=self.rank,
+            world_size=int(options.get("world", 1)),
+            host=os.uname().nodename,
+            pid=me.pid,
+            start_ticks=me.start_ticks,
+            device=DeviceInfo("cpu", 0, "test", 2**30),
+            memory_measure="glibc",
+            time=time.time(),
+        )
+        self.src = f"rank-{self.rank}-{me.pid}-{me.start_ticks}"
+        run = RunDir(os.environ["FTMON_RUN"])
+        self.context = zmq.Context()
+        self.push = peer_socket(self.context, "telemetry")
+        self.push.connect(run.ipc_address("telemetry"))
+        self.dealer = peer_socket(self.context, "ranks", self.src.encode())
+        self.dealer.connect(run.ipc_address("ranks"))
+        self.lock = threading.Lock()
+        self.seq = 0
+        self.step = 0
+        self.stop = threading.Event()
+
+    def send(self, message):
+        with self.lock:
+            self.seq += 1
+            self.push.send_multipart(wire.encode(self.src, self.seq, time.time(), message))
+
+    def answer_commands(self):
+        while True:
+            frames = self.dealer.recv_multipart()
+            command = wire.decode_body(frames[1])
+            if not isinstance(command, Command) or self.options.get("silent"):
+                continue
+            if command.verb == "identify":
+                self.send(self.hello)
+                continue
+            ok = True
+            if command.verb == "stacks":
+                self.send(Stacks(self.rank, time.time(), "Thread main: train()", str(command.args.get("reason", ""))))
+            elif command.verb == "stop":
+                ok = bool(self.options.get("agrees"))
+                if ok:
+                    self.stop.set()
+            self.dealer.send_multipart(
+                wire.encode(self.src, 0, time.time(), Result(command.id, ok, command.verb, "" if ok else "foreign"))
+            )
+
+    def train(self):
+        rate = float(self.options.get("rate", 20))
+        limit = int(self.options.get("steps", 0))
+        while not self.stop.is_set() and not (limit and self.step >= limit):
+            self.stop.wait(1 / rate)
+            self.step += 1
+            now = time.time()
+            span = Span(1000, 2000, 3000)
+            phases = [
+                PhaseRecord(name, 1000 * i, 1000, span, span, resident=span)
+                for i, name in enumerate(("data", "forward", "backward", "optimizer"))
+            ]
+            self.send(Step(self.rank, self.step, now, 4000, phases, loss=1.0 / self.step, tokens=64))
+            if self.options.get("native"):
+                time.sleep(0.3)  # let the publisher thread of zmq send it
+                ctypes.PyDLL(None).sleep(600)
+        reason = "stopped" if self.stop.is_set() else "finished"
+        self.send(Goodbye(self.rank, time.time(), self.step, reason))
+
+
+def main():
+    options = json.loads(sys.argv[1])
+    options.setdefault("rank", int(os.environ.get("RANK", "0")))
+    os.environ["FTMON_RANK_PID"] = str(os.getpid())
+    if options.get("deaf"):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for _ in range(int(options.get("workers", 0))):
+        subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True, stdin=subprocess.DEVNULL
+        )
+    rank = FakeRank(options)
+    rank.send(rank.hello)
+    threading.Thread(target=rank.answer_commands, daemon=True).start()
+    print(f"rank {rank.rank} trains", flush=True)
+    rank.train()
+    rank.push.close(linger=2000)
+    status = int(options.get("exit", 0))
+    sys.stdout.flush()
+    os._exit(status) if status else sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""A single-process PyTorch loop; reads its own peak memory, and can end badly or wait to be looked at."""
+
+import os
+import resource
+import subprocess
+import sys
+import time
+
+import torch
+
+MODE = sys.argv[1] if len(sys.argv) > 1 else ""
+
+
+def main():
+    if MODE == "no-training":
+        print("nothing to train")
+        return
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(torch.randn(40, 64), batch_size=8, num_workers=1 if MODE == "workers" else 0)
+    peaks = []
+    for step, rows in enumerate(loader):
+        loss = model(rows).pow(2).mean()
+        if step == 1 and MODE == "peak":
+            big = torch.ones(64 * 2**20 // 4)
+            del big
+        if step == 3 and MODE == "oom":
+            torch.empty(2**60, dtype=torch.uint8)
+        if step == 3 and MODE == "nested":
+            command = [os.environ["TORCHRUN"], "--nproc_per_node", "2", __file__]
+            print("nested ended with", subprocess.run(command).returncode)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    assert peaks == sorted(peaks), "ru_maxrss never falls"
+    with torch.no_grad():
+        for rows in loader:
+            model(rows)
+    torch.save(model.state_dict(), os.path.join(os.environ["FTMON_RUN"], "model.pt"))
+    print("trained", flush=True)
+    if MODE == "exit":
+        sys.exit(3)
+    while MODE == "wait":
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main()

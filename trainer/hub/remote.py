@@ -1,0 +1,62 @@
+"""The hub's TCP side (``--listen``): every channel once more, encrypted, for those on the allow-list only.
+
+CURVE belongs to a socket, not to an address, so each channel has a second socket besides the local one.
+"""
+
+from typing import Any
+
+import zmq
+
+from ...protocol import keys, sockets
+from ...protocol.errors import FtmonError
+from ...protocol.rundir import RunDir
+from ..listen import parse_listen
+
+
+class Remote:
+    """The TCP sockets of a hub. One that cannot listen says so in ``problem``; the run goes on without.
+
+    Args:
+        context: where to make the sockets.
+        run: holds the hub's key pair.
+        listen: ``HOST:PORT``, or empty: then there are no such sockets.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", run: RunDir, listen: str) -> None:
+        self.sockets: dict[str, zmq.Socket[Any]] = {}
+        self.addresses: dict[str, str] = {}
+        self.server_key = ""
+        self.problem = ""
+        self._authenticator: Any = None
+        if listen:
+            try:
+                self._open(context, run, listen)
+            except FtmonError as error:
+                self.close()
+                self.problem = f"{error}. Apps on this host are served."
+
+    def close(self) -> None:
+        """Close what is still open (the history thread closes its own)."""
+        for socket in self.sockets.values():
+            if not socket.closed:
+                socket.close()
+        self.sockets.clear()
+        self.addresses.clear()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+
+    def _open(self, context: "zmq.Context[Any]", run: RunDir, listen: str) -> None:
+        addresses = parse_listen(listen).addresses()
+        pair = keys.server_pair(run)
+        self._authenticator = keys.start_authenticator(context)
+        for channel, address in addresses.items():
+            socket = sockets.hub_socket(context, channel)
+            self.sockets[channel] = socket
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
+            socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
+            socket.setsockopt(zmq.ZAP_DOMAIN, keys.ZAP_DOMAIN.encode())
+            sockets.bind(socket, address)
+        self.addresses = addresses
+        self.server_key = pair.public
