@@ -16,7 +16,7 @@ from ..source.base import Source
 from .narrate import Narrator
 from .outcome import INTERRUPTED, attach_line, closing_lines, exit_status
 
-_LOOK_SECONDS = 0.1
+LOOK_SECONDS = 0.1
 _LAUNCHER_SECONDS = 30.0
 """A launcher writes itself into the run's file well within this."""
 _DRAIN_SECONDS = 5.0
@@ -81,7 +81,7 @@ def _until_the_end(
     drained_by = 0.0
     connection = "connecting"
     while True:
-        source.pump(_LOOK_SECONDS)
+        source.pump(LOOK_SECONDS)
         for line in narrator.tell(source.model):
             print(line, flush=True)
         if source.connection.state != connection:
@@ -98,7 +98,7 @@ def _until_the_end(
             drained_by = drained_by or time.monotonic() + _DRAIN_SECONDS
             if source.model.ended or time.monotonic() > drained_by:
                 return end
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)
 
 
 def _end_it(source: Source, run: RunDir, time_asked: int) -> None:

@@ -84,7 +84,7 @@ def _add_starting(commands: "Commands") -> None:
 def _add_looking(commands: "Commands") -> None:
     attach = _command(commands, "attach", "view:attach", "watch a run that is on, with its whole history")
     _run_argument(attach, optional=True, more=", or tcp://HOST:PORT of a run started with --listen")
-    attach.add_argument("--key", metavar="FILE", help="the key file for tcp://")
+    attach.add_argument("--key", metavar="KEY|FILE", help="for tcp://: the hub's public key, or a file that holds it")
     _view_options(attach)
 
     listing = _command(commands, "ls", "runs:list_runs", "list live and recorded runs")
@@ -116,6 +116,11 @@ def _add_acting(commands: "Commands") -> None:
 def _add_helping(commands: "Commands") -> None:
     doctor = _command(commands, "doctor", "doctor:doctor", "say what works on this machine, and how to mend the rest")
     doctor.add_argument("--json", action="store_true", help="one JSON object for scripts")
+
+    keys = _command(commands, "keys", "remote:manage_keys", "show and change who may attach from other hosts")
+    keys.add_argument("--allow", metavar="KEY", help="let this public key in")
+    keys.add_argument("--remark", default="", metavar="TEXT", help="whose it is, to remember")
+    keys.add_argument("--remove", metavar="KEY", help="let this public key in no more")
 
     completion = _command(commands, "completion", "complete:completion", "write a completion script for a shell")
     completion.add_argument("shell", choices=SHELLS)

@@ -56,6 +56,10 @@ def _common(arguments: Namespace) -> Iterator[str]:
 
 def _start_and_watch(arguments: Namespace, start: Callable[[], RunDir]) -> int:
     started = start()
+    if arguments.listen:
+        from .remote import listen_line
+
+        print(listen_line(started, arguments.listen), flush=True)
     if arguments.detach:
         print(attach_line(started))
         return 0

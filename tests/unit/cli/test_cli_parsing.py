@@ -6,7 +6,7 @@ import sys
 import pytest
 from ftmon.tui.cli.main import main, parse
 
-COMMANDS = ("demo", "train", "run", "attach", "ls", "status", "replay", "kill", "stop", "doctor", "completion")
+COMMANDS = ("demo", "train", "run", "attach", "ls", "status", "replay", "kill", "stop", "doctor", "keys", "completion")
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,51 @@
+"""Addresses and keys of runs on other hosts."""
+
+from pathlib import Path
+
+import pytest
+from ftmon.protocol import keys
+from ftmon.protocol.errors import UsageError
+from ftmon.tui.cli.main import main
+from ftmon.tui.cli.remote import parse_address, read_server_key
+
+
+def test_an_address_gives_a_port_for_each_channel() -> None:
+    found = parse_address("tcp://gpu7:7420")
+    assert found["telemetry"] == "tcp://gpu7:7420"
+    assert len(set(found.values())) == 5
+    assert parse_address("tcp://[::1]:7420")["ranks"] == "tcp://[::1]:7421"
+
+
+@pytest.mark.parametrize("text", ["tcp://gpu7", "tcp://gpu7:0", "tcp://gpu7:65534", "tcp://:7420", "tcp://a b:1"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="must be tcp://HOST:PORT"):
+        parse_address(text)
+
+
+def test_a_key_is_taken_as_it_is_or_from_a_file(tmp_path: Path) -> None:
+    public = keys.make_pair().public
+    file = tmp_path / "hub.json"
+    file.write_text(f'{{\n  "read_only": false,\n  "server_key": "{public}"\n}}\n')
+    assert read_server_key(public) == public
+    assert read_server_key(str(file)) == public
+
+
+def test_no_key_and_no_such_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="needs --key"):
+        read_server_key(None)
+    with pytest.raises(UsageError, match="neither a public key"):
+        read_server_key(str(tmp_path / "none"))
+    (tmp_path / "empty").write_text("nothing here")
+    with pytest.raises(UsageError, match="no public key"):
+        read_server_key(str(tmp_path / "empty"))
+
+
+def test_keys_are_let_in_and_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    public = keys.make_pair().public
+    assert main(["keys", f"--allow={public}", "--remark", "the laptop"]) == 0
+    assert f"{public}  the laptop" in capsys.readouterr().out
+    assert main(["keys", f"--remove={public}"]) == 0
+    assert "nobody else" in capsys.readouterr().out

@@ -1,0 +1,132 @@
+"""``ftmon attach tcp://HOST:PORT --key KEY``: a run of another host, over TCP with CURVE; and ``ftmon keys``."""
+
+import re
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import zmq
+
+from ...protocol import keys
+from ...protocol.errors import UsageError
+from ...protocol.rundir import RunDir
+from ...protocol.sockets import CHANNELS
+from ..source.live import LiveSource
+from . import terminal
+from .follow import LOOK_SECONDS, counted_interrupts
+from .narrate import Narrator
+from .outcome import INTERRUPTED
+
+CONNECT_SECONDS = 15.0
+"""A hub that lets this user in answers at once; one that does not never answers at all."""
+
+_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\s]+):(\d{1,5})/?")
+_KEY = re.compile(r"(?<![^\s\"'])[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}(?![^\s\"',])")
+
+
+class RemoteSource(LiveSource):
+    """Follows a run whose hub listens on TCP: the same as a local one, and every socket speaks CURVE."""
+
+    def __init__(self, addresses: dict[str, str], server_key: str) -> None:
+        """Take the hub's channels and its public key; the client's own pair is this user's."""
+        super().__init__(addresses=addresses)
+        pair = keys.client_pair()
+        for option, value in (
+            (zmq.CURVE_SERVERKEY, server_key),
+            (zmq.CURVE_PUBLICKEY, pair.public),
+            (zmq.CURVE_SECRETKEY, pair.secret),
+        ):
+            self._context.setsockopt(option, value.encode())
+
+
+def parse_address(text: str) -> dict[str, str]:
+    """Read ``tcp://HOST:PORT``: the first of as many consecutive ports as a hub has channels.
+
+    Raises:
+        UsageError: it is not of that form.
+    """
+    found = _ADDRESS.fullmatch(text)
+    first = int(found[2]) if found else 0
+    if found is None or not 0 < first <= 65535 - len(CHANNELS) + 1:
+        raise UsageError(f"{text}: must be tcp://HOST:PORT, as given to --listen")
+    return {channel: f"tcp://{found[1]}:{first + offset}" for offset, channel in enumerate(CHANNELS)}
+
+
+def read_server_key(text: str | None) -> str:
+    """Take the hub's public key: itself, or a file that holds it, such as a copy of the run's ``hub.json``.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if text is None:
+        raise UsageError("tcp:// needs --key: the hub's public key, which 'ftmon run --listen' printed")
+    if _KEY.fullmatch(text):
+        return text
+    try:
+        content = Path(text).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--key {text}: is neither a public key of 40 characters nor a readable file: {error}"
+        ) from None
+    found = _KEY.search(content)
+    if found is None:
+        raise UsageError(f"--key {text}: no public key of 40 characters in it")
+    return found[0]
+
+
+def attach_remote(arguments: Namespace) -> int:
+    """Watch a run of another host, in the app or in plain lines."""
+    source = RemoteSource(parse_address(arguments.run), read_server_key(arguments.key))
+    if not (arguments.plain or terminal.why_no_app()):
+        from ..app import run_app
+
+        run_app(source, ascii_only=arguments.ascii or terminal.wants_ascii(), read_only=arguments.read_only)
+        return 0
+    narrator = Narrator(ascii_only=arguments.ascii or terminal.wants_ascii())
+    deadline = time.monotonic() + CONNECT_SECONDS
+    with counted_interrupts() as interrupts:
+        source.start()
+        try:
+            while not source.model.ended:
+                source.pump(LOOK_SECONDS)
+                for line in narrator.tell(source.model):
+                    print(line, flush=True)
+                if interrupts.count:
+                    return INTERRUPTED
+                if not source.model.last_seq and time.monotonic() > deadline:
+                    raise _no_answer(arguments.run)
+                time.sleep(LOOK_SECONDS)
+        finally:
+            source.close()
+    return 0 if source.model.exit_code in (0, None) else 1
+
+
+def _no_answer(address: str) -> UsageError:
+    own = keys.client_pair().public
+    return UsageError(
+        f"{address}: no answer in {CONNECT_SECONDS:.0f} s: is the address right, and the key that hub's? Are you let in? "
+        f"On that host: ftmon keys --allow='{own}'"
+    )
+
+
+def listen_line(run: RunDir, listen: str) -> str:
+    """Say how other hosts attach to a run that listens."""
+    host, _, port = listen.rpartition(":")
+    host = host if host not in ("", "0.0.0.0", "[::]", "::") else run.read_run().host
+    return f"from other hosts: ftmon attach tcp://{host}:{port} --key='{keys.server_pair(run).public}'"
+
+
+def manage_keys(arguments: Namespace) -> int:
+    """Show this user's public key and whom this user's hubs let in; let a key in, or no more."""
+    if arguments.allow:
+        keys.allow(arguments.allow, arguments.remark)
+    if arguments.remove:
+        keys.disallow(arguments.remove)
+    own = keys.client_pair().public
+    print(f"your public key, to be allowed on the host of a run:\n  {own}")
+    others = {key: remark for key, remark in keys.allowed().items() if key != own}
+    print("let in here, besides you:" if others else "nobody else is let in here", file=sys.stdout)
+    for key, remark in others.items():
+        print(f"  {key}  {remark}".rstrip())
+    return 0
