@@ -105,7 +105,7 @@ def attach_remote(arguments: Namespace) -> int:
 def _no_answer(address: str) -> UsageError:
     own = keys.client_pair().public
     return UsageError(
-        f"{address}: no answer in {CONNECT_SECONDS:.0f} s: is the address right, and the key that hub's? Are you let in? "
+        f"{address}: no answer in {CONNECT_SECONDS:.0f} s: is the address right, the key that hub's, are you let in? "
         f"On that host: ftmon keys --allow='{own}'"
     )
 
