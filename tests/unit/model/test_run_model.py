@@ -1,0 +1,216 @@
+import math
+
+import pytest
+from ftmon.protocol import control, telemetry
+from ftmon.protocol.telemetry import PhaseRecord, Span, Step
+from ftmon.protocol.wire import Frame, Message
+from ftmon.tui.model import RunModel
+from ftmon.tui.model.timeline import EMPTY
+from streams import GIB, STARTED, Stream
+
+
+def folded(*messages: Message, t: float = STARTED) -> RunModel:
+    model = RunModel()
+    for seq, message in enumerate(messages, 1):
+        model.apply(Frame(seq, t + seq * 0.001, message))
+    return model
+
+
+def phase(name: str, peak: int, start_us: int = 0, host_us: int = 100_000, **more: object) -> PhaseRecord:
+    return PhaseRecord(name, start_us, host_us, Span(1, 2, peak), Span(5, 5, peak + 5), **more)  # type: ignore[arg-type]
+
+
+def step(rank: int, number: int, *phases: PhaseRecord, started: float = STARTED, **more: object) -> Step:
+    return Step(rank, number, started, 500_000, list(phases), **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def streamed() -> tuple[list[Frame], RunModel]:
+    frames = list(Stream(ranks=4, steps=120).frames())
+    model = RunModel()
+    for frame in frames:
+        model.apply(frame)
+    return frames, model
+
+
+def test_a_frame_already_folded_changes_nothing(streamed: tuple[list[Frame], RunModel]) -> None:
+    frames, model = streamed
+    version = model.version
+    assert not any(model.apply(frame) for frame in frames[-50:])
+    assert model.version == version
+
+
+def test_every_rank_of_a_finished_stream_is_known_and_finished(streamed: tuple[list[Frame], RunModel]) -> None:
+    _, model = streamed
+    assert list(model.ranks) == [0, 1, 2, 3]
+    assert model.rank_states() == {"finished": 4}
+    assert model.state == "finished"
+    assert model.exit_code == 0
+    assert model.step == model.leading_step == model.total_steps == 120
+    assert model.seconds_left is None
+    assert model.info.zero_stage == 2
+
+
+def test_the_runs_peak_is_the_highest_true_peak_of_any_phase(streamed: tuple[list[Frame], RunModel]) -> None:
+    frames, model = streamed
+    steps = [frame.message for frame in frames if isinstance(frame.message, Step)]
+    expected = max((record.peak_span.peak, each.rank) for each in steps for record in each.phases)
+    assert model.peak is not None
+    assert (model.peak.bytes, model.peak.rank) == expected
+    for rank in model.ranks.values():
+        whole = rank.timeline.whole(100)
+        assert max(whole.allocated) == max(
+            record.allocated.peak for each in steps if each.rank == rank.rank for record in each.phases
+        )
+        assert rank.reserved_peak == max(whole.reserved)
+
+
+def test_losses_are_means_over_ranks() -> None:
+    model = folded(step(0, 1, loss=1.0), step(1, 1, loss=3.0), step(0, 2, loss=5.0), step(1, 2, loss=math.nan))
+    assert [(point.step, point.mean) for point in model.losses.points()] == [(1, 2.0), (2, 5.0)]
+
+
+def test_the_runs_step_is_that_of_the_slowest_rank() -> None:
+    model = folded(step(0, 1), step(1, 1), step(0, 2))
+    assert (model.step, model.leading_step) == (1, 2)
+
+
+def test_speed_counts_the_tokens_of_all_ranks_and_the_pauses_between_steps() -> None:
+    model = RunModel()
+    seq = 0
+    for number in range(1, 31):
+        for rank in range(2):
+            seq += 1
+            begun = STARTED + number * 2.0
+            model.apply(Frame(seq, begun + 0.5, step(rank, number, started=begun, tokens=1000)))
+    rates = model.rates
+    assert rates.seconds_per_step == pytest.approx(2.0)
+    assert rates.steps_per_second == pytest.approx(0.5)
+    assert rates.tokens_per_second == pytest.approx(1000.0)
+
+
+def test_a_run_that_stands_still_does_not_keep_its_speed() -> None:
+    model = RunModel()
+    for number in range(1, 31):
+        begun = STARTED + number
+        model.apply(Frame(number, begun + 1, step(0, number, started=begun, tokens=1000)))
+    model.tick(STARTED + 30 + 3600)
+    assert model.rates.tokens_per_second < 10
+    assert model.rates.seconds_per_step == pytest.approx(1.0)
+
+
+def test_time_left_is_steps_left_at_the_recent_speed() -> None:
+    model = RunModel()
+    model.apply(Frame(1, STARTED, telemetry.Plan(0, total_steps=110)))
+    for number in range(1, 11):
+        begun = STARTED + number * 3.0
+        model.apply(Frame(number + 1, begun + 0.5, step(0, number, started=begun)))
+    assert model.seconds_left == pytest.approx(300.0)
+
+
+def test_an_alert_sent_again_replaces_itself_and_marks_its_rank_once() -> None:
+    first = control.Alert(7, "spike", "warning", STARTED, "rank 1 optimizer +0.9 GiB", rank=1, step=3)
+    again = control.Alert(7, "spike", "warning", STARTED, "rank 1 optimizer +0.9 GiB", rank=1, step=4, count=2)
+    error = control.Alert(8, "hang", "error", STARTED - 5, "rank 0 hangs", rank=0)
+    model = folded(first, error, again)
+    assert [alert.id for alert in model.alerts.unresolved()] == [8, 7]
+    assert [alert.id for alert in model.alerts.newest_first()] == [7, 8]
+    assert model.alerts.get(7) == again
+    assert len(model.ranks[1].timeline.marks) == 1
+    assert model.ranks[1].spike_step == 4
+    assert model.alerts.of_rank(0) == [error]
+
+
+def test_a_resolved_alert_no_longer_stands() -> None:
+    model = folded(
+        control.Alert(1, "hang", "error", STARTED, "hung", rank=0),
+        control.Alert(1, "hang", "error", STARTED, "hung", rank=0, resolved=STARTED + 9),
+    )
+    assert model.alerts.unresolved() == []
+    assert model.alerts.counts() == {"info": 0, "warning": 0, "error": 0}
+    assert len(model.alerts) == 1
+
+
+def test_shares_of_a_cpu_step_tell_waiting_in_collectives_apart() -> None:
+    rank = folded(step(0, 1, phase("forward", 9), phase("backward", 9, 100_000, 300_000, collective_us=200_000))).ranks[
+        0
+    ]
+    shares = rank.shares
+    assert shares.clock == "host"
+    assert shares.step_ms == pytest.approx(500.0)
+    assert shares.parts == pytest.approx(
+        {"data": 0, "forward": 0.2, "backward": 0.2, "optimizer": 0, "wait": 0.4, "other": 0.2}
+    )
+
+
+def test_shares_are_of_device_time_where_every_phase_has_it() -> None:
+    rank = folded(
+        step(0, 1, phase("forward", 9, device_us=30_000), phase("backward", 9, device_us=60_000), device_us=100_000)
+    ).ranks[0]
+    assert rank.shares.clock == "device"
+    assert rank.shares.parts["backward"] == pytest.approx(0.6)
+    assert rank.shares.parts["other"] == pytest.approx(0.1)
+
+
+def test_the_phase_table_tells_growth_and_transient_of_the_true_figure() -> None:
+    record = PhaseRecord("optimizer", 0, 4000, Span(10, 30, 30), Span(50, 50, 50), resident=Span(100, 110, 400))
+    (row,) = folded(step(0, 1, record)).ranks[0].phase_rows
+    assert (row.growth, row.transient, row.peak) == (10, 290, 400)
+
+
+def test_a_phase_of_several_seconds_shows_in_each_of_its_columns() -> None:
+    rank = folded(step(0, 1, phase("forward", 70, 0, 3_200_000), started=STARTED)).ranks[0]
+    assert rank.timeline.window(5, STARTED + 4).allocated[:4] == [70] * 4
+
+
+def test_a_device_is_matched_by_uuid_before_index() -> None:
+    hello = Stream(ranks=1, steps=1).hello(0, STARTED)
+    wrong = telemetry.DeviceSample(hello.host, "gpu", 0, "H200", STARTED, 1, 2, uuid="GPU-other")
+    right = telemetry.DeviceSample(hello.host, "gpu", 5, "H200", STARTED, 3, 4, uuid=hello.device.uuid)
+    model = folded(hello, wrong, right)
+    assert model.device_of(model.ranks[0]) == right
+
+
+def test_a_cpu_rank_gets_the_sample_of_its_host() -> None:
+    hello = Stream(ranks=1, steps=1, cuda=False).hello(0, STARTED)
+    host = telemetry.DeviceSample(hello.host, "host", 0, "AMD", STARTED, 1, 2)
+    model = folded(hello, host)
+    assert model.device_of(model.ranks[0]) == host
+
+
+def test_memory_of_a_rank_that_is_gone_ends() -> None:
+    hello = Stream(ranks=1, steps=1).hello(0, STARTED)
+    model = folded(
+        hello, step(0, 1, phase("forward", 50)), control.RankState(0, "gone", STARTED + 1, "SIGKILL", signal=9)
+    )
+    assert model.ranks[0].timeline.window(3, STARTED + 5).allocated == [EMPTY] * 3
+    assert not model.ranks[0].alive
+
+
+def test_a_rank_that_begins_anew_forgets_how_it_ended_and_keeps_its_history() -> None:
+    first = Stream(ranks=1, steps=1).hello(0, STARTED)
+    second = telemetry.Hello(**{**{name: getattr(first, name) for name in first.__struct_fields__}, "pid": 99})
+    model = folded(first, step(0, 1, phase("forward", 50)), control.RankState(0, "gone", STARTED, signal=9), second)
+    rank = model.ranks[0]
+    assert (rank.state, rank.signal) == ("starting", None)
+    assert rank.peak is not None
+    assert rank.step == 1
+
+
+def test_whether_it_fits_is_unknown_until_adam_has_its_states() -> None:
+    hello = Stream(ranks=1, steps=1).hello(0, STARTED)
+    capacity = hello.device.capacity_bytes
+    assert folded(hello, step(0, 1, phase("forward", GIB))).fit.verdict == "unknown"
+    assert folded(hello, step(0, 1), step(0, 2, phase("forward", GIB))).fit.verdict == "fits"
+    tight = folded(hello, step(0, 1), step(0, 2, phase("backward", int(capacity * 0.95)))).fit
+    assert (tight.verdict, tight.phase, tight.step) == ("tight", "backward", 2)
+    oom = telemetry.Oom(0, 3, "backward", STARTED, GIB, 0, capacity, 2, 3)
+    assert folded(hello, step(0, 1), step(0, 2, phase("forward", GIB)), oom).fit.verdict == "failed"
+
+
+def test_log_lines_filter_by_rank_and_text() -> None:
+    lines = [telemetry.LogLine(rank, STARTED, "out", text) for rank, text in ((0, "Loss 1"), (1, "loss 2"), (1, "x"))]
+    model = folded(*lines)
+    assert [entry.text for entry in model.logs.select(text="LOSS")] == ["Loss 1", "loss 2"]
+    assert [entry.text for entry in model.logs.select(rank=1, limit=1)] == ["x"]
+    assert [seq for seq, _ in model.logs.after(1)] == [2, 3]
