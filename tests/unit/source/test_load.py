@@ -1,0 +1,125 @@
+"""A state built for a time from a recording must show what folding everything up to that time shows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.protocol.control import Alert
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.wire import Frame
+from ftmon.tui.model import RunModel
+from ftmon.tui.model.status import status
+from ftmon.tui.source.load import describe, load
+from ftmon.tui.source.overview import Overview, read_overview
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from streams import Stream, write
+
+FRAMES = list(Stream(ranks=4, steps=1500).frames())
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("load") / "run.sqlite"
+    write(path, FRAMES)
+    return path
+
+
+def fold(reader: Reader, frames: list[Frame]) -> RunModel:
+    model = RunModel(describe(reader.info()))
+    for frame in frames:
+        model.apply(frame)
+    return model
+
+
+def shown(model: RunModel) -> dict[str, Any]:
+    """What the screens show that must be equal to the last digit."""
+    out = status(model)
+    out["alerts"] = [(alert.id, alert.count, alert.resolved) for alert in model.alerts.newest_first()]
+    out["marks"] = {rank.rank: rank.timeline.marks for rank in model.ranks.values()}
+    out["logs"] = model.logs.select(limit=200)
+    out["last"] = {rank.rank: rank.last for rank in model.ranks.values()}
+    out["recent"] = {rank.rank: list(rank.steps)[-30:] for rank in model.ranks.values()}
+    out["events"] = {rank.rank: rank.events for rank in model.ranks.values()}
+    out["reserved"] = {rank.rank: rank.reserved_peak for rank in model.ranks.values()}
+    return out
+
+
+@given(place=st.integers(60, len(FRAMES) - 1), with_overview=st.booleans())
+@settings(deadline=None, max_examples=25)
+def test_a_seek_shows_what_folding_everything_shows(recording: Path, place: int, with_overview: bool) -> None:
+    t = FRAMES[place].t
+    until = [frame for frame in FRAMES if frame.t <= t]
+    with Reader(recording) as reader:
+        overview = read_overview(reader, reader.info()) if with_overview else None
+        sought, all_folded = load(reader, t, describe(reader.info()), overview), fold(reader, until)
+    all_folded.tick(t)
+    assert sought.last_seq == all_folded.last_seq
+    left, right = shown(sought), shown(all_folded)
+    assert {name: left[name] for name in left if left[name] != right[name]} == {}
+
+
+@given(place=st.integers(1, len(FRAMES) - 2), more=st.integers(1, 400))
+@settings(deadline=None, max_examples=15)
+def test_history_and_then_the_tail_is_the_same_as_everything(recording: Path, place: int, more: int) -> None:
+    """A late join: the state as recorded, then the live frames, some of which are in both."""
+    t = FRAMES[place].t
+    end = min(place + more, len(FRAMES) - 1)
+    with Reader(recording) as reader:
+        joined = load(reader, t, describe(reader.info()))
+        all_folded = fold(reader, FRAMES[: end + 1])
+    for frame in FRAMES[max(0, place - 50) : end + 1]:
+        joined.apply(frame)
+    assert shown(joined) == shown(all_folded)
+
+
+def test_memory_after_a_seek_has_the_runs_maxima_and_none_of_what_came_later(recording: Path) -> None:
+    t = FRAMES[len(FRAMES) // 2].t
+    with Reader(recording) as reader:
+        overview = read_overview(reader, reader.info())
+        assert isinstance(overview, Overview)
+        assert overview.span > 1
+        sought = load(reader, t, describe(reader.info()), overview)
+        all_folded = fold(reader, [frame for frame in FRAMES if frame.t <= t])
+    for number, rank in all_folded.ranks.items():
+        expected, found = rank.timeline.whole(120), sought.ranks[number].timeline.whole(120)
+        assert found.span >= expected.span
+        assert max(found.allocated) == max(expected.allocated)
+        assert max(found.reserved) == max(expected.reserved)
+        assert found.start <= expected.start
+        # A recording pools by when a step was received, the fold by when its phases ran: a step apart at the most.
+        recent, exact = sought.ranks[number].timeline.window(60, t), rank.timeline.window(60, t)
+        for index in range(1, 59):
+            around = exact.allocated[index - 1 : index + 2]
+            assert min(around) <= recent.allocated[index] <= max(around)
+
+
+def test_charts_after_a_seek_reach_back_to_the_beginning_and_not_beyond_the_time(recording: Path) -> None:
+    t = FRAMES[len(FRAMES) // 2].t
+    with Reader(recording) as reader:
+        overview = read_overview(reader, reader.info())
+        sought = load(reader, t, describe(reader.info()), overview)
+        all_folded = fold(reader, [frame for frame in FRAMES if frame.t <= t])
+    expected, found = all_folded.losses.points(), sought.losses.points()
+    assert found[0].step <= 8
+    assert found[-1].step == expected[-1].step == all_folded.leading_step
+    assert found[len(found) // 2].mean == pytest.approx(
+        next(point.mean for point in expected if point.step == found[len(found) // 2].step), rel=0.2
+    )
+    assert sought.ranks[2].step_ms.points()[-1].mean == all_folded.ranks[2].step_ms.points()[-1].mean
+
+
+def test_the_state_before_the_first_step_has_the_ranks_and_no_steps(recording: Path) -> None:
+    first_step = next(frame for frame in FRAMES if type(frame.message).__name__ == "Step")
+    with Reader(recording) as reader:
+        model = load(reader, first_step.t - 0.2, describe(reader.info()), read_overview(reader, reader.info()))
+    assert len(model.ranks) == 4
+    assert model.step == 0
+    assert model.peak is None
+
+
+def test_alerts_are_as_they_stood_then(recording: Path) -> None:
+    alerts = [frame for frame in FRAMES if isinstance(frame.message, Alert)]
+    with Reader(recording) as reader:
+        model = load(reader, alerts[0].t, describe(reader.info()))
+    assert [alert.id for alert in model.alerts] == [alerts[0].message.id]  # type: ignore[union-attr]
