@@ -8,7 +8,7 @@ import msgspec
 
 
 class ProcessId(msgspec.Struct, frozen=True):
-    """A process, for certain. ``start_ticks`` is 0 where the platform does not tell."""
+    """A process, for certain: ``start_ticks`` is when it started, in a unit of the platform's."""
 
     pid: int
     start_ticks: int
@@ -17,20 +17,29 @@ class ProcessId(msgspec.Struct, frozen=True):
 def start_ticks(pid: int) -> int | None:
     """Return when ``pid`` started, in clock ticks since boot (field 22 of /proc/PID/stat, proc(5)).
 
-    None: there is no such process, or it is a zombie. Where there is no /proc, 0 for a process that lives.
+    None: there is no such process, or it is a zombie. Where there is no /proc, the hundredths of a second since the
+    epoch at which it started.
     """
     if sys.platform != "linux":
-        try:
-            os.kill(pid, 0)
-        except OSError:
-            return None
-        return 0
+        return _start_elsewhere(pid)
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        # Bytes: a process may call itself what is no UTF-8, or hold a parenthesis in its name.
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    fields = stat[stat.rindex(")") + 2 :].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return None if fields[0] in b"ZX" else int(fields[19])
+
+
+def _start_elsewhere(pid: int) -> int | None:
+    """Ask psutil. Never ``os.kill(pid, 0)``, which on Windows is no question: it interrupts the process."""
+    import psutil  # only where there is no /proc: a rank on Linux does without it
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time() * 100)
+    except (psutil.Error, ValueError):
+        return None
 
 
 def this_process() -> ProcessId:

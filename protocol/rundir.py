@@ -12,6 +12,7 @@
     snapshots/      memory snapshots
 """
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -21,6 +22,7 @@ import socket
 import stat
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +37,9 @@ RUN_ENV = "FTMON_RUN"
 
 _IPC_PATH_LIMIT = 100
 """sockaddr_un holds 108 bytes; the longest socket name and a margin come off that."""
+
+_STAMP = re.compile(r"-\d{8}-\d{6}(-[0-9a-f]{4})?$")
+"""What ``create`` puts behind a run's name to make its identifier."""
 
 T = TypeVar("T")
 
@@ -169,10 +174,19 @@ class RunDir:
 
     def ipc_address(self, channel: str) -> str:
         """Give a channel's ``ipc://`` address: in the run directory, or in a short 0700 twin when that is too long."""
-        path = self.path / f"{channel}.sock"
+        path = self.path.absolute() / f"{channel}.sock"
         if len(os.fsencode(path)) > _IPC_PATH_LIMIT:
             path = self._short_socket_dir() / f"{channel}.sock"
         return f"ipc://{path}"
+
+    def remove_sockets(self, channels: Iterable[str]) -> None:
+        """Remove what the channels' sockets left on disk, the short twin directory included, after the hub ended."""
+        for channel in channels:
+            path = Path(self.ipc_address(channel).removeprefix("ipc://"))
+            path.unlink(missing_ok=True)
+            if path.parent != self.path.absolute():
+                with contextlib.suppress(OSError):
+                    path.parent.rmdir()
 
     def lock_hub(self) -> int:
         """Take the hub's lock; the returned descriptor holds it until it is closed or the process ends.
@@ -193,9 +207,10 @@ class RunDir:
         return descriptor
 
     def _short_socket_dir(self) -> Path:
-        base = Path(tempfile.gettempdir())
-        digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:12]
-        path = base / f"ftmon-{os.getuid()}-{digest}"
+        # Not $TMPDIR: the hub and the ranks must come to the same path, and a job may set its own.
+        base = Path("/tmp") if Path("/tmp").is_dir() else Path(tempfile.gettempdir())
+        digest = hashlib.sha256(os.fsencode(os.path.realpath(self.path))).hexdigest()[:12]
+        path = base / f"ftmon-{getattr(os, 'getuid', int)()}-{digest}"
         path.mkdir(mode=0o700, exist_ok=True)
         RunDir(path).check()
         return path
@@ -245,6 +260,7 @@ def create(name: str, command: list[str], kind: str, options: dict[str, Any] | N
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     try:
         runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_ours(runs)
         identifier = f"{slug}-{stamp}"
         while True:
             try:
@@ -262,19 +278,40 @@ def create(name: str, command: list[str], kind: str, options: dict[str, Any] | N
     return run
 
 
+def _check_ours(runs: Path) -> None:
+    """Refuse a directory of runs in which others could plant or exchange one.
+
+    Raises:
+        RunDirError: it belongs to another user, or others may write into it.
+    """
+    info = runs.stat()
+    if hasattr(os, "getuid") and info.st_uid != os.getuid():
+        raise RunDirError(f"{runs}: belongs to another user; set FTMON_HOME to a directory of yours")
+    if os.name == "posix" and info.st_mode & 0o022:
+        raise RunDirError(f"{runs}: others may write there; run: chmod 700 {runs}")
+
+
 def all_runs() -> list[RunDir]:
     """List the run directories of this user on this host, newest first; what is not one is passed over."""
+    found: list[tuple[float, str, RunDir]] = []
     try:
-        candidates = [RunDir(path) for path in (home() / "runs").iterdir() if (path / "run.json").exists()]
+        paths = list((home() / "runs").iterdir())
     except OSError:
         return []
-    return sorted(candidates, key=lambda run: (run.path / "run.json").stat().st_mtime, reverse=True)
+    for path in paths:
+        try:
+            found.append(((path / "run.json").stat().st_mtime, path.name, RunDir(path)))
+        except OSError:
+            # Not a run, not yet one, or removed this moment.
+            continue
+    return [run for _, _, run in sorted(found, key=lambda entry: entry[:2], reverse=True)]
 
 
 def find(name: str | None) -> RunDir:
-    """Find a run by identifier, by name, or by the beginning of either; None means the newest.
+    """Find a run by identifier, by name, or by the beginning of an identifier; None means the newest living one.
 
-    A name several runs share means the one of them that is alive, when there is exactly one.
+    A whole name goes before a beginning: ``demo`` is not taken for ``demo-large``. What several runs share means the
+    one of them that is alive, when there is exactly one.
 
     Raises:
         RunNotFoundError: none matches, or several do.
@@ -282,14 +319,16 @@ def find(name: str | None) -> RunDir:
     runs = all_runs()
     if not runs:
         raise RunNotFoundError(f"no runs in {home() / 'runs'}: start one with 'ftmon demo' or 'ftmon run -- COMMAND'")
-    if name is None:
-        return next((run for run in runs if run.living_hub()), runs[0])
+    if not name:
+        return next((run for run in runs if _has_living_hub(run)), runs[0])
     for run in runs:
         if run.id == name:
             return run
-    matches = [run for run in runs if run.id.startswith(name)]
+    matches = [run for run in runs if _STAMP.sub("", run.id) == name] or [
+        run for run in runs if run.id.startswith(name)
+    ]
     if len(matches) > 1:
-        alive = [run for run in matches if run.living_hub()]
+        alive = [run for run in matches if _has_living_hub(run)]
         matches = alive if len(alive) == 1 else matches
     if not matches:
         raise RunNotFoundError(f"no run is called {name!r}; 'ftmon ls' lists them, the newest is {runs[0].id}")
@@ -297,3 +336,11 @@ def find(name: str | None) -> RunDir:
         listed = ", ".join(run.id for run in matches[:4]) + (" ..." if len(matches) > 4 else "")
         raise RunNotFoundError(f"{name!r} matches {len(matches)} runs: {listed}; name one of them")
     return matches[0]
+
+
+def _has_living_hub(run: RunDir) -> bool:
+    """Tell whether a run's hub lives; a damaged connection file of one run is no reason not to find another."""
+    try:
+        return run.living_hub() is not None
+    except RunDirError:
+        return False

@@ -5,11 +5,13 @@ import re
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "�")
 _CONTROL[0x09] = "    "
-_CONTROL.update(dict.fromkeys((0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)), "�"))
+_CONTROL.update(dict.fromkeys((0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)), "�"))
+# Halves of surrogate pairs come from bytes that were not UTF-8; no terminal and no file takes them.
+_CONTROL.update(dict.fromkeys(range(0xD800, 0xE000), "�"))
 
 
 def sanitize(text: str, limit: int = 4096) -> str:
-    """Make one untrusted line safe for a terminal: no escape sequences, no control or bidirectional characters."""
+    """Make one untrusted line safe for a terminal: no escape, control, bidirectional or line-breaking characters."""
     return _ANSI.sub("", text[: limit * 4]).translate(_CONTROL)[:limit]
 
 
