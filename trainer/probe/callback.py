@@ -59,6 +59,8 @@ def _callback_class() -> Any:
             facts.setdefault("precision", "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
             probe.tracker.step = max(probe.tracker.step, int(state.global_step))
             probe.can_stop = True
+            if not probe.forward_by:
+                probe.expect_forward("trainer")
             probe.plan(int(state.max_steps), float(state.num_train_epochs), str(args.output_dir))
             probe.say_hello()
 

@@ -190,7 +190,7 @@ def _parallel_forward(framework: str) -> Callable[[Any], Callable[..., Any]]:
             probe = mine()
             if probe is not None and probe.forward_by in ("", "parallel"):
                 if not probe.forward_by:
-                    probe.forward_by = "parallel"
+                    probe.expect_forward("parallel")
                     tell_framework(framework, self)
                 probe.forwarding(self.training, args, kwargs)
             return original(self, *args, **kwargs)

@@ -54,7 +54,7 @@ def _training_step(original: Any) -> Callable[..., Any]:
             probe.sum_losses = True
             if probe.forward_by != "engine":
                 if probe.forward_by != "trainer":
-                    probe.forward_by = "trainer"
+                    probe.expect_forward("trainer")
                     tell_framework("transformers", model)
                 probe.forwarding(True, (inputs,), {})
         return original(self, model, inputs, *args, **kwargs)

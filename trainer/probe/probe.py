@@ -216,6 +216,13 @@ class Probe:
         self.tracker.cost_ns += perf_counter_ns() - start
 
     @guarded
+    def expect_forward(self, by: str) -> None:
+        """From now on ``by`` tells where a forward begins; a batch noted as it was fetched will be noted there."""
+        self.forward_by = by
+        notes = self.tracker.notes
+        notes.shape, notes.tokens, notes.samples, notes.padded_tokens = [], [], 0, 0
+
+    @guarded
     def going_backward(self, loss: Any, scaled: bool | None = None) -> bool:
         """A backward begins; returns whether it is an outermost one.
 

@@ -99,7 +99,8 @@ class Publisher(threading.Thread):
             if isinstance(item, StepRaw):
                 self._steps.append(item)
             elif item == "hello":
-                self.say_hello()
+                if not outbox or outbox[0] != "hello":
+                    self.say_hello()
             else:
                 if before_goodbye is not None:
                     before_goodbye()

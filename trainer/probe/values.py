@@ -6,6 +6,8 @@ device (so the script's peaks stay what they are); the publisher reads it once t
 
 from typing import Any
 
+import numpy
+
 
 def fetch(value: Any) -> Any:
     """Begin to fetch a scalar: returns a float, a pinned tensor to be read later, or None for what is no scalar.
@@ -26,7 +28,7 @@ def fetch(value: Any) -> Any:
 def fetch_count(mask: Any) -> Any:
     """Begin to count a mask's non-zero elements: an int for a mask on the CPU, else the mask on its way to the host."""
     if mask.device.type == "cpu":
-        return int(mask.count_nonzero())
+        return int(numpy.count_nonzero(mask.detach().numpy()))  # a tenth of what a torch operator costs
     return _to_pinned(mask.detach())
 
 
