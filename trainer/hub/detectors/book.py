@@ -1,9 +1,10 @@
 """The book of alerts: one entry a matter, sent when it is raised, when it changes and when it ends; never a flood.
 
 A matter is known by its key: kind, rank (None when several ranks share it), phase and ``evidence["rule"]``. Raising a
-matter again counts it up. An alert is sent at once when it is new, when its severity rises or when it ends; a mere
-change is sent at most every ``RESEND_S`` (by ``tick`` when no further raise comes). At most ``FRESH_LIMIT`` new alerts
-in ``FRESH_WINDOW_S`` are let through; the rest are counted in one note.
+matter again counts it up. An alert is sent at once when it is new, when its severity rises or when it ends. A mere
+change is sent at once too while that alert has sendings to spare: it has ``BURST``, and gets one back every
+``RESEND_S``; without one the change waits for ``tick``. At most ``FRESH_LIMIT`` new alerts in ``FRESH_WINDOW_S`` are
+let through; the rest are counted in one note.
 """
 
 from collections import deque
@@ -14,6 +15,7 @@ import msgspec
 from ....protocol.control import Alert, AlertKind, Severity
 
 RESEND_S = 5.0
+BURST = 3
 FRESH_LIMIT = 40
 FRESH_WINDOW_S = 60.0
 RANKS_LISTED = 64
@@ -24,12 +26,21 @@ _SEVERITY = {"info": 0, "warning": 1, "error": 2}
 
 
 class _Entry:
-    __slots__ = ("alert", "dirty", "sent_at")
+    __slots__ = ("alert", "at", "spare")
 
-    def __init__(self, alert: Alert, sent_at: float) -> None:
+    def __init__(self, alert: Alert, now: float) -> None:
         self.alert = alert
-        self.sent_at = sent_at
-        self.dirty = False
+        self.spare = BURST - 1.0
+        self.at = now
+
+    def may_send(self, now: float) -> bool:
+        """Take one of the sendings to spare, if there is one."""
+        self.spare = min(float(BURST), self.spare + max(0.0, now - self.at) / RESEND_S)
+        self.at = now
+        if self.spare < 1.0:
+            return False
+        self.spare -= 1.0
+        return True
 
 
 def key_of(alert: Alert) -> Key:
@@ -144,12 +155,12 @@ class AlertBook:
             entry.alert for entry in self._entries.values() if entry.alert.kind == kind and entry.alert.resolved is None
         ]
 
-    def tick(self, now: float) -> list[Alert]:
-        """Return the changes that had to wait for their turn."""
-        if not self._dirty:
-            return []
-        due = [key for key in self._dirty if now - self._entries[key].sent_at >= RESEND_S]
-        return [alert for key in due for alert in self._send(key, self._entries[key], now, at_once=True)]
+    def tick(self, now: float, *, everything: bool = False) -> list[Alert]:
+        """Return the changes that had to wait for their turn; ``everything`` at the end of the run."""
+        alerts: list[Alert] = []
+        for key in list(self._dirty):
+            alerts += self._send(key, self._entries[key], now, at_once=everything)
+        return alerts
 
     def restore(self, alert: Alert) -> None:
         """Take in an alert of the recording, so that its matter goes on under the same id."""
@@ -157,11 +168,10 @@ class AlertBook:
         self._next_id = max(self._next_id, alert.id + 1)
 
     def _send(self, key: Key, entry: _Entry, now: float, *, at_once: bool) -> list[Alert]:
-        if not at_once and 0.0 <= now - entry.sent_at < RESEND_S:
+        if not at_once and not entry.may_send(now):
             self._dirty.add(key)
             return []
         self._dirty.discard(key)
-        entry.sent_at = now
         return [entry.alert]
 
     def _admit(self, now: float) -> bool:

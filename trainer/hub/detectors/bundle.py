@@ -81,7 +81,7 @@ class Detectors:
         over = run is not None and run.state in _OVER
         alerts += self._hang.tick(now, self._tracker.verdict, over)
         alerts += self._death.tick(now)
-        alerts += self._book.tick(now)
+        alerts += self._book.tick(now, everything=over)
         return alerts
 
     def restore(self, frames: Iterable[Frame]) -> None:

@@ -7,11 +7,12 @@ resident set on the CPU). Two rules:
 
     transient > usual + max(k x 1.4826 x MAD, share x usual, floor)
 
-over the last 32 steps: ``usual`` is their median (their maximum while there are fewer than 8; at least 2 are needed,
-and the first step does not count). ``k`` = 6 and ``share`` = 0.25 for the optimizer; 8 and 1.0 for other phases, whose
-activations follow the batch's length. ``floor`` is 0.1 % of the device on a GPU, within 32 to 256 MiB, and 0.2 % on the
-CPU, within 48 to 256 MiB: the resident set jumps by glibc's trimming and by file pages, which is no news. A repeat
-counts the alert up; after 20 calm steps it is resolved.
+over the last 32 steps: ``usual`` is their median (their maximum while there are fewer than 8; the first step does not
+count). ``k`` = 6, ``share`` = 0.25 and at least 2 steps for the optimizer; 8, 1.0 and at least 8 steps for other
+phases, whose activations follow the batch's length. ``floor`` is 0.1 % of the device on a GPU, within 32 to 256 MiB,
+and 0.2 % on the CPU, within 48 to 256 MiB: the resident set jumps by glibc's trimming and by file pages, which is no
+news. A repeat counts the alert up; after 20 calm steps it is resolved. It is a warning in the optimizer, or when it
+makes the run's peak and takes 5 % of the device, else information.
 
 **steady** (one alert for all ranks and a phase). A transient that is there in every step: the median of 5 steps or more
 is at least 0.5 % of the device and 256 MiB (optimizer, GPU), 2 % and 256 MiB (optimizer, CPU), or 10 % for another
@@ -25,7 +26,7 @@ from ....protocol.control import Alert, Severity
 from ....protocol.telemetry import AllocatorEvents, Hello, PhaseRecord, Step
 from ....protocol.text import duration, gib
 from .book import AlertBook, Key
-from .history import Usual, usual_of
+from .history import FEW, Usual, usual_of
 
 MIB = 2**20
 WINDOW = 32
@@ -174,7 +175,7 @@ class SpikeDetector:
         # The step itself is in the window by now; one value in 32 does not move a median, but a maximum it would.
         usual = usual_of(list(history.recent)[:-1])
         limit = _limit(usual, record.name, rank.floor)
-        if transient <= limit:
+        if transient <= limit or (record.name != "optimizer" and history.seen <= FEW):
             return []
         name, number = record.name, step.rank
         apart = self._apart.setdefault(name, set())
@@ -188,7 +189,7 @@ class SpikeDetector:
         before = self._book.get(key)
         steps: list[int] = [*(before.evidence.get("steps", []) if before is not None else []), step.step][-10:]
         share = transient / rank.capacity if rank.capacity else 0.0
-        severity: Severity = "warning" if sets_run or name == "optimizer" or share >= SEVERE_SHARE else "info"
+        severity: Severity = "warning" if name == "optimizer" or (sets_run and share >= SEVERE_SHARE) else "info"
         who = f"rank {number}" if own else "further ranks, such as"
         evidence: dict[str, Any] = {
             "transient_bytes": transient,

@@ -1,0 +1,230 @@
+"""Out of memory, failures, deaths, losses, and a run that ends before its first step."""
+
+from typing import Any
+
+import pytest
+from ftmon.protocol.control import Command, HubStats
+from ftmon.protocol.telemetry import Failure, Goodbye, LogLine, Oom
+from ftmon.trainer.hub.detectors.words import ending_in_words
+
+GIB = 2**30
+MIB = 2**20
+
+
+def a_run(make_sim: Any, ranks: int, **fields: Any) -> Any:
+    sim = make_sim(ranks, **fields)
+    sim.begin()
+    sim.train(1, 6)
+    return sim
+
+
+def oom(sim: Any, **fields: Any) -> Oom:
+    # The public sample: qwen1.5-0.5b, ZeRO-2, micro-batch 2, length 4096, 20 GiB allowed.
+    given = {
+        "requested_bytes": int(4.64 * GIB),
+        "device_free_bytes": int(1.54 * GIB),
+        "device_total_bytes": 20 * GIB,
+        "allocated_bytes": int(18.28 * GIB),
+        "reserved_bytes": int(18.28 * GIB) + 183 * MIB,
+        "batch_shape": [2, 4096],
+        **fields,
+    }
+    return Oom(0, 7, "backward", sim.now, **given)
+
+
+def test_an_oom_gives_the_allocators_numbers_in_words(make_sim: Any):
+    sim = a_run(make_sim, 1)
+    sim.feed(oom(sim))
+    (alert,) = sim.alerts("oom")
+    assert alert.title == "rank 0 out of memory in backward: wanted 4.64 GiB, 1.54 GiB free"
+    assert "18.28 GiB allocated, 0.18 GiB reserved but unallocated" in alert.text
+    assert "[2, 4096]" in alert.text
+    assert "smaller micro-batch" in alert.text
+    assert alert.evidence["reserved_unallocated_bytes"] == 183 * MIB
+    assert (alert.severity, alert.step, alert.phase) == ("error", 7, "backward")
+
+
+def test_fragmentation_and_other_processes_are_told_apart(make_sim: Any):
+    sim = a_run(make_sim, 1)
+    sim.feed(oom(sim, requested_bytes=GIB, allocated_bytes=12 * GIB, reserved_bytes=18 * GIB))
+    assert "expandable_segments" in sim.alerts("oom")[0].text
+    sim = a_run(make_sim, 1)
+    sim.feed(oom(sim, allocated_bytes=8 * GIB, reserved_bytes=8 * GIB, device_free_bytes=2 * GIB))
+    assert "held outside of this process" in sim.alerts("oom")[0].text
+
+
+def test_an_oom_that_the_script_catches_is_resolved_by_its_next_step(make_sim: Any):
+    sim = a_run(make_sim, 1)
+    sim.feed(oom(sim))
+    sim.train(8, 8)
+    assert "caught it" in sim.alerts("oom")[0].text
+    assert sim.alerts("oom")[0].resolved is not None
+
+
+def test_an_oom_that_ends_the_script_is_one_alert_with_the_traceback_and_the_exit_status(make_sim: Any):
+    sim = a_run(make_sim, 2)
+    sim.feed(
+        oom(sim),
+        Failure(0, 7, "backward", sim.now, "OutOfMemoryError: CUDA out of memory. Tried ...", "Traceback ..."),
+        Goodbye(0, sim.now, 6, "failed"),
+    )
+    sim.fact(0, alive=False, exit_code=1)
+    sim.fact(1, alive=False, signal=15)
+    sim.wait(10)
+    (alert,) = sim.alerts("oom")
+    assert alert.evidence["traceback"] == "Traceback ..."
+    assert alert.evidence["ended"] == "exit code 1"
+    assert list(alert.evidence["then"]) == ["1"]
+    assert sim.alerts("failure") == []
+    assert sim.alerts("died") == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried ...",
+        "MemoryError: Unable to allocate 8.00 TiB",
+        "OutOfMemoryError: CUDA out of memory.",
+    ],
+)
+def test_memory_that_ran_out_without_an_allocator_message_is_an_oom_too(make_sim: Any, error: str):
+    sim = a_run(make_sim, 1, cuda=False)
+    sim.feed(Failure(0, 7, "optimizer", sim.now, error, "Traceback ..."))
+    (alert,) = sim.alerts("oom")
+    assert alert.severity == "error"
+    assert sim.alerts("failure") == []
+
+
+def test_a_death_names_its_signal_and_carries_the_last_lines(make_sim: Any):
+    sim = a_run(make_sim, 2, cuda=False)
+    for number in range(20):
+        sim.feed(LogLine(1, sim.now, "err", f"line {number}"))
+    sim.fact(1, alive=False, signal=9)
+    sim.wait(1.5)
+    sim.feed(LogLine(1, sim.now, "err", "last words"))
+    sim.wait(5)
+    (alert,) = sim.alerts("died")
+    assert alert.title == "rank 1 killed by SIGKILL"
+    assert "out-of-memory killer may have" in alert.text
+    assert alert.text.count("Possibly") == 1
+    assert alert.evidence["log"][-2:] == ["line 19", "last words"]
+    assert (alert.evidence["signal"], alert.evidence["pid"]) == (9, 101)
+
+
+def test_what_a_launcher_ends_after_the_first_death_is_evidence_not_alerts(make_sim: Any):
+    sim = a_run(make_sim, 8)
+    sim.fact(5, alive=False, exit_code=17)
+    sim.wait(0.5)
+    for rank in {0, 1, 2, 3, 4, 6, 7}:
+        sim.fact(rank, alive=False, signal=15)
+    sim.wait(8)
+    (alert,) = sim.alerts("died")
+    assert (alert.rank, alert.evidence["exit_code"]) == (5, 17)
+    assert sorted(alert.evidence["then"]) == ["0", "1", "2", "3", "4", "6", "7"]
+
+
+def test_the_peers_broken_connection_is_blamed_on_the_rank_that_died_first(make_sim: Any):
+    sim = a_run(make_sim, 2, cuda=False)
+    # The survivor's exception arrives before anybody has looked at the dead process.
+    sim.feed(Failure(0, 7, "backward", sim.now, "RuntimeError: [gloo/tcp/pair.cc:553] Connection closed by peer"))
+    sim.fact(1, alive=False, signal=9)
+    sim.wait(6)
+    (alert,) = sim.alerts("died")
+    assert alert.rank == 1
+    assert "Connection closed" in alert.evidence["then"]["0"]
+    assert sim.alerts("failure") == []
+
+
+def test_a_broken_connection_with_no_other_trouble_is_a_failure_of_its_own(make_sim: Any):
+    sim = a_run(make_sim, 2, cuda=False)
+    sim.feed(Failure(0, 7, "backward", sim.now, "RuntimeError: Connection reset by peer"))
+    sim.wait(5)
+    assert [alert.rank for alert in sim.alerts("failure")] == [0]
+
+
+def test_two_different_failures_are_two_alerts(make_sim: Any):
+    sim = a_run(make_sim, 2)
+    for rank in range(2):
+        sim.feed(Failure(rank, 7, "data", sim.now, f"KeyError: 'field {rank}'", "Traceback"))
+    assert [alert.rank for alert in sim.alerts("failure")] == [0, 1]
+    assert sim.alerts("failure")[0].title == "rank 0 failed in data: KeyError: 'field 0'"
+
+
+def test_a_kill_that_was_asked_for_is_information(make_sim: Any):
+    sim = a_run(make_sim, 2)
+    sim.feed(Command("c", "kill", {"ranks": [1], "signal": "KILL"}))
+    sim.fact(1, alive=False, signal=9)
+    sim.wait(3)
+    (alert,) = sim.alerts("died")
+    assert (alert.severity, alert.title) == ("info", "rank 1 killed by SIGKILL, as asked")
+
+
+def test_lost_telemetry_is_one_alert_that_counts_and_ends(make_sim: Any):
+    sim = a_run(make_sim, 2)
+
+    def stats(**lost: int) -> HubStats:
+        return HubStats(sim.now, 1, 10, 10, 10, {name.replace("_", "-"): count for name, count in lost.items()})
+
+    sim.feed(stats())
+    assert sim.alerts("dropped") == []
+    sim.feed(stats(rank_1_4711_99=12))
+    (alert,) = sim.alerts("dropped")
+    assert alert.title == "12 messages of telemetry lost, 12 just now from rank 1"
+    sim.wait(10)
+    sim.feed(stats(rank_1_4711_99=20))
+    sim.wait(10)
+    (alert,) = sim.alerts("dropped")
+    assert (alert.count, alert.evidence["total"]) == (2, 20)
+    sim.wait(60)
+    sim.feed(stats(rank_1_4711_99=20))
+    assert sim.alerts("dropped")[0].resolved is not None
+
+
+def test_a_recording_that_cannot_be_written_is_told_and_resolved(make_sim: Any):
+    sim = a_run(make_sim, 1)
+    for _ in range(5):
+        sim.feed(HubStats(sim.now, 1, 10, 10, 10, recording_error="No space left on device"))
+        sim.tick()
+    (alert,) = sim.alerts("disk")
+    assert (alert.severity, alert.count) == ("error", 1)
+    assert "No space left on device" in alert.title
+    sim.feed(HubStats(sim.now, 1, 10, 10, 10))
+    assert sim.alerts("disk")[0].resolved is not None
+
+
+@pytest.mark.parametrize(("ranks", "words"), [(0, "No rank was seen"), (2, "2 ranks started")])
+def test_a_script_that_ends_before_its_first_step_is_told(make_sim: Any, ranks: int, words: str):
+    sim = make_sim(ranks)
+    sim.begin()
+    sim.wait(3)
+    sim.sent += sim.tracker.ended(sim.now, "finished", 0)
+    sim.tick()
+    (alert,) = sim.alerts("exit")
+    assert alert.title == "the script ended before its first step, exit code 0"
+    assert words in alert.text
+
+
+def test_an_ordinary_end_raises_nothing(make_sim: Any):
+    sim = a_run(make_sim, 2)
+    for rank in range(2):
+        sim.feed(Goodbye(rank, sim.now, 6, "finished"))
+        sim.fact(rank, alive=False, exit_code=0)
+    sim.wait(2)
+    sim.sent += sim.tracker.ended(sim.now, "finished", 0)
+    sim.wait(10)
+    assert [alert for kind in ("died", "failure", "exit", "hang", "note", "slow") for alert in sim.alerts(kind)] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "signal", "words"),
+    [
+        (0, None, "exit code 0"),
+        (None, 11, "killed by SIGSEGV"),
+        (-9, None, "killed by SIGKILL"),
+        (137, None, "exit code 137 (SIGKILL)"),
+        (None, None, "exit status unknown"),
+        (None, 77, "killed by signal 77"),
+    ],
+)
+def test_endings_are_said_in_words(code: int | None, signal: int | None, words: str):
+    assert ending_in_words(code, signal) == words

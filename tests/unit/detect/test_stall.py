@@ -1,0 +1,175 @@
+from typing import Any
+
+import pytest
+from ftmon.trainer.hub.detectors.stall import EXIT_LIMIT_S, RankView, Verdict, judge, ranks_in_words
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def view(rank: int, **fields: Any) -> RankView:
+    return RankView(**{"rank": rank, "step": 12, "phase": "backward", "age": 10.0, "limit": 8.0, **fields})
+
+
+def inside(rank: int, name: str = "all_reduce", count: int = 100, **fields: Any) -> RankView:
+    return view(rank, inside=name, last_collective=name, collectives=count, **fields)
+
+
+def must(verdict: Verdict | None) -> Verdict:
+    assert verdict is not None
+    return verdict
+
+
+def test_nobody_past_its_limit_is_no_stall():
+    assert judge([inside(0, age=7.9), view(1, age=7.9, collectives=99)]) is None
+
+
+def test_with_a_blocking_backend_the_rank_outside_of_the_collective_is_named():
+    verdict = must(
+        judge([inside(0), inside(1), inside(2), view(3, phase="data", limit=9.0, collectives=99)]),
+    )
+    assert (verdict.kind, verdict.hung, verdict.waiting, verdict.sure) == ("missing", (3,), (0, 1, 2), True)
+    assert verdict.title == "rank 3 has not entered all_reduce #100; ranks 0, 1 and 2 wait 10 s"
+    assert verdict.where[3] == "in data loading"
+
+
+def test_a_rank_that_is_within_its_own_limit_is_not_called_hung():
+    # Rank 0 saves a checkpoint for a minute while the others wait in a barrier: honest, and no alarm.
+    others = [inside(rank, "barrier", age=60.0) for rank in (1, 2, 3)]
+    assert judge([view(0, phase="checkpoint", age=60.0, limit=600.0, collectives=99), *others]) is None
+
+
+def test_a_rank_that_still_moves_is_not_called_hung():
+    assert judge([inside(0, age=30.0), view(1, age=0.1, collectives=99)]) is None
+
+
+@pytest.mark.parametrize(
+    ("absent", "words", "sure"),
+    [("stopped", "stopped by a signal", True), ("gone", "gone", True), ("silent", "sends nothing", False)],
+)
+def test_a_rank_that_cannot_come_is_named_with_what_became_of_it(absent: Any, words: str, sure: bool):
+    verdict = must(judge([inside(0), inside(1), view(2, age=3.5, collectives=99, absent=absent)]))
+    assert (verdict.hung, verdict.waiting, verdict.sure) == ((2,), (0, 1), sure)
+    assert words in verdict.text
+
+
+def test_a_silent_rank_that_was_last_heard_inside_the_same_collective_is_not_blamed():
+    verdict = must(judge([inside(0), inside(1), inside(2, absent="silent")]))
+    assert (verdict.kind, verdict.hung) == ("unclear", ())
+
+
+def test_all_inside_the_same_collective_cannot_be_told():
+    verdict = must(judge([inside(rank) for rank in range(4)]))
+    assert (verdict.kind, verdict.hung, verdict.sure) == ("unclear", (), False)
+    assert "annot tell" in verdict.title
+    assert verdict.waiting == (0, 1, 2, 3)
+
+
+def test_different_collectives_at_the_same_count_are_a_mismatch_and_nobody_is_named():
+    verdict = must(judge([inside(0), inside(1), inside(2, "all_gather")]))
+    assert (verdict.kind, verdict.hung) == ("mismatch", ())
+    assert "ranks 0 and 1: all_reduce" in verdict.title
+    assert "rank 2: all_gather" in verdict.title
+
+
+def test_different_collectives_at_different_counts_cannot_be_told():
+    assert must(judge([inside(0), inside(1, "all_gather", 98)])).kind == "unclear"
+
+
+def test_a_rank_whose_count_says_it_has_entered_is_not_blamed():
+    verdict = must(judge([inside(0, count=100), view(1, collectives=100)]))
+    assert verdict.kind == "unclear"
+
+
+def test_totals_that_differ_for_good_are_compared_within_the_step():
+    # Rank 1 took part in 40 collectives more during start-up; it still misses the third of this step.
+    verdict = must(
+        judge([inside(0, count=100, step_collectives=3), view(1, collectives=139, step_collectives=2, phase="data")])
+    )
+    assert (verdict.hung, verdict.waiting) == ((1,), (0,))
+
+
+def test_under_nccl_the_rank_with_the_lowest_count_is_named():
+    ahead = [view(rank, collectives=100, last_collective="all_gather_into_tensor") for rank in (0, 1)]
+    verdict = must(judge([*ahead, view(2, phase="data", limit=9.0, collectives=96)]))
+    assert (verdict.kind, verdict.hung, verdict.waiting) == ("missing", (2,), (0, 1))
+    assert "has not entered all_gather_into_tensor #100" in verdict.title
+
+
+def test_under_nccl_ranks_between_the_last_and_the_first_wait_too():
+    counts = {0: 100, 1: 98, 2: 95, 3: 98}
+    verdict = must(judge([view(rank, collectives=count) for rank, count in counts.items()]))
+    assert (verdict.hung, verdict.waiting) == ((2,), (0, 1, 3))
+
+
+def test_under_nccl_equal_counts_cannot_be_told():
+    assert must(judge([view(rank, collectives=100) for rank in range(4)])).kind == "unclear"
+
+
+def test_counts_that_mean_different_things_on_different_ranks_name_nobody():
+    views = [view(0, collectives=100, per_step=10), view(1, collectives=50, per_step=5)]
+    assert must(judge(views)).kind == "unclear"
+
+
+def test_those_ahead_wait_patiently_while_the_last_one_is_within_its_limit():
+    views = [view(0, collectives=100, age=90.0), view(1, collectives=96, phase="eval", age=90.0, limit=300.0)]
+    assert judge(views) is None
+
+
+def test_a_run_of_one_rank_names_that_rank():
+    verdict = must(judge([view(0, phase="data", age=11.0, limit=10.0)]))
+    assert (verdict.kind, verdict.hung) == ("alone", (0,))
+    assert verdict.title == "rank 0 made no progress for 11 s, in data loading"
+
+
+def test_silence_alone_is_never_a_hang():
+    assert judge([view(0, age=500.0, absent="silent")]) is None
+    assert judge([view(rank, age=500.0, absent="silent") for rank in range(3)]) is None
+
+
+def test_ranks_that_outlive_finished_ones_without_progress_are_a_hang_at_exit():
+    done = view(0, finished=True)
+    verdict = must(judge([done, inside(1, "barrier", age=EXIT_LIMIT_S + 1), view(2, age=EXIT_LIMIT_S + 1)]))
+    assert (verdict.kind, verdict.waiting, verdict.hung) == ("exit", (1,), (2,))
+    assert verdict.title.startswith("hang at exit: rank 0 finished")
+    assert judge([done, inside(1, age=EXIT_LIMIT_S - 1)]) is None
+    assert judge([done, inside(1, age=90.0), view(2, age=1.0)]) is None, "one of them still moves"
+    assert judge([done, view(1, phase="checkpoint", age=120.0, limit=600.0)]) is None, "it saves the result"
+
+
+@given(
+    st.lists(
+        st.builds(
+            view,
+            rank=st.integers(0, 7),
+            step=st.integers(1, 3),
+            phase=st.sampled_from(["data", "forward", "backward", "optimizer", "eval", "idle", "exit"]),
+            age=st.floats(0, 100),
+            limit=st.floats(8, 60),
+            inside=st.sampled_from(["", "all_reduce", "barrier"]),
+            collectives=st.integers(0, 5),
+            step_collectives=st.integers(0, 2),
+            per_step=st.integers(-1, 2),
+            absent=st.sampled_from(["", "stopped", "gone", "silent"]),
+            finished=st.booleans(),
+        ),
+        max_size=6,
+        unique_by=lambda view: view.rank,
+    )
+)
+def test_no_rank_is_ever_named_that_moves_is_within_its_limit_or_finished(views: list[RankView]):
+    verdict = judge(views)
+    if verdict is None:
+        return
+    by_rank = {view.rank: view for view in views}
+    for rank in verdict.hung:
+        blamed = by_rank[rank]
+        assert not blamed.finished
+        assert blamed.absent or blamed.stuck or verdict.kind == "exit"
+    assert not set(verdict.hung) & set(verdict.waiting)
+    assert verdict.title
+    assert "None" not in verdict.title
+
+
+@given(st.lists(st.integers(0, 600), min_size=1, max_size=600))
+def test_ranks_are_named_in_a_few_words(ranks: list[int]):
+    assert len(ranks_in_words(ranks)) < 40

@@ -1,0 +1,329 @@
+from typing import Any
+
+import msgspec
+import pytest
+from ftmon.protocol.control import Command
+from ftmon.protocol.telemetry import Failure, Goodbye
+from ftmon.trainer.hub.states import ProcessFact, RankTracker
+
+
+def hang(sim: Any, seconds: float, guilty: int, **where: Any) -> list[Any]:
+    """All ranks but one are inside a collective, and heartbeats go on."""
+
+    def beats() -> None:
+        for rank in range(sim.count):
+            if rank == guilty:
+                sim.feed(sim.beat(rank, 13, **{"phase": "forward", "collectives": 99, **where}))
+            else:
+                sim.feed(
+                    sim.beat(
+                        rank, 13, "backward", collective="all_reduce", last_collective="all_reduce", collectives=100
+                    )
+                )
+
+    return sim.wait(seconds, beats)
+
+
+def test_a_run_starts_trains_and_finishes(make_sim: Any):
+    sim = make_sim(2, cuda=False)
+    sim.begin()
+    sim.tick()
+    assert sim.run_states() == ["starting"]
+    assert sim.states(0) == ["starting"]
+    sim.train(1, 3)
+    for rank in range(2):
+        sim.feed(Goodbye(rank, sim.now, 3, "finished"))
+        sim.fact(rank, alive=False, exit_code=0)
+    sim.wait(2)
+    sim.sent += sim.tracker.ended(sim.now, "finished", 0)
+    assert sim.states(0) == ["starting", "training", "finished"] or sim.states(0)[-2:] == ["finished", "finished"]
+    assert sim.run_states() == ["starting", "training", "finished"]
+    assert sim.alerts("died") == []
+    assert sim.alerts("exit") == []
+
+
+def test_ordinary_training_never_leaves_the_state_training(make_sim: Any):
+    sim = make_sim(8)
+    sim.begin()
+    sim.train(1, 40)
+    assert all(sim.states(rank) == ["starting", "training"] for rank in range(8))
+    assert sim.alerts("hang") == []
+
+
+def test_a_hang_names_the_rank_that_did_not_come_and_ends_when_it_comes(make_sim: Any):
+    sim = make_sim(4, cuda=False)
+    sim.begin()
+    sim.train(1, 12)
+    began = sim.now
+    hang(sim, 12, guilty=3)
+    (alert,) = sim.alerts("hang")
+    assert alert.time - began < 10, "a verdict within ten seconds where steps are short"
+    assert (alert.rank, alert.ranks, alert.severity, alert.resolved) == (3, [3], "error", None)
+    assert "rank 3 has not entered all_reduce #100" in alert.title
+    assert alert.evidence["waiting"] == [0, 1, 2]
+    assert alert.evidence["where"]["3"] == "in forward"
+    assert [sim.state(rank).state for rank in range(4)] == ["waiting", "waiting", "waiting", "hung"]
+    assert sim.state(3).text == "not in all_reduce, in forward"
+    sim.train(13, 16)
+    (alert,) = sim.alerts("hang")
+    assert alert.resolved is not None
+    assert "resolved after" in alert.text
+    assert [sim.state(rank).state for rank in range(4)] == ["training"] * 4
+
+
+def test_a_standing_hang_is_brought_up_to_date_without_a_flood(make_sim: Any):
+    sim = make_sim(4, cuda=False)
+    sim.begin()
+    sim.train(1, 12)
+    hang(sim, 300, guilty=3)
+    (alert,) = sim.alerts("hang")
+    assert "4 m" in alert.title or "5 m" in alert.title
+    assert alert.count == 1
+    assert sim.sends("hang") < 25
+    assert len(sim.states(0)) <= 4, "a state is not sent again because time passes"
+
+
+def test_under_nccl_the_last_rank_by_count_is_hung(make_sim: Any):
+    sim = make_sim(4)
+    sim.begin()
+    sim.train(1, 12)
+
+    def beats() -> None:
+        for rank in range(4):
+            behind = rank == 2
+            sim.feed(
+                sim.beat(
+                    rank,
+                    13,
+                    "idle" if behind else "optimizer",
+                    collectives=400 if behind else 404,
+                    step_collectives=4 if behind else 8,
+                    last_collective="reduce_scatter_tensor",
+                )
+            )
+
+    sim.wait(25, beats)
+    (alert,) = sim.alerts("hang")
+    assert alert.rank == 2
+    assert "reduce_scatter_tensor #404" in alert.title
+    assert sim.state(2).text == "not in reduce_scatter_tensor, in Python code outside any phase"
+
+
+@pytest.mark.parametrize(("phase", "seconds"), [("checkpoint", 300), ("eval", 200)])
+def test_a_long_checkpoint_or_evaluation_of_one_rank_is_no_hang(make_sim: Any, phase: str, seconds: float):
+    sim = make_sim(4, cuda=False)
+    sim.begin()
+    sim.train(1, 12)
+    hang(sim, seconds, guilty=0, phase=phase)
+    assert sim.alerts("hang") == []
+    assert sim.state(0).state == "training"
+    assert sim.state(1).state == "waiting", "they do wait, and that is said"
+
+
+def test_a_long_first_step_is_no_hang(make_sim: Any):
+    sim = make_sim(2)
+    sim.begin()
+    sim.wait(250, lambda: sim.feed(*(sim.beat(rank, 1, "forward") for rank in range(2))))
+    assert sim.alerts("hang") == []
+
+
+def test_silence_is_unreachable_not_hung_and_ends_with_the_first_word(make_sim: Any):
+    sim = make_sim(1)
+    sim.begin()
+    sim.train(1, 12)
+    sim.wait(60)
+    assert sim.alerts("hang") == []
+    assert sim.state(0).state == "unreachable"
+    assert "process lives" in sim.state(0).text
+    (note,) = sim.alerts("note")
+    assert note.resolved is None
+    sim.feed(sim.beat(0, 13, moved=True))
+    sim.tick()
+    assert sim.state(0).state == "training"
+    assert sim.alerts("note")[0].resolved is not None
+
+
+def test_a_hub_that_was_frozen_blames_nobody(make_sim: Any):
+    sim = make_sim(4, cuda=False)
+    sim.begin()
+    sim.train(1, 12)
+    sim.tick(600)
+    sim.tick()
+    assert sim.alerts("hang") == []
+    assert [sim.state(rank).state for rank in range(4)] == ["training"] * 4
+    sim.tick(-3000)
+    sim.tick()
+    assert sim.alerts("hang") == [], "nor does one whose clock was set back"
+
+
+def test_a_stopped_rank_is_told_at_once_and_what_waits_for_it_is_its_evidence(make_sim: Any):
+    sim = make_sim(4, cuda=False)
+    sim.begin()
+    sim.train(1, 12)
+    sim.fact(1, proc_state="T")
+    sim.tick()
+    (alert,) = sim.alerts("hang")
+    assert alert.title == "rank 1 is stopped by a signal (SIGSTOP)"
+    assert sim.state(1).state == "stopped"
+
+    def beats() -> None:
+        sim.fact(1, proc_state="T")
+        for rank in (0, 2, 3):
+            sim.feed(sim.beat(rank, 13, "backward", collective="all_reduce", collectives=100))
+
+    sim.wait(30, beats)
+    (alert,) = sim.alerts("hang")
+    assert alert.evidence["waiting"] == [0, 2, 3]
+    sim.fact(1, proc_state="R")
+    sim.tick()
+    assert sim.alerts("hang")[0].resolved is not None
+    assert sim.state(1).state == "training"
+
+
+def test_a_rank_that_dies_while_others_wait_is_gone_with_its_signal(make_sim: Any):
+    sim = make_sim(2, cuda=False)
+    sim.begin()
+    sim.train(1, 5)
+    sim.fact(1, alive=False, signal=9)
+    sim.wait(2)
+    assert (sim.state(1).state, sim.state(1).text, sim.state(1).signal) == ("gone", "killed by SIGKILL", 9)
+    sim.fact(1, alive=False, signal=9)
+    assert sim.states(1).count("gone") == 1
+
+
+def test_an_exit_status_learned_later_is_added(make_sim: Any):
+    sim = make_sim(1)
+    sim.begin()
+    sim.fact(0, alive=False)
+    sim.wait(2)
+    assert sim.state(0).text == "exit status unknown"
+    sim.fact(0, alive=False, exit_code=3)
+    sim.tick()
+    assert (sim.state(0).text, sim.state(0).exit_code) == ("exit code 3", 3)
+    assert sim.alerts("died")[0].title == "rank 0 ended: exit code 3"
+
+
+def test_a_fact_about_another_process_is_ignored(make_sim: Any):
+    sim = make_sim(1)
+    sim.begin()
+    sim.train(1, 3)
+    sim.feed(sim.hello(0, grad_accumulation=1))
+    assert sim.tracker.fact(ProcessFact(0, 100, 999, alive=False)) == []
+    sim.wait(2)
+    assert sim.state(0).state == "training"
+
+
+def test_a_rank_that_is_started_again_starts_anew(make_sim: Any):
+    sim = make_sim(1)
+    sim.begin()
+    sim.train(1, 3)
+    sim.fact(0, alive=False, exit_code=1)
+    sim.wait(2)
+    hello = sim.hello(0)
+    sim.feed(msgspec.structs.replace(hello, pid=4242, start_ticks=8))
+    assert sim.state(0).state == "starting"
+    assert sim.state(0).pid == 4242
+
+
+def test_a_hang_at_exit_is_recognised(make_sim: Any):
+    sim = make_sim(2, cuda=False)
+    sim.begin()
+    sim.train(1, 12)
+    sim.feed(Goodbye(0, sim.now, 12, "finished"))
+    sim.fact(0, alive=False, exit_code=0)
+    sim.wait(40, lambda: sim.feed(sim.beat(1, 13, "idle", collective="barrier", collectives=37)))
+    (alert,) = sim.alerts("hang")
+    assert alert.evidence["rule"] == "exit"
+    assert alert.title.startswith("hang at exit: rank 0 finished, rank 1 still there")
+    assert sim.state(0).state == "finished"
+    assert sim.state(1).state == "waiting"
+
+
+def test_a_process_that_outlives_its_goodbye_is_a_hang_at_exit(make_sim: Any):
+    sim = make_sim(2)
+    sim.begin()
+    sim.train(1, 12)
+    for rank in range(2):
+        sim.feed(Goodbye(rank, sim.now, 12, "finished"))
+    sim.fact(0, alive=False, exit_code=0)
+    sim.wait(40, lambda: sim.fact(1))
+    (alert,) = sim.alerts("hang")
+    assert (alert.rank, alert.evidence["rule"]) == (1, "exit")
+    assert sim.state(1).state == "hung"
+    sim.fact(1, alive=False, exit_code=0)
+    sim.wait(2)
+    assert sim.state(1).state == "finished"
+    assert sim.alerts("hang")[0].resolved is not None
+
+
+def test_stop_and_kill_of_the_run_show_as_stopping(make_sim: Any):
+    sim = make_sim(1)
+    sim.begin()
+    sim.train(1, 3)
+    sim.feed(Command("a", "kill", {"ranks": [], "signal": "TERM"}))
+    assert sim.run_states()[-1] == "stopping"
+    sim.train(4, 5)
+    assert sim.run_states()[-1] == "stopping"
+    sim.feed(Command("b", "kill", {"ranks": [0]}))
+    sim.fact(0, alive=False, signal=15)
+    sim.wait(3)
+    assert sim.alerts("died") == []
+
+
+def test_without_a_launcher_the_run_ends_with_its_ranks(make_sim: Any):
+    for reason, end in (("finished", "finished"), ("failed", "failed")):
+        sim = make_sim(2)
+        sim.tracker = sim.detectors._tracker = RankTracker(has_launcher=False)
+        sim.begin()
+        sim.train(1, 3)
+        sim.feed(Goodbye(0, sim.now, 3, "finished"), Goodbye(1, sim.now, 3, reason, "ValueError: no"))
+        sim.fact(0, alive=False)
+        sim.fact(1, alive=False)
+        sim.wait(5)
+        assert sim.run_states()[-1] == end
+
+
+def test_a_failed_rank_is_gone_with_its_error(make_sim: Any):
+    sim = make_sim(1)
+    sim.begin()
+    sim.train(1, 3)
+    sim.feed(Failure(0, 4, "forward", sim.now, "ValueError: shapes"), Goodbye(0, sim.now, 3, "failed"))
+    sim.fact(0, alive=False, exit_code=1)
+    sim.wait(2)
+    assert (sim.state(0).state, sim.state(0).text) == ("gone", "failed: ValueError: shapes (exit code 1)")
+    (alert,) = sim.alerts("failure")
+    assert "exit code 1" in alert.text
+    assert sim.alerts("died") == []
+
+
+def test_a_new_hub_goes_on_with_the_recorded_states_and_alerts(make_sim: Any):
+    old = make_sim(4, cuda=False)
+    old.begin()
+    old.train(1, 12)
+    hang(old, 12, guilty=3)
+    (before,) = old.alerts("hang")
+    new = make_sim(4, cuda=False)
+    new.now, new.seq, new.progress = old.now + 20, old.seq, old.progress
+    new.tracker.restore(old.frames)
+    new.detectors.restore(old.frames)
+    new.tick()
+    assert new.alerts("hang") == [] or new.alerts("hang")[0].id == before.id
+    for rank in range(4):
+        new.feed(new.hello(rank))
+        new.fact(rank)
+    hang(new, 20, guilty=3)
+    (after,) = new.alerts("hang")
+    assert after.rank == 3
+    assert after.id == before.id, "the same matter keeps its id"
+    new.train(13, 14)
+    assert new.alerts("hang")[0].resolved is not None
+    assert new.state(3).state == "training"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 512])
+def test_states_are_sent_only_when_they_change(make_sim: Any, ranks: int):
+    sim = make_sim(ranks)
+    sim.begin()
+    sim.train(1, 4)
+    sim.wait(3, lambda: sim.feed(*(sim.beat(rank, 5, moved=True) for rank in range(ranks))))
+    assert all(len(sim.states(rank)) == 2 for rank in range(ranks))
