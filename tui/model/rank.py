@@ -131,20 +131,32 @@ class RankModel:
         if last is not None and step.step <= last.step and any(known.started == step.started for known in self.steps):
             return
         started = step.started
-        timeline = self.timeline
         highest = self.peak.bytes if self.peak is not None else -1
+        # Most steps lie in one column, which then needs one look; this runs for every step of every rank.
+        column = int(started)
+        at_once = column == int(started + step.host_us * 1e-6)
+        allocated_peak = reserved_peak = resident_peak = EMPTY
         allocated = reserved = resident = None
         for record in step.phases:
             allocated, reserved, resident = record.allocated, record.reserved, record.resident
-            begin = started + record.start_us * 1e-6
-            true = EMPTY if resident is None else resident.peak
-            timeline.add_range(int(begin), int(begin + record.host_us * 1e-6), allocated.peak, reserved.peak, true)
-            peak = allocated.peak if resident is None else true
-            if peak > highest:
-                highest = peak
-                self.peak = Peak(peak, record.name, step.step, begin, self.rank)
-            if reserved.peak > self.reserved_peak:
-                self.reserved_peak = reserved.peak
+            highs = allocated.peak, reserved.peak, EMPTY if resident is None else resident.peak
+            true = highs[0] if resident is None else highs[2]
+            if true > highest:
+                highest = true
+                self.peak = Peak(true, record.name, step.step, started + record.start_us * 1e-6, self.rank)
+            if not at_once:
+                begin = started + record.start_us * 1e-6
+                self.timeline.add_range(int(begin), int(begin + record.host_us * 1e-6), *highs)
+            if highs[0] > allocated_peak:
+                allocated_peak = highs[0]
+            if highs[1] > reserved_peak:
+                reserved_peak = highs[1]
+            if highs[2] > resident_peak:
+                resident_peak = highs[2]
+        if at_once and allocated is not None:
+            self.timeline.add_range(column, column, allocated_peak, reserved_peak, resident_peak)
+        if reserved_peak > self.reserved_peak:
+            self.reserved_peak = reserved_peak
         if allocated is not None and reserved is not None:
             self._now(allocated.end, reserved.end, 0 if resident is None else resident.end)
         self.steps.append(step)
