@@ -221,7 +221,7 @@ class RunDir:
             return msgspec.json.decode(path.read_bytes(), type=kind)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
             raise RunDirError(f"{path}: cannot be read: {error}") from None
 
     def _write(self, name: str, content: msgspec.Struct) -> None:

@@ -82,6 +82,9 @@ class Frame(msgspec.Struct, frozen=True):
     message: Message
 
 
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What msgspec raises for bytes from anybody; a string that is no UTF-8 is a ValueError of Python's own."""
+
 _encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(Header)
 _message_decoder: "msgspec.msgpack.Decoder[Message]" = msgspec.msgpack.Decoder(Message)
@@ -119,7 +122,7 @@ def decode_header(frame: bytes) -> Header:
     """
     try:
         header = _header_decoder.decode(frame)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"not an ftmon header: {error}") from None
     if header.v[0] != VERSION[0]:
         raise VersionError(
@@ -137,11 +140,11 @@ def decode_body(frame: bytes) -> Message | None:
     """
     try:
         return _message_decoder.decode(frame)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNREADABLE as error:
         reason = str(error)
     try:
         tag = _tag_decoder.decode(frame).type
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         raise ProtocolError(f"not an ftmon message: {reason}") from None
     if tag in KNOWN_TAGS:
         raise ProtocolError(f"a damaged ftmon message of type {tag!r}: {reason}")

@@ -6,7 +6,7 @@ import msgspec
 
 from ..control import Alert
 from ..errors import ProtocolError
-from ..wire import Frame
+from ..wire import UNREADABLE, Frame, decode_body
 
 
 class RecordingInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -86,6 +86,14 @@ RESULTS: dict[str, Any] = {
 }
 """The history queries: each is a method of ``Reader``, by name, with the type of its result."""
 
+
+class _RawFrame(msgspec.Struct):
+    seq: int
+    t: float
+    message: msgspec.Raw
+
+
+_raw_frames = msgspec.msgpack.Decoder(list[_RawFrame])
 _decoders = {name: msgspec.msgpack.Decoder(kind) for name, kind in RESULTS.items()}
 _encoder = msgspec.msgpack.Encoder()
 
@@ -108,10 +116,22 @@ def answer_query(source: Any, name: str, args: dict[str, Any]) -> bytes:
 def decode_answer(name: str, data: bytes) -> Any:
     """Decode the ``data`` of an ``Answer`` to the query ``name`` into the type that ``RESULTS`` gives.
 
+    Messages of a type that this version does not know are left out, as in the live stream.
+
     Raises:
         ProtocolError: it is not that.
     """
+    decoder = _decoders.get(name)
+    if decoder is None:
+        raise ProtocolError(f"no history query is called {name!r}")
     try:
-        return _decoders[name].decode(data)
-    except (KeyError, msgspec.MsgspecError) as error:
+        return decoder.decode(data)
+    except UNREADABLE as error:
+        if RESULTS[name] != list[Frame]:
+            raise ProtocolError(f"not an answer to the history query {name!r}: {error}") from None
+    try:
+        raw = _raw_frames.decode(data)
+    except UNREADABLE as error:
         raise ProtocolError(f"not an answer to the history query {name!r}: {error}") from None
+    decoded = ((frame, decode_body(bytes(frame.message))) for frame in raw)
+    return [Frame(frame.seq, frame.t, message) for frame, message in decoded if message is not None]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ..control import Alert
-from ..errors import RecordingError
+from ..errors import ProtocolError, RecordingError
 from ..telemetry import DeviceSample, Hello, LogLine, ProcessMemory
 from ..wire import Message, decode_body, encode_body
 
@@ -47,7 +47,7 @@ def unpack_body(body: bytes) -> Message | None:
     """
     try:
         found = decode_body(zlib.decompress(body) if body[:1] == bytes([_ZLIB_MAGIC]) else body)
-    except (zlib.error, TypeError) as error:
+    except (zlib.error, TypeError, ProtocolError) as error:
         raise RecordingError(f"a damaged message in the recording: {error}") from None
     return found
 

@@ -1,0 +1,69 @@
+"""Untrusted text is safe to print; figures keep their units."""
+
+import pytest
+from ftmon.protocol.text import duration, gib, sanitize
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b]0;title\x07after", "after"),
+        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("a\tb", "a    b"),
+        ("progress\rdone", "progress�done"),
+        ("\x9b31mred", "�31mred"),
+        ("\u202egnp.exe", "�gnp.exe"),
+        ("one\u2028two", "one�two"),
+        ("bytes \udcff that were no text", "bytes � that were no text"),
+        ("äö 漢字 🙂", "äö 漢字 🙂"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_taken_out(text: str, shown: str) -> None:
+    assert sanitize(text) == shown
+
+
+@given(st.text(st.characters(), max_size=200))
+def test_nothing_that_is_left_moves_the_cursor_or_breaks_the_line(text: str) -> None:
+    left = sanitize(text)
+    assert not any(ord(char) < 32 or 127 <= ord(char) < 160 for char in left)
+    assert len(left.splitlines()) <= 1
+    left.encode("utf-8")
+
+
+def test_a_long_line_is_cut() -> None:
+    assert len(sanitize("x" * 10**6)) == 4096
+    assert sanitize("abcdef", limit=3) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (37.4 * 2**30, "37.40 GiB"),
+        (911 * 2**20, "0.89 GiB"),
+        (50 * 2**20, "50.0 MiB"),
+        (512, "0.5 KiB"),
+        (0, "0.0 KiB"),
+    ],
+)
+def test_bytes_are_told_in_the_unit_that_fits(count: float, text: str) -> None:
+    assert gib(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (4e-6, "4 us"),
+        (0.004, "4 ms"),
+        (3.14159, "3.1 s"),
+        (34.2, "34 s"),
+        (134, "2 m 14 s"),
+        (8040, "2 h 14 m"),
+        (277_200, "3 d 5 h"),
+        (-34, "-34 s"),
+    ],
+)
+def test_durations_are_told_in_their_two_largest_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

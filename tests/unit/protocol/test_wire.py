@@ -1,0 +1,152 @@
+"""The envelope: versions, unknown things, loss counting, and bytes from anybody."""
+
+import time
+
+import msgspec
+import pytest
+from ftmon.protocol import wire
+from ftmon.protocol.control import RunState
+from ftmon.protocol.errors import ProtocolError, VersionError
+from ftmon.protocol.wire import RESTART_LEAP, LossCounter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from messages import EXAMPLES
+
+encode = msgspec.msgpack.encode
+
+
+def test_fields_of_a_newer_minor_version_are_ignored() -> None:
+    sent = {"type": "run_state", "state": "training", "time": 1.0, "mood": "good", "nested": {"a": [1]}}
+    assert wire.decode_body(encode(sent)) == RunState(state="training", time=1.0)
+    header = {"v": [1, 99], "src": "hub", "seq": 1, "t": 2.0, "zone": "eu"}
+    assert wire.decode_header(encode(header)).src == "hub"
+
+
+def test_a_message_of_a_type_added_later_is_none() -> None:
+    assert wire.decode_body(encode({"type": "hologram", "rank": 1})) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"type": "step", "rank": "three"},
+        {"type": "step"},
+        {"type": "run_state", "state": "dancing", "time": 1.0},
+        {"rank": 1},
+        [],
+        7,
+        None,
+    ],
+)
+def test_a_message_of_a_wrong_form_is_refused(body: object) -> None:
+    with pytest.raises(ProtocolError):
+        wire.decode_body(encode(body))
+
+
+def test_another_major_version_is_refused_in_words() -> None:
+    header = encode({"v": [2, 3], "src": "rank-0-77-1", "seq": 1, "t": 0.0})
+    with pytest.raises(VersionError) as refused:
+        wire.decode_header(header)
+    assert str(refused.value) == (
+        "rank-0-77-1 speaks ftmon protocol 2.3, this side speaks 1.0: install the same ftmon version on both sides"
+    )
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x80", b"\xc1", encode({"v": [1], "src": "x", "seq": 1, "t": 0.0})])
+def test_what_is_no_header_is_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not an ftmon header"):
+        wire.decode_header(frame)
+
+
+def test_losses_are_exactly_the_gaps_of_each_sender() -> None:
+    counter = LossCounter()
+    assert [counter.see("a", seq) for seq in (5, 6, 9, 10)] == [0, 0, 2, 0]
+    assert counter.see("b", 100) == 0
+    assert counter.see("b", 102) == 1
+    assert counter.lost == {"a": 2, "b": 1}
+
+
+def test_a_duplicate_and_a_sender_that_began_anew_lose_nothing() -> None:
+    counter = LossCounter()
+    assert [counter.see("a", seq) for seq in (7, 7, 1, 2, 4)] == [0, 0, 0, 0, 1]
+
+
+def test_the_leap_of_a_hub_that_took_over_is_no_loss() -> None:
+    counter = LossCounter()
+    counter.see("hub", 1000)
+    # Between the last number recorded and the leap lie heartbeats that were published and are in no recording.
+    assert counter.see("hub", 900 + RESTART_LEAP) == 0
+    assert counter.see("hub", 902 + RESTART_LEAP) == 1
+    assert counter.lost == {"hub": 1}
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=400, deadline=2000)
+def test_random_bytes_are_refused_and_never_crash(data: bytes) -> None:
+    for decode in (wire.decode_header, wire.decode_body):
+        try:
+            decode(data)
+        except ProtocolError:
+            continue
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+@settings(max_examples=300, deadline=2000)
+def test_a_message_cut_short_or_with_a_byte_changed_never_crashes(message: wire.Message, data: st.DataObject) -> None:
+    body = bytearray(wire.encode_body(message))
+    at = data.draw(st.integers(0, len(body) - 1))
+    if data.draw(st.booleans()):
+        del body[at:]
+    else:
+        body[at] = data.draw(st.integers(0, 255))
+    try:
+        wire.decode_body(bytes(body))
+    except ProtocolError:
+        return
+
+
+_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=9)
+    | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.sampled_from(sorted(wire.KNOWN_TAGS)), st.dictionaries(st.text(max_size=12), _values, max_size=6))
+@settings(max_examples=200, deadline=2000)
+def test_known_types_with_any_fields_never_crash(tag: str, fields: dict[str, object]) -> None:
+    try:
+        wire.decode_body(encode({**fields, "type": tag}))
+    except ProtocolError:
+        return
+
+
+def test_a_string_that_is_no_text_is_refused() -> None:
+    # msgspec raises Python's own UnicodeDecodeError for it, which is no MsgspecError.
+    body = encode({"type": "stacks", "rank": 0, "time": 0.0, "text": "????"}).replace(b"????", b"\xff\xfe\x80\x80")
+    with pytest.raises(ProtocolError, match="damaged ftmon message of type 'stacks'"):
+        wire.decode_body(body)
+    with pytest.raises(ProtocolError):
+        wire.decode_header(encode({"v": [1, 0], "src": "??", "seq": 1, "t": 0.0}).replace(b"??", b"\xff\xff"))
+
+
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\x81\xa4args", b"\xdd\x00\x00\x00\x01"])
+@pytest.mark.parametrize("depth", [100, 10_000, 1_000_000])
+def test_deep_nesting_is_refused_at_once(opening: bytes, depth: int) -> None:
+    began = time.monotonic()
+    for frame in (opening * depth, opening * depth + b"\xc0", b"\x82\xa4type\xa7command\xa4args" + opening * depth):
+        for decode in (wire.decode_header, wire.decode_body):
+            with pytest.raises(ProtocolError):
+                decode(frame)
+    assert time.monotonic() - began < 5
+
+
+def test_a_length_that_promises_gigabytes_is_refused_without_taking_them() -> None:
+    for frame in (b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"):
+        with pytest.raises(ProtocolError):
+            wire.decode_body(frame)
