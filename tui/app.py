@@ -101,14 +101,10 @@ class FtmonApp(App[None]):
             if binding.action in seen or not binding.tooltip or binding.action == "command_palette":
                 continue
             seen.add(binding.action)
-            action = binding.action if "." in binding.action else self._namespaced(screen, binding.action)
+            action = binding.action if "." in binding.action else f"screen.{binding.action}"
             yield SystemCommand(
                 f"{binding.description}  ({binding.key})", tooltip or binding.tooltip, lambda a=action: self._do(a)
             )
-
-    def _namespaced(self, screen: Screen[Any], action: str) -> str:
-        name = action.split("(")[0]
-        return f"screen.{action}" if hasattr(screen, f"action_{name}") else f"app.{action}"
 
     def _do(self, action: str) -> None:
         self.call_later(self.run_action, action)
@@ -241,6 +237,10 @@ class FtmonApp(App[None]):
 
         if not isinstance(self.screen, RunsScreen):
             self.show(RunsScreen(self.stage))
+
+    def on_runs_screen_opened(self, event: Any) -> None:
+        """Open the run that was chosen from the list."""
+        self.open_run(event.run)
 
     def open_run(self, run: RunDir) -> None:
         """Show another run; what was open is closed."""

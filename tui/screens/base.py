@@ -27,24 +27,24 @@ def key(keys: str, action: str, label: str, what: str, show: bool = True) -> Bin
 
 
 COMMON_KEYS: list[BindingType] = [
-    key("space", "toggle_play", "pause", "hold the view, or play on (the run itself goes on)"),
-    key("left_square_bracket", "step(-1)", "step back", "one step back", show=False),
-    key("right_square_bracket", "step(1)", "step", "one step forward", show=False),
-    key("left_curly_bracket", "skip(-10)", "10 s back", "ten seconds back", show=False),
-    key("right_curly_bracket", "skip(10)", "10 s on", "ten seconds forward", show=False),
-    key("plus,equals_sign", "speed(1)", "faster", "play faster, up to 64x", show=False),
-    key("minus", "speed(-1)", "slower", "play slower, down to 0.25x", show=False),
-    key("n", "alert(1)", "alert", "jump to the next alert"),
-    key("N", "alert(-1)", "alert before", "jump to the previous alert", show=False),
-    key("g", "goto", "go to", "go to a step or a time"),
-    key("L", "live", "live", "back to the live end of the run", show=False),
-    key("comma", "finer", "finer", "graphs: less time a column", show=False),
-    key("full_stop", "coarser", "coarser", "graphs: more time a column", show=False),
-    key("d", "theme", "light/dark", "switch between the light and the dark theme", show=False),
-    key("R", "runs", "runs", "the list of live and recorded runs", show=False),
-    key("ctrl+p", "command_palette", "commands", "every action by name", show=False),
-    key("question_mark", "help", "help", "explain this screen, its signs and keys"),
-    key("q", "detach", "detach", "leave; the training goes on"),
+    key("space", "app.toggle_play", "pause", "hold the view, or play on (the run itself goes on)"),
+    key("left_square_bracket", "app.step(-1)", "step back", "one step back", show=False),
+    key("right_square_bracket", "app.step(1)", "step", "one step forward", show=False),
+    key("left_curly_bracket", "app.skip(-10)", "10 s back", "ten seconds back", show=False),
+    key("right_curly_bracket", "app.skip(10)", "10 s on", "ten seconds forward", show=False),
+    key("plus,equals_sign", "app.speed(1)", "faster", "play faster, up to 64x", show=False),
+    key("minus", "app.speed(-1)", "slower", "play slower, down to 0.25x", show=False),
+    key("n", "app.alert(1)", "alert", "jump to the next alert"),
+    key("N", "app.alert(-1)", "alert before", "jump to the previous alert", show=False),
+    key("g", "app.goto", "go to", "go to a step or a time"),
+    key("L", "app.live", "live", "back to the live end of the run", show=False),
+    key("comma", "app.finer", "finer", "graphs: less time a column", show=False),
+    key("full_stop", "app.coarser", "coarser", "graphs: more time a column", show=False),
+    key("d", "app.theme", "light/dark", "switch between the light and the dark theme", show=False),
+    key("R", "app.runs", "runs", "the list of live and recorded runs", show=False),
+    key("ctrl+p", "app.command_palette", "commands", "every action by name", show=False),
+    key("question_mark", "app.help", "help", "explain this screen, its signs and keys"),
+    key("q", "app.detach", "detach", "leave; the training goes on"),
 ]
 
 
@@ -69,7 +69,7 @@ class MonitorScreen(Screen[Any]):
     TITLE_LINES: int = 2
     NAME = ""
     """What the screen is called in help."""
-    HELP = ""
+    WHAT = ""
     """What a person sees here, a few sentences."""
     LEGEND: ClassVar[tuple[str, ...]] = ()
     """Parts of the legend that belong to the screen: ``graph``, ``phases``, ``states``, ``alerts``, ``heat``."""

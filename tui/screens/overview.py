@@ -15,19 +15,19 @@ class OverviewScreen(MonitorScreen):
     """Is it training, will it fit, what is wrong."""
 
     NAME = "overview"
-    HELP = (
+    WHAT = (
         "Every rank of the run: a card each while they fit, then a line each, then a heat map with a cell each. The "
         "top lines say whether it trains, how far it is and how near the highest memory peak came to what the device "
         "holds. A rank in trouble says what it is doing in place of its power draw. The foot has the latest alerts."
     )
     LEGEND = ("graph", "phases", "states", "alerts", "heat")
     BINDINGS: ClassVar[list[BindingType]] = [
-        key("enter", "open", "open", "open the selected rank"),
-        key("a", "alerts", "alerts", "all alerts, each with its evidence"),
-        key("l", "logs", "logs", "the output of all ranks"),
-        key("s", "stacks", "stacks", "Python stacks of the selected rank"),
-        key("k", "kill", "kill", "end ranks, or the run; asks first"),
-        key("S", "stop", "stop", "save a checkpoint and end the run; asks first", show=False),
+        key("enter", "app.open", "open", "open the selected rank"),
+        key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
+        key("l", "app.logs", "logs", "the output of all ranks"),
+        key("s", "app.stacks", "stacks", "Python stacks of the selected rank"),
+        key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
+        key("S", "app.stop", "stop", "save a checkpoint and end the run; asks first", show=False),
         key("z", "zoom", "zoom", "scale graphs to the device's capacity, or to the run's highest peak"),
         key("v", "view", "view", "cards, rows or heat map", show=False),
         key("left", "move(-1,0)", "left", "select the rank to the left", show=False),

@@ -21,7 +21,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart over steps. ``unit`` belongs to the y axis; ``floor`` keeps zero in view."""
+    """A chart over steps. ``unit`` belongs to the y axis; ``floor`` keeps zero in view and fills below."""
 
     title: str
     unit: str
@@ -53,12 +53,13 @@ def _plot(chart: Chart, width: int, height: int, look: Look) -> list[Line]:
     plot: Any = plotext
     plot.clear_figure()
     plot.theme("clear")
-    plot.plot_size(width, height)
+    plot.limit_size(False, False)
+    plot.plot_size(width - 1, height)
     plot.frame(False)
     markers = _markers(look)[0]
     for index, series in enumerate(chart.series):
         color = _rgb(look.tone(series.tone)) if look.color else None
-        plot.plot(list(chart.steps), list(series.values), marker=markers[index], color=color)
+        plot.plot(list(chart.steps), list(series.values), marker=markers[index], color=color, fillx=chart.floor)
     low = min(min(series.values) for series in chart.series)
     high = max(max(series.values) for series in chart.series)
     low = 0.0 if chart.floor else low
@@ -93,4 +94,4 @@ def _line(ansi: str, width: int, look: Look) -> Line:
         line.add(text.plain[span.start : span.end], style if color is not None else dim)
         position = span.end
     line.add(text.plain[position:], dim)
-    return line.fit(width, look.base)
+    return Line(" ", dim).join(line).fit(width, look.base)

@@ -95,12 +95,13 @@ class KeyBar(Canvas):
         return self.stage.message, tuple(binding.key for binding in self.shown_bindings())
 
     def shown_bindings(self) -> list[Binding]:
-        """List the screen's bindings that belong on the bar, in their order."""
+        """List the screen's bindings that belong on the bar: its own first, then those of every screen."""
+        own = {binding.action for binding in type(self.screen).BINDINGS if isinstance(binding, Binding)}
         found: dict[str, Binding] = {}
         for _, binding, enabled, _ in self.screen.active_bindings.values():
             if binding.show and enabled:
                 found.setdefault(binding.action, binding)
-        return list(found.values())
+        return sorted(found.values(), key=lambda binding: binding.action not in own)
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw as many keys as fit; help and detach always do."""
@@ -109,7 +110,7 @@ class KeyBar(Canvas):
         if text:
             return [Line(f" {text}", self.look.style(tone, bold=True))]
         bindings = self.shown_bindings()
-        last = [binding for binding in bindings if binding.action in ("help", "detach")]
+        last = [binding for binding in bindings if binding.action in ("app.help", "app.detach")]
         first = [binding for binding in bindings if binding not in last]
         right = Line()
         for binding in last:

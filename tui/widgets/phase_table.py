@@ -14,7 +14,7 @@ def phase_table(table: Sequence[PhaseRow], width: int, look: Look) -> list[Line]
     resident = any(row.resident is not None for row in table)
     device = any(row.device_ms is not None for row in table)
     wide = width >= 100
-    head = Line(f" {'phase':<12}{'device ms' if device else 'host ms':>9}", dim)
+    head = Line(f" {'phase, GiB':<12}{'device ms' if device else 'host ms':>9}", dim)
     if wide:
         head.add(f"{'host ms' if device else '':>10}{'wait ms':>10}", dim)
     head.add(
@@ -23,7 +23,6 @@ def phase_table(table: Sequence[PhaseRow], width: int, look: Look) -> list[Line]
     )
     if wide:
         head.add(f"{'allocs':>9}{'collectives':>13}", dim)
-    head.add("  GiB", look.style("faint"))
     lines = [head]
     top = max((row.peak for row in table), default=0)
     for row in table:

@@ -1,0 +1,158 @@
+"""The alerts: a list, and the selected one in full with its evidence."""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from textual.binding import BindingType
+from textual.widget import Widget
+
+from ...protocol.control import Alert
+from ..widgets.alert_lines import alert_detail, alert_line
+from ..widgets.canvas import Canvas
+from ..widgets.line import Line
+from ..widgets.listing import Listing
+from ..widgets.panes import pressing
+from ..widgets.prompt import Prompt
+from .base import MonitorScreen, key
+
+
+class AlertList(Listing):
+    """Alerts that stand first, then those that are over, each newest first."""
+
+    empty = "no alerts: nothing to report"
+    text = ""
+
+    def alerts(self) -> list[Alert]:
+        """List the alerts that pass the filter."""
+        wanted = self.text.casefold()
+        found = pressing(list(self.stage.model.alerts))
+        return [alert for alert in found if wanted in f"{alert.kind} {alert.title} {alert.text}".casefold()]
+
+    @property
+    def chosen(self) -> Alert | None:
+        """The selected alert."""
+        alerts = self.alerts()
+        return alerts[min(self.selected, len(alerts) - 1)] if alerts else None
+
+    def key(self) -> object:
+        """Change with the alerts and the filter."""
+        return id(self.stage.model.alerts), self.stage.model.alerts.version, self.text, self.selected
+
+    def count(self) -> int:
+        """Count the alerts."""
+        return len(self.alerts())
+
+    def item(self, index: int, width: int, selected: bool) -> Line:
+        """Draw one alert."""
+        return alert_line(self.alerts()[index], width, self.look, selected)
+
+
+class AlertDetail(Canvas):
+    """The selected alert in full."""
+
+    alert: Alert | None = None
+    top = 0
+
+    def key(self) -> object:
+        """Change with the alert."""
+        return self.alert, self.top
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw a rule and the alert."""
+        look = self.look
+        rule = Line(look.glyphs.rule * width, look.style("rule"))
+        if self.alert is None:
+            return [rule]
+        body = alert_detail(self.alert, width, look)
+        self.top = max(0, min(self.top, len(body) - height + 1))
+        shown = body[self.top : self.top + height - 1]
+        if self.top + height - 1 < len(body):
+            shown[-1] = Line(f"   {look.glyphs.ellipsis} page down for more", look.style("dim"))
+        return [rule, *shown]
+
+
+class AlertsScreen(MonitorScreen):
+    """All alerts."""
+
+    NAME = "alerts"
+    WHAT = (
+        "What ftmon found: spikes, hangs, slow ranks, out-of-memory errors, ranks that died. Below the list stands the "
+        "selected alert with its evidence: the figures it was judged by. Enter goes to the rank it speaks of; "
+        "j moves a replay (or the view of a live run) to the moment it was raised."
+    )
+    LEGEND = ("alerts",)
+    TITLE_LINES = 1
+    BINDINGS: ClassVar[list[BindingType]] = [
+        key("escape", "app.back", "back", "back to the overview"),
+        key("up", "move(-1)", "up", "the alert above", show=False),
+        key("down", "move(1)", "down", "the alert below", show=False),
+        key("pageup", "page(-1)", "page up", "scroll the evidence up", show=False),
+        key("pagedown", "page(1)", "page down", "scroll the evidence down", show=False),
+        key("enter", "open_rank", "rank", "open the rank the alert speaks of"),
+        key("j", "jump", "jump there", "go to the moment it was raised"),
+        key("slash", "filter", "filter", "show only alerts that contain a text"),
+        key("l", "app.logs", "logs", "the output of all ranks"),
+        key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
+    ]
+
+    def body(self) -> Iterable[Widget]:
+        """Give list, detail and filter."""
+        yield AlertList(self.stage, name="alert-list")
+        yield AlertDetail(self.stage, name="alert-detail")
+        yield Prompt(self.stage, "filter", "kind, rank or words; enter keeps it, escape ends it", name="filter")
+
+    def tick(self) -> None:
+        """Draw what changed."""
+        detail, alerts = self.query_one(AlertDetail), self.query_one(AlertList)
+        detail.alert = alerts.chosen
+        super().tick()
+
+    def action_move(self, delta: int) -> None:
+        """Select another alert."""
+        self.query_one(AlertDetail).top = 0
+        self.query_one(AlertList).move(delta)
+        self.tick()
+
+    def action_page(self, direction: int) -> None:
+        """Scroll the evidence."""
+        detail = self.query_one(AlertDetail)
+        detail.top = max(0, detail.top + direction * max(1, detail.size.height - 2))
+        self.tick()
+
+    async def action_open_rank(self) -> None:
+        """Open the rank."""
+        alert = self.query_one(AlertList).chosen
+        if alert is None:
+            return
+        rank = alert.rank if alert.rank is not None else next(iter(alert.ranks), None)
+        if rank is None:
+            self.stage.say("this alert speaks of no single rank")
+            return
+        self.stage.selected = rank
+        await self.run_action("app.open")
+
+    def action_jump(self) -> None:
+        """Go to the alert's time."""
+        alert, source = self.query_one(AlertList).chosen, self.stage.source
+        if alert is not None and source is not None:
+            source.transport.seek(alert.time)
+            self.stage.say(f"at the moment of: {alert.title}")
+
+    def action_filter(self) -> None:
+        """Type a filter."""
+        self.add_class("filtering")
+        self.query_one(Prompt).focus()
+
+    def on_prompt_changed(self, event: Prompt.Changed) -> None:
+        """Filter as one types."""
+        self.query_one(AlertList).text = event.text
+        self.tick()
+
+    def on_prompt_done(self, event: Prompt.Done) -> None:
+        """Keep the filter, or end it."""
+        prompt = self.query_one(Prompt)
+        if not event.accepted:
+            prompt.text = self.query_one(AlertList).text = ""
+        self.set_class(bool(prompt.text), "filtering")
+        self.set_focus(None)
+        self.tick()

@@ -1,0 +1,89 @@
+"""What dialogs share: a panel in the middle, drawn line by line, that closes with escape."""
+
+from typing import Any, ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.events import Resize
+from textual.screen import ModalScreen
+
+from ..widgets.canvas import Canvas
+from ..widgets.line import Line
+from ..widgets.look import Look
+from ..widgets.stage import Stage
+
+
+class Panel(Canvas):
+    """Draws what its dialog says."""
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the dialog's lines."""
+        dialog = self.screen
+        assert isinstance(dialog, Dialog)
+        return dialog.lines(width, height)
+
+
+class Dialog(ModalScreen[Any]):
+    """A question over the screen behind it. A subclass gives its lines, its size, and what keys do."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", "close", tooltip="do nothing")]
+    WIDTH = 76
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+        self.panel = Panel(stage, name="panel", classes="dialog")
+
+    @property
+    def look(self) -> Look:
+        """The palette and glyphs in force."""
+        return self.stage.look
+
+    def compose(self) -> ComposeResult:
+        """Give the panel."""
+        yield self.panel
+
+    def lines(self, width: int, height: int) -> list[Line]:
+        """Draw the dialog."""
+        raise NotImplementedError
+
+    def wanted_height(self) -> int:
+        """Say how many lines the dialog would take."""
+        return len(self.lines(self.inner_width, 1000))
+
+    @property
+    def inner_width(self) -> int:
+        """Cells of a line inside the frame."""
+        return min(self.WIDTH, self.app.size.width - 2) - 4
+
+    def fit(self) -> None:
+        """Give the panel the size of its content, within the terminal."""
+        styles = self.panel.styles
+        if self.look.glyphs.is_ascii:
+            styles.border = ("ascii", self.look.tone("accent"))
+        styles.width = self.inner_width + 4
+        styles.height = min(self.wanted_height() + 2, self.app.size.height)
+
+    def on_mount(self) -> None:
+        """Lay out and paint."""
+        self.fit()
+
+    def on_resize(self, event: Resize) -> None:
+        """Lay out again."""
+        del event
+        self.fit()
+
+    def tick(self) -> None:
+        """Paint what changed."""
+        self.panel.tick()
+
+    def action_leave(self) -> None:
+        """Close; where something is under way, leave the app, which does not end it."""
+        if getattr(self, "sent", ""):
+            self.app.exit()
+        else:
+            self.dismiss(None)
+
+    def action_close(self) -> None:
+        """Close."""
+        self.dismiss(None)

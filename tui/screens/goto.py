@@ -1,0 +1,56 @@
+"""The dialog that asks where to go: a step, a time, a jump or a share."""
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+
+from ..widgets.line import Line
+from ..widgets.prompt import Prompt
+from ..widgets.scrubber import time_of_day
+from .dialog import Dialog
+
+
+class GotoDialog(Dialog):
+    """Asks and goes there; an answer that makes no sense is said at the foot of the screen."""
+
+    WIDTH = 60
+
+    def compose(self) -> ComposeResult:
+        """Give the words and the line to type into."""
+        with Vertical(id="goto", classes="dialog"):
+            self.panel.remove_class("dialog")
+            yield self.panel
+            yield Prompt(self.stage, "go to", name="place")
+
+    def lines(self, width: int, height: int) -> list[Line]:
+        """Say what may be typed."""
+        source = self.stage.source
+        if source is None:
+            return []
+        transport, dim = source.transport, self.look.style("dim")
+        last = self.stage.model.total_steps or self.stage.model.leading_step
+        span = f"step 1 to {last:,}, {time_of_day(transport.first)} to {time_of_day(transport.last)}"
+        return [
+            Line(span, self.look.base),
+            Line("812 a step   12:03:10 a time   +90s a jump   50% a share", dim),
+            Line(),
+        ]
+
+    def fit(self) -> None:
+        """Lay out words and line."""
+        self.panel.styles.height = 3
+        box = self.query_one("#goto")
+        if self.look.glyphs.is_ascii:
+            box.styles.border = ("ascii", self.look.tone("accent"))
+        box.styles.width, box.styles.height = self.inner_width + 4, 6
+
+    def on_mount(self) -> None:
+        """Begin typing at once."""
+        self.fit()
+        self.query_one(Prompt).focus()
+
+    def on_prompt_done(self, event: Prompt.Done) -> None:
+        """Go there."""
+        source = self.stage.source
+        if event.accepted and event.text.strip() and source is not None:
+            source.transport.goto(event.text.strip())
+        self.dismiss(None)

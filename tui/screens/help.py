@@ -1,0 +1,64 @@
+"""Help: the screen in view in a few sentences, the signs it uses, and its keys."""
+
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from ..widgets.alert_lines import wrap
+from ..widgets.legend import LEGENDS
+from ..widgets.line import Line
+from ..widgets.panes import key_words
+from ..widgets.stage import Stage
+from .base import MonitorScreen
+from .dialog import Dialog
+
+
+class HelpScreen(Dialog):
+    """Explains the screen behind it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,question_mark,q,enter", "close", "close", tooltip="close help"),
+        Binding("down,j,space,pagedown", "scroll(1)", "more", tooltip="further down"),
+        Binding("up,k,pageup", "scroll(-1)", "back", tooltip="further up"),
+    ]
+    WIDTH = 96
+
+    def __init__(self, stage: Stage, behind: MonitorScreen) -> None:
+        super().__init__(stage)
+        self.behind = behind
+        self.top = 0
+
+    def content(self, width: int) -> list[Line]:
+        """Give all lines, however many."""
+        look = self.look
+        lines = [Line(f"{self.behind.NAME}", look.style("accent", bold=True)), Line()]
+        lines += [Line(row, look.base) for row in wrap(self.behind.WHAT, width - 2)]
+        for part in self.behind.LEGEND:
+            lines += [Line(), *LEGENDS[part](look)]
+        lines += [Line(), Line("keys", look.style("accent", bold=True))]
+        for binding in self._bindings_of_behind():
+            keys = key_words(binding, look)
+            line = Line(f"  {keys:<12}", look.style("text", bold=True))
+            lines.append(line.add(binding.tooltip or binding.description, look.style("dim")))
+        return lines
+
+    def _bindings_of_behind(self) -> list[Binding]:
+        own = [binding for binding in type(self.behind).BINDINGS if isinstance(binding, Binding)]
+        common = [binding for binding in MonitorScreen.BINDINGS if isinstance(binding, Binding)]
+        return [*own, *(binding for binding in common if binding.action not in {each.action for each in own})]
+
+    def lines(self, width: int, height: int) -> list[Line]:
+        """Draw the part in view, and how to see the rest."""
+        content = self.content(width)
+        if len(content) <= height:
+            return content
+        room = height - 1
+        self.top = max(0, min(self.top, len(content) - room))
+        at = f"{self.top + 1} to {min(len(content), self.top + room)} of {len(content)}"
+        foot = Line(f"{at}   up, down: scroll   escape: close", self.look.style("dim"))
+        return [*content[self.top : self.top + room], foot]
+
+    def action_scroll(self, direction: int) -> None:
+        """Scroll by half a screen."""
+        self.top += direction * max(1, self.panel.size.height // 2)
+        self.panel.tick(force=True)

@@ -1,0 +1,155 @@
+"""The dialog that ends ranks or the run: what, where, what follows; the default is no; afterwards, what came of it."""
+
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from ..source.base import CommandRecord
+from ..widgets.line import Line
+from ..widgets.stage import Stage
+from .answers import answer_lines, button_line
+from .dialog import Dialog
+from .targets import Targets, signal_line, target_line, what_follows
+
+SIGNALS = ("", "INT", "TERM", "KILL")
+"""What may be sent; empty escalates: INT, then TERM, then KILL."""
+
+_LISTED = 6
+"""Targets in view at once."""
+
+
+class KillDialog(Dialog):
+    """Choose targets and a signal, then no or yes.
+
+    The cursor stands on one of: the targets (the run, then each rank), the signal, the buttons. It begins on the
+    buttons, with ``No`` chosen, and nothing is sent but by ``Yes`` while something is marked.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,n", "close", "no", tooltip="do nothing"),
+        Binding("up,k", "move(-1)", "up", tooltip="the target above"),
+        Binding("down,j,tab", "move(1)", "down", tooltip="the target below, the signal, the answer"),
+        Binding("pageup", "move(-6)", "page up", tooltip="six targets up"),
+        Binding("pagedown", "move(6)", "page down", tooltip="six targets down"),
+        Binding("left", "turn(-1)", "left", tooltip="another signal, or the other answer"),
+        Binding("right", "turn(1)", "right", tooltip="another signal, or the other answer"),
+        Binding("space", "mark", "mark", tooltip="mark or unmark a target"),
+        Binding("a", "all", "whole run", tooltip="mark the whole run"),
+        Binding("enter", "answer", "answer", tooltip="do what is chosen"),
+        Binding("y", "yes", "yes", tooltip="end what is marked"),
+        Binding("q", "leave", "leave", tooltip="close; once the kill is under way, detach"),
+    ]
+    WIDTH = 78
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        self.targets = Targets.of(stage.model, stage.selected)
+        self.cursor = self.buttons
+        self.signal = 0
+        self.yes = False
+        self.sent = ""
+        self.top = 0
+
+    @property
+    def buttons(self) -> int:
+        """The cursor's place on the buttons."""
+        return len(self.targets.ranks) + 2
+
+    @property
+    def record(self) -> CommandRecord | None:
+        """The command, once it was sent."""
+        source = self.stage.source
+        return source.commands.get(self.sent) if source is not None and self.sent else None
+
+    def lines(self, width: int, height: int) -> list[Line]:
+        """Draw the question, or what comes of it."""
+        del height
+        look, model = self.look, self.stage.model
+        dim = look.style("dim")
+        name = model.info.name or model.info.id or "the run"
+        head = [Line(f"Kill: {name}", look.style("text", bold=True)), Line()]
+        if self.record is not None:
+            return [*head, *self._progress(self.record, width)]
+        rows = range(len(self.targets.ranks) + 1)
+        marked_row = self.cursor if self.cursor in rows else self._first_marked()
+        self.top = max(marked_row - _LISTED + 1, min(self.top, marked_row))
+        self.top = max(0, min(self.top, len(rows) - _LISTED))
+        shown = rows[self.top : self.top + _LISTED]
+        lines = [target_line(self.targets, index, model, width, look, index == self.cursor) for index in shown]
+        if len(rows) > len(shown):
+            lines.append(Line(f"    {self.targets.words}; {len(rows) - 1} ranks, up and down scroll", dim))
+        lines += [Line(), signal_line(SIGNALS[self.signal], self.cursor == self.buttons - 1, look), Line()]
+        lines += what_follows(self.targets, model, SIGNALS[self.signal], width, look)
+        lines += [Line(), button_line("No", f"Yes, kill {self.targets.words}", self.yes, look)]
+        lines.append(Line("  arrows: choose   space: mark   a: the whole run   escape: no", dim))
+        return [*head, *lines]
+
+    def _first_marked(self) -> int:
+        return 0 if self.targets.whole or not self.targets.marked else self.targets.first_marked + 1
+
+    def _progress(self, record: CommandRecord, width: int) -> list[Line]:
+        look, model = self.look, self.stage.model
+        lines = [Line(f"killing {self.targets.words}", look.base), *answer_lines(record, model, width, look), Line()]
+        lines += self.targets.aftermath(model, width, look)
+        word = "escape: close" if record.done else "escape: close (the kill goes on)"
+        return [*lines, Line(), Line(word, look.style("dim"))]
+
+    def tick(self) -> None:
+        """Show progress."""
+        if self.sent:
+            self.fit()
+        super().tick()
+
+    def _paint(self) -> None:
+        self.fit()
+        self.panel.tick(force=True)
+
+    def action_move(self, delta: int) -> None:
+        """Move the cursor."""
+        self.cursor = max(0, min(self.cursor + delta, self.buttons))
+        self._paint()
+
+    def action_turn(self, direction: int) -> None:
+        """Change the signal, or the answer."""
+        if self.cursor == self.buttons:
+            self.yes = direction > 0
+        elif self.cursor == self.buttons - 1:
+            self.signal = (self.signal + direction) % len(SIGNALS)
+        self._paint()
+
+    def action_mark(self) -> None:
+        """Mark or unmark the target under the cursor."""
+        if self.cursor < self.buttons - 1 and not self.sent:
+            self.targets.toggle(self.cursor)
+            self._paint()
+
+    def action_all(self) -> None:
+        """Mark the whole run."""
+        if not self.sent:
+            self.targets.whole = True
+            self._paint()
+
+    def action_answer(self) -> None:
+        """Do what is chosen: on a target mark it, on the buttons close or kill."""
+        if self.sent:
+            self.dismiss(None)
+        elif self.cursor < self.buttons - 1:
+            self.action_mark()
+        elif self.cursor == self.buttons - 1:
+            self.action_move(1)
+        elif self.yes:
+            self.action_yes()
+        else:
+            self.dismiss(None)
+
+    def action_yes(self) -> None:
+        """Send the command."""
+        source = self.stage.source
+        if source is None or self.sent:
+            return
+        if not self.targets.any:
+            self.stage.say("nothing is marked: space marks a rank, a the whole run", "warning")
+            return
+        self.targets.remember(self.stage.model)
+        self.sent = source.send("kill", {"ranks": self.targets.chosen, "signal": SIGNALS[self.signal]})
+        self._paint()

@@ -1,0 +1,141 @@
+"""The output of all ranks, filtered by rank and text, following the end."""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from textual.binding import BindingType
+from textual.widget import Widget
+
+from ..model.logs import LogEntry
+from ..widgets.line import Line, spread
+from ..widgets.listing import Listing
+from ..widgets.log_lines import log_line
+from ..widgets.prompt import Prompt
+from .base import MonitorScreen, key
+
+
+class LogList(Listing):
+    """The lines that pass the filter."""
+
+    follow = True
+    empty = "no lines"
+    rank: int | None = None
+    text = ""
+    _entries: list[LogEntry]
+    _made_of: object = None
+
+    def key(self) -> object:
+        """Change with the log, the filter and the selection."""
+        logs = self.stage.model.logs
+        return id(logs), logs.version, self.rank, self.text, self.follow, self.selected
+
+    def entries(self) -> list[LogEntry]:
+        """List the lines that pass the filter, read again only when log or filter changed."""
+        logs = self.stage.model.logs
+        made_of = (id(logs), logs.version, self.rank, self.text)
+        if made_of != self._made_of:
+            self._made_of = made_of
+            self._entries = logs.select(rank=self.rank, text=self.text)
+        return self._entries
+
+    def count(self) -> int:
+        """Count the lines."""
+        return len(self.entries())
+
+    def item(self, index: int, width: int, selected: bool) -> Line:
+        """Draw one line."""
+        return log_line(self.entries()[index], width, self.look, self.rank is None, selected and not self.follow)
+
+    def head(self, width: int) -> list[Line]:
+        """Say what is shown."""
+        look = self.look
+        dim, rule = look.style("dim"), look.style("rule")
+        who = "all ranks" if self.rank is None else "the launcher" if self.rank < 0 else f"rank {self.rank}"
+        dash = look.glyphs.rule
+        left = Line(dash, rule).add(f" output of {who} ", look.style("text", bold=True))
+        left.add(f"{self.count():,} lines ", dim)
+        if self.text:
+            left.add(f"with {self.text!r} ", look.style("accent"))
+        right = Line(
+            " following " if self.follow else " held: f follows ", look.style("good" if self.follow else "dim")
+        )
+        right.add(dash, rule)
+        left.add(dash * max(0, width - left.width - right.width), rule)
+        return [spread(left, right, width, look.base)]
+
+
+class LogsScreen(MonitorScreen):
+    """The output of the run."""
+
+    NAME = "logs"
+    WHAT = (
+        "What the ranks and the launcher printed, oldest first. Left and right choose whose; / filters by text. The "
+        "view follows the end until you scroll up; f follows again."
+    )
+    TITLE_LINES = 1
+    BINDINGS: ClassVar[list[BindingType]] = [
+        key("escape", "app.back", "back", "back to the overview"),
+        key("slash", "filter", "filter", "show only lines that contain a text"),
+        key("left", "whose(-1)", "rank", "the output of another rank"),
+        key("right", "whose(1)", "next rank", "the output of the next rank", show=False),
+        key("f", "follow", "follow", "follow the end"),
+        key("up", "move(-1)", "up", "one line up", show=False),
+        key("down", "move(1)", "down", "one line down", show=False),
+        key("pageup", "page(-1)", "page up", "a screen up", show=False),
+        key("pagedown", "page(1)", "page down", "a screen down", show=False),
+        key("home", "end(0)", "first", "the first line", show=False),
+        key("end", "end(-1)", "last", "the last line", show=False),
+        key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
+        key("k", "app.kill", "kill", "end ranks, or the run; asks first", show=False),
+    ]
+
+    def body(self) -> Iterable[Widget]:
+        """Give the lines and the filter."""
+        yield LogList(self.stage, name="logs")
+        yield Prompt(self.stage, "filter", "words; enter keeps it, escape ends it", name="filter")
+
+    def action_whose(self, delta: int) -> None:
+        """Go through all ranks, the launcher, rank 0, 1, ..."""
+        lines = self.query_one(LogList)
+        order: list[int | None] = [None, -1, *self.stage.model.ranks]
+        index = order.index(lines.rank) if lines.rank in order else 0
+        lines.rank = order[(index + delta) % len(order)]
+        lines.tick()
+
+    def action_follow(self) -> None:
+        """Follow the end."""
+        self.query_one(LogList).follow = True
+        self.tick()
+
+    def action_move(self, delta: int) -> None:
+        """Scroll by lines."""
+        self.query_one(LogList).move(delta)
+
+    def action_page(self, direction: int) -> None:
+        """Scroll by screens."""
+        self.query_one(LogList).page(direction)
+
+    def action_end(self, index: int) -> None:
+        """Go to the first or the last line."""
+        lines = self.query_one(LogList)
+        lines.follow = index < 0
+        lines.go_to(index)
+
+    def action_filter(self) -> None:
+        """Type a filter."""
+        self.add_class("filtering")
+        self.query_one(Prompt).focus()
+
+    def on_prompt_changed(self, event: Prompt.Changed) -> None:
+        """Filter as one types."""
+        self.query_one(LogList).text = event.text
+        self.tick()
+
+    def on_prompt_done(self, event: Prompt.Done) -> None:
+        """Keep the filter, or end it."""
+        prompt = self.query_one(Prompt)
+        if not event.accepted:
+            prompt.text = self.query_one(LogList).text = ""
+        self.set_class(bool(prompt.text), "filtering")
+        self.set_focus(None)
+        self.tick()

@@ -1,0 +1,156 @@
+"""One rank in detail: the phase table, its figures, charts of its steps, and the end of its log."""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from textual.binding import BindingType
+from textual.containers import Container
+from textual.widget import Widget
+
+from ..model.rank import RankModel
+from ..widgets.canvas import Canvas
+from ..widgets.card import title
+from ..widgets.charts import Chart, Series, chart_lines
+from ..widgets.line import Line
+from ..widgets.log_lines import log_line
+from ..widgets.phase_table import phase_table
+from ..widgets.rank_figures import figure_lines
+from ..widgets.stage import Stage
+from .base import MonitorScreen, key
+
+
+class RankCanvas(Canvas):
+    """A part of the screen that draws the selected rank."""
+
+    @property
+    def rank(self) -> RankModel | None:
+        """The selected rank; None before any was heard of."""
+        return self.stage.model.ranks.get(self.stage.selected)
+
+
+class RankHead(RankCanvas):
+    """Title, figures and the phase table."""
+
+    def key(self) -> object:
+        """Change with the rank's state and its last step."""
+        rank = self.rank
+        if rank is None:
+            return ()
+        return rank.rank, id(rank.last), self.stage.views.rank(self.stage.model, rank), rank.events is None
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the rank."""
+        rank = self.rank
+        if rank is None:
+            return [Line(" no rank yet", self.look.style("dim"))]
+        view = self.stage.views.rank(self.stage.model, rank, several_hosts=True)
+        lines = [title(view, width, self.look, True)]
+        lines += figure_lines(self.stage.model, rank, view, width, self.look)
+        lines.append(Line())
+        table = phase_table(rank.phase_rows, width, self.look)
+        return [*lines, *table][:height]
+
+
+class StepChart(RankCanvas):
+    """Step time over the recent steps."""
+
+    def key(self) -> object:
+        """Change with the last step."""
+        return self.rank and (self.rank.rank, id(self.rank.last))
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the chart."""
+        steps = list(self.rank.steps) if self.rank else []
+        times = [step.host_us / 1000 for step in steps]
+        chart = Chart("step time", "ms", [step.step for step in steps], [Series("step", "accent", times)], floor=True)
+        return chart_lines(chart, width, height, self.look)
+
+
+class MemoryChart(StepChart):
+    """Each step's peak, and what was held behind it."""
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the chart."""
+        rank = self.rank
+        steps = [step for step in (rank.steps if rank else ()) if step.phases]
+        gib = 2**30
+        cpu = rank is not None and rank.on_cpu
+        peaks = [max(record.peak_span.peak for record in step.phases) / gib for step in steps]
+        if cpu:
+            held = [max(record.allocated.end for record in step.phases) / gib for step in steps]
+        else:
+            held = [max(record.reserved.peak for record in step.phases) / gib for step in steps]
+        series = [
+            Series("resident peak" if cpu else "peak", "peak", peaks),
+            Series("in use" if cpu else "reserved", "allocated", held),
+        ]
+        return chart_lines(Chart("memory", "GiB", [step.step for step in steps], series), width, height, self.look)
+
+
+class RankLog(RankCanvas):
+    """The last lines of the rank's output."""
+
+    def key(self) -> object:
+        """Change with the log."""
+        return self.stage.selected, id(self.stage.model.logs), self.stage.model.logs.version
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw a rule and the lines."""
+        look = self.look
+        rule = look.style("rule")
+        head = Line(look.glyphs.rule, rule).add(" output ", look.style("dim"))
+        lines = [head.add(look.glyphs.rule * max(0, width - head.width), rule)]
+        entries = self.stage.model.logs.select(rank=self.stage.selected, limit=height - 1)
+        if not entries:
+            return [*lines, Line(" no output yet", look.style("dim"))]
+        return [*lines, *(log_line(entry, width, look, with_rank=False) for entry in entries)]
+
+
+class RankScreen(MonitorScreen):
+    """The selected rank."""
+
+    NAME = "rank"
+    WHAT = (
+        "One rank: its last step phase by phase, with the memory at the start and the end of each phase and its peak. "
+        "Growth is what stayed (the first optimizer step creates Adam's states), transient is what came and went. "
+        "The charts show the recent steps. Left and right go to the neighbouring ranks."
+    )
+    LEGEND = ("phases", "states")
+    TITLE_LINES = 1
+    BINDINGS: ClassVar[list[BindingType]] = [
+        key("escape", "app.back", "back", "back to the overview"),
+        key("left,up", "rank(-1)", "previous", "the rank before"),
+        key("right,down", "rank(1)", "next rank", "the rank after"),
+        key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
+        key("l", "app.logs", "logs", "the output of all ranks"),
+        key("s", "app.stacks", "stacks", "Python stacks of this rank"),
+        key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
+        key("S", "app.stop", "stop", "save a checkpoint and end the run; asks first", show=False),
+    ]
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        self._parts: list[Canvas] = []
+
+    def body(self) -> Iterable[Widget]:
+        """Give head, charts and log."""
+        charts = [StepChart(self.stage, classes="chart"), MemoryChart(self.stage, classes="chart")]
+        head, log = RankHead(self.stage, name="rank-head"), RankLog(self.stage, name="rank-log")
+        self._parts = [*charts]
+        yield head
+        yield Container(*charts, id="charts")
+        yield log
+
+    def tick(self) -> None:
+        """Draw what changed."""
+        super().tick()
+        for part in self._parts:
+            part.tick()
+
+    def action_rank(self, delta: int) -> None:
+        """Go to a neighbouring rank."""
+        ranks = list(self.stage.model.ranks)
+        if self.stage.selected in ranks:
+            index = ranks.index(self.stage.selected) + delta
+            self.stage.selected = ranks[max(0, min(index, len(ranks) - 1))]
+        self.tick()

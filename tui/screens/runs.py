@@ -1,0 +1,180 @@
+"""The list of runs, live and recorded; enter opens one."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.widget import Widget
+
+from ...protocol.rundir import RunDir, home
+from ...protocol.text import duration
+from ..model.runs import RunEntry, RunList
+from ..widgets.line import Line, cut
+from ..widgets.listing import Listing
+from ..widgets.prompt import Prompt
+from ..widgets.stage import Stage
+from .base import COMMON_KEYS, MonitorScreen, key
+
+LOOK_SECONDS = 1.0
+"""How often the run directories are looked at."""
+
+_NEED_A_RUN = {
+    binding.action.removeprefix("app.").split("(")[0] for binding in COMMON_KEYS if isinstance(binding, Binding)
+} - {"help", "detach", "theme", "command_palette"}
+
+
+class RunRows(Listing):
+    """The runs that pass the filter, newest first."""
+
+    empty = "no runs yet: start one with 'ftmon demo' or 'ftmon run -- COMMAND'"
+    text = ""
+
+    def __init__(self, stage: Stage, name: str) -> None:
+        super().__init__(stage, name=name)
+        self._list = RunList()
+        self._entries: list[RunEntry] = []
+        self._looked = 0.0
+
+    def refresh_entries(self, now: float) -> None:
+        """Look at the run directories again, when it is time; the selection stays on its run."""
+        if now - self._looked < LOOK_SECONDS:
+            return
+        chosen = self.chosen
+        self._looked = now
+        self._entries = self._list.entries()
+        if chosen is not None:
+            ids = [entry.id for entry in self.entries()]
+            self.selected = ids.index(chosen.id) if chosen.id in ids else self.selected
+
+    def entries(self) -> list[RunEntry]:
+        """List the runs that pass the filter."""
+        wanted = self.text.casefold()
+        return [e for e in self._entries if wanted in f"{e.id} {e.kind} {e.state} {' '.join(e.command)}".casefold()]
+
+    @property
+    def chosen(self) -> RunEntry | None:
+        """The selected run."""
+        entries = self.entries()
+        return entries[min(self.selected, len(entries) - 1)] if entries else None
+
+    def key(self) -> object:
+        """Change with the runs, the filter, the selection, and the minute."""
+        return self.entries(), self.text, self.selected, int(self._looked) if any(e.live for e in self._entries) else 0
+
+    def count(self) -> int:
+        """Count the runs."""
+        return len(self.entries())
+
+    def head(self, width: int) -> list[Line]:
+        """Draw the column heads."""
+        look = self.look
+        words = f"   {'run':<{self._name_width(width)}}{'state':<12}{'ranks':>6}{'step':>9}{'took':>11}{'started':>16}"
+        live = sum(entry.live for entry in self._entries)
+        title = Line(" ftmon", look.style("accent", bold=True)).add("  runs", look.style("text", bold=True))
+        title.add(f"   {live} live, {len(self._entries) - live} recorded   {home() / 'runs'}", look.style("dim"))
+        return [title, Line(), Line(words, look.style("dim"))]
+
+    @staticmethod
+    def _name_width(width: int) -> int:
+        return max(20, min(48, width - 58))
+
+    def item(self, index: int, width: int, selected: bool) -> Line:
+        """Draw one run."""
+        entry, look = self.entries()[index], self.look
+        ground = "raised" if selected else "background"
+        names = self._name_width(width)
+        glyph, tone = look.state(entry.state if entry.state != "lost" else "unreachable")
+        line = Line(f" {look.glyphs.selected if selected else ' '} ", look.style("accent", ground, bold=True))
+        name = cut(entry.id, names - 1, look.glyphs.ellipsis)
+        line.add(f"{name:<{names}}", look.style("text", ground, bold=entry.live))
+        line.add(f"{glyph} {entry.state:<10}", look.style(tone, ground))
+        dim = look.style("dim", ground)
+        line.add(f"{entry.ranks or '':>6}{entry.step or '':>9}", look.style("text", ground))
+        line.add(f"{duration(entry.duration_s(time.time())):>11}", dim)
+        line.add(f"{time.strftime('%d %b %H:%M', time.localtime(entry.created)):>16}", dim)
+        note = entry.problem or entry.missing or " ".join(entry.command)
+        line.add("  " + cut(note, max(0, width - line.width - 2), look.glyphs.ellipsis), look.style("faint", ground))
+        return line.fit(width, look.style("text", ground))
+
+
+class RunsScreen(MonitorScreen):
+    """Live and recorded runs of this user on this host."""
+
+    NAME = "runs"
+    WHAT = (
+        "The runs of this user on this host, the newest first. A live run is opened as it goes on; one that is over is "
+        "opened as a replay. lost: it ended without anybody seeing how."
+    )
+    LEGEND = ()
+    BINDINGS: ClassVar[list[BindingType]] = [
+        key("enter", "open_chosen", "open", "open the selected run"),
+        key("slash", "filter", "filter", "show only runs that contain a text"),
+        key("up", "move(-1)", "up", "the run above", show=False),
+        key("down", "move(1)", "down", "the run below", show=False),
+        key("pageup", "page(-1)", "page up", "a screen up", show=False),
+        key("pagedown", "page(1)", "page down", "a screen down", show=False),
+        key("escape", "app.back", "back", "back to the run that is open", show=False),
+    ]
+
+    @dataclass
+    class Opened(Message):
+        """A run was chosen."""
+
+        run: RunDir
+
+    def compose(self) -> Iterable[Widget]:
+        """Leave the summary and the replay bar out: no run is open here."""
+        for widget in super().compose():
+            if widget.id not in ("summary", "replay"):
+                yield widget
+
+    def body(self) -> Iterable[Widget]:
+        """Give the list and the filter."""
+        yield RunRows(self.stage, name="runs")
+        yield Prompt(self.stage, "filter", "words; enter keeps it, escape ends it", name="filter")
+
+    def tick(self) -> None:
+        """Look at the runs, and draw what changed."""
+        self.query_one(RunRows).refresh_entries(time.monotonic())
+        super().tick()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Hide what needs an open run."""
+        del parameters
+        return action not in _NEED_A_RUN
+
+    def action_move(self, delta: int) -> None:
+        """Select another run."""
+        self.query_one(RunRows).move(delta)
+
+    def action_page(self, direction: int) -> None:
+        """Go a screen up or down."""
+        self.query_one(RunRows).page(direction)
+
+    def action_open_chosen(self) -> None:
+        """Open the selected run."""
+        entry = self.query_one(RunRows).chosen
+        if entry is not None:
+            self.post_message(self.Opened(RunDir(home() / "runs" / entry.id)))
+
+    def action_filter(self) -> None:
+        """Type a filter."""
+        self.add_class("filtering")
+        self.query_one(Prompt).focus()
+
+    def on_prompt_changed(self, event: Prompt.Changed) -> None:
+        """Filter as one types."""
+        self.query_one(RunRows).text = event.text
+        self.tick()
+
+    def on_prompt_done(self, event: Prompt.Done) -> None:
+        """Keep the filter, or end it."""
+        prompt = self.query_one(Prompt)
+        if not event.accepted:
+            prompt.text = self.query_one(RunRows).text = ""
+        self.set_class(bool(prompt.text), "filtering")
+        self.set_focus(None)
+        self.tick()

@@ -1,0 +1,76 @@
+"""The dialog that stops a run in order: the trainer saves a checkpoint and ends after the step."""
+
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from ..source.base import CommandRecord
+from ..widgets.alert_lines import wrap
+from ..widgets.line import Line
+from .answers import answer_lines, button_line
+from .dialog import Dialog
+
+
+class StopDialog(Dialog):
+    """Asks; the default is no. Afterwards it shows what came of it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,n", "close", "no", tooltip="do nothing"),
+        Binding("left,right,tab", "other", "choose", tooltip="between no and yes"),
+        Binding("enter", "answer", "answer", tooltip="do what is chosen"),
+        Binding("y", "yes", "yes", tooltip="stop the run"),
+        Binding("q", "leave", "leave", tooltip="close; once the stop is under way, detach"),
+    ]
+    WIDTH = 72
+    yes = False
+    sent = ""
+
+    def lines(self, width: int, height: int) -> list[Line]:
+        """Draw question or progress."""
+        look, model = self.look, self.stage.model
+        name = model.info.name or model.info.id
+        lines = [Line(f"Stop {name}", look.style("text", bold=True)), Line()]
+        if self.record is not None:
+            lines += answer_lines(self.record, model, width, look)
+            lines += [Line(), Line(f"the run is {model.state}   escape: close", look.style("dim"))]
+            return lines
+        own = model.info.kind in ("demo", "train", "")
+        what = (
+            "Every rank finishes its step, the trainer saves a checkpoint, and the run ends; it can be resumed."
+            if own
+            else "The script gets an interrupt (SIGINT), as from ctrl+c. Whether it saves anything is up to the script."
+        )
+        lines += [Line(row, look.base) for row in wrap(what, width)]
+        lines += [Line(), button_line("No", "Yes, stop", self.yes, look)]
+        return lines
+
+    @property
+    def record(self) -> CommandRecord | None:
+        """The command, once it was sent."""
+        source = self.stage.source
+        return source.commands.get(self.sent) if source is not None and self.sent else None
+
+    def tick(self) -> None:
+        """Show progress."""
+        if self.sent:
+            self.fit()
+        super().tick()
+
+    def action_other(self) -> None:
+        """Choose the other answer."""
+        self.yes = not self.yes
+        self.panel.tick()
+
+    def action_answer(self) -> None:
+        """Do what is chosen."""
+        if self.sent or not self.yes:
+            self.dismiss(None)
+        else:
+            self.action_yes()
+
+    def action_yes(self) -> None:
+        """Stop the run."""
+        source = self.stage.source
+        if source is not None and not self.sent:
+            self.sent = source.send("stop")
+            self.tick()

@@ -1,0 +1,162 @@
+"""What a kill is aimed at, in words: the targets, what follows from ending them, what is left of them afterwards."""
+
+from dataclasses import dataclass, field
+
+from ..model.rank import RankModel
+from ..model.run import RunModel
+from ..widgets.alert_lines import wrap
+from ..widgets.figures import gib
+from ..widgets.line import Line, cut
+from ..widgets.look import Look
+
+_NAMED = 6
+"""Ranks that are named one by one; more are counted."""
+
+
+@dataclass
+class Targets:
+    """The ranks one may end, those that are marked, and whether it is the whole run."""
+
+    ranks: list[int]
+    marked: set[int] = field(default_factory=set[int])
+    whole: bool = False
+    before: dict[int, int] = field(default_factory=dict[int, int])
+    """Device memory in use by rank when the kill was sent."""
+
+    @classmethod
+    def of(cls, model: RunModel, selected: int) -> "Targets":
+        """List a run's living ranks, the selected one marked; of a run with one rank, the run."""
+        ranks = [rank.rank for rank in model.ranks.values() if rank.alive]
+        if len(ranks) <= 1:
+            return cls(ranks, set(), True)
+        return cls(ranks, {selected} & set(ranks))
+
+    @property
+    def any(self) -> bool:
+        """Tell whether there is anything to end."""
+        return self.whole or bool(self.marked)
+
+    @property
+    def chosen(self) -> list[int]:
+        """The ranks as a command carries them: none means the run."""
+        return [] if self.whole else sorted(self.marked)
+
+    @property
+    def first_marked(self) -> int:
+        """The place of the first marked rank in the list."""
+        return next((index for index, rank in enumerate(self.ranks) if rank in self.marked), 0)
+
+    @property
+    def words(self) -> str:
+        """Name what is marked: ``the whole run``, ``rank 3``, ``ranks 1, 2``, ``12 ranks``, ``nothing``."""
+        if self.whole:
+            return "the whole run"
+        if not self.marked:
+            return "nothing"
+        if len(self.marked) == 1:
+            return f"rank {min(self.marked)}"
+        if len(self.marked) <= _NAMED:
+            return "ranks " + ", ".join(map(str, sorted(self.marked)))
+        return f"{len(self.marked)} ranks"
+
+    def toggle(self, row: int) -> None:
+        """Mark or unmark a row: 0 is the whole run, then the ranks."""
+        if row == 0:
+            self.whole = not self.whole
+        else:
+            self.whole = False
+            self.marked ^= {self.ranks[row - 1]}
+
+    def remember(self, model: RunModel) -> None:
+        """Note what the targets hold of their devices now."""
+        for number in self.chosen or self.ranks:
+            rank = model.ranks.get(number)
+            if rank is not None:
+                self.before[number] = _held(model, rank)
+
+    def aftermath(self, model: RunModel, width: int, look: Look) -> list[Line]:
+        """Draw each target's state and the device memory it held and holds."""
+        lines: list[Line] = []
+        numbers = list(self.before)
+        for number in numbers[:_NAMED]:
+            rank = model.ranks.get(number)
+            if rank is None:
+                continue
+            glyph, tone = look.state(rank.state)
+            line = Line(f"{glyph} ", look.style("good" if not rank.alive else tone)).add(f"rank {number:<4}", look.base)
+            line.add(f"{rank.state:<12}", look.style("dim" if not rank.alive else tone))
+            if not rank.on_cpu and self.before[number]:
+                words = f"GPU memory {gib(self.before[number])} GiB before, {gib(_held(model, rank))} GiB now"
+                line.add(words, look.style("dim"))
+            elif rank.state_text:
+                line.add(cut(rank.state_text, max(0, width - line.width), look.glyphs.ellipsis), look.style("dim"))
+            lines.append(line)
+        if len(numbers) > _NAMED:
+            left = sum(model.ranks[number].alive for number in numbers if number in model.ranks)
+            lines.append(Line(f"  {len(numbers) - left} of {len(numbers)} ranks have ended", look.style("dim")))
+        return lines
+
+
+def _held(model: RunModel, rank: RankModel) -> int:
+    """Bytes of its device that a rank's own processes hold, as far as NVML tells."""
+    sample = model.device_of(rank)
+    if sample is None or sample.kind != "gpu":
+        return 0
+    own = [process.used_bytes for process in sample.processes if process.rank == rank.rank]
+    return sum(own) if own or not rank.alive else sample.used_bytes
+
+
+def target_line(targets: Targets, row: int, model: RunModel, width: int, look: Look, at_cursor: bool) -> Line:
+    """Draw a target: the whole run in row 0, then a rank a row."""
+    glyphs = look.glyphs
+    marked = targets.whole or (row > 0 and targets.ranks[row - 1] in targets.marked)
+    line = Line(f"{glyphs.selected if at_cursor else ' '} ", look.style("accent", bold=True))
+    tone = "accent" if at_cursor else "text"
+    line.add(f"{glyphs.marked if marked else glyphs.unmarked} ", look.style("error" if marked else "dim"))
+    if row == 0:
+        line.add("the whole run", look.style(tone, bold=True))
+        return line.add(f": {len(targets.ranks)} ranks, their launcher and all they started", look.style("dim"))
+    rank = model.ranks[targets.ranks[row - 1]]
+    line.add(f"rank {rank.rank:<5}", look.style(tone, bold=True))
+    where = f"pid {rank.hello.pid} on {rank.hello.host}" if rank.hello else "not heard of yet"
+    state_glyph, state_tone = look.state(rank.state)
+    line.add(cut(f"{where:<28}", 30, glyphs.ellipsis), look.style("dim"))
+    line.add(f" {state_glyph} {rank.state}", look.style(state_tone))
+    return line.add(f", step {rank.step:,}", look.style("dim")).fit(width, look.base)
+
+
+def signal_line(name: str, at_cursor: bool, look: Look) -> Line:
+    """Draw the choice of signal."""
+    words = f"SIG{name}" if name else "INT, then TERM, then KILL"
+    line = Line(f"{look.glyphs.selected if at_cursor else ' '} ", look.style("accent", bold=True))
+    line.add("signal  ", look.style("dim"))
+    return line.add(f"< {words} >", look.style("accent" if at_cursor else "text", bold=at_cursor))
+
+
+def what_follows(targets: Targets, model: RunModel, signal: str, width: int, look: Look) -> list[Line]:
+    """Say what ending the targets brings about."""
+    text = _consequence(targets, model)
+    text += " Stacks are saved first; then SIG" + signal + "." if signal else " Stacks are saved first."
+    if signal == "KILL":
+        text += " Nothing gets a chance to save."
+    return [Line(f"  {row}", look.style("warning" if targets.any else "dim")) for row in wrap(text, width - 3)]
+
+
+def _consequence(targets: Targets, model: RunModel) -> str:
+    if not targets.any:
+        return "Nothing is marked: nothing would be ended."
+    if targets.whole:
+        return "The run ends here and now; what was not saved in a checkpoint is lost."
+    hosts = {rank.hello.host for rank in _ranks(model, targets.marked) if rank.hello}
+    same = [rank.rank for rank in model.ranks.values() if rank.hello and rank.hello.host in hosts and rank.alive]
+    if model.info.framework == "deepspeed" or model.info.kind in ("demo", "train"):
+        where = f" on {', '.join(sorted(hosts)[:3])}" if hosts else ""
+        return (
+            f"When a rank ends, DeepSpeed's launcher ends every rank of its node: all {len(same)}{where}. The others "
+            "cannot go on without them, so the run ends."
+        )
+    return "The other ranks wait in their next collective for ever, or their launcher ends them: the run is over."
+
+
+def _ranks(model: RunModel, numbers: set[int]) -> list[RankModel]:
+    return [model.ranks[number] for number in numbers if number in model.ranks]

@@ -1,0 +1,99 @@
+"""The legends: what each sign on a screen means, drawn with the signs themselves."""
+
+from collections.abc import Callable
+
+from .line import Line
+from .look import Look
+from .phase_bar import FILLS, SHORT
+
+STATE_WORDS = {
+    "starting": "its process is up, no step is finished yet",
+    "training": "it makes progress",
+    "waiting": "it is in a collective that others have not entered",
+    "hung": "no progress for longer than this phase ever took",
+    "stopped": "the process is stopped (SIGSTOP)",
+    "gone": "there is no process any more",
+    "unreachable": "nothing is heard from its host",
+    "finished": "it ended in order",
+}
+
+PHASE_WORDS = {
+    "data": "waiting for the next batch",
+    "forward": "forward pass",
+    "backward": "backward pass, gradient reduction included",
+    "optimizer": "optimizer step",
+    "wait": "inside collective calls (taken out of the phases)",
+    "other": "between phases",
+}
+
+
+def _head(text: str, look: Look) -> Line:
+    return Line(text, look.style("accent", bold=True))
+
+
+def graph_legend(look: Look) -> list[Line]:
+    """Explain the memory graph."""
+    glyphs = look.glyphs
+    solid = Line("  ", look.base).add(glyphs.eighths[8] * 2, look.style("allocated"))
+    solid.add("  allocated (on a CPU: in use, by glibc)", look.style("dim"))
+    behind = Line("  ", look.base)
+    behind.add(glyphs.reserved * 2 if look.plain_graphs else "  ", look.style("text", "reserved"))
+    behind.add("  reserved by the allocator (on a CPU: the resident set)", look.style("dim"))
+    peak = Line("  ", look.base).add(glyphs.peak * 2, look.style("peak"))
+    peak.add("  the highest peak of this rank so far", look.style("dim"))
+    spike = Line("  ", look.base).add(glyphs.spike + " ", look.style("warning", bold=True))
+    spike.add("  a spike: memory that came and went; n jumps to it, a explains it", look.style("dim"))
+    top = Line("  the top edge is the device's capacity, or after z the run's highest peak", look.style("dim"))
+    return [_head("memory", look), solid, behind, peak, spike, top]
+
+
+def phase_legend(look: Look) -> list[Line]:
+    """Explain the phase bar."""
+    lines = [_head("shares of a step", look)]
+    for name, words in PHASE_WORDS.items():
+        sample = FILLS.get(name, "_") * 2 if look.plain_graphs else "  "
+        line = Line("  ", look.base).add(sample, look.style("on_color", look.phase(name)))
+        lines.append(line.add(f"  {SHORT[name]:<6}", look.base).add(words, look.style("dim")))
+    return lines
+
+
+def state_legend(look: Look) -> list[Line]:
+    """Explain the states of a rank."""
+    lines = [_head("states", look)]
+    for state, words in STATE_WORDS.items():
+        glyph, tone = look.state(state)
+        line = Line(f"  {glyph}   ", look.style(tone)).add(f"{state:<12}", look.base)
+        lines.append(line.add(words, look.style("dim")))
+    return lines
+
+
+def alert_legend(look: Look) -> list[Line]:
+    """Explain the severities."""
+    lines = [_head("alerts", look)]
+    for severity, words in (
+        ("error", "the run is held up or ends"),
+        ("warning", "look at it"),
+        ("info", "for the record"),
+    ):
+        glyph, tone = look.severity(severity)
+        lines.append(Line(f"  {glyph}   ", look.style(tone)).add(words, look.style("dim")))
+    return lines
+
+
+def heat_legend(look: Look) -> list[Line]:
+    """Explain the heat map."""
+    ramp = Line("  ", look.base)
+    for color in look.palette.heat if look.color else ():
+        ramp.add(" ", look.style("text", color))
+    words = "  a rank's peak as a share of its device, in percent (small cells: tens of percent)"
+    return [_head("heat map", look), ramp.add(words, look.style("dim"))]
+
+
+LEGENDS: dict[str, Callable[[Look], list[Line]]] = {
+    "graph": graph_legend,
+    "phases": phase_legend,
+    "states": state_legend,
+    "alerts": alert_legend,
+    "heat": heat_legend,
+}
+"""The parts a screen's help may name."""

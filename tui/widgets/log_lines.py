@@ -1,0 +1,20 @@
+"""One line of a rank's output, as it stands in the logs and below a rank."""
+
+from ...protocol.text import sanitize
+from ..model.logs import LogEntry
+from .line import Line, cut
+from .look import Look
+from .scrubber import time_of_day
+
+
+def log_line(entry: LogEntry, width: int, look: Look, with_rank: bool = True, selected: bool = False) -> Line:
+    """Draw time, rank and text; standard error and the launcher in their own tones."""
+    ground = "raised" if selected else "background"
+    line = Line(f" {time_of_day(entry.time)} ", look.style("dim", ground))
+    if with_rank:
+        name = "launcher" if entry.rank < 0 else f"rank {entry.rank}"
+        line.add(f"{name:<9}", look.style("accent", ground))
+    if entry.stream != "out":
+        line.add(f"{entry.stream:<4}"[:4] + " ", look.style("warning" if entry.stream == "err" else "dim", ground))
+    text = cut(sanitize(entry.text), max(0, width - line.width), look.glyphs.ellipsis)
+    return line.add(text, look.style("text", ground)).fit(width, look.style("text", ground))
