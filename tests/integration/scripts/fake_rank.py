@@ -2,7 +2,8 @@
 
 Options come as a JSON object in argv[1]: ``rank``, ``world``, ``rate`` (steps a second), ``steps`` (0: for ever),
 ``workers`` (child processes in sessions of their own), ``deaf`` (ignores INT and TERM), ``native`` (after the first
-step, holds the GIL in C for ever), ``agrees`` (answers ``stop`` with yes), ``silent`` (never answers), ``exit`` (status).
+step, holds the GIL in C for ever), ``agrees`` (answers ``stop`` with yes), ``silent`` (never answers), ``exit``
+(its exit status).
 """
 
 import ctypes

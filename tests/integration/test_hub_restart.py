@@ -1,0 +1,179 @@
+"""A hub that dies takes nothing with it: another one adopts the ranks, and the numbers go on."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from ftmon.protocol import rundir
+from ftmon.protocol.control import Alert, HubStats, RankState
+from ftmon.protocol.errors import HubError
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.telemetry import Hello, LogLine, Step
+from hub_client import SCRIPTS, App, exit_of, fake_ranks, hub_gone, hub_of, started, until
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("FTMON_RUN", raising=False)
+
+
+def test_a_killed_hub_is_replaced_and_the_stream_goes_on_where_it_ended():
+    with started(fake_ranks({"rate": 300}, {"rate": 300})) as run:
+        with App(run) as app:
+            app.wait_for(Step, lambda step: step.step >= 100)
+            before = hub_of(run)
+            os.kill(before.process.pid, signal.SIGKILL)
+            last_published = max(frame.seq for frame in app.frames)
+        until(lambda: (hub := run.living_hub()) is not None and hub.process != before.process, what="a new hub")
+        with App(run) as app:
+            app.wait_for(Hello, lambda hello: hello.rank == 1)  # it asked who they are
+            app.wait_for(Step, lambda step: step.rank == 1)
+            assert app.frames[0].seq > last_published
+            assert all(a.seq < b.seq for a, b in zip(app.frames, app.frames[1:], strict=False))
+            history = app.history()
+            seqs = [frame.seq for frame in history]
+            assert seqs == sorted(set(seqs))
+            assert [m for m in _messages(history, LogLine) if "rank 0 trains" in m.text][1:] == []
+            assert any("the hub was restarted" in alert.title for alert in _messages(history, Alert))
+            for rank in (0, 1):
+                steps = [step.step for step in _messages(history, Step) if step.rank == rank]
+                assert len(steps) == len(set(steps))
+                # What the dead hub had read and not yet written is gone: a second's worth at the most.
+                missing = sorted(set(range(1, max(steps))) - set(steps))
+                assert len(missing) <= 300
+                assert missing == [] or missing[-1] - missing[0] == len(missing) - 1
+            assert app.command("kill", signal="KILL").ok
+            assert exit_of(run).state == "stopped"
+
+
+def test_a_rank_that_died_while_no_hub_lived_is_found_gone():
+    with started(fake_ranks({}, {"workers": 0})) as run, App(run) as app:
+        app.wait_for(Step, lambda step: step.rank == 1)
+        pid = app.hellos()[1].pid
+        hub = hub_of(run)
+        launcher = until(lambda: run.read_run().launcher)
+        os.kill(launcher.pid, signal.SIGSTOP)  # so that no hub comes back before the rank is dead
+        job = next(p for p in _children(launcher.pid) if p != hub.process.pid)
+        os.kill(job, signal.SIGSTOP)
+        os.kill(hub.process.pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+        os.kill(launcher.pid, signal.SIGCONT)
+        until(lambda: (new := run.living_hub()) is not None and new.process != hub.process, what="a new hub")
+        with App(run) as second:
+            second.wait_for(RankState, lambda s: (s.rank, s.state, s.signal) == (1, "gone", 9), 10)
+            os.kill(job, signal.SIGCONT)
+        assert exit_of(run).state == "failed"
+
+
+def test_two_hubs_of_one_run_cannot_live():
+    with started(fake_ranks({})) as run, App(run) as app:
+        app.wait_for(Step)
+        second = subprocess.run(
+            [sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], capture_output=True, text=True, timeout=30
+        )
+        assert second.returncode == 1
+        assert "another hub of this run is alive" in second.stderr
+        with pytest.raises(HubError):
+            run.lock_hub()
+        app.frames.clear()
+        app.wait_for(Step)
+
+
+def test_a_hub_that_was_asked_to_end_stays_away_and_training_goes_on():
+    with started(fake_ranks({"rate": 20, "steps": 60})) as run:
+        with App(run) as app:
+            app.wait_for(Step)
+            assert app.command("shutdown").ok
+        hub_gone(run)
+        assert run.read_exit() is None
+        assert exit_of(run).state == "finished"
+        assert run.living_hub() is None
+
+
+def test_a_run_that_is_over_needs_no_hub():
+    with started(fake_ranks({"steps": 3})) as run:
+        exit_of(run)
+        hub_gone(run)
+        size = run.recording.stat().st_size
+        done = subprocess.run([sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], timeout=30)
+        assert done.returncode == 0
+        assert run.recording.stat().st_size == size
+
+
+def test_a_damaged_recording_is_moved_aside_and_a_new_one_begun():
+    run = rundir.create("damaged", ["true"], "watch")
+    run.recording.write_bytes(b"not a database at all" * 1000)
+    hub = _hub(run)
+    try:
+        with App(run) as app:
+            alerts = [frame.message for frame in app.history() if isinstance(frame.message, Alert)]
+            assert any("damaged" in alert.title for alert in alerts)
+            assert len(list(run.path.glob("recording.damaged-*.sqlite"))) == 1
+    finally:
+        hub.terminate()
+        hub.wait(20)
+
+
+def test_with_a_full_disk_the_stream_goes_on_the_app_is_told_and_recording_resumes():
+    run = rundir.create("full", ["true"], "watch")
+    # A limit on the size of files the hub writes: what it meets is the same as a full disk, an error from write(2).
+    hub = _hub(run, limit=1_500_000)
+    ranks = [
+        subprocess.Popen(
+            [*fake_ranks({"rate": 800})[:1], str(_fake_rank()), '{"rate": 800}'],
+            env={**os.environ, "FTMON_RUN": str(run.path)},
+        )
+    ]
+    try:
+        with App(run) as app:
+            app.wait_for(HubStats, lambda stats: stats.recording_error != "", 60)
+            app.wait_for(Alert, lambda alert: alert.kind == "disk" and alert.resolved is None)
+            app.frames.clear()
+            app.wait_for(Step)
+            resource.prlimit(hub.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            app.wait_for(HubStats, lambda stats: stats.recording_error == "", 30)
+            app.wait_for(Alert, lambda alert: alert.kind == "disk" and alert.resolved is not None)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(10)
+        hub.terminate()
+        assert hub.wait(20) == 0
+    info = Reader(run.recording).info()
+    assert info.steps > 0
+
+
+def _hub(run, limit: int = 0) -> subprocess.Popen[bytes]:
+    def limit_files() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    hub = subprocess.Popen(
+        [sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], preexec_fn=limit_files if limit else None
+    )
+    until(lambda: run.living_hub() or hub.poll() is not None, what="the hub's start")
+    return hub
+
+
+def _fake_rank():
+    return SCRIPTS / "fake_rank.py"
+
+
+def _messages(frames, kind):
+    return [frame.message for frame in frames if isinstance(frame.message, kind)]
+
+
+def _children(pid: int) -> list[int]:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            found = [int(word) for word in file.read().split()]
+        if len(found) >= 2:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("the launcher has no children")

@@ -1,0 +1,219 @@
+"""A run from its start to its end through the real launcher and hub, with pretended ranks on real sockets."""
+
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import zmq
+from ftmon.protocol import rundir, wire
+from ftmon.protocol.control import Alert, HubStats, RankState, RunState
+from ftmon.protocol.process import is_alive
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.sockets import peer_socket
+from ftmon.protocol.telemetry import Goodbye, Hello, LogLine, Step
+from ftmon.trainer.start import spawn_launcher
+from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, members, started, until
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("FTMON_RUN", raising=False)
+
+
+def test_a_finished_run_is_recorded_whole_and_nothing_of_it_stays():
+    with started(fake_ranks({"steps": 30, "workers": 1}, {"steps": 30})) as run:
+        assert exit_of(run).state == "finished"
+        hub_gone(run)
+        assert members(run) == []
+        info = Reader(run.recording).info()
+        assert (info.steps, list(info.ranks), info.state, info.exit_code) == (60, [0, 1], "finished", 0)
+        assert info.complete
+        frames = Reader(run.recording).frames(0, 10_000)
+        kinds = {type(frame.message) for frame in frames}
+        assert {Hello, Step, Goodbye, LogLine, RunState, RankState, HubStats} <= kinds
+        stats = [frame.message for frame in frames if isinstance(frame.message, HubStats)][-1]
+        assert (stats.lost, stats.refused, stats.unknown) == ({}, 0, 0)
+        assert [p.name for p in run.path.glob("*.sock")] == []
+        assert oct(run.path.stat().st_mode & 0o777) == "0o700"
+        assert oct((run.path / "hub.json").stat().st_mode & 0o777) == "0o600"
+
+
+def test_an_app_that_joins_late_asks_for_what_it_missed_and_has_every_step_once():
+    with started(fake_ranks({"rate": 50})) as run, App(run) as app:
+        app.wait_for(Step, lambda step: step.step >= 20)
+        answer = app.query("frames", after_seq=0, limit=100_000)
+        assert answer.ok, answer.error
+        history = msgspec.msgpack.decode(answer.data, type=list[wire.Frame])
+        app.read(0.5)
+        merged = {frame.seq: frame.message for frame in [*history, *app.frames]}
+        steps = [message.step for _, message in sorted(merged.items()) if isinstance(message, Step)]
+        assert steps == list(range(1, len(steps) + 1))
+        assert len(steps) > 20
+        assert app.query("no_such_query").ok is False
+        assert "frames" in app.query("frames", nonsense=1).error
+
+
+def test_a_command_that_fails_before_its_first_step_says_so_with_its_last_words():
+    code = "import sys; print('no data at /nowhere', file=sys.stderr); sys.exit(3)"
+    with started([sys.executable, "-c", code]) as run:
+        end = exit_of(run)
+        assert (end.state, end.exit_code, end.text) == ("failed", 3, "exit code 3")
+        hub_gone(run)
+        alerts = [alert for alert in Reader(run.recording).alerts() if alert.kind == "exit"]
+        assert len(alerts) == 1
+        assert "before its first step" in alerts[0].title
+        assert "no rank reported" in alerts[0].text
+        assert "no data at /nowhere" in "\n".join(alerts[0].evidence["last_lines"])
+        assert Reader(run.recording).info().state == "failed"
+
+
+def test_a_command_that_cannot_be_executed_fails_the_run_in_words(tmp_path):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/no/such/interpreter\n")
+    broken.chmod(0o755)
+    with started([str(broken)]) as run:
+        end = exit_of(run)
+        assert (end.state, end.exit_code) == ("failed", 127)
+        assert "cannot be started" in end.text
+
+
+def test_a_stopped_and_a_killed_rank_are_noticed_at_once():
+    with started(fake_ranks({}, {})) as run, App(run) as app:
+        app.wait_for(Step, lambda step: step.rank == 1)
+        pid = app.hellos()[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "stopped"), 5)
+        os.kill(pid, signal.SIGCONT)
+        app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "training") and s.since > 0, 5)
+        os.kill(pid, signal.SIGKILL)
+        gone = app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "gone") and s.signal == 9, 5)
+        assert "SIGKILL" in gone.text
+        assert exit_of(run).state == "failed"
+        app.wait_for(RunState, lambda s: s.state == "failed")
+        app.wait_for(Alert, lambda alert: alert.kind == "died" and alert.rank == 1)
+
+
+def test_peers_of_another_version_and_unknown_types_are_counted_and_told():
+    with started(fake_ranks({})) as run, App(run) as app:
+        app.wait_for(Step)
+        context = zmq.Context()
+        push = peer_socket(context, "telemetry")
+        push.connect(app.hub.addresses["telemetry"])
+        foreign = msgspec.msgpack.encode({"v": [2, 0], "src": "rank-9-1-1", "seq": 1, "t": 0.0})
+        for _ in range(5):
+            push.send_multipart([foreign, b"\x80"])
+        push.send_multipart([wire.encode_header("rank-8-1-1", 1, 0.0), msgspec.msgpack.encode({"type": "new"})])
+        push.send_multipart([b"nonsense"])
+        stats = app.wait_for(HubStats, lambda s: s.refused == 6 and s.unknown == 1, 10)
+        assert stats.lost == {}
+        alert = app.wait_for(Alert, lambda alert: "refused" in alert.title and "2.0" in alert.text)
+        assert alert.count == 1
+        context.destroy(linger=0)
+
+
+def test_a_read_only_hub_refuses_every_verb_that_acts():
+    with started(fake_ranks({"workers": 1}), read_only=True) as run, App(run) as app:
+        app.wait_for(Step)
+        for verb in ("kill", "stop", "stacks", "snapshot", "shutdown"):
+            assert "--read-only" in app.refused(verb)
+        assert app.command("ping").ok
+        assert hub_of(run).read_only
+        assert run.read_exit() is None
+
+
+def test_wrong_commands_are_refused_in_words():
+    with started(fake_ranks({})) as run, App(run) as app:
+        app.wait_for(Step)
+        assert "unknown command 'explode'" in app.refused("explode")
+        assert "unknown command 'identify'" in app.refused("identify")
+        assert "no rank 7" in app.refused("kill", ranks=[7])
+        assert "ranks must be a list of numbers" in app.refused("kill", ranks="all")
+        assert "signal must be INT, TERM or KILL" in app.refused("kill", signal="HUP")
+        header = msgspec.msgpack.encode({"v": [3, 1], "src": "app", "seq": 1, "t": 0.0})
+        app.control.send_multipart([header, msgspec.msgpack.encode({"type": "command", "id": "x", "verb": "ping"})])
+        answer = app.answer()
+        assert answer.id == "x"
+        assert "protocol 3.1" in answer.text
+
+
+def test_stacks_are_taken_from_those_that_answer_and_the_others_are_named():
+    with started(fake_ranks({}, {"silent": True})) as run, App(run) as app:
+        app.wait_for(Step, lambda step: step.rank == 1)
+        result = app.command("stacks")
+        assert not result.ok
+        assert result.data["silent"] == [1]
+        assert "stacks of rank 0" in result.text
+        assert app.command("stacks", ranks=[0]).ok
+
+
+def test_a_port_that_was_taken_meanwhile_leaves_the_run_watched_locally():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        command = fake_ranks({})
+        # Past the check at the start: the port is taken between it and the hub's own bind.
+        run = rundir.create("test", command, "run", {"logs": False, "listen": f"127.0.0.1:{port}"})
+        spawn_launcher(run)
+        try:
+            with App(run) as app:
+                app.wait_for(Step)
+                alerts = msgspec.msgpack.decode(app.query("alerts").data, type=list[Alert])
+                assert any("already in use" in alert.text for alert in alerts)
+                assert app.hub.listen == {}
+                assert app.command("kill").ok
+                assert exit_of(run).state == "stopped"
+        finally:
+            hub_gone(run)
+
+
+def test_the_launcher_outlives_a_hangup_and_passes_a_stop_on():
+    with started(fake_ranks({"workers": 1})) as run, App(run) as app:
+        app.wait_for(Step)
+        launcher = until(lambda: run.read_run().launcher)
+        os.kill(launcher.pid, signal.SIGHUP)
+        app.frames.clear()
+        app.wait_for(Step)
+        os.kill(launcher.pid, signal.SIGTERM)
+        end = exit_of(run)
+        assert (end.state, end.text.split(" (")[0]) == ("stopped", "stopped by SIGTERM")
+        hub_gone(run)
+        until(lambda: not is_alive(launcher), what="the launcher's end")
+        assert members(run) == []
+
+
+def test_a_run_whose_launcher_died_is_ended_by_its_hub():
+    with started(fake_ranks({"rate": 5, "steps": 15})) as run, App(run) as app:
+        app.wait_for(Step)
+        launcher = until(lambda: run.read_run().launcher)
+        os.kill(launcher.pid, signal.SIGKILL)
+        end = exit_of(run)
+        assert end.state == "finished"
+        assert "the launcher died" in end.text
+        hub_gone(run)
+        assert Reader(run.recording).info().steps == 15
+
+
+def test_start_prints_one_line_of_json_and_returns_at_once(tmp_path):
+    command = [sys.executable, "-P", "-m", "ftmon.trainer.start", "run", "--name", "x", "--no-logs", "--"]
+    done = subprocess.run([*command, *fake_ranks({"steps": 3})], capture_output=True, text=True, timeout=30, check=True)
+    run = RunDir(json.loads(done.stdout)["run"])
+    assert run.read_run().options == {"listen": "", "read_only": False, "logs": False, "allocator_events": True}
+    assert exit_of(run).state == "finished"
+    hub_gone(run)
+
+
+def test_another_program_reads_the_recording_while_it_is_written():
+    with started(fake_ranks({"rate": 50})) as run, App(run) as app:
+        app.wait_for(Step, lambda step: step.step >= 50)
+        connection = sqlite3.connect(f"file:{run.recording}?mode=ro", uri=True)
+        until(lambda: connection.execute("SELECT count(*) FROM steps").fetchone()[0] >= 50)
+        connection.close()

@@ -1,0 +1,142 @@
+"""After a kill no process of the run is left, whatever its ranks were doing; a stop lets them end themselves."""
+
+import os
+import signal
+
+import pytest
+from ftmon.protocol.control import Command, RankState, Result, RunState
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.telemetry import Goodbye, Stacks, Step
+from hub_client import App, exit_of, fake_ranks, hub_gone, members, started, until
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("FTMON_RUN", raising=False)
+
+
+def training(app: App, ranks: int) -> None:
+    """Wait until every rank has made a step."""
+    for rank in range(ranks):
+        app.wait_for(Step, lambda step, rank=rank: step.rank == rank)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [{"workers": 2}, {"workers": 2}],
+        [{"native": True, "workers": 1}, {}],
+        [{"deaf": True, "workers": 1}, {"deaf": True, "native": True}],
+    ],
+    ids=["training", "stuck in native code", "deaf to INT and TERM"],
+)
+def test_a_killed_run_leaves_nothing_whatever_its_ranks_do(ranks):
+    with started(fake_ranks(*ranks)) as run, App(run) as app:
+        training(app, len(ranks))
+        assert len(members(run)) == 1 + len(ranks) + sum(rank.get("workers", 0) for rank in ranks)
+        result = app.command("kill")
+        assert result.ok, result.text
+        assert members(run) == []
+        assert result.data["left"] == []
+        assert sorted(result.data["ranks"]) == list(range(len(ranks)))
+        assert "nothing is left of the run" in result.text
+        end = exit_of(run)
+        assert end.state == "stopped"
+        assert "killed on request" in end.text
+        app.wait_for(RunState, lambda state: state.state == "stopped")
+        hub_gone(run)
+        frames = [frame.message for frame in Reader(run.recording).frames(0, 10_000)]
+        assert any(isinstance(m, Command) and m.verb == "kill" for m in frames)
+        assert any(isinstance(m, Result) and m.verb == "kill" and m.data["asked_by"] == "test" for m in frames)
+        assert Reader(run.recording).info().state == "stopped"
+
+
+def test_a_run_whose_ranks_are_all_stopped_is_killed():
+    with started(fake_ranks({"workers": 1}, {})) as run, App(run) as app:
+        training(app, 2)
+        for hello in app.hellos().values():
+            os.kill(hello.pid, signal.SIGSTOP)
+        app.wait_for(RankState, lambda state: state.state == "stopped")
+        result = app.command("kill")
+        assert result.ok, result.text
+        assert members(run) == []
+
+
+def test_stacks_are_saved_before_the_first_signal():
+    with started(fake_ranks({}, {"silent": True})) as run, App(run) as app:
+        training(app, 2)
+        result = app.command("kill")
+        assert result.data["stacks_saved"] == [0]
+        stacks = app.wait_for(Stacks)
+        assert stacks.reason == "kill asked by test"
+        exit_of(run)
+
+
+def test_one_killed_rank_takes_its_workers_with_it_and_its_launcher_ends_the_others():
+    with started(fake_ranks({"workers": 1}, {"workers": 2})) as run, App(run) as app:
+        training(app, 2)
+        result = app.command("kill", ranks=[1], signal="KILL")
+        assert result.ok, result.text
+        assert result.data["ranks"] == [1]
+        assert len(result.data["ended"]) == 3
+        app.wait_for(RankState, lambda s: (s.rank, s.state, s.signal) == (1, "gone", 9))
+        end = exit_of(run)
+        assert end.state == "stopped"
+        assert "rank 1 was killed on request" in end.text
+        until(lambda: members(run) == [], what="the end of all")
+
+
+def test_a_signal_of_ones_choice_reports_who_withstood_it():
+    with started(fake_ranks({"deaf": True})) as run, App(run) as app:
+        training(app, 1)
+        result = app.command("kill", ranks=[0], signal="INT")
+        assert not result.ok
+        assert "still alive" in result.text
+        assert run.read_exit() is None
+        assert app.command("kill", signal="KILL").ok
+        assert members(run) == []
+
+
+def test_a_kill_is_not_held_up_by_a_flood_of_telemetry():
+    with started(fake_ranks(*[{"rate": 5000} for _ in range(2)])) as run, App(run) as app:
+        training(app, 2)
+        number = app.send("kill", signal="KILL")
+        accepted = app.answer(5)
+        assert (accepted.id, accepted.ok) == (number, True)
+        assert app.answer().ok
+        assert members(run) == []
+
+
+def test_stop_lets_a_trainer_that_agrees_end_itself():
+    with started(fake_ranks({"agrees": True}, {"agrees": True})) as run, App(run) as app:
+        training(app, 2)
+        result = app.command("stop")
+        assert result.ok
+        assert result.data["agreed"] == [0, 1]
+        end = exit_of(run)
+        assert (end.state, end.exit_code) == ("stopped", 0)
+        assert app.wait_for(Goodbye).reason == "stopped"
+        app.wait_for(RunState, lambda state: state.state == "stopping")
+        app.wait_for(RunState, lambda state: state.state == "stopped")
+
+
+def test_stop_interrupts_a_foreign_script():
+    with started(fake_ranks({}, {})) as run, App(run) as app:
+        training(app, 2)
+        result = app.command("stop")
+        assert result.ok
+        assert "SIGINT" in result.text
+        end = exit_of(run)
+        assert end.state == "stopped"
+        assert "stopped on request" in end.text
+        assert members(run) == []
+
+
+def test_a_job_that_never_made_a_rank_is_stopped_and_killed_too():
+    for verb in ("stop", "kill"):
+        with started(["sleep", "300"]) as run, App(run) as app:
+            until(lambda run=run: members(run), what="the job's start")
+            assert app.command(verb).ok
+            assert exit_of(run).state == "stopped"
+            assert members(run) == []

@@ -1,0 +1,181 @@
+"""For tests of the hub: start a run of pretended ranks, follow its stream, command it, and see what is left of it."""
+
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+from ftmon.protocol import wire
+from ftmon.protocol.control import Accepted, Answer, Command, Query, Result
+from ftmon.protocol.process import is_alive
+from ftmon.protocol.rundir import ExitFile, HubFile, RunDir
+from ftmon.protocol.sockets import peer_socket
+from ftmon.protocol.telemetry import Hello
+from ftmon.protocol.wire import Frame, Message
+from ftmon.trainer import processes
+from ftmon.trainer.start import start_run
+
+SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
+M = TypeVar("M", bound=Message)
+
+
+def until(condition: Callable[[], Any], seconds: float = 20.0, what: str = "it") -> Any:
+    """Wait for ``condition`` to be true; return its value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{what} did not happen in {seconds} s"
+        time.sleep(0.02)
+    return value
+
+
+def fake_ranks(*ranks: dict[str, Any]) -> list[str]:
+    """Give the command of a launcher with these ranks."""
+    options = [json.dumps({"world": len(ranks), **rank}) for rank in ranks]
+    return [sys.executable, str(SCRIPTS / "fake_launcher.py"), *options]
+
+
+def members(run: RunDir) -> list[processes.Process]:
+    """List the living processes that carry the run's mark, and what descends from them."""
+    return processes.of_run(run.path, [], [])
+
+
+def hub_of(run: RunDir) -> HubFile:
+    return until(run.living_hub, what="a living hub")
+
+
+def exit_of(run: RunDir, seconds: float = 30.0) -> ExitFile:
+    return until(run.read_exit, seconds, "the end of the run")
+
+
+def hub_gone(run: RunDir, seconds: float = 30.0) -> None:
+    until(lambda: run.living_hub() is None, seconds, "the hub's end")
+
+
+@contextmanager
+def started(command: list[str], **options: Any) -> Iterator[RunDir]:
+    """Start a run; whatever the test does, nothing of it is left afterwards."""
+    run = start_run("run", "test", command, {"logs": False, **options})
+    try:
+        yield run
+    finally:
+        launcher = until(lambda: run.read_run().launcher, what="the launcher")
+        for _ in range(3):
+            for process in members(run):
+                processes.send_signal(process, signal.SIGKILL)
+        if is_alive(launcher):
+            try:
+                exit_of(run, 30)
+            finally:
+                hub = run.living_hub()
+                if hub is not None:
+                    os.kill(hub.process.pid, signal.SIGTERM)
+                until(lambda: not is_alive(launcher), 20, "the launcher's end")
+        hub = run.living_hub()
+        if hub is not None:
+            os.kill(hub.process.pid, signal.SIGKILL)
+
+
+class App:
+    """An attached app: the stream, control and query channels of a run's hub."""
+
+    def __init__(self, run: RunDir) -> None:
+        hub = hub_of(run)
+        self.hub = hub
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.stream = peer_socket(self.context, "stream")
+        self.stream.connect(hub.addresses["stream"])
+        self.control = peer_socket(self.context, "control")
+        self.control.connect(hub.addresses["control"])
+        self.queries = peer_socket(self.context, "query")
+        self.queries.connect(hub.addresses["query"])
+        self.frames: list[Frame] = []
+
+    def __enter__(self) -> "App":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.context.destroy(linger=0)
+
+    def read(self, seconds: float = 0.1) -> None:
+        """Take what the stream has, waiting at most ``seconds`` for more."""
+        deadline = time.monotonic() + seconds
+        while self.stream.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            header, body = self.stream.recv_multipart()
+            head = wire.decode_header(header)
+            message = wire.decode_body(body)
+            assert message is not None
+            self.frames.append(Frame(head.seq, head.t, message))
+            if time.monotonic() >= deadline:
+                return
+
+    def of(self, kind: type[M]) -> list[M]:
+        """List the messages of one type seen so far."""
+        return [frame.message for frame in self.frames if isinstance(frame.message, kind)]
+
+    def wait_for(self, kind: type[M], matches: Callable[[M], bool] = lambda _: True, seconds: float = 20.0) -> M:
+        """Follow the stream until a message of ``kind`` matches; return the first that does."""
+        deadline = time.monotonic() + seconds
+        seen = 0
+        while True:
+            for frame in self.frames[seen:]:
+                if isinstance(frame.message, kind) and matches(frame.message):
+                    return frame.message
+            seen = len(self.frames)
+            assert time.monotonic() < deadline, f"no such {kind.__name__} in {seconds} s; last: {self.frames[-5:]}"
+            self.read()
+
+    def send(self, verb: str, **args: Any) -> str:
+        command = Command(secrets.token_hex(6), verb, args)
+        self.control.send_multipart(wire.encode("test", 1, time.time(), command))
+        return command.id
+
+    def answer(self, seconds: float = 30.0) -> Accepted | Result:
+        assert self.control.poll(int(seconds * 1000)), f"no answer in {seconds} s"
+        message = wire.decode_body(self.control.recv_multipart()[1])
+        assert isinstance(message, Accepted | Result)
+        return message
+
+    def command(self, verb: str, **args: Any) -> Result:
+        """Send a command, see it accepted, return its result."""
+        number = self.send(verb, **args)
+        accepted = self.answer()
+        assert isinstance(accepted, Accepted)
+        assert accepted.ok, accepted.text
+        result = self.answer()
+        assert isinstance(result, Result)
+        assert accepted.id == result.id == number
+        return result
+
+    def refused(self, verb: str, **args: Any) -> str:
+        """Send a command, see it refused, return the words."""
+        self.send(verb, **args)
+        accepted = self.answer()
+        assert isinstance(accepted, Accepted)
+        assert not accepted.ok
+        return accepted.text
+
+    def query(self, name: str, **args: Any) -> Answer:
+        self.queries.send_multipart(wire.encode("test", 1, time.time(), Query(secrets.token_hex(6), name, args)))
+        assert self.queries.poll(20_000)
+        answer = wire.decode_body(self.queries.recv_multipart()[1])
+        assert isinstance(answer, Answer)
+        return answer
+
+    def history(self) -> list[Frame]:
+        """Ask for everything recorded so far."""
+        answer = self.query("frames", after_seq=0, limit=1_000_000)
+        assert answer.ok, answer.error
+        return msgspec.msgpack.decode(answer.data, type=list[Frame])
+
+    def hellos(self) -> dict[int, Hello]:
+        """Give each rank's latest Hello."""
+        found = [frame.message for frame in self.history()]
+        return {message.rank: message for message in found if isinstance(message, Hello)}
