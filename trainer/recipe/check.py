@@ -162,9 +162,10 @@ def data_format(config: Config, columns: list[str]) -> str:
 
 def _devices(loaded: Loaded) -> tuple[str, list[str]]:
     run = loaded.config.run
-    gpus = [] if run.device == "cpu" else hardware.visible_gpus()
+    gpus = [] if run.device == "cpu" else hardware.usable_gpus()
     if run.device == "cuda" and not gpus:
-        raise loaded.error("run.device", "is cuda, but no GPU is visible; see 'ftmon doctor', or use run.device=cpu")
+        why = "PyTorch here is built for the CPU alone" if hardware.torch_is_cpu_only() else "no GPU is visible"
+        raise loaded.error("run.device", f"is cuda, but {why}; see 'ftmon doctor', or use run.device=cpu")
     if gpus and run.ranks > len(gpus):
         raise loaded.error(
             "run.ranks", f"is {run.ranks}, but {len(gpus)} GPU{'s are' * (len(gpus) != 1) or ' is'} visible"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from .decode import Loaded, load
-from .hardware import visible_gpus
+from .hardware import usable_gpus
 
 DATA = Path(__file__).parent / "data" / "instructions.jsonl"
 
@@ -41,5 +41,5 @@ def demo_config(overrides: list[str]) -> Loaded:
     Raises:
         ConfigError: an override is wrong.
     """
-    on_cpu = "run.device=cpu" in overrides or not visible_gpus()
+    on_cpu = "run.device=cpu" in overrides or not usable_gpus()
     return load(None, [f"data.path={DATA}", *overrides], _CPU if on_cpu else _GPU)

@@ -3,7 +3,11 @@
 import os
 import random
 import socket
+from importlib import metadata, util
 from pathlib import Path
+
+TRAINING_PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft")
+"""What ``ftmon[train]`` brings and a rank imports."""
 
 
 def visible_gpus() -> list[str]:
@@ -26,6 +30,24 @@ def visible_gpus() -> list[str]:
     finally:
         pynvml.nvmlShutdown()
     return select_visible(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def usable_gpus() -> list[str]:
+    """List the visible GPUs, or none when the installed PyTorch was built for the CPU alone."""
+    return [] if torch_is_cpu_only() else visible_gpus()
+
+
+def torch_is_cpu_only() -> bool:
+    """Tell whether the installed PyTorch's version says that it was built without CUDA (``2.9.0+cpu``)."""
+    try:
+        return metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def missing_packages() -> list[str]:
+    """Name the packages that training needs and that are not installed; nothing is imported."""
+    return [name for name in TRAINING_PACKAGES if util.find_spec(name) is None]
 
 
 def select_visible(uuids: list[str], setting: str | None) -> list[str]:

@@ -13,6 +13,7 @@ import deepspeed
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from ...protocol.errors import ConfigError
 from ...protocol.rundir import RUN_ENV
 from . import checkpoint, data, faults, model, optimizer, settings, tokenizer
 from .config import Config
@@ -58,7 +59,10 @@ class _Run:
         config, world = self.config, self.world
         resumed = checkpoint.find(config.checkpoint.resume, self.output)
         if world.is_first:
-            self.output.mkdir(parents=True, exist_ok=True)
+            try:
+                self.output.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"output.dir: {self.output}: cannot be made: {error.strerror}") from None
             if config.output.overwrite and not resumed:
                 for old in ("checkpoints", "model"):
                     shutil.rmtree(self.output / old, ignore_errors=True)
@@ -71,6 +75,7 @@ class _Run:
             if resumed:
                 progress = checkpoint.load(self.engine, resumed, world)
                 optimizer.apply_schedule(self.engine, config, progress.step, self.total)
+                self.monitor.resumed(progress.step)
             order.first_step = progress.step
             batches = data.loader(
                 examples,

@@ -27,6 +27,7 @@ class FaultMaker:
         self._step = 0
         self._began = 0.0
         self._usual_s = 0.0
+        self._done = False
         if self._fault is None:
             return
         if self._fault.kind == "spike":
@@ -69,7 +70,12 @@ class FaultMaker:
             ctypes.string_at(0)
 
     def _now(self, kind: str) -> bool:
-        return self._fault is not None and self._fault.kind == kind and self._fault.step == self._step
+        """Tell whether this is the moment for ``kind``; true once, though ZeRO steps once for each parameter group."""
+        fault = self._fault
+        if self._done or fault is None or fault.kind != kind or fault.step != self._step:
+            return False
+        self._done = True
+        return True
 
 
 def _announce(text: str) -> None:
@@ -107,7 +113,7 @@ def _out_of_memory(world: World) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     room = psutil.Process().memory_info().vms + _GIB
     resource.setrlimit(resource.RLIMIT_AS, (room if hard == resource.RLIM_INFINITY else min(room, hard), hard))
-    _announce(f"asks for {size / _GIB:.0f} GiB, with an address-space limit that leaves room for 1")
+    _announce(f"asks for {size / _GIB:.0f} GiB, with an address-space limit that leaves room for 1 GiB")
     try:
         torch.empty(size, dtype=torch.uint8)
     finally:

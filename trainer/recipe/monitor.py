@@ -19,6 +19,12 @@ class Monitor:
         if probe is not None:
             probe.plan(total_steps, epochs, output_dir)
 
+    def resumed(self, step: int) -> None:
+        """Say that training goes on after optimizer step ``step`` of an earlier run."""
+        probe = api.current()
+        if probe is not None:
+            probe.report(step=step)
+
     def stop_requested(self) -> bool:
         """Tell whether somebody asked for a checkpoint and an end after the current step."""
         probe = api.current()

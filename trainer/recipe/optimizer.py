@@ -55,7 +55,7 @@ def scheduler(config: Config, total_steps: int) -> Callable[[torch.optim.Optimiz
 
 
 def apply_schedule(engine: Any, config: Config, step: int, total_steps: int) -> None:
-    """Set the learning rate of the next step after a resume: what the configuration says now wins over the checkpoint."""
+    """Set the learning rate of the next step after a resume: what the configuration says now wins."""
     peak = config.optimizer.lr
     groups: list[dict[str, Any]] = engine.basic_optimizer.param_groups
     engine.lr_scheduler.base_lrs = [peak] * len(groups)

@@ -15,7 +15,7 @@ from typing import Any
 from ...protocol.errors import FtmonError, UsageError
 from ...protocol.rundir import RunDir
 from .. import start
-from . import check, command, describe, faults
+from . import check, command, describe, faults, hardware
 from .decode import Loaded, load
 from .demo import demo_config
 
@@ -30,13 +30,26 @@ def start_trainer(kind: str, loaded: Loaded, name: str, options: dict[str, Any])
         options: the run's options (see ``ftmon.trainer.start.start_run``).
 
     Raises:
-        ConfigError: the configuration does not hold.
+        UsageError: the configuration does not hold, or packages are missing.
         FtmonError: the run cannot be started.
     """
+    missing = hardware.missing_packages()
+    if missing:
+        raise UsageError(f"training needs {', '.join(missing)}, not installed here; run: pip install 'ftmon[train]'")
     resolved = check.resolve(loaded)
+    _make_output(loaded, resolved.config.output.dir)
     os.environ.update(command.launch_environment(resolved))
     chosen = name or resolved.config.run.name or Path(loaded.source).stem
     return start.start_run(kind, chosen, command.launch_command(resolved), options, describe.dump(resolved.config))
+
+
+def _make_output(loaded: Loaded, folder: str) -> None:
+    """Make the output folder now, while a refusal can still be read on the terminal."""
+    if folder:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise loaded.error("output.dir", f"{folder}: cannot be made: {error.strerror}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,6 +85,9 @@ def _train(arguments: argparse.Namespace) -> Loaded:
 
 def _demo(arguments: argparse.Namespace) -> Loaded:
     overrides: list[str] = list(arguments.overrides)
+    for option in ("steps", "ranks"):
+        if getattr(arguments, option) is not None and getattr(arguments, option) < 1:
+            raise UsageError(f"--{option} must be at least 1, not {getattr(arguments, option)}")
     if arguments.ranks is not None:
         overrides.append(f"run.ranks={arguments.ranks}")
     if arguments.steps is not None:

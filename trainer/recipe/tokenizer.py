@@ -29,6 +29,8 @@ def load(config: Config, trained: Path | None) -> Any | None:
     """
     name = config.tokenizer.name or config.model.name
     if not name:
+        if trained is not None and not (trained / "tokenizer.json").exists():
+            raise ConfigError(f"checkpoint.resume: {trained}: the tokenizer of that run is not there")
         return AutoTokenizer.from_pretrained(str(trained)) if trained is not None else None
     key = "tokenizer.name" if config.tokenizer.name else "model.name"
     try:
