@@ -120,7 +120,10 @@ class RankTracker:
         ending = [tracked for tracked in self.ranks.values() if not tracked.ended and tracked.may_end]
         # In the order of their deaths: the first is where the trouble began, the others follow from it.
         for tracked in sorted(ending, key=lambda tracked: tracked.died_at or now):
-            messages += self._end_if_dead(tracked, now)
+            ended = self._end_if_dead(tracked, now)
+            if not ended and tracked.died_at is not None:
+                break
+            messages += ended
         still = [
             tracked
             for tracked in self.ranks.values()

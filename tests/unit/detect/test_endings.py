@@ -228,3 +228,28 @@ def test_an_ordinary_end_raises_nothing(make_sim: Any):
 )
 def test_endings_are_said_in_words(code: int | None, signal: int | None, words: str):
     assert ending_in_words(code, signal) == words
+
+
+def test_of_two_deaths_in_a_row_the_first_is_told_though_only_the_second_said_goodbye(make_sim: Any):
+    sim = a_run(make_sim, 2, cuda=False)
+    sim.fact(1, alive=False, signal=11)
+    sim.now += 0.1
+    error = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+    sim.feed(Failure(0, 7, "backward", sim.now, error + "\nmore"), Goodbye(0, sim.now, 6, "failed", error))
+    sim.fact(0, alive=False, exit_code=1)
+    sim.wait(8)
+    (alert,) = sim.alerts("died")
+    assert (alert.rank, alert.title) == (1, "rank 1 killed by SIGSEGV")
+    assert list(alert.evidence["then"]) == ["0"]
+    assert sim.alerts("failure") == []
+    assert "\n" not in sim.state(0).text
+
+
+def test_a_script_that_leaves_with_a_status_of_its_own_died_of_it(make_sim: Any):
+    sim = a_run(make_sim, 1)
+    sim.feed(Goodbye(0, sim.now, 6, "failed", "sys.exit(3)"))
+    sim.fact(0, alive=False, exit_code=3)
+    sim.wait(2)
+    (alert,) = sim.alerts("died")
+    assert alert.title == "rank 0 ended: exit code 3"
+    assert "sys.exit(3)" in alert.text

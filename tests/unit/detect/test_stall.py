@@ -173,3 +173,12 @@ def test_no_rank_is_ever_named_that_moves_is_within_its_limit_or_finished(views:
 @given(st.lists(st.integers(0, 600), min_size=1, max_size=600))
 def test_ranks_are_named_in_a_few_words(ranks: list[int]):
     assert len(ranks_in_words(ranks)) < 40
+
+
+def test_where_no_collective_is_counted_the_rank_that_is_behind_in_the_step_is_likely():
+    # DDP's reducer works in C++: the probe sees no collectives at all.
+    views = [view(0), view(1), view(2, phase="data")]
+    verdict = must(judge(views))
+    assert (verdict.kind, verdict.hung, verdict.sure) == ("missing", (2,), False)
+    assert must(judge([view(0), view(1), view(2, phase="idle")])).kind == "unclear"
+    assert must(judge([view(0, step=13), view(1, phase="forward", step=14)])).kind == "unclear"

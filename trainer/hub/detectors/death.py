@@ -17,7 +17,7 @@ from ....protocol.telemetry import Failure, LogLine
 from ....protocol.text import duration
 from .book import AlertBook, Key
 from .oom import TRACEBACK_LIMIT, OomDetector
-from .words import ending_in_words, signal_hint
+from .words import ending_in_words, first_line, signal_hint
 
 LOG_LINES = 12
 HELD_S = 3.0
@@ -94,7 +94,8 @@ class DeathDetector:
             return self._book.annotate(
                 t, known, {"ended": ending}, "" if ending.endswith("unknown") else f"It ended: {ending}."
             )
-        if -1 in kill_asked:
+        if -1 in kill_asked or any(failure.rank == rank for _, failure in self._held):
+            # Its own failure, of a lost peer, is still held back: it will tell, or become part of the peer's.
             return []
         asked = rank in kill_asked
         died: Key = ("died", rank, "", "process")
@@ -115,7 +116,7 @@ class DeathDetector:
             rule="process",
             rank=rank,
             text=(
-                f"The process of rank {rank} (pid {state.pid}) is gone without having said goodbye: {ending}."
+                f"The process of rank {rank} (pid {state.pid}) is gone: {state.text or ending}."
                 f"{f' Possibly: {hint}.' if hint and not asked else ''} The other ranks cannot go on without it; "
                 "DeepSpeed's launcher ends them too."
             ),
@@ -163,12 +164,12 @@ class DeathDetector:
             t,
             "failure",
             "error",
-            f"rank {failure.rank} failed{where}: {failure.error}"[:240],
+            f"rank {failure.rank} failed{where}: {first_line(failure.error)}",
             rule="exception",
             rank=failure.rank,
             step=failure.step,
             phase=failure.phase,
-            text=f"An exception left the script in step {failure.step}: {failure.error}.",
+            text=f"An exception left the script in step {failure.step}: {first_line(failure.error, 1000)}.",
             evidence={
                 "error": failure.error,
                 "traceback": failure.traceback[-TRACEBACK_LIMIT:],
@@ -192,7 +193,7 @@ class DeathDetector:
             return []
         since, key = self._first
         if len(self._followers) < 64:
-            self._followers[str(rank)] = f"{how} after {duration(max(0.0, t - since))}"
+            self._followers[str(rank)] = f"{first_line(how)} after {duration(max(0.0, t - since))}"
         return self._book.annotate(t, key, {"then": dict(self._followers)})
 
     def _release(self, t: float) -> list[Alert]:

@@ -4,6 +4,7 @@ from ....protocol.control import Alert
 from ....protocol.telemetry import Failure, Oom, Step
 from ....protocol.text import gib
 from .book import AlertBook, Key
+from .words import first_line
 
 OOM_WORDS = ("outofmemoryerror", "out of memory", "can't allocate memory", "cannot allocate memory", "memoryerror")
 TRACEBACK_LIMIT = 8000
@@ -70,21 +71,20 @@ class OomDetector:
             return self._book.annotate(
                 t, key, {"error": failure.error, "traceback": traceback}, "The script did not catch it and failed."
             )
+        where = f" in {failure.phase}" if failure.phase else ""
         self._standing[failure.rank] = ("oom", failure.rank, failure.phase, "exception")
         return self._book.raise_alert(
             t,
             "oom",
             "error",
-            f"rank {failure.rank} out of memory{f' in {failure.phase}' if failure.phase else ''}: {failure.error}"[
-                :240
-            ],
+            f"rank {failure.rank} out of memory{where}: {first_line(failure.error)}",
             rule="exception",
             rank=failure.rank,
             step=failure.step,
             phase=failure.phase,
             text=(
-                f"{failure.error}. The script did not catch it and failed in step {failure.step}. Use a smaller "
-                "micro-batch with more gradient accumulation, gradient checkpointing, or a higher ZeRO stage."
+                f"{first_line(failure.error, 1000)}. The script did not catch it and failed in step {failure.step}. "
+                "Use a smaller micro-batch with more gradient accumulation, gradient checkpointing, or a higher ZeRO stage."
             ),
             evidence={"error": failure.error, "traceback": failure.traceback[-TRACEBACK_LIMIT:]},
         )

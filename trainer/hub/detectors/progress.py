@@ -8,7 +8,7 @@ collective) for longer than ``limit``::
 - The usual longest is a maximum that forgets: ``m = max(min(d, max(2 m, 1 s)), 0.98 m)`` for each new duration ``d``,
   and ``m = d`` for the first. One outlier at most doubles it, so a stall that resolved does not blind the rule, and a
   few long ones in a row teach it. The first step teaches nothing: it compiles and warms up.
-- Floors: 8 s for forward, backward and optimizer, 10 s for data, 20 s for idle (Python code outside every phase),
+- Floors: 8 s for data, forward, backward and optimizer, 20 s for idle (Python code outside every phase),
   300 s for eval, 600 s for checkpoint, 300 s for init and for all of the first step (compilation, kernel builds, first
   touch of memory), 60 s for the second and third step.
 
@@ -20,7 +20,7 @@ from ....protocol.telemetry import Heartbeat, PhaseRecord, Step
 
 FLOOR_S = {
     "init": 300.0,
-    "data": 10.0,
+    "data": 8.0,
     "forward": 8.0,
     "backward": 8.0,
     "optimizer": 8.0,

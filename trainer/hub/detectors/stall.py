@@ -12,7 +12,9 @@
 3. Nobody is inside (NCCL returns at once; the host blocks later). Counts of collectives entered decide: ranks behind
    the furthest are **hung**, the furthest ones **wait**; only the lowest count is named. Equal counts, or counts that
    cannot be compared (ranks enter different numbers of collectives a step): a rank that is stuck while others move is
-   hung by itself; otherwise **cannot tell**. A run of one rank names that rank.
+   hung by itself; otherwise **cannot tell**. A run of one rank names that rank. Where no collective is counted at all
+   (DDP's own reducer runs in C++): ranks that are in data or forward while all others are in backward or the optimizer
+   of the same micro-step, or beyond, are named, as likely only.
 4. Some ranks have finished and others live on past ``EXIT_LIMIT_S`` (or their limit, in eval and checkpoint):
    a **hang at exit**, whatever the counts say.
 """
@@ -21,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ....protocol.telemetry import STEP_PHASES
 from ....protocol.text import duration
 
 EXIT_LIMIT_S = 30.0
@@ -66,6 +69,7 @@ class RankView:
     last_collective: str = ""
     collectives: int = 0
     step_collectives: int = 0
+    micro_step: int = 0
     per_step: int = -1
     """Collectives it entered in its last finished step; -1 when not known."""
     absent: Absence = ""
@@ -232,10 +236,21 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
         return _alone(stuck, age)
     if len(stuck) < len(present):
         return None
+    early = [view for view in present if view.phase in ("data", "forward")]
+    others = [view for view in present if view.phase in ("backward", "optimizer")]
+    if (
+        not any(view.collectives for view in present)
+        and early
+        and len(early) + len(others) == len(present)
+        and max(_place(view) for view in early) < min(_place(view) for view in others)
+    ):
+        return _missing(others, early, "", "", age, sure=False)
     return _unclear(present, age, "no rank is seen to wait for another one")
 
 
-def _missing(waiting: list[RankView], late: list[RankView], name: str, collective: str, age: float) -> Verdict:
+def _missing(
+    waiting: list[RankView], late: list[RankView], name: str, collective: str, age: float, *, sure: bool = True
+) -> Verdict:
     if not waiting:
         return _alone(late, age)
     who, others = ranks_in_words(_ranks(late)), ranks_in_words(_ranks(waiting))
@@ -251,7 +266,7 @@ def _missing(waiting: list[RankView], late: list[RankView], name: str, collectiv
         kind="missing",
         waiting=_ranks(waiting),
         hung=_ranks(late),
-        sure=not any(view.absent == "silent" for view in late),
+        sure=sure and not any(view.absent == "silent" for view in late),
         title=f"{fault}; {waits}",
         text=(
             f"{waits}{f' in {name}' if name else ''}, held up by {who}: {where}. "
@@ -315,6 +330,11 @@ def _position(view: RankView, views: list[RankView]) -> tuple[int, int]:
     if any(other.step_collectives for other in views):
         return view.step, view.step_collectives
     return 0, view.collectives
+
+
+def _place(view: RankView) -> tuple[int, int, int]:
+    """Where a rank is in the order of an ordinary step."""
+    return view.step, view.micro_step, STEP_PHASES.index(view.phase)
 
 
 def _ranks(views: list[RankView]) -> tuple[int, ...]:

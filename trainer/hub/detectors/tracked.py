@@ -6,7 +6,7 @@ from ....protocol.control import RankState, RankStateName
 from ....protocol.telemetry import Goodbye, Hello
 from .progress import SILENT_S, RankProgress
 from .stall import EXIT_LIMIT_S, Absence, RankView
-from .words import ending_in_words
+from .words import ending_in_words, first_line
 
 
 class ProcessFact(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ class TrackedRank:
         code, signal = (fact.exit_code, fact.signal) if fact is not None else (None, None)
         if self.failure:
             words = "" if code is None and signal is None else f" ({ending_in_words(code, signal)})"
-            return "gone", f"failed: {self.failure}{words}"
+            return "gone", f"failed: {first_line(self.failure)}{words}"
         if goodbye is not None and goodbye.reason != "failed" and not signal and not code:
             return "finished", goodbye.text
         if goodbye is None and code == 0 and not signal:
@@ -99,6 +99,7 @@ class TrackedRank:
             last_collective=progress.last_collective,
             collectives=progress.collectives,
             step_collectives=progress.step_collectives,
+            micro_step=progress.micro_step,
             per_step=progress.per_step_collectives,
             absent="" if lingers else absent,
             finished=state == "finished" and not lingers,

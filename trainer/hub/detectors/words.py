@@ -2,6 +2,8 @@
 
 import signal as signals
 
+from ....protocol.text import sanitize
+
 _SIGNAL_HINTS = {
     "SIGKILL": "somebody, a job scheduler, or the kernel's out-of-memory killer may have sent it (see dmesg)",
     "SIGSEGV": "a crash in native code",
@@ -12,6 +14,12 @@ _SIGNAL_HINTS = {
     "SIGFPE": "a crash in native code: an arithmetic error",
     "SIGHUP": "its terminal was closed",
 }
+
+
+def first_line(text: str, limit: int = 200) -> str:
+    """Return the first line of an error that says something, fit for a title."""
+    line = next((line for line in text.splitlines() if line.strip()), "")
+    return sanitize(line.strip(), limit)
 
 
 def signal_name(number: int) -> str:
