@@ -6,6 +6,7 @@ from math import floor
 
 from ...protocol.recording.results import RecordingInfo
 from ...protocol.wire import Frame
+from ..model.levels import Level
 from ..model.run import RunInfo, RunModel
 from .history import History
 from .overview import Overview, fine_begin, read_memory
@@ -45,8 +46,10 @@ def load(history: History, t: float, info: RunInfo, overview: Overview | None = 
     begin = max(seq - TAIL_FRAMES, 0)
     frames = {frame.seq: frame for frame in history.state_at(t)}
     frames.update((frame.seq, frame) for frame in history.logs(before_seq=seq + 1, limit=LOG_LINES))
-    frames.update((frame.seq, frame) for frame in history.frames(begin, TAIL_FRAMES, t))
-    _load_memory(history, t, model, overview)
+    tail = history.frames(begin, TAIL_FRAMES, t)
+    frames.update((frame.seq, frame) for frame in tail)
+    if begin:
+        _load_memory(history, tail[0].t if tail else t, t, model, overview)
     # Charts and rates want steps without holes; of older ones (the run's peak) only what they tell is kept.
     fold(model, (frames[number] for number in sorted(frames) if number <= begin))
     older = {number: rank.last for number, rank in model.ranks.items()}
@@ -89,16 +92,21 @@ def adopt_steps(model: RunModel, overview: Overview) -> None:
         model.losses.adopt(overview.losses, min(firsts))
 
 
-def _load_memory(history: History, t: float, model: RunModel, overview: Overview | None) -> None:
+def _load_memory(history: History, told: float, t: float, model: RunModel, overview: Overview | None) -> None:
+    """Load the memory before ``told``, from where on frames tell it up to ``t``: by the second, and older pooled."""
     span = overview.span if overview is not None else 1
-    fine = fine_begin(t, FINE_SECONDS, span)
+    fine = fine_begin(told, FINE_SECONDS, span)
     if overview is not None:
         fine = max(fine, overview.first * span)
         rest = floor(fine / span)
         adopt(model, overview, float(rest * span))
         middle = min(span, 16)
-        for rank, level in read_memory(history, rest * span // middle, (fine - rest * span) // middle, middle).items():
-            model.rank(rank).timeline.adopt(level)
-    # The second that t falls in may hold later steps too; the folded tail alone says what is in it by now.
-    for rank, level in read_memory(history, fine, floor(t) - fine, 1).items():
+        _adopt(model, read_memory(history, rest * span // middle, (fine - rest * span) // middle, middle))
+    last = floor(told)
+    _adopt(model, read_memory(history, fine, last - fine, 1))
+    _adopt(model, read_memory(history, last, 1, 1, until=t))
+
+
+def _adopt(model: RunModel, levels: dict[int, Level]) -> None:
+    for rank, level in levels.items():
         model.rank(rank).timeline.adopt(level)

@@ -1,7 +1,7 @@
 """A whole run at a coarse resolution, read once, so that a seek has the run's past to show at once."""
 
 from collections.abc import Callable
-from math import ceil, floor
+from math import ceil, floor, inf
 
 from ...protocol.recording.results import RecordingInfo
 from ..model.levels import EMPTY, RATIO, Level
@@ -57,12 +57,15 @@ def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[],
     return overview
 
 
-def read_memory(history: History, first: int, columns: int, span: int) -> dict[int, Level]:
-    """Read aligned columns of ``span`` seconds from column ``first`` (spans since the epoch) on, by rank."""
+def read_memory(history: History, first: int, columns: int, span: int, until: float = inf) -> dict[int, Level]:
+    """Read aligned columns of ``span`` seconds from column ``first`` (spans since the epoch) on, by rank.
+
+    A single column may end early, at ``until``.
+    """
     levels: dict[int, Level] = {}
     if columns <= 0:
         return levels
-    for column in history.memory(float(first * span), float((first + columns) * span), columns):
+    for column in history.memory(float(first * span), min(float((first + columns) * span), until), columns):
         level = levels.get(column.rank)
         if level is None:
             level = levels[column.rank] = Level(span, first)

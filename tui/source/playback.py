@@ -133,6 +133,7 @@ class Playback:
                     del update.frames[:done]
                     return True
             self.model.tick(update.position)
+            self._transport.seeking = self._transport.seeking and update.handled < self._sent
             self._showing = None
             if time.monotonic() > deadline:
                 break
@@ -141,7 +142,6 @@ class Playback:
     def _show(self, update: _Update) -> None:
         transport = self._transport
         transport.position, transport.playing, transport.speed = update.position, update.playing, update.speed
-        transport.seeking = transport.seeking and update.handled < self._sent
         if update.model is not None:
             self.model, update.model = update.model, None
         if update.marks is not None:

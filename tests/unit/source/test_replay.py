@@ -1,0 +1,204 @@
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.control import Alert
+from ftmon.protocol.errors import RecordingError
+from ftmon.protocol.wire import Frame
+from ftmon.tui.model import RunModel
+from ftmon.tui.source.base import Source
+from ftmon.tui.source.replay import ReplaySource
+from streams import Stream, write
+
+FRAMES = list(Stream(ranks=2, steps=300).frames())
+RAISED: dict[int, float] = {}
+for _frame in FRAMES:
+    if isinstance(_frame.message, Alert):
+        RAISED.setdefault(_frame.message.id, _frame.t)
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("replay") / "run.sqlite", FRAMES)
+
+
+@pytest.fixture
+def source(recording: Path) -> Iterator[ReplaySource]:
+    replay = ReplaySource(recording)
+    replay.start()
+    pump(replay, lambda: replay.model.last_seq > 0)
+    yield replay
+    replay.close()
+
+
+def pump(source: Source, until: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, "did not happen in time"
+        if not source.pump():
+            time.sleep(0.002)
+
+
+def settle(source: Source) -> None:
+    pump(source, lambda: not source.transport.seeking)
+
+
+def folded_until(t: float) -> RunModel:
+    model = RunModel()
+    for frame in FRAMES:
+        if frame.t <= t:
+            model.apply(frame)
+    return model
+
+
+def same(source: Source) -> None:
+    """What is shown is what folding everything up to the position shows."""
+    expected = folded_until(source.transport.position)
+    model = source.model
+    assert model.last_seq == expected.last_seq
+    assert (model.step, model.loss, model.state, model.peak) == (
+        expected.step,
+        expected.loss,
+        expected.state,
+        expected.peak,
+    )
+    assert list(model.alerts) == list(expected.alerts)
+
+
+def test_a_replay_begins_at_the_beginning_and_holds(source: ReplaySource) -> None:
+    assert source.transport.mode == "replay"
+    assert source.transport.position == source.transport.first == FRAMES[0].t
+    assert source.transport.last == FRAMES[-1].t
+    assert not source.transport.playing
+    assert source.connection.state == "replay"
+
+
+def test_the_scrubber_knows_every_alert_of_the_recording(source: ReplaySource) -> None:
+    pump(source, lambda: bool(source.transport.marks))
+    assert [mark.alert_id for mark in source.transport.marks] == sorted(RAISED)
+
+
+def test_playing_at_64x_moves_64_seconds_a_second(source: ReplaySource) -> None:
+    source.transport.set_speed(64)
+    source.transport.play()
+    begun = time.monotonic()
+    pump(source, lambda: source.transport.position > source.transport.first + 40)
+    took = time.monotonic() - begun
+    assert source.transport.playing
+    assert 0.5 < took < 8
+    source.transport.pause()
+    pump(source, lambda: not source.transport.playing)
+    same(source)
+
+
+def test_playing_to_the_end_holds_there_and_shows_what_was_seen_live(source: ReplaySource) -> None:
+    source.transport.goto("90%")
+    source.transport.set_speed(64)
+    source.transport.play()
+    settle(source)
+    pump(source, lambda: source.transport.at_end and not source.transport.playing)
+    live = folded_until(FRAMES[-1].t)
+    assert source.model.state == live.state == "finished"
+    assert source.model.ranks[1].timeline.window(60, live.now) == live.ranks[1].timeline.window(60, live.now)
+    same(source)
+
+
+def test_play_at_the_end_begins_again(source: ReplaySource) -> None:
+    source.transport.end()
+    settle(source)
+    source.transport.play()
+    settle(source)
+    assert source.transport.playing
+    assert source.transport.fraction < 0.1
+
+
+def test_steps_forward_and_back_move_by_one_step(source: ReplaySource) -> None:
+    source.transport.goto("100")
+    settle(source)
+    assert source.model.step == 100
+    source.transport.step(1)
+    settle(source)
+    assert source.model.step == 101
+    source.transport.step(-1)
+    settle(source)
+    assert source.model.step == 100
+    same(source)
+
+
+def test_a_held_key_counts_every_press(source: ReplaySource) -> None:
+    source.transport.goto("100")
+    for _ in range(5):
+        source.transport.step(-1)
+    for _ in range(3):
+        source.transport.skip(10)
+    settle(source)
+    expected = next(frame.t for frame in FRAMES if getattr(frame.message, "step", 0) == 95)
+    assert source.transport.position == pytest.approx(expected + 30, abs=0.1)
+    same(source)
+
+
+def test_alerts_are_visited_in_order_each_as_it_was_raised(source: ReplaySource) -> None:
+    pump(source, lambda: bool(source.transport.marks))
+    seen: list[float] = []
+    for _ in RAISED:
+        source.transport.next_alert()
+        settle(source)
+        seen.append(source.transport.position)
+        assert len(source.model.alerts) == len(seen)
+        same(source)
+    assert seen == [RAISED[number] for number in sorted(RAISED)]
+    source.transport.next_alert()
+    settle(source)
+    assert source.transport.message == "no alert after this"
+    source.transport.previous_alert()
+    settle(source)
+    assert source.transport.position == seen[-2]
+
+
+def test_a_jump_of_time_and_of_share_lands_there(source: ReplaySource) -> None:
+    source.transport.goto("50%")
+    settle(source)
+    middle = (source.transport.first + source.transport.last) / 2
+    assert source.transport.position == pytest.approx(middle)
+    source.transport.goto("+5s")
+    settle(source)
+    assert source.transport.position == pytest.approx(middle + 5)
+    same(source)
+    source.transport.begin()
+    settle(source)
+    assert source.transport.position == source.transport.first
+
+
+@pytest.mark.parametrize("text", ["99999", "tomorrow"])
+def test_a_place_that_is_not_there_moves_nothing_and_says_why(source: ReplaySource, text: str) -> None:
+    before = source.transport.position
+    source.transport.goto(text)
+    settle(source)
+    assert source.transport.message
+    assert source.transport.position == before
+
+
+def test_a_recording_takes_no_commands(source: ReplaySource) -> None:
+    record = source.commands[source.send("kill", {"ranks": []})]
+    assert record.done
+    assert record.accepted is not None
+    assert not record.accepted.ok
+    assert not source.can_command
+
+
+def test_a_file_that_is_no_recording_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("not a recording, and long enough to be looked at as one would be looked at")
+    for name in ("notes.txt", "missing.sqlite"):
+        with pytest.raises(RecordingError):
+            ReplaySource(tmp_path / name)
+
+
+def test_an_empty_recording_opens_and_shows_nothing(tmp_path: Path) -> None:
+    frames: list[Frame] = []
+    source = ReplaySource(write(tmp_path / "empty.sqlite", frames))
+    source.start()
+    source.transport.goto("50%")
+    settle(source)
+    assert source.model.ranks == {}
+    source.close()
