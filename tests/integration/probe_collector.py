@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import zmq
-
 from ftmon.protocol import rundir, sockets, wire
 from ftmon.protocol.control import Command
 

@@ -3,6 +3,7 @@
 import os
 import sys
 from types import ModuleType
+from typing import Any
 
 from . import guard
 from .imports import after_import
@@ -17,7 +18,7 @@ def begin() -> None:
         _refuse()
     if role not in ("rank", "candidate"):
         return
-    os.register_at_fork(after_in_child=_leave_to_parent)
+    os.register_at_fork(after_in_child=leave_to_parent)
     if role == "rank":
         os.environ[RANK_PID_ENV] = str(os.getpid())
         place = parse_rank(os.environ)
@@ -69,12 +70,12 @@ def _on_modeling(module: ModuleType) -> None:
     hooks_transformers.install_modeling(module)
 
 
-def _leave_to_parent() -> None:
-    """In a forked child (a dataloader worker): the probe stays with the parent."""
-    from . import active
-
-    active.probe = None
-    active.forked = True
+def leave_to_parent() -> None:
+    """In a forked child of a rank (a dataloader worker): the probe stays with the parent."""
+    active: Any = sys.modules.get("ftmon.trainer.probe.active")
+    if active is not None and active.probe is not None:
+        active.probe = None
+        active.forked = True
 
 
 def _refuse() -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 probe: "Probe | None" = None
 forked = False
-"""This process is a fork of a rank, or of what may have become one: it never gets a probe."""
+"""This process is a fork of a rank: it never gets a probe."""
 counts = Counts()
 
 

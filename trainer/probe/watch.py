@@ -12,7 +12,7 @@ from ...protocol import rundir
 from ...protocol.process import start_ticks
 from ...protocol.rundir import RUN_ENV, RunDir
 from . import guard
-from .activate import await_frameworks
+from .activate import await_frameworks, leave_to_parent
 from .api import Probe, current
 from .probe import begin_rank
 from .roles import RANK_PID_ENV
@@ -48,8 +48,9 @@ def _begin(name: str) -> Probe | None:
     sends_logs = not os.environ.get(RUN_ENV)
     if sends_logs:
         os.environ[RUN_ENV] = str(_join_run(name).path)
-    os.environ[RANK_PID_ENV] = str(os.getpid())
     await_frameworks()
+    os.register_at_fork(after_in_child=leave_to_parent)
+    os.environ[RANK_PID_ENV] = str(os.getpid())
     probe = begin_rank(sends_logs)
     if probe is not None and sends_logs:
         from .tee import tee_output

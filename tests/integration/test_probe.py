@@ -1,0 +1,302 @@
+"""The probe in real ranks, started by real launchers, heard by a real socket."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+from ftmon.protocol import rundir, sockets, wire
+from ftmon.protocol.control import Accepted, Command, Result
+from ftmon.protocol.process import ProcessId, is_alive
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, LogLine, Oom, Plan, Stacks, Step
+from ftmon.protocol.wire import LossCounter
+
+sys.path.insert(0, str(Path(__file__).parent))
+from probe_collector import BIN, SCRIPTS, Collector
+
+
+@pytest.fixture
+def collector(tmp_path, monkeypatch):
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    collector = Collector(tmp_path / "home")
+    yield collector
+    collector.close()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def deepspeed(ranks):
+    return BIN / "deepspeed", "--num_gpus", str(ranks), "--master_port", free_port()
+
+
+def torchrun(ranks):
+    return BIN / "torchrun", "--nproc_per_node", str(ranks), "--master_port", free_port()
+
+
+def single(collector, *words, **extra):
+    return collector.start(BIN / "python", SCRIPTS / "single_loop.py", *words, **extra)
+
+
+def assert_none_lost(collector):
+    counter = LossCounter()
+    for header in collector.headers:
+        counter.see(header.src, header.seq)
+    assert not counter.lost
+    assert all(message.dropped == 0 for message in collector.of(Step))
+
+
+def test_a_plain_deepspeed_loop_is_watched_unchanged(collector):
+    collector.start(*deepspeed(2), SCRIPTS / "deepspeed_loop.py").finish()
+    assert collector.job.returncode == 0, collector.output()
+    assert_none_lost(collector)
+    losses = [
+        float(line.split()[1]) for line in collector.run.rank_log(0, "out").read_text().splitlines() if "loss" in line
+    ]
+    for rank in (0, 1):
+        hello = collector.of(Hello, rank)[-1]
+        assert (hello.framework, hello.zero_stage, hello.grad_accumulation, hello.backend) == (
+            "deepspeed",
+            2,
+            2,
+            "gloo",
+        )
+        assert (hello.device.kind, hello.memory_measure, hello.model, hello.parameters) == (
+            "cpu",
+            "glibc",
+            "Model",
+            4160,
+        )
+        assert hello.deepspeed_config["zero_optimization"] == {"stage": 2}
+        steps = collector.of(Step, rank)
+        assert [step.step for step in steps] == [1, 2, 3, 4]
+        for step in steps:
+            phases = {phase.name: phase for phase in step.phases}
+            assert set(phases) >= {"data", "forward", "backward", "optimizer"}
+            assert step.micro_steps == phases["backward"].count == phases["forward"].count == 2
+            assert (step.batch_shape, step.samples, step.tokens, step.padded_tokens) == ([2, 8], 4, 24, 32)
+            assert (step.lr, step.overflow) == (0.01, False)
+            assert step.grad_norm > 0
+            assert phases["backward"].collectives > 0
+            assert all(p.resident.peak >= max(p.resident.start, p.resident.end) > 0 for p in step.phases)
+            assert sum(p.host_us for p in step.phases if p.name != "init") <= step.host_us
+        printed = [sum(losses[i : i + 2]) / 2 for i in range(0, 8, 2)]
+        if rank == 0:
+            assert [step.loss for step in steps] == pytest.approx(printed)
+        assert [(g.reason, g.step) for g in collector.of(Goodbye, rank)] == [("finished", 4)]
+    counts = {rank: [sum(p.collectives for p in s.phases) for s in collector.of(Step, rank)[1:]] for rank in (0, 1)}
+    assert counts[0] == counts[1]
+    assert "init" in {beat.phase for beat in collector.of(Heartbeat)}
+
+
+def test_a_trainer_with_a_deepspeed_config_tells_its_plan_and_its_other_phases(collector, tmp_path):
+    collector.start(*deepspeed(1), SCRIPTS / "trainer_deepspeed.py", tmp_path / "out").finish()
+    assert collector.job.returncode == 0, collector.output()
+    assert_none_lost(collector)
+    hello = collector.of(Hello)[-1]
+    assert (hello.framework, hello.zero_stage, hello.model) == ("transformers", 2, "GPT2LMHeadModel")
+    assert {(plan.total_steps, plan.output_dir) for plan in collector.of(Plan)} == {(3, str(tmp_path / "out"))}
+    steps = collector.of(Step)
+    assert [(s.step, s.micro_steps, s.samples, s.tokens, s.padded_tokens) for s in steps] == [
+        (number, 2, 4, 36, 48) for number in (1, 2, 3)
+    ]
+    assert {"eval", "checkpoint"} <= {phase.name for phase in steps[2].phases}
+    # What a Trainer logs as loss is the mean over the accumulation, and so is ours.
+    assert all(2 < step.loss < 3.5 for step in steps)
+
+
+def test_a_trainer_without_deepspeed_is_a_rank_from_its_optimizer_on(collector, tmp_path):
+    script = SCRIPTS / "trainer_deepspeed.py"
+    collector.start(BIN / "python", script, "plain", tmp_path / "out").finish()
+    assert collector.job.returncode == 0, collector.output()
+    steps = collector.of(Step)
+    assert [(s.step, s.micro_steps, s.samples, s.tokens) for s in steps] == [(n, 2, 4, 36) for n in (1, 2, 3)]
+    assert all(2 < step.loss < 3.5 for step in steps)
+    assert collector.of(Hello)[-1].framework == "transformers"
+    assert steps[1].phase("forward").count == 2
+
+
+def test_ddp_under_torchrun_shows_steps_and_phases(collector):
+    collector.start(*torchrun(2), SCRIPTS / "ddp_loop.py").finish()
+    assert collector.job.returncode == 0, collector.output()
+    assert_none_lost(collector)
+    for rank in (0, 1):
+        assert collector.of(Hello, rank)[-1].framework == "ddp"
+        steps = collector.of(Step, rank)
+        assert [(s.step, s.samples) for s in steps] == [(n, 4) for n in range(1, 7)]
+        assert all(s.grad_norm > 0 and s.loss > 0 and s.lr == 0.1 for s in steps)
+        assert all({"data", "forward", "backward", "optimizer"} <= {p.name for p in s.phases} for s in steps)
+
+
+def test_a_temporary_of_the_forward_is_in_that_phase_s_peak_and_the_script_s_own_view_is_true(collector):
+    single(collector, "peak").finish()
+    assert collector.job.returncode == 0, collector.output()
+    steps = collector.of(Step)
+    assert len(steps) == 5
+    assert steps[1].phase("forward").resident.transient > 48 * 2**20
+    assert all(steps[n].phase("forward").resident.transient < 8 * 2**20 for n in (2, 3, 4))
+
+
+def test_dataloader_workers_are_no_ranks(collector):
+    single(collector, "workers").finish()
+    assert collector.job.returncode == 0, collector.output()
+    assert {hello.pid for hello in collector.of(Hello)} == {collector.job.pid}
+    assert [step.step for step in collector.of(Step)] == [1, 2, 3, 4, 5]
+    assert len(collector.of(Goodbye)) == 1
+
+
+def test_an_allocation_that_fails_is_reported_with_its_numbers_then_the_failure(collector):
+    single(collector, "oom").finish()
+    assert collector.job.returncode == 1
+    (oom,), (failure,), (goodbye,) = collector.of(Oom), collector.of(Failure), collector.of(Goodbye)
+    assert (oom.requested_bytes, oom.step, oom.phase) == (2**60, 4, "forward")
+    assert 0 < oom.device_free_bytes < oom.device_total_bytes
+    assert oom.stack[-1].endswith(" main")
+    assert "can't allocate memory" in failure.error
+    assert "Traceback" in failure.traceback
+    assert (goodbye.reason, goodbye.step) == ("failed", 3)
+
+
+def test_a_launcher_inside_a_rank_is_refused_and_the_rank_trains_on(collector):
+    single(collector, "nested", TORCHRUN=str(BIN / "torchrun")).finish()
+    assert collector.job.returncode == 0, collector.output()
+    assert "nested ended with 2" in collector.run.rank_log(0, "out").read_text()
+    assert "ftmon: refused: 'torchrun'" in collector.run.rank_log(0, "err").read_text()
+    assert {hello.pid for hello in collector.of(Hello)} == {collector.job.pid}
+
+
+def test_a_script_that_never_trains_is_no_rank_and_keeps_its_output(collector):
+    single(collector, "no-training").finish()
+    assert collector.job.returncode == 0
+    assert collector.messages == []
+    assert (collector.run.logs / "launcher.log").read_text() == "nothing to train\n"
+
+
+def test_an_exit_status_of_the_script_s_own_is_a_failed_goodbye(collector):
+    single(collector, "exit").finish()
+    assert collector.job.returncode == 3
+    assert [(g.reason, g.text) for g in collector.of(Goodbye)] == [("failed", "sys.exit(3)")]
+
+
+def test_commands_are_answered_while_the_training_thread_is_busy_elsewhere(collector):
+    single(collector, "wait")
+    collector.collect(lambda c: any(beat.step == 6 for beat in c.of(Heartbeat)))
+    hello = collector.of(Hello)[-1]
+    identity = f"rank-0-{hello.pid}-{hello.start_ticks}"
+    assert {header.src for header in collector.headers} == {identity}
+    assert is_alive(ProcessId(hello.pid, hello.start_ticks))
+
+    hellos = len(collector.of(Hello))
+    collector.command(identity, "identify")
+    collector.collect(lambda c: len(c.of(Hello)) > hellos, 10)
+    collector.command(identity, "stacks", reason="asked")
+    collector.collect(lambda c: c.of(Stacks), 10)
+    (stacks,) = collector.of(Stacks)
+    assert "single_loop.py" in stacks.text
+    assert " in main" in stacks.text
+    assert stacks.reason == "asked"
+    for verb, word in (("snapshot", "no CUDA allocator"), ("stop", "does not ask")):
+        seen = len(collector.answers)
+        collector.command(identity, verb)
+        collector.collect(lambda c, seen=seen: len(c.answers) == seen + 2, 10)
+        accepted, result = collector.answers[-2:]
+        assert isinstance(accepted, Accepted)
+        assert isinstance(result, Result)
+        assert not result.ok
+        assert word in result.text
+    os.kill(hello.pid, signal.SIGINT)
+    collector.finish(20)
+    assert collector.of(Goodbye)[0].reason == "stopped"
+
+
+def test_without_a_hub_a_rank_ends_within_a_second_of_its_last_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    collector = Collector(tmp_path / "home")
+    collector.telemetry.close()
+    collector.ranks.close()
+    try:
+        single(collector)
+        log = collector.run.rank_log(0, "out")
+        deadline = time.monotonic() + 60
+        while not (log.exists() and "trained" in log.read_text()):
+            assert time.monotonic() < deadline, collector.output()
+            time.sleep(0.01)
+        start = time.monotonic()
+        assert collector.job.wait(30) == 0
+        assert time.monotonic() - start < 3
+    finally:
+        collector.close()
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """Two ranks with one line for ftmon in them, and the hub that the line started."""
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("FTMON_RUN", "RANK"))}
+    script = SCRIPTS / "watched_loop.py"
+    with (tmp_path / "output").open("wb") as output:
+        job = subprocess.Popen([*map(str, torchrun(2)), str(script)], env=environment, stdout=output, stderr=output)
+    deadline = time.monotonic() + 60
+    while not (runs := rundir.all_runs()) or runs[0].living_hub() is None:
+        assert job.poll() is None, (tmp_path / "output").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    yield job, runs, tmp_path / "output"
+    if job.poll() is None:
+        job.kill()
+        job.wait(10)
+    hub = runs[0].living_hub()
+    if hub is not None:
+        os.kill(hub.process.pid, signal.SIGKILL)
+
+
+def test_one_line_in_a_script_makes_all_its_ranks_one_run_that_stops_as_asked(watched):
+    job, runs, output = watched
+    assert [run.id.startswith("one-line-") for run in runs] == [True]
+    addresses = runs[0].living_hub().addresses
+    context = zmq.Context()
+    stream, control = (sockets.peer_socket(context, channel) for channel in ("stream", "control"))
+    try:
+        stream.connect(addresses["stream"])
+        control.connect(addresses["control"])
+        training = set()
+        while training != {0, 1}:
+            assert stream.poll(60_000), output.read_text()
+            message = wire.decode_body(stream.recv_multipart()[1])
+            if isinstance(message, Step) and message.step > 3:
+                training.add(message.rank)
+        control.send_multipart(wire.encode("test", 1, time.time(), Command("s", "stop")))
+        assert job.wait(60) == 0, output.read_text()
+    finally:
+        stream.close()
+        control.close()
+        context.term()
+    deadline = time.monotonic() + 60
+    while runs[0].living_hub() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    reader = Reader(runs[0].recording)
+    messages = [frame.message for frame in reader.frames(0, 10_000)]
+    reader.close()
+    for rank in (0, 1):
+        own = [message for message in messages if getattr(message, "rank", None) == rank]
+        hello = next(m for m in own if isinstance(m, Hello) and m.model)
+        assert (hello.sends_logs, hello.world_size, hello.model, hello.backend) == (True, 2, "Linear", "gloo")
+        assert [m.total_steps for m in own if isinstance(m, Plan)][:1] == [3]
+        lines = [(m.stream, m.text) for m in own if isinstance(m, LogLine)]
+        assert {("out", "a line of output"), ("err", "progress 2")} <= set(lines)
+        step = next(m for m in own if isinstance(m, Step))
+        assert (step.step, step.tokens, step.padded_tokens) == (1, 32, 32)
+        assert step.phase("backward").host_us > 0
+    ends = [(m.rank, m.reason, m.step) for m in messages if isinstance(m, Goodbye)]
+    assert sorted(ends) == [(0, "stopped", ends[0][2]), (1, "stopped", ends[0][2])]
+    assert f"stopped after {ends[0][2]}" in output.read_text()

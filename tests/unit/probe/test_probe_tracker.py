@@ -1,0 +1,220 @@
+import pytest
+from ftmon.trainer.probe import tracker as tracker_module
+from ftmon.trainer.probe.fold import fold
+from ftmon.trainer.probe.reading import Reading
+from ftmon.trainer.probe.tracker import Counts, Tracker
+
+MIB = 2**20
+
+
+class Memory:
+    """A back end whose figures the test sets: (now, peak since the last sample), in MiB."""
+
+    measure = "cuda"
+    device_index = 0
+
+    def __init__(self):
+        self.now = self.peak = 0
+
+    def set(self, now, peak=None):
+        self.now, self.peak = now, max(now, peak or 0)
+
+    def sample(self):
+        taken = (self.now * MIB, max(self.now, self.peak) * MIB)
+        self.peak = self.now
+        return taken
+
+    def read(self, sample):
+        now, peak = sample
+        return Reading(now, peak, now * 2, peak * 2)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        ns = 1_000_000_000
+
+        def __call__(self):
+            return self.ns
+
+        def pass_ms(self, ms):
+            self.ns += int(ms * 1e6)
+
+    clock = Clock()
+    monkeypatch.setattr(tracker_module, "perf_counter_ns", clock)
+    return clock
+
+
+@pytest.fixture
+def rig(clock):
+    class Rig:
+        memory = Memory()
+        counts = Counts()
+
+        def step(self):
+            return fold(self.steps[-1], 3, self.memory.read, 0)
+
+    rig = Rig()
+    rig.steps = []
+    rig.clock = clock
+    rig.tracker = Tracker(rig.memory, lambda: None, rig.counts, rig.steps.append)
+    return rig
+
+
+def run_step(rig, micro_steps=1):
+    for _ in range(micro_steps):
+        for phase, ms in (("data", 1), ("forward", 10), ("backward", 20)):
+            rig.tracker.enter(phase)
+            rig.clock.pass_ms(ms)
+        rig.tracker.enter("idle")
+    rig.tracker.enter("optimizer")
+    rig.clock.pass_ms(5)
+    rig.tracker.end_step()
+
+
+def test_a_step_has_its_phases_with_times_in_order(rig):
+    run_step(rig)
+    run_step(rig)
+    step = rig.step()
+    assert (step.rank, step.step, step.host_us) == (3, 2, 36_000)
+    assert [(p.name, p.start_us, p.host_us, p.count) for p in step.phases] == [
+        ("data", 0, 1000, 1),
+        ("forward", 1000, 10_000, 1),
+        ("backward", 11_000, 20_000, 1),
+        ("optimizer", 31_000, 5000, 1),
+    ]
+
+
+def test_micro_steps_fold_into_one_record_a_phase(rig):
+    run_step(rig)
+    run_step(rig, micro_steps=3)
+    step = rig.step()
+    assert {p.name: (p.host_us, p.count) for p in step.phases} == {
+        "data": (3000, 3),
+        "forward": (30_000, 3),
+        "backward": (60_000, 3),
+        "optimizer": (5000, 1),
+    }
+
+
+def test_the_first_step_begins_where_init_ends(rig):
+    rig.clock.pass_ms(500)
+    run_step(rig)
+    step = rig.step()
+    init = step.phase("init")
+    assert (init.start_us, init.host_us) == (-500_000, 500_000)
+    assert step.host_us == 36_000
+
+
+def test_a_phase_carries_the_peak_that_fell_into_it(rig):
+    run_step(rig)
+    rig.clock.pass_ms(1)  # longer than MERGE_NS, so the phase takes figures of its own
+    rig.memory.set(100)
+    rig.tracker.enter("forward")
+    rig.clock.pass_ms(1)
+    rig.memory.set(140, peak=150)
+    rig.tracker.enter("backward")
+    rig.clock.pass_ms(1)
+    rig.memory.set(110, peak=190)
+    rig.tracker.enter("optimizer")
+    rig.memory.set(120, peak=400)
+    rig.tracker.end_step()
+    step = rig.step()
+    forward, backward, optimizer = (step.phase(name).allocated for name in ("forward", "backward", "optimizer"))
+    assert (forward.peak // MIB, forward.transient // MIB, forward.growth // MIB) == (150, 10, 40)
+    assert (backward.start // MIB, backward.end // MIB, backward.peak // MIB) == (140, 110, 190)
+    assert optimizer.transient // MIB == 280
+    assert step.peak_phase.name == "optimizer"
+
+
+def test_a_reset_by_the_script_loses_no_peak(rig):
+    run_step(rig)
+    rig.tracker.enter("forward")
+    rig.clock.pass_ms(1)
+    rig.memory.set(10, peak=500)
+    rig.tracker.note_reset(rig.memory.sample())  # what the wrapper around the script's reset does
+    rig.tracker.enter("backward")
+    rig.clock.pass_ms(1)
+    rig.memory.set(10, peak=700)
+    rig.tracker.note_reset(rig.memory.sample())
+    rig.tracker.end_step()
+    step = rig.step()
+    assert step.phase("forward").allocated.peak == 500 * MIB
+    assert step.phase("forward").count == 1
+    assert step.phase("backward").allocated.peak == 700 * MIB
+
+
+def test_hooks_change_nothing_inside_a_scope_and_the_phase_before_comes_back(rig):
+    run_step(rig)
+    rig.tracker.enter("data")
+    rig.clock.pass_ms(1)
+    before = rig.tracker.open_scope("checkpoint")
+    rig.tracker.enter("forward")
+    inner = rig.tracker.open_scope("eval")
+    rig.clock.pass_ms(7)
+    rig.tracker.close_scope(inner)
+    assert rig.tracker.phase == "checkpoint"
+    rig.tracker.close_scope(before)
+    assert rig.tracker.phase == "data"
+    rig.clock.pass_ms(1)
+    rig.tracker.end_step()
+    assert rig.step().phase("checkpoint").host_us == 7000
+    assert rig.step().phase("data").count == 2
+
+
+def test_an_update_inside_an_optimizer_scope_ends_the_step_and_the_phase(rig):
+    run_step(rig)
+    rig.tracker.enter("backward")
+    rig.clock.pass_ms(1)
+    before = rig.tracker.open_scope("optimizer")
+    rig.clock.pass_ms(2)
+    rig.tracker.end_step()
+    rig.tracker.close_scope(before)
+    assert rig.tracker.phase == "idle"
+    assert rig.step().phase("optimizer").host_us == 2000
+
+
+def test_progress_moves_with_every_phase_and_only_then(rig):
+    before = rig.tracker.progress
+    rig.tracker.enter("data")
+    moved = rig.tracker.progress
+    rig.tracker.enter("data")
+    assert before < moved == rig.tracker.progress
+
+
+def test_idle_time_is_recorded_only_where_it_matters(rig):
+    run_step(rig)
+    rig.clock.pass_ms(1)
+    run_step(rig)
+    assert rig.step().phase("idle") is None
+    rig.clock.pass_ms(30)
+    run_step(rig)
+    assert rig.step().phase("idle").host_us == 30_000
+
+
+def test_collectives_are_counted_for_the_phase_they_were_entered_in(rig):
+    run_step(rig)
+    rig.tracker.enter("backward")
+    rig.counts.entered += 4
+    rig.counts.host_ns += 3_000_000
+    rig.clock.pass_ms(4)
+    rig.tracker.enter("optimizer")
+    rig.counts.entered += 1
+    rig.tracker.end_step()
+    assert (rig.step().phase("backward").collectives, rig.step().phase("backward").collective_us) == (4, 3000)
+    assert rig.step().phase("optimizer").collectives == 1
+    assert rig.tracker.step_collectives == 5
+
+
+def test_losses_are_averaged_or_summed_as_the_script_scales_them(rig):
+    for summed, expected in ((False, 3.0), (True, 6.0)):
+        rig.tracker.notes.losses = [2.0, 4.0]
+        rig.tracker.notes.sum_losses = summed
+        run_step(rig)
+        assert rig.step().loss == expected
+
+
+def test_a_framework_s_own_step_number_is_taken_over(rig):
+    rig.tracker.end_step(700)
+    rig.tracker.end_step()
+    assert [raw.number for raw in rig.steps] == [700, 701]
