@@ -1,6 +1,7 @@
 """A live run through the real executable: detach, attach, late join, a lost hub, a stop, wrong requests."""
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 
@@ -80,8 +81,6 @@ def test_training_outlives_its_hub_and_a_new_one_has_the_whole_history(home: Ftm
     assert old is not None
     before = steps_done(home, run)
     old_process = old.process
-    import os
-
     os.kill(old_process.pid, signal.SIGKILL)
     wait_until("the old hub gone", lambda: not is_alive(old_process), 10)
     wait_until("a new hub", lambda: hub_is_alive(run), 60)

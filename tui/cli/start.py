@@ -26,9 +26,7 @@ def train(arguments: Namespace) -> int:
     if arguments.print_config:
         return print_config()
     if arguments.config is None:
-        raise UsageError(
-            "train needs a configuration: ftmon train CONFIG.yaml ('ftmon train --print-config' makes one)"
-        )
+        raise UsageError("train needs CONFIG.yaml; 'ftmon train --print-config' writes one to start from")
     words = ["train", *_common(arguments), arguments.config, *arguments.overrides]
     return _start_and_watch(arguments, lambda: start_run(RECIPE, words))
 
