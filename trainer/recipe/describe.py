@@ -26,11 +26,11 @@ _HEADER = """\
 def commented_default() -> str:
     """Write the default configuration with each field's docstring above it; it loads back to the defaults."""
     lines = [_HEADER]
-    docs = _field_docs()
+    docs = field_docs()
     default = Config()
     for section in msgspec.structs.fields(Config):
         kind = type(getattr(default, section.name))
-        lines.extend(_comment(inspect_doc(kind), ""))
+        lines.extend(_comment(class_doc(kind), ""))
         lines.append(f"{section.name}:")
         for found in msgspec.structs.fields(kind):
             lines.extend(_comment(docs[kind.__name__, found.name], "  "))
@@ -51,7 +51,7 @@ def dump(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def inspect_doc(kind: type) -> str:
+def class_doc(kind: type) -> str:
     """Return a class's docstring in one line."""
     return " ".join((kind.__doc__ or "").split())
 
@@ -67,7 +67,7 @@ def _comment(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
-def _field_docs() -> dict[tuple[str, str], str]:
+def field_docs() -> dict[tuple[str, str], str]:
     """Read the docstring behind each field from the source, which is where Python leaves them."""
     docs: dict[tuple[str, str], str] = {}
     for node in ast.parse(source.getsource(definitions)).body:

@@ -1,0 +1,109 @@
+"""A configuration that cannot be used is refused by place and dotted path."""
+
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.errors import ConfigError, UsageError
+from ftmon.trainer.recipe.decode import load
+
+REFUSALS = [
+    ("zero:\n  stage: 5", "train.yaml:2: zero.stage must be 0, 1, 2 or 3, not 5"),
+    ("zero:\n  stag: 3", "train.yaml:2: unknown key zero.stag; did you mean zero.stage?"),
+    ("# a comment\n\nstage: 3", "train.yaml:3: unknown key stage; did you mean zero.stage?"),
+    ("zero: 3", "train.yaml:1: zero must be a section with keys such as stage, offload_optimizer, bucket_bytes, not 3"),
+    ("training:\n  micro_batch: 0", "train.yaml:2: training.micro_batch must be a whole number of at least 1, not 0"),
+    (
+        "training:\n  micro_batch: 1.5",
+        "train.yaml:2: training.micro_batch must be a whole number of at least 1, not 1.5",
+    ),
+    ("training: {seed: [1]}", "train.yaml:1: training.seed must be a whole number of at least 0, not a list"),
+    ("optimizer:\n  lr: fast", "train.yaml:2: optimizer.lr must be a number above 0, not fast"),
+    ("optimizer:\n  lr: .inf", "train.yaml:2: optimizer.lr must be a number above 0, not .inf"),
+    ("optimizer:\n  lr: '1e-4'", "train.yaml:2: optimizer.lr must be a number above 0, not '1e-4'"),
+    ("run:\n  master_port: 70000", "train.yaml:2: run.master_port must be a whole number from 0 to 65535, not 70000"),
+    ("data:\n  shuffle: maybe", "train.yaml:2: data.shuffle must be true or false, not maybe"),
+    ("data:\n  path: [a]", "train.yaml:2: data.path must be text, not a list"),
+    ("lora:\n  targets: q_proj", "train.yaml:2: lora.targets must be a list such as [a, b], not q_proj"),
+    ("model:\n  config: qwen2", "train.yaml:2: model.config must be a section of keys and values, not qwen2"),
+    (
+        "schedule:\n  kind: cosin",
+        "train.yaml:2: schedule.kind must be constant, cosine or linear, not cosin; did you mean cosine?",
+    ),
+    ("zero:\n  stage: 1\n  stage: 2", "train.yaml:3: stage is given twice, first at train.yaml:2"),
+    ("- a\n- b", "train.yaml:1: the file must hold sections such as 'zero:', not a list"),
+    ("zero:\n  stage: [", "train.yaml:2: not valid YAML"),
+    ("zero:\n\tstage: 1", "train.yaml:2: not valid YAML"),
+    ("zero: *nothing", "train.yaml:1: not valid YAML"),
+    ("model: {config: &a {b: *a}}", "is nested too deeply"),
+    ("? [a, b]\n: 1", "train.yaml:1: a key must be a word, not a list"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("text", "words"), REFUSALS)
+def test_a_mistake_in_the_file_is_one_line_with_its_place(folder: Path, text: str, words: str) -> None:
+    (folder / "train.yaml").write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load("train.yaml")
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_mistake_on_the_command_line_says_so() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(None, ["zero.stage=5"])
+    assert str(raised.value) == "command line: zero.stage must be 0, 1, 2 or 3, not 5"
+
+
+@pytest.mark.parametrize("word", ["zero.stage", "=3", ".stage=3", "zero..stage=3"])
+def test_an_override_that_is_no_assignment_is_refused(word: str) -> None:
+    with pytest.raises(UsageError, match=r"key\.sub=value"):
+        load(None, [word])
+
+
+def test_an_override_with_an_unknown_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^command line: unknown key zero\.stge; did you mean zero\.stage\?$"):
+        load(None, ["zero.stge=1"])
+
+
+def test_overrides_win_over_the_file_and_the_last_one_wins(folder: Path) -> None:
+    (folder / "train.yaml").write_text("zero: {stage: 1}\nmodel:\n  config: {hidden_size: 8, model_type: qwen2}\n")
+    loaded = load("train.yaml", ["zero.stage=2", "zero.stage=3", "model.config.hidden_size=64"])
+    assert loaded.config.zero.stage == 3
+    assert loaded.config.model.config == {"hidden_size": 64, "model_type": "qwen2"}
+    assert loaded.places["zero.stage"] == "command line"
+    assert loaded.places["model.config.model_type"] == "train.yaml:3"
+
+
+def test_numbers_that_yaml_1_1_takes_for_text_are_numbers(folder: Path) -> None:
+    (folder / "train.yaml").write_text("optimizer: {lr: 1e-4, eps: 1E-9}\nmodel: {config: {rope_theta: 1e6}}\n")
+    config = load("train.yaml").config
+    assert (config.optimizer.lr, config.optimizer.eps) == (1e-4, 1e-9)
+    assert config.model.config == {"rope_theta": 1e6}
+
+
+def test_words_that_yaml_1_1_takes_for_booleans_are_text_where_text_belongs(folder: Path) -> None:
+    (folder / "train.yaml").write_text("run: {name: no}\ndata: {path: 123}\n")
+    config = load("train.yaml").config
+    assert (config.run.name, config.data.path) == ("no", "123")
+
+
+def test_an_empty_file_and_an_empty_section_give_the_defaults(folder: Path) -> None:
+    (folder / "train.yaml").write_text("")
+    (folder / "other.yaml").write_text("zero:\ndata:\n  path:\n")
+    assert load("train.yaml").config == load("other.yaml").config == load(None).config
+
+
+def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
+    (folder / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
+        load("nowhere.yaml")
+    with pytest.raises(ConfigError, match="is a directory"):
+        load(str(folder))
+    with pytest.raises(ConfigError, match=r"binary\.yaml: is not a text file"):
+        load("binary.yaml")

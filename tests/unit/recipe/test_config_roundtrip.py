@@ -1,0 +1,90 @@
+"""What is written as YAML loads back to the same configuration."""
+
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+from ftmon.trainer.recipe import describe
+from ftmon.trainer.recipe.config import Config
+from ftmon.trainer.recipe.decode import decode
+from ftmon.trainer.recipe.nodes import parse
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import inspect
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+SCALARS = st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(-1e9, 1e9) | TEXT
+FREE = st.dictionaries(
+    st.text("abcdefgh_", min_size=1, max_size=6),
+    st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3), max_leaves=5),
+    max_size=3,
+)
+
+
+def values(info: inspect.Type) -> "st.SearchStrategy[Any]":
+    match info:
+        case inspect.StructType(cls=cls, fields=fields):
+            return st.builds(cls, **{found.name: values(found.type) for found in fields})
+        case inspect.LiteralType(values=allowed):
+            return st.sampled_from(allowed)
+        case inspect.BoolType():
+            return st.booleans()
+        case inspect.IntType():
+            low = info.ge if info.ge is not None else 0
+            return st.integers(int(low), int(info.le if info.le is not None else 10**9))
+        case inspect.FloatType():
+            low = info.ge if info.ge is not None else info.gt
+            high = info.le if info.le is not None else info.lt
+            return st.floats(
+                low,
+                high,
+                exclude_min=info.gt is not None,
+                exclude_max=info.lt is not None,
+                allow_infinity=False,
+                allow_nan=False,
+            )
+        case inspect.StrType():
+            return TEXT
+        case inspect.ListType(item_type=item):
+            return st.lists(values(item), max_size=3)
+        case inspect.DictType():
+            return FREE
+        case _:
+            raise AssertionError(info)
+
+
+CONFIGS = values(inspect.type_info(Config))
+
+
+def read(text: str) -> Config:
+    return decode(parse(text, "train.yaml"), "train.yaml").config
+
+
+@given(CONFIGS)
+def test_a_dump_loads_back_to_the_same(config: Config) -> None:
+    assert read(describe.dump(config)) == config
+
+
+def test_the_commented_default_loads_back_to_the_defaults() -> None:
+    assert read(describe.commented_default()) == Config()
+
+
+def test_every_field_has_a_docstring_and_the_default_shows_it() -> None:
+    text = " ".join(describe.commented_default().replace("#", " ").split())
+    docs = describe.field_docs()
+    for section in msgspec.structs.fields(Config):
+        for found in msgspec.structs.fields(section.type):
+            doc = docs[section.type.__name__, found.name]
+            assert doc in text, f"{section.name}.{found.name}"
+
+
+def test_print_config_needs_no_torch() -> None:
+    program = (
+        "import sys; from ftmon.trainer.recipe import start; status = start.main(['print-config'])\n"
+        "assert not {'torch', 'deepspeed', 'transformers', 'datasets'} & set(sys.modules), 'imported torch'\n"
+        "sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert read(done.stdout) == Config()

@@ -1,0 +1,33 @@
+"""How a fault is asked for."""
+
+import pytest
+from ftmon.protocol.errors import UsageError
+from ftmon.trainer.recipe.faults import DEFAULT_STEP, KINDS, Fault, parse
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_alone_means_the_last_rank_at_the_default_step(kind: str) -> None:
+    assert parse(kind, 4) == Fault(kind, 3, DEFAULT_STEP)  # type: ignore[arg-type]
+
+
+def test_rank_and_step_can_be_given_in_any_order() -> None:
+    assert parse("hang:rank=0,step=7", 2) == parse("hang:step=7,rank=0", 2) == Fault("hang", 0, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "must be spike, hang, slow, oom, crash or stop"),
+        ("melt", "not 'melt'"),
+        ("hang:rank", "of the form hang:rank=R,step=S"),
+        ("hang:rank=-1", "of the form"),
+        ("hang:rank=²", "of the form"),
+        ("hang:node=1", "of the form"),
+        ("hang:rank=2", "names rank 2, but the ranks are 0 to 1"),
+        ("hang:step=0", "steps count from 1"),
+    ],
+)
+def test_anything_else_is_refused_with_one_clear_line(text: str, words: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse(text, 2)
+    assert words in str(raised.value)

@@ -1,0 +1,158 @@
+"""Checks across keys, files and the machine, before anything starts."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.recipe import check, hardware
+from ftmon.trainer.recipe.decode import Loaded, load
+
+MODEL = "model.config={model_type: qwen2, hidden_size: 64}"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "response": "b"}\n')
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "usable_gpus", list[str])
+
+
+def loaded(data: Path, *overrides: str) -> Loaded:
+    return load(None, [MODEL, f"data.path={data}", *overrides])
+
+
+def refusal(data: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        check.resolve(loaded(data, *overrides))
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_what_was_left_to_choose_is_settled(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(data.parent)
+    resolved = check.resolve(loaded(Path(data.name), "output.dir=out"))
+    config = resolved.config
+    assert (resolved.device, resolved.gpus, resolved.ranks) == ("cpu", [], 1)
+    assert config.training.precision == "fp32"
+    assert config.run.threads == hardware.cores()
+    assert config.data.path == str(data)
+    assert config.output.dir == str(data.parent / "out")
+
+
+def test_a_settled_configuration_passes_unchanged(data: Path) -> None:
+    first = check.resolve(loaded(data, "run.ranks=2")).config
+    assert check.resolve(Loaded(first, "train.yaml")).config == first
+
+
+def test_all_gpus_are_taken_unless_fewer_are_asked_for(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "usable_gpus", lambda: ["0", "1", "2", "3"])
+    assert check.resolve(loaded(data)).gpus == ["0", "1", "2", "3"]
+    two = check.resolve(loaded(data, "run.ranks=2"))
+    assert (two.gpus, two.config.training.precision) == (["0", "1"], "bf16")
+    assert check.resolve(loaded(data, "run.device=cpu")).gpus == []
+
+
+def test_more_ranks_than_gpus_are_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "usable_gpus", lambda: ["0"])
+    assert refusal(data, "run.ranks=2") == "command line: run.ranks is 2, but 1 GPU is visible"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["run.ranks=999"], "run.ranks is 999, too many for"),
+        (["model.config.model_type="], "model.config needs a model_type"),
+        (["model.name=gpt2"], "model has both a name and a config"),
+        (["model.config=", "model.name="], "model needs a name"),
+        (["model.config=", "model.name=./nowhere"], "model.name ./nowhere: no such folder"),
+        (["tokenizer.name=/tmp"], "tokenizer.name /tmp: is not a folder that save_pretrained wrote"),
+        (["data.path="], "data needs a path"),
+        (["data.name=squad"], "data has both a path and a name"),
+        (["data.path=/nowhere.jsonl"], "data.path /nowhere.jsonl: no such file"),
+        (["data.path=/tmp"], "data.path /tmp: is a directory"),
+        (["data.path=/etc/hostname"], "data.path /etc/hostname: must end in .jsonl, .json or .parquet"),
+        (["data.path=", "data.name=./a.jsonl"], "data.name ./a.jsonl looks like a file; give it as data.path"),
+        (["data.response_column=answer"], "data.format cannot be told from the columns (prompt, response)"),
+        (
+            ["data.format=instruction", "data.response_column=answer"],
+            "data.response_column is answer, but the data's columns are prompt, response",
+        ),
+        (["run.device=cuda"], "run.device is cuda, but"),
+        (["zero.stage=0", "zero.offload_optimizer=true"], "zero.offload_optimizer needs zero.stage 1, 2 or 3"),
+        (["training.precision=fp16"], "training.precision fp16 is not for the CPU"),
+        (
+            ["training.total_batch=7"],
+            "training.total_batch is 7, but micro_batch 1 x grad_accumulation 1 x 1 rank is 1",
+        ),
+        (["schedule.warmup_steps=9", "training.max_steps=3"], "schedule.warmup_steps is 9, more than"),
+        (["checkpoint.resume=/nowhere"], "checkpoint.resume /nowhere: no such folder"),
+        (["checkpoint.resume=auto"], "checkpoint.resume is auto, but output.dir is not given"),
+        (["output.dir=/etc/hostname"], "output.dir /etc/hostname: is not a directory"),
+        (["debug.fault=melt"], "debug.fault must be spike, hang, slow, oom, crash or stop, not 'melt'"),
+        (
+            ["debug.fault=hang:step=9", "training.max_steps=8"],
+            "debug.fault comes at step 9, but training ends at step 8",
+        ),
+    ],
+)
+def test_what_does_not_hold_is_refused_in_one_line(data: Path, overrides: list[str], words: str) -> None:
+    text = refusal(data, *overrides)
+    assert words in text
+    assert text.startswith("command line: ")
+
+
+def test_a_place_of_the_file_is_named_for_a_value_of_the_file(data: Path) -> None:
+    path = data.parent / "train.yaml"
+    path.write_text(f"model:\n  config: {{model_type: qwen2}}\ndata:\n  path: {data}x\n")
+    with pytest.raises(ConfigError) as raised:
+        check.resolve(load(str(path)))
+    assert str(raised.value) == f"{path}:4: data.path {data}x: no such file"
+
+
+@pytest.mark.parametrize("content", ["", "not json\n", "[1, 2]\n", "\xff\n"])
+def test_a_data_file_that_holds_no_records_is_refused(data: Path, content: str) -> None:
+    data.write_bytes(content.encode("latin-1"))
+    assert "data.path" in refusal(data)
+
+
+def test_results_of_an_earlier_run_are_not_written_over(data: Path) -> None:
+    out = data.parent / "out"
+    (out / "checkpoints").mkdir(parents=True)
+    assert "holds results of an earlier run" in refusal(data, f"output.dir={out}")
+    for way_out in ("checkpoint.resume=auto", "output.overwrite=true"):
+        assert check.resolve(loaded(data, f"output.dir={out}", way_out)).config.output.dir == str(out)
+
+
+def test_a_port_that_is_taken_is_refused(data: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert f"run.master_port {port} is taken" in refusal(data, f"run.master_port={port}")
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_an_output_folder_that_cannot_be_written_is_refused(data: Path) -> None:
+    assert "cannot be written" in refusal(data, "output.dir=/proc/out")
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [({"text": "a"}, "text"), ({"prompt": "a", "response": "b"}, "instruction"), ({"messages": []}, "chat")],
+)
+def test_the_columns_tell_what_a_record_is(data: Path, record: "dict[str, object]", kind: str) -> None:
+    data.write_text(json.dumps(record) + "\n")
+    config = check.resolve(loaded(data)).config
+    assert check.data_format(config, list(record)) == kind
+
+
+def test_the_settled_configuration_is_still_a_valid_one(data: Path) -> None:
+    config = check.resolve(loaded(data)).config
+    assert msgspec.convert(msgspec.to_builtins(config), type(config)) == config
