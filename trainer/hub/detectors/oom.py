@@ -84,7 +84,7 @@ class OomDetector:
             phase=failure.phase,
             text=(
                 f"{first_line(failure.error, 1000)}. The script did not catch it and failed in step {failure.step}. "
-                "Use a smaller micro-batch with more gradient accumulation, gradient checkpointing, or a higher ZeRO stage."
+                "Use a smaller micro-batch with more accumulation, gradient checkpointing, or a higher ZeRO stage."
             ),
             evidence={"error": failure.error, "traceback": failure.traceback[-TRACEBACK_LIMIT:]},
         )

@@ -1,0 +1,85 @@
+"""NVML's figures beside nvidia-smi's, and the memory of a process of ours mapped to its rank."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+from ftmon.protocol.telemetry import DeviceSample
+from ftmon.trainer.hub.devices import DeviceSampler
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no NVIDIA driver on this machine"),
+]
+
+MIB = 2**20
+_HOLD = """
+import sys, torch
+held = torch.ones(1 << 30, dtype=torch.uint8, device="cuda:0")
+torch.cuda.synchronize()
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def smi(field: str) -> list[str]:
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split("\n")[:-1]
+
+
+def sample(pids: dict[int, int], rounds: int = 1) -> list[DeviceSample]:
+    sampler = DeviceSampler("here", lambda: pids, 0.1)
+    sampler.start()
+    try:
+        found: list[DeviceSample] = []
+        for _ in range(300):
+            found += [sample for sample in sampler.poll() if sample.kind == "gpu"]
+            if len(found) >= rounds * len(smi("index")):
+                return found
+            threading.Event().wait(0.05)
+        raise AssertionError(f"no GPU sampled within 15 s: {sampler.problem}")
+    finally:
+        sampler.close()
+
+
+def test_every_gpu_has_the_figures_that_nvidia_smi_shows():
+    latest = {found.index: found for found in sample({})}
+    for line, uuid, name, total, used, limit in zip(
+        smi("index"), smi("uuid"), smi("name"), smi("memory.total"), smi("memory.used"), smi("power.limit"), strict=True
+    ):
+        found = latest[int(line)]
+        assert (found.uuid, found.name) == (uuid, name)
+        assert found.total_bytes // MIB == int(total)
+        assert abs(found.used_bytes / MIB - int(used)) <= 64
+        assert found.power_limit_w == pytest.approx(float(limit), abs=1)
+        assert found.power_w is not None
+        assert found.power_w > 0
+        assert found.temperature_c is not None
+        assert 0 < found.temperature_c < 120
+        assert found.sm_clock_mhz is not None
+        assert found.memory_clock_mhz is not None
+        assert found.utilization_percent is not None
+
+
+def test_memory_held_by_a_process_of_the_run_is_seen_and_mapped_where_pids_are_the_same():
+    pytest.importorskip("torch")
+    before = {found.index: found.used_bytes for found in sample({})}
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline().strip() == "ready"
+        found = {found.index: found for found in sample({5: child.pid})}[0]
+        child.stdin.write("\n")
+        child.stdin.close()
+        child.wait(timeout=60)
+    assert found.used_bytes - before[0] >= 1 << 30
+    mine = [process for process in found.processes if process.pid == child.pid]
+    for process in mine:
+        assert process.rank == 5
+        assert process.used_bytes >= 1 << 30
+    assert mine or all(process.rank is None for process in found.processes), "another pid namespace maps nothing"

@@ -1,0 +1,152 @@
+"""The host as a device, control groups as the kernel writes them, and a sampler that lives without a GPU."""
+
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import pynvml
+import pytest
+from ftmon.protocol.telemetry import DeviceSample
+from ftmon.trainer.hub import devices
+from ftmon.trainer.hub.devices import DeviceSampler
+from ftmon.trainer.hub.hostload import HostLoad, group_memory, memory_group
+from ftmon.trainer.hub.nvml import reasons_in_words
+
+GIB = 2**30
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def wait_for(sampler: DeviceSampler, kind: str, count: int = 1) -> list[DeviceSample]:
+    found: list[DeviceSample] = []
+    tick = threading.Event()
+    for _ in range(200):
+        found += [sample for sample in sampler.poll() if sample.kind == kind]
+        if len(found) >= count:
+            return found
+        tick.wait(0.05)
+    raise AssertionError(f"no {count} samples of {kind} within 10 s: {sampler.problem}")
+
+
+def test_the_host_is_sampled_with_the_resident_memory_of_its_ranks():
+    load = HostLoad()
+    sample = load.sample("here", 5.0, {os.getpid(): 3})
+    assert (sample.host, sample.kind, sample.index, sample.time) == ("here", "host", 0, 5.0)
+    assert 0 < sample.used_bytes <= sample.total_bytes <= psutil.virtual_memory().total
+    assert sample.utilization_percent is not None
+    (process,) = sample.processes
+    assert (process.pid, process.rank) == (os.getpid(), 3)
+    assert abs(process.used_bytes - psutil.Process().memory_info().rss) < 64 * 2**20
+    assert HostLoad().sample("here", 5.0, {2**22 + 1: 0}).processes == [], "a rank that is gone has no memory"
+
+
+def test_the_limit_of_a_control_group_of_version_2_is_the_hosts_size(tmp_path: Path):
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/job/step\n",
+            "sys/fs/cgroup/job/memory.max": f"{4 * GIB}\n",
+            "sys/fs/cgroup/job/memory.current": f"{3 * GIB}\n",
+            "sys/fs/cgroup/job/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+            "sys/fs/cgroup/job/step/memory.max": "max\n",
+        },
+    )
+    group = memory_group(root)
+    assert group == root / "sys/fs/cgroup/job", "the limit of a group above holds too"
+    assert group_memory(group) == (2 * GIB, 4 * GIB)
+    sample = HostLoad(root).sample("here", 5.0, {})
+    assert (sample.used_bytes, sample.total_bytes) == (2 * GIB, 4 * GIB)
+
+
+def test_the_limit_of_a_control_group_of_version_1_counts_even_where_our_path_is_not_mounted(tmp_path: Path):
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:devices:/\n4:memory:/docker/abc\n0::/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{5 * GIB}\n",
+            "sys/fs/cgroup/memory/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
+        },
+    )
+    group = memory_group(root)
+    assert group is not None
+    assert group_memory(group) == (4 * GIB, 8 * GIB)
+
+
+def test_without_a_limit_the_host_is_its_own_size(tmp_path: Path):
+    unlimited = {
+        "proc/self/cgroup": "4:memory:/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    assert memory_group(write(tmp_path, unlimited)) is None
+    assert memory_group(tmp_path / "nowhere") is None
+
+
+def test_throttle_reasons_are_words_and_idle_is_none():
+    assert reasons_in_words(0x1) == []
+    assert reasons_in_words(0x4 | 0x40) == ["power cap", "thermal (hardware)"]
+
+
+def test_without_a_driver_the_host_is_sampled_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    def no_driver() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
+    sampler = DeviceSampler("here", dict, 0.05)
+    sampler.start()
+    try:
+        samples = wait_for(sampler, "host", 3)
+        assert all(sample.kind == "host" for sample in samples)
+        assert "not found" in sampler.problem.lower()
+        assert samples[0].time < samples[2].time
+    finally:
+        sampler.close()
+    assert not sampler.is_alive()
+
+
+def test_a_driver_that_fails_in_the_middle_is_given_up_and_tried_again(monkeypatch: pytest.MonkeyPatch):
+    looks: list[str] = []
+
+    class Failing:
+        def __init__(self) -> None:
+            looks.append("opened")
+
+        def samples(self, host: str, now: float, rank_of: dict[int, int]) -> list[DeviceSample]:
+            if looks.count("sampled") == 2 and "failed" not in looks:
+                looks.append("failed")
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+            looks.append("sampled")
+            return [DeviceSample(host, "gpu", 0, "a GPU", now, 1, 2)]
+
+        def close(self) -> None:
+            looks.append("closed")
+
+    monkeypatch.setattr(devices, "Nvml", Failing)
+    monkeypatch.setattr(devices, "RETRY_SECONDS", 0.1)
+    sampler = DeviceSampler("here", dict, 0.02)
+    sampler.start()
+    try:
+        wait_for(sampler, "gpu", 4)
+    finally:
+        sampler.close()
+    assert looks[:6] == ["opened", "sampled", "sampled", "failed", "closed", "opened"]
+    assert sampler.problem == ""
+
+
+def test_a_table_of_ranks_that_changes_while_it_is_read_costs_one_look_at_most():
+    def changing() -> dict[int, int]:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    sampler = DeviceSampler("here", changing, 0.05)
+    sampler.start()
+    try:
+        assert wait_for(sampler, "host", 2)[0].processes == []
+    finally:
+        sampler.close()
