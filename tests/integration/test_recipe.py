@@ -1,0 +1,178 @@
+"""Real training on two CPU ranks under DeepSpeed's launcher: every ZeRO stage, resuming, stopping, the final model."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+import torch
+from ftmon.trainer.recipe import check, command, describe
+from ftmon.trainer.recipe.decode import load
+from ftmon.trainer.recipe.demo import DATA
+
+PROGRAM = Path(__file__).parents[1] / "support" / "recipe_ranks.py"
+BASE = [
+    "model.config={model_type: qwen2, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,"
+    " num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}",
+    "tokenizer.vocab_size=512",
+    f"data.path={DATA}",
+    "data.limit=160",
+    "optimizer.lr=5e-3",
+    "training={max_steps: 8, micro_batch: 4, grad_accumulation: 2, sequence_length: 64}",
+    "output={log_every: 1}",
+    "run={ranks: 2, device: cpu, threads: 1}",
+]
+JOBS: dict[str, list[str]] = {
+    "stage-0": ["zero.stage=0"],
+    "stage-1": ["zero.stage=1"],
+    "stage-2": ["zero.stage=2", "checkpoint.every=4"],
+    "stage-3": ["zero.stage=3", "model.gradient_checkpointing=true"],
+    "bf16": ["zero.stage=1", "training.precision=bf16", "data.workers=1"],
+    "offload": ["zero.stage=2", "zero.offload_optimizer=true", "optimizer.kind=torch_fused"],
+    "foreach": ["optimizer.kind=torch_foreach"],
+    "lora": ["zero.stage=3", "lora.rank=4", "optimizer.lr=2e-2"],
+    "packed": ["data.packing=true", "data.train_on_prompt=true"],
+    "resumed": ["zero.stage=2", "checkpoint.resume={out}/stage-2/checkpoints/step-4"],
+    "stop-at-3": ["checkpoint.keep=1", "checkpoint.every=1"],
+    "resumed-after-stop": ["checkpoint.resume=auto", "output.dir={out}/stop-at-3"],
+    "other-model": ["checkpoint.resume={out}/stage-2", "model.config.hidden_size=32"],
+    "too-few": ["data.limit=10"],
+    "no-such-size": ["model.config.hidden_sise=32"],
+}
+REFUSED = ("other-model", "too-few", "no-such-size")
+
+
+class Outcome:
+    """What the job printed, and where it wrote."""
+
+    def __init__(self, out: Path, text: str) -> None:
+        self.out = out
+        self.text = dict(re.findall(r"== (\S+)\n(.*?)(?=\n== |\Z)", text, re.DOTALL))
+
+    def losses(self, name: str) -> dict[int, float]:
+        return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)/\d+  loss (\S+)", self.text[name])}
+
+    def weights(self, name: str) -> "dict[str, torch.Tensor]":
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.out / name / "model").state_dict()
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    folder = tmp_path_factory.mktemp("recipe")
+    out = folder / "out"
+    paths: list[str] = []
+    resolved: Any = None
+    for name, overrides in JOBS.items():
+        words = [word.replace("{out}", str(out)) for word in [f"output.dir={{out}}/{name}", *overrides]]
+        loaded = load(None, BASE + words)
+        resume = loaded.config.checkpoint.resume
+        if resume not in ("never", "auto"):  # written by a job before it, later than this check
+            Path(resume).mkdir(parents=True, exist_ok=True)
+        resolved = check.resolve(loaded)
+        path = folder / f"{name}.yaml"
+        path.write_text(describe.dump(resolved.config))
+        paths.append(str(path))
+    for resume in out.glob("*/checkpoints/*"):
+        resume.rmdir()
+    words = [word for word in command.launch_command(resolved) if word != "--module"]
+    environment = {**os.environ, **command.launch_environment(resolved), "HF_DATASETS_CACHE": str(folder / "cache")}
+    environment.pop("FTMON_RUN", None)
+    done = subprocess.run(
+        [*words[:-1], str(PROGRAM), *paths],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return Outcome(out, done.stdout)
+
+
+@pytest.mark.parametrize("name", ["stage-0", "stage-1", "stage-2", "stage-3", "bf16", "offload", "foreach"])
+def test_the_loss_falls_in_every_stage_and_variant(outcome: Outcome, name: str) -> None:
+    losses = outcome.losses(name)
+    assert list(losses) == list(range(1, 9))
+    assert losses[8] < losses[1] - 0.5
+
+
+@pytest.mark.parametrize("name", ["stage-1", "stage-2", "offload", "foreach"])
+def test_how_states_are_partitioned_changes_no_loss(outcome: Outcome, name: str) -> None:
+    assert list(outcome.losses(name).values()) == pytest.approx(list(outcome.losses("stage-0").values()), abs=2e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in (*REFUSED, "stop-at-3", "resumed-after-stop")])
+def test_the_final_model_loads_and_is_as_good_as_it_was(outcome: Outcome, name: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = outcome.out / name / "model"
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    text = tokenizer.apply_chat_template(
+        [
+            {"role": "user", "content": "What is the capital of France?"},
+            {"role": "assistant", "content": "The capital of France is Paris."},
+        ],
+        tokenize=False,
+    )
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=ids).loss)
+    random = 6.24  # the loss of guessing among 512 tokens
+    assert loss < random
+
+
+def test_adapters_alone_learn_and_are_merged_into_the_model(outcome: Outcome) -> None:
+    losses = outcome.losses("lora")
+    assert losses[8] < losses[1]
+    assert not (outcome.out / "lora" / "model" / "adapter_config.json").exists()
+    assert not any("lora" in name for name in outcome.weights("lora"))
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(outcome: Outcome) -> None:
+    whole, resumed = outcome.losses("stage-2"), outcome.losses("resumed")
+    assert resumed == {step: loss for step, loss in whole.items() if step > 4}
+    first, second = outcome.weights("stage-2"), outcome.weights("resumed")
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_a_request_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(outcome: Outcome) -> None:
+    text = outcome.text["stop-at-3"]
+    assert list(outcome.losses("stop-at-3")) == [1, 2, 3, 4]
+    assert "stopped on request after step 4 of 8" in text
+    assert [path.name for path in (outcome.out / "stop-at-3" / "checkpoints").glob("step-*")] == ["step-4"]
+
+
+def test_a_stopped_run_goes_on_where_it_was(outcome: Outcome) -> None:
+    assert list(outcome.losses("resumed-after-stop")) == [5, 6, 7, 8]
+    assert outcome.losses("resumed-after-stop")[8] == pytest.approx(outcome.losses("stage-2")[8], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("other-model", "refused: checkpoint.resume: "),
+        ("too-few", "refused: data: 10 examples are fewer than one step takes, 16"),
+        ("no-such-size", "refused: model.config.hidden_sise: qwen2 has no such setting"),
+    ],
+)
+def test_what_only_the_ranks_can_find_out_is_refused_in_one_line(outcome: Outcome, name: str, words: str) -> None:
+    (line,) = [line for line in outcome.text[name].splitlines() if line.startswith("refused")]
+    assert words in line
+
+
+def test_progress_lines_are_plain(outcome: Outcome) -> None:
+    assert re.search(
+        r"^step 8/8  loss \d\.\d{4}  lr 5\.00e-04  [\d,]+ tokens/s  [\d.]+ m?s/step$",
+        outcome.text["stage-2"],
+        re.MULTILINE,
+    )
+    assert "\x1b" not in outcome.text["stage-2"]
