@@ -25,7 +25,7 @@ from ..model.run import RunInfo, RunModel
 from .base import Connection, ConnectionState
 from .endpoint import Endpoint, Hub
 from .history import History
-from .load import load
+from .load import TAIL_FRAMES, load
 from .overview import Overview, read_overview
 from .remote import RemoteReader
 
@@ -81,6 +81,8 @@ class Feed(threading.Thread):
         self._joined = False
         self._told: tuple[ConnectionState, str] | None = None
         self._lost = 0
+        self._pooled = False
+        """What was loaded is not the whole stream: older history is to be read, pooled."""
 
     def close(self) -> None:
         """End the thread; safe to call twice."""
@@ -131,7 +133,8 @@ class Feed(threading.Thread):
             self._join(history)
             self.hub = hub
             self._tell("live")
-            self._read_overview(hub)
+            if self._pooled:
+                self._read_overview(hub)
             self._listen(hub, stream, control, history)
         except ProtocolError as error:
             self._tell("hub-gone", str(error))
@@ -158,6 +161,7 @@ class Feed(threading.Thread):
     def _load(self, history: History) -> None:
         info = history.info()
         model = load(history, info.last_t, self._info)
+        self._pooled = info.last_seq > TAIL_FRAMES
         self._last_seq = max(model.last_seq, info.last_seq)
         self.arrivals.append(Arrival(model=model))
 
@@ -296,8 +300,9 @@ class Feed(threading.Thread):
                 self._fetch(history, None)
             else:
                 self._load(history)
-            overview = read_overview(history, history.info(), self._closing.is_set)
-            self.arrivals.append(Arrival(overview=overview))
+            if self._pooled:
+                overview = read_overview(history, history.info(), self._closing.is_set)
+                self.arrivals.append(Arrival(overview=overview))
         except FtmonError as error:
             text = str(error)
         finally:

@@ -130,7 +130,7 @@ class LiveSource:
         if arrival.model is not None:
             self._live, arrival.model = arrival.model, None
         if arrival.overview is not None:
-            adopt(self._live, arrival.overview, float("inf"))
+            adopt(self._live, arrival.overview)
             arrival.overview = None
         if arrival.connection is not None:
             self._connection = arrival.connection

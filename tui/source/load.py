@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable
-from math import floor
+from math import ceil, floor
 
 from ...protocol.recording.results import RecordingInfo
 from ...protocol.wire import Frame
@@ -73,10 +73,12 @@ def fold(model: RunModel, frames: Iterable[Frame]) -> None:
         model.apply(frame)
 
 
-def adopt(model: RunModel, overview: Overview, until: float) -> None:
-    """Give a model the run's past before ``until``: memory before that time, steps before those it knows."""
+def adopt(model: RunModel, overview: Overview, until: float | None = None) -> None:
+    """Give a model the run's past: memory before ``until`` (or before what it has), steps before those it knows."""
     for rank, past in overview.memory.items():
-        model.rank(rank).timeline.adopt(past.copy(floor(until / overview.span)))
+        timeline = model.rank(rank).timeline
+        end = timeline.start if until is None else until
+        timeline.adopt(past.copy(None if end is None else ceil(end / overview.span)))
     adopt_steps(model, overview)
 
 

@@ -112,7 +112,7 @@ class Playback:
     def request(self, request: Request) -> None:
         """Take a request; it is carried out in the thread."""
         self._sent += 1
-        self._transport.seeking = request.kind not in ("speed", "pause")
+        self._transport.seeking = request.kind not in ("speed", "pause") or not self._thread.is_alive()
         self._requests.put(request)
 
     def pump(self, budget_s: float) -> bool:

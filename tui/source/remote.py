@@ -96,24 +96,29 @@ class RemoteReader:
             RecordingError: the hub answered why it cannot.
             ProtocolError: the hub answered something else.
         """
-        if self._socket is None:
-            self._socket = peer_socket(self._context, "query")
-            # A question to a hub that is gone must not wait in a queue and reach the next one.
-            self._socket.setsockopt(zmq.IMMEDIATE, 1)
-            self._socket.setsockopt(zmq.SNDTIMEO, round(self._timeout_s * 1000))
-            self._socket.connect(self._address)
         self._asked += 1
         query = Query(f"{secrets.token_hex(4)}-{self._asked}", name, args)
         deadline = time.monotonic() + self._timeout_s
         try:
+            self._connect()
             self._send(wire.encode("app", self._asked, time.time(), query), deadline)
             answer = self._receive(query.id, deadline)
+        except zmq.ZMQError as error:  # the context ends: so does whoever asks
+            self.close()
+            raise HubError(f"the hub cannot be asked: {error.strerror}") from None
         except HubError:
             self.close()  # the answer may still come, and must not meet a later question
             raise
         if not answer.ok:
             raise RecordingError(answer.error)
         return decode_answer(name, answer.data)
+
+    def _connect(self) -> None:
+        if self._socket is None:
+            self._socket = peer_socket(self._context, "query")
+            # A question to a hub that is gone must not wait in a queue and reach the next one.
+            self._socket.setsockopt(zmq.IMMEDIATE, 1)
+            self._socket.connect(self._address)
 
     def _send(self, frames: list[bytes], deadline: float) -> None:
         socket = self._socket

@@ -1,0 +1,317 @@
+"""A live source on real sockets: joining late, holes in the stream, rewinding, a hub that dies, a run that ends."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ftmon.protocol import rundir
+from ftmon.protocol.process import ProcessId, start_ticks
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.rundir import ExitFile, RunDir
+from ftmon.protocol.telemetry import Heartbeat, Step
+from ftmon.protocol.wire import Frame
+from ftmon.tui.model import RunModel
+from ftmon.tui.model.status import status
+from ftmon.tui.source.live import LiveSource
+from small_hub import SmallHub
+from streams import Stream
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    return rundir.create("live", ["train.py"], "run")
+
+
+@pytest.fixture
+def process() -> Iterator[ProcessId]:
+    """A process that stands for the hub's, so that a test can end it."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    ticks = start_ticks(child.pid)
+    assert ticks is not None
+    yield ProcessId(child.pid, ticks)
+    child.kill()
+    child.wait(timeout=10)
+
+
+def pump(source: LiveSource, until: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, f"did not happen in time: {source.connection}"
+        if not source.pump():
+            time.sleep(0.002)
+
+
+def settle(source: LiveSource) -> None:
+    pump(source, lambda: not source.transport.seeking)
+
+
+def now_frames(steps: int, ranks: int = 2, *, heartbeats: bool = False, finished: bool = False) -> list[Frame]:
+    """A stream whose last message is of this moment."""
+    length = 0.05
+    stream = Stream(ranks=ranks, steps=steps, step_s=length, heartbeats=heartbeats, finished=finished)
+    stream.started = time.time() - steps * length * 1.1
+    return list(stream.frames())
+
+
+def feed(hub: SmallHub, frames: list[Frame], *, published: bool = True) -> list[Frame]:
+    return [hub.put(frame.message, frame.t, published=published) for frame in frames]
+
+
+def folded(frames: list[Frame]) -> RunModel:
+    model = RunModel()
+    for frame in frames:
+        model.apply(frame)
+    return model
+
+
+def same(source: LiveSource, frames: list[Frame]) -> None:
+    expected, model = folded(frames), source.model
+    assert model.last_seq == expected.last_seq
+    left, right = status(model), status(expected)
+    # The clock of a live view runs on, and speed is taken against it.
+    about = {
+        "time",
+        "seconds_left",
+        "steps_per_second",
+        "tokens_per_second",
+        "id",
+        "name",
+        "kind",
+        "command",
+        "created",
+    }
+    assert {name for name in left if left[name] != right[name]} <= about
+    for number, rank in expected.ranks.items():
+        assert model.ranks[number].last == rank.last
+        assert [step.step for step in model.ranks[number].steps] == [step.step for step in rank.steps]
+
+
+def test_a_late_join_shows_history_and_then_the_live_tail(run: RunDir) -> None:
+    frames = now_frames(120)
+    with SmallHub(run) as hub:
+        sent = feed(hub, frames[:400])
+        source = LiveSource(run)
+        source.start()
+        pump(source, lambda: source.connection.state == "live")
+        sent += feed(hub, frames[400:])
+        pump(source, lambda: source.model.last_seq == sent[-1].seq)
+        same(source, sent)
+        source.close()
+
+
+def test_what_is_published_while_joining_is_there_once(run: RunDir) -> None:
+    frames = now_frames(200, heartbeats=True)
+    with SmallHub(run) as hub:
+        sent = feed(hub, frames[:300])
+        source = LiveSource(run)
+        rest: list[Frame] = []
+
+        def publish() -> None:
+            for frame in frames[300:]:
+                rest.append(hub.put(frame.message, frame.t))
+                time.sleep(0.0002)
+
+        publisher = threading.Thread(target=publish)
+        publisher.start()
+        source.start()
+        pump(source, lambda: not publisher.is_alive() and source.model.last_seq == rest[-1].seq)
+        recorded = [frame for frame in sent + rest if not isinstance(frame.message, Heartbeat)]
+        for number in (0, 1):
+            mine = [
+                frame.message.step
+                for frame in recorded
+                if isinstance(frame.message, Step) and frame.message.rank == number
+            ]
+            assert [step.step for step in source.model.ranks[number].steps] == mine[-240:]
+        source.close()
+
+
+def test_a_hole_in_the_stream_is_filled_from_the_recording(run: RunDir) -> None:
+    frames = now_frames(200)
+    with SmallHub(run) as hub:
+        sent = feed(hub, frames[:100])
+        source = LiveSource(run)
+        source.start()
+        pump(source, lambda: source.connection.state == "live")
+        sent += feed(hub, frames[100:110])
+        pump(source, lambda: source.model.last_seq == sent[-1].seq)
+        sent += feed(hub, frames[110:300], published=False)
+        sent += feed(hub, frames[300:310])
+        pump(source, lambda: source.model.last_seq == sent[-1].seq)
+        same(source, sent)
+        source.close()
+
+
+def test_a_command_gets_both_of_its_answers(run: RunDir) -> None:
+    with SmallHub(run) as hub:
+        feed(hub, now_frames(5))
+        source = LiveSource(run)
+        source.start()
+        pump(source, lambda: source.can_command)
+        record = source.commands[source.send("stacks", {"ranks": [1]})]
+        pump(source, lambda: record.done)
+        assert hub.commands[0].args == {"ranks": [1]}
+        assert record.accepted is not None
+        assert record.accepted.ok
+        assert record.result is not None
+        assert record.result.text == "done"
+        pump(source, lambda: len(source.model.results) == 1)
+        source.close()
+
+
+def test_without_a_hub_a_command_is_refused_in_words(run: RunDir) -> None:
+    source = LiveSource(run)
+    source.start()
+    record = source.commands[source.send("kill")]
+    pump(source, lambda: record.done)
+    assert record.accepted is not None
+    assert "hub is gone" in record.accepted.text
+    assert source.connection.state == "connecting"
+    source.close()
+
+
+def test_rewinding_a_live_run_and_returning_loses_nothing(run: RunDir) -> None:
+    frames = now_frames(120)
+    with SmallHub(run) as hub:
+        sent = feed(hub, frames[:400])
+        source = LiveSource(run)
+        source.start()
+        pump(source, lambda: source.connection.state == "live" and source.model.last_seq == sent[-1].seq)
+        step = source.model.step
+        source.transport.step(-10)
+        settle(source)
+        assert source.transport.mode == "rewound"
+        assert not source.transport.playing
+        assert source.model.step == step - 10
+        sent += feed(hub, frames[400:])
+        pump(source, lambda: source.live_model.last_seq == sent[-1].seq)
+        assert source.model.step == step - 10
+        source.transport.step(1)
+        settle(source)
+        assert source.model.step == step - 9
+        source.transport.live()
+        source.pump()
+        assert source.transport.mode == "live"
+        same(source, sent)
+        source.close()
+
+
+def test_pausing_holds_the_view_while_the_run_goes_on(run: RunDir) -> None:
+    frames = now_frames(100)
+    with SmallHub(run) as hub:
+        sent = feed(hub, frames[:200])
+        source = LiveSource(run)
+        source.start()
+        pump(source, lambda: source.connection.state == "live" and source.model.last_seq == sent[-1].seq)
+        source.transport.toggle()
+        settle(source)
+        held = source.model.step
+        assert not source.transport.playing
+        sent += [hub.put(frame.message) for frame in frames[200:]]
+        pump(source, lambda: source.live_model.last_seq == sent[-1].seq)
+        assert source.model.step == held
+        assert source.transport.last >= source.transport.position
+        source.transport.set_speed(64)
+        source.transport.play()
+        pump(source, lambda: source.transport.mode == "live")
+        same(source, sent)
+        source.close()
+
+
+def test_at_the_live_end_there_is_nothing_ahead(run: RunDir) -> None:
+    with SmallHub(run) as hub:
+        feed(hub, now_frames(10))
+        source = LiveSource(run)
+        source.start()
+        pump(source, lambda: source.connection.state == "live")
+        source.transport.skip(10)
+        source.pump()
+        assert source.transport.mode == "live"
+        assert source.transport.message
+        source.close()
+
+
+def test_a_dead_hub_is_said_and_a_new_one_is_taken_up(run: RunDir, process: ProcessId) -> None:
+    frames = now_frames(100)
+    hub = SmallHub(run, process)
+    sent = feed(hub, frames[:200])
+    source = LiveSource(run)
+    source.start()
+    pump(source, lambda: source.connection.state == "live" and source.model.last_seq == sent[-1].seq)
+    hub.close()
+    end(process)
+    pump(source, lambda: source.connection.state == "hub-gone")
+    assert "train on" in source.connection.text
+    assert not source.can_command
+    assert source.model.last_seq == sent[-1].seq
+    with SmallHub(run) as second:
+        sent += feed(second, frames[200:])
+        pump(source, lambda: source.connection.state == "live" and source.model.last_seq == sent[-1].seq)
+        same(source, sent)
+        source.close()
+
+
+def test_while_the_hub_is_gone_the_past_is_read_from_the_file(run: RunDir, process: ProcessId) -> None:
+    hub = SmallHub(run, process)
+    feed(hub, now_frames(50))
+    source = LiveSource(run)
+    source.start()
+    pump(source, lambda: source.connection.state == "live" and source.model.step == 50)
+    hub.close()
+    end(process)
+    pump(source, lambda: source.connection.state == "hub-gone")
+    source.transport.goto("20")
+    settle(source)
+    assert source.model.step == 20
+    source.close()
+
+
+def test_a_run_that_ends_while_watched_is_shown_to_its_end(run: RunDir, process: ProcessId) -> None:
+    frames = now_frames(60, finished=True)
+    hub = SmallHub(run, process)
+    sent = feed(hub, frames[:100])
+    source = LiveSource(run)
+    source.start()
+    pump(source, lambda: source.connection.state == "live")
+    sent += feed(hub, frames[100:], published=False)
+    run.write_exit(ExitFile(0, time.time(), "finished"))
+    hub.close()
+    end(process)
+    pump(source, lambda: source.connection.state == "ended")
+    assert source.model.state == "finished"
+    same(source, sent)
+    source.transport.begin()
+    settle(source)
+    assert source.model.step == 0
+    source.close()
+
+
+def test_a_run_that_was_over_before_opens_as_its_recording(run: RunDir, process: ProcessId) -> None:
+    hub = SmallHub(run, process)
+    sent = feed(hub, now_frames(60, finished=True))
+    hub.close()
+    end(process)
+    run.write_exit(ExitFile(0, time.time(), "finished"))
+    source = LiveSource(run)
+    source.start()
+    pump(source, lambda: source.connection.state == "ended")
+    same(source, sent)
+    with Reader(run.recording) as reader:
+        assert source.model.now == reader.info().last_t
+    source.transport.play()
+    settle(source)
+    assert source.transport.playing
+    assert source.model.step < 60
+    source.close()
+
+
+def end(process: ProcessId) -> None:
+    import os
+    import signal
+
+    os.kill(process.pid, signal.SIGKILL)
