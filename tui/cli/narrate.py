@@ -87,6 +87,8 @@ class Narrator:
 
 
 def _all_are_here(model: RunModel) -> bool:
+    if not model.info.model and model.step == 0:
+        return False  # a rank says hello before it has made its model, and again when it has
     return 0 < model.info.world_size <= sum(rank.hello is not None for rank in model.ranks.values())
 
 

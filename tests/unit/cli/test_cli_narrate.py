@@ -13,7 +13,7 @@ SPAN = telemetry.Span(2**30, 2**30, 3 * 2**30)
 def hello(rank: int, world: int = 2) -> telemetry.Hello:
     device = telemetry.DeviceInfo("cuda", rank, "NVIDIA H200", 140 * 2**30)
     return telemetry.Hello(
-        rank, rank, world, "host", 100 + rank, 1, device, "cuda", START, zero_stage=2, precision="bf16"
+        rank, rank, world, "host", 100 + rank, 1, device, "cuda", START, zero_stage=2, precision="bf16", model="Qwen2"
     )
 
 
@@ -35,7 +35,7 @@ def tell(messages: Sequence[tuple[float, wire.Message]], **options: bool) -> lis
 
 def test_ranks_are_introduced_once_when_all_have_said_hello() -> None:
     told = tell([(0, hello(0)), (1, hello(1)), (2, hello(1))])
-    assert told == ["2 ranks on NVIDIA H200, ZeRO-2, bf16"]
+    assert told == ["2 ranks on NVIDIA H200, Qwen2, ZeRO-2, bf16"]
 
 
 def test_a_step_counts_when_every_rank_has_finished_it() -> None:
