@@ -12,8 +12,9 @@ from ...protocol.telemetry import STEP_PHASES
 from .raw import Mark, Notes, StepRaw
 from .reading import MemoryBackend
 
-MERGE_NS = 200_000
-"""A phase that begins this soon after the one before ended takes over the end's figures: a sample less."""
+MERGE_NS = 30_000
+"""A phase that begins this soon after the one before was left takes over the figures of its end: a sample less. Too
+short for a script to have done anything that counts."""
 
 
 class Counts:
@@ -41,6 +42,7 @@ class Tracker:
     __slots__ = (
         "_ended_in_scope",
         "_finish",
+        "_merge_until_ns",
         "cost_ns",
         "counts",
         "depth",
@@ -74,6 +76,7 @@ class Tracker:
         self.depth = 0
         """How many explicit scopes are open: inside one, ``enter`` changes nothing."""
         self._ended_in_scope = False
+        self._merge_until_ns = 0
         self.cost_ns = 0
         self.step_collectives = counts.entered
         """Collectives that had been entered when the step in the making began."""
@@ -117,11 +120,13 @@ class Tracker:
         counts = self.counts
         self.marks.append(Mark("", perf_counter_ns(), sample, None, counts.entered, counts.host_ns))
 
-    def end_step(self, number: int | None = None) -> None:
+    def end_step(self, number: int | None = None, clean: bool = False) -> None:
         """The optimizer update is over: hand the step over and begin the next, ``idle`` (or still in an open scope).
 
         Args:
             number: the step's number where the framework counts steps itself.
+            clean: gradients are gone already. A bare optimizer leaves that to the script, and what it frees then must
+                not be found at the beginning of the next phase.
         """
         start = perf_counter_ns()
         self.step = number if number is not None and number > 0 else self.step + 1
@@ -134,7 +139,9 @@ class Tracker:
         self.phase, self.phase_ns = after, start
         self.progress += 1
         self.step_collectives = mark.collectives
-        spent = self.cost_ns + perf_counter_ns() - start
+        now = perf_counter_ns()
+        self._merge_until_ns = now + MERGE_NS if clean else 0
+        spent = self.cost_ns + now - start
         self.cost_ns = 0
         self._finish(StepRaw(self.step, marks, time(), notes, spent))
 
@@ -150,13 +157,15 @@ class Tracker:
     def _move(self, phase: str) -> None:
         start = perf_counter_ns()
         last = self.marks[-1]
-        if last.phase == "idle" and start - last.ns < MERGE_NS:
+        if last.phase == "idle" and start < self._merge_until_ns:
             self.marks[-1] = last._replace(phase=phase)
         else:
             self.marks.append(self._mark(phase, start))
         self.phase, self.phase_ns = phase, start
         self.progress += 1
-        self.cost_ns += perf_counter_ns() - start
+        now = perf_counter_ns()
+        self._merge_until_ns = now + MERGE_NS
+        self.cost_ns += now - start
 
     def _mark(self, phase: str, ns: int) -> Mark:
         counts = self.counts

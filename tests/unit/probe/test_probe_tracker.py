@@ -127,6 +127,18 @@ def test_a_phase_carries_the_peak_that_fell_into_it(rig):
     assert step.peak_phase.name == "optimizer"
 
 
+def test_what_the_script_frees_after_a_bare_optimizer_is_not_the_next_phase_s(rig):
+    run_step(rig)
+    rig.memory.set(300)
+    rig.tracker.enter("optimizer")
+    rig.tracker.end_step()
+    rig.memory.set(100)  # zero_grad
+    rig.tracker.enter("data")
+    rig.clock.pass_ms(1)
+    rig.tracker.end_step(clean=True)
+    assert rig.step().phase("data").allocated.peak == 100 * MIB
+
+
 def test_a_reset_by_the_script_loses_no_peak(rig):
     run_step(rig)
     rig.tracker.enter("forward")

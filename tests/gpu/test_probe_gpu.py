@@ -1,0 +1,123 @@
+"""The probe on a GPU: its figures against figures taken by hand in the same script without it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.control import Result
+from ftmon.protocol.telemetry import AllocatorEvents, Heartbeat, Hello, Oom, SnapshotTaken, Step
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
+from probe_collector import SCRIPTS, Collector
+
+pytestmark = pytest.mark.gpu
+if not os.path.exists("/dev/nvidia0"):
+    pytest.skip("no NVIDIA GPU here", allow_module_level=True)
+
+SCRIPT = SCRIPTS / "gpu_loop.py"
+
+
+@pytest.fixture
+def collector(tmp_path, monkeypatch):
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    collector = Collector(tmp_path / "home")
+    yield collector
+    collector.close()
+
+
+def result_of(text):
+    return json.loads(next(line for line in text.splitlines() if line.startswith("RESULT"))[7:])
+
+
+def by_hand(mode):
+    done = subprocess.run([sys.executable, str(SCRIPT), mode], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return result_of(done.stdout)
+
+
+def watched(collector, mode, until=None):
+    collector.start(sys.executable, SCRIPT, mode, CUDA_VISIBLE_DEVICES="0", DS_ACCELERATOR="cuda")
+    if until is not None:
+        return collector.collect(until)
+    collector.finish()
+    assert collector.job.returncode == 0, collector.output()
+    return result_of(collector.run.rank_log(0, "out").read_text())
+
+
+def test_phase_peaks_equal_those_measured_by_hand_without_ftmon(collector):
+    hand = by_hand("hand")
+    watched(collector, "plain")
+    steps = collector.of(Step)
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5, 6]
+    for step, peaks in zip(steps, hand["phases"], strict=True):
+        assert {name: step.phase(name).allocated.peak for name in peaks} == peaks
+    assert steps[0].phase("optimizer").allocated.growth > 0, "Adam's states come with the first step"
+    assert steps[3].phase("optimizer").allocated.transient > 0, "foreach temporaries"
+
+
+def test_loss_tokens_and_device_times_come_without_a_synchronisation(collector):
+    found = watched(collector, "plain")
+    hello = collector.of(Hello)[-1]
+    assert (hello.device.kind, hello.memory_measure) == ("cuda", "cuda")
+    assert hello.device.capacity_bytes > 2**34
+    assert hello.device.uuid.startswith("GPU-")
+    for number, step in enumerate(collector.of(Step)):
+        assert step.loss == pytest.approx(found["losses"][number], rel=1e-6)
+        assert (step.tokens, step.padded_tokens) == (500 * 4 - 6, 2048)
+        assert step.device_us > 0
+        assert step.phase("backward").device_us > 0
+        assert step.phase("forward").allocations > 0
+        assert step.phase("forward").active.peak >= step.phase("forward").requested.peak
+
+
+@pytest.mark.parametrize("mode", ["plain", "reset"])
+def test_the_script_sees_the_peaks_it_would_have_seen(collector, mode):
+    alone, under = by_hand(mode), watched(collector, mode)
+    for key in ("max_allocated", "max_reserved", "peaks", "losses"):
+        assert under[key] == alone[key]
+    if mode == "reset":
+        assert collector.of(Step)[3].phase("forward").allocated.transient >= 2**28 - 2**26
+
+
+def test_a_failed_allocation_that_the_script_survives_is_reported(collector):
+    watched(collector, "oom")
+    (oom,) = collector.of(Oom)
+    assert (oom.requested_bytes, oom.step, oom.phase) == (2**50, 4, "forward")
+    assert 0 < oom.allocated_bytes <= oom.reserved_bytes < oom.device_total_bytes
+    assert oom.stack[-1].endswith(" main")
+    assert len(collector.of(Step)) == 6
+    assert collector.of(Step)[-1].ooms == 1
+
+
+def test_allocator_events_are_numbers_of_a_whole_step_and_a_snapshot_is_taken_on_request(collector):
+    watched(collector, "wait", until=lambda c: c.of(AllocatorEvents))
+    events = collector.of(AllocatorEvents)[-1]
+    step = next(step for step in collector.of(Step) if step.step == events.step)
+    phases = {phase.name: phase for phase in events.phases}
+    for name in ("forward", "backward", "optimizer"):
+        record = step.phase(name)
+        if record is not None:
+            assert abs(phases[name].allocations - record.allocations) <= 3, name
+            assert phases[name].largest == sorted(phases[name].largest, reverse=True)
+    hello = collector.of(Hello)[-1]
+    collector.collect(lambda c: c.of(Heartbeat))
+    collector.command(f"rank-0-{hello.pid}-{hello.start_ticks}", "snapshot", reason="test")
+    collector.collect(lambda c: c.of(SnapshotTaken), 30)
+    (taken,) = collector.of(SnapshotTaken)
+    assert Path(taken.path).stat().st_size == taken.bytes > 0
+    assert Path(taken.path).stat().st_mode & 0o077 == 0
+    collector.collect(lambda c: any(isinstance(answer, Result) and answer.ok for answer in c.answers), 10)
+
+
+def test_the_training_thread_pays_less_than_a_fifth_of_a_millisecond_a_step(collector):
+    alone, under = by_hand("cost"), watched(collector, "cost")
+    costs = sorted(step.probe_us for step in collector.of(Step)[5:])
+    median = costs[len(costs) // 2]
+    print(
+        f"probe_us median {median}, p95 {costs[len(costs) * 95 // 100]}; step {alone['median_ms']:.3f} ms alone, "
+        f"{under['median_ms']:.3f} ms watched"
+    )
+    assert median < 200

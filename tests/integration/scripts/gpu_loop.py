@@ -1,0 +1,97 @@
+"""A single-GPU PyTorch loop with a mask, an optimizer that needs temporaries, and its own figures printed as JSON.
+
+Modes: ``hand`` measures every phase's peak by itself, as one would without ftmon; ``plain`` reads its own peaks only
+at the end; ``reset`` resets them in the middle; ``oom`` asks for too much once and goes on; ``wait`` stays; ``cost``
+measures step times.
+"""
+
+import contextlib
+import json
+import sys
+import time
+
+import torch
+
+MODE = sys.argv[1]
+STEPS = 200 if MODE == "cost" else 6
+WIDTH = 2048
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return STEPS * 4
+
+    def __getitem__(self, index):
+        mask = torch.ones(512, dtype=torch.long)
+        mask[500 - index % 4 :] = 0
+        return {"input_ids": (torch.arange(512) + index) % 1000, "attention_mask": mask}
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(1000, WIDTH)
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(12)])
+
+    def forward(self, input_ids, attention_mask):
+        hidden = self.layers(self.embed(input_ids)) * attention_mask[..., None]
+        return hidden.float().pow(2).mean()
+
+
+def main():
+    torch.manual_seed(0)
+    torch.cuda.set_device(0)
+    model = Model().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    loader = iter(torch.utils.data.DataLoader(Rows(), batch_size=4))
+    peaks, losses, times = [], [], []
+
+    def boundary(name):
+        if MODE == "hand" and name is not None:
+            peaks[-1][name] = torch.cuda.max_memory_allocated()
+        if MODE == "hand":
+            torch.cuda.reset_peak_memory_stats()
+
+    for step in range(STEPS):
+        start = time.perf_counter()
+        peaks.append({})
+        boundary(None)
+        batch = next(loader)
+        boundary("data")
+        loss = model(**{key: value.cuda() for key, value in batch.items()})
+        if MODE == "reset" and step == 3:
+            held = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+            del held
+            torch.cuda.reset_peak_memory_stats()
+        if MODE == "oom" and step == 3:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                torch.empty(2**50, dtype=torch.uint8, device="cuda")
+        boundary("forward")
+        loss.backward()
+        boundary("backward")
+        optimizer.step()
+        boundary("optimizer")
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if MODE == "cost":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    stats = torch.cuda.memory_stats()
+    found = {
+        "phases": peaks,
+        "max_allocated": torch.cuda.max_memory_allocated(),
+        "max_reserved": torch.cuda.max_memory_reserved(),
+        "peaks": {key: value for key, value in stats.items() if key.endswith(".peak")},
+        "losses": [float(loss) for loss in losses],
+        "median_ms": sorted(times)[len(times) // 2] * 1e3,
+    }
+    print("RESULT", json.dumps(found), flush=True)
+    while MODE == "wait":
+        loss = model(**{key: value.cuda() for key, value in batch.items()})
+        loss.backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
