@@ -32,6 +32,7 @@ class FtmonApp(App[None]):
         read_only: Refuse everything that acts on the run.
         fps: Paints a second.
         light: Begin with the light theme.
+        play: Begin to play a recording at once.
         open_run: Makes the source of a run chosen from the list.
     """
 
@@ -49,6 +50,7 @@ class FtmonApp(App[None]):
         read_only: bool = False,
         fps: float = 4,
         light: bool = False,
+        play: bool = False,
         open_run: "Callable[[RunDir], Source] | None" = None,
     ) -> None:
         no_color = bool(os.environ.get("NO_COLOR"))
@@ -60,6 +62,7 @@ class FtmonApp(App[None]):
         self.stage = Stage(source, look, read_only)
         self.theme = look.palette.name
         self.fps = fps
+        self._play = play
         self._open_run = open_run or open_live_or_recorded
 
     def get_default_screen(self) -> Screen[Any]:
@@ -74,6 +77,8 @@ class FtmonApp(App[None]):
         """Start gathering and painting."""
         if self.stage.source is not None:
             self.stage.source.start()
+            if self._play and self.stage.source.transport.mode == "replay":
+                self.stage.source.transport.play()
         self.set_interval(1 / self.fps, self.pump)
         self._hurry = self.set_interval(1 / FIRST_FPS, self._until_first)
 
@@ -93,6 +98,11 @@ class FtmonApp(App[None]):
         tick: Callable[[], None] | None = getattr(self.screen, "tick", None)
         if tick is not None and self.screen.is_mounted:
             tick()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Leave out what means nothing on the screen in view."""
+        del parameters
+        return not (isinstance(self.screen, MonitorScreen) and action in self.screen.HIDDEN) if self._running else True
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """Offer every action of the screen in view by name."""
@@ -287,7 +297,7 @@ def open_live_or_recorded(run: RunDir) -> Source:
 def run_app(source: Source, *, ascii_only: bool = False, read_only: bool = False) -> None:
     """Show a run until the person leaves; the source is closed then, its model stays readable."""
     try:
-        FtmonApp(source, ascii=ascii_only, read_only=read_only).run()
+        FtmonApp(source, ascii=ascii_only, read_only=read_only, play=True).run()
     finally:
         source.close()
 

@@ -21,18 +21,18 @@ TALL = 30
 """From this many rows on there is room for more alerts."""
 
 
-def key(keys: str, action: str, label: str, what: str, show: bool = True) -> Binding:
-    """Make a binding: ``label`` stands on the key bar, ``what`` in help and in the command palette."""
-    return Binding(keys, action, label, show=show, tooltip=what)
+def key(keys: str, action: str, label: str, what: str, show: bool = True, bar: str | None = None) -> Binding:
+    """Make a binding: ``label`` stands on the key bar (after ``bar``, if given), ``what`` in help and the palette."""
+    return Binding(keys, action, label, show=show, key_display=bar, tooltip=what)
 
 
 COMMON_KEYS: list[BindingType] = [
     key("space", "app.toggle_play", "pause", "hold the view, or play on (the run itself goes on)"),
     key("left_square_bracket", "app.step(-1)", "step back", "one step back", show=False),
-    key("right_square_bracket", "app.step(1)", "step", "one step forward", show=False),
+    key("right_square_bracket", "app.step(1)", "step", "one step forward", bar="[ ]"),
     key("left_curly_bracket", "app.skip(-10)", "10 s back", "ten seconds back", show=False),
-    key("right_curly_bracket", "app.skip(10)", "10 s on", "ten seconds forward", show=False),
-    key("plus,equals_sign", "app.speed(1)", "faster", "play faster, up to 64x", show=False),
+    key("right_curly_bracket", "app.skip(10)", "10 s", "ten seconds forward", bar="{ }"),
+    key("plus,equals_sign", "app.speed(1)", "speed", "play faster, up to 64x", bar="+ -"),
     key("minus", "app.speed(-1)", "slower", "play slower, down to 0.25x", show=False),
     key("n", "app.alert(1)", "alert", "jump to the next alert"),
     key("N", "app.alert(-1)", "alert before", "jump to the previous alert", show=False),
@@ -71,6 +71,8 @@ class MonitorScreen(Screen[Any]):
     """What the screen is called in help."""
     WHAT = ""
     """What a person sees here, a few sentences."""
+    HIDDEN: ClassVar[frozenset[str]] = frozenset()
+    """Actions of the app that mean nothing on this screen."""
     LEGEND: ClassVar[tuple[str, ...]] = ()
     """Parts of the legend that belong to the screen: ``graph``, ``phases``, ``states``, ``alerts``, ``heat``."""
 

@@ -21,9 +21,9 @@ from .base import COMMON_KEYS, MonitorScreen, key
 LOOK_SECONDS = 1.0
 """How often the run directories are looked at."""
 
-_NEED_A_RUN = {
+NEED_A_RUN = frozenset(
     binding.action.removeprefix("app.").split("(")[0] for binding in COMMON_KEYS if isinstance(binding, Binding)
-} - {"help", "detach", "theme", "command_palette"}
+) - {"help", "detach", "theme", "command_palette"}
 
 
 class RunRows(Listing):
@@ -108,7 +108,7 @@ class RunsScreen(MonitorScreen):
         "The runs of this user on this host, the newest first. A live run is opened as it goes on; one that is over is "
         "opened as a replay. lost: it ended without anybody seeing how."
     )
-    LEGEND = ()
+    HIDDEN = NEED_A_RUN
     BINDINGS: ClassVar[list[BindingType]] = [
         key("enter", "open_chosen", "open", "open the selected run"),
         key("slash", "filter", "filter", "show only runs that contain a text"),
@@ -140,11 +140,6 @@ class RunsScreen(MonitorScreen):
         """Look at the runs, and draw what changed."""
         self.query_one(RunRows).refresh_entries(time.monotonic())
         super().tick()
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Hide what needs an open run."""
-        del parameters
-        return action not in _NEED_A_RUN
 
     def action_move(self, delta: int) -> None:
         """Select another run."""

@@ -21,7 +21,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart over steps. ``unit`` belongs to the y axis; ``floor`` keeps zero in view and fills below."""
+    """A chart over steps. ``unit`` belongs to the y axis; ``floor`` keeps zero in view."""
 
     title: str
     unit: str
@@ -59,7 +59,7 @@ def _plot(chart: Chart, width: int, height: int, look: Look) -> list[Line]:
     markers = _markers(look)[0]
     for index, series in enumerate(chart.series):
         color = _rgb(look.tone(series.tone)) if look.color else None
-        plot.plot(list(chart.steps), list(series.values), marker=markers[index], color=color, fillx=chart.floor)
+        plot.plot(list(chart.steps), list(series.values), marker=markers[index], color=color)
     low = min(min(series.values) for series in chart.series)
     high = max(max(series.values) for series in chart.series)
     low = 0.0 if chart.floor else low

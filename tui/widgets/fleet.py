@@ -9,6 +9,7 @@ from . import heat, rows
 from .canvas import Canvas
 from .card import FIXED_LINES, card
 from .line import Line
+from .log_lines import log_line
 from .rank_view import RankView
 from .stage import Stage
 from .views import History, scale_of
@@ -70,6 +71,26 @@ def plan(ranks: int, width: int, height: int, view: str = "auto") -> Plan:
     if cards is not None:
         return cards
     return row_plan if ranks <= row_plan.rows * row_columns else Plan("heat")
+
+
+class Waiting(Canvas):
+    """What is shown before the first rank: that it is waited for, and what the run prints meanwhile."""
+
+    def key(self) -> object:
+        """Change with the log."""
+        model = self.stage.model
+        return id(model.logs), model.logs.version, model.state, model.ended
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the words and the end of the log."""
+        look, model = self.look, self.stage.model
+        words = "the run ended before any rank was heard of" if model.ended else "waiting for the first rank"
+        entries = model.logs.select(limit=max(0, height - 4))
+        lines = [
+            Line(),
+            Line(f" {look.glyphs.states['starting']} {words}", look.style("warning" if model.ended else "dim")),
+        ]
+        return [*lines, Line(), *(log_line(entry, width, look) for entry in entries)]
 
 
 class Card(Canvas):
@@ -206,6 +227,7 @@ class Fleet(Container):
         self._cards: list[Card] = []
         self._parts: list[list[RowPart]] = []
         self._heat: HeatMap | None = None
+        self._waiting: Waiting | None = None
 
     def tick(self) -> None:
         """Look at the model and draw what changed."""
@@ -236,11 +258,13 @@ class Fleet(Container):
                 begin += self.plan.rows
         elif self._heat is not None:
             self._heat.show(self._views)
+        elif self._waiting is not None:
+            self._waiting.tick()
 
     def _rebuild(self, width: int, height: int) -> None:
         """Make the widgets of the plan, each at its place."""
         self.remove_children()
-        self._cards, self._parts, self._heat = [], [], None
+        self._cards, self._parts, self._heat, self._waiting = [], [], None, None
         if self.plan.mode == "cards":
             self._build_cards(width)
         elif self.plan.mode == "rows":
@@ -248,9 +272,12 @@ class Fleet(Container):
         elif self.plan.mode == "heat":
             self._heat = HeatMap(self.stage)
             self._place(self._heat, 0, 0, width, height)
-        self.mount_all([*self._cards, *(part for parts in self._parts for part in parts)])
-        if self._heat is not None:
-            self.mount(self._heat)
+        else:
+            self._waiting = Waiting(self.stage)
+            self._place(self._waiting, 0, 0, width, height)
+        made: list[Canvas | None] = [*self._cards, self._heat, self._waiting]
+        made += [part for parts in self._parts for part in parts]
+        self.mount_all([widget for widget in made if widget is not None])
 
     def _build_cards(self, width: int) -> None:
         columns, lines = self.plan.columns, self.plan.rows

@@ -76,17 +76,17 @@ def _mark_style(allocated: int, reserved: int, tone: str, look: Look) -> Style:
 def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, look: Look) -> tuple[str, Style]:
     """Draw one cell from how far both parts reach above its floor, in eighths."""
     blocks = look.glyphs.eighths
-    solid = "warning" if spike else "allocated"
+    solid, back = ("warning", "spike_behind") if spike else ("allocated", "reserved")
     if allocated >= 8:
         # A blank on a coloured ground: a full block leaves seams in some fonts.
         return " ", look.style("text", solid)
     if allocated > 0:
         behind = reserved >= 8 or (reserved - allocated) * 2 >= 8 - allocated
-        return blocks[allocated], look.style(solid, "reserved" if behind else "background")
+        return blocks[allocated], look.style(solid, back if behind else "background")
     if reserved >= 8:
-        return (look.glyphs.peak, look.style("peak", "reserved")) if at_peak else (" ", look.style("text", "reserved"))
+        return (look.glyphs.peak, look.style("peak", back)) if at_peak else (" ", look.style("text", back))
     if reserved > 0:
-        return blocks[reserved], look.style("reserved")
+        return blocks[reserved], look.style(back)
     return (look.glyphs.peak, look.style("peak")) if at_peak else (" ", look.base)
 
 

@@ -22,6 +22,8 @@ class Palette:
     error: str
     allocated: str
     reserved: str
+    spike_behind: str
+    """What is drawn behind a spike's column, which itself has the colour of a warning."""
     peak: str
     """The line at the run's highest peak."""
     on_color: str
@@ -46,6 +48,7 @@ DARK = Palette(
     error="#f2726f",
     allocated="#45a9a5",
     reserved="#1f4b4f",
+    spike_behind="#6b5426",
     peak="#c9a86a",
     on_color="#0d1117",
     phases={
@@ -81,6 +84,7 @@ LIGHT = Palette(
     error="#c22f35",
     allocated="#2a8f8c",
     reserved="#b4dbd9",
+    spike_behind="#ecd3a0",
     peak="#9a6b14",
     on_color="#ffffff",
     phases={

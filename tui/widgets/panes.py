@@ -92,16 +92,25 @@ class KeyBar(Canvas):
 
     def key(self) -> object:
         """Change with the message and the keys."""
-        return self.stage.message, tuple(binding.key for binding in self.shown_bindings())
+        transport = self.stage.source.transport if self.stage.source else None
+        keys = tuple(binding.key for binding in self.shown_bindings())
+        return self.stage.message, keys, transport is not None and transport.playing
 
     def shown_bindings(self) -> list[Binding]:
-        """List the screen's bindings that belong on the bar: its own first, then those of every screen."""
+        """List the screen's bindings that belong on the bar: its own first, in a replay those of the replay first."""
         own = {binding.action for binding in type(self.screen).BINDINGS if isinstance(binding, Binding)}
         found: dict[str, Binding] = {}
         for _, binding, enabled, _ in self.screen.active_bindings.values():
-            if binding.show and enabled:
+            if binding.show and enabled and (binding.action not in _ACTING or self._can_act):
                 found.setdefault(binding.action, binding)
-        return sorted(found.values(), key=lambda binding: binding.action not in own)
+        back = [binding for binding in found.values() if binding.action == "app.back"]
+        rest = [binding for binding in found.values() if binding.action != "app.back"]
+        return back + sorted(rest, key=lambda binding: (binding.action in own) == self.stage.replaying)
+
+    @property
+    def _can_act(self) -> bool:
+        source = self.stage.source
+        return source is not None and source.can_command and not self.stage.read_only
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw as many keys as fit; help and detach always do."""
@@ -124,8 +133,16 @@ class KeyBar(Canvas):
         return [spread(left, right, width, self.look.base)]
 
     def _entry(self, binding: Binding) -> Line:
-        key = key_words(binding, self.look)
-        return Line(key, self.look.style("accent", bold=True)).add(f" {binding.description}  ", self.look.style("dim"))
+        key = binding.key_display or key_words(binding, self.look)
+        label = binding.description
+        source = self.stage.source
+        if binding.action == "app.toggle_play" and source is not None and not source.transport.playing:
+            label = "play"
+        return Line(key, self.look.style("accent", bold=True)).add(f" {label}  ", self.look.style("dim"))
+
+
+_ACTING = ("app.kill", "app.stop", "app.stacks")
+"""Actions that need a hub."""
 
 
 _NAMES = {
@@ -146,6 +163,4 @@ _NAMES = {
 
 def key_words(binding: Binding, look: Look) -> str:
     """Write a binding's key as it stands on a keyboard."""
-    if binding.key_display:
-        return binding.key_display
     return " ".join(look.glyphs.keys.get(key, _NAMES.get(key, key)) for key in binding.key.split(","))

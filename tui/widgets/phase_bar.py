@@ -29,7 +29,8 @@ def phase_bar(shares: Sequence[tuple[str, float]], width: int, look: Look, figur
     for (name, share), cells in zip(shares, cells_of([share for _, share in shares], width), strict=True):
         if not cells:
             continue
-        label = _label(name, share, cells, figures)
+        # Without colour the last cell of a part is its edge.
+        label = _label(name, share, cells - 1 if look.plain_graphs and cells > 1 else cells, figures)
         if look.plain_graphs:
             filled = (label.strip() if cells > 1 else "") + FILLS.get(name, "_") * cells
             line.add(

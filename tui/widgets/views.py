@@ -205,6 +205,8 @@ def connection_words(connection: Connection, model: RunModel, read_only: bool) -
         return connection.text or "connecting"
     if model.hub is not None and model.hub.recording_error:
         return f"not recording: {model.hub.recording_error}"
+    if connection.text:
+        return connection.text
     if connection.lost:
         return f"{connection.lost:,} messages lost"
     return "read-only" if read_only else ""
