@@ -34,14 +34,14 @@ class Collector:
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
         environment.update(
             FTMON_RUN=str(self.run.path),
-            PYTHONPATH=str(INJECT),
+            PYTHONPATH=os.pathsep.join(filter(None, (str(INJECT), os.environ.get("PYTHONPATH")))),
             PYTHONUNBUFFERED="1",
             DS_ACCELERATOR="cpu",
             OMP_NUM_THREADS="1",
             CUDA_VISIBLE_DEVICES="",
             TOKENIZERS_PARALLELISM="false",
-            **extra,
         )
+        environment.update(extra)
         return environment
 
     def start(self, *command, **extra):
