@@ -63,7 +63,7 @@ def test_a_hang_names_the_rank_that_did_not_come_and_ends_when_it_comes(make_sim
     assert alert.evidence["waiting"] == [0, 1, 2]
     assert alert.evidence["where"]["3"] == "in forward"
     assert [sim.state(rank).state for rank in range(4)] == ["waiting", "waiting", "waiting", "hung"]
-    assert sim.state(3).text == "not in all_reduce, in forward"
+    assert sim.state(3).text == "not in all_reduce #100, in forward"
     sim.train(13, 16)
     (alert,) = sim.alerts("hang")
     assert alert.resolved is not None
@@ -106,7 +106,7 @@ def test_under_nccl_the_last_rank_by_count_is_hung(make_sim: Any):
     (alert,) = sim.alerts("hang")
     assert alert.rank == 2
     assert "reduce_scatter_tensor #404" in alert.title
-    assert sim.state(2).text == "not in reduce_scatter_tensor, in Python code outside any phase"
+    assert sim.state(2).text == "not in reduce_scatter_tensor #404, in Python code outside any phase"
 
 
 @pytest.mark.parametrize(("phase", "seconds"), [("checkpoint", 300), ("eval", 200)])

@@ -102,6 +102,7 @@ class Verdict:
     age: float
     """Seconds since the last progress of those concerned."""
     collective: str = ""
+    """The collective concerned and its count, ``all_reduce #209``."""
     where: dict[int, str] = field(default_factory=dict[int, str])
     """For each rank concerned, where it is, in words."""
 
@@ -160,7 +161,7 @@ def _hang_at_exit(living: list[RankView], finished: list[RankView]) -> Verdict |
             "The launcher waits for ever on a rank like that: if the results are saved, kill the run."
         ),
         age=age,
-        collective=example.inside,
+        collective=example.inside and f"{example.inside} #{example.collectives}",
         where={view.rank: view.where() for view in still},
     )
 
@@ -183,7 +184,7 @@ def _some_inside(inside: list[RankView], present: list[RankView]) -> Verdict | N
         if entered:
             reason = f"{ranks_in_words(_ranks(waiting))} in {name}, which {ranks_in_words(_ranks(entered))} entered too"
             return _unclear(present, age, reason)
-        return _missing(waiting, late, name, top.inside, age)
+        return _missing(waiting, late, name, age)
     if any(view.age <= MOVING_S for view in present):
         return None
     if len({view.inside for view in present}) > 1 and len({_position(view, present) for view in present}) == 1:
@@ -202,7 +203,7 @@ def _some_inside(inside: list[RankView], present: list[RankView]) -> Verdict | N
                 "for each other for ever. Look for code that takes another branch on some ranks."
             ),
             age=age,
-            collective=top.inside,
+            collective=f"#{top.collectives}",
             where={view.rank: view.where() for view in present},
         )
     if len({(view.inside, view.collectives) for view in present}) == 1:
@@ -228,10 +229,10 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
                 return _alone(late, age) if late and len(still) == len(late) else None
             top = max(ahead, key=lambda view: view.collectives)
             name = top.inside or top.last_collective or "collective"
-            return _missing(ahead, late, f"{name} #{top.collectives}", name, age)
+            return _missing(ahead, late, f"{name} #{top.collectives}", age)
     absent = [view for view in present if view.absent]
     if absent:
-        return _missing([view for view in stuck if not view.absent], absent, "", "", age)
+        return _missing([view for view in stuck if not view.absent], absent, "", age)
     if len(still) == len(stuck) < len(present):
         return _alone(stuck, age)
     if len(stuck) < len(present):
@@ -244,13 +245,11 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
         and len(early) + len(others) == len(present)
         and max(_place(view) for view in early) < min(_place(view) for view in others)
     ):
-        return _missing(others, early, "", "", age, sure=False)
+        return _missing(others, early, "", age, sure=False)
     return _unclear(present, age, "no rank is seen to wait for another one")
 
 
-def _missing(
-    waiting: list[RankView], late: list[RankView], name: str, collective: str, age: float, *, sure: bool = True
-) -> Verdict:
+def _missing(waiting: list[RankView], late: list[RankView], name: str, age: float, *, sure: bool = True) -> Verdict:
     if not waiting:
         return _alone(late, age)
     who, others = ranks_in_words(_ranks(late)), ranks_in_words(_ranks(waiting))
@@ -273,7 +272,7 @@ def _missing(
             f"The stacks of {who} say at which line. A wait like this ends only if {who} goes on."
         ),
         age=age,
-        collective=collective,
+        collective=name,
         where={view.rank: view.where() for view in (*late, *waiting)},
     )
 
