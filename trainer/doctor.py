@@ -1,0 +1,269 @@
+"""What the training side finds on this machine: ``python -m ftmon.trainer.doctor [--json]``.
+
+Every check stands alone and none may fail: what is not installed is a finding, not an error of the doctor's.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+State = Literal["ok", "warning", "error"]
+
+INSTALL = "pip install 'ftmon[train]'"
+_PACKAGES = (
+    ("torch", "error"),
+    ("deepspeed", "error"),
+    ("transformers", "error"),
+    ("datasets", "error"),
+    ("peft", "warning"),
+    ("accelerate", "warning"),
+)
+_GIB = 1 << 30
+_MIN_SHM = _GIB
+_MIN_FILES = 4096
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One thing looked at. ``mend`` says what to do about a warning or an error."""
+
+    name: str
+    state: State
+    text: str
+    mend: str = ""
+
+
+def packages() -> Iterator[Check]:
+    """Look which packages of the training side are installed."""
+    for name, lack in _PACKAGES:
+        try:
+            yield Check(name, "ok", metadata.version(name))
+        except metadata.PackageNotFoundError:
+            yield Check(name, "error" if lack == "error" else "warning", "not installed", INSTALL)
+
+
+def gpus() -> Iterator[Check]:
+    """Look whether PyTorch sees the GPUs that the driver has, and what it would speak between them."""
+    torch: Any = import_module("torch")
+    from .recipe.hardware import visible_gpus
+
+    present = len(visible_gpus())
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
+    note = f" (CUDA_VISIBLE_DEVICES={setting})" if setting is not None else ""
+    if torch.version.cuda is None:
+        if present:
+            mend = "install a CUDA build of PyTorch: https://pytorch.org/get-started/locally"
+            yield Check("GPUs", "warning", f"{present} here, but this PyTorch is built for the CPU alone", mend)
+        else:
+            yield Check("GPUs", "ok", f"none{note}: training runs on the CPU, over gloo")
+        return
+    seen = int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+    if seen < present:
+        yield Check("GPUs", "error", f"PyTorch sees {seen} of {present}{note}", "update the driver; see nvidia-smi")
+        return
+    names = sorted({str(torch.cuda.get_device_name(index)) for index in range(seen)})
+    yield Check("GPUs", "ok", f"{seen}: {', '.join(names)}{note}" if seen else f"none visible{note}")
+    yield Check("CUDA", "ok", f"PyTorch is built for {torch.version.cuda}")
+    if seen:
+        version = torch.cuda.nccl.version()
+        yield Check("NCCL", "ok", ".".join(map(str, version)) if isinstance(version, tuple) else str(version))
+
+
+def process_groups() -> Iterator[Check]:
+    """Look whether ranks could find each other on this host."""
+    distributed: Any = import_module("torch.distributed")
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        yield Check("gloo", "error", "this PyTorch has no gloo", "install an official build of PyTorch")
+        return
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        mend = "add it to /etc/hosts, or export GLOO_SOCKET_IFNAME=lo (ftmon's own trainer does)"
+        yield Check("gloo", "warning", f"this host's name, {name}, leads to no address: gloo may not start", mend)
+    else:
+        yield Check("gloo", "ok", "available")
+
+
+def op_builder() -> Iterator[Check]:
+    """Look for what DeepSpeed compiles its kernels with: compiler, ninja, and nvcc where there are GPUs."""
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(compiler) is None:
+        mend = "install one (apt install g++), or use optimizer.kind=torch_fused, which needs none"
+        yield Check("compiler", "warning", f"no {compiler}: DeepSpeed cannot build its Adam", mend)
+    else:
+        yield Check("compiler", "ok", _first_line([compiler, "--version"]))
+    if shutil.which("ninja") is None:
+        yield Check("ninja", "warning", "not found: DeepSpeed cannot build its kernels", "pip install ninja")
+    else:
+        yield Check("ninja", "ok", _first_line(["ninja", "--version"]))
+    yield from _nvcc()
+    yield arch_list(os.environ.get("TORCH_CUDA_ARCH_LIST"))
+
+
+def _nvcc() -> Iterator[Check]:
+    torch: Any = import_module("torch")
+    wanted: str | None = torch.version.cuda
+    if wanted is None:
+        return
+    extension: Any = import_module("torch.utils.cpp_extension")
+    root: str | None = extension.CUDA_HOME
+    nvcc = Path(root) / "bin" / "nvcc" if root else None
+    if nvcc is None or not nvcc.exists():
+        mend = "install the CUDA toolkit and set CUDA_HOME, or use optimizer.kind=torch_fused, which needs none"
+        yield Check("CUDA_HOME", "warning", "no CUDA compiler: DeepSpeed cannot build its GPU kernels", mend)
+        return
+    found = re.search(r"release (\d+)\.(\d+)", _output([str(nvcc), "--version"]))
+    if found and found.group(1) != wanted.split(".")[0]:
+        text = f"{root} is CUDA {found.group(1)}.{found.group(2)}, PyTorch is built for {wanted}"
+        yield Check("CUDA_HOME", "warning", text, f"set CUDA_HOME to a CUDA {wanted.split('.')[0]} toolkit")
+    else:
+        yield Check("CUDA_HOME", "ok", f"{root}" + (f", CUDA {found.group(1)}.{found.group(2)}" if found else ""))
+
+
+def arch_list(setting: str | None) -> Check:
+    """Judge a ``TORCH_CUDA_ARCH_LIST``: DeepSpeed's builder reads numbers only, and fails over ``9.0a``."""
+    name = "TORCH_CUDA_ARCH_LIST"
+    if not setting or not setting.strip():
+        return Check(name, "ok", "not set: kernels are built for the GPUs that are here")
+    entries = re.split(r"[;\s]+", setting.strip(" ;"))
+    bad = [entry for entry in entries if not re.fullmatch(r"\d+\.\d+(\+PTX)?", entry)]
+    if not bad:
+        return Check(name, "ok", setting)
+    mended = ";".join(re.sub(r"(\d+\.\d+)[a-z]", r"\1", entry) for entry in entries)
+    if all(re.fullmatch(r"\d+\.\d+(\+PTX)?", entry) for entry in mended.split(";")):
+        mend = f"export TORCH_CUDA_ARCH_LIST='{mended}'"
+    else:
+        mend = "unset TORCH_CUDA_ARCH_LIST"
+    return Check(name, "warning", f"{setting}: DeepSpeed's op builder cannot read {', '.join(bad)}", mend)
+
+
+def deepspeed_ops() -> Iterator[Check]:
+    """Ask DeepSpeed itself which of its Adams it could build here."""
+    accelerator: Any = import_module("deepspeed.accelerator").get_accelerator()
+    yield Check("accelerator", "ok", f"DeepSpeed trains on {accelerator.device_name()}")
+    for title, builder in (("CPU Adam", "CPUAdamBuilder"), ("fused Adam", "FusedAdamBuilder")):
+        made = accelerator.create_op_builder(builder)
+        if made is not None and made.is_compatible(False):
+            yield Check(title, "ok", "DeepSpeed can build it at first use")
+        else:
+            yield Check(title, "warning", "DeepSpeed cannot build it here", "use optimizer.kind=torch_fused")
+
+
+def limits() -> Iterator[Check]:
+    """Look at shared memory and at the limits of this shell."""
+    import resource
+
+    try:
+        shm = os.statvfs("/dev/shm")
+    except OSError:
+        yield Check("shared memory", "warning", "no /dev/shm: data-loading workers and NCCL need it", "mount a tmpfs")
+    else:
+        size = shm.f_blocks * shm.f_frsize
+        text = f"/dev/shm has {size / _GIB:.1f} GiB, {shm.f_bavail * shm.f_frsize / _GIB:.1f} free"
+        if size < _MIN_SHM:
+            mend = "start the container with --shm-size=8g or --ipc=host"
+            yield Check("shared memory", "warning", f"{text}: too little for data-loading workers and NCCL", mend)
+        else:
+            yield Check("shared memory", "ok", text)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _MIN_FILES:
+        most = hard if hard != resource.RLIM_INFINITY else 65536
+        mend = f"ulimit -n {min(most, 65536)}" if most >= _MIN_FILES else "raise nofile in /etc/security/limits.conf"
+        yield Check("open files", "warning", f"at most {soft}: few for many workers", mend)
+    else:
+        yield Check("open files", "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"at most {soft}")
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        text = f"limited to {soft / _GIB:.0f} GiB: CUDA reserves far more than it uses"
+        yield Check("address space", "warning", text, "ulimit -v unlimited")
+
+
+def cpu_memory() -> Iterator[Check]:
+    """Look whether memory of CPU ranks can be measured as it should be."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallinfo2"):
+        yield Check("mallinfo2", "ok", "glibc tells what CPU ranks have allocated")
+    else:
+        text = "this C library has none: for CPU ranks the resident set is shown as allocated"
+        yield Check("mallinfo2", "warning", text, "use a system with glibc 2.33 or later")
+    try:
+        Path("/proc/self/clear_refs").write_bytes(b"5")
+    except OSError as error:
+        text = f"/proc/self/clear_refs cannot be written ({error.strerror}): no peaks per phase for CPU ranks"
+        yield Check("clear_refs", "warning", text, "run outside of a sandbox that forbids it")
+    else:
+        yield Check("clear_refs", "ok", "peaks per phase can be measured for CPU ranks")
+
+
+_ALL: tuple[Callable[[], Iterator[Check]], ...] = (
+    packages,
+    gpus,
+    process_groups,
+    op_builder,
+    deepspeed_ops,
+    limits,
+    cpu_memory,
+)
+
+
+def examine() -> list[Check]:
+    """Run every check; one that cannot be made is itself a finding."""
+    found: list[Check] = []
+    for look in _ALL:
+        try:
+            found.extend(look())
+        except ModuleNotFoundError as error:
+            if error.name not in {name for name, _ in _PACKAGES}:  # those are findings of their own
+                found.append(Check(_title(look), "error", f"{error.name} is not installed", INSTALL))
+        except Exception as error:  # a broken installation fails in its own way
+            first = (str(error).strip() or repr(error)).splitlines()[0]
+            found.append(Check(_title(look), "error", f"cannot be looked at: {first}", f"reinstall: {INSTALL}"))
+    return found
+
+
+def _title(look: Callable[[], Iterator[Check]]) -> str:
+    return look.__name__.replace("_", " ")
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _first_line(command: list[str]) -> str:
+    return next(iter(_output(command).splitlines()), "there, but does not say its version")
+
+
+def main() -> int:
+    """Print the findings; status 1 when one of them stands in the way of training."""
+    parser = argparse.ArgumentParser(prog="python -m ftmon.trainer.doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print a JSON list of {name, state, text, mend}")
+    arguments = parser.parse_args()
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while it is imported
+        found = examine()
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        for check in found:
+            print(f"{check.state:<8} {check.name:<20} {check.text}" + (f"  -> {check.mend}" if check.mend else ""))
+    return 1 if any(check.state == "error" for check in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
