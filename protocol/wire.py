@@ -13,7 +13,7 @@ VERSION = (1, 0)
 """Major and minor version of the protocol; another major is refused, a newer minor is understood as far as known."""
 
 RESTART_LEAP = 1 << 20
-"""A hub that takes over from one that crashed leaves this many numbers out; a gap that large is no loss."""
+"""A hub that takes over from an earlier one leaves this many numbers out; a gap that large is no loss."""
 
 MESSAGE_TYPES = (
     telemetry.Hello,
@@ -162,8 +162,8 @@ class LossCounter:
         """Note that message ``seq`` of ``src`` arrived; return how many were lost just before it.
 
         The first message seen from a sender sets where counting begins. A number below the expected one is a
-        duplicate or a sender that began anew, and a leap of ``RESTART_LEAP`` is a hub that took over from one that
-        crashed: neither is a loss.
+        duplicate or a sender that began anew, and a leap of ``RESTART_LEAP`` is a hub that took over from an
+        earlier one: neither is a loss.
         """
         expected = self._next.get(src)
         self._next[src] = seq + 1

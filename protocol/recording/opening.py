@@ -180,12 +180,14 @@ def _upgrade(path: Path, opened: Opened, schema: int) -> Opened:
 
 
 def check_continuable(path: Path) -> None:
-    """Make sure that a file that is there is a recording of this schema, or the beginning of one.
+    """Make sure that a file that is there is a recording of this schema, and as long as it says.
 
     Raises:
-        RecordingError: it is something else.
+        RecordingError: it is something else, or was cut short.
     """
     header = _check_header(path)
+    if path.stat().st_size < header.expected_bytes and not _write_ahead_log(path):
+        raise RecordingError(f"{path}: is cut short and cannot be continued; move it out of the way")
     if header.schema != SCHEMA_VERSION:
         raise RecordingError(
             f"{path}: has recording schema {header.schema}, this ftmon writes {SCHEMA_VERSION}; move it out of the way"

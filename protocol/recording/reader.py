@@ -21,7 +21,7 @@ from .opening import Opened, is_damage, open_damaged, open_recording
 from .peaks import peak_seq
 from .pooling import Window
 from .results import MemoryColumn, RecordingInfo, StepPoint
-from .rows import Row, log_from_row, sample_from_row, unpack_body
+from .rows import BODY_COLUMN, Row, log_from_row, sample_from_row, unpack_body
 from .schema import ROLLUP_SIZES, STREAM_TABLES
 from .steprow import step_from_row
 
@@ -183,7 +183,7 @@ class Reader:
         elif table == "logs":
             message = log_from_row(row)
         else:
-            message = unpack_body(row[-1])
+            message = unpack_body(row[BODY_COLUMN[table]])
         return None if message is None else Frame(row[0], row[1], message)
 
     def _sample(self, row: Row) -> Message | None:
@@ -260,7 +260,7 @@ class Reader:
     def _alerts(self, t0: float | None, t1: float | None) -> list[Alert]:
         seq = (1 << 62) if t1 is None else self._seq_at(t1)
         rows = self._rows_of("alerts", self._last_of_each("alerts", "id", seq))
-        alerts = [alert for _, row in rows if isinstance(alert := unpack_body(row[-1]), Alert)]
+        alerts = [alert for _, row in rows if isinstance(alert := unpack_body(row[BODY_COLUMN["alerts"]]), Alert)]
         return sorted((alert for alert in alerts if t0 is None or alert.time >= t0), key=lambda alert: alert.time)
 
     def _logs(self, before_seq: int | None, rank: int | None, text: str, limit: int) -> list[Frame]:

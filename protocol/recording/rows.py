@@ -24,6 +24,9 @@ INSERTS = {
     "device_names": f"INSERT OR REPLACE INTO device_names VALUES ({', '.join('?' * 8)})",
     "process_names": f"INSERT OR REPLACE INTO process_names VALUES ({', '.join('?' * 4)})",
 }
+BODY_COLUMN = {"alerts": 13, "ranks": 11, "events": 4}
+"""Where the whole message is, in the tables that have it. Not the last: a later version may have added columns."""
+
 NO_RANK = -1
 """``events.rank`` of a message that is about no rank."""
 

@@ -21,6 +21,7 @@ from ..process import this_process
 from ..rundir import RunFile
 from ..telemetry import DeviceSample, Heartbeat, Hello, LogLine, Step
 from ..wire import RESTART_LEAP, VERSION, Message
+from .checkpoint import Checkpointer
 from .opening import check_continuable
 from .rollup import INSERT_ROLLUP, Rollups
 from .rows import INSERTS, Names, Row, alert_row, event_row, hello_row, log_row
@@ -74,6 +75,7 @@ class Writer:
         """Where a hub that opens this recording goes on numbering."""
         self._run = run
         self._connection: sqlite3.Connection | None = None
+        self._checkpointer: Checkpointer | None = None
         self._pending: dict[str, list[Row]] = {table: [] for table in _INSERTS}
         self._held = 0
         self._names = Names()
@@ -130,6 +132,7 @@ class Writer:
         connection, self._connection = self._connection, None
         if connection is None:
             return
+        self._end_checkpointer()
         try:
             if not self.error:
                 self._put(connection, closed=time.time())
@@ -167,6 +170,8 @@ class Writer:
             self._fail(error)
             return False
         self._connection = connection
+        self._checkpointer = Checkpointer(self.path)
+        self._checkpointer.start()
         return True
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
@@ -182,9 +187,9 @@ class Writer:
             self._put(connection, **_describe(self._run))
             connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode=WAL")
-        # In WAL mode NORMAL keeps the file whole through a crash of the machine; only the last second may be missing.
+        # In WAL mode NORMAL keeps the file whole through a crash of the machine; the checkpointer makes it durable.
         connection.execute("PRAGMA synchronous=NORMAL")
-        connection.execute("PRAGMA wal_autocheckpoint=2000")
+        connection.execute("PRAGMA wal_autocheckpoint=0")
         if known:
             self._continue(connection)
         process = this_process()
@@ -201,8 +206,8 @@ class Writer:
         meta = dict(connection.execute("SELECT key, value FROM meta"))
         highest = [connection.execute(f"SELECT max(seq) FROM {table}").fetchone()[0] or 0 for table in STREAM_TABLES]
         self.last_seq = max(*highest, int(meta.get("last_seq") or 0))
-        # Heartbeats are numbered and not recorded: after a crash the last number given is unknown, so leave it behind.
-        self.next_seq = self.last_seq + (1 if meta.get("closed") else RESTART_LEAP)
+        # Heartbeats are numbered and not recorded: the last number that was given is unknown, so leave it far behind.
+        self.next_seq = self.last_seq + RESTART_LEAP
         self._second = connection.execute("SELECT max(second) FROM clock").fetchone()[0] or 0
         self._names.load(connection)
         self._rollups.load(connection)
@@ -246,6 +251,8 @@ class Writer:
         self.error = ""
         for rows in self._pending.values():
             rows.clear()
+        if self._checkpointer is not None:
+            self._checkpointer.poke()
 
     def _insert(self, connection: sqlite3.Connection, table: str, rows: list[Row]) -> int:
         """Insert rows; return how many messages no column could hold (a peer's nonsense) and were passed over."""
@@ -282,8 +289,14 @@ class Writer:
             try:
                 self._connection.rollback()
             except sqlite3.Error:
+                self._end_checkpointer()
                 self._connection.close()
                 self._connection = None
+
+    def _end_checkpointer(self) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.stop()
+            self._checkpointer = None
 
     def _let_go(self) -> None:
         """Hold rows back while they are few; beyond that let the bulky ones go, and keep what explains the run."""

@@ -1,0 +1,48 @@
+"""Moves what was committed from the write-ahead log into the recording, in a thread of its own.
+
+A commit only appends to the log and waits for no disk. This thread makes the log durable and folds it into the file
+about once a second: what a crash of the machine can take is that second, and a slow disk never holds up the hub.
+"""
+
+import contextlib
+import sqlite3
+import threading
+from pathlib import Path
+
+PERIOD_S = 1.0
+
+
+class Checkpointer(threading.Thread):
+    """Folds the log of ``path`` into it after each ``poke``, at most once in ``PERIOD_S``, until ``stop``."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(name="checkpointer", daemon=True)
+        self._path = path
+        self._work = threading.Event()
+        self._ending = threading.Event()
+
+    def poke(self) -> None:
+        """Say that something was committed."""
+        self._work.set()
+
+    def stop(self) -> None:
+        """End the thread; wait for it for a few seconds at the most."""
+        self._ending.set()
+        self._work.set()
+        self.join(timeout=5)
+
+    def run(self) -> None:
+        """Checkpoint until stopped. An error is left to the writer, which meets the same disk."""
+        connection: sqlite3.Connection | None = None
+        while not self._ending.wait(PERIOD_S if connection is not None else 0):
+            self._work.wait()
+            self._work.clear()
+            if self._ending.is_set():
+                break
+            with contextlib.suppress(sqlite3.Error):
+                if connection is None:
+                    connection = sqlite3.connect(self._path, isolation_level=None, timeout=0)
+                # PASSIVE takes no lock that a commit or a reader would wait for.
+                connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        if connection is not None:
+            connection.close()

@@ -1,0 +1,106 @@
+"""A step becomes a row and comes back exactly, whatever a probe sends."""
+
+import math
+
+import msgspec
+import pytest
+from ftmon.protocol.recording.steprow import step_from_row, step_rows
+from ftmon.protocol.telemetry import PHASES, PhaseRecord, Span, Step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from streams import Stream
+
+GIB = 2**30
+spans = st.builds(Span, *(st.integers(-(2**40), 2**45) for _ in range(3)))
+counts = st.integers(0, 2**40)
+phases = st.builds(
+    PhaseRecord,
+    name=st.sampled_from([*PHASES, "something new"]),
+    start_us=st.integers(-(2**40), 2**40),
+    host_us=counts,
+    allocated=spans,
+    reserved=spans,
+    device_us=st.none() | counts,
+    active=st.none() | spans,
+    requested=st.none() | spans,
+    resident=st.none() | spans,
+    count=st.integers(0, 1000),
+    allocations=counts,
+    frees=counts,
+    allocated_bytes=counts,
+    collective_us=counts,
+    collectives=counts,
+)
+floats = st.none() | st.floats()
+steps = st.builds(
+    Step,
+    rank=st.integers(0, 5000),
+    step=counts,
+    started=st.floats(allow_nan=False),
+    host_us=counts,
+    phases=st.lists(phases, max_size=6),
+    device_us=st.none() | counts,
+    micro_steps=st.integers(0, 1000),
+    loss=floats,
+    lr=floats,
+    grad_norm=floats,
+    loss_scale=floats,
+    overflow=st.booleans(),
+    batch_shape=st.lists(st.integers(0, 2**31), max_size=4),
+    samples=counts,
+    tokens=counts,
+    padded_tokens=counts,
+    retries=counts,
+    ooms=counts,
+    probe_us=counts,
+    dropped=counts,
+)
+
+
+def flat(step: Step) -> object:
+    """Encode, so that NaN equals NaN."""
+    return msgspec.msgpack.encode(step)
+
+
+def stored(row: tuple[object, ...]) -> tuple[object, ...]:
+    """Do what SQLite does to a row: NaN becomes NULL."""
+    return tuple(None if isinstance(value, float) and math.isnan(value) else value for value in row)
+
+
+@given(steps)
+@settings(max_examples=400, deadline=None)
+def test_any_step_comes_back_exactly(step: Step) -> None:
+    row, _ = step_rows(17, 1.5, step)
+    assert flat(step_from_row(stored(row))) == flat(step)
+
+
+@given(steps)
+@settings(max_examples=200, deadline=None)
+def test_every_phase_is_in_the_columns_or_in_a_row_of_its_own(step: Step) -> None:
+    row, extra = step_rows(17, 1.5, step)
+    in_columns = sum(row[14 + position * 8] is not None for position in range(4))
+    assert in_columns + len(extra) == len(step.phases)
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_an_ordinary_step_needs_no_extra_rows_and_little_detail(cuda: bool) -> None:
+    for frame in Stream(ranks=2, steps=20, cuda=cuda).frames():
+        if isinstance(frame.message, Step):
+            row, extra = step_rows(frame.seq, frame.t, frame.message)
+            assert extra == []
+            assert len(row[-1]) < 150
+            assert step_from_row(row) == frame.message
+
+
+def test_a_figure_nobody_can_have_measured_is_refused_by_the_row() -> None:
+    negative = PhaseRecord("data", 0, 1, Span(0, 0, 0), Span(0, 0, 0), allocated_bytes=-1)
+    with pytest.raises(OverflowError):
+        step_rows(1, 1.0, Step(0, 1, 0.0, 1, [negative]))
+    with pytest.raises(OverflowError):
+        step_rows(1, 1.0, Step(0, 1, math.nan, 1, []))
+
+
+def test_every_field_is_recorded() -> None:
+    # Whoever adds a field to Step or PhaseRecord records it too: in step_rows, step_from_row, and the strategies above.
+    assert len(Step.__struct_fields__) == 20
+    assert len(PhaseRecord.__struct_fields__) == 15
