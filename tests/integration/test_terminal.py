@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.rundir import RunDir
 from ftmon_process import PROGRAM, Ftmon, ftmon_home, wait_until, wait_until_nothing_is_left
-from terminal import Terminal, command, open_terminal, wait_for
+from terminal import Terminal, command, open_terminal, wait_for, wait_until_gone
 
 FIRST_STEP_SECONDS = 120.0
 
@@ -29,9 +29,9 @@ def test_a_demo_from_its_first_step_to_its_kill(home: Ftmon, terminal: Terminal)
     run = home.newest()
 
     terminal.press("?")
-    wait_for(terminal, "help")
+    wait_for(terminal, "overview", "escape: close")
     terminal.press("Escape")
-    wait_for(terminal, "rank 1")
+    wait_until_gone(terminal, "escape: close")
 
     terminal.press("q")
     wait_for(terminal, "attach again", run.id)
@@ -47,9 +47,14 @@ def test_a_demo_from_its_first_step_to_its_kill(home: Ftmon, terminal: Terminal)
 
 def kill_the_run(terminal: Terminal, run: RunDir) -> None:
     terminal.press("k")
-    wait_for(terminal, "Kill")
+    wait_for(terminal, "Kill: ", "escape: no")
+    terminal.press("a")
+    wait_for(terminal, "whole run")
     terminal.press("y")
+    wait_for(terminal, "killing", "nothing is left of the run", seconds=60)
     wait_until("the run's end", run.read_exit, 60)
+    terminal.press("Escape")
+    wait_until_gone(terminal, "escape: close")
 
 
 def test_a_terminal_that_cannot_draw_gets_lines(home: Ftmon, terminal: Terminal) -> None:

@@ -117,6 +117,15 @@ def wait_for(terminal: Terminal, *words: str, seconds: float = 30.0) -> str:
         time.sleep(0.1)
 
 
+def wait_until_gone(terminal: Terminal, word: str, seconds: float = 30.0) -> None:
+    """Wait until a word has left the screen."""
+    deadline = time.monotonic() + seconds
+    while word in (text := terminal.text()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"still on the screen after {seconds:.0f} s: {word}\n{text}")
+        time.sleep(0.1)
+
+
 def command(terminal: Terminal, *words: str) -> None:
     """Type a command line and press enter."""
     terminal.press(" " + shlex.join(words), "Enter")
