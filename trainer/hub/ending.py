@@ -20,6 +20,8 @@ _ORPHAN_LOOKS = 2
 _LAUNCHER_START_SECONDS = 15.0
 _WATCH_START_SECONDS = 60.0
 """How long a run without a launcher may go without any rank."""
+_SILENCE_SECONDS = 30.0
+"""Ranks that are not seen as processes, because they run elsewhere, are over when nothing was heard for so long."""
 _LOG_TAIL_LINES = 20
 
 
@@ -32,29 +34,46 @@ class Ending:
         self._begun = time.monotonic()
         self._next_look = 0.0
         self._empty_looks = 0
-        self._hellos = 0
+        self._received = 0
+        self._heard_at = self._begun
+        self._hellos: set[int] = set()
         self._goodbyes: dict[int, str] = {}
         self.stepped = False
         """Some rank has finished a step."""
 
+    @property
+    def _all_said_goodbye(self) -> bool:
+        return bool(self._hellos) and self._hellos <= self._goodbyes.keys()
+
     def note(self, message: Message) -> None:
         """Learn from a message of the stream (steps are noted by the caller, who is in a hurry)."""
         if isinstance(message, Hello):
-            self._hellos += 1
+            self._hellos.add(message.rank)
             self._goodbyes.pop(message.rank, None)
         elif isinstance(message, Goodbye):
             self._goodbyes[message.rank] = message.reason
         elif isinstance(message, Step):
             self.stepped = True
 
-    def look(self, ranks_alive: int) -> ExitFile | None:
-        """Return how the run ended, or None while it goes on."""
+    def look(self, ranks_alive: int, ranks_elsewhere: bool, received: int) -> ExitFile | None:
+        """Return how the run ended, or None while it goes on.
+
+        Args:
+            ranks_alive: ranks whose process is seen alive on this host.
+            ranks_elsewhere: there are ranks that cannot be seen as processes; they live as long as they are heard.
+            received: messages received so far.
+        """
         found = self._run.read_exit()
         if found is not None:
             return found
         now = time.monotonic()
-        if ranks_alive or now < self._next_look:
-            self._empty_looks = 0 if ranks_alive else self._empty_looks
+        if received != self._received:
+            self._received, self._heard_at = received, now
+        heard = ranks_elsewhere and now - self._heard_at < _SILENCE_SECONDS and not self._all_said_goodbye
+        if ranks_alive or heard:
+            self._empty_looks = 0
+            return None
+        if now < self._next_look:
             return None
         self._next_look = now + _ORPHAN_LOOK_SECONDS
         launcher = self._run.read_run().launcher

@@ -154,7 +154,9 @@ class Hub:
         self._commit()
         if self._end is None:
             try:
-                self._end = self._ending.look(len(self._supervisor.alive()))
+                self._end = self._ending.look(
+                    len(self._supervisor.alive()), self._book.any_elsewhere, self._intake.received
+                )
             except (FtmonError, OSError) as error:
                 print(error, file=sys.stderr)
             if self._end is not None:

@@ -34,6 +34,11 @@ class RankBook:
         """Whether any rank computes on a GPU."""
         return any(hello.device.kind == "cuda" for hello in self._hellos.values())
 
+    @property
+    def any_elsewhere(self) -> bool:
+        """Whether any rank runs on another host, out of the supervisor's sight."""
+        return any(hello.host != self._host for hello in self._hellos.values())
+
     def target(self, rank: int) -> Target | None:
         """Return a rank's process when it is one of this host, else None."""
         hello = self._hellos.get(rank)
