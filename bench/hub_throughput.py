@@ -18,7 +18,6 @@ import time
 from multiprocessing import get_context
 
 import zmq
-
 from ftmon.protocol import rundir, wire
 from ftmon.protocol.sockets import peer_socket
 from ftmon.protocol.telemetry import DeviceInfo, Hello, PhaseRecord, Span, Step
@@ -165,7 +164,7 @@ def main() -> int:
         log.close()
         sys.stderr.write((run.logs / "hub.log").read_text())
     seconds = last - first
-    print("| messages | recorded | at the subscriber | seconds | per second | hub CPU s | per CPU second | bytes a step |")
+    print("| messages | recorded | at the app | seconds | per second | hub CPU s | per CPU second | bytes a step |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     print(
         f"| {total:,} | {recorded:,} | {count:,} | {seconds:.2f} | {total / seconds:,.0f} | {cpu:.2f} "
