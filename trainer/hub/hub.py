@@ -41,6 +41,8 @@ TICK_SECONDS = 0.25
 STATS_SECONDS = 2.0
 LINGER_SECONDS = 3.0
 """How long the hub stays after the end, so that apps see it and can ask for the rest."""
+SETTLE_SECONDS = 1.25
+"""After a failure the deaths of the ranks are judged in their order before the end is told."""
 _DRAIN = 512
 """Messages taken before commands get their turn."""
 
@@ -54,6 +56,7 @@ class Hub:
         self._file = run.read_run()
         self._read_only = bool(self._file.options.get("read_only"))
         self._over = False
+        self._finish_at = 0.0
         self._leave_at: float | None = None
         self._end: ExitFile | None = None
         self._disk_trouble = False
@@ -153,17 +156,25 @@ class Hub:
         self._link.expire()
         self._commit()
         if self._end is None:
-            try:
-                self._end = self._ending.look(
-                    len(self._supervisor.alive()), self._book.any_elsewhere, self._intake.received
-                )
-            except (FtmonError, OSError) as error:
-                print(error, file=sys.stderr)
+            self._end = self._look_for_end()
             if self._end is not None:
-                self._leave_at = now + LINGER_SECONDS
-                self._finish(self._end)
-        elif self._leave_at is not None and now >= self._leave_at and not self._commands.busy:
+                failed = self._end.state == "failed"
+                self._finish_at = now + (SETTLE_SECONDS if failed else 0.0)
+        if self._end is None or now < self._finish_at:
+            return
+        if self._leave_at is None:
+            self._leave_at = now + LINGER_SECONDS
+            self._finish(self._end)
+        elif now >= self._leave_at and not self._commands.busy:
             self._over = True
+
+    def _look_for_end(self) -> ExitFile | None:
+        try:
+            alive = len(self._supervisor.alive())
+            return self._ending.look(alive, self._book.any_elsewhere, self._intake.received)
+        except (FtmonError, OSError) as error:
+            print(error, file=sys.stderr)
+            return None
 
     def _finish(self, end: ExitFile) -> None:
         """Take in what is still on its way, then say how it ended."""
