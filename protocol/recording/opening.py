@@ -17,23 +17,26 @@ _MAGIC = b"SQLite format 3\x00"
 
 @dataclass
 class Opened:
-    """An open recording. ``missing`` says in words what cannot be read of it; ``scratch`` is a folder to remove."""
+    """An open recording. ``missing`` says in words what cannot be read of it; ``scratch`` holds a private copy."""
 
     connection: sqlite3.Connection
     missing: str = ""
-    scratch: Path | None = None
+    scratch: "tempfile.TemporaryDirectory[str] | None" = None
+    salvaged: bool = False
+    """It is what was left of a damaged file."""
 
     def close(self) -> None:
         """Close it, and remove what was made to read it."""
         self.connection.close()
         if self.scratch is not None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            self.scratch.cleanup()
 
 
 @dataclass(frozen=True)
 class _Header:
     """What the first 100 bytes say (https://www.sqlite.org/fileformat2.html#the_database_header)."""
 
+    page_bytes: int
     expected_bytes: int
     application_id: int
     schema: int
@@ -77,17 +80,17 @@ def open_damaged(path: Path) -> Opened:
     """
     header = _check_header(path)
     size = path.stat().st_size
-    scratch = Path(tempfile.mkdtemp(prefix="ftmon-"))
+    scratch = _scratch()
     try:
-        connection = salvage(path, scratch / "salvaged.sqlite")
+        connection = salvage(path, header.page_bytes, Path(scratch.name))
     except (sqlite3.Error, OSError) as error:
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.cleanup()
         raise RecordingError(f"{path}: is damaged, nothing of it can be read: {error}") from None
     if size < header.expected_bytes:
         missing = f"the file is cut short: {gib(size)} of {gib(header.expected_bytes)} are there"
     else:
         missing = "the file is damaged: only the parts that are whole were read"
-    return Opened(connection, missing, scratch)
+    return Opened(connection, missing, scratch, salvaged=True)
 
 
 def _check_header(path: Path) -> _Header:
@@ -110,8 +113,10 @@ def _check_header(path: Path) -> _Header:
     if len(head) < _HEADER_BYTES:
         raise RecordingError(f"{path}: is cut short after {len(head)} bytes: nothing of it can be read")
     page = int.from_bytes(head[16:18], "big")
+    page_bytes = 65_536 if page == 1 else page
     header = _Header(
-        expected_bytes=int.from_bytes(head[28:32], "big") * (65_536 if page == 1 else page),
+        page_bytes=page_bytes,
+        expected_bytes=int.from_bytes(head[28:32], "big") * page_bytes,
         application_id=int.from_bytes(head[68:72], "big"),
         schema=int.from_bytes(head[60:64], "big"),
     )
@@ -130,11 +135,13 @@ def _write_ahead_log(path: Path) -> Path | None:
 
 def connect(path: Path, options: str) -> sqlite3.Connection:
     """Open a SQLite file by URI, such as ``mode=ro``, for use from any thread (one at a time)."""
-    connection = sqlite3.connect(
-        f"{path.absolute().as_uri()}?{options}", uri=True, check_same_thread=False, isolation_level=None, timeout=5.0
-    )
-    connection.execute("PRAGMA cache_size=-32000")
-    return connection
+    address = f"{path.absolute().as_uri()}?{options}"
+    return sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None, timeout=5.0)
+
+
+def _scratch() -> "tempfile.TemporaryDirectory[str]":
+    """Make a folder that goes away with whoever holds it."""
+    return tempfile.TemporaryDirectory(prefix="ftmon-", ignore_cleanup_errors=True)
 
 
 def _open_whole(path: Path) -> Opened:
@@ -142,29 +149,29 @@ def _open_whole(path: Path) -> Opened:
     try:
         connection.execute("SELECT count(*) FROM meta").fetchone()
         return Opened(connection)
-    except sqlite3.OperationalError as error:
+    except sqlite3.Error as error:
         connection.close()
-        if is_damage(error):
+        if is_damage(error) or not isinstance(error, sqlite3.OperationalError):
             raise
     # Read-only media: SQLite cannot make the index of the write-ahead log beside the file.
     log = _write_ahead_log(path)
     if log is None:
         return Opened(connect(path, "mode=ro&immutable=1"))
-    scratch = Path(tempfile.mkdtemp(prefix="ftmon-"))
+    scratch = _scratch()
     try:
-        shutil.copyfile(path, scratch / "copy.sqlite")
-        shutil.copyfile(log, scratch / "copy.sqlite-wal")
-        return Opened(connect(scratch / "copy.sqlite", "mode=rw"), scratch=scratch)
+        shutil.copyfile(path, Path(scratch.name) / "copy.sqlite")
+        shutil.copyfile(log, Path(scratch.name) / "copy.sqlite-wal")
+        return Opened(connect(Path(scratch.name) / "copy.sqlite", "mode=rw"), scratch=scratch)
     except OSError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.cleanup()
         reason = f"its newest part ({log.name}) cannot be read here: {error.strerror}"
         return Opened(connect(path, "mode=ro&immutable=1"), reason)
 
 
 def _upgrade(path: Path, opened: Opened, schema: int) -> Opened:
     """Bring an older schema up to date in a private copy."""
-    scratch = Path(tempfile.mkdtemp(prefix="ftmon-"))
-    copy = connect(scratch / "upgraded.sqlite", "mode=rwc")
+    scratch = _scratch()
+    copy = connect(Path(scratch.name) / "upgraded.sqlite", "mode=rwc")
     try:
         opened.connection.backup(copy)
         for version in range(schema, SCHEMA_VERSION):
@@ -172,7 +179,7 @@ def _upgrade(path: Path, opened: Opened, schema: int) -> Opened:
                 copy.execute(statement)
     except (KeyError, sqlite3.Error) as error:
         copy.close()
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.cleanup()
         raise RecordingError(f"{path}: recording schema {schema} cannot be brought up to date: {error}") from None
     finally:
         opened.close()

@@ -126,7 +126,7 @@ class Reader:
             try:
                 return question()
             except sqlite3.Error as error:
-                if self._opened.scratch is not None or not is_damage(error):
+                if self._opened.salvaged or not is_damage(error):
                     raise RecordingError(f"{self.path}: cannot be read: {error}") from None
                 self._opened.close()
                 self._opened = open_damaged(self.path)
@@ -199,9 +199,10 @@ class Reader:
 
     def _rows_of(self, table: str, seqs: Sequence[int]) -> list[tuple[str, Row]]:
         rows: list[tuple[str, Row]] = []
-        query = f"SELECT * FROM {table} WHERE seq = ?"
-        for seq in seqs:
-            rows += ((table, row) for row in self._all(query, (seq,)))
+        for at in range(0, len(seqs), 500):  # few statements: a long run has thousands of alerts
+            some = seqs[at : at + 500]
+            places = ", ".join("?" * len(some))
+            rows += ((table, row) for row in self._all(f"SELECT * FROM {table} WHERE seq IN ({places})", some))
         return rows
 
     def _last_of_each(self, table: str, key: str, seq: int, kind: str | None = None) -> list[int]:

@@ -4,6 +4,8 @@ Tables keyed by ``seq`` only grow at their end, so a file cut short has lost the
 in order of ``seq``. Indexes and pooled rows are made anew; they are spread over the whole file and cannot be trusted.
 """
 
+import os
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -27,15 +29,18 @@ _OTHER_TABLES = ("meta", "extra_phases")
 _CHUNK = 16_384
 
 
-def salvage(path: Path, target: Path) -> sqlite3.Connection:
-    """Copy every row that can be read from ``path`` into a new recording at ``target``; return it, open.
+def salvage(path: Path, page_bytes: int, scratch: Path) -> sqlite3.Connection:
+    """Copy every row that can be read from ``path`` into a new recording in the folder ``scratch``; return it, open.
 
     Raises:
         sqlite3.Error: not even the list of tables can be read.
+        OSError: there is no room for the copy.
     """
-    connection = sqlite3.connect(target, uri=True, check_same_thread=False, isolation_level=None)
+    torn = _copy_whole_pages(path, page_bytes, scratch)
+    connection = sqlite3.connect(scratch / "salvaged.sqlite", check_same_thread=False, isolation_level=None)
     try:
-        connection.execute("PRAGMA journal_mode=OFF")
+        # A statement that meets a damaged page is rolled back, so there must be a journal.
+        connection.execute("PRAGMA journal_mode=MEMORY")
         connection.execute("PRAGMA synchronous=OFF")
         for statement in STATEMENTS:
             connection.execute(statement)
@@ -43,22 +48,35 @@ def salvage(path: Path, target: Path) -> sqlite3.Connection:
         connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         # A file shorter than its header says is refused, unless this is set (lockBtree in SQLite's btree.c).
         connection.execute("PRAGMA writable_schema=ON")
-        log = Path(f"{path}-wal")
-        options = "mode=ro" if log.exists() and log.stat().st_size else "mode=ro&immutable=1"
-        connection.execute("ATTACH ? AS torn", (f"{path.absolute().as_uri()}?{options}",))
+        connection.execute("PRAGMA cell_size_check=ON")
+        connection.execute("ATTACH ? AS torn", (str(torn),))
         if not connection.execute("SELECT count(*) FROM torn.sqlite_schema WHERE type = 'table'").fetchone()[0]:
             raise sqlite3.DatabaseError("it has no tables")
         for table in _KEYED_TABLES:
             _copy_keyed(connection, table)
         for table in _OTHER_TABLES:
             _copy_other(connection, table)
-        _pool_again(connection)
         connection.execute("DETACH torn")
         connection.execute("PRAGMA writable_schema=OFF")
+        connection.execute("BEGIN")
+        _pool_again(connection)
+        connection.execute("COMMIT")
     except BaseException:
         connection.close()
         raise
+    torn.unlink()
     return connection
+
+
+def _copy_whole_pages(path: Path, page_bytes: int, scratch: Path) -> Path:
+    """Copy the file without its last, torn page: SQLite would fill it up with zeros and read rows of nothing."""
+    torn = scratch / "torn.sqlite"
+    shutil.copyfile(path, torn)
+    os.truncate(torn, path.stat().st_size // page_bytes * page_bytes)
+    log = Path(f"{path}-wal")
+    if log.exists():
+        shutil.copyfile(log, scratch / "torn.sqlite-wal")
+    return torn
 
 
 def _columns(connection: sqlite3.Connection, table: str) -> str:

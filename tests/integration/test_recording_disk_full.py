@@ -1,0 +1,179 @@
+"""A disk that is full, or goes away, under the recording: the hub goes on, counts, says so, and resumes."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.control import Alert
+from ftmon.protocol.recording import writer as writer_module
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.recording.writer import Writer
+from ftmon.protocol.telemetry import LogLine, Step
+from ftmon.protocol.wire import Frame
+from streams import RUN, Stream
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+# In a mount namespace of its own: a file system of 32 MiB, filled by somebody else, then freed.
+REAL_FULL_DISK = f"""
+import json, os, subprocess, sys
+from pathlib import Path
+sys.path.insert(0, {str(SUPPORT)!r})
+from streams import RUN, Stream
+from ftmon.protocol.recording import writer as module
+from ftmon.protocol.recording.reader import Reader
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", sys.argv[1]], check=True)
+disk = Path(sys.argv[1])
+module.RETRY_S = 0.0
+writer = module.Writer(disk / "r.sqlite", RUN)
+frames = list(Stream(ranks=4, steps=300).frames())
+errors = []
+for count, frame in enumerate(frames, 1):
+    if count == 500:
+        with (disk / "filler").open("wb", buffering=0) as filler:
+            try:
+                while filler.write(bytes(4096)):
+                    pass
+            except OSError:
+                pass
+    if count == 900:
+        (disk / "filler").unlink()
+    writer.append(frame.seq, frame.t, frame.message)
+    if count % 50 == 0:
+        writer.commit()
+        errors.append((count, writer.error))
+writer.close()
+with Reader(disk / "r.sqlite") as reader:
+    same = reader.frames(limit=10**6) == frames
+    print(json.dumps([errors, same, reader.info().missing, writer.error, writer.lost, writer.recorded, len(frames)]))
+"""
+
+
+def test_a_disk_that_was_full_for_a_while_costs_nothing(tmp_path: Path) -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare: a small file system cannot be mounted")
+    (tmp_path / "disk").mkdir()
+    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", REAL_FULL_DISK]
+    done = subprocess.run([*command, str(tmp_path / "disk")], capture_output=True, text=True, timeout=120)
+    if "mount" in done.stderr or "unshare" in done.stderr:
+        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    errors, same, missing, error, lost, recorded, count = json.loads(done.stdout)
+    told = [words for _, words in errors if words]
+    assert told
+    assert all("the disk is full; free space there and recording goes on by itself" in words for words in told)
+    assert all(500 <= number <= 950 for number, words in errors if words)
+    assert (same, missing, error, lost, recorded) == (True, "", "", 0, count)
+
+
+def limit_pages(writer: Writer, pages: int) -> None:
+    """Make SQLite refuse to let the file grow (SQLITE_FULL), as on a full disk."""
+    assert writer._connection is not None
+    writer._connection.execute(f"PRAGMA max_page_count={pages}")
+
+
+@pytest.fixture
+def frames() -> list[Frame]:
+    return list(Stream(ranks=4, steps=400, spike_every=20).frames())
+
+
+def test_beyond_the_limit_bulk_is_let_go_and_counted_and_alerts_are_kept(
+    tmp_path: Path, frames: list[Frame], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "RETRY_S", 0.0)
+    monkeypatch.setattr(writer_module, "PENDING_LIMIT", 300)
+    writer = Writer(tmp_path / "r.sqlite", RUN)
+    for count, frame in enumerate(frames, 1):
+        writer.append(frame.seq, frame.t, frame.message)
+        if count == 600:
+            limit_pages(writer, 1)
+        if count == 1500:
+            assert "the disk is full" in writer.error
+            assert writer.lost > 300
+            limit_pages(writer, 2**30)
+        if count % 50 == 0:
+            writer.commit()
+    writer.close()
+    assert writer.error == ""
+    assert writer.recorded + writer.lost == len(frames)
+    with Reader(tmp_path / "r.sqlite") as reader:
+        found = reader.frames(limit=10**6)
+        kept = {frame.seq for frame in found}
+        gone = [frame for frame in frames if frame.seq not in kept]
+        assert len(gone) == writer.lost
+        assert all(
+            isinstance(frame.message, Step | LogLine) or frame.message.__class__.__name__ == "DeviceSample"
+            for frame in gone
+        )
+        assert {f.seq for f in found if isinstance(f.message, Alert)} == {
+            f.seq for f in frames if isinstance(f.message, Alert)
+        }
+        info = reader.info()
+        assert not info.complete
+        assert f"{writer.lost} messages between " in info.missing
+        assert "the disk is full" in info.missing
+        for frame in frames[::97]:
+            reader.state_at(frame.t)
+
+
+def test_a_refusing_disk_is_left_alone_for_a_while(tmp_path: Path, frames: list[Frame]) -> None:
+    writer = Writer(tmp_path / "r.sqlite", RUN)
+    limit_pages(writer, 1)
+    for frame in frames[:200]:
+        writer.append(frame.seq, frame.t, frame.message)
+    writer.commit()
+    assert writer.error
+    limit_pages(writer, 2**30)
+    began = time.monotonic()
+    for _ in range(100):
+        writer.commit()
+    assert writer.error, "not tried again at once"
+    assert time.monotonic() - began < writer_module.RETRY_S
+    writer.close()
+    assert writer.error == ""
+    assert writer.recorded == 200
+
+
+def test_a_folder_that_is_not_there_yet_is_waited_for(
+    tmp_path: Path, frames: list[Frame], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "RETRY_S", 0.0)
+    writer = Writer(tmp_path / "later" / "r.sqlite", RUN)
+    assert "unable to open database file; recording goes on by itself" in writer.error
+    for frame in frames[:100]:
+        writer.append(frame.seq, frame.t, frame.message)
+    writer.commit()
+    (tmp_path / "later").mkdir()
+    for frame in frames[100:200]:
+        writer.append(frame.seq, frame.t, frame.message)
+    writer.commit()
+    assert writer.error == ""
+    writer.close()
+    with Reader(tmp_path / "later" / "r.sqlite") as reader:
+        assert reader.frames(limit=1000) == frames[:200]
+
+
+def test_what_no_column_can_hold_is_counted_and_the_rest_is_recorded(tmp_path: Path, frames: list[Frame]) -> None:
+    writer = Writer(tmp_path / "r.sqlite", RUN)
+    nonsense = [
+        LogLine(rank=2**63, time=0.0, stream="out", text="a rank beyond 64 bits"),
+        LogLine(rank=0, time=0.0, stream="out", text="\udcff is no text"),
+        Step(rank=2**64 - 1, step=2**64 - 1, started=0.0, host_us=1, phases=[]),
+        Step(rank=0, step=1, started=float("nan"), host_us=1, phases=[]),
+    ]
+    good = frames[:100]
+    for frame in good[:50]:
+        writer.append(frame.seq, frame.t, frame.message)
+    for number, message in enumerate(nonsense):
+        writer.append(good[49].seq, good[49].t + number, message)
+    for frame in good[50:]:
+        writer.append(frame.seq, frame.t, frame.message)
+    writer.close()
+    assert writer.error == ""
+    assert (writer.recorded, writer.lost) == (100, 4)
+    with Reader(tmp_path / "r.sqlite") as reader:
+        assert reader.frames(limit=1000) == good
