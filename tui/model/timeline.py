@@ -46,7 +46,7 @@ class Columns:
 class Timeline:
     """Allocated, reserved and resident peaks of one rank, with marks."""
 
-    __slots__ = ("_dirty", "_fine", "_levels", "current", "marks", "version")
+    __slots__ = ("_dirty", "_fine", "_levels", "_marked", "current", "marks", "version")
 
     def __init__(self) -> None:
         self._fine = Level(1, 0)
@@ -55,6 +55,7 @@ class Timeline:
         """Oldest column of the finest level that coarser levels have not seen yet."""
         self.marks: list[Mark] = []
         """Oldest first."""
+        self._marked: set[int] = set()
         self.current: tuple[int, int, int] = (EMPTY, EMPTY, EMPTY)
         """The latest allocated, reserved and resident bytes: what columns after the newest data show."""
         self.version = 0
@@ -101,9 +102,16 @@ class Timeline:
 
     def mark(self, mark: Mark) -> None:
         """Add a mark, or replace the one of the same alert."""
-        self.marks = [known for known in self.marks if known.alert_id != mark.alert_id]
-        self.marks.insert(bisect_left(self.marks, mark.time, key=lambda known: known.time), mark)
         self.version += 1
+        if mark.alert_id in self._marked:
+            if mark in self.marks[-8:]:
+                return
+            self.marks = [known for known in self.marks if known.alert_id != mark.alert_id]
+        self._marked.add(mark.alert_id)
+        if not self.marks or mark.time >= self.marks[-1].time:
+            self.marks.append(mark)
+            return
+        self.marks.insert(bisect_left(self.marks, mark.time, key=lambda known: known.time), mark)
 
     def adopt(self, past: Level) -> None:
         """Take in older history at a level's resolution (a power of ``RATIO`` seconds), after a seek or a late join.

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from math import ceil, floor
 
 from ...protocol.recording.results import RecordingInfo
+from ...protocol.telemetry import Step
 from ...protocol.wire import Frame
 from ..model.levels import Level
 from ..model.run import RunInfo, RunModel
@@ -12,7 +13,11 @@ from .history import History
 from .overview import Overview, fine_begin, read_memory
 
 TAIL_FRAMES = 1200
-"""Numbers of the stream before the time sought that are folded whole: recent steps, recent memory."""
+"""Numbers of the stream before the time sought that are folded whole, at the most: recent steps, recent memory."""
+
+QUICK_TAIL = 400
+QUICK_TAIL_A_RANK = 40
+"""The same for a seek, which is to be quick: at the least, and for each rank."""
 
 LOG_LINES = 300
 FINE_SECONDS = 112
@@ -31,11 +36,13 @@ def describe(info: RecordingInfo) -> RunInfo:
     )
 
 
-def load(history: History, t: float, info: RunInfo, overview: Overview | None = None) -> RunModel:
+def load(
+    history: History, t: float, info: RunInfo, overview: Overview | None = None, *, quick: bool = False
+) -> RunModel:
     """Build the state at hub time ``t``: of everything exactly as if all had been folded, but recent steps and logs.
 
-    Those reach back ``TAIL_FRAMES`` and ``LOG_LINES``; older memory and step times come pooled, from ``overview``
-    when it is there.
+    Those reach back ``TAIL_FRAMES`` (less when it is to be ``quick``) and ``LOG_LINES``; older memory and step times
+    come pooled, from ``overview`` when it is there.
 
     Raises:
         RecordingError: the recording cannot be read.
@@ -43,10 +50,14 @@ def load(history: History, t: float, info: RunInfo, overview: Overview | None = 
     """
     model = RunModel(copy.deepcopy(info))
     seq = history.seq_at(t)
-    begin = max(seq - TAIL_FRAMES, 0)
     frames = {frame.seq: frame for frame in history.state_at(t)}
+    length = TAIL_FRAMES
+    if quick:
+        ranks = len({frame.message.rank for frame in frames.values() if isinstance(frame.message, Step)})
+        length = min(max(QUICK_TAIL, QUICK_TAIL_A_RANK * ranks), TAIL_FRAMES)
+    begin = max(seq - length, 0)
     frames.update((frame.seq, frame) for frame in history.logs(before_seq=seq + 1, limit=LOG_LINES))
-    tail = history.frames(begin, TAIL_FRAMES, t)
+    tail = history.frames(begin, length, t)
     frames.update((frame.seq, frame) for frame in tail)
     if begin:
         _load_memory(history, tail[0].t if tail else t, t, model, overview)

@@ -25,6 +25,9 @@ TICK_S = 0.1
 MAX_FRAMES = 3000
 """A move of more frames than this is a seek: the screen would not keep up with folding them."""
 
+_REST_S = 0.4
+"""A view that rests this long after a seek gets the recent steps that the seek left out."""
+
 _MAX_WAITING = 4
 """Batches the screen may be behind before playing waits for it."""
 
@@ -91,6 +94,8 @@ class Playback:
         self._last_seq = 0
         self._step = model.leading_step if model else 0
         self._loaded = False
+        self._quick = False
+        """What is shown came of a quick seek, with few recent steps."""
         self._first = self._last = 0.0
         self._overview: Overview | None = None
         self._new_overview: Overview | None = None
@@ -200,7 +205,9 @@ class Playback:
     def _loop(self, history: History) -> None:
         moved_at = time.monotonic()
         while not self._closing.is_set():
-            wait = max(0.0, moved_at + TICK_S - time.monotonic()) if self._playing else None
+            wait = _REST_S if self._quick else None
+            if self._playing:
+                wait = max(0.0, moved_at + TICK_S - time.monotonic())
             requests = self._take(wait)
             now = time.monotonic()
             try:
@@ -208,6 +215,8 @@ class Playback:
                     self._carry_out(history, requests)
                 elif self._playing and len(self._updates) < _MAX_WAITING:
                     self._play_on(history, (now - moved_at) * self._speed)
+                elif self._quick and not self._playing:
+                    self._load(history, quick=False)
             except FtmonError as error:
                 self._playing = False
                 self._put(message=str(error))
@@ -312,10 +321,11 @@ class Playback:
             self._step = max([self._step, *(each.message.step for each in frames if isinstance(each.message, Step))])
         self._put(frames=frames)
 
-    def _load(self, history: History) -> None:
-        model = load(history, self._position, self._info, self._overview)
+    def _load(self, history: History, *, quick: bool = True) -> None:
+        self._quick = quick
+        model = load(history, self._position, self._info, self._overview, quick=quick)
         self._last_seq = model.last_seq
-        self._step = model.leading_step
+        self._step = model.leading_step if quick else self._step
         self._loaded = True
         self._updates.clear()  # what is under way is of before the seek
         self._put(model=model)
