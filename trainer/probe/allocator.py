@@ -5,6 +5,7 @@ measured on an H200). Reading costs 0.6 us an entry and holds the interpreter's 
 after a step, and the next time only when that has cost less than ``TIME_SHARE`` of what has passed since.
 """
 
+import inspect
 import time
 from bisect import bisect_right
 from collections.abc import Callable
@@ -66,7 +67,10 @@ class AllocatorWatch:
             self._state = "off"
             return real(*args, **kwargs)
 
-        real("all", context=None, max_entries=MAX_ENTRIES)
+        options: dict[str, Any] = {"context": None, "max_entries": MAX_ENTRIES}
+        if "skip_actions" in inspect.signature(real).parameters:
+            options["skip_actions"] = ["free_requested"]  # nothing is learnt from it, and it is a third of the ring
+        real("all", **options)
         memory._record_memory_history = recording
         if getattr(torch.cuda, "_record_memory_history", None) is real:
             setattr(torch.cuda, "_record_memory_history", recording)  # noqa: B010

@@ -50,7 +50,7 @@ class Device:
         core: Any = torch._C
         index = torch.cuda.current_device()
         self.settled = True
-        self.events = CudaEvents()
+        self.events = CudaEvents(index)
         self.memory = CudaMemory(core, index, self._on_script_reset)
         self.mark_event = self.events.mark
         self.info = self._cuda_info(torch, index)

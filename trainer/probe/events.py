@@ -5,13 +5,19 @@ from typing import Any
 
 
 class CudaEvents:
-    """A pool of timing events. ``mark`` is for the training thread, the rest for the publisher."""
+    """A pool of timing events of one device. ``mark`` is for the training thread, the rest for the publisher."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int) -> None:
         import torch
 
+        core: Any = torch._C
+        self._device = device
         self._new: Any = torch.cuda.Event
-        self._capturing: Any = torch.cuda.is_current_stream_capturing
+        self._record: Any = core._CudaEventBase.record
+        self._capturing: Any = core._cuda_isCurrentStreamCapturing
+        self._raw_stream: Any = core._cuda_getCurrentRawStream
+        self._current_stream: Any = torch.cuda.current_stream
+        self._streams: dict[int, Any] = {}
         self._free: deque[Any] = deque()
 
     def mark(self) -> Any:
@@ -22,7 +28,12 @@ class CudaEvents:
             event = self._free.pop()
         except IndexError:
             event = self._new(enable_timing=True)
-        event.record()
+        # Making a Stream object costs more than recording, so the few there are, are kept.
+        raw = self._raw_stream(self._device)
+        stream = self._streams.get(raw)
+        if stream is None:
+            stream = self._streams[raw] = self._current_stream(self._device)
+        self._record(event, stream)
         return event
 
     def recycle(self, event: Any) -> None:

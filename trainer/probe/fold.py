@@ -125,6 +125,17 @@ def fold(raw: StepRaw, rank: int, read: Callable[[Any], Reading], dropped: int) 
     )
 
 
+def without_device(raw: StepRaw) -> StepRaw:
+    """Take out of a step what the device has not told: times, and numbers that were to be copied from it."""
+    notes = raw.notes
+    notes.losses = [loss for loss in notes.losses if isinstance(loss, float)]
+    notes.tokens = [count for count in notes.tokens if isinstance(count, int)]
+    for name in ("lr", "grad_norm", "loss_scale"):
+        if not isinstance(getattr(notes, name), int | float):
+            setattr(notes, name, None)
+    return raw._replace(marks=[mark._replace(event=None) for mark in raw.marks])
+
+
 def _matters(idle: PhaseRecord, host_us: int) -> bool:
     peak = idle.peak_span
     return idle.host_us >= host_us * IDLE_SHARE or peak.transient >= IDLE_BYTES or abs(peak.growth) >= IDLE_BYTES

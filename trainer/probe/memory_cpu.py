@@ -97,6 +97,9 @@ class CpuMemory:
             resident_peak=max(resident, peak),
         )
 
+    def tidy(self) -> None:
+        """Nothing is left undone here."""
+
     def close(self) -> None:
         """Close the descriptors."""
         os.close(self._statm)

@@ -5,6 +5,8 @@ the same counters, so the two entry points behind ``torch.cuda.memory_stats`` an
 wrapped: it goes on seeing the peaks since *its own* last reset.
 """
 
+import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from .reading import Reading
 
 _READ = ("_cuda_memoryStats", "_accelerator_getDeviceStats")
 _RESET = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
-_FOLD_EVERY = 64
+_FOLD_AT_LATEST = 4096
 
 Stats = dict[str, Any]
 
@@ -21,23 +23,25 @@ class ScriptPeaks:
     """The peaks the script would see without ftmon: the highest of all samples since its own last reset."""
 
     def __init__(self) -> None:
-        self._samples: list[Stats] = []
+        self._samples: deque[Stats] = deque()
         self._highest: dict[tuple[str, str], int] = {}
+        self._lock = threading.Lock()
 
     def note(self, stats: Stats) -> None:
         """Keep a sample taken just before the probe resets the peaks."""
         self._samples.append(stats)
-        if len(self._samples) >= _FOLD_EVERY:
-            self._fold()
+        if len(self._samples) >= _FOLD_AT_LATEST:
+            self.fold()
 
     def restart(self) -> None:
         """The script has reset its peaks: what was before counts no more."""
-        self._samples.clear()
-        self._highest.clear()
+        with self._lock:
+            self._samples.clear()
+            self._highest.clear()
 
     def raise_in(self, stats: Stats) -> Stats:
         """Raise every peak in a fresh ``stats`` to what it would be without the probe's resets; returns ``stats``."""
-        self._fold()
+        self.fold()
         for (name, pool), highest in self._highest.items():
             group = stats.get(name, {})
             figures = group.get(pool, {}) if pool else group
@@ -45,18 +49,19 @@ class ScriptPeaks:
                 figures["peak"] = highest
         return stats
 
-    def _fold(self) -> None:
-        samples, self._samples = self._samples, []
-        highest = self._highest
-        for stats in samples:
-            for name, group in stats.items():
-                if not isinstance(group, dict):
-                    continue
-                pools = {"": group} if "peak" in group else group
-                for pool, figures in pools.items():
-                    peak = figures["peak"]
-                    if peak > highest.get((name, pool), 0):
-                        highest[name, pool] = peak
+    def fold(self) -> None:
+        """Reduce the samples to their highest; the publisher does it now and then, to spare the training thread."""
+        with self._lock:
+            highest = self._highest
+            while self._samples:
+                for name, group in self._samples.popleft().items():
+                    if not isinstance(group, dict):
+                        continue
+                    pools = {"": group} if "peak" in group else group
+                    for pool, figures in pools.items():
+                        peak = figures["peak"]
+                        if peak > highest.get((name, pool), 0):
+                            highest[name, pool] = peak
 
 
 class CudaMemory:
@@ -107,6 +112,10 @@ class CudaMemory:
             retries=sample.get("num_alloc_retries", 0),
             ooms=sample.get("num_ooms", 0),
         )
+
+    def tidy(self) -> None:
+        """Do what the training thread has left undone; for the publisher."""
+        self._script.fold()
 
     def now(self) -> Reading:
         """Read the figures of this moment without touching the peaks."""

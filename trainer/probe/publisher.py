@@ -18,7 +18,7 @@ from ...protocol.telemetry import Heartbeat
 from .allocator import AllocatorWatch
 from .commands import Commands
 from .events import has_passed
-from .fold import fold
+from .fold import fold, without_device
 from .raw import StepRaw
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class Publisher(threading.Thread):
             self._drain()
             self._send_steps()
             self._beat()
+            self._probe.device.memory.tidy()
             self._allocator.tick()
         self._drain(before_goodbye=self._send_last_steps)
 
@@ -114,8 +115,16 @@ class Publisher(threading.Thread):
             self.send(probe.plan_message)
 
     def _send_steps(self) -> None:
-        while self._steps and self._is_ready(self._steps[0]):
-            self._send_step(self._steps.popleft())
+        while self._steps:
+            try:
+                if not has_passed(self._steps[0].marks[-1].event):
+                    return
+                raw = self._steps.popleft()
+            except RuntimeError:
+                # The device is in an error state: what it has not told by now it never will.
+                raw = without_device(self._steps.popleft())
+            self._send_step(raw)
+            time.sleep(0)  # lets go of the interpreter's lock: the training thread waits for one step's work at most
 
     def _send_last_steps(self) -> None:
         """Give the device a moment to pass the last events; what has not passed then goes without device figures."""
@@ -124,12 +133,8 @@ class Publisher(threading.Thread):
             self._send_steps()
             if self._steps:
                 time.sleep(0.005)
-
-    def _is_ready(self, raw: StepRaw) -> bool:
-        try:
-            return has_passed(raw.marks[-1].event)
-        except RuntimeError:
-            return True  # the device is in an error state: what it has not told it never will
+        while self._steps:
+            self._send_step(without_device(self._steps.popleft()))
 
     def _send_step(self, raw: StepRaw) -> None:
         probe = self._probe

@@ -36,6 +36,10 @@ class MemoryBackend(Protocol):
         """Take the figures of this moment, raw, and begin a new peak."""
         ...
 
+    def tidy(self) -> None:
+        """Do what the training thread has left undone."""
+        ...
+
     def read(self, sample: Any) -> Reading:
         """Give a raw sample its names."""
         ...
