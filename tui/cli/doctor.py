@@ -28,9 +28,9 @@ def doctor(arguments: Namespace) -> int:
         for title, checks in groups.items():
             print(title)
             for check in checks:
-                print(f"  {_MARKS[check.state][plain]} {check.name:<16} {check.text}")
+                print(f"  {_MARKS[check.state][plain]} {check.name:<19} {check.text}")
                 if check.mend and check.state != "ok":
-                    print(f"    {'':<16} {'->' if plain else '→'} {check.mend}")
+                    print(f"    {'':<19} {'->' if plain else '→'} {check.mend}")
     return 1 if broken else 0
 
 
