@@ -22,7 +22,7 @@ from typing import Any
 from ...protocol.control import Command, RankState, RankStateName, RunState, RunStateName
 from ...protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, Oom, Step
 from ...protocol.wire import Frame, Message
-from .detectors.stall import MOVING_S, RankView, Verdict, judge
+from .detectors.stall import EXIT_LIMIT_S, MOVING_S, RankView, Verdict, judge
 from .detectors.tracked import ProcessFact, TrackedRank
 
 __all__ = ["ProcessFact", "RankTracker", "TrackedRank"]
@@ -60,6 +60,7 @@ class RankTracker:
         self.now = 0.0
         self._has_launcher = has_launcher
         self._last_tick: float | None = None
+        self._asked_at = 0.0
         self._all_ended_at: float | None = None
         self._changes: deque[RankState | RunState] = deque(maxlen=100_000)
         self._handlers: dict[type, Callable[[float, Any], list[Message]]] = {
@@ -131,6 +132,8 @@ class RankTracker:
         ]
         views = [tracked.view(now) for tracked in self.ranks.values()] if still else []
         self.verdict = judge(views) if still else None
+        if self.verdict is not None and self.verdict.kind == "exit" and now - self._asked_at < EXIT_LIMIT_S:
+            self.verdict = None  # they were asked to end, and may take their time
         by_rank = {view.rank: view for view in views}
         for tracked in still:
             messages += self._still_state(tracked, by_rank[tracked.rank], now)
@@ -229,6 +232,7 @@ class RankTracker:
             return []
         ranks: list[int] = command.args.get("ranks") or [] if command.verb == "kill" else []
         self.kill_asked.update(ranks or [-1])
+        self._asked_at = t
         if ranks:
             return []
         signal = command.args.get("signal") or "INT, TERM, KILL"
@@ -280,12 +284,12 @@ class RankTracker:
             )
         if verdict is not None and tracked.rank in verdict.where:
             hung = f" for rank {verdict.hung[0]}" if len(verdict.hung) == 1 else ""
-            within = f"in {view.inside} #{view.collectives}" if view.inside else f"{view.where()}"
+            within = f"in {view.call}" if view.inside else f"{view.where()}"
             cannot = "" if verdict.hung else f": {verdict.kind if verdict.kind == 'mismatch' else 'cannot tell why'}"
             return self._set(tracked, "waiting", f"{within}{hung}{cannot}")
         usual = tracked.progress.usual_max.get(tracked.progress.phase, 0.0)
         if view.inside and view.age > max(WAIT_SHOWN_S, WAIT_FACTOR * usual):
-            return self._set(tracked, "waiting", f"in {view.inside} #{view.collectives}")
+            return self._set(tracked, "waiting", f"in {view.call}")
         if state in ("waiting", "hung"):
             return self._moves(tracked)
         return []

@@ -53,6 +53,20 @@ def test_fragmentation_and_other_processes_are_told_apart(make_sim: Any):
     assert "held outside of this process" in sim.alerts("oom")[0].text
 
 
+def test_a_step_from_before_the_oom_that_comes_in_late_resolves_nothing(make_sim: Any):
+    sim = a_run(make_sim, 1)
+    sim.feed(oom(sim), sim.step(0, 6))
+    assert sim.alerts("oom")[0].resolved is None
+
+
+def test_on_the_host_an_allocation_that_a_limit_refused_is_told_as_that(make_sim: Any):
+    sim = a_run(make_sim, 1, cuda=False)
+    sim.feed(oom(sim, requested_bytes=8 * GIB, device_free_bytes=15 * GIB, device_total_bytes=24 * GIB))
+    (alert,) = sim.alerts("oom")
+    assert "a limit refused it" in alert.text
+    assert "CUDA" not in alert.text
+
+
 def test_an_oom_that_the_script_catches_is_resolved_by_its_next_step(make_sim: Any):
     sim = a_run(make_sim, 1)
     sim.feed(oom(sim))

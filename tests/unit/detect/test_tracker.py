@@ -270,6 +270,19 @@ def test_stop_and_kill_of_the_run_show_as_stopping(make_sim: Any):
     assert sim.alerts("died") == []
 
 
+def test_ranks_that_end_as_asked_are_finished_and_no_hang_at_exit(make_sim: Any):
+    sim = make_sim(2, cuda=False)
+    sim.begin()
+    sim.train(1, 12)
+    hang(sim, 60, guilty=1)
+    sim.feed(Command("a", "kill", {"ranks": [], "signal": "INT"}), Goodbye(1, sim.now, 12, "stopped", "interrupted"))
+    sim.fact(1, alive=False, signal=2)
+    hang(sim, 3, guilty=1)
+    assert (sim.state(1).state, sim.state(1).text) == ("finished", "interrupted")
+    (alert,) = sim.alerts("hang")
+    assert "ended with the run" in alert.text
+
+
 def test_without_a_launcher_the_run_ends_with_its_ranks(make_sim: Any):
     for reason, end in (("finished", "finished"), ("failed", "failed")):
         sim = make_sim(2)

@@ -79,7 +79,8 @@ class Detectors:
             alerts += self._rank_state(now, change) if isinstance(change, RankState) else self._run_state(now, change)
         run = self._tracker.run_state
         over = run is not None and run.state in _OVER
-        alerts += self._hang.tick(now, self._tracker.verdict, over)
+        ending = over or (run is not None and run.state == "stopping")
+        alerts += self._hang.tick(now, self._tracker.verdict, ending)
         alerts += self._death.tick(now)
         alerts += self._book.tick(now, everything=over)
         return alerts
@@ -99,6 +100,9 @@ class Detectors:
                 self._growth.observe(message)
             elif isinstance(message, Hello):
                 self._hello(frame.t, message)
+            elif isinstance(message, RankState):
+                if message.state in ("gone", "finished"):
+                    self._slow.forget(message.rank)
             elif isinstance(message, HubStats):
                 self._health.observe(message)
             elif isinstance(message, LogLine):
@@ -116,6 +120,7 @@ class Detectors:
         self._spike.hello(hello)
         self._growth.hello(hello)
         self._slow.hello(hello)
+        self._oom.hello(hello)
         return []
 
     def _log(self, t: float, line: LogLine) -> list[Alert]:

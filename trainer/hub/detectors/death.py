@@ -15,7 +15,7 @@ from collections import deque
 from ....protocol.control import Alert, RankState
 from ....protocol.telemetry import Failure, LogLine
 from ....protocol.text import duration
-from .book import AlertBook, Key
+from .book import RANKS_LISTED, AlertBook, Key
 from .oom import TRACEBACK_LIMIT, OomDetector
 from .words import ending_in_words, first_line, signal_hint
 
@@ -192,8 +192,11 @@ class DeathDetector:
         if self._first is None:
             return []
         since, key = self._first
-        if len(self._followers) < 64:
+        known = self._followers.get(str(rank))
+        if known is None and len(self._followers) < RANKS_LISTED:
             self._followers[str(rank)] = f"{first_line(how)} after {duration(max(0.0, t - since))}"
+        elif known is not None and not how.endswith("unknown"):
+            self._followers[str(rank)] = f"{known}, then {first_line(how)}"
         return self._book.annotate(t, key, {"then": dict(self._followers)})
 
     def _release(self, t: float) -> list[Alert]:

@@ -1,7 +1,7 @@
 """Out of memory: the allocator's own numbers at the moment of the failure, in words, with the mend they point to."""
 
 from ....protocol.control import Alert
-from ....protocol.telemetry import Failure, Oom, Step
+from ....protocol.telemetry import Failure, Hello, Oom, Step
 from ....protocol.text import gib
 from .book import AlertBook, Key
 from .words import first_line
@@ -21,16 +21,31 @@ class OomDetector:
 
     def __init__(self, book: AlertBook) -> None:
         self._book = book
-        self._standing: dict[int, Key] = {}
+        self._standing: dict[int, tuple[Key, int]] = {}
+        """For each rank that ran out of memory: its alert, and the step in which it did."""
+        self._on_host: set[int] = set()
+
+    def hello(self, hello: Hello) -> None:
+        """Learn whose memory a rank's numbers are: a GPU's, or the host's."""
+        if hello.memory_measure == "cuda":
+            self._on_host.discard(hello.rank)
+        else:
+            self._on_host.add(hello.rank)
 
     def oom(self, t: float, oom: Oom) -> list[Alert]:
         """Raise the alert of one failed allocation."""
         key: Key = ("oom", oom.rank, oom.phase, "allocation")
-        self._standing[oom.rank] = key
+        self._standing[oom.rank] = key, oom.step
         unused = max(0, oom.reserved_bytes - oom.allocated_bytes)
         elsewhere = max(0, oom.device_total_bytes - oom.device_free_bytes - oom.reserved_bytes)
         shape = f" Batch shape {oom.batch_shape}." if oom.batch_shape else ""
         where = f" in {oom.phase}" if oom.phase else ""
+        host = oom.rank in self._on_host
+        device, holder, others = (
+            ("host", "this process holds", "other processes")
+            if host
+            else ("device", "PyTorch holds", "CUDA context, NCCL, other processes")
+        )
         return self._book.raise_alert(
             t,
             "oom",
@@ -43,9 +58,9 @@ class OomDetector:
             phase=oom.phase,
             text=(
                 f"Tried to allocate {gib(oom.requested_bytes)} in step {oom.step}. Of {gib(oom.device_total_bytes)} "
-                f"the device has {gib(oom.device_free_bytes)} free; PyTorch holds {gib(oom.reserved_bytes)}: "
+                f"the {device} has {gib(oom.device_free_bytes)} free; {holder} {gib(oom.reserved_bytes)}: "
                 f"{gib(oom.allocated_bytes)} allocated, {gib(unused)} reserved but unallocated. Outside of it are "
-                f"{gib(elsewhere)} (CUDA context, NCCL, other processes).{shape} {_mend(oom, unused, elsewhere)}"
+                f"{gib(elsewhere)} ({others}).{shape} {_mend(oom, unused, elsewhere, host=host)}"
             ),
             evidence={
                 "requested_bytes": oom.requested_bytes,
@@ -65,14 +80,14 @@ class OomDetector:
         """Take over a failure for want of memory; None: this failure is about something else."""
         if not is_oom(failure.error):
             return None
-        key = self._standing.get(failure.rank)
+        key = self.standing(failure.rank)
         if key is not None:
             traceback = failure.traceback[-TRACEBACK_LIMIT:]
             return self._book.annotate(
                 t, key, {"error": failure.error, "traceback": traceback}, "The script did not catch it and failed."
             )
         where = f" in {failure.phase}" if failure.phase else ""
-        self._standing[failure.rank] = ("oom", failure.rank, failure.phase, "exception")
+        self._standing[failure.rank] = ("oom", failure.rank, failure.phase, "exception"), failure.step
         return self._book.raise_alert(
             t,
             "oom",
@@ -93,22 +108,32 @@ class OomDetector:
         """A step of a rank that ran out of memory before: its script caught the error and went on."""
         if not self._standing:
             return []
-        key = self._standing.pop(step.rank, None)
-        return self._book.resolve(t, key, f"The script caught it and finished step {step.step}.") if key else []
+        known = self._standing.get(step.rank)
+        # A step from before it may come in later: steps wait for their device times.
+        if known is None or step.step < known[1]:
+            return []
+        del self._standing[step.rank]
+        return self._book.resolve(t, known[0], f"The script caught it and finished step {step.step}.")
 
     def standing(self, rank: int) -> Key | None:
         """Return the key of a rank's unresolved out-of-memory alert, or None."""
-        return self._standing.get(rank)
+        known = self._standing.get(rank)
+        return known[0] if known is not None else None
 
     def restore(self, alert: Alert) -> None:
         """Take in an alert of the recording."""
         if alert.rank is not None and alert.resolved is None:
             rule = str(alert.evidence.get("rule", ""))
-            self._standing[alert.rank] = ("oom", alert.rank, alert.phase, rule)
+            self._standing[alert.rank] = ("oom", alert.rank, alert.phase, rule), alert.step or 0
 
 
-def _mend(oom: Oom, unused: int, elsewhere: int) -> str:
-    if unused >= oom.requested_bytes > 0:
+def _mend(oom: Oom, unused: int, elsewhere: int, *, host: bool) -> str:
+    if host and oom.device_free_bytes >= oom.requested_bytes:
+        return (
+            "The host had that much: a limit refused it. Look at ulimit -v, the control group's memory limit and "
+            "vm.overcommit_memory."
+        )
+    if not host and unused >= oom.requested_bytes > 0:
         return (
             "The unallocated part would have been enough in one piece: memory is fragmented. Set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."

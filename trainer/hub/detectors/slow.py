@@ -6,8 +6,9 @@ on the device, where waiting looks like work. A ZeRO-3 forward gathers parameter
 rank may go unseen, but none is blamed wrongly.
 
 Rule: over the last 5 steps (the first two of the run left out) a rank's median is compared with the median of the other
-ranks' medians. It is slow when that is more than 1.35 times as much, and more by 10 % of the usual step and 2 ms, at 4
-steps in a row; it is over when it was below 1.15 times at 5 steps in a row.
+ranks' medians. It is slow when that is more than 1.35 times as much (1.75 on the CPU, where ranks share cores with each
+other and with everything else on the host), and more by 10 % of its steps and 2 ms, at 4 steps in a row; it is over
+when it was below 1.15 times at 5 steps in a row.
 """
 
 from collections import deque
@@ -20,6 +21,7 @@ from .book import AlertBook, Key
 WINDOW = 5
 WARM_UP_STEPS = 2
 SLOW_RATIO = 1.35
+SLOW_RATIO_CPU = 1.75
 FINE_RATIO = 1.15
 SLOW_STEPS = 4
 FINE_STEPS = 5
@@ -40,12 +42,14 @@ _CAUSES = {
 
 
 class _Rank:
-    __slots__ = ("cuda", "fine", "own", "parts", "slow", "steps")
+    __slots__ = ("cuda", "fine", "host", "own", "parts", "slow", "steps")
 
     def __init__(self) -> None:
         self.cuda = False
         self.steps = 0
         self.own: deque[int] = deque(maxlen=WINDOW)
+        self.host: deque[int] = deque(maxlen=WINDOW)
+        """Host time of the last steps, waiting included."""
         self.parts: deque[list[int]] = deque(maxlen=WINDOW)
         self.slow = 0
         """Steps in a row at which it was slow."""
@@ -60,7 +64,6 @@ class SlowDetector:
         self._book = book
         self._ranks: dict[int, _Rank] = {}
         self._arrived: dict[int, int] = {}
-        self._step_us: deque[int] = deque(maxlen=64)
 
     def hello(self, hello: Hello) -> None:
         """Learn whether a rank's device times are to be used."""
@@ -68,9 +71,13 @@ class SlowDetector:
 
     def drop(self, t: float, rank: int) -> list[Alert]:
         """Forget a rank that ended: the others are no longer compared with it."""
+        self.forget(rank)
+        return self._book.resolve(t, _key(rank), "The rank ended.")
+
+    def forget(self, rank: int) -> None:
+        """Compare with a rank no more, and say nothing."""
         self._ranks.pop(rank, None)
         self._arrived.clear()
-        return self._book.resolve(t, _key(rank), "The rank ended.")
 
     def step(self, t: float, step: Step) -> list[Alert]:
         """Take in one step; judge all ranks once the last of them has brought it."""
@@ -95,7 +102,7 @@ class SlowDetector:
                 parts[place] = record.host_us - record.collective_us
         rank.parts.append(parts)
         rank.own.append(sum(parts))
-        self._step_us.append(step.host_us)
+        rank.host.append(step.host_us)
         number = step.step
         arrived = self._arrived.get(number, 0) + 1
         if arrived < len(self._ranks):
@@ -109,7 +116,6 @@ class SlowDetector:
         if len(medians) < 2:
             return []
         ordered = sorted(medians.values())
-        usual_step = _median(self._step_us)
         # Whoever is not above this cannot be slow, whichever rank it is taken out: most ranks stop here.
         bar = FINE_RATIO * ordered[(len(ordered) - 2) // 2]
         alerts: list[Alert] = []
@@ -119,7 +125,9 @@ class SlowDetector:
                 continue
             others = _median_without(ordered, own)
             excess = own - others
-            if own > SLOW_RATIO * others and excess > max(EXCESS_US, EXCESS_SHARE * usual_step):
+            ratio = SLOW_RATIO if rank.cuda else SLOW_RATIO_CPU
+            usual_step = _median(rank.host)
+            if own > ratio * others and excess > max(EXCESS_US, EXCESS_SHARE * usual_step):
                 rank.slow += 1
                 rank.fine = 0
                 if rank.slow == SLOW_STEPS or (rank.slow > SLOW_STEPS and rank.slow % UPDATE_STEPS == 0):

@@ -305,9 +305,10 @@ def _spike_text(
     of_device = f" ({share:.1%} of the device)" if share else ""
     shape = f" Batch shape {step.batch_shape}." if step.batch_shape and name in ("forward", "backward") else ""
     often = f" Seen {times} times or more, last in step {step.step}." if times > 1 else ""
+    often_size = gib(usual.typical) if usual.typical else "nothing"
     return (
         f"The {_phase_words(name)} of step {step.step} took {gib(transient)}{of_device} more than it kept, within "
-        f"{duration(seconds)}; usually it is {gib(usual.typical)}. It set {peak}.{shape}{often} {_cause(name, None)}"
+        f"{duration(seconds)}; usually it is {often_size}. It set {peak}.{shape}{often} {_cause(name, None)}"
     )
 
 

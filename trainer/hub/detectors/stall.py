@@ -80,12 +80,17 @@ class RankView:
         """Past its own limit."""
         return not self.finished and self.age > self.limit
 
+    @property
+    def call(self) -> str:
+        """The collective it is inside of with its count, ``all_reduce #209``; before the first one only the name."""
+        return f"{self.inside} #{self.collectives}" if self.collectives else self.inside
+
     def where(self) -> str:
         """Say in words where it is."""
         if self.absent:
             return _ABSENT[self.absent]
         if self.inside:
-            return f"inside {self.inside} #{self.collectives}"
+            return f"inside {self.call}"
         return _WHERE.get(self.phase, f"in {self.phase}")
 
 
@@ -161,7 +166,7 @@ def _hang_at_exit(living: list[RankView], finished: list[RankView]) -> Verdict |
             "The launcher waits for ever on a rank like that: if the results are saved, kill the run."
         ),
         age=age,
-        collective=example.inside and f"{example.inside} #{example.collectives}",
+        collective=example.call if example.inside else "",
         where={view.rank: view.where() for view in still},
     )
 
@@ -172,7 +177,7 @@ def _exit_limit(view: RankView) -> float:
 
 def _some_inside(inside: list[RankView], present: list[RankView]) -> Verdict | None:
     top = max(inside, key=lambda view: view.collectives)
-    name = f"{top.inside} #{top.collectives}"
+    name = top.call
     age = max(view.age for view in inside)
     outside = [view for view in present if not view.inside or view.absent]
     if outside:

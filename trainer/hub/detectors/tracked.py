@@ -71,7 +71,8 @@ class TrackedRank:
         if self.failure:
             words = "" if code is None and signal is None else f" ({ending_in_words(code, signal)})"
             return "gone", f"failed: {first_line(self.failure)}{words}"
-        if goodbye is not None and goodbye.reason != "failed" and not signal and not code:
+        as_asked = goodbye is not None and goodbye.reason == "stopped" and (signal in (2, 15) or code in (130, 143))
+        if goodbye is not None and goodbye.reason != "failed" and (as_asked or (not signal and not code)):
             return "finished", goodbye.text
         if goodbye is None and code == 0 and not signal:
             return "finished", "exit code 0, without a goodbye"
