@@ -1,8 +1,8 @@
 """How long a seek takes in a long recording: ``python bench/seek.py RECORDING [--seeks N]``.
 
-``bench/make_recording.py`` makes the recording. A seek is timed from the key to the state in the screen's hands: through
-the transport, the playback's thread and the fold, polled every millisecond; drawing comes on top. "First" is from
-nothing to the first state, file opened and all.
+``bench/make_recording.py`` makes the recording. A seek is timed from the key to the state in the screen's hands:
+through the transport, the playback's thread and the fold, polled every millisecond; drawing comes on top. "First" is
+from nothing to the first state, file opened and all.
 """
 
 import argparse

@@ -4,6 +4,7 @@ It numbers, records and publishes what a test puts in, answers queries after com
 accepts every command. ``put(..., published=False)`` records a message that no subscriber gets: a hole to be filled.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -89,7 +90,8 @@ class SmallHub:
                 peer, _, body = socket.recv_multipart()
                 message = wire.decode_body(body)
                 if isinstance(message, Query):
-                    socket.send_multipart([peer, *wire.encode("hub", 0, time.time(), self._answer(message))])
+                    with contextlib.suppress(zmq.ZMQError):  # who asked may be gone by now
+                        socket.send_multipart([peer, *wire.encode("hub", 0, time.time(), self._answer(message))])
                 elif isinstance(message, Command):
                     self._act(socket, peer, message)
 

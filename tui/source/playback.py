@@ -241,7 +241,6 @@ class Playback:
             self._look(history)
             self._marks = marks(history)
         for request in requests:
-            self._handled += request.kind != "overview"
             message = message if request.kind == "overview" else ""
             try:
                 found = self._target(history, request, self._position if target is None else target)
@@ -249,6 +248,7 @@ class Playback:
                 message = str(error)
                 continue
             target = target if found is None else found
+        self._handled += sum(request.kind != "overview" for request in requests)
         if target is not None or not self._loaded:
             self._go(history, min(max(self._position if target is None else target, self._first), self._last))
         self._put(marks=self._marks, span=(self._first, self._last), message=message)
@@ -257,7 +257,7 @@ class Playback:
         """Where a request leads, or None when it moves nothing; sets playing and speed."""
         if request.kind == "overview":
             self._overview = self._new_overview
-            self._load(history)
+            self._loaded = False  # what is shown is to be loaded anew, with its past
             return None
         if request.kind == "speed":
             self._speed = request.number
