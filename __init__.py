@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ftmon.protocol.errors import FtmonError
-    from ftmon.trainer.probe.callback import Callback
-    from ftmon.trainer.probe.watch import watch
+    from .protocol.errors import FtmonError
+    from .trainer.probe.callback import Callback
+    from .trainer.probe.watch import watch
 
 __version__ = "0.1.0"
 __all__ = ["Callback", "FtmonError", "__version__", "watch"]

@@ -24,7 +24,7 @@ from ftmon.protocol import rundir, telemetry
 from ftmon.protocol.recording.reader import Reader
 
 LOOP = Path(__file__).with_name("loop.py")
-FTMON = [sys.executable, "-m", "ftmon.tui.cli.main"]
+FTMON = [sys.executable, "-m", "ftmon.tui.cli"]
 MIB = 2**20
 lines: list[str] = []
 raw: dict[str, Any] = {}
@@ -199,7 +199,7 @@ run: {{ranks: {gpus}}}
 def hang(gpus: int) -> None:
     """One rank stops entering collectives under NCCL: seen, named, killed; its GPU memory is back."""
     before = smi_used_mib()
-    arguments = ("--steps", "100000", "--hang-rank", str(gpus - 1), "--hang-step", "60", "--stage", "2")
+    arguments = ("--steps", "5000", "--hang-rank", str(gpus - 1), "--hang-step", "60", "--stage", "2")
     run_command = [*FTMON, "run", "--plain", "--name", "hang", "--", *launcher(gpus, *arguments)]
     job = subprocess.Popen(run_command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

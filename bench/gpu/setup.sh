@@ -3,6 +3,6 @@
 python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl || exit 1
 ln -sfn "$PWD" /tmp/site/ftmon
 export PYTHONPATH=/tmp/site TORCH_CUDA_ARCH_LIST=9.0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-mkdir -p /tmp/bin && printf '#!/bin/sh\nexec python3 -m ftmon.tui.cli.main "$@"\n' > /tmp/bin/ftmon
+mkdir -p /tmp/bin && printf '#!/bin/sh\nexec python3 -m ftmon.tui.cli "$@"\n' > /tmp/bin/ftmon
 printf '#!/bin/sh\nexec python3 -m deepspeed.launcher.runner "$@"\n' > /tmp/bin/deepspeed
 chmod +x /tmp/bin/* && export PATH=/tmp/bin:$PATH
