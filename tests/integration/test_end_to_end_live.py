@@ -2,8 +2,11 @@
 
 import json
 import os
+import random
+import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from ftmon.protocol.process import is_alive
@@ -22,7 +25,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ftmon]:
 @pytest.fixture(scope="module")
 def run(home: Ftmon) -> RunDir:
     """One demo that trains until the last test of this file stops it."""
-    started = home.run("demo", "--steps", ENDLESS, "--name", "endless", "--detach", seconds=60)
+    listen = f"127.0.0.1:{random.randrange(20_000, 30_000)}"  # below the ports that systems give out by themselves
+    words = ["--steps", ENDLESS, "--name", "endless", "--listen", listen]
+    started = home.run("demo", *words, "--detach", seconds=60)
     assert started.returncode == 0, started.stderr
     found = home.newest()
     assert f"ftmon attach {found.id}" in started.stdout
@@ -51,6 +56,24 @@ def test_a_late_follower_is_told_the_present_and_leaves_without_harm(home: Ftmon
     assert f"attach again: ftmon attach {run.id}" in output
     before = steps_done(home, run)
     wait_until("more steps after the follower left", lambda: steps_done(home, run) > before, 60, every=0.5)
+
+
+def test_another_host_attaches_with_the_hubs_key_once_its_own_is_let_in(
+    home: Ftmon, run: RunDir, tmp_path: Path
+) -> None:
+    listen = run.read_run().options["listen"]
+    hub = run.living_hub()
+    assert hub is not None
+    elsewhere = Ftmon(tmp_path / "elsewhere")
+    own = re.search(r"^  (\S{40})$", elsewhere.run("keys", seconds=30).stdout, re.MULTILINE)
+    assert own is not None
+    assert home.run("keys", f"--allow={own[1]}", "--remark", "elsewhere", seconds=30).returncode == 0
+    follower = elsewhere.start("attach", f"tcp://{listen}", f"--key={hub.server_key}")
+    assert follower.stdout is not None
+    told = next((line for line in follower.stdout if " step " in line), "")
+    follower.send_signal(signal.SIGINT)
+    _, _, errors = follow_to_end(follower, 30)
+    assert "loss" in told, errors
 
 
 def test_ls_shows_it_live(home: Ftmon, run: RunDir) -> None:
