@@ -39,6 +39,7 @@ def install() -> None:
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         replace(owner, "clip_grad_norm_", _clipping)
     replace(torch.amp.GradScaler, "scale", _scaling)
+    replace(torch.amp.GradScaler, "step", _scaled_step)
     replace(torch.nn.parallel.DistributedDataParallel, "forward", _parallel_forward("ddp"))
     after_import("torch.distributed.fsdp.fully_sharded_data_parallel", _on_fsdp)
     after_import("torch.distributed.fsdp._fully_shard._fully_shard", _on_fully_shard)
@@ -182,6 +183,20 @@ def _scaling(original: Any) -> Callable[..., Any]:
         return scaled
 
     return scale
+
+
+def _scaled_step(original: Any) -> Callable[..., Any]:
+    """A loss scaler that finds infinite gradients leaves the optimizer alone: a step all the same, and skipped."""
+
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        probe = mine()
+        before = probe.tracker.step if probe is not None else 0
+        found = original(self, optimizer, *args, **kwargs)
+        if probe is not None and not probe.engine_steps and probe.tracker.step == before:
+            probe.skipped_update(optimizer)
+        return found
+
+    return step
 
 
 def _parallel_forward(framework: str) -> Callable[[Any], Callable[..., Any]]:

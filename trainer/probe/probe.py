@@ -289,6 +289,14 @@ class Probe:
         self.tracker.end_step(number, clean=self.engine_steps)
 
     @guarded
+    def skipped_update(self, optimizer: Any) -> None:
+        """A loss scaler did not let the optimizer update."""
+        if self.primary is None or optimizer is self.primary:
+            self._enter("optimizer")
+            self.tracker.notes.overflow = True
+            self.tracker.end_step()
+
+    @guarded
     def not_updated(self) -> None:
         """What looked like an update was none (another optimizer than the one that makes the steps)."""
         self.in_update = False

@@ -18,6 +18,7 @@ def main():
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = torch.utils.data.DataLoader(torch.randn(40, 64), batch_size=8, num_workers=1 if MODE == "workers" else 0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     peaks = []
     for step, rows in enumerate(loader):
         loss = model(rows).pow(2).mean()
@@ -29,8 +30,13 @@ def main():
         if step == 3 and MODE == "nested":
             command = [os.environ["TORCHRUN"], "--nproc_per_node", "2", __file__]
             print("nested ended with", subprocess.run(command).returncode)
-        loss.backward()
-        optimizer.step()
+        if MODE == "scaler":
+            scaler.scale(loss * (float("inf") if step == 2 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
         optimizer.zero_grad()
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     assert peaks == sorted(peaks), "ru_maxrss never falls"
