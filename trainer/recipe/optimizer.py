@@ -1,5 +1,6 @@
 """AdamW in the variant that was asked for. The variants differ in their temporaries, and so in memory's peak."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,9 @@ from ...protocol.errors import ConfigError
 from .config import Config
 from .ranks import World
 from .schedule import factor
+
+_PATIENCE_S = 4.0
+"""After this long without a word a person wonders what is going on."""
 
 
 def make(model: Any, config: Config, world: World, say: Callable[[str], None]) -> torch.optim.Optimizer:
@@ -29,10 +33,16 @@ def make(model: Any, config: Config, world: World, say: Callable[[str], None]) -
     offload = config.zero.offload_optimizer
     kind = settings.kind
     if kind == "deepspeed" or (kind == "auto" and offload):
+        note = threading.Timer(
+            _PATIENCE_S, say, ["note: compiling DeepSpeed's Adam, once: a minute or more on few cores"]
+        )
+        note.start()
         try:
             made, problem = _deepspeed_adam(groups, common, offload), ""
         except Exception as error:  # a compiler's, ninja's or the loader's own error: all mean that it is not there
             made, problem = None, (str(error).strip() or repr(error)).splitlines()[-1]
+        finally:
+            note.cancel()
         if world.all_agree(made is not None) and made is not None:
             return made
         if kind == "deepspeed":

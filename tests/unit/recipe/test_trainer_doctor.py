@@ -1,0 +1,89 @@
+"""What the training side's doctor says, whatever is there."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from ftmon.trainer import doctor
+
+
+def names(checks: list[doctor.Check]) -> dict[str, doctor.Check]:
+    return {check.name: check for check in checks}
+
+
+@pytest.mark.parametrize(
+    ("setting", "state", "mend"),
+    [
+        (None, "ok", ""),
+        (" ", "ok", ""),
+        ("8.0;9.0+PTX", "ok", ""),
+        ("8.0 9.0", "ok", ""),
+        ("9.0a", "warning", "export TORCH_CUDA_ARCH_LIST='9.0'"),
+        ("8.0;10.0a+PTX", "warning", "export TORCH_CUDA_ARCH_LIST='8.0;10.0+PTX'"),
+        ("Hopper", "warning", "unset TORCH_CUDA_ARCH_LIST"),
+    ],
+)
+def test_an_architecture_list_that_deepspeed_cannot_read_is_mended(setting: str | None, state: str, mend: str) -> None:
+    check = doctor.arch_list(setting)
+    assert (check.state, check.mend) == (state, mend)
+
+
+def test_missing_packages_are_findings_and_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> str:
+        raise doctor.metadata.PackageNotFoundError(name)
+
+    def unimportable(name: str) -> object:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
+
+    monkeypatch.setattr(doctor.metadata, "version", nothing)
+    monkeypatch.setattr(doctor, "import_module", unimportable)
+    found = names(doctor.examine())
+    assert found["torch"].state == found["deepspeed"].state == "error"
+    assert found["torch"].mend == doctor.INSTALL
+    assert found["peft"].state == "warning"
+    assert found["shared memory"].text
+
+
+def test_a_check_that_breaks_is_itself_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Iterator[doctor.Check]:
+        yield doctor.Check("first", "ok", "fine")
+        raise RuntimeError("libcuda is of another world\nand more")
+
+    monkeypatch.setattr(doctor, "_ALL", (broken,))
+    first, second = doctor.examine()
+    assert first.name == "first"
+    assert (second.name, second.state) == ("broken", "error")
+    assert second.text == "cannot be looked at: libcuda is of another world"
+
+
+def test_without_compiler_and_ninja_there_are_mends(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    found = names(list(doctor.op_builder()))
+    assert found["compiler"].state == found["ninja"].state == "warning"
+    assert found["ninja"].mend == "pip install ninja"
+
+
+def test_a_small_shared_memory_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small:
+        f_blocks, f_frsize, f_bavail = 16384, 4096, 16000
+
+    monkeypatch.setattr(doctor.os, "statvfs", lambda path: Small())
+    assert names(list(doctor.limits()))["shared memory"].mend.startswith("start the container with --shm-size")
+
+
+def test_its_json_is_json_alone_whatever_libraries_print() -> None:
+    pytest.importorskip("deepspeed")
+    done = subprocess.run(
+        [sys.executable, "-m", "ftmon.trainer.doctor", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    checks = json.loads(done.stdout)
+    assert all(set(check) == {"name", "state", "text", "mend"} for check in checks)
+    assert done.returncode == int(any(check["state"] == "error" for check in checks))
