@@ -22,8 +22,9 @@ from typing import Any
 from ...protocol.control import Command, RankState, RankStateName, RunState, RunStateName
 from ...protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, Oom, Step
 from ...protocol.wire import Frame, Message
-from .detectors.stall import EXIT_LIMIT_S, MOVING_S, RankView, Verdict, judge
+from .detectors.stall import EXIT_LIMIT_S, MOVING_S, Verdict, judge
 from .detectors.tracked import ProcessFact, TrackedRank
+from .detectors.view import RankView
 
 __all__ = ["ProcessFact", "RankTracker", "TrackedRank"]
 

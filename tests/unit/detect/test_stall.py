@@ -1,7 +1,8 @@
 from typing import Any
 
 import pytest
-from ftmon.trainer.hub.detectors.stall import EXIT_LIMIT_S, RankView, Verdict, judge, ranks_in_words
+from ftmon.trainer.hub.detectors.stall import EXIT_LIMIT_S, Verdict, judge
+from ftmon.trainer.hub.detectors.view import RankView, ranks_in_words
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,9 +117,19 @@ def test_those_ahead_wait_patiently_while_the_last_one_is_within_its_limit():
 
 
 def test_a_run_of_one_rank_names_that_rank():
-    verdict = must(judge([view(0, phase="data", age=11.0, limit=10.0)]))
+    verdict = must(judge([view(0, phase="forward", age=11.0)]))
     assert (verdict.kind, verdict.hung) == ("alone", (0,))
-    assert verdict.title == "rank 0 made no progress for 11 s, in data loading"
+    assert verdict.title == "rank 0 made no progress for 11 s, in forward"
+
+
+def test_slow_data_that_holds_up_nobody_else_gets_more_time():
+    assert judge([view(0, phase="data", age=11.0)]) is None
+    assert must(judge([view(0, phase="data", age=31.0)])).hung == (0,)
+
+
+def test_a_rank_that_died_ahead_of_the_others_is_what_they_wait_for():
+    verdict = must(judge([view(0, collectives=100), view(1, collectives=100), view(2, collectives=101, absent="gone")]))
+    assert (verdict.hung, verdict.waiting) == ((2,), (0, 1))
 
 
 def test_silence_alone_is_never_a_hang():

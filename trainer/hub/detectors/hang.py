@@ -10,7 +10,8 @@ from typing import Any
 from ....protocol.control import Alert, RankState
 from ....protocol.text import duration
 from .book import RANKS_LISTED, AlertBook, Key
-from .stall import Verdict, ranks_in_words
+from .stall import Verdict
+from .view import ranks_in_words
 
 REFRESH_S = 15.0
 _UNREACHABLE: Key = ("note", None, "", "unreachable")

@@ -8,9 +8,10 @@ collective) for longer than ``limit``::
 - The usual longest is a maximum that forgets: ``m = max(min(d, max(2 m, 1 s)), 0.98 m)`` for each new duration ``d``,
   and ``m = d`` for the first. One outlier at most doubles it, so a stall that resolved does not blind the rule, and a
   few long ones in a row teach it. The first step teaches nothing: it compiles and warms up.
-- Floors: 8 s for data, forward, backward and optimizer, 20 s for idle (Python code outside every phase),
-  300 s for eval, 600 s for checkpoint, 300 s for init and for all of the first step (compilation, kernel builds, first
-  touch of memory), 60 s for the second and third step.
+- Floors: 8 s for data, forward, backward and optimizer; idle, which is Python code outside every phase, has 60 s
+  between steps (a script may save or evaluate there) and 10 s within one; 300 s for eval, 600 s for checkpoint; 300 s
+  for init and for all of the first step (compilation, kernel builds, first touch of memory); 60 s for the second and
+  third step.
 
 Durations of ordinary phases come from steps (mean of a phase's occurrences); those of eval, checkpoint, idle and data
 also from heartbeats, as the time from one phase's start to the next one's.
@@ -26,10 +27,11 @@ FLOOR_S = {
     "optimizer": 8.0,
     "eval": 300.0,
     "checkpoint": 600.0,
-    "idle": 20.0,
+    "idle": 60.0,
 }
 """Shortest time without progress, by phase, after which a stall may be suspected."""
 
+IDLE_WITHIN_STEP_S = 10.0
 FIRST_STEP_FLOOR_S = 300.0
 EARLY_STEPS_FLOOR_S = 60.0
 EARLY_STEPS = 3
@@ -138,7 +140,9 @@ class RankProgress:
 
     def limit(self) -> float:
         """Return how many seconds without progress this rank's present phase allows (the rule of this module)."""
-        floor = FLOOR_S.get(self.phase, 20.0)
+        floor = FLOOR_S.get(self.phase, 60.0)
+        if self.phase == "idle" and self.micro_step:
+            floor = IDLE_WITHIN_STEP_S
         if not self.has_stepped:
             floor = max(floor, FIRST_STEP_FLOOR_S)
         elif self.steps_seen < EARLY_STEPS:

@@ -19,79 +19,23 @@
    a **hang at exit**, whatever the counts say.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ....protocol.telemetry import STEP_PHASES
 from ....protocol.text import duration
+from .view import Counts, RankView, ranks_in_words
 
 EXIT_LIMIT_S = 30.0
 """After other ranks have finished, a rank may live on this long without progress."""
+
+ALONE_DATA_S = 30.0
+"""Data loading that holds up no other rank may take this long before it is called a stall."""
 
 MOVING_S = 3.0
 """Progress within this many seconds proves that a rank moves."""
 
 VerdictKind = Literal["missing", "alone", "mismatch", "unclear", "exit"]
-Absence = Literal["", "stopped", "gone", "silent"]
-
-_WHERE = {
-    "init": "in start-up",
-    "data": "in data loading",
-    "forward": "in forward",
-    "backward": "in backward",
-    "optimizer": "in the optimizer step",
-    "eval": "in evaluation",
-    "checkpoint": "in checkpointing",
-    "idle": "in Python code outside any phase",
-    "exit": "said goodbye, but its process lives on",
-}
-_ABSENT = {
-    "stopped": "stopped by a signal",
-    "gone": "its process is gone",
-    "silent": "its process lives but sends nothing",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RankView:
-    """One rank as the judge sees it. Seconds are ages at the moment of judging."""
-
-    rank: int
-    step: int
-    phase: str
-    age: float
-    """Seconds without progress."""
-    limit: float
-    """How many seconds without progress its phase allows."""
-    inside: str = ""
-    """The collective it has entered and not left; empty outside of one."""
-    last_collective: str = ""
-    collectives: int = 0
-    step_collectives: int = 0
-    micro_step: int = 0
-    per_step: int = -1
-    """Collectives it entered in its last finished step; -1 when not known."""
-    absent: Absence = ""
-    finished: bool = False
-
-    @property
-    def stuck(self) -> bool:
-        """Past its own limit."""
-        return not self.finished and self.age > self.limit
-
-    @property
-    def call(self) -> str:
-        """The collective it is inside of with its count, ``all_reduce #209``; before the first one only the name."""
-        return f"{self.inside} #{self.collectives}" if self.collectives else self.inside
-
-    def where(self) -> str:
-        """Say in words where it is."""
-        if self.absent:
-            return _ABSENT[self.absent]
-        if self.inside:
-            return f"inside {self.call}"
-        return _WHERE.get(self.phase, f"in {self.phase}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +59,6 @@ class Verdict:
     def signature(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """What makes this verdict another one than before."""
         return self.kind, self.waiting, self.hung
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Name ranks: ``rank 3``, ``ranks 0, 1 and 4``, ``512 ranks``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) <= 4:
-        return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
-    return f"{len(ranks)} ranks"
 
 
 def judge(views: list[RankView]) -> Verdict | None:
@@ -176,7 +111,8 @@ def _exit_limit(view: RankView) -> float:
 
 
 def _some_inside(inside: list[RankView], present: list[RankView]) -> Verdict | None:
-    top = max(inside, key=lambda view: view.collectives)
+    counts = Counts(present)
+    top = max(inside, key=counts.place)
     name = top.call
     age = max(view.age for view in inside)
     outside = [view for view in present if not view.inside or view.absent]
@@ -185,14 +121,14 @@ def _some_inside(inside: list[RankView], present: list[RankView]) -> Verdict | N
         if not late:
             return None
         waiting = [view for view in present if view.inside and not view.absent]
-        entered = [view for view in late if _has_entered(view, top, present)]
+        entered = [view for view in late if _has_entered(view, top, counts)]
         if entered:
             reason = f"{ranks_in_words(_ranks(waiting))} in {name}, which {ranks_in_words(_ranks(entered))} entered too"
             return _unclear(present, age, reason)
         return _missing(waiting, late, name, age)
     if any(view.age <= MOVING_S for view in present):
         return None
-    if len({view.inside for view in present}) > 1 and len({_position(view, present) for view in present}) == 1:
+    if len({view.inside for view in present}) > 1 and len({counts.place(view) for view in present}) == 1:
         calls = "; ".join(
             f"{ranks_in_words([view.rank for view in present if view.inside == call])}: {call}"
             for call in sorted({view.inside for view in present})
@@ -222,26 +158,26 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
     age = max(view.age for view in stuck)
     if len(present) == 1:
         return _alone(stuck, age)
+    unable = [view for view in present if view.absent in ("stopped", "gone")]
+    if unable:
+        return _missing([view for view in stuck if not view.absent], unable, "", age)
     still = [view for view in present if view.absent or view.age > MOVING_S]
-    if _comparable(present):
-        lowest = min(_position(view, present) for view in present)
-        behind = [view for view in present if _position(view, present) == lowest]
-        ahead = [view for view in present if _position(view, present) > lowest]
-        if ahead:
-            late = [view for view in behind if view.absent or view.stuck]
-            if not late or len(late) < len(behind) or any(view.age <= MOVING_S and not view.absent for view in ahead):
-                # Those behind still move or may take their time, or those ahead do not wait at all.
-                return _alone(late, age) if late and len(still) == len(late) else None
-            top = max(ahead, key=lambda view: view.collectives)
-            name = top.inside or top.last_collective or "collective"
-            return _missing(ahead, late, f"{name} #{top.collectives}", age)
-    absent = [view for view in present if view.absent]
-    if absent:
-        return _missing([view for view in stuck if not view.absent], absent, "", age)
-    if len(still) == len(stuck) < len(present):
-        return _alone(stuck, age)
+    counts = Counts(present)
+    lowest = min(counts.place(view) for view in present)
+    ahead = [view for view in present if counts.place(view) > lowest]
+    if counts.comparable and ahead:
+        behind = [view for view in present if counts.place(view) == lowest]
+        late = [view for view in behind if view.absent or view.stuck]
+        if not late or len(late) < len(behind) or any(view.age <= MOVING_S and not view.absent for view in ahead):
+            # Those behind still move or may take their time, or those ahead do not wait at all.
+            return _alone(late, age) if late and len(still) == len(late) else None
+        top = max(ahead, key=counts.place)
+        return _missing(ahead, late, f"{top.last_collective or 'collective'} #{top.collectives}", age)
+    silent = [view for view in present if view.absent]
+    if silent:
+        return _missing([view for view in stuck if not view.absent], silent, "", age)
     if len(stuck) < len(present):
-        return None
+        return _alone(stuck, age) if len(still) == len(stuck) else None
     early = [view for view in present if view.phase in ("data", "forward")]
     others = [view for view in present if view.phase in ("backward", "optimizer")]
     if (
@@ -254,7 +190,9 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
     return _unclear(present, age, "no rank is seen to wait for another one")
 
 
-def _missing(waiting: list[RankView], late: list[RankView], name: str, age: float, *, sure: bool = True) -> Verdict:
+def _missing(
+    waiting: list[RankView], late: list[RankView], name: str, age: float, *, sure: bool = True
+) -> Verdict | None:
     if not waiting:
         return _alone(late, age)
     who, others = ranks_in_words(_ranks(late)), ranks_in_words(_ranks(waiting))
@@ -282,16 +220,20 @@ def _missing(waiting: list[RankView], late: list[RankView], name: str, age: floa
     )
 
 
-def _has_entered(view: RankView, top: RankView, views: list[RankView]) -> bool:
+def _has_entered(view: RankView, top: RankView, counts: Counts) -> bool:
     """Tell whether a rank's last word was that it had entered the collective that ``top`` waits in."""
     if view.absent in ("stopped", "gone"):
         return False
     if view.absent == "silent" and view.inside:
         return True
-    return _comparable(views) and _position(view, views) >= _position(top, views)
+    return counts.comparable and counts.place(view) >= counts.place(top)
 
 
-def _alone(stuck: list[RankView], age: float) -> Verdict:
+def _alone(stuck: list[RankView], age: float) -> Verdict | None:
+    # A shard that is fetched or a disk that is slow holds up nobody else: data loading may take longer then.
+    stuck = [view for view in stuck if view.phase != "data" or view.age > ALONE_DATA_S or view.absent]
+    if not stuck:
+        return None
     worst = max(stuck, key=lambda view: view.age)
     names = ranks_in_words(_ranks(stuck))
     return Verdict(
@@ -321,19 +263,6 @@ def _unclear(present: list[RankView], age: float, reason: str) -> Verdict:
         age=age,
         where={view.rank: view.where() for view in present},
     )
-
-
-def _comparable(views: list[RankView]) -> bool:
-    """Counts mean the same on every rank: all entered equally many in their last step (where that is known)."""
-    known = {view.per_step for view in views if view.per_step >= 0}
-    return len(known) <= 1 and any(view.collectives for view in views)
-
-
-def _position(view: RankView, views: list[RankView]) -> tuple[int, int]:
-    """Where a rank is in the sequence of collectives: by step and count within it where ranks report that."""
-    if any(other.step_collectives for other in views):
-        return view.step, view.step_collectives
-    return 0, view.collectives
 
 
 def _place(view: RankView) -> tuple[int, int, int]:

@@ -5,7 +5,8 @@ import msgspec
 from ....protocol.control import RankState, RankStateName
 from ....protocol.telemetry import Goodbye, Hello
 from .progress import SILENT_S, RankProgress
-from .stall import EXIT_LIMIT_S, Absence, RankView
+from .stall import EXIT_LIMIT_S
+from .view import Absence, RankView
 from .words import ending_in_words, first_line
 
 
