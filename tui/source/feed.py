@@ -41,6 +41,7 @@ _FETCH = 2000
 _MAX_FETCHED = 40_000
 """A hole larger than this is not fetched: the state is loaded anew."""
 
+_GONE = "the hub is gone; the ranks train on, and a new hub is looked for"
 _MAX_BATCH = 500
 _CONNECT_MS = 1000
 
@@ -107,7 +108,7 @@ class Feed(threading.Thread):
                 self._finish()
                 return
             elif self._joined:
-                self._tell("hub-gone", "the hub is gone; the ranks train on, and a new hub is looked for")
+                self._tell_gone(_GONE)
             self._refuse_commands()
             self._closing.wait(_LOOK_S)
 
@@ -119,6 +120,11 @@ class Feed(threading.Thread):
         if (state, text) != self._told:
             self._told = (state, text)
             self.arrivals.append(Arrival(connection=Connection(state, text, time.time(), self._lost)))
+
+    def _tell_gone(self, text: str) -> None:
+        """Say that there is no hub to follow, unless that is because the run is over."""
+        if not self._closing.is_set() and not self._endpoint.ended():
+            self._tell("hub-gone" if self._joined else "connecting", text)
 
     def _follow(self, hub: Hub) -> None:
         """Stay with one hub until it is gone."""
@@ -136,11 +142,8 @@ class Feed(threading.Thread):
             if self._pooled:
                 self._read_overview(hub)
             self._listen(hub, stream, control, history)
-        except ProtocolError as error:
-            self._tell("hub-gone", str(error))
         except FtmonError as error:
-            if not self._closing.is_set():
-                self._tell("connecting" if not self._joined else "hub-gone", str(error))
+            self._tell_gone(str(error))
         finally:
             self.hub = None
             for each in (stream, control):
@@ -200,6 +203,7 @@ class Feed(threading.Thread):
                 silent = not self._endpoint.local and now - heard > _SILENCE_S
                 if silent or not self._endpoint.is_alive(hub):
                     self._drain(stream, history)
+                    self._tell_gone(_GONE)
                     return
 
     def _drain(self, stream: "zmq.Socket[Any]", history: History) -> None:

@@ -1,0 +1,106 @@
+"""The sources against the real hub, launcher and pretended rank processes."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.recording.reader import Reader
+from ftmon.tui.model import RunModel
+from ftmon.tui.model.runs import RunList
+from ftmon.tui.source.base import Source
+from ftmon.tui.source.live import LiveSource
+from ftmon.tui.source.replay import ReplaySource
+from hub_client import exit_of, fake_ranks, hub_gone, hub_of, started
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("FTMON_RUN", raising=False)
+
+
+def pump(source: Source, until: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, f"did not happen in time: {source.connection}"
+        if not source.pump():
+            time.sleep(0.005)
+
+
+def step_numbers(model: RunModel, rank: int) -> list[int]:
+    return [step.step for step in model.ranks[rank].steps]
+
+
+def test_a_run_is_watched_from_a_late_join_to_its_kill_and_its_replay_is_what_was_seen() -> None:
+    with started(fake_ranks({"rate": 60}, {"rate": 60})) as run:
+        early = LiveSource(run)
+        early.start()
+        pump(early, lambda: early.model.step >= 40)
+        late = LiveSource(run)
+        late.start()
+        pump(late, lambda: late.connection.state == "live" and late.model.step >= 60)
+        assert step_numbers(late.model, 1)[:20] == list(range(1, 21))
+        assert RunList().entry(run).live
+
+        late.transport.goto("10")
+        pump(late, lambda: not late.transport.seeking)
+        assert late.transport.mode == "rewound"
+        assert late.model.step == 10
+        late.transport.live()
+        pump(late, lambda: late.transport.mode == "live" and late.model.step >= 70)
+
+        record = late.commands[late.send("kill", {"ranks": []})]
+        pump(late, lambda: record.result is not None)
+        assert record.accepted is not None
+        assert record.accepted.ok
+        exit_of(run)
+        hub_gone(run)
+        for source in (early, late):
+            pump(source, lambda source=source: source.connection.state == "ended" and source.model.ended)
+            assert step_numbers(source.model, 0) == step_numbers(early.model, 0)
+        replay = ReplaySource(run.recording, at_end=True)
+        replay.start()
+        pump(replay, lambda: replay.model.last_seq > 0)
+        for number, rank in early.model.ranks.items():
+            assert replay.model.ranks[number].last == rank.last
+            assert replay.model.ranks[number].state == rank.state
+            assert replay.model.ranks[number].peak == rank.peak
+        assert list(replay.model.alerts) == list(early.model.alerts)
+        assert replay.model.state == early.model.state
+        entry = RunList().entry(run)
+        assert not entry.live
+        assert entry.state == early.model.state
+        assert entry.step >= 70
+        for source in (early, late, replay):
+            source.close()
+
+
+def test_a_killed_hub_is_gone_on_screen_until_the_next_and_nothing_recorded_is_missing() -> None:
+    with started(fake_ranks({"rate": 60})) as run:
+        source = LiveSource(run)
+        source.start()
+        pump(source, lambda: source.model.step >= 30)
+        os.kill(hub_of(run).process.pid, signal.SIGKILL)
+        step, joined = source.model.step, source.connection.since
+        # The launcher may bring a new one back before anybody looks.
+        pump(source, lambda: source.connection.since > joined and source.connection.state == "live")
+        pump(source, lambda: source.model.step >= step + 60)
+        with Reader(run.recording) as reader:
+            last = reader.info().last_step
+        recorded = {frame.message.step for frame in _steps(run.recording)}
+        assert {number for number in step_numbers(source.model, 0) if number <= last} >= {
+            number for number in recorded if number > max(recorded) - 200 and number <= source.model.step
+        }
+        source.close()
+
+
+def _steps(path: Path) -> list:  # type: ignore[type-arg]
+    with Reader(path) as reader:
+        found, after = [], 0
+        while frames := reader.frames(after, 2000):
+            after = frames[-1].seq
+            found += [frame for frame in frames if type(frame.message).__name__ == "Step"]
+    return found
