@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.process import is_alive
 from ftmon.protocol.rundir import RunDir
-from ftmon_process import Ftmon, follow_to_end, ftmon_home, hub_is_alive, lines_with, wait_until
+from ftmon_process import (
+    Ftmon,
+    follow_to_end,
+    ftmon_home,
+    hub_is_alive,
+    lines_with,
+    wait_until,
+    wait_until_nothing_is_left,
+)
 
 ENDLESS = "100000"
 
@@ -123,3 +131,16 @@ def test_stop_ends_it_in_order_and_the_follower_is_told(home: Ftmon, run: RunDir
     assert status == 0, output + errors
     assert lines_with(output, ["stopped"])
     assert lines_with(output, ["checkpoint: ", "checkpoint.resume="])
+
+
+def test_ctrl_c_stops_a_run_that_the_command_started(home: Ftmon) -> None:
+    command = home.start("demo", "--steps", ENDLESS, "--name", "interrupted")
+    assert command.stdout is not None
+    next(line for line in command.stdout if " step " in line)
+    command.send_signal(signal.SIGINT)
+    status, output, errors = follow_to_end(command, 120)
+    assert status == 130, output + errors
+    assert "ctrl-c again kills the run" in errors
+    assert lines_with(output, ["stopped"])
+    assert lines_with(output, ["checkpoint: "])
+    wait_until_nothing_is_left(home.newest())

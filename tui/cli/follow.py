@@ -70,7 +70,7 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, owned: bool) -> i
     plan = source.model.plan
     for line in closing_lines(run, end, plan.output_dir if plan else ""):
         print(line)
-    return exit_status(end)
+    return INTERRUPTED if interrupts.count else exit_status(end)
 
 
 def _until_the_end(
@@ -105,7 +105,7 @@ def _end_it(source: Source, run: RunDir, time_asked: int) -> None:
     """Pass a Ctrl-C on: by way of the hub, which knows the ranks; where none answers, by way of the launcher."""
     first = time_asked == 1
     print(
-        "stopping after this step; Ctrl-C again kills the run" if first else "killing the run; Ctrl-C again leaves it",
+        "stopping after this step; ctrl-c again kills the run" if first else "killing the run; ctrl-c again leaves it",
         file=sys.stderr,
         flush=True,
     )
