@@ -98,6 +98,7 @@ def test_under_nccl_the_last_rank_by_count_is_hung(make_sim: Any):
                     "idle" if behind else "optimizer",
                     collectives=400 if behind else 404,
                     step_collectives=4 if behind else 8,
+                    micro_step=1,
                     last_collective="reduce_scatter_tensor",
                 )
             )
@@ -109,8 +110,8 @@ def test_under_nccl_the_last_rank_by_count_is_hung(make_sim: Any):
     assert sim.state(2).text == "not in reduce_scatter_tensor #404, in Python code outside any phase"
 
 
-@pytest.mark.parametrize(("phase", "seconds"), [("checkpoint", 300), ("eval", 200)])
-def test_a_long_checkpoint_or_evaluation_of_one_rank_is_no_hang(make_sim: Any, phase: str, seconds: float):
+@pytest.mark.parametrize(("phase", "seconds"), [("checkpoint", 300), ("eval", 200), ("idle", 50)])
+def test_a_long_checkpoint_evaluation_or_pause_of_one_rank_is_no_hang(make_sim: Any, phase: str, seconds: float):
     sim = make_sim(4, cuda=False)
     sim.begin()
     sim.train(1, 12)
