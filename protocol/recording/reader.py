@@ -27,6 +27,9 @@ from .steprow import step_from_row
 
 T = TypeVar("T")
 
+_VARIABLES = 500
+"""Numbers that one statement asks for; older builds of SQLite take no more than 999."""
+
 _LAST_OF_EACH = """
     WITH RECURSIVE keys(key) AS (
         SELECT min({key}) FROM {table} {where}
