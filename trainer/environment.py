@@ -1,5 +1,6 @@
 """The environment of a job: the mark of its run, the import hook for its ranks, and PyTorch's flight recorder."""
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -29,7 +30,8 @@ def job_environment(run: RunDir, options: dict[str, Any], base: Mapping[str, str
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(INJECT_DIR), base.get("PYTHONPATH"))))
     for key, value in {**FLIGHT_RECORDER, "PYTHONUNBUFFERED": "1"}.items():
         environment.setdefault(key, value)
-    environment[_DEEPSPEED_FILE_ENV] = str(_deepspeed_exports(run, environment, base))
+    with contextlib.suppress(OSError):  # a full disk must not keep the job from starting
+        environment[_DEEPSPEED_FILE_ENV] = str(_deepspeed_exports(run, environment, base))
     return environment
 
 

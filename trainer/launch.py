@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from types import FrameType
 
 import msgspec
@@ -50,7 +51,8 @@ class Launcher:
         _become_subreaper()
         self._install_signals()
         started = self._run.read_run()
-        self._run.write_run(msgspec.structs.replace(started, launcher=this_process()))
+        with _disk_trouble("run.json"):
+            self._run.write_run(msgspec.structs.replace(started, launcher=this_process()))
         self._hub.start()
         text = self._start_job(started.command, started.cwd, job_environment(self._run, started.options, os.environ))
         while self._status is None and not text:
@@ -122,7 +124,8 @@ class Launcher:
         while self._stop_requests and self._job is not None:
             number = self._stop_requests.pop(0)
             if read_intent(self._run) is None:
-                write_intent(self._run, number.name, "launcher")
+                with _disk_trouble("intent.json"):
+                    write_intent(self._run, number.name, "launcher")
             print(f"ftmon: received {number.name}; stopping the job", flush=True)
             if self._stops_forwarded == 0:
                 with contextlib.suppress(ProcessLookupError):
@@ -168,8 +171,18 @@ class Launcher:
             state = "finished" if code == 0 else "failed"
         if left:
             text += "; still there: " + ", ".join(f"pid {process.pid} in state {process.state}" for process in left)
-        self._run.write_exit(ExitFile(code, now, state, text))
+        with _disk_trouble("exit.json"):
+            self._run.write_exit(ExitFile(code, now, state, text))
         print(f"ftmon: the run {state}: {text}", flush=True)
+
+
+@contextlib.contextmanager
+def _disk_trouble(name: str) -> Generator[None]:
+    """Go on without a file that a full disk does not take."""
+    try:
+        yield
+    except OSError as error:
+        print(f"ftmon: {name} cannot be written: {error.strerror}", flush=True)
 
 
 def _without(table: dict[int, processes.Process], pids: set[int]) -> dict[int, processes.Process]:

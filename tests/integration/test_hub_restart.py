@@ -12,7 +12,7 @@ from ftmon.protocol import rundir
 from ftmon.protocol.control import Alert, HubStats, RankState
 from ftmon.protocol.errors import HubError
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Hello, LogLine, Step
+from ftmon.protocol.telemetry import LogLine, Step
 from hub_client import SCRIPTS, App, exit_of, fake_ranks, hub_gone, hub_of, started, until
 
 
@@ -31,7 +31,6 @@ def test_a_killed_hub_is_replaced_and_the_stream_goes_on_where_it_ended():
             last_published = max(frame.seq for frame in app.frames)
         until(lambda: (hub := run.living_hub()) is not None and hub.process != before.process, what="a new hub")
         with App(run) as app:
-            app.wait_for(Hello, lambda hello: hello.rank == 1)  # it asked who they are
             app.wait_for(Step, lambda step: step.rank == 1)
             assert app.frames[0].seq > last_published
             assert all(a.seq < b.seq for a, b in zip(app.frames, app.frames[1:], strict=False))
@@ -49,6 +48,23 @@ def test_a_killed_hub_is_replaced_and_the_stream_goes_on_where_it_ended():
                 assert missing == [] or missing[-1] - missing[0] == len(missing) - 1
             assert app.command("kill", signal="KILL").ok
             assert exit_of(run).state == "stopped"
+
+
+def test_ranks_that_a_new_hub_does_not_know_are_asked_who_they_are():
+    with started(fake_ranks({}, {})) as run:
+        with App(run) as app:
+            app.wait_for(Step, lambda step: step.rank == 1)
+            before = hub_of(run)
+        os.kill(before.process.pid, signal.SIGSTOP)
+        for file in run.path.glob("recording.sqlite*"):
+            file.unlink()
+        os.kill(before.process.pid, signal.SIGKILL)
+        until(lambda: (hub := run.living_hub()) is not None and hub.process != before.process, what="a new hub")
+        with App(run) as app:
+            until(lambda: sorted(app.hellos()) == [0, 1], what="the ranks' introduction")
+            stats = app.wait_for(HubStats)
+            assert stats.lost == {}
+            assert app.command("kill", ranks=[1], signal="KILL").ok
 
 
 def test_a_rank_that_died_while_no_hub_lived_is_found_gone():
@@ -89,7 +105,7 @@ def test_a_hub_that_was_asked_to_end_stays_away_and_training_goes_on():
         with App(run) as app:
             app.wait_for(Step)
             assert app.command("shutdown").ok
-        hub_gone(run)
+        until(lambda: run.living_hub() is None, what="the hub's end")
         assert run.read_exit() is None
         assert exit_of(run).state == "finished"
         assert run.living_hub() is None
@@ -143,7 +159,7 @@ def test_with_a_full_disk_the_stream_goes_on_the_app_is_told_and_recording_resum
             rank.kill()
             rank.wait(10)
         hub.terminate()
-        assert hub.wait(20) == 0
+        assert hub.wait(20) == 128 + signal.SIGTERM
     info = Reader(run.recording).info()
     assert info.steps > 0
 

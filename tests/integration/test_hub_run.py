@@ -11,12 +11,12 @@ import sys
 import msgspec
 import pytest
 import zmq
-from ftmon.protocol import rundir, wire
-from ftmon.protocol.control import Alert, HubStats, RankState, RunState
+from ftmon.protocol import keys, rundir, wire
+from ftmon.protocol.control import Alert, Command, HubStats, RankState, RunState
 from ftmon.protocol.process import is_alive
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.rundir import RunDir
-from ftmon.protocol.sockets import peer_socket
+from ftmon.protocol.sockets import CHANNELS, peer_socket
 from ftmon.protocol.telemetry import Goodbye, Hello, LogLine, Step
 from ftmon.trainer.start import spawn_launcher
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, members, started, until
@@ -71,6 +71,7 @@ def test_a_command_that_fails_before_its_first_step_says_so_with_its_last_words(
         assert len(alerts) == 1
         assert "before its first step" in alerts[0].title
         assert "no rank reported" in alerts[0].text
+        assert "exit code 3" in alerts[0].text
         assert "no data at /nowhere" in "\n".join(alerts[0].evidence["last_lines"])
         assert Reader(run.recording).info().state == "failed"
 
@@ -152,6 +153,28 @@ def test_stacks_are_taken_from_those_that_answer_and_the_others_are_named():
         assert result.data["silent"] == [1]
         assert "stacks of rank 0" in result.text
         assert app.command("stacks", ranks=[0]).ok
+
+
+def test_an_app_on_tcp_needs_a_key_on_the_list():
+    with socket.socket() as finder:
+        finder.bind(("127.0.0.1", 0))
+        port = finder.getsockname()[1]
+    with started(fake_ranks({}), listen=f"127.0.0.1:{port}") as run:
+        hub = hub_of(run)
+        context = zmq.Context()
+        answers = {}
+        for name, pair in (("own", keys.client_pair()), ("stranger", keys.make_pair())):
+            app = peer_socket(context, "control")
+            app.curve_serverkey = hub.server_key.encode()
+            app.curve_publickey = pair.public.encode()
+            app.curve_secretkey = pair.secret.encode()
+            app.connect(hub.listen["control"])
+            app.send_multipart(wire.encode("app", 1, 0.0, Command("1", "ping")))
+            answers[name] = app.poll(10_000 if name == "own" else 1_000)
+        assert answers["own"]
+        assert not answers["stranger"]
+        assert set(hub.listen) == set(CHANNELS)
+        context.destroy(linger=0)
 
 
 def test_a_port_that_was_taken_meanwhile_leaves_the_run_watched_locally():

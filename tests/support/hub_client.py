@@ -56,6 +56,10 @@ def exit_of(run: RunDir, seconds: float = 30.0) -> ExitFile:
 
 
 def hub_gone(run: RunDir, seconds: float = 30.0) -> None:
+    """Wait until the run's launcher, which waits for its hub, has ended, and no hub is left."""
+    launcher = run.read_run().launcher
+    if launcher is not None:
+        until(lambda: not is_alive(launcher), seconds, "the launcher's end")
     until(lambda: run.living_hub() is None, seconds, "the hub's end")
 
 
@@ -129,7 +133,9 @@ class App:
                 if isinstance(frame.message, kind) and matches(frame.message):
                     return frame.message
             seen = len(self.frames)
-            assert time.monotonic() < deadline, f"no such {kind.__name__} in {seconds} s; last: {self.frames[-5:]}"
+            assert time.monotonic() < deadline, (
+                f"no such {kind.__name__} in {seconds} s; last: {str(self.frames[-3:])[:600]}"
+            )
             self.read()
 
     def send(self, verb: str, **args: Any) -> str:

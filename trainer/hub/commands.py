@@ -15,6 +15,7 @@ from ...protocol.control import READ_ONLY_VERBS, VERBS, Accepted, Command, Resul
 from ...protocol.errors import FtmonError, ProtocolError, UsageError
 from ...protocol.process import is_alive
 from ...protocol.rundir import RunDir
+from ...protocol.telemetry import Hello
 from ...protocol.wire import Message
 from .. import processes
 from ..intent import write_intent
@@ -71,6 +72,8 @@ class Commands:
         self._link = link
         self._read_only = read_only
         self._under_way = 0
+        self._interrupted: set[int] | None = None
+        """Pids of the ranks that a stop interrupted; None before."""
 
     @property
     def busy(self) -> bool:
@@ -211,24 +214,31 @@ class Commands:
         # A foreign script: what ctrl-c would do. The ranks alone first, so that they can still tidy up: DeepSpeed's
         # launcher, told directly, sends them TERM at once.
         told = [t for t in self._book.targets() if _interrupt(t)]
+        self._interrupted = {target.pid for target in told}
         if told:
             text = f"sent SIGINT to {_span([t.rank for t in told])}: the script is not ftmon's own trainer"
             self._finish(caller, True, text + ", whether it saves anything is up to it", {"signalled": len(told)})
             return
-        groups = self._job_groups()
-        for group in groups:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGINT)
+        groups = self._interrupt_job()
         text = "sent SIGINT to the job" if groups else "nothing of the run was running any more"
         self._finish(caller, True, text, {"signalled": len(groups)})
 
-    def _job_groups(self) -> list[int]:
-        """List the process groups of the run's processes, the job's own first."""
+    def met(self, hello: Hello) -> None:
+        """Note that a rank introduced itself: one begun after a stop was started again by an elastic launcher."""
+        if self._interrupted and hello.pid not in self._interrupted:
+            self._interrupted.add(hello.pid)
+            self._interrupt_job()
+
+    def _interrupt_job(self) -> list[int]:
+        """Send INT to all process groups of the run; return them."""
         roots, spared = self._launcher_and_spared()
         groups: list[int] = []
         for process in processes.of_run(self._run.path, roots, spared):
             if process.group not in groups and process.group not in (os.getpgid(0), *roots):
                 groups.append(process.group)
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGINT)
         return groups
 
     # the rest

@@ -4,6 +4,7 @@ The launcher writes ``exit.json`` once the job has ended and nothing of it is le
 was (a bare ``ftmon.watch()``), the hub writes it, once no process of the run is left.
 """
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -102,7 +103,8 @@ class Ending:
         if self._kind != "watch":
             text += "; the launcher died before it could tell the exit status"
         found = ExitFile(0 if state != "failed" else 1, now, state, text)
-        self._run.write_exit(found)
+        with contextlib.suppress(OSError):  # a full disk; the recording's reader will miss it, the apps are told
+            self._run.write_exit(found)
         return found
 
     def before_first_step(self, end: ExitFile) -> tuple[str, str, list[str]] | None:

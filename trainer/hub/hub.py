@@ -1,27 +1,26 @@
 """The hub of a run: one process, one main loop over its sockets, and nothing in it that could make a rank wait."""
 
-import contextlib
 import gc
 import os
 import signal
 import socket as host_sockets
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import zmq
 
 from ... import __version__
-from ...protocol import sockets
 from ...protocol.errors import FtmonError
 from ...protocol.process import this_process
 from ...protocol.rundir import ExitFile, HubFile, RunDir
-from ...protocol.telemetry import Hello
+from ...protocol.telemetry import Goodbye, Hello
 from ...protocol.wire import Frame, Message
 from .adopt import open_recording, read_history
+from .channels import Channels
 from .commands import Commands
 from .devices import DeviceSampler
 from .ending import Ending
@@ -32,7 +31,6 @@ from .logtail import LogTail
 from .mailbox import Mailbox
 from .rankbook import RankBook
 from .ranklink import RankLink
-from .remote import Remote
 from .stats import Stats
 from .stream import Stream
 from .supervisor import Supervisor
@@ -43,6 +41,7 @@ LINGER_SECONDS = 3.0
 """How long the hub stays after the end, so that apps see it and can ask for the rest."""
 SETTLE_SECONDS = 1.25
 """After a failure the deaths of the ranks are judged in their order before the end is told."""
+_FAILURES = 100
 _DRAIN = 512
 """Messages taken before commands get their turn."""
 
@@ -56,27 +55,28 @@ class Hub:
         self._file = run.read_run()
         self._read_only = bool(self._file.options.get("read_only"))
         self._over = False
+        self._status = 0
+        self._announced = False
+        self._failures = 0
         self._finish_at = 0.0
         self._leave_at: float | None = None
         self._end: ExitFile | None = None
         self._disk_trouble = False
         history = read_history(run)
         writer, moved = open_recording(run, self._file)
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._local = {channel: self._bind(channel) for channel in sockets.CHANNELS}
-        self._remote = Remote(self._context, run, str(self._file.options.get("listen") or ""))
+        self._channels = Channels(run, str(self._file.options.get("listen") or ""))
         self._mailbox = Mailbox()
-        self._stream = Stream(self._both("stream"), writer, writer.next_seq)
+        self._stream = Stream(self._channels.of("stream"), writer, writer.next_seq)
         self._judging = Judging(self._file, self._emit)
-        self._intake = Intake(self._accept, self._refuse, fresh=not history.frames)
+        self._intake = Intake(self._accept, self._refuse, fresh=run.read_hub() is None)
         self._book = RankBook()
-        self._link = RankLink(self._both("ranks"))
+        self._link = RankLink(self._channels.of("ranks"))
         self._ending = Ending(run, self._file)
         self._commands = Commands(run, self, self._book, self._link, self._read_only)
         self._supervisor = Supervisor(lambda: self._mailbox.post(self._take_facts))
         self._devices = DeviceSampler(host_sockets.gethostname(), self._rank_pids)
         self._logs = LogTail(run, history.log_offsets)
-        self._history = History(self._both("query"), run.recording, self._commit_for)
+        self._history = History(self._channels.of("query"), run.recording, self._commit_for)
         self._stats = Stats(self._intake, self._stream)
         self._adopt(history.frames, moved)
 
@@ -87,7 +87,7 @@ class Hub:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for thread in (self._supervisor, self._devices, self._history):
             thread.start()
-        self._announce()
+        self._announced = self._announce()
         # Nothing made so far becomes garbage, and the rest dies by reference count: collections are rare on purpose.
         gc.collect()
         gc.freeze()
@@ -96,7 +96,7 @@ class Hub:
             self._loop()
         finally:
             self._close()
-        return 0
+        return self._status
 
     # What the commands need of the hub.
 
@@ -118,11 +118,11 @@ class Hub:
     def _loop(self) -> None:
         poller = zmq.Poller()
         handlers: dict[Any, Callable[[], object]] = {self._mailbox.fileno(): self._mailbox.drain}
-        for socket in self._both("control"):
+        for socket in self._channels.of("control"):
             handlers[socket] = lambda socket=socket: self._commands.receive(socket)
-        for socket in self._both("ranks"):
+        for socket in self._channels.of("ranks"):
             handlers[socket] = lambda socket=socket: self._link.receive(socket)
-        for socket in self._both("telemetry"):
+        for socket in self._channels.of("telemetry"):
             handlers[socket] = lambda socket=socket: self._intake.drain(socket, _DRAIN)
         order = list(handlers)  # control before data
         for source in order:
@@ -131,18 +131,24 @@ class Hub:
         next_stats = next_tick
         while not self._over:
             now = time.monotonic()
-            if now >= next_tick:
-                next_tick = now + TICK_SECONDS
-                self._tick(now)
-                if now >= next_stats:
-                    next_stats = now + STATS_SECONDS
-                    self._report()
-            ready = dict(poller.poll(max(0, int((next_tick - now) * 1000) + 1)))
-            for source in order:
-                if source in ready:
-                    handlers[source]()
-            if self._stream.commit_due:
-                self._commit()
+            try:
+                if now >= next_tick:
+                    next_tick = now + TICK_SECONDS
+                    self._tick(now)
+                    if now >= next_stats:
+                        next_stats = now + STATS_SECONDS
+                        self._report()
+                ready = dict(poller.poll(max(0, int((next_tick - now) * 1000) + 1)))
+                for source in order:
+                    if source in ready:
+                        handlers[source]()
+                if self._stream.commit_due:
+                    self._commit()
+            except Exception:  # one bad message or file must not end the watch; the same one again and again would
+                traceback.print_exc(file=sys.stderr)
+                self._failures += 1
+                if self._failures > _FAILURES:
+                    raise
 
     def _tick(self, now: float) -> None:
         for line in self._logs.poll():
@@ -178,14 +184,14 @@ class Hub:
 
     def _finish(self, end: ExitFile) -> None:
         """Take in what is still on its way, then say how it ended."""
-        for socket in self._both("telemetry"):
+        for socket in self._channels.of("telemetry"):
             while self._intake.drain(socket, _DRAIN):
                 pass
         for line in self._logs.poll(last=True):
             self._hub_message(line)
         self._take_facts()
         silent = self._ending.before_first_step(end)
-        if silent is not None:
+        if silent is not None and end.state != "stopped":
             title, text, last = silent
             severity = "error" if end.state == "failed" else "warning"
             self._judging.alert("exit", severity, title, "before_first_step", text, last_lines=last)
@@ -199,6 +205,8 @@ class Hub:
 
     def _report(self) -> None:
         self._hub_message(self._stats.take())
+        if not self._announced:
+            self._announced = self._announce()
 
     def _commit(self) -> None:
         self._stream.commit()
@@ -223,9 +231,10 @@ class Hub:
         if kind is Hello:
             assert isinstance(message, Hello)
             self._meet(message)
-        elif not self._book.knows_sender(sender) and sender.startswith("rank-"):
+            self._commands.met(message)
+        elif sender not in self._book.senders and sender.startswith("rank-"):
             self._link.identify(sender)
-        if not self._ending.stepped or kind.__name__ == "Goodbye":
+        if kind is Goodbye or not self._ending.stepped:
             self._ending.note(message)
         seq = self._stream.put(message, t, body)
         self._judging.feed(seq, t, message)
@@ -255,30 +264,24 @@ class Hub:
 
     # Beginning and end.
 
-    def _both(self, channel: str) -> "list[zmq.Socket[Any]]":
-        """Give a channel's local socket and, when the run listens on TCP, the other one."""
-        remote = self._remote.sockets.get(channel)
-        return [self._local[channel]] + ([remote] if remote is not None else [])
-
-    def _bind(self, channel: str) -> "zmq.Socket[Any]":
-        socket = sockets.hub_socket(self._context, channel)
-        sockets.bind(socket, self._run_dir.ipc_address(channel))
-        return socket
-
-    def _announce(self) -> None:
-        addresses = {channel: self._run_dir.ipc_address(channel) for channel in sockets.CHANNELS}
-        self._run_dir.write_hub(
-            HubFile(
-                process=this_process(),
-                addresses=addresses,
-                version=__version__,
-                host=host_sockets.gethostname(),
-                started=time.time(),
-                listen=self._remote.addresses,
-                server_key=self._remote.server_key,
-                read_only=self._read_only,
-            )
+    def _announce(self) -> bool:
+        """Write the connection file; False when the disk does not take it (it is tried again with each report)."""
+        content = HubFile(
+            process=this_process(),
+            addresses=self._channels.addresses,
+            version=__version__,
+            host=host_sockets.gethostname(),
+            started=time.time(),
+            listen=self._channels.remote.addresses,
+            server_key=self._channels.remote.server_key,
+            read_only=self._read_only,
         )
+        try:
+            self._run_dir.write_hub(content)
+        except OSError as error:
+            print(f"hub.json cannot be written: {error}", file=sys.stderr)
+            return False
+        return True
 
     def _adopt(self, history: list[Frame], moved: str) -> None:
         """Go on where an earlier hub of this run ended."""
@@ -299,24 +302,19 @@ class Hub:
             )
         if moved:
             self._judging.alert("disk", "error", "the recording was damaged", "damaged", moved)
-        if self._remote.problem:
-            self._judging.alert("note", "error", "not listening for other hosts", "listen", self._remote.problem)
+        problem = self._channels.remote.problem
+        if problem:
+            self._judging.alert("note", "error", "not listening for other hosts", "listen", problem)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        # Not 0: whoever ended the hub so did not ask it to stay away, and the launcher starts another.
+        self._status = 128 + number
         self._over = True
-        del number
 
     def _close(self) -> None:
         self._history.stop()
         self._supervisor.stop()
         self._devices.close()
         self._stream.close()
-        self._remote.close()
-        for channel, socket in self._local.items():
-            if not socket.closed:
-                socket.close(linger=500 if channel in ("stream", "control") else 0)
-        self._context.term()
-        for channel in sockets.CHANNELS:
-            with contextlib.suppress(OSError):
-                Path(self._run_dir.ipc_address(channel).removeprefix("ipc://")).unlink()
+        self._channels.close()
         os.close(self._lock)

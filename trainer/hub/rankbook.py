@@ -13,16 +13,13 @@ class RankBook:
     def __init__(self) -> None:
         self._host = socket.gethostname()
         self._hellos: dict[int, Hello] = {}
-        self._senders: set[str] = set()
+        self.senders: set[str] = set()
+        """What the processes that have introduced themselves sign as."""
 
     def know(self, hello: Hello) -> None:
         """Note a rank's introduction; a later one of the same rank replaces it."""
         self._hellos[hello.rank] = hello
-        self._senders.add(identity_of(hello))
-
-    def knows_sender(self, sender: str) -> bool:
-        """Tell whether the process that signs as ``sender`` has introduced itself."""
-        return sender in self._senders
+        self.senders.add(identity_of(hello))
 
     @property
     def ranks(self) -> list[int]:
