@@ -34,6 +34,9 @@ PENDING_LIMIT = 20_000
 RETRY_S = 2.0
 """How long a refusing disk is left alone before the next try."""
 
+_EVENTS_KEPT = 5_000
+"""Of those, states and other events stay as long as they are no more than this."""
+
 _BULKY = ("steps", "device_samples", "logs")
 _INSERTS = {"steps": INSERT_STEP, "extra_phases": INSERT_EXTRA, "rollups": INSERT_ROLLUP, **INSERTS}
 _UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
@@ -82,6 +85,7 @@ class Writer:
         self._rollups = Rollups(self._pending["rollups"].append)
         self._second = 0
         self._retry_at = 0.0
+        self._taken_up = False
         self._gap: tuple[float, float, int, str] | None = None
         there = self.path.is_file() and self.path.stat().st_size > 0
         if there:
@@ -190,14 +194,15 @@ class Writer:
         # In WAL mode NORMAL keeps the file whole through a crash of the machine; the checkpointer makes it durable.
         connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint=0")
-        if known:
-            self._continue(connection)
+        if known and not self._taken_up:
+            self._take_up(connection)
+        self._taken_up = True
         process = this_process()
         self._put(connection, writer_pid=process.pid, writer_start_ticks=process.start_ticks, closed="")
 
-    def _continue(self, connection: sqlite3.Connection) -> None:
-        """Take up where an earlier writer of this file left off."""
-        if self._held or self.last_seq:
+    def _take_up(self, connection: sqlite3.Connection) -> None:
+        """Go on where an earlier writer of this file left off."""
+        if self.last_seq:
             # The file could not be opened at first: rows of this writer are waiting, numbered far beyond its own.
             earlier = Rollups(self._pending["rollups"].append)
             earlier.load(connection)
@@ -307,6 +312,9 @@ class Writer:
             times += (row[1] for row in self._pending[table])
             self._pending[table].clear()
         self._pending["extra_phases"].clear()
+        events = self._pending["events"]
+        times += (row[1] for row in events[:-_EVENTS_KEPT])
+        del events[:-_EVENTS_KEPT]
         if times:
             self._lose(len(times), min(times), max(times), self.error)
 

@@ -177,3 +177,20 @@ def test_what_no_column_can_hold_is_counted_and_the_rest_is_recorded(tmp_path: P
     assert (writer.recorded, writer.lost) == (100, 4)
     with Reader(tmp_path / "r.sqlite") as reader:
         assert reader.frames(limit=1000) == good
+
+
+def test_a_writer_that_had_to_open_its_file_again_pools_nothing_twice(tmp_path: Path, frames: list[Frame]) -> None:
+    writer = Writer(tmp_path / "r.sqlite", RUN)
+    for count, frame in enumerate(frames, 1):
+        writer.append(frame.seq, frame.t, frame.message)
+        if count % 333 == 0:
+            writer.commit()
+            assert writer._connection is not None
+            writer._end_checkpointer()
+            writer._connection.close()
+            writer._connection = None
+    writer.close()
+    with Reader(tmp_path / "r.sqlite") as reader:
+        assert reader.frames(limit=10**6) == frames
+        points = reader.series(0, frames[0].t, frames[-1].t, limit=3)
+        assert sum(point.count for point in points) == 400
