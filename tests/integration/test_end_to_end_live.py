@@ -144,3 +144,20 @@ def test_ctrl_c_stops_a_run_that_the_command_started(home: Ftmon) -> None:
     assert lines_with(output, ["stopped"])
     assert lines_with(output, ["checkpoint: "])
     wait_until_nothing_is_left(home.newest())
+
+
+def test_kill_finds_a_run_whose_launcher_and_hub_are_gone(home: Ftmon) -> None:
+    assert home.run("demo", "--steps", ENDLESS, "--name", "orphan", "--detach", seconds=60).returncode == 0
+    run = home.newest()
+    wait_until("the first step", lambda: hub_is_alive(run) and steps_done(home, run) >= 1, every=1.0)
+    launcher, hub = run.read_run().launcher, run.living_hub()
+    assert launcher is not None
+    assert hub is not None
+    for process in (launcher, hub.process):  # the launcher first: it would bring the hub back
+        os.kill(process.pid, signal.SIGKILL)
+    wait_until("both gone", lambda: not (is_alive(launcher) or is_alive(hub.process)), 10)
+    assert "lost" in home.run("ls", seconds=60).stdout
+    killed = home.run("kill", run.id, "--yes", seconds=60)
+    assert killed.returncode == 0, killed.stdout + killed.stderr
+    assert "nothing is left of the run" in killed.stdout
+    wait_until_nothing_is_left(run)
