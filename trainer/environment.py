@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ OPTIONS_ENV = "FTMON_OPTIONS"
 INJECT_DIR = Path(__file__).resolve().parent / "probe" / "inject"
 """Put first on ``PYTHONPATH``: its ``sitecustomize`` installs the import hook in every Python process of the job."""
 
-FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-"""Turns PyTorch's record of recent collectives on (the second name is that of older releases)."""
+_FLIGHT_RECORDER_NAME, _FLIGHT_RECORDER_OLD_NAME = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+_FLIGHT_RECORDER_ENTRIES = "2000"
+_RENAMED_IN = (2, 9)
+"""PyTorch from this version on knows the new name, and warns of the old one."""
 
 _DEEPSPEED_FILE_ENV = "DS_ENV_FILE"
 
@@ -28,11 +31,28 @@ def job_environment(run: RunDir, options: dict[str, Any], base: Mapping[str, str
     environment[RUN_ENV] = str(run.path)
     environment[OPTIONS_ENV] = json.dumps(options)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(INJECT_DIR), base.get("PYTHONPATH"))))
-    for key, value in {**FLIGHT_RECORDER, "PYTHONUNBUFFERED": "1"}.items():
+    for key, value in {**flight_recorder(_torch_version()), "PYTHONUNBUFFERED": "1"}.items():
         environment.setdefault(key, value)
     with contextlib.suppress(OSError):  # a full disk must not keep the job from starting
         environment[_DEEPSPEED_FILE_ENV] = str(_deepspeed_exports(run, environment, base))
     return environment
+
+
+def flight_recorder(torch: tuple[int, int] | None) -> dict[str, str]:
+    """Turn PyTorch's record of recent collectives on, under the name (or, version unknown, names) that it goes by."""
+    names = [_FLIGHT_RECORDER_NAME] if torch is None or torch >= _RENAMED_IN else []
+    if torch is None or torch < _RENAMED_IN:
+        names.append(_FLIGHT_RECORDER_OLD_NAME)
+    return dict.fromkeys(names, _FLIGHT_RECORDER_ENTRIES)
+
+
+def _torch_version() -> tuple[int, int] | None:
+    """Read the version of PyTorch installed beside ftmon, without importing it."""
+    try:
+        major, minor, *_ = version("torch").split(".")
+        return int(major), int(minor)
+    except (PackageNotFoundError, ValueError):
+        return None
 
 
 def monitor_environment(base: Mapping[str, str]) -> dict[str, str]:
@@ -53,7 +73,8 @@ def _deepspeed_exports(run: RunDir, environment: Mapping[str, str], base: Mappin
         except (OSError, UnicodeDecodeError):
             continue
         lines += [line for line in text.splitlines() if line not in lines]
-    lines += [f"{key}={environment[key]}" for key in (RUN_ENV, OPTIONS_ENV, *FLIGHT_RECORDER)]
+    exported = (RUN_ENV, OPTIONS_ENV, _FLIGHT_RECORDER_NAME, _FLIGHT_RECORDER_OLD_NAME)
+    lines += [f"{key}={environment[key]}" for key in exported if key in environment]
     path = run.path / "deepspeed_env"
     write_private(path, "".join(line + "\n" for line in lines).encode())
     return path

@@ -2,12 +2,13 @@
 
 import os
 import signal
+import sys
 
 import pytest
 from ftmon.protocol.control import Command, RankState, Result, RunState
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.telemetry import Goodbye, Stacks, Step
-from hub_client import App, exit_of, fake_ranks, hub_gone, members, started, until
+from hub_client import SCRIPTS, App, exit_of, fake_ranks, hub_gone, members, started, until
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +141,12 @@ def test_a_job_that_never_made_a_rank_is_stopped_and_killed_too():
             assert app.command(verb).ok
             assert exit_of(run).state == "stopped"
             assert members(run) == []
+
+
+def test_stop_ends_an_elastic_launcher_that_starts_its_ranks_again():
+    again = "import subprocess, sys\nwhile True: subprocess.run([sys.executable, *sys.argv[1:]])"
+    with started([sys.executable, "-c", again, str(SCRIPTS / "fake_rank.py"), "{}"]) as run, App(run) as app:
+        training(app, 1)
+        assert app.command("stop").ok
+        assert exit_of(run).state == "stopped"
+        assert members(run) == []

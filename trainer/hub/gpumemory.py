@@ -1,27 +1,42 @@
-"""Which processes hold memory of this host's GPUs, asked of NVML for the moment after a kill."""
+"""Whose GPU memory is free after a kill: what NVML lists for the killed processes, and what the devices have in use.
+
+In a container NVML may list the pids of another namespace, or none at all. So the processes are looked up before the
+kill too: where they were not found then, not finding them afterwards proves nothing, and the devices' totals speak.
+"""
 
 import contextlib
 import time
 from collections.abc import Collection
+from typing import NamedTuple
 
 import pynvml
+
+from ...protocol.text import gib
 
 _LOOK_SECONDS = 0.2
 
 
-def held_by(pids: Collection[int]) -> dict[int, int] | None:
-    """Return the GPU memory, in bytes, of those of ``pids`` that hold any; None when NVML cannot tell.
+class GpuLook(NamedTuple):
+    """One look at all GPUs of this host."""
 
-    Where NVML sees another pid namespace than ours (some containers) its pids match none of ours, and nothing is found.
-    """
+    held: dict[int, int]
+    """Bytes held by those of the asked pids that NVML lists."""
+    used_bytes: int
+    """Memory in use on all GPUs together, by anybody."""
+
+
+def look(pids: Collection[int]) -> GpuLook | None:
+    """Look at the GPUs; None when NVML cannot."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return None
     held: dict[int, int] = {}
+    used = 0
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            used += int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
             for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
                 if process.pid in pids:
                     held[process.pid] = held.get(process.pid, 0) + int(process.usedGpuMemory or 0)
@@ -30,14 +45,27 @@ def held_by(pids: Collection[int]) -> dict[int, int] | None:
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
-    return held
+    return GpuLook(held, used)
 
 
-def wait_released(pids: Collection[int], seconds: float) -> dict[int, int] | None:
-    """Wait until none of ``pids`` holds GPU memory; return what is still held at the end (None: cannot tell)."""
+def look_until_free(pids: Collection[int], seconds: float) -> GpuLook | None:
+    """Look until none of ``pids`` holds GPU memory, for ``seconds`` at most; return the last look."""
     deadline = time.monotonic() + seconds
     while True:
-        held = held_by(pids)
-        if not held or time.monotonic() >= deadline:
-            return held
+        found = look(pids)
+        if found is None or not found.held or time.monotonic() >= deadline:
+            return found
         time.sleep(_LOOK_SECONDS)
+
+
+def verdict(before: GpuLook | None, after: GpuLook | None) -> tuple[bool, str]:
+    """Judge a kill by the looks before and after: whether memory is known to be still held, and the words for it."""
+    if before is None or after is None:
+        return False, "NVML cannot tell whether GPU memory is free"
+    if after.held:
+        listed = ", ".join(f"{gib(size)} of pid {pid}" for pid, size in after.held.items())
+        return True, f"NVML still lists {listed}"
+    fell = f"the GPUs' memory in use went from {gib(before.used_bytes)} to {gib(after.used_bytes)}"
+    if before.held:
+        return False, f"no GPU memory of theirs is left: {fell}"
+    return False, f"NVML does not list this host's processes (another pid namespace?), but {fell}"

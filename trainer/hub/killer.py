@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...protocol.text import duration, gib
+from ...protocol.text import duration
 from .. import processes
 from ..processes import Process
 from ..sweep import sweep
-from .gpumemory import wait_released
+from .gpumemory import GpuLook, look, look_until_free, verdict
 
 INT_SECONDS = 2.0
 TERM_SECONDS = 3.0
@@ -81,6 +81,7 @@ class Kill(threading.Thread):
         self._known: dict[tuple[int, int], Process] = {}
         self._last_signal: signal.Signals | None = None
         self._refused: set[int] = set()
+        self._gpus_before: GpuLook | None = None
 
     def run(self) -> None:
         """Kill, verify, report."""
@@ -93,6 +94,8 @@ class Kill(threading.Thread):
     def _kill(self) -> Outcome:
         begun = time.monotonic()
         first = self._find()
+        if self._on_gpu:
+            self._gpus_before = look([process.pid for process in first])
         left = self._escalate(first) if self._number is None else self._one_signal(first, self._number)
         return self._report(left, time.monotonic() - begun)
 
@@ -182,14 +185,10 @@ class Kill(threading.Thread):
             return Outcome(True, "nothing of it was running any more", data)
         sentences = [f"{_count(ended)} ended in {duration(seconds)} ({data['signal']})"]
         sentences += [self._why_left(process) for process in left]
-        held = wait_released([process.pid for process in ended], _GPU_SECONDS) if self._on_gpu else {}
-        if held:
-            data["gpu_bytes_left"] = held
-            sentences += [f"NVML still lists {gib(size)} of pid {pid}" for pid, size in held.items()]
-        elif held is None:
-            sentences.append("NVML cannot tell whether GPU memory is free")
-        elif self._on_gpu:
-            sentences.append("no GPU memory of theirs is left")
+        held = False
+        if self._on_gpu:
+            held, words = verdict(self._gpus_before, look_until_free([process.pid for process in ended], _GPU_SECONDS))
+            sentences.append(words)
         if not left:
             sentences.append("nothing is left of the run" if self._whole_run else "no process of theirs is left")
         return Outcome(not left and not held, "; ".join(sentences), data)

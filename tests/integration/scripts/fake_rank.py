@@ -3,7 +3,7 @@
 Options come as a JSON object in argv[1]: ``rank``, ``world``, ``rate`` (steps a second), ``steps`` (0: for ever),
 ``workers`` (child processes in sessions of their own), ``deaf`` (ignores INT and TERM), ``native`` (after the first
 step, holds the GIL in C for ever), ``agrees`` (answers ``stop`` with yes), ``silent`` (never answers), ``exit``
-(its exit status).
+(its exit status), ``gpu_bytes`` (CUDA memory it holds).
 """
 
 import ctypes
@@ -38,8 +38,8 @@ class FakeRank:
             host=os.uname().nodename,
             pid=me.pid,
             start_ticks=me.start_ticks,
-            device=DeviceInfo("cpu", 0, "test", 2**30),
-            memory_measure="glibc",
+            device=DeviceInfo("cuda" if options.get("gpu_bytes") else "cpu", 0, "test", 2**30),
+            memory_measure="cuda" if options.get("gpu_bytes") else "glibc",
             time=time.time(),
         )
         self.src = f"rank-{self.rank}-{me.pid}-{me.start_ticks}"
@@ -110,6 +110,11 @@ def main():
         subprocess.Popen(
             [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True, stdin=subprocess.DEVNULL
         )
+    if options.get("gpu_bytes"):
+        import torch
+
+        held = torch.ones(int(options["gpu_bytes"]), dtype=torch.uint8, device="cuda")
+        held.sum().item()
     rank = FakeRank(options)
     rank.send(rank.hello)
     threading.Thread(target=rank.answer_commands, daemon=True).start()

@@ -8,6 +8,7 @@ import pytest
 from ftmon.protocol.process import start_ticks
 from ftmon.trainer import processes
 from ftmon.trainer.hub import killer
+from ftmon.trainer.hub.gpumemory import GpuLook, verdict
 from ftmon.trainer.hub.killer import Kill, Outcome, Target
 
 RANK = """
@@ -131,3 +132,17 @@ def test_another_process_with_that_pid_is_never_touched(run, spawn):
     assert outcome.ok
     assert outcome.text == "nothing of it was running any more"
     assert rank.poll() is None
+
+
+def test_gpu_memory_is_called_free_only_where_the_processes_were_seen_holding_it():
+    gib = 2**30
+    seen = GpuLook({7: 3 * gib}, 5 * gib)
+    free = GpuLook({}, 2 * gib)
+    assert verdict(seen, free) == (
+        False,
+        "no GPU memory of theirs is left: the GPUs' memory in use went from 5.00 GiB to 2.00 GiB",
+    )
+    assert verdict(seen, seen)[0] is True
+    assert "does not list" in verdict(GpuLook({}, 5 * gib), free)[1]
+    assert "cannot tell" in verdict(None, free)[1]
+    assert "cannot tell" in verdict(seen, None)[1]
