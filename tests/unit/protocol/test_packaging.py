@@ -28,7 +28,7 @@ def test_every_module_lies_in_a_listed_package() -> None:
 
 
 def test_no_other_module_lies_at_the_root() -> None:
-    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
+    assert [path.name for path in ROOT.glob("[!.]*.py")] == ["__init__.py"]
 
 
 @pytest.mark.parametrize(
