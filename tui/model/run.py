@@ -283,8 +283,12 @@ class RunModel:
         if alert.kind not in MARKED_ALERTS:
             return
         mark = Mark(alert.time, alert.kind, alert.severity, alert.id)
-        for rank in {*alert.ranks, *([] if alert.rank is None else [alert.rank])}:
-            found = self._touch(rank)
+        ranks = set(alert.ranks) if alert.ranks else set[int]()
+        if alert.rank is not None:
+            ranks.add(alert.rank)
+        for rank in ranks:
+            found = self.ranks.get(rank) or self.rank(rank)
+            found.version += 1
             found.timeline.mark(mark)
             if alert.kind == "spike":
                 found.spike_step = alert.step

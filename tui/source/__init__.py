@@ -1,0 +1,1 @@
+"""Where a run comes from: a live hub or a recording, behind one interface (``base.Source``)."""

@@ -178,8 +178,10 @@ class Playback:
         self._position = min(max(start, self._first), self._last)
         if self._requests.empty():
             self._load(history)
-        self._marks = marks(history)
-        self._put(marks=self._marks, span=(self._first, self._last))
+        if self._live_end is None:  # of a live run the screen knows them already
+            self._marks = marks(history)
+            self._put(marks=self._marks)
+        self._put(span=(self._first, self._last))
         # On a long recording this takes a while; a seek must not wait for it.
         threading.Thread(target=self._read_overview, name="overview", daemon=True).start()
 
@@ -238,8 +240,9 @@ class Playback:
         target: float | None = None
         message: str | None = None
         if self._live_end is not None:
-            self._look(history)
-            self._marks = marks(history)
+            self._last = max(self._last, self._live_end())
+            if any(request.kind == "alert" for request in requests):
+                self._marks = marks(history)
         for request in requests:
             message = message if request.kind == "overview" else ""
             try:
@@ -251,7 +254,7 @@ class Playback:
         self._handled += sum(request.kind != "overview" for request in requests)
         if target is not None or not self._loaded:
             self._go(history, min(max(self._position if target is None else target, self._first), self._last))
-        self._put(marks=self._marks, span=(self._first, self._last), message=message)
+        self._put(span=(self._first, self._last), message=message)
 
     def _target(self, history: History, request: Request, position: float) -> float | None:
         """Where a request leads, or None when it moves nothing; sets playing and speed."""

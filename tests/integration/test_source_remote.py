@@ -1,0 +1,112 @@
+"""The remote reader answers what the recording's own reader answers, and says so when nobody does."""
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+from ftmon.protocol import rundir, sockets, wire
+from ftmon.protocol.control import Answer, Query
+from ftmon.protocol.errors import HubError, RecordingError
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.rundir import RunDir
+from ftmon.tui.source.remote import RemoteReader
+from small_hub import SmallHub
+from streams import Stream
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    return rundir.create("remote", ["train.py"], "run")
+
+
+@pytest.fixture
+def context():
+    found = zmq.Context()
+    yield found
+    found.destroy(linger=0)
+
+
+def test_every_query_answers_as_the_file_does(run: RunDir, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    frames = list(Stream(ranks=2, steps=80).frames())
+    with SmallHub(run) as hub:
+        for frame in frames:
+            hub.put(frame.message, frame.t)
+        remote = RemoteReader(context, run.ipc_address("query"))
+        info = remote.info()
+        t, first = frames[len(frames) // 2].t, frames[0].t
+        with Reader(run.recording) as local:
+            assert info == local.info()
+            assert remote.frames(10, 50) == local.frames(10, 50)
+            assert remote.frames(10, 50, t) == local.frames(10, 50, t)
+            assert remote.state_at(t) == local.state_at(t)
+            assert remote.memory(first, t, 40) == local.memory(first, t, 40)
+            assert remote.series(1, first, t, 20) == local.series(1, first, t, 20)
+            assert remote.alerts() == local.alerts()
+            assert remote.logs(rank=1, text="step", limit=5) == local.logs(rank=1, text="step", limit=5)
+            assert remote.step_time(40) == local.step_time(40)
+            assert remote.step_time(999) is None
+            assert remote.seq_at(t) == local.seq_at(t)
+        remote.close()
+
+
+def test_a_hub_that_does_not_answer_is_given_up_on(run: RunDir, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    silent = sockets.hub_socket(context, "query")
+    sockets.bind(silent, run.ipc_address("query"))
+    remote = RemoteReader(context, run.ipc_address("query"), timeout_s=0.2)
+    with pytest.raises(HubError, match="did not answer"):
+        remote.info()
+    remote.close()
+
+
+def test_an_address_nobody_listens_at_is_given_up_on(run: RunDir, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    remote = RemoteReader(context, run.ipc_address("query"), timeout_s=0.2)
+    with pytest.raises(HubError, match="did not answer"):
+        remote.info()
+    remote.close()
+
+
+def test_who_no_longer_waits_gets_away_at_once(run: RunDir, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    leaving = threading.Event()
+    remote = RemoteReader(context, run.ipc_address("query"), timeout_s=60, cancelled=leaving.is_set)
+    threading.Timer(0.2, leaving.set).start()
+    begun = time.monotonic()
+    with pytest.raises(HubError):
+        remote.info()
+    assert time.monotonic() - begun < 10
+    remote.close()
+
+
+def test_a_late_answer_does_not_meet_a_later_question(run: RunDir, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    """The first question times out; the hub answers it only when the second one has come."""
+    hub = sockets.hub_socket(context, "query")
+    sockets.bind(hub, run.ipc_address("query"))
+
+    def serve() -> None:
+        for number, (peer, _, body) in enumerate([hub.recv_multipart(), hub.recv_multipart()]):
+            query = wire.decode_body(body)
+            assert isinstance(query, Query)
+            answer = Answer(query.id, True, data=bytes([7 + number]))
+            with contextlib.suppress(zmq.ZMQError):  # who gave up may have closed its socket
+                hub.send_multipart([peer, *wire.encode("hub", 0, 0.0, answer)])
+
+    server = threading.Thread(target=serve)
+    server.start()
+    remote = RemoteReader(context, run.ipc_address("query"), timeout_s=0.3)
+    with pytest.raises(HubError):
+        remote.seq_at(1.0)
+    remote._timeout_s = 20
+    assert remote.seq_at(2.0) == 8
+    server.join(timeout=10)
+    remote.close()
+
+
+def test_a_refusal_is_told_in_the_hubs_words(run: RunDir, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    with SmallHub(run):
+        remote = RemoteReader(context, run.ipc_address("query"))
+        with pytest.raises(RecordingError):
+            remote._ask("frames", after="x")
+        remote.close()
