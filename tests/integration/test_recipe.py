@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,13 @@ JOBS: dict[str, list[str]] = {
     "resumed": ["zero.stage=2", "checkpoint.resume={out}/stage-2/checkpoints/step-4"],
     "stop-at-3": ["checkpoint.keep=1", "checkpoint.every=1"],
     "resumed-after-stop": ["checkpoint.resume=auto", "output.dir={out}/stop-at-3"],
+    "from-folder": ["zero.stage=3", "model.config="],
     "other-model": ["checkpoint.resume={out}/stage-2", "model.config.hidden_size=32"],
     "too-few": ["data.limit=10"],
     "no-such-size": ["model.config.hidden_sise=32"],
+    "odd-heads": ["model.config.num_attention_heads=7"],
 }
-REFUSED = ("other-model", "too-few", "no-such-size")
+REFUSED = ("other-model", "too-few", "no-such-size", "odd-heads")
 
 
 class Outcome:
@@ -63,6 +66,12 @@ class Outcome:
         return AutoModelForCausalLM.from_pretrained(self.out / name / "model").state_dict()
 
 
+def written_by_a_job_before(folder: Path) -> None:
+    """Let a folder pass the checks that come before all jobs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").touch()
+
+
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder = tmp_path_factory.mktemp("recipe")
@@ -71,16 +80,18 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     resolved: Any = None
     for name, overrides in JOBS.items():
         words = [word.replace("{out}", str(out)) for word in [f"output.dir={{out}}/{name}", *overrides]]
+        if name == "from-folder":
+            words.append(f"model.name={out}/stage-2/model")
+            written_by_a_job_before(out / "stage-2" / "model")
         loaded = load(None, BASE + words)
         resume = loaded.config.checkpoint.resume
-        if resume not in ("never", "auto"):  # written by a job before it, later than this check
-            Path(resume).mkdir(parents=True, exist_ok=True)
+        if resume not in ("never", "auto"):
+            written_by_a_job_before(Path(resume))
         resolved = check.resolve(loaded)
         path = folder / f"{name}.yaml"
         path.write_text(describe.dump(resolved.config))
         paths.append(str(path))
-    for resume in out.glob("*/checkpoints/*"):
-        resume.rmdir()
+    shutil.rmtree(out)
     words = [word for word in command.launch_command(resolved) if word != "--module"]
     environment = {**os.environ, **command.launch_environment(resolved), "HF_DATASETS_CACHE": str(folder / "cache")}
     environment.pop("FTMON_RUN", None)
@@ -130,6 +141,11 @@ def test_the_final_model_loads_and_is_as_good_as_it_was(outcome: Outcome, name: 
     assert loss < random
 
 
+def test_a_saved_model_is_fine_tuned_further(outcome: Outcome) -> None:
+    assert outcome.losses("from-folder")[1] < outcome.losses("stage-2")[1] - 0.5
+    assert "AutoTokenizer makes a tokenizer of its own" not in "".join(outcome.text.values())
+
+
 def test_adapters_alone_learn_and_are_merged_into_the_model(outcome: Outcome) -> None:
     losses = outcome.losses("lora")
     assert losses[8] < losses[1]
@@ -162,6 +178,7 @@ def test_a_stopped_run_goes_on_where_it_was(outcome: Outcome) -> None:
         ("other-model", "refused: checkpoint.resume: "),
         ("too-few", "refused: data: 10 examples are fewer than one step takes, 16"),
         ("no-such-size", "refused: model.config.hidden_sise: qwen2 has no such setting"),
+        ("odd-heads", "refused: model.config.hidden_size: 64 is not a multiple of num_attention_heads, 7"),
     ],
 )
 def test_what_only_the_ranks_can_find_out_is_refused_in_one_line(outcome: Outcome, name: str, words: str) -> None:

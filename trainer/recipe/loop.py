@@ -187,6 +187,11 @@ class _Run:
             with self.monitor.phase("checkpoint"):
                 checkpoint.save_model(self.engine, self.model, self.tokenizer, self.config, folder, self.world)
             self._say(f"final model: {folder}")
+            if self.world.is_first and not tokenizer.loads_back(self.tokenizer, folder):
+                self._say(
+                    f"note: for {self.model.config.model_type} AutoTokenizer makes a tokenizer of its own; load this "
+                    "model's with transformers.PreTrainedTokenizerFast.from_pretrained"
+                )
         self._say(f"finished: {progress.step} steps, {progress.tokens:,} tokens")
 
     def _introduce(self, examples: int, order: data.Order, progress: checkpoint.Progress, resumed: Path | None) -> None:

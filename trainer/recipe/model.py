@@ -84,11 +84,26 @@ def bare_config(config: Config, vocabulary: int) -> Any:
     except ValueError as error:
         raise ConfigError(f"model.config.model_type: {str(error).splitlines()[0]}") from None
     except Exception as error:  # each model type checks its own values, with errors of its own
-        raise ConfigError(f"model.config: {str(error).strip().splitlines()[0]}") from None
+        raise ConfigError(f"model.config: {_first_line(error)}") from None
     unknown = [key for key in values if not hasattr(AutoConfig.for_model(kind), key)]
     if unknown:
         raise ConfigError(f"model.config.{unknown[0]}: {kind} has no such setting")
+    _check_heads(made, values)
     return made
+
+
+def _check_heads(made: Any, values: dict[str, Any]) -> None:
+    """Refuse heads that do not divide the width: the model would be made, and fail at its first step."""
+    width, heads = getattr(made, "hidden_size", None), getattr(made, "num_attention_heads", None)
+    if not isinstance(width, int) or not isinstance(heads, int) or heads < 1:
+        return
+    if "head_dim" not in values and width % heads:
+        raise ConfigError(f"model.config.hidden_size: {width} is not a multiple of num_attention_heads, {heads}")
+    groups = getattr(made, "num_key_value_heads", None)
+    if isinstance(groups, int) and groups > 0 and heads % groups:
+        raise ConfigError(
+            f"model.config.num_attention_heads: {heads} is not a multiple of num_key_value_heads, {groups}"
+        )
 
 
 def _from_config(config: Config, tokenizer: Any, world: World) -> Any:
@@ -102,10 +117,10 @@ def _from_config(config: Config, tokenizer: Any, world: World) -> Any:
             return AutoModelForCausalLM.from_config(
                 bare, dtype=_DTYPES[config.training.precision], **_attention(config)
             )
-    except (ValueError, RuntimeError, ImportError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise ConfigError(f"model.config: {str(error).strip().splitlines()[0]}") from None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model type stumbles over in its sizes and names
+        raise ConfigError(f"model.config: {_first_line(error)}") from None
 
 
 def _from_weights(config: Config) -> Any:
@@ -116,6 +131,11 @@ def _from_weights(config: Config) -> Any:
         )
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"model.name: {name} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() if not isinstance(error, KeyError) else f"unknown value {error}"
+    return (text or repr(error)).splitlines()[0]
 
 
 def _attention(config: Config) -> dict[str, str]:

@@ -5,13 +5,22 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ...protocol.errors import ConfigError
 from .config import Config
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
+TEXT_END = "<|endoftext|>"
+"""Not used, but Qwen2's tokenizer class adds it where it is missing, and would then outgrow the vocabulary."""
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How text is cut before merging: Qwen2's rule. For that model type AutoTokenizer puts the model's own rules in the
+place of those in tokenizer.json (transformers 5.23, tokenization_auto.py), so ours must be the same."""
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -52,11 +61,17 @@ def train(texts: Callable[[], Iterable[str]], vocab_size: int) -> PreTrainedToke
         vocab_size: its size, special tokens included; fewer when the texts do not yield that many.
     """
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.normalizer = normalizers.NFC()
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[PAD, END, USER, ASSISTANT, SYSTEM],
+        special_tokens=[PAD, END, USER, ASSISTANT, SYSTEM, TEXT_END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -65,6 +80,13 @@ def train(texts: Callable[[], Iterable[str]], vocab_size: int) -> PreTrainedToke
     tokenizer.add_special_tokens({"additional_special_tokens": [USER, ASSISTANT, SYSTEM]})
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def loads_back(tokenizer: Any, folder: Path) -> bool:
+    """Tell whether ``AutoTokenizer`` makes of a saved model's folder the tokenizer that was saved there."""
+    sample = "Why? It's 2 + 2 = 4, naïve café.\n\tdef add(a, b): return a + b  <|end|>"
+    again: Any = AutoTokenizer.from_pretrained(str(folder))
+    return len(again) == len(tokenizer) and again(sample)["input_ids"] == tokenizer(sample)["input_ids"]
 
 
 def fingerprint(tokenizer: Any) -> str:
