@@ -267,6 +267,10 @@ class FtmonApp(App[None]):
         for screen in self.screen_stack[1:]:
             del screen
             self.pop_screen()
+        first = self.screen
+        if not first._result_callbacks:
+            # Textual gives the default screen no result callback, and switch_screen takes one away.
+            first._push_result_callback(first, None)
         self.switch_screen(OverviewScreen(fresh))
         self._hurry.resume()
 
