@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,10 @@ if not os.path.exists("/dev/nvidia0"):
     pytest.skip("no NVIDIA GPU here", allow_module_level=True)
 
 SCRIPT = SCRIPTS / "gpu_loop.py"
+
+
+def torch_load(path):
+    return pickle.loads(Path(path).read_bytes())
 
 
 @pytest.fixture
@@ -109,6 +114,9 @@ def test_allocator_events_are_numbers_of_a_whole_step_and_a_snapshot_is_taken_on
     (taken,) = collector.of(SnapshotTaken)
     assert Path(taken.path).stat().st_size == taken.bytes > 0
     assert Path(taken.path).stat().st_mode & 0o077 == 0
+    found = torch_load(taken.path)
+    frames = {frame["name"] for trace in found["device_traces"] for entry in trace for frame in entry["frames"]}
+    assert {"main", "forward"} <= frames, "the stacks of a whole step are in it"
     collector.collect(lambda c: any(isinstance(answer, Result) and answer.ok for answer in c.answers), 10)
 
 

@@ -5,6 +5,7 @@ measured on an H200). Reading costs 0.6 us an entry and holds the interpreter's 
 after a step, and the next time only when that has cost less than ``TIME_SHARE`` of what has passed since.
 """
 
+import functools
 import inspect
 import time
 from bisect import bisect_right
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 TIME_SHARE = 0.002
 MAX_ENTRIES = 25_000
+STACK_ENTRIES = 200_000
 LARGEST = 5
 MIN_SECONDS = 1.0
 
@@ -32,10 +34,14 @@ class AllocatorWatch:
     def __init__(self, probe: "Probe", send: Callable[[wire.Message], None]) -> None:
         self._probe = probe
         self._send = send
-        self._state = "off" if read_options().get("allocator_events", True) is False else "waiting"
+        self._wanted = read_options().get("allocator_events", True) is not False
+        self._state = "waiting" if self._wanted else "off"
+        """``waiting`` for an allocator, ``armed``, ``off``, or ``stacks`` while a snapshot is being prepared."""
+        self._record: Callable[..., None] | None = None
+        """PyTorch's own function, once the script's use of it is watched."""
+        self._script_records = False
         self._next = 0.0
         self._latest: StepRaw | None = None
-        self._anchor = 0
 
     def note(self, raw: StepRaw) -> None:
         """A step's message has been sent; its trace may be read next."""
@@ -43,7 +49,7 @@ class AllocatorWatch:
 
     def tick(self) -> None:
         """Arm the trace once there is a CUDA allocator; read it when it is due and a step has just ended."""
-        if self._state == "off":
+        if self._state in ("off", "stacks"):
             return
         try:
             if self._state == "waiting":
@@ -56,26 +62,51 @@ class AllocatorWatch:
             self._state = "off"
             guard.log_error("allocator events", error)
 
+    def record_stacks(self, on: bool) -> None:
+        """Record Python stacks with every entry, or go back to numbers; leaves a script's own recording alone."""
+        if self._script_records:
+            return
+        record = self._tap()
+        if on:
+            self._state = "stacks"
+            record("all", context="all", stacks="python", max_entries=STACK_ENTRIES, clear_history=True)
+        else:
+            self._state = "off"
+            record(None)
+            if self._wanted:
+                self._arm()
+
     def _arm(self) -> None:
+        record = self._tap()
+        options: dict[str, Any] = {"context": None, "max_entries": MAX_ENTRIES}
+        parameters = inspect.signature(record).parameters
+        if "skip_actions" in parameters:
+            options["skip_actions"] = ["free_requested"]  # nothing is learnt from it, and it is a third of the ring
+        if "clear_history" in parameters:
+            options["clear_history"] = True
+        record("all", **options)
+        self._state = "armed"
+        self._next = time.monotonic() + MIN_SECONDS
+
+    def _tap(self) -> Callable[..., None]:
+        """Return PyTorch's own function, having made sure to notice when the script starts to record for itself."""
+        if self._record is not None:
+            return self._record
         import torch
 
         memory: Any = torch.cuda.memory
         real = memory._record_memory_history
 
+        @functools.wraps(real)
         def recording(*args: Any, **kwargs: Any) -> Any:
-            # The script records for itself: the ring is its own from now on.
-            self._state = "off"
+            self._state, self._script_records = "off", True
             return real(*args, **kwargs)
 
-        options: dict[str, Any] = {"context": None, "max_entries": MAX_ENTRIES}
-        if "skip_actions" in inspect.signature(real).parameters:
-            options["skip_actions"] = ["free_requested"]  # nothing is learnt from it, and it is a third of the ring
-        real("all", **options)
+        self._record = real
         memory._record_memory_history = recording
         if getattr(torch.cuda, "_record_memory_history", None) is real:
             setattr(torch.cuda, "_record_memory_history", recording)  # noqa: B010
-        self._state = "armed"
-        self._next = time.monotonic() + MIN_SECONDS
+        return real
 
     def _read(self, raw: StepRaw) -> None:
         import torch

@@ -3,7 +3,6 @@
 import faulthandler
 import math
 import os
-import pickle
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,8 +15,9 @@ from ...protocol import wire
 from ...protocol.control import Accepted, Command, Result
 from ...protocol.errors import ProtocolError
 from ...protocol.rundir import RunDir
-from ...protocol.telemetry import SnapshotTaken, Stacks
+from ...protocol.telemetry import Stacks
 from . import guard
+from .snapshots import Answer, Snapshots
 
 if TYPE_CHECKING:
     from .probe import Probe
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 class Commands:
     """Answers each command twice, as ``protocol.control`` says: accepted (or why not), then its result."""
 
-    def __init__(self, probe: "Probe", run: RunDir, send: Callable[[wire.Message], None]) -> None:
+    def __init__(self, probe: "Probe", run: RunDir, snapshots: Snapshots, send: Callable[[wire.Message], None]) -> None:
         self._probe = probe
         self._run = run
+        self._snapshots = snapshots
         self._send = send
         self._answered = 0
 
@@ -53,9 +54,12 @@ class Commands:
             "identify": self._identify,
             "ping": lambda _: (True, "", {}),
             "stacks": self._stacks,
-            "snapshot": self._snapshot,
             "stop": self._stop,
         }
+        if command.verb == "snapshot":
+            self._answer(socket, Accepted(command.id, True))
+            self._snapshots.want(str(command.args.get("reason", "asked")), self._later(socket, command))
+            return
         action = actions.get(command.verb)
         if action is None:
             self._answer(socket, Accepted(command.id, False, f"a rank does not know {command.verb!r}"))
@@ -67,6 +71,12 @@ class Commands:
             guard.log_error(command.verb, error)
             ok, text, data = False, f"{type(error).__name__}: {error}", {}
         self._answer(socket, Result(command.id, ok, command.verb, text, data, time.time()))
+
+    def _later(self, socket: Any, command: Command) -> Answer:
+        def answer(ok: bool, text: str, data: dict[str, Any]) -> None:
+            self._answer(socket, Result(command.id, ok, command.verb, text, data, time.time()))
+
+        return answer
 
     def _answer(self, socket: Any, message: Accepted | Result) -> None:
         self._answered += 1
@@ -87,22 +97,6 @@ class Commands:
             text = file.read(1 << 20).decode(errors="replace")
         self._send(Stacks(self._probe.about.rank, time.time(), text, str(command.args.get("reason", ""))))
         return True, "", {"text": text}
-
-    def _snapshot(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
-        probe = self._probe
-        if probe.device.memory.measure != "cuda":
-            return False, "this rank computes on the CPU: there is no CUDA allocator here", {}
-        import torch
-
-        found: Any = torch.cuda.memory._snapshot()
-        step = probe.tracker.step + 1
-        path = self._run.snapshots / f"rank-{probe.about.rank}-step-{step}-{time.strftime('%H%M%S')}.pickle"
-        _write(path, pickle.dumps(found, protocol=4))
-        size = path.stat().st_size
-        entries = sum(len(trace) for trace in found["device_traces"])
-        reason = str(command.args.get("reason", "asked"))
-        self._send(SnapshotTaken(probe.about.rank, step, time.time(), str(path), size, reason, entries))
-        return True, str(path), {"path": str(path), "bytes": size, "entries": entries}
 
     def _stop(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
         probe = self._probe
@@ -136,9 +130,3 @@ def agree_on_step(path: Path, step: int, step_seconds: float) -> int:
     finally:
         proposal.unlink()
     return int(path.read_text())
-
-
-def _write(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)

@@ -86,7 +86,7 @@ def fold(raw: StepRaw, rank: int, read: Callable[[Any], Reading], dropped: int) 
         dropped: messages this probe has dropped so far.
     """
     marks = raw.marks
-    readings = [read(mark.memory) for mark in marks]
+    readings = resolve([None if mark.memory is None else read(mark.memory) for mark in marks])
     origin = next((mark for mark in marks if mark.phase and mark.phase != "init"), marks[0])
     host_us = (marks[-1].ns - origin.ns) // 1000
     phases: dict[str, _Folded] = {}
@@ -123,6 +123,26 @@ def fold(raw: StepRaw, rank: int, read: Callable[[Any], Reading], dropped: int) 
         probe_us=raw.cost_ns // 1000,
         dropped=dropped,
     )
+
+
+def resolve(readings: list[Reading | None]) -> list[Reading]:
+    """Give marks without figures of their own those of the next mark that has them.
+
+    The peak since the mark before them goes to the phase that was under way then, not to what followed it.
+    """
+    found: list[Reading] = []
+    waiting = 0
+    for reading in readings:
+        if reading is None:
+            waiting += 1
+            continue
+        if waiting:
+            found.append(reading)
+            found.extend([reading.without_peaks()] * waiting)
+            waiting = 0
+        else:
+            found.append(reading)
+    return found
 
 
 def without_device(raw: StepRaw) -> StepRaw:

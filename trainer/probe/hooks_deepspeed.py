@@ -41,7 +41,7 @@ def attach(engine: Any) -> None:
         return
     try:
         probe.adopt_thread()
-        probe.engine_steps, probe.forward_by = True, "engine"
+        probe.engine_steps, probe.forward_by, probe.tracker.light = True, "engine", True
         probe.tracker.step = max(probe.tracker.step, int(getattr(engine, "global_steps", 0)))
         probe.about.facts.update(_describe(engine, probe.about.facts))
         probe.look_at_device()

@@ -53,7 +53,7 @@ def report_failed_allocation(probe: "Probe", error: BaseException) -> None:
     with contextlib.suppress(AttributeError):
         error._ftmon_seen = True  # type: ignore[attr-defined]
     memory = probe.device.memory
-    last = memory.read(probe.tracker.marks[-1].memory)
+    last = memory.read(probe.tracker.sample)
     if memory.measure == "glibc":
         last = memory.read(memory.sample())
     size = _CPU_SIZE.search(str(error))

@@ -286,7 +286,7 @@ class Probe:
         notes.overflow = overflow
         self.in_update = False
         self.updater = None
-        self.tracker.end_step(number, clean=self.engine_steps)
+        self.tracker.end_step(number)
 
     @guarded
     def skipped_update(self, optimizer: Any) -> None:

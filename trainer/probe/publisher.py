@@ -20,6 +20,7 @@ from .commands import Commands
 from .events import has_passed
 from .fold import fold, without_device
 from .raw import StepRaw
+from .snapshots import Snapshots
 
 if TYPE_CHECKING:
     from .probe import Probe
@@ -44,7 +45,8 @@ class Publisher(threading.Thread):
         self._ending = threading.Event()
         self._flush_seconds = 0.0
         self._allocator = AllocatorWatch(probe, self.send)
-        self._commands = Commands(probe, self._run, self.send)
+        self._snapshots = Snapshots(probe, self._run, self._allocator, self.send)
+        self._commands = Commands(probe, self._run, self._snapshots, self.send)
         self._telemetry: Any = None
 
     def finish(self, seconds: float) -> None:
@@ -91,6 +93,7 @@ class Publisher(threading.Thread):
             self._beat()
             self._probe.device.memory.tidy()
             self._allocator.tick()
+            self._snapshots.tick()
         self._drain(before_goodbye=self._send_last_steps)
 
     def _drain(self, before_goodbye: Any = None) -> None:
@@ -155,7 +158,7 @@ class Publisher(threading.Thread):
         if now - self._beaten[1] < wait:
             return
         self._beaten = (progress, now)
-        reading = probe.device.memory.read(tracker.marks[-1].memory)
+        reading = probe.device.memory.read(tracker.sample)
         self.send(
             Heartbeat(
                 rank=probe.about.rank,

@@ -11,7 +11,7 @@ class Mark(NamedTuple):
     ns: int
     """``time.perf_counter_ns``."""
     memory: Any
-    """The memory back end's raw sample; its peaks are those since the mark before."""
+    """The memory back end's raw sample, its peaks those since the mark before; None: the next mark's figures serve."""
     event: Any
     """A recorded CUDA event, or None."""
     collectives: int

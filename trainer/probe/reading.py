@@ -25,6 +25,16 @@ class Reading(NamedTuple):
     retries: int = 0
     ooms: int = 0
 
+    def without_peaks(self) -> "Reading":
+        """The same moment, with nothing higher before it."""
+        return self._replace(
+            allocated_peak=self.allocated,
+            reserved_peak=self.reserved,
+            active_peak=self.active,
+            requested_peak=self.requested,
+            resident_peak=self.resident,
+        )
+
 
 class MemoryBackend(Protocol):
     """A memory back end: ``sample`` is cheap and for the training thread, ``read`` makes sense of it elsewhere."""

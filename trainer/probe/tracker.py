@@ -12,9 +12,9 @@ from ...protocol.telemetry import STEP_PHASES
 from .raw import Mark, Notes, StepRaw
 from .reading import MemoryBackend
 
-MERGE_NS = 30_000
-"""A phase that begins this soon after the one before was left takes over the figures of its end: a sample less. Too
-short for a script to have done anything that counts."""
+LIGHT_PHASES = frozenset(("data", "idle"))
+"""Phases whose beginning is marked by its time alone where a framework drives the steps: what it does to memory between
+two such calls is nothing, and a sample of CUDA's figures costs 25 us. The figures at the next full mark serve."""
 
 
 class Counts:
@@ -42,10 +42,10 @@ class Tracker:
     __slots__ = (
         "_ended_in_scope",
         "_finish",
-        "_merge_until_ns",
         "cost_ns",
         "counts",
         "depth",
+        "light",
         "mark_event",
         "marks",
         "memory",
@@ -53,6 +53,7 @@ class Tracker:
         "phase",
         "phase_ns",
         "progress",
+        "sample",
         "step",
         "step_collectives",
     )
@@ -76,11 +77,14 @@ class Tracker:
         self.depth = 0
         """How many explicit scopes are open: inside one, ``enter`` changes nothing."""
         self._ended_in_scope = False
-        self._merge_until_ns = 0
+        self.light = False
+        """Mark the beginnings of ``LIGHT_PHASES`` by their time alone."""
         self.cost_ns = 0
         self.step_collectives = counts.entered
         """Collectives that had been entered when the step in the making began."""
         self.notes = Notes()
+        self.sample: Any = None
+        """The latest raw memory sample."""
         self.marks = [self._mark("init", self.phase_ns)]
 
     def enter(self, phase: str) -> None:
@@ -120,13 +124,11 @@ class Tracker:
         counts = self.counts
         self.marks.append(Mark("", perf_counter_ns(), sample, None, counts.entered, counts.host_ns))
 
-    def end_step(self, number: int | None = None, clean: bool = False) -> None:
+    def end_step(self, number: int | None = None) -> None:
         """The optimizer update is over: hand the step over and begin the next, ``idle`` (or still in an open scope).
 
         Args:
             number: the step's number where the framework counts steps itself.
-            clean: gradients are gone already. A bare optimizer leaves that to the script, and what it frees then must
-                not be found at the beginning of the next phase.
         """
         start = perf_counter_ns()
         self.step = number if number is not None and number > 0 else self.step + 1
@@ -139,9 +141,7 @@ class Tracker:
         self.phase, self.phase_ns = after, start
         self.progress += 1
         self.step_collectives = mark.collectives
-        now = perf_counter_ns()
-        self._merge_until_ns = now + MERGE_NS if clean else 0
-        spent = self.cost_ns + now - start
+        spent = self.cost_ns + perf_counter_ns() - start
         self.cost_ns = 0
         self._finish(StepRaw(self.step, marks, time(), notes, spent))
 
@@ -151,22 +151,21 @@ class Tracker:
         The step in the making keeps its first mark's time, with ``blank`` (nothing allocated yet) for its memory: what
         the old back end measured since is not comparable.
         """
-        self.memory, self.mark_event = memory, mark_event
+        self.memory, self.mark_event, self.sample = memory, mark_event, blank
         self.marks = [self.marks[0]._replace(phase=self.phase, memory=blank, event=None)]
 
     def _move(self, phase: str) -> None:
         start = perf_counter_ns()
-        last = self.marks[-1]
-        if last.phase == "idle" and start < self._merge_until_ns:
-            self.marks[-1] = last._replace(phase=phase)
+        if self.light and phase in LIGHT_PHASES:
+            counts = self.counts
+            self.marks.append(Mark(phase, start, None, self.mark_event(), counts.entered, counts.host_ns))
         else:
             self.marks.append(self._mark(phase, start))
         self.phase, self.phase_ns = phase, start
         self.progress += 1
-        now = perf_counter_ns()
-        self._merge_until_ns = now + MERGE_NS
-        self.cost_ns += now - start
+        self.cost_ns += perf_counter_ns() - start
 
     def _mark(self, phase: str, ns: int) -> Mark:
         counts = self.counts
-        return Mark(phase, ns, self.memory.sample(), self.mark_event(), counts.entered, counts.host_ns)
+        self.sample = self.memory.sample()
+        return Mark(phase, ns, self.sample, self.mark_event(), counts.entered, counts.host_ns)

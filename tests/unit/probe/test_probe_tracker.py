@@ -17,7 +17,7 @@ class Memory:
         self.now = self.peak = 0
 
     def set(self, now, peak=None):
-        self.now, self.peak = now, max(now, peak or 0)
+        self.now, self.peak = now, max(now, peak or 0, self.peak)
 
     def sample(self):
         taken = (self.now * MIB, max(self.now, self.peak) * MIB)
@@ -108,7 +108,6 @@ def test_the_first_step_begins_where_init_ends(rig):
 
 def test_a_phase_carries_the_peak_that_fell_into_it(rig):
     run_step(rig)
-    rig.clock.pass_ms(1)  # longer than MERGE_NS, so the phase takes figures of its own
     rig.memory.set(100)
     rig.tracker.enter("forward")
     rig.clock.pass_ms(1)
@@ -135,8 +134,31 @@ def test_what_the_script_frees_after_a_bare_optimizer_is_not_the_next_phase_s(ri
     rig.memory.set(100)  # zero_grad
     rig.tracker.enter("data")
     rig.clock.pass_ms(1)
-    rig.tracker.end_step(clean=True)
+    rig.tracker.end_step()
     assert rig.step().phase("data").allocated.peak == 100 * MIB
+
+
+def test_light_marks_take_the_next_figures_and_leave_the_peak_where_it_was(rig):
+    rig.tracker.light = True
+    run_step(rig)
+    rig.tracker.enter("backward")
+    rig.memory.set(120, peak=900)
+    rig.clock.pass_ms(1)
+    rig.tracker.enter("idle")
+    rig.clock.pass_ms(2)
+    rig.tracker.enter("data")
+    rig.clock.pass_ms(4)
+    rig.memory.set(80)
+    rig.tracker.enter("forward")
+    rig.memory.set(90, peak=100)
+    rig.tracker.end_step()
+    step = rig.step()
+    figures = {
+        p.name: tuple(value // MIB for value in (p.allocated.start, p.allocated.end, p.allocated.peak))
+        for p in step.phases
+    }
+    assert figures == {"backward": (0, 80, 900), "idle": (0, 80, 80), "data": (80, 80, 80), "forward": (80, 90, 100)}
+    assert {p.name: p.host_us for p in step.phases} == {"backward": 1000, "idle": 2000, "data": 4000, "forward": 0}
 
 
 def test_a_reset_by_the_script_loses_no_peak(rig):
