@@ -18,7 +18,8 @@ pytestmark = pytest.mark.gpu
 if not os.path.exists("/dev/nvidia0"):
     pytest.skip("no NVIDIA GPU here", allow_module_level=True)
 
-SCRIPT = SCRIPTS / "gpu_loop.py"
+SCRIPT, ENGINE = SCRIPTS / "gpu_loop.py", SCRIPTS / "gpu_engine.py"
+SINGLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
 
 
 def torch_load(path):
@@ -37,17 +38,21 @@ def result_of(text):
     return json.loads(next(line for line in text.splitlines() if line.startswith("RESULT"))[7:])
 
 
-def by_hand(mode):
-    done = subprocess.run([sys.executable, str(SCRIPT), mode], capture_output=True, text=True, timeout=120, check=False)
+def by_hand(*words, script=SCRIPT):
+    environment = {**os.environ, **(SINGLE if script == ENGINE else {})}
+    done = subprocess.run(
+        [sys.executable, script, *words], capture_output=True, text=True, timeout=180, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return result_of(done.stdout)
 
 
-def watched(collector, mode, until=None):
-    collector.start(sys.executable, SCRIPT, mode, CUDA_VISIBLE_DEVICES="0", DS_ACCELERATOR="cuda")
+def watched(collector, *words, script=SCRIPT, until=None):
+    extra = SINGLE if script == ENGINE else {}
+    collector.start(sys.executable, script, *words, CUDA_VISIBLE_DEVICES="0", DS_ACCELERATOR="cuda", **extra)
     if until is not None:
         return collector.collect(until)
-    collector.finish()
+    collector.finish(180)
     assert collector.job.returncode == 0, collector.output()
     return result_of(collector.run.rank_log(0, "out").read_text())
 
@@ -120,12 +125,27 @@ def test_allocator_events_are_numbers_of_a_whole_step_and_a_snapshot_is_taken_on
     collector.collect(lambda c: any(isinstance(answer, Result) and answer.ok for answer in c.answers), 10)
 
 
-def test_the_training_thread_pays_less_than_a_fifth_of_a_millisecond_a_step(collector):
-    alone, under = by_hand("cost"), watched(collector, "cost")
-    costs = sorted(step.probe_us for step in collector.of(Step)[5:])
+def test_phase_peaks_under_deepspeed_equal_those_measured_by_hand_without_ftmon(collector):
+    hand = by_hand("hand", "6", script=ENGINE)
+    found = watched(collector, "plain", "6", script=ENGINE)
+    assert found["losses"] == hand["losses"]
+    steps = collector.of(Step)
+    assert len(steps) == 6
+    for step, peaks in zip(steps, hand["phases"], strict=True):
+        assert {name: step.phase(name).allocated.peak for name in peaks} == peaks
+    assert steps[-1].grad_norm > 0
+    assert [step.loss for step in steps] == pytest.approx(found["losses"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("script", "limit_us"), [(ENGINE, 200), (SCRIPT, 300)])
+def test_what_the_training_thread_pays_a_step(collector, script, limit_us):
+    words = ("plain", "200") if script == ENGINE else ("cost",)
+    alone, under = by_hand(*words, script=script), watched(collector, *words, script=script)
+    costs = sorted(step.probe_us for step in collector.of(Step)[20:])
     median = costs[len(costs) // 2]
     print(
-        f"probe_us median {median}, p95 {costs[len(costs) * 95 // 100]}; step {alone['median_ms']:.3f} ms alone, "
-        f"{under['median_ms']:.3f} ms watched"
+        f"{script.name}: probe_us median {median}, p95 {costs[len(costs) * 95 // 100]}; "
+        f"step {alone['median_ms']:.3f} ms alone, {under['median_ms']:.3f} ms watched"
     )
-    assert median < 200
+    # A bare optimizer's loop has a sample more: what zero_grad frees must not be found in the next phase.
+    assert median < limit_us

@@ -18,8 +18,11 @@ WIDTH = 2048
 
 
 class Rows(torch.utils.data.Dataset):
+    def __init__(self, count):
+        self.count = count
+
     def __len__(self):
-        return STEPS * 4
+        return self.count
 
     def __getitem__(self, index):
         mask = torch.ones(512, dtype=torch.long)
@@ -43,7 +46,7 @@ def main():
     torch.cuda.set_device(0)
     model = Model().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    loader = iter(torch.utils.data.DataLoader(Rows(), batch_size=4))
+    loader = iter(torch.utils.data.DataLoader(Rows(STEPS * 4), batch_size=4))
     peaks, losses, times = [], [], []
 
     def boundary(name):
