@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol import rundir
+from ftmon.protocol.rundir import ExitFile, RunDir
 from ftmon_process import PROGRAM, Ftmon, ftmon_home, wait_until, wait_until_nothing_is_left
+from streams import Stream, write
 from terminal import Terminal, command, open_terminal, wait_for, wait_until_gone
 
 FIRST_STEP_SECONDS = 120.0
@@ -60,3 +62,20 @@ def kill_the_run(terminal: Terminal, run: RunDir) -> None:
 def test_a_terminal_that_cannot_draw_gets_lines(home: Ftmon, terminal: Terminal) -> None:
     command(terminal, "TERM=dumb", PROGRAM)
     wait_for(terminal, "no runs in")
+
+
+def test_ftmon_alone_lists_runs_and_opens_the_chosen_one(
+    home: Ftmon, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(home.home))
+    run = rundir.create("recorded", ["train.py"], "run")
+    write(run.recording, Stream(ranks=2, steps=20).frames())
+    run.write_exit(ExitFile(0, Stream.started + 20, "finished", "exit code 0"))
+    command(terminal, PROGRAM)
+    wait_for(terminal, "recorded-", "finished")
+    terminal.press("Enter")
+    wait_for(terminal, "rank 0", "rank 1", "step")
+    terminal.press("R")
+    wait_for(terminal, "recorded-", "finished")
+    terminal.press("q")
+    wait_for(terminal, "$ ")
