@@ -41,7 +41,7 @@ class Peak:
 class RankModel:
     """What is known of one rank. Attributes are plain; ``version`` moves with every change."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, keep_steps: int = RECENT_STEPS) -> None:
         self.rank = rank
         self.hello: Hello | None = None
         self.state: RankStateName = "starting"
@@ -55,7 +55,7 @@ class RankModel:
         """The latest heartbeat; None in a replay, which has none."""
         self.last: Step | None = None
         """The last finished step."""
-        self.steps: deque[Step] = deque(maxlen=RECENT_STEPS)
+        self.steps: deque[Step] = deque(maxlen=keep_steps)
         """Recent finished steps, oldest first."""
         self.peak: Peak | None = None
         """The run's peak on this rank."""

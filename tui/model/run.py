@@ -11,13 +11,17 @@ from ...protocol.wire import Frame
 from .alerts import AlertBook
 from .fit import Fit, fit
 from .logs import LogBook
-from .rank import Peak, RankModel
+from .rank import RECENT_STEPS, Peak, RankModel
 from .rates import Rates, rates
 from .series import StepSeries
 from .timeline import Mark
 
 DeviceKey = tuple[str, str, int]
 """Host, kind (``gpu`` or ``host``) and index."""
+
+_ALL_STEPS = 20_000
+_FEWEST_STEPS = 40
+"""Recent steps kept whole: of all ranks together (some 40 MB), and of each rank at the least."""
 
 MARKED_ALERTS = ("spike", "hang", "oom", "died", "growth", "slow", "failure")
 """Kinds of alert that are marked in the timelines of their ranks."""
@@ -122,7 +126,8 @@ class RunModel:
         """Return the state of a rank, making it when it is first heard of."""
         found = self.ranks.get(rank)
         if found is None:
-            found = self.ranks[rank] = RankModel(rank)
+            keep = min(RECENT_STEPS, max(_FEWEST_STEPS, _ALL_STEPS // max(self.info.world_size, 1)))
+            found = self.ranks[rank] = RankModel(rank, keep)
             if len(self.ranks) > 1 and rank != max(self.ranks):
                 self.ranks = dict(sorted(self.ranks.items()))
         return found
@@ -228,9 +233,9 @@ class RunModel:
         self.rank(beat.rank).on_beat(beat)
 
     def _hello(self, hello: telemetry.Hello, frame: Frame) -> None:
-        self.rank(hello.rank).on_hello(hello)
         info = self.info
         info.world_size = hello.world_size
+        self.rank(hello.rank).on_hello(hello)
         info.model = hello.model or info.model
         info.precision = hello.precision or info.precision
         info.framework = hello.framework or info.framework
