@@ -74,7 +74,8 @@ def steps_of(name: str) -> list[telemetry.Step]:
 
 def cost(pairs: int) -> None:
     """Pairs of runs, without and with ftmon, in turn; the first block of each is warm-up and dropped."""
-    arguments = ("--model", "qwen-0.5b", "--stage", "0", "--seq", "1024", "--steps", "240", "--block", "20")
+    arguments = ["--model", "llama-0.7b", "--stage", "0", "--seq", "2048", "--micro-batch", "2"]
+    arguments += ["--steps", "240", "--block", "10"]
     ratios: list[float] = []
     times: dict[bool, list[float]] = {False: [], True: []}
     probe_us: list[int] = []
@@ -89,7 +90,7 @@ def cost(pairs: int) -> None:
                 probe_us += [step.probe_us for step in steps_of(name)[10:]]
         ratios.append(medians[True] / medians[False])
     raw["cost"] = {"ratios": ratios, "without_ms": times[False], "with_ms": times[True], "probe_us": probe_us}
-    say("| probe cost, 0.5B, ZeRO-0, one GPU | |\n| --- | --- |")
+    say("| probe cost, Llama-shaped 0.7B, ZeRO-0, 2 x 2048 tokens, one GPU | |\n| --- | --- |")
     say(f"| step without ftmon, median of {len(times[False])} blocks | {statistics.median(times[False]):.2f} ms |")
     say(f"| step with ftmon, allocator events on | {statistics.median(times[True]):.2f} ms |")
     say(f"| ratio with/without by pair | {', '.join(f'{ratio:.4f}' for ratio in ratios)} |")
