@@ -83,6 +83,8 @@ class PtyTerminal:
             self._written = b""
         for key in keys:
             os.write(self._fd, _KEYS.get(key, key.encode()))
+            if key == "Escape":
+                time.sleep(0.5)  # only the silence after it tells the key from the start of a sequence
 
     def text(self) -> str:
         with self._lock:
