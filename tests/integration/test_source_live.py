@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ftmon.protocol import rundir
+import zmq
+from ftmon.protocol import rundir, sockets
+from ftmon.protocol.control import Alert
 from ftmon.protocol.process import ProcessId, start_ticks
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.rundir import ExitFile, RunDir
+from ftmon.protocol.rundir import ExitFile, HubFile, RunDir
 from ftmon.protocol.telemetry import Heartbeat, Step
 from ftmon.protocol.wire import Frame
 from ftmon.tui.model import RunModel
@@ -315,3 +317,37 @@ def end(process: ProcessId) -> None:
     import signal
 
     os.kill(process.pid, signal.SIGKILL)
+
+
+def test_the_alert_before_is_reached_from_the_live_end(run: RunDir) -> None:
+    frames = now_frames(120)
+    with SmallHub(run) as hub:
+        sent = feed(hub, frames)
+        source = LiveSource(run)
+        source.start()
+        pump(source, lambda: source.connection.state == "live" and source.model.last_seq == sent[-1].seq)
+        raised: dict[int, float] = {}
+        for frame in sent:
+            if isinstance(frame.message, Alert):
+                raised.setdefault(frame.message.id, frame.t)
+        assert len(source.transport.marks) == len({mark.alert_id for mark in source.transport.marks}) > 0
+        source.transport.previous_alert()
+        settle(source)
+        assert source.transport.mode == "rewound"
+        assert source.transport.position == list(raised.values())[-1]
+        source.close()
+
+
+def test_a_source_closes_at_once_while_it_waits_for_a_hub_that_is_silent(run: RunDir, process: ProcessId) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    silent = sockets.hub_socket(context, "query")
+    sockets.bind(silent, run.ipc_address("query"))
+    addresses = {channel: run.ipc_address(channel) for channel in sockets.CHANNELS}
+    run.write_hub(HubFile(process, addresses, "0", "here", time.time()))
+    source = LiveSource(run)
+    source.start()
+    assert silent.poll(10_000)  # it has asked
+    begun = time.monotonic()
+    source.close()
+    assert time.monotonic() - begun < 3
+    context.destroy(linger=0)

@@ -99,6 +99,13 @@ class Feed(threading.Thread):
 
     def run(self) -> None:
         """Follow the run from hub to hub, until it is over or nobody looks any more."""
+        try:
+            self._follow_all()
+        except Exception as error:  # nobody sees a thread die: the screen must say it
+            if not self._closing.is_set():
+                self._tell("hub-gone", f"the run cannot be followed any more: {type(error).__name__}: {error}")
+
+    def _follow_all(self) -> None:
         self._tell("connecting", "waiting for the run's hub")
         while not self._closing.is_set():
             hub = self._endpoint.hub()

@@ -165,9 +165,10 @@ class Playback:
             history = self._open(self._closing.is_set)
             self._begin(history)
             self._loop(history)
-        except FtmonError as error:
-            self.error = str(error)
-            self._put(message=str(error))
+        except Exception as error:  # nobody sees a thread die: the screen must say it
+            known = isinstance(error, FtmonError)
+            self.error = str(error) if known else f"the recording cannot be played: {type(error).__name__}: {error}"
+            self._put(message=self.error)
         finally:
             if history is not None:
                 history.close()
