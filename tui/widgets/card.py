@@ -1,10 +1,11 @@
 """The card of one rank: its title in the rule above, the memory graph, figures, phase shares, the device's health."""
 
+import textwrap
 from collections.abc import Sequence
 
-from ...protocol.text import duration
+from ...protocol.text import duration, sanitize
 from .figures import gib, step_time
-from .line import Line, cut, spread
+from .line import Line, cut, spread, width_of
 from .look import Look
 from .memory_graph import Column, Scale, memory_graph
 from .phase_bar import phase_bar
@@ -21,7 +22,7 @@ def card(
     inner = width - 2
     lines = [title(view, width, look, selected)]
     body = memory_graph(columns, inner, max(1, height - FIXED_LINES), scale, look)
-    body += [figures(view, inner, look), phase_bar(view.shares, inner, look), health(view, inner, look)]
+    body += [figures(view, inner, look), *foot(view, inner, look)]
     margin = look.base
     lines.extend(Line(" ", margin).join(line).fit(width, margin) for line in body)
     return lines
@@ -72,6 +73,17 @@ def figures(view: RankView, width: int, look: Look) -> Line:
             break
     right = Line(f"{view.share * 100:.0f} %" if view.capacity else "", look.style("dim"))
     return spread(line, right, width, look.base) if line.width + right.width < width - 1 else line.fit(width, look.base)
+
+
+def foot(view: RankView, width: int, look: Look) -> list[Line]:
+    """Draw phase shares and health in two lines; trouble that takes more than a line to tell takes both."""
+    if view.in_trouble and width_of(view.text) + 2 > width:
+        glyph, tone = look.state(view.state)
+        style = look.style(tone)
+        first, *rest = textwrap.wrap(sanitize(view.text), width - 2)
+        second = cut(" ".join(rest), width - 2, look.glyphs.ellipsis)
+        return [Line(f"{glyph} {first}", style), Line(f"  {second}", style)]
+    return [phase_bar(view.shares, width, look), health(view, width, look)]
 
 
 def health(view: RankView, width: int, look: Look) -> Line:

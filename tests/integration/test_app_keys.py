@@ -1,0 +1,291 @@
+"""Keys of the app, pressed in the real app on a real recording: what a person does, and what then stands there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.tui.app import FtmonApp
+from ftmon.tui.screens.alerts import AlertList, AlertsScreen
+from ftmon.tui.screens.help import HelpScreen
+from ftmon.tui.screens.logs import LogList, LogsScreen
+from ftmon.tui.screens.overview import OverviewScreen
+from ftmon.tui.screens.rank import RankScreen
+from ftmon.tui.screens.runs import RunsScreen
+from ftmon.tui.source.replay import ReplaySource
+from ftmon.tui.widgets.canvas import Canvas
+from scenes import hanging, recorded, settled, until
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorded(tmp_path_factory.mktemp("keys") / "eight.sqlite", 8)
+
+
+@pytest.fixture(scope="module")
+def hang(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hanging(tmp_path_factory.mktemp("keys") / "hang.sqlite")
+
+
+@pytest.fixture
+def source(eight: Path) -> Iterator[ReplaySource]:
+    source = ReplaySource(eight, at_end=True)
+    yield source
+    source.close()
+
+
+@pytest.fixture
+def stuck(hang: Path) -> Iterator[ReplaySource]:
+    source = ReplaySource(hang, at_end=True)
+    yield source
+    source.close()
+
+
+def shown(app: Any) -> str:
+    """Give all text on the screen in view."""
+    return "\n".join(widget.plain for widget in app.screen.query(Canvas) if widget.display)
+
+
+async def test_the_first_screen_answers_the_first_questions(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(200, 60)) as pilot:
+        await settled(pilot)
+        text = shown(app)
+        assert "training" in text
+        assert "step 60 / 60" in text
+        assert "/ 139.8 GiB" in text
+        assert all(f"rank {rank}" in text for rank in range(8))
+
+
+async def test_arrows_move_the_selection_and_enter_opens_that_rank(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(200, 60)) as pilot:
+        await settled(pilot)
+        await pilot.press("down", "right", "enter")
+        assert isinstance(app.screen, RankScreen)
+        assert app.stage.selected == 3
+        assert "rank 3" in shown(app)
+        await pilot.press("left", "escape")
+        assert isinstance(app.screen, OverviewScreen)
+        assert app.stage.selected == 2
+
+
+async def test_a_rank_shows_every_phase_with_growth_and_transient(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press("enter")
+        await settled(pilot)
+        text = shown(app)
+        for word in ("data", "forward", "backward", "optimizer", "growth", "transient", "step time", "output"):
+            assert word in text
+
+
+async def test_a_hung_rank_says_what_it_does_in_place_of_its_power(stuck: ReplaySource) -> None:
+    app = FtmonApp(stuck)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        text = shown(app)
+        assert "1 hung, 3 waiting" in text
+        assert "hung 34 s" in text
+        assert "in data" in text
+        assert " W" not in text
+
+
+async def test_alerts_open_with_their_evidence_and_enter_goes_to_the_rank(stuck: ReplaySource) -> None:
+    app = FtmonApp(stuck)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press("a")
+        await settled(pilot)
+        assert isinstance(app.screen, AlertsScreen)
+        text = shown(app)
+        assert "evidence" in text
+        assert "8,841" in text
+        assert "34 s" in text
+        await pilot.press("enter")
+        assert isinstance(app.screen, RankScreen)
+        assert app.stage.selected == 3
+
+
+async def test_a_filter_narrows_the_alerts_and_escape_ends_it(stuck: ReplaySource) -> None:
+    app = FtmonApp(stuck)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press("a", "slash", *"spike")
+        alerts = app.screen.query_one(AlertList)
+        await until(pilot, lambda: alerts.count() == 1, "the filter")
+        await pilot.press("escape")
+        await until(pilot, lambda: alerts.count() == 2, "the filter's end")
+        assert isinstance(app.screen, AlertsScreen)
+
+
+async def test_letters_typed_into_a_filter_are_no_commands(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press("l", "slash", *"qk?a", "enter")
+        assert app.is_running
+        assert isinstance(app.screen, LogsScreen)
+        assert app.screen.query_one(LogList).text == "qk?a"
+
+
+async def test_logs_follow_until_one_scrolls_and_f_follows_again(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press("l")
+        await settled(pilot)
+        assert "following" in shown(app)
+        await pilot.press("up")
+        assert "held" in shown(app)
+        await pilot.press("f")
+        await settled(pilot)
+        assert "following" in shown(app)
+
+
+async def test_logs_of_one_rank(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press("l", "right", "right")
+        await settled(pilot)
+        assert "output of rank 0" in shown(app)
+
+
+async def test_help_explains_the_screen_in_view(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(200, 60)) as pilot:
+        await settled(pilot)
+        await pilot.press("question_mark")
+        assert isinstance(app.screen, HelpScreen)
+        assert "Every rank of the run" in shown(app)
+        assert "the run's highest peak" in shown(app)
+        await pilot.press("escape", "a", "question_mark")
+        assert "What ftmon found" in shown(app)
+
+
+async def test_z_switches_between_the_device_and_the_runs_peak_and_says_so(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        assert "graphs 0 to 139.8 GiB (device)" in shown(app)
+        await pilot.press("z")
+        assert "graphs 0 to 40 GiB (the run's peak)" in shown(app)
+
+
+async def test_steps_back_and_forward(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        before = app.stage.model.leading_step
+        await pilot.press("left_square_bracket")
+        await until(pilot, lambda: app.stage.model.leading_step == before - 1, "a step back")
+        await pilot.press("right_square_bracket")
+        await until(pilot, lambda: app.stage.model.leading_step == before, "a step forward")
+
+
+async def test_alerts_are_jumped_to(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press("N")
+        await until(pilot, lambda: app.stage.model.leading_step == 40, "the alert of step 40")
+        await settled(pilot)
+        assert "rank 1 optimizer" in shown(app)
+
+
+async def test_going_to_a_step_and_to_one_that_is_not_there(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press("g", *"12", "enter")
+        await until(pilot, lambda: app.stage.model.leading_step == 12, "step 12")
+        await pilot.press("g", *"99999", "enter")
+        await until(pilot, lambda: "99999" in app.stage.message[0], "a line that says why not")
+
+
+async def test_a_replay_plays_and_holds(eight: Path) -> None:
+    source = ReplaySource(eight)
+    app = FtmonApp(source, play=True)
+    try:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda: source.transport.playing, "playing")
+            for speed in (2.0, 4.0, 8.0):
+                await pilot.press("plus")
+                await until(pilot, lambda speed=speed: source.transport.speed == speed, f"speed {speed}")
+            await until(pilot, lambda: app.stage.model.leading_step >= 3, "the third step")
+            await pilot.press("space")
+            await until(pilot, lambda: not source.transport.playing, "holding")
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize("key", ["k", "S"])
+async def test_a_replay_kills_and_stops_nothing_and_says_so(source: ReplaySource, key: str) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press(key)
+        assert isinstance(app.screen, OverviewScreen)
+        assert "a replay has no processes" in app.stage.message[0]
+
+
+async def test_the_theme_changes_everywhere(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press("d")
+        assert not app.stage.look.palette.dark
+        assert app.theme == "ftmon-light"
+        await pilot.press("d")
+        assert app.stage.look.palette.dark
+
+
+async def test_every_action_is_in_the_command_palette(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        titles = " ".join(command.title for command in app.get_system_commands(app.screen))
+        for word in ("open", "alerts", "logs", "kill", "stop", "zoom", "go to", "light/dark", "runs", "detach", "help"):
+            assert word in titles
+
+
+async def test_a_terminal_that_shrinks_says_what_it_needs_and_comes_back(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.resize_terminal(50, 10)
+        await until(pilot, lambda: "terminal 50x10 is too small" in shown(app), "the message")
+        assert "rank 0" not in shown(app)
+        await pilot.resize_terminal(80, 24)
+        await until(pilot, lambda: "GPU 0" in shown(app), "the overview again")
+
+
+async def test_q_leaves(source: ReplaySource) -> None:
+    app = FtmonApp(source)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press("q")
+        await until(pilot, lambda: not app.is_running, "the end")
+
+
+async def test_without_a_run_the_list_of_runs_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    app = FtmonApp()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause(0.1)
+        assert isinstance(app.screen, RunsScreen)
+        assert "no runs yet" in shown(app)
+
+
+async def test_ascii_draws_nothing_else(stuck: ReplaySource) -> None:
+    app = FtmonApp(stuck, ascii=True)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        assert shown(app).isascii()
+        for key in ("enter", "a", "l", "question_mark"):
+            await pilot.press(key)
+            await settled(pilot)
+            assert shown(app).isascii(), key
+            await pilot.press("escape")

@@ -1,0 +1,40 @@
+"""Recordings that the screens play, made once for all snapshots, and a clock in one time zone."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from scenes import hanging, recorded
+
+
+@pytest.fixture(autouse=True)
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    monkeypatch.setenv("LANG", "C.UTF-8")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    time.tzset()
+    yield
+    os.environ.pop("TZ", None)
+    time.tzset()
+
+
+@pytest.fixture(scope="session")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Give a scene's recording by name: a number of ranks, ``cpu`` or ``hang``."""
+    folder = tmp_path_factory.mktemp("scenes")
+    made: dict[str, Path] = {}
+
+    def give(name: str) -> Path:
+        if name not in made:
+            path = folder / f"{name}.sqlite"
+            if name == "hang":
+                made[name] = hanging(path)
+            elif name == "cpu":
+                made[name] = recorded(path, 2, cuda=False)
+            else:
+                made[name] = recorded(path, int(name), steps=60 if int(name) <= 64 else 20)
+        return made[name]
+
+    return give

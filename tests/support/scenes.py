@@ -1,0 +1,73 @@
+"""Recorded scenes for tests of the screens: streams of known figures, one in which a rank hangs; and how to wait."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ftmon.protocol.control import Alert, RankState
+from ftmon.protocol.wire import Frame, Message
+from streams import Stream, write
+
+HANG_SECONDS = 34.0
+COLLECTIVE = "all_gather_into_tensor"
+
+
+def recorded(path: Path, ranks: int, steps: int = 60, **options: Any) -> Path:
+    """Record a stream, through the real writer; the run is still training at its end."""
+    write(path, list(Stream(ranks=ranks, steps=steps, finished=False, **options).frames()))
+    return path
+
+
+def hanging(path: Path, ranks: int = 4, hung: int = 3) -> Path:
+    """Record a stream at whose end one rank hangs and the others wait for it."""
+    frames = list(Stream(ranks=ranks, steps=60, finished=False).frames())
+    t = frames[-1].t + HANG_SECONDS
+    since = frames[-1].t
+    found: list[Message] = [
+        RankState(
+            rank=rank,
+            state="hung" if rank == hung else "waiting",
+            time=t,
+            since=since,
+            text=f"not in {COLLECTIVE} #8841, in data loading" if rank == hung else f"in {COLLECTIVE} #8841",
+            pid=4000 + rank,
+        )
+        for rank in range(ranks)
+    ]
+    found.append(
+        Alert(
+            id=900,
+            kind="hang",
+            severity="error",
+            time=t,
+            title=f"rank {hung} has not entered {COLLECTIVE} #8841; {ranks - 1} ranks wait",
+            rank=hung,
+            step=61,
+            phase="data",
+            text="Rank 3 is still loading its batch. Look at its stacks: a worker of its data loader may be stuck.",
+            evidence={"waiting_s": HANG_SECONDS, "collective": COLLECTIVE, "number": 8841, "longest_before_ms": 12.5},
+        )
+    )
+    begun = frames[-1].seq
+    write(path, [*frames, *(Frame(begun + 1 + i, t, message) for i, message in enumerate(found))])
+    return path
+
+
+async def until(pilot: Any, condition: Callable[[], Any], what: str = "it", seconds: float = 15.0) -> Any:
+    """Let the app run until ``condition`` is true; return its value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{what} did not happen in {seconds} s"
+        await pilot.pause(0.02)
+    return value
+
+
+async def settled(pilot: Any) -> None:
+    """Wait until a replay stands where it was asked to, and the screen shows it."""
+    app = pilot.app
+    transport = app.stage.source.transport
+    await until(pilot, lambda: app.stage.model.last_seq and not transport.seeking, "the replay's state")
+    await pilot.pause(0.1)
+    app.pump()
+    await pilot.pause(0.1)
