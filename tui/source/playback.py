@@ -176,6 +176,8 @@ class Playback:
     def _begin(self, history: History) -> None:
         self._look(history)
         start = self._first if self._position < 0 else self._position
+        if self._live_end is not None:  # the live end's clock is ahead of the last message
+            self._last = max(self._last, start)
         self._position = min(max(start, self._first), self._last)
         if self._requests.empty():
             self._load(history)
