@@ -1,0 +1,105 @@
+"""The app on a live run: a real hub, ranks that are real processes; what it shows, kills, refuses and rewinds."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.protocol.rundir import RunDir
+from ftmon.tui.app import FtmonApp
+from ftmon.tui.screens.kill import KillDialog
+from ftmon.tui.screens.overview import OverviewScreen
+from ftmon.tui.screens.runs import RunsScreen
+from ftmon.tui.source.live import LiveSource
+from ftmon.tui.widgets.canvas import Canvas
+from hub_client import exit_of, fake_ranks, hub_of, members, started
+from scenes import until
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    with started(fake_ranks({}, {})) as run:
+        hub_of(run)
+        yield run
+
+
+def shown(app: Any) -> str:
+    return "\n".join(widget.plain for widget in app.screen.query(Canvas) if widget.display)
+
+
+async def both_train(pilot: Any) -> None:
+    def training() -> bool:
+        states = [rank.state for rank in pilot.app.stage.model.ranks.values()]
+        return states == ["training", "training"]
+
+    await until(pilot, training, "two training ranks", 40)
+
+
+async def test_a_kill_asks_first_then_shows_that_nothing_is_left(run: RunDir) -> None:
+    source = LiveSource(run)
+    app = FtmonApp(source)
+    try:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await both_train(pilot)
+            await pilot.press("k")
+            assert isinstance(app.screen, KillDialog)
+            text = shown(app)
+            assert "Kill" in text
+            assert "rank 1" in text
+            assert "[ No ]" in text
+            await pilot.press("enter")
+            assert isinstance(app.screen, OverviewScreen), "the default is no"
+            assert len(members(run)) >= 2
+            await pilot.press("k", "a", "y")
+            await until(pilot, lambda: "nothing is left of the run" in " ".join(shown(app).split()), "the result", 40)
+            await until(pilot, lambda: not [p for p in members(run) if "fake" in str(p)], "the processes' end", 20)
+            assert exit_of(run).state in ("stopped", "failed")
+    finally:
+        source.close()
+
+
+async def test_read_only_refuses_to_kill(run: RunDir) -> None:
+    source = LiveSource(run)
+    app = FtmonApp(source, read_only=True)
+    try:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await both_train(pilot)
+            await pilot.press("k")
+            assert isinstance(app.screen, OverviewScreen)
+            assert "read-only" in app.stage.message[0]
+            assert "read-only" in shown(app)
+    finally:
+        source.close()
+
+
+async def test_a_live_view_is_held_rewound_and_returns(run: RunDir) -> None:
+    source = LiveSource(run)
+    app = FtmonApp(source)
+    try:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await both_train(pilot)
+            await until(pilot, lambda: app.stage.model.leading_step >= 4, "four steps", 30)
+            await pilot.press("left_square_bracket")
+            await until(pilot, lambda: source.transport.mode == "rewound", "the past")
+            await until(pilot, lambda: "live: L" in shown(app), "the way back")
+            await pilot.press("L")
+            await until(pilot, lambda: source.transport.mode == "live", "the present")
+    finally:
+        source.close()
+
+
+async def test_the_list_opens_a_live_run_and_leads_back(run: RunDir) -> None:
+    app = FtmonApp()
+    try:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda: run.id[:10] in shown(app), "the run in the list")
+            await pilot.press("enter")
+            await until(pilot, lambda: isinstance(app.screen, OverviewScreen), "the overview")
+            await both_train(pilot)
+            await until(pilot, lambda: "rank 1" in shown(app), "the ranks")
+            await pilot.press("R")
+            await until(pilot, lambda: isinstance(app.screen, RunsScreen), "the list again")
+    finally:
+        if app.stage.source is not None:
+            app.stage.source.close()
