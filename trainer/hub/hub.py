@@ -138,6 +138,7 @@ class Hub:
                     if now >= next_stats:
                         next_stats = now + STATS_SECONDS
                         self._report()
+                self._stream.flush()
                 ready = dict(poller.poll(max(0, int((next_tick - now) * 1000) + 1)))
                 for source in order:
                     if source in ready:
@@ -186,7 +187,7 @@ class Hub:
         """Take in what is still on its way, then say how it ended."""
         for socket in self._channels.of("telemetry"):
             while self._intake.drain(socket, _DRAIN):
-                pass
+                self._stream.flush()
         for line in self._logs.poll(last=True):
             self._hub_message(line)
         self._take_facts()
@@ -315,6 +316,7 @@ class Hub:
         self._history.stop()
         self._supervisor.stop()
         self._devices.close()
+        self._stream.flush()
         self._stream.close()
         self._channels.close()
         os.close(self._lock)
