@@ -105,6 +105,13 @@ def test_status_tells_how_it_ended(home: Ftmon, run: RunDir) -> None:
     assert status["state"] == "finished"
 
 
+def test_logs_prints_what_the_ranks_printed(home: Ftmon, run: RunDir) -> None:
+    told = home.run("logs", run.id, "--text", "final model", seconds=60)
+    assert told.returncode == 0, told.stderr
+    (line,) = told.stdout.splitlines()
+    assert line.startswith("rank 0| ")
+
+
 @pytest.mark.parametrize("command", [("kill",), ("stop",)])
 def test_acting_on_a_finished_run_says_so(home: Ftmon, run: RunDir, command: tuple[str]) -> None:
     done = home.run(*command, run.id, seconds=60)

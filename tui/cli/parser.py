@@ -94,6 +94,12 @@ def _add_looking(commands: "Commands") -> None:
     _run_argument(status)
     status.add_argument("--json", action="store_true", help="one JSON object for scripts")
 
+    logs = _command(commands, "logs", "logs:show_logs", "print what the ranks of a run printed")
+    _run_argument(logs)
+    logs.add_argument("--rank", type=_rank, metavar="R", help="of this rank only")
+    logs.add_argument("--text", default="", help="only lines that contain it")
+    logs.add_argument("--lines", "-n", type=_positive, default=200, metavar="N", help="the last N (default: 200)")
+
     replay = _command(commands, "replay", "view:replay", "play a recording")
     replay.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
     replay.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="print what happened as lines")

@@ -6,7 +6,21 @@ import sys
 import pytest
 from ftmon.tui.cli.main import main, parse
 
-COMMANDS = ("demo", "train", "run", "attach", "ls", "status", "replay", "kill", "stop", "doctor", "keys", "completion")
+COMMANDS = (
+    "demo",
+    "train",
+    "run",
+    "attach",
+    "ls",
+    "status",
+    "logs",
+    "replay",
+    "kill",
+    "stop",
+    "doctor",
+    "keys",
+    "completion",
+)
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +111,7 @@ def test_ftmon_alone_opens_the_list_of_runs() -> None:
     assert parse([]).handler == "view:choose"
 
 
-@pytest.mark.parametrize("command", ["attach", "status", "kill", "stop", "replay"])
+@pytest.mark.parametrize("command", ["attach", "status", "logs", "kill", "stop", "replay"])
 def test_an_unknown_run_is_one_line_and_status_2(
     command: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
