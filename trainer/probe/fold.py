@@ -14,8 +14,26 @@ IDLE_BYTES = 16 * 2**20
 """Time between phases gets a record of its own when it is this share of the step, or moved this much memory."""
 
 
+_FIGURES = (0, 2, 4, 6, 8)
+"""Where ``Reading`` has allocated, reserved, active, requested and resident; the peak of each is next to it."""
+
+
 class _Folded:
-    """One phase under construction; memory figures as [start, end, peak], -1 where not measured."""
+    """One phase under construction. ``figures``: start, end and peak of allocated, reserved, active and so on."""
+
+    __slots__ = (
+        "allocated_bytes",
+        "allocations",
+        "collective_ns",
+        "collectives",
+        "count",
+        "device_us",
+        "figures",
+        "frees",
+        "host_ns",
+        "name",
+        "start_ns",
+    )
 
     def __init__(self, name: str, start_ns: int, at_start: Reading) -> None:
         self.name = name
@@ -25,11 +43,7 @@ class _Folded:
         self.count = 0
         self.allocations = self.frees = self.allocated_bytes = 0
         self.collectives = self.collective_ns = 0
-        self.allocated = [at_start.allocated, 0, 0]
-        self.reserved = [at_start.reserved, 0, 0]
-        self.active = [at_start.active, -1, -1]
-        self.requested = [at_start.requested, -1, -1]
-        self.resident = [at_start.resident, -1, -1]
+        self.figures = [[at_start[place], -1, -1] for place in _FIGURES]
 
     def add(self, marks: list[Mark], readings: list[Reading]) -> None:
         """Add one occurrence: from the first mark to the last, peaks taken from all but the first."""
@@ -40,36 +54,38 @@ class _Folded:
         spent = elapsed_us(first.event, last.event)
         if spent is not None:
             self.device_us = (self.device_us or 0) + spent
-        self.allocations += max(0, end.allocations - start.allocations)
+        if end.allocations > start.allocations:  # also guards against counters that the script has reset
+            self.allocations += end.allocations - start.allocations
+            self.allocated_bytes += max(0, end.allocated_bytes - start.allocated_bytes)
         self.frees += max(0, end.frees - start.frees)
-        self.allocated_bytes += max(0, end.allocated_bytes - start.allocated_bytes)
-        self.collectives += max(0, last.collectives - first.collectives)
-        self.collective_ns += max(0, last.collective_ns - first.collective_ns)
-        later = readings[1:]
-        _extend(self.allocated, start.allocated, end.allocated, [r.allocated_peak for r in later])
-        _extend(self.reserved, start.reserved, end.reserved, [r.reserved_peak for r in later])
-        _extend(self.active, start.active, end.active, [r.active_peak for r in later])
-        _extend(self.requested, start.requested, end.requested, [r.requested_peak for r in later])
-        _extend(self.resident, start.resident, end.resident, [r.resident_peak for r in later])
+        self.collectives += last.collectives - first.collectives
+        self.collective_ns += last.collective_ns - first.collective_ns
+        for place, figure in zip(_FIGURES, self.figures, strict=True):
+            figure[1] = end[place]
+            figure[2] = max(figure[2], start[place], end[place], end[place + 1])
+        for between in readings[1:-1]:
+            for place, figure in zip(_FIGURES, self.figures, strict=True):
+                figure[2] = max(figure[2], between[place + 1])
 
     def record(self, origin_ns: int) -> PhaseRecord:
         """Make the message."""
+        allocated, reserved, active, requested, resident = self.figures
         return PhaseRecord(
-            name=self.name,
-            start_us=(self.start_ns - origin_ns) // 1000,
-            host_us=self.host_ns // 1000,
-            allocated=Span(*self.allocated),
-            reserved=Span(*self.reserved),
-            device_us=self.device_us,
-            active=_span(self.active),
-            requested=_span(self.requested),
-            resident=_span(self.resident),
-            count=self.count,
-            allocations=self.allocations,
-            frees=self.frees,
-            allocated_bytes=self.allocated_bytes,
-            collective_us=self.collective_ns // 1000,
-            collectives=self.collectives,
+            self.name,
+            (self.start_ns - origin_ns) // 1000,
+            self.host_ns // 1000,
+            Span(*allocated),
+            Span(*reserved),
+            self.device_us,
+            _span(active),
+            _span(requested),
+            _span(resident),
+            self.count,
+            self.allocations,
+            self.frees,
+            self.allocated_bytes,
+            self.collective_ns // 1000,
+            self.collectives,
         )
 
 
@@ -168,11 +184,6 @@ def _loss(notes: Notes) -> float | None:
     if not losses:
         return None
     return sum(losses) if notes.sum_losses else sum(losses) / len(losses)
-
-
-def _extend(figures: list[int], start: int, end: int, peaks: list[int]) -> None:
-    figures[1] = end
-    figures[2] = max(figures[2], start, end, *peaks)
 
 
 def _span(figures: list[int]) -> Span | None:

@@ -24,7 +24,8 @@ class ScriptPeaks:
 
     def __init__(self) -> None:
         self._samples: deque[Stats] = deque()
-        self._highest: dict[tuple[str, str], int] = {}
+        self._places: list[tuple[str, str]] = []
+        self._highest: list[int] = []
         self._lock = threading.Lock()
 
     def note(self, stats: Stats) -> None:
@@ -42,7 +43,7 @@ class ScriptPeaks:
     def raise_in(self, stats: Stats) -> Stats:
         """Raise every peak in a fresh ``stats`` to what it would be without the probe's resets; returns ``stats``."""
         self.fold()
-        for (name, pool), highest in self._highest.items():
+        for (name, pool), highest in zip(self._places, self._highest, strict=False):
             group = stats.get(name, {})
             figures = group.get(pool, {}) if pool else group
             if figures.get("peak", highest) < highest:
@@ -52,16 +53,21 @@ class ScriptPeaks:
     def fold(self) -> None:
         """Reduce the samples to their highest; the publisher does it now and then, to spare the training thread."""
         with self._lock:
-            highest = self._highest
             while self._samples:
-                for name, group in self._samples.popleft().items():
-                    if not isinstance(group, dict):
-                        continue
-                    pools = {"": group} if "peak" in group else group
-                    for pool, figures in pools.items():
-                        peak = figures["peak"]
-                        if peak > highest.get((name, pool), 0):
-                            highest[name, pool] = peak
+                stats = self._samples.popleft()
+                if not self._places:
+                    self._places = _places_of_peaks(stats)
+                peaks = [stats[name][pool]["peak"] if pool else stats[name]["peak"] for name, pool in self._places]
+                self._highest = list(map(max, self._highest, peaks)) if self._highest else peaks
+
+
+def _places_of_peaks(stats: Stats) -> list[tuple[str, str]]:
+    """List where an allocator's statistics have peaks, as (name, pool); the pool is empty where there are none."""
+    places: list[tuple[str, str]] = []
+    for name, group in stats.items():
+        if isinstance(group, dict):
+            places += [(name, "")] if "peak" in group else [(name, pool) for pool in group]
+    return places
 
 
 class CudaMemory:
