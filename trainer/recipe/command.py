@@ -39,11 +39,14 @@ def launch_environment(resolved: Resolved, base: Mapping[str, str] = os.environ)
         "DS_ACCELERATOR": resolved.device,
         # The person's working directory must not shadow modules (a script called datasets.py, say).
         "PYTHONSAFEPATH": "1",
+        # All ranks are on this host. Without it gloo looks up the host's own name, which often leads nowhere.
+        "GLOO_SOCKET_IFNAME": base.get("GLOO_SOCKET_IFNAME", "lo"),
         "TOKENIZERS_PARALLELISM": base.get("TOKENIZERS_PARALLELISM", "false"),
     }
+    threads = str(resolved.config.run.threads)
     if resolved.device == "cpu":
-        result["OMP_NUM_THREADS"] = str(resolved.config.run.threads)
+        result["OMP_NUM_THREADS"] = threads
         result["CUDA_VISIBLE_DEVICES"] = ""
-        # Without it gloo looks up the host's own name, which in containers often leads nowhere.
-        result["GLOO_SOCKET_IFNAME"] = base.get("GLOO_SOCKET_IFNAME", "lo")
+    else:
+        result["OMP_NUM_THREADS"] = base.get("OMP_NUM_THREADS", threads)
     return result

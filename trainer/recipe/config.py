@@ -191,7 +191,7 @@ class Run(Section, frozen=True):
     ranks: AtLeast0 = 0
     """Number of ranks; 0: one on each visible GPU, 1 on the CPU."""
     threads: AtLeast0 = 0
-    """Compute threads of a rank on the CPU; 0: cores / ranks."""
+    """Host compute threads of a rank; 0: cores / ranks."""
     master_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """TCP port the ranks meet at; 0: a free one."""
 

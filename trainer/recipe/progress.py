@@ -38,7 +38,8 @@ class ProgressLines:
             mean = torch.stack(losses).mean()
             ready: Any = None
             if mean.is_cuda:
-                mean = mean.to("cpu", non_blocking=True)
+                # Into page-locked memory: a copy into any other makes the host wait for the GPU.
+                mean = torch.empty((), dtype=mean.dtype, pin_memory=True).copy_(mean, non_blocking=True)
                 ready = torch.cuda.Event()
                 ready.record()
             self._waiting.append((step, mean, ready, lr, seconds, round(rate)))
