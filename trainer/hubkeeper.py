@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import BinaryIO
 
 from ..protocol.rundir import RunDir
 from .environment import monitor_environment
@@ -38,7 +39,7 @@ class HubKeeper:
     def start(self) -> None:
         """Start a hub now, in a session of its own, its output in ``logs/hub.log``."""
         argv = [sys.executable, "-P", "-m", "ftmon.trainer.hub", str(self._run.path)]
-        with (self._run.logs / "hub.log").open("ab") as log:
+        with self._log() as log:
             self._process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
@@ -70,6 +71,12 @@ class HubKeeper:
             return self._next_start - now
         self.start()
         return None
+
+    def _log(self) -> BinaryIO:
+        try:
+            return (self._run.logs / "hub.log").open("ab")
+        except OSError:  # somebody removed the run directory, or the disk is full: the job goes on without a log
+            return open(os.devnull, "ab")
 
     def note_reaped(self, pid: int, status: int) -> bool:
         """Take note that the launcher, reaping its children, met the hub; False when ``pid`` is not the hub."""

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,6 +134,13 @@ def test_a_damaged_recording_is_moved_aside_and_a_new_one_begun():
     finally:
         hub.terminate()
         hub.wait(20)
+
+
+def test_a_hub_whose_run_directory_was_removed_ends():
+    run = rundir.create("removed", ["true"], "watch")
+    hub = _hub(run)
+    shutil.rmtree(run.path)
+    assert hub.wait(20) == 0
 
 
 def test_with_a_full_disk_the_stream_goes_on_the_app_is_told_and_recording_resumes():

@@ -176,6 +176,10 @@ class Hub:
             self._over = True
 
     def _look_for_end(self) -> ExitFile | None:
+        if not self._run_dir.path.exists():
+            print(f"{self._run_dir.path} was removed: there is nothing left to serve", file=sys.stderr)
+            self._over = True
+            return None
         try:
             alive = len(self._supervisor.alive())
             return self._ending.look(alive, self._book.any_elsewhere, self._intake.received)
