@@ -39,7 +39,7 @@ def result_of(text):
 
 
 def by_hand(*words, script=SCRIPT):
-    environment = {**os.environ, **(SINGLE if script == ENGINE else {})}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(SINGLE if script == ENGINE else {})}
     done = subprocess.run(
         [sys.executable, script, *words], capture_output=True, text=True, timeout=180, check=False, env=environment
     )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .probe import Probe
 
 POLL_MS = 50
+YIELD_SECONDS = 0.0002
 BEAT_SECONDS = 1.0
 CHANGED_BEAT_SECONDS = 0.1
 
@@ -127,7 +128,8 @@ class Publisher(threading.Thread):
                 # The device is in an error state: what it has not told by now it never will.
                 raw = without_device(self._steps.popleft())
             self._send_step(raw)
-            time.sleep(0)  # lets go of the interpreter's lock: the training thread waits for one step's work at most
+            # Lets the training thread have the interpreter's lock: it waits for one step's work at most.
+            time.sleep(YIELD_SECONDS)
 
     def _send_last_steps(self) -> None:
         """Give the device a moment to pass the last events; what has not passed then goes without device figures."""
