@@ -45,10 +45,11 @@ def settle(source: Source) -> None:
 
 
 def folded_until(t: float) -> RunModel:
+    """Fold up to the last message of a time; what came before it may be of a moment later."""
     model = RunModel()
-    for frame in FRAMES:
-        if frame.t <= t:
-            model.apply(frame)
+    last = max((frame.seq for frame in FRAMES if frame.t <= t), default=0)
+    for frame in FRAMES[:last]:
+        model.apply(frame)
     return model
 
 
