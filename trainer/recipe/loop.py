@@ -206,6 +206,8 @@ class _Run:
         )
         if resumed:
             self._say(f"resumed from {resumed} after step {progress.step}")
+            if progress.step >= self.total:
+                self._say(f"note: training ends at step {self.total}: nothing is left to train")
 
     def _say_left_out(self, read: int, kept: int) -> None:
         if kept < read and not self.config.data.packing:
