@@ -128,7 +128,7 @@ class AlertsScreen(MonitorScreen):
         if rank is None:
             self.stage.say("this alert speaks of no single rank")
             return
-        self.stage.selected = rank
+        self.stage.select(rank)
         await self.run_action("app.open")
 
     def action_jump(self) -> None:

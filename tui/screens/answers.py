@@ -2,7 +2,6 @@
 
 from rich.style import Style
 
-from ...protocol.text import sanitize
 from ..model.run import RunModel
 from ..source.base import CommandRecord
 from ..widgets.alert_lines import wrap
@@ -33,7 +32,7 @@ def answer_lines(record: CommandRecord, model: RunModel, width: int, look: Look)
         return [Line(f"{glyphs.states['starting']} {text}", dim)]
     if not accepted.ok:
         return _marked(f"{glyphs.error} refused: ", accepted.text, bad, width, look)
-    lines = [Line(f"{glyphs.resolved} under way  ", good).add(sanitize(accepted.text), dim)]
+    lines = _marked(f"{glyphs.resolved} ", accepted.text or "under way", good, width, look)
     if result is None:
         return lines
     mark, style = (glyphs.resolved, good) if result.ok else (glyphs.error, bad)

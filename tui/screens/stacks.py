@@ -106,7 +106,7 @@ class StacksScreen(MonitorScreen):
         ranks = list(self.stage.model.ranks)
         if self.stage.selected in ranks:
             index = ranks.index(self.stage.selected) + delta
-            self.stage.selected = ranks[max(0, min(index, len(ranks) - 1))]
+            self.stage.select(ranks[max(0, min(index, len(ranks) - 1))])
             self.action_again()
 
     def action_move(self, delta: int) -> None:

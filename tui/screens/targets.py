@@ -78,6 +78,11 @@ class Targets:
         """Draw each target's state and the device memory it held and holds."""
         lines: list[Line] = []
         numbers = list(self.before)
+        if not self.whole:
+            glyph, tone = look.state(model.state)
+            lines.append(
+                Line(f"{glyph} ", look.style(tone)).add(f"the run  {model.state} {model.state_text}", look.base)
+            )
         for number in numbers[:_NAMED]:
             rank = model.ranks.get(number)
             if rank is None:

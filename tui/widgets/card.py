@@ -67,7 +67,8 @@ def figures(view: RankView, width: int, look: Look) -> Line:
     for short, gap in ((False, "  "), (True, "  "), (True, " ")):
         line = Line()
         for word, value, tone in parts:
-            line.add(f"{gap if line.width else ''}{word} ", look.style("dim")).add(gib(value, short), look.style(tone))
+            line.add(f"{gap if line.width else ''}{word} ", look.style("dim"))
+            line.add(gib(value, short) if value else "-", look.style(tone))
         line.add(" GiB", look.style("dim"))
         if line.width <= width:
             break

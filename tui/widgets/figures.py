@@ -1,6 +1,10 @@
 """Numbers as they stand on screen: short, in fixed places, units written where they first appear."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 GIB = 2**30
+MIB = 2**20
 
 
 def gib(count: float, short: bool = False) -> str:
@@ -19,6 +23,28 @@ def gib_signed(count: float) -> str:
     if abs(size) < 0.0005:
         return "0"
     return f"{size:+.2f}" if abs(size) >= 1 else f"{size:+.3f}"
+
+
+def mib(count: float) -> str:
+    """Format bytes as a number of MiB without the unit: ``788.5``."""
+    return f"{count / MIB:,.1f}"
+
+
+def mib_signed(count: float) -> str:
+    """Format a change in MiB with its sign; what rounds to nothing is ``0``."""
+    return f"{count / MIB:+,.1f}" if abs(count) >= MIB / 20 else "0"
+
+
+class Unit(NamedTuple):
+    """A unit for a whole table: its name, and how sizes and changes are written in it."""
+
+    name: str
+    size: Callable[[float], str]
+    change: Callable[[float], str]
+
+
+GIB_UNIT = Unit("GiB", gib, gib_signed)
+MIB_UNIT = Unit("MiB", mib, mib_signed)
 
 
 def count(value: float) -> str:

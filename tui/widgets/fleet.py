@@ -129,7 +129,7 @@ class Card(Canvas):
     def on_click(self) -> None:
         """Select the rank."""
         if self.rank is not None:
-            self.stage.selected = self.rank
+            self.stage.select(self.rank)
 
 
 class RowPart(Canvas):
@@ -337,5 +337,5 @@ class Fleet(Container):
             step = dx + dy * (self._heat.columns if self._heat else 1)
         index = self._index() + step
         if 0 <= index < len(self._views):
-            self.stage.selected = self._views[index].rank
+            self.stage.select(self._views[index].rank)
             self.tick()

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 
 from ..model.phases import PhaseRow
-from .figures import gib, gib_signed, milliseconds
+from .figures import GIB_UNIT, MIB_UNIT, Unit, milliseconds
 from .line import Line
 from .look import Look
+
+_SMALL = 2 * 2**30
+"""A step whose peak is below this is shown in MiB."""
 
 
 def phase_table(table: Sequence[PhaseRow], width: int, look: Look) -> list[Line]:
@@ -14,7 +17,9 @@ def phase_table(table: Sequence[PhaseRow], width: int, look: Look) -> list[Line]
     resident = any(row.resident is not None for row in table)
     device = any(row.device_ms is not None for row in table)
     wide = width >= 100
-    head = Line(f" {'phase, GiB':<12}{'device ms' if device else 'host ms':>9}", dim)
+    top = max((row.peak for row in table), default=0)
+    unit = GIB_UNIT if top >= _SMALL else MIB_UNIT
+    head = Line(f" {f'phase, {unit.name}':<12}{'device ms' if device else 'host ms':>9}", dim)
     if wide:
         head.add(f"{'host ms' if device else '':>10}{'wait ms':>10}", dim)
     head.add(
@@ -24,13 +29,12 @@ def phase_table(table: Sequence[PhaseRow], width: int, look: Look) -> list[Line]
     if wide:
         head.add(f"{'allocs':>9}{'collectives':>13}", dim)
     lines = [head]
-    top = max((row.peak for row in table), default=0)
     for row in table:
-        lines.append(_line(row, top, resident, device, wide, look))
+        lines.append(_line(row, top, unit, device, wide, look))
     return lines
 
 
-def _line(row: PhaseRow, top: int, resident: bool, device: bool, wide: bool, look: Look) -> Line:
+def _line(row: PhaseRow, top: int, unit: Unit, device: bool, wide: bool, look: Look) -> Line:
     span = row.resident if row.resident is not None else row.allocated
     behind = row.resident.end if row.resident is not None else row.reserved.end
     base, dim = look.base, look.style("dim")
@@ -44,11 +48,11 @@ def _line(row: PhaseRow, top: int, resident: bool, device: bool, wide: bool, loo
     if wide:
         line.add(f"{milliseconds(row.host_ms * 1e3) if device else '':>10}", dim)
         line.add(f"{milliseconds(row.collective_ms * 1e3) if row.collectives else '':>10}", dim)
-    line.add(f"{gib(span.start):>9}{gib(span.end):>9}", base)
-    line.add(f"{gib(row.peak):>9}", look.style("peak", bold=row.peak == top))
-    line.add(f"{gib_signed(row.growth):>9}", base if abs(row.growth) >= 2**20 else dim)
-    line.add(f"{gib_signed(row.transient):>10}", look.style("warning") if row.transient >= top * 0.02 else dim)
-    line.add(f"{gib(behind):>10}", dim)
+    line.add(f"{unit.size(span.start):>9}{unit.size(span.end):>9}", base)
+    line.add(f"{unit.size(row.peak):>9}", look.style("peak", bold=row.peak == top))
+    line.add(f"{unit.change(row.growth):>9}", base if abs(row.growth) >= 2**20 else dim)
+    line.add(f"{unit.change(row.transient):>10}", look.style("warning") if row.transient >= top * 0.02 else dim)
+    line.add(f"{unit.size(behind):>10}", dim)
     if wide:
         line.add(f"{row.allocations or '':>9}{row.collectives or '':>13}", dim)
     if row.peak == top:

@@ -57,10 +57,14 @@ def graph(columns: Sequence[Column | None], width: int, height: int, scale: Scal
 
 def figures(view: RankView, width: int, height: int, look: Look) -> list[Line]:
     """Draw allocated, peak and what is behind, in GiB, in fixed places; below them the peak's share of the device."""
-    line = Line(f"{gib(view.allocated):>6}", look.base)
-    line.add(f"{gib(view.peak):>7}", look.style("peak")).add(f"{gib(view.behind):>7}", look.style("dim"))
+    line = Line(f"{_size(view.allocated):>6}", look.base)
+    line.add(f"{_size(view.peak):>7}", look.style("peak")).add(f"{_size(view.behind):>7}", look.style("dim"))
     share = f"{view.share * 100:>11.0f} %" if view.capacity else ""
     return fill([line, Line(share, look.style("dim"))], width, height, look)
+
+
+def _size(count: int) -> str:
+    return gib(count) if count else "-"
 
 
 def last(view: RankView, width: int, height: int, look: Look) -> list[Line]:

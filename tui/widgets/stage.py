@@ -26,7 +26,8 @@ class Stage:
         self.read_only = read_only
         self.views = Views()
         self.selected = 0
-        """The rank that is selected, on every screen."""
+        """The rank that is selected, on every screen; the first one until a person chose."""
+        self.chosen = False
         self.span = 1
         self.view: ViewName = "auto"
         self._zoom: bool | None = None
@@ -54,9 +55,11 @@ class Stage:
 
     @property
     def run_peak(self) -> int:
-        """The run's highest peak over all ranks, bytes."""
+        """The run's highest peak over all ranks, bytes; before the first step, the most that is held now."""
         peak = self.model.peak
-        return peak.bytes if peak else 0
+        if peak is not None:
+            return peak.bytes
+        return max((max(r.reserved_bytes, r.resident_bytes) for r in self.model.ranks.values()), default=0)
 
     @property
     def scale_words(self) -> str:
@@ -65,7 +68,8 @@ class Stage:
         capacities = {rank.capacity_bytes for rank in model.ranks.values() if rank.capacity_bytes}
         cpu = any(rank.on_cpu for rank in model.ranks.values())
         if self.zoom:
-            top = f"graphs 0 to {nice_top(self.run_peak) / 2**30:.4g} GiB (the run's peak)"
+            why = "the run's peak" if model.peak else "no peak yet"
+            top = f"graphs 0 to {nice_top(self.run_peak) / 2**30:.4g} GiB ({why})"
         elif len(capacities) == 1:
             top = f"graphs 0 to {capacities.pop() / 2**30:.1f} GiB ({'host RAM' if cpu else 'device'})"
         else:
@@ -103,5 +107,11 @@ class Stage:
     def select_valid(self) -> None:
         """Keep the selection on a rank that exists."""
         ranks = self.model.ranks
-        if ranks and self.selected not in ranks:
+        if ranks and not self.chosen:
+            self.selected = next(iter(ranks))
+        elif ranks and self.selected not in ranks:
             self.selected = min(ranks, key=lambda rank: abs(rank - self.selected))
+
+    def select(self, rank: int) -> None:
+        """Select a rank because a person chose it."""
+        self.selected, self.chosen = rank, True

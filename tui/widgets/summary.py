@@ -43,29 +43,57 @@ def summary_lines(summary: Summary, width: int, look: Look) -> list[Line]:
 
 
 def first_line(summary: Summary, width: int, look: Look) -> Line:
-    """Draw name, state, step and time left; a wide line also says what is being trained."""
-    dim, base = look.style("dim"), look.base
-    left = Line(" ", base).add("ftmon", look.style("accent", bold=True)).add("  ", base)
-    left.add(cut(summary.name, max(12, width // 4), look.glyphs.ellipsis), look.style(bold=True)).add("   ", base)
-    glyph, tone = look.state(summary.state)
-    left.add(f"{glyph} {summary.state}", look.style(tone, bold=summary.state == "failed"))
-    if summary.connection:
-        left.add(f"  {look.glyphs.warning} {summary.connection}", look.style("warning"))
-    elif summary.trouble:
-        left.add(f"  {look.glyphs.error} {summary.trouble}", look.style("error", bold=True))
-    progress = Line("step ", dim).add(f"{summary.step:,}", look.style(bold=True))
-    if summary.total_steps:
-        progress.add(f" / {summary.total_steps:,}", dim)
-    time = Line()
-    if summary.ended:
-        time.add(summary.ended, dim)
-    elif summary.seconds_left is not None:
-        time.add(f"{duration(summary.seconds_left)} left" if summary.seconds_left >= 1 else "ending", base)
-    pieces = [progress, time]
-    right = beside(pieces, "    ", base).add(" ", base)
+    """Draw name, state, step and time left; a wide line also says what is being trained.
+
+    Where it is tight, trouble stays: the name is cut, then the time left goes, then the word of the state.
+    """
+    base = look.base
+    progress = _progress(summary, look)
+    both = beside([progress, _time(summary, look)], "    ", base).add(" ", base)
+    left, right = Line(), both
+    for name_width, brief, right in (
+        (max(12, width // 4), False, both),
+        (12, False, both),
+        (12, False, progress),
+        (8, True, progress),
+    ):
+        left = _name_and_state(summary, name_width, brief, look)
+        if left.width + right.width < width:
+            break
     if summary.setup and left.width + right.width + len(summary.setup) + 8 < width:
-        left.add("   ", base).add(summary.setup, dim)
+        left.add("   ", base).add(summary.setup, look.style("dim"))
     return spread(left, right, width, base)
+
+
+def _name_and_state(summary: Summary, name_width: int, brief: bool, look: Look) -> Line:
+    base = look.base
+    left = Line(" ", base).add("ftmon", look.style("accent", bold=True)).add("  ", base)
+    left.add(cut(summary.name, name_width, look.glyphs.ellipsis), look.style(bold=True)).add("   ", base)
+    glyph, tone = look.state(summary.state)
+    trouble = Line()
+    if summary.connection:
+        trouble.add(f"{look.glyphs.warning} {summary.connection}", look.style("warning"))
+    elif summary.trouble:
+        trouble.add(f"{look.glyphs.error} {summary.trouble}", look.style("error", bold=True))
+    if not brief or not trouble.width:
+        left.add(f"{glyph} {summary.state}", look.style(tone, bold=summary.state == "failed"))
+        left.add("  " if trouble.width else "", base)
+    return left.join(trouble)
+
+
+def _progress(summary: Summary, look: Look) -> Line:
+    dim = look.style("dim")
+    progress = Line("step ", dim).add(f"{summary.step:,}", look.style(bold=True))
+    return progress.add(f" / {summary.total_steps:,}" if summary.total_steps else "", dim)
+
+
+def _time(summary: Summary, look: Look) -> Line:
+    if summary.ended:
+        return Line(summary.ended, look.style("dim"))
+    if summary.seconds_left is None:
+        return Line()
+    words = f"{duration(summary.seconds_left)} left" if summary.seconds_left >= 1 else "ending"
+    return Line(words, look.base)
 
 
 def second_line(summary: Summary, width: int, look: Look) -> Line:

@@ -1,0 +1,184 @@
+"""Renderers on plain values: what they say, and that they keep their width."""
+
+import pytest
+from ftmon.protocol.control import Alert
+from ftmon.tui.widgets import heat
+from ftmon.tui.widgets.alert_lines import alert_detail, alert_line, figure
+from ftmon.tui.widgets.card import card
+from ftmon.tui.widgets.figures import count, gib, gib_signed, milliseconds, step_time
+from ftmon.tui.widgets.fleet import plan
+from ftmon.tui.widgets.glyphs import ASCII, UNICODE, choose
+from ftmon.tui.widgets.line import Line, cut, spread
+from ftmon.tui.widgets.look import Look
+from ftmon.tui.widgets.memory_graph import Scale
+from ftmon.tui.widgets.palette import DARK, LIGHT
+from ftmon.tui.widgets.phase_bar import cells_of, phase_bar
+from ftmon.tui.widgets.rank_view import RankView
+from ftmon.tui.widgets.scrubber import Playback, scrubber
+from ftmon.tui.widgets.spark import spark
+from ftmon.tui.widgets.summary import Summary, summary_lines
+from ftmon.tui.widgets.views import nice_top
+
+GIB = 2**30
+LOOK = Look()
+SHARES = (("data", 0.02), ("forward", 0.31), ("backward", 0.50), ("optimizer", 0.15), ("other", 0.02))
+VIEW = RankView(
+    rank=3,
+    device="GPU 3",
+    state="training",
+    capacity=80 * GIB,
+    allocated=34 * GIB,
+    peak=40 * GIB,
+    behind=44 * GIB,
+    shares=SHARES,
+    step_seconds=0.74,
+    utilization=98.0,
+    power=612.0,
+    temperature=64.0,
+)
+HUNG = RankView(rank=3, device="GPU 3", state="hung", text="not in all_gather #8841, in data loading", state_seconds=34)
+
+
+@pytest.mark.parametrize("width", [36, 40, 80, 200])
+@pytest.mark.parametrize("height", [6, 9, 20])
+@pytest.mark.parametrize("look", [LOOK, Look(LIGHT), Look(DARK, ASCII), Look(color=False)])
+def test_a_card_keeps_its_size(width: int, height: int, look: Look) -> None:
+    lines = card(VIEW, [], width, height, Scale(80 * GIB, 40 * GIB), look, selected=True)
+    assert len(lines) == height
+    assert {line.width for line in lines} == {width}
+
+
+def test_a_card_says_what_a_hung_rank_does_even_where_it_takes_two_lines() -> None:
+    text = " ".join(line.plain for line in card(HUNG, [], 38, 8, Scale(80 * GIB), LOOK, selected=False))
+    assert "hung 34 s" in text
+    assert "in data loading" in " ".join(text.split())
+
+
+def test_every_ascii_card_is_ascii() -> None:
+    for view in (VIEW, HUNG):
+        lines = card(view, [], 60, 9, Scale(80 * GIB, 40 * GIB), Look(DARK, ASCII), selected=True)
+        assert all(line.plain.isascii() for line in lines)
+
+
+def test_ascii_has_a_twin_of_every_glyph() -> None:
+    assert set(ASCII.states) == set(UNICODE.states)
+    assert len(ASCII.eighths) == len(UNICODE.eighths) == 9
+    assert all(value.isascii() for value in (*ASCII.states.values(), *ASCII.keys.values()))
+
+
+def test_ascii_is_chosen_where_the_locale_cannot_print_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("locale.getpreferredencoding", lambda _: "ANSI_X3.4-1968")
+    assert choose(False) is ASCII
+    monkeypatch.setattr("locale.getpreferredencoding", lambda _: "UTF-8")
+    assert choose(False) is UNICODE
+
+
+@pytest.mark.parametrize("width", range(5, 120, 7))
+def test_the_phase_bar_divides_its_width_by_the_shares(width: int) -> None:
+    cells = cells_of([share for _, share in SHARES], width)
+    assert sum(cells) == width
+    assert phase_bar(SHARES, width, LOOK).width == width
+    assert max(cells) == cells[2]
+
+
+def test_a_share_too_small_for_a_cell_still_shows() -> None:
+    assert cells_of([0.006, 0.994], 20) == [1, 19]
+
+
+def test_figures_are_short_and_have_their_units() -> None:
+    assert [gib(139.8 * GIB), gib(37.4 * GIB), gib(37.4 * GIB, short=True), gib(GIB / 2)] == [
+        "139.8",
+        "37.40",
+        "37.4",
+        "0.500",
+    ]
+    assert [gib_signed(-5.1 * GIB), gib_signed(100)] == ["-5.10", "0"]
+    assert [count(987), count(12_400), count(1_300_000), count(2.1e9)] == ["987", "12.4k", "1.3M", "2.1B"]
+    assert [step_time(0.74), step_time(1.236)] == ["740 ms", "1.24 s"]
+    assert [milliseconds(9_520), milliseconds(None), milliseconds(2_848_000)] == ["9.52", "", "2,848"]
+
+
+def test_the_zoomed_scale_is_a_calm_figure_above_the_peak() -> None:
+    for peak in (1, GIB // 3, 3.98 * GIB, 40.2 * GIB, 777 * GIB):
+        assert peak <= nice_top(int(peak))
+        assert nice_top(int(peak)) <= max(2.01 * peak, GIB)
+    assert nice_top(int(3.98 * GIB)) == 4 * GIB
+
+
+def test_evidence_is_written_in_the_units_its_names_carry() -> None:
+    assert figure("transient_bytes", 911 * 2**20) == "0.890 GiB"
+    assert figure("host_us", 4000) == "4 ms"
+    assert figure("waiting_s", 34.2) == "34 s"
+    assert figure("fused", False) == "no"
+
+
+def test_an_alert_that_is_over_says_how_long_it_lasted() -> None:
+    alert = Alert(1, "hang", "error", 1000.0, "rank 3 hangs", resolved=1034.0)
+    assert "over after 34 s" in alert_line(alert, 80, LOOK).plain
+
+
+def test_control_characters_of_an_alert_never_reach_the_terminal() -> None:
+    alert = Alert(1, "died", "error", 0.0, "rank \x1b[31m0\x07 died", text="bad\x1b]0;x\x07 text")
+    text = "".join(line.plain for line in [alert_line(alert, 80, LOOK), *alert_detail(alert, 80, LOOK)])
+    assert "\x1b" not in text
+    assert "\x07" not in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_summary_keeps_its_width_and_says_the_trouble(width: int) -> None:
+    summary = Summary("a-very-long-name-of-a-run-that-never-ends", "training", trouble="1 hung, 3 waiting", step=1204,
+                      total_steps=9600, seconds_left=8040.0, loss=1.231, losses=tuple(range(50)), peak=37 * GIB,
+                      capacity=139 * GIB, tokens_per_second=12_400.0, step_seconds=0.74)  # fmt: skip
+    lines = summary_lines(summary, width, LOOK)
+    assert {line.width for line in lines} == {width}
+    assert "1 hung" in lines[0].plain
+    assert "1,204" in lines[0].plain
+
+
+def test_the_scrubber_marks_the_alerts_and_the_place() -> None:
+    playback = Playback(0.0, 100.0, 50.0, playing=True, speed=4.0, step=812, live=True, marks=((90.0, "error"),))
+    text = scrubber(playback, 80, LOOK).plain
+    assert UNICODE.error in text
+    assert text.index(UNICODE.knob) < text.index(UNICODE.error)
+    assert "4x" in text
+    assert "step 812" in text
+    assert "live: L" in text
+
+
+@pytest.mark.parametrize(("ranks", "size", "mode"), [
+    (1, (80, 17), "cards"), (2, (80, 17), "cards"), (4, (80, 17), "cards"), (8, (80, 17), "rows"),
+    (16, (80, 17), "rows"), (64, (80, 17), "heat"), (512, (80, 17), "heat"), (8, (200, 52), "cards"),
+    (64, (200, 52), "rows"), (512, (200, 52), "heat"),
+])  # fmt: skip
+def test_ranks_go_from_cards_to_rows_to_a_heat_map(ranks: int, size: tuple[int, int], mode: str) -> None:
+    assert plan(ranks, *size).mode == mode
+
+
+@pytest.mark.parametrize("ranks", [64, 100, 512])
+@pytest.mark.parametrize("size", [(60, 12), (80, 16), (200, 51)])
+def test_the_heat_map_fits_its_width(ranks: int, size: tuple[int, int]) -> None:
+    views = [RankView(rank=rank, device="GPU", state="training", capacity=80, peak=rank % 80) for rank in range(ranks)]
+    grid = heat.plan(ranks, *size)
+    lines = heat.heat_map(views, grid, 0, size[1], 0, LOOK)
+    assert max(line.width for line in lines) <= size[0]
+    if size[0] >= 80:
+        assert grid.rows(ranks) * grid.height <= size[1], "all ranks in view"
+
+
+def test_a_heat_cell_in_trouble_shows_its_state_before_its_memory() -> None:
+    grid = heat.Grid(2, 1, 8)
+    views = [RankView(rank=0, device="GPU", state="hung", capacity=80, peak=40)]
+    assert UNICODE.states["hung"] in heat.heat_map(views, grid, 0, 1, 5, LOOK)[0].plain
+
+
+def test_lines_are_cut_and_padded_by_cells() -> None:
+    base = LOOK.base
+    assert Line("日本語", base).fit(5, base).width == 5
+    assert cut("日本語", 4) == "日…"
+    assert spread(Line("left", base), Line("right", base), 12, base).plain == "left   right"
+
+
+def test_a_sparkline_of_nothing_is_blank_and_of_one_value_is_level() -> None:
+    assert spark([], 5, LOOK).plain == "     "
+    assert spark([1.0, 1.0], 5, LOOK).plain == "▄▄"
+    assert spark([1.0, None, float("nan"), 2.0], 5, LOOK).plain == "▁  █"
