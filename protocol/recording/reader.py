@@ -54,6 +54,7 @@ class Reader:
         self.path = Path(path)
         self._lock = threading.RLock()
         self._devices: dict[int, Row] = {}
+        self._alert_frames: dict[int, Frame] = {}
         self._processes: dict[int, Row] = {}
         self._opened: Opened = open_recording(self.path)
 
@@ -216,15 +217,25 @@ class Reader:
     def _state_at(self, t: float) -> list[Frame]:
         seq = self._seq_at(t)
         rows: list[tuple[str, Row]] = []
-        for table, key in (("ranks", "rank"), ("steps", "rank"), ("device_samples", "device"), ("alerts", "id")):
+        for table, key in (("ranks", "rank"), ("steps", "rank"), ("device_samples", "device")):
             seqs = self._last_of_each(table, key, seq)
             if table == "steps":
                 seqs = sorted({*seqs, *self._peak_steps(seq)})
             rows += self._rows_of(table, seqs)
         for kind in self._types():
             rows += self._rows_of("events", self._last_of_each("events", "rank", seq, kind))
-        rows.sort(key=lambda entry: entry[1][0])
-        return [frame for table, row in rows if (frame := self._frame(table, row))]
+        frames = [frame for table, row in rows if (frame := self._frame(table, row))]
+        return sorted(frames + self._alerts_at(seq), key=lambda frame: frame.seq)
+
+    def _alerts_at(self, seq: int) -> list[Frame]:
+        """Give the last message of each alert up to ``seq``; a long run has thousands, and every seek wants them."""
+        query = "SELECT max(seq) FROM alerts WHERE seq <= ? GROUP BY id"
+        seqs = [found for (found,) in self._all(query, (seq,))]
+        for table, row in self._rows_of("alerts", [found for found in seqs if found not in self._alert_frames]):
+            frame = self._frame(table, row)
+            if frame is not None:
+                self._alert_frames[frame.seq] = frame
+        return [self._alert_frames[found] for found in seqs if found in self._alert_frames]
 
     def _peak_steps(self, seq: int) -> list[int]:
         found = [peak_seq(self._connection, rank, seq) for rank in self._ranks()]
@@ -263,8 +274,7 @@ class Reader:
 
     def _alerts(self, t0: float | None, t1: float | None) -> list[Alert]:
         seq = (1 << 62) if t1 is None else self._seq_at(t1)
-        rows = self._rows_of("alerts", self._last_of_each("alerts", "id", seq))
-        alerts = [alert for _, row in rows if isinstance(alert := unpack_body(row[BODY_COLUMN["alerts"]]), Alert)]
+        alerts = [frame.message for frame in self._alerts_at(seq) if isinstance(frame.message, Alert)]
         return sorted((alert for alert in alerts if t0 is None or alert.time >= t0), key=lambda alert: alert.time)
 
     def _logs(self, before_seq: int | None, rank: int | None, text: str, limit: int) -> list[Frame]:
