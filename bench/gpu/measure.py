@@ -75,7 +75,7 @@ def steps_of(name: str) -> list[telemetry.Step]:
 def cost(pairs: int) -> None:
     """Pairs of runs, without and with ftmon, in turn; the first block of each is warm-up and dropped."""
     arguments = ["--model", "llama-0.7b", "--stage", "0", "--seq", "2048", "--micro-batch", "2"]
-    arguments += ["--steps", "240", "--block", "10"]
+    arguments += ["--steps", "200", "--block", "10"]
     ratios: list[float] = []
     times: dict[bool, list[float]] = {False: [], True: []}
     probe_us: list[int] = []
@@ -89,6 +89,7 @@ def cost(pairs: int) -> None:
             if watched:
                 probe_us += [step.probe_us for step in steps_of(name)[10:]]
         ratios.append(medians[True] / medians[False])
+        print(f"pair {pair}: {medians[False]:.3f} ms without, {medians[True]:.3f} ms with", flush=True)
     raw["cost"] = {"ratios": ratios, "without_ms": times[False], "with_ms": times[True], "probe_us": probe_us}
     say("| probe cost, Llama-shaped 0.7B, ZeRO-0, 2 x 2048 tokens, one GPU | |\n| --- | --- |")
     say(f"| step without ftmon, median of {len(times[False])} blocks | {statistics.median(times[False]):.2f} ms |")
@@ -106,23 +107,22 @@ def peaks(gpus: int) -> None:
     say("| model, ZeRO, seq | phase | by hand MiB | ftmon MiB | script's own view equal |")
     say("| --- | --- | --- | --- | --- |")
     raw["peaks"] = []
-    for model in ("qwen-0.5b", "llama-1b"):
-        for stage in ("2", "3"):
-            arguments = ("--model", model, "--stage", stage, "--seq", "1024", "--steps", "8", "--block", "8")
-            name = f"peaks-{model}-{stage}"
-            by_hand = run(gpus, False, name, *arguments, "--by-hand")
-            plain = run(gpus, False, name, *arguments)
-            watched = run(gpus, True, name, *arguments)
-            recorded = [step for step in steps_of(name) if step.rank == 0]
-            for phase in ("forward", "backward", "optimizer"):
-                hand = by_hand[0]["peaks"][phase][4:]
-                ours = [record.allocated.peak for step in recorded[4:8] if (record := step.phase(phase))]
-                own, seen = plain[0]["max_memory_allocated"], watched[0]["max_memory_allocated"]
-                say(
-                    f"| {model}, {stage}, 1024 | {phase} | {max(hand) / MIB:.2f} | {max(ours, default=0) / MIB:.2f} | "
-                    f"{'yes' if own == seen else f'no: {own} without, {seen} with'} |"
-                )
-                raw["peaks"].append({"model": model, "stage": stage, "phase": phase, "hand": hand, "ftmon": ours})
+    for model, stage in (("qwen-0.5b", "2"), ("llama-1b", "3")):
+        arguments = ("--model", model, "--stage", stage, "--seq", "1024", "--steps", "8", "--block", "8")
+        name = f"peaks-{model}-{stage}"
+        by_hand = run(gpus, False, name, *arguments, "--by-hand")
+        plain = run(gpus, False, name, *arguments)
+        watched = run(gpus, True, name, *arguments)
+        own, seen = plain[0]["max_memory_allocated"], watched[0]["max_memory_allocated"]
+        recorded = {step.step: step for step in steps_of(name) if step.rank == 0}
+        for phase in ("forward", "backward", "optimizer"):
+            hand = by_hand[0]["peaks"][phase]
+            ours = [record.allocated.peak for number in range(1, 9) if (record := recorded[number].phase(phase))]
+            say(
+                f"| {model}, {stage}, 1024 | {phase} | {hand[-1] / MIB:.2f} | {ours[-1] / MIB:.2f} | "
+                f"{'yes' if own == seen else f'no: {own} without, {seen} with'} |"
+            )
+            raw["peaks"].append({"model": model, "stage": stage, "phase": phase, "hand": hand, "ftmon": ours})
 
 
 def nvml(gpus: int) -> None:
