@@ -39,7 +39,7 @@ def completion(arguments: argparse.Namespace) -> int:
     for action in _actions(parser):
         if action.dest == "run":  # shtab reads the attribute `complete` of an action
             action.complete = _RUNS_AND_FILES if "FILE" in str(action.metavar) else _RUNS  # type: ignore[attr-defined]
-        elif action.dest in ("config", "key"):
+        elif action.dest in ("config", "key", "file", "second"):
             action.complete = shtab.FILE  # type: ignore[attr-defined]
     # shtab annotates `preamble` as a string and documents a dictionary by shell.
     print(shtab.complete(parser, arguments.shell, preamble=cast(str, _PREAMBLE)))

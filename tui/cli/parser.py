@@ -105,6 +105,18 @@ def _add_looking(commands: "Commands") -> None:
     replay.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="print what happened as lines")
     _ascii_option(replay)
 
+    snapshot = _command(commands, "snapshot", "snapshot:explore", "open a PyTorch memory snapshot, or compare two")
+    snapshot.add_argument("file", metavar="FILE", help="what torch.cuda.memory._dump_snapshot wrote, gzip or not")
+    snapshot.add_argument("second", nargs="?", metavar="FILE2", help="a later one: show what it has more and less")
+    printed = snapshot.add_mutually_exclusive_group()
+    printed.add_argument("--json", action="store_true", help="one JSON object for scripts (docs/snapshot.md)")
+    printed.add_argument("--text", action="store_true", help="lines of text, not the app")
+    snapshot.add_argument("--device", type=_device, metavar="D", help="this device only (default: all)")
+    snapshot.add_argument(
+        "--top", type=_positive, default=20, metavar="N", help="stacks and blocks listed (default: 20)"
+    )
+    _ascii_option(snapshot)
+
 
 def _add_acting(commands: "Commands") -> None:
     kill = _command(commands, "kill", "act:kill", "end a run, or some of its ranks, with signals")
@@ -189,4 +201,10 @@ def _positive(text: str) -> int:
 def _rank(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a rank's number, not {text!r}")
+    return int(text)
+
+
+def _device(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a device's number, not {text!r}")
     return int(text)

@@ -1,0 +1,196 @@
+"""What a person asks of a snapshot: whose is the memory, what came and went, what changed, why did it fail."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ..text import gib
+from .allocations import columns
+from .layout import Piece, layout_at
+from .model import FREE, Frame, Snapshot
+from .replay import Replay
+from .rounding import SMALL_MOST
+from .stacks import Tally, frame_words, library_of
+
+
+def tally(replay: Replay, numbers: Iterable[int]) -> dict[int, Tally]:
+    """Sum allocations up by stack, most bytes first."""
+    of = replay.allocations
+    size, count = defaultdict[int, int](int), defaultdict[int, int](int)
+    for number in numbers:
+        stack = of.stacks[number]
+        size[stack] += of.sizes[number]
+        count[stack] += 1
+    order = sorted(size, key=lambda stack: (-size[stack], stack))
+    return {stack: Tally(size[stack], count[stack]) for stack in order}
+
+
+def live_stacks(replay: Replay, index: int) -> dict[int, Tally]:
+    """Sum up by stack what the program holds right after entry ``index``; the bytes add up to allocated memory."""
+    return tally(replay, replay.live_at(index))
+
+
+def largest(replay: Replay, index: int, most: int) -> list[int]:
+    """List the largest allocations that live right after entry ``index``."""
+    of = replay.allocations
+    return sorted(replay.live_at(index), key=lambda number: (-of.sizes[number], number))[:most]
+
+
+class Between(NamedTuple):
+    """What happened from right after entry ``first`` to right after entry ``last``; allocations by number."""
+
+    first: int
+    last: int
+    stayed: list[int]
+    """Allocated in between and still held at the end of it."""
+    gone: list[int]
+    """Held at its beginning and freed in between."""
+    came_and_went: list[int]
+    """Both allocated and freed in between."""
+
+    def sizes(self, replay: Replay) -> tuple[int, int, int]:
+        """Sum each of the three up, bytes."""
+        sizes = replay.allocations.sizes
+        stayed, gone, passed = (
+            sum(sizes[number] for number in part) for part in (self.stayed, self.gone, self.came_and_went)
+        )
+        return stayed, gone, passed
+
+
+def between(replay: Replay, one: int, other: int) -> Between:
+    """Compare two moments; their order does not matter."""
+    first, last = sorted((one, other))
+    of = replay.allocations
+    stayed: list[int] = []
+    gone: list[int] = []
+    passed: list[int] = []
+    for number, (begin, freed) in enumerate(zip(of.begins, of.freed, strict=True)):
+        if first < begin <= last:
+            (stayed if freed > last else passed).append(number)
+        elif begin <= first < freed <= last:
+            gone.append(number)
+    return Between(first, last, stayed, gone, passed)
+
+
+class Change(NamedTuple):
+    """How a stack differs between two snapshots; positive where the second has more."""
+
+    frames: tuple[Frame, ...]
+    bytes: int
+    blocks: int
+    before: Tally
+    after: Tally
+
+
+def difference(before: Replay, first: int, after: Replay, second: int) -> list[Change]:
+    """Compare what lives at a moment of one snapshot with a moment of another by stack, largest change first.
+
+    Stacks are the same when their functions, files and lines are; addresses mean nothing across processes.
+    """
+    tallies = [
+        {tuple(replay.snapshot.frames_of(stack)): found for stack, found in live_stacks(replay, index).items()}
+        for replay, index in ((before, first), (after, second))
+    ]
+    none = Tally(0, 0)
+    changes: list[Change] = []
+    for frames in {**tallies[0], **tallies[1]}:
+        old, new = tallies[0].get(frames, none), tallies[1].get(frames, none)
+        if old != new:
+            changes.append(Change(frames, new.bytes - old.bytes, new.blocks - old.blocks, old, new))
+    return sorted(changes, key=lambda change: (-abs(change.bytes), change.frames))
+
+
+class Oom(NamedTuple):
+    """An allocation that failed, and how things stood."""
+
+    device: int
+    entry: int
+    requested_bytes: int
+    """The block or segment that was sought, rounded as the error message says it."""
+    device_free_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    free_bytes: int
+    largest_free_block_bytes: int
+    usable_free_bytes: int
+    """Free in blocks of the pool and stream of the request."""
+    kind: str
+    """``fragmentation``, ``limit`` or ``too_large``."""
+    verdict: str
+    stack: int
+
+
+def find_oom(replay: Replay) -> Oom | None:
+    """Describe the last out-of-memory error of the trace, if there is one."""
+    index = replay.oom_index()
+    if index is None:
+        return None
+    asked = columns(replay.trace.sizes, "q")[index]
+    stream = columns(replay.trace.streams, "q")[index]
+    device_free = replay.trace.device_free.get(index, 0)
+    pieces = layout_at(replay, index)
+    usable = [piece for piece in pieces if _serves(piece, asked, stream)]
+    reserved = replay.at(replay.reserved, index)
+    allocated = replay.at(replay.allocated, index)
+    free = sum(piece.free_bytes for piece in pieces)
+    kind, verdict = _verdict(asked, device_free, usable, reserved)
+    verdict += f". {_holder(replay, index, allocated)}" if allocated else ""
+    return Oom(
+        replay.device, index, asked, device_free, allocated, reserved, free,
+        max((piece.largest_free_bytes for piece in pieces), default=0), sum(piece.free_bytes for piece in usable),
+        kind, verdict, columns(replay.trace.stacks, "I")[index],
+    )  # fmt: skip
+
+
+def _serves(piece: Piece, asked: int, stream: int) -> bool:
+    return piece.stream == stream and not piece.pool and piece.small == (asked <= SMALL_MOST)
+
+
+def _verdict(asked: int, device_free: int, usable: list[Piece], reserved: int) -> tuple[str, str]:
+    free = sum(piece.free_bytes for piece in usable)
+    largest_free = max((piece.largest_free_bytes for piece in usable), default=0)
+    pieces = sum(1 for piece in usable for block in piece.blocks if block.state == FREE)
+    if free >= asked > largest_free:
+        expandable = any(piece.expandable for piece in usable)
+        mend = "" if expandable else "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True would let them be one"
+        return "fragmentation", (
+            f"fragmentation: {gib(asked)} was asked for and {gib(free)} of reserved memory was free, but in {pieces:,} "
+            f"pieces of at most {gib(largest_free)}{mend}"
+        )
+    if device_free >= asked:
+        return "limit", (
+            f"a limit on this process, not a full device: {gib(asked)} was asked for while the device had "
+            f"{gib(device_free)} free; with {gib(reserved)} reserved it would have passed a limit such as "
+            f"torch.cuda.set_per_process_memory_fraction sets (less likely, the driver could not map that much)"
+        )
+    short = asked - device_free - free
+    also = f" and {gib(free)} of reserved memory, at most {gib(largest_free)} of it in one piece" if free else ""
+    if short <= 0:
+        return "fragmentation", (
+            f"fragmentation: {gib(asked)} was asked for; {gib(device_free)} of the device was free{also}: enough "
+            "together, but never in one piece; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets them be one"
+        )
+    return "too_large", (
+        f"too large: {gib(asked)} was asked for, but only {gib(device_free)} of the device was free{also}: "
+        f"{gib(short)} short"
+    )
+
+
+def _holder(replay: Replay, index: int, allocated: int) -> str:
+    stacks = live_stacks(replay, index)
+    stack, most = next(iter(stacks.items()))
+    share = most.bytes / allocated * 100
+    times = f" in {most.blocks:,} blocks" if most.blocks > 1 else ""
+    where = place(replay.snapshot, stack)
+    return f"The most is held by {where}: {gib(most.bytes)}{times}, {share:.0f} % of what is allocated"
+
+
+def place(snapshot: Snapshot, stack: int) -> str:
+    """Name a stack in one phrase: its innermost call, and the innermost one of the person's own code."""
+    frames = snapshot.frames_of(stack)
+    if not frames:
+        return "no stack recorded (allocated before the recording began, or without stacks)"
+    inner = frames[0]
+    own = next((frame for frame in frames if not library_of(frame.filename)), None)
+    text = frame_words(inner).replace("  ", " ")
+    return text if own is None or own == inner else f"{text} (from {frame_words(own).replace('  ', ' ')})"

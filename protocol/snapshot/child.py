@@ -1,0 +1,65 @@
+"""The process that unpickles: ``python -m ftmon.protocol.snapshot.child FILE`` writes the columns to stdout.
+
+Restricting what a pickle may name does not bound what it may cost: one opcode can ask for gigabytes, and a tuple nested
+a million times overflows the C stack when it is hashed. Here either ends this process alone. It also gives the memory
+of the million dictionaries back to the system.
+"""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from .columns import compact
+from .errors import SnapshotError
+from .unpickle import read_pickle
+
+REFUSED = 3
+_PER_BYTE, _SPARE = 100, 2**30
+"""Memory granted: a pickle's byte makes at most some 70 bytes of objects (an empty dictionary, kept in a list)."""
+_UNPACKING = 30
+_MOST_MEMORY = 64 * 2**30
+
+
+def main() -> int:
+    """Read, compact, write; a refusal is one line on stderr and status ``REFUSED``."""
+    path = Path(sys.argv[1])
+    try:
+        _limit_memory(path)
+        data = msgspec.msgpack.encode(compact(read_pickle(path), str(path)))
+    except (SnapshotError, OSError) as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except (MemoryError, RecursionError):
+        print(f"{path}: refused: it asks for far more memory than its size justifies", file=sys.stderr)
+        return REFUSED
+    with open(sys.stdout.fileno(), "wb", closefd=False) as out:
+        out.write(data)
+        out.flush()
+    # The interpreter would first take a million dictionaries apart.
+    os._exit(0)
+
+
+def _limit_memory(path: Path) -> None:
+    """Let a small file use little; where the system has no such limit, the size of the file is the only one."""
+    try:
+        import resource
+    except ImportError:
+        return
+    most = min(_MOST_MEMORY, path.stat().st_size * _PER_BYTE * (_UNPACKING if _packed(path) else 1) + _SPARE)
+    with contextlib.suppress(ValueError, OSError):
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        if hard == resource.RLIM_INFINITY or hard > most:
+            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _packed(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"\x1f\x8b"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Opening snapshot files: real ones, old formats, and everything that is to be refused in one line."""
+
+import contextlib
+import gzip
+import os
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from caching_allocator import MIB, CachingAllocator
+from ftmon.protocol.snapshot.columns import compact
+from ftmon.protocol.snapshot.errors import SnapshotError
+from ftmon.protocol.snapshot.reader import open_snapshot
+from ftmon.protocol.snapshot.replay import Replay
+from ftmon.protocol.snapshot.unpickle import read_pickle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+def small() -> dict[str, Any]:
+    allocator = CachingAllocator()
+    allocator.alloc(3 * MIB, frames=[{"name": "f", "filename": "train.py", "line": 3}])
+    return allocator.snapshot()
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(SnapshotError) as caught:
+        open_snapshot(path)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.startswith(str(path))
+    assert caught.value.exit_status == 2
+    return text
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_any_pickle_protocol_is_read_packed_or_not(tmp_path: Path, protocol: int) -> None:
+    data = pickle.dumps(small(), protocol)
+    for name, content in (("plain", data), ("packed", gzip.compress(data))):
+        (tmp_path / name).write_bytes(content)
+        assert Replay(open_snapshot(tmp_path / name), 0).allocated[-1] == 20 * MIB - 17 * MIB
+
+
+class _Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch /tmp/ftmon-snapshot-was-run",)
+
+
+def test_a_pickle_that_would_run_code_is_refused_and_runs_none(tmp_path: Path) -> None:
+    path = tmp_path / "evil.pickle"
+    path.write_bytes(pickle.dumps({"segments": [_Runs()]}))
+    assert "would run code" in refusal(path)
+    assert not Path("/tmp/ftmon-snapshot-was-run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("class", b"cbuiltins\neval\n."),
+        ("stack-global", pickle.dumps(pytest.approx)),
+        ("persistent", b"Pthing\n."),
+        ("instance", b"(ios\nsystem\n."),
+    ],
+)
+def test_every_way_to_name_code_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert "would run code" in refusal(path)
+
+
+def test_a_truncated_file_is_refused_as_cut_short(tmp_path: Path) -> None:
+    plain = pickle.dumps(small())
+    packed = gzip.compress(plain)
+    for name, content in (("plain", plain[: len(plain) // 2]), ("packed", packed[: len(packed) // 2])):
+        path = tmp_path / name
+        path.write_bytes(content)
+        assert "cut short" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "empty"),
+        (b"hello, this is no pickle at all", "not a memory snapshot"),
+        (b"PK\x03\x04rest", "zip file"),
+        (b"\x1f\x8b\x08\x00" + b"garbage" * 20, "gzip data is damaged"),
+        (pickle.dumps([1, 2, 3]), "not a memory snapshot"),
+        (pickle.dumps({"model": {}}), "without 'segments'"),
+        (pickle.dumps({"segments": [{"total_size": "many"}]}), "not a memory snapshot"),
+        (pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "size": 1 << 80}]]}), "not a memory"),
+        (pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "size": -5}]]}), "not a memory"),
+        (pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "frames": [7]}]]}), "not a memory"),
+        (pickle.dumps({"segments": [], "device_traces": {"a": 1}}), "not a memory snapshot"),
+    ],
+)
+def test_what_is_no_snapshot_is_refused_in_words(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    assert words in refusal(path)
+
+
+def test_a_directory_a_missing_file_and_a_pipe_are_refused_in_words(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "a directory" in refusal(tmp_path)
+    assert "no such file" in refusal(tmp_path / "nowhere")
+    assert "not a regular file" in refusal(tmp_path / "pipe")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+def test_a_file_without_permission_is_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(pickle.dumps(small()))
+    path.chmod(0)
+    assert "no permission" in refusal(path)
+
+
+HOSTILE = {
+    # One opcode asks for a memo of two thousand million entries.
+    "memo": b"\x80\x02]r\xff\xff\xff\x7f.",
+    # A tuple nested three million times overflows the C stack when it is hashed.
+    "nested": b"\x80\x02})" + b"\x85" * 3_000_000 + b"Ns.",
+    "string": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b".",
+    "bytearray": b"\x80\x05\x96" + struct.pack("<Q", 1 << 50) + b".",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_pickles_made_to_break_the_reader_are_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(HOSTILE[name])
+    assert refusal(path)
+
+
+def test_a_file_that_unpacks_to_more_than_the_bound_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.gz"
+    path.write_bytes(gzip.compress(bytes(3 * MIB)))
+    with pytest.raises(SnapshotError, match="unpacks to more than"):
+        read_pickle(path, most_bytes=2 * MIB)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=300)
+def test_a_damaged_snapshot_is_read_or_refused_but_never_anything_else(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    content = bytearray(pickle.dumps(small(), data.draw(st.integers(0, 5))))
+    # No opcode that asks for memory by a number: those are for the child process alone.
+    for _ in range(data.draw(st.integers(1, 6))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.sampled_from(b"\x00.(0t}]NK\x85\x94seuh"))
+    path = tmp_path_factory.getbasetemp() / "fuzzed"
+    path.write_bytes(content)
+    with contextlib.suppress(SnapshotError):
+        Replay(compact(read_pickle(path), "fuzzed"), 0)
+
+
+def test_missing_keys_of_older_versions_are_no_error() -> None:
+    snapshot = small()
+    for entry in snapshot["device_traces"][0]:
+        del entry["time_us"], entry["frames"]
+    for segment in snapshot["segments"]:
+        del segment["segment_pool_id"], segment["is_expandable"], segment["frames"]
+        for block in segment["blocks"]:
+            del block["frames"], block["address"]
+    replay = Replay(compact(snapshot, "old"), 0)
+    assert replay.allocated[-1] == 3 * MIB
+    assert compact(snapshot["segments"], "a list").devices() == [0]
+
+
+def test_blocks_with_a_history_keep_their_request_and_stack() -> None:
+    snapshot = small()
+    for block in snapshot["segments"][0]["blocks"]:
+        frames, asked = block.pop("frames"), block.pop("requested_size")
+        if asked:
+            block["history"] = [{"real_size": asked - 100, "frames": frames}]
+    read = compact({"segments": snapshot["segments"]}, "old")
+    replay = Replay(read, 0)
+    assert replay.requested[-1] == 3 * MIB - 100
+    assert read.frames[0].filename == "train.py"
+
+
+def test_several_devices_each_have_their_own_replay() -> None:
+    one, other = CachingAllocator(device=0), CachingAllocator(device=2)
+    one.alloc(MIB)
+    other.alloc(7 * MIB)
+    first, second = one.snapshot(), other.snapshot()
+    traces = [first["device_traces"][0], [], second["device_traces"][2]]
+    read = compact({"segments": first["segments"] + second["segments"], "device_traces": traces}, "both")
+    assert read.devices() == [0, 2]
+    assert [Replay(read, device).allocated[-1] for device in (0, 2)] == [MIB, 7 * MIB]
+
+
+def test_names_that_would_write_to_the_terminal_are_made_harmless() -> None:
+    allocator = CachingAllocator()
+    allocator.alloc(512, frames=[{"name": "\x1b]0;title\x07f\ud800", "filename": "a\nb.py", "line": 1}])
+    frame = compact(allocator.snapshot(), "made").frames[0]
+    assert frame.name.isprintable()
+    assert frame.filename.isprintable()
+    frame.name.encode()

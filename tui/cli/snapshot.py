@@ -1,0 +1,52 @@
+"""``ftmon snapshot``: a PyTorch memory snapshot printed as JSON or text."""
+
+from argparse import Namespace
+
+import msgspec
+
+from ...protocol.errors import UsageError
+from ...protocol.snapshot.reader import open_snapshot
+from ...protocol.snapshot.replay import Replay
+from ...protocol.snapshot.report import difference_report, report
+from . import terminal
+
+
+def explore(arguments: Namespace) -> int:
+    """Print a snapshot, or two and their difference.
+
+    Raises:
+        SnapshotError: a file cannot be opened as one.
+        UsageError: the device asked for is not in it.
+    """
+    files = [arguments.file, *([arguments.second] if arguments.second else [])]
+    opened = [_replays(file, arguments.device) for file in files]
+    reports = [report(replays[0].snapshot, replays, arguments.top) for replays in opened]
+    if arguments.json:
+        # Of two files the second is described, as how things are now, and what is different about it.
+        result = reports[-1] if len(reports) == 1 else reports[-1] | {"difference": _difference(opened, arguments.top)}
+        print(msgspec.json.format(msgspec.json.encode(result)).decode())
+        return 0
+    from .snapshot_text import difference_lines, lines
+
+    text = lines(opened[-1], arguments.top)
+    if len(opened) == 2:
+        text = [*difference_lines(opened[0], opened[1], arguments.top), "", *text]
+    for line in text:
+        print(line.encode("ascii", "replace").decode() if _ascii(arguments) else line)
+    return 0
+
+
+def _replays(file: str, device: int | None) -> list[Replay]:
+    snapshot = open_snapshot(file)
+    devices = snapshot.devices()
+    if device is not None and device not in devices:
+        raise UsageError(f"{file}: no device {device} in it, only {', '.join(map(str, devices))}")
+    return [Replay(snapshot, one) for one in devices if device in (None, one)]
+
+
+def _difference(opened: list[list[Replay]], top: int) -> dict[str, object]:
+    return {"before": opened[0][0].snapshot.path, **difference_report(opened[0], opened[1], top)}
+
+
+def _ascii(arguments: Namespace) -> bool:
+    return arguments.ascii or terminal.wants_ascii()
