@@ -143,6 +143,11 @@ def test_wrong_commands_are_refused_in_words():
         answer = app.answer()
         assert answer.id == "x"
         assert "protocol 3.1" in answer.text
+        # A string that is no UTF-8: refused like any other damage, and the hub goes on.
+        broken = msgspec.msgpack.encode({"type": "command", "id": "y", "verb": "pin?"}).replace(b"pin?", b"pin\xff")
+        app.control.send_multipart([msgspec.msgpack.encode({"v": [1, 0], "src": "app", "seq": 2, "t": 0.0}), broken])
+        assert not app.answer().ok
+        assert app.command("ping").ok
 
 
 def test_stacks_are_taken_from_those_that_answer_and_the_others_are_named():

@@ -1,5 +1,7 @@
 """``python -m ftmon.trainer.hub RUNDIR``: serve one run until it is over."""
 
+import contextlib
+import resource
 import sys
 
 from ...protocol.errors import FtmonError
@@ -18,10 +20,18 @@ def main(argv: list[str]) -> int:
         run.check()
         if already_over(run):
             return 0
+        _allow_many_peers()
         return Hub(run).run()
     except FtmonError as error:
         print(error, file=sys.stderr)
         return error.exit_status
+
+
+def _allow_many_peers() -> None:
+    """Raise the soft limit of open files to the hard one: every rank and app holds a few of the hub's."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from ...protocol.errors import FtmonError, ProtocolError, UsageError
 from ...protocol.process import is_alive
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import Hello
-from ...protocol.wire import Message
+from ...protocol.wire import UNREADABLE, Message
 from .. import processes
 from ..intent import write_intent
 from .killer import Kill, Outcome, Target
@@ -281,7 +281,7 @@ def _id_of(body: bytes) -> str:
     """Find the id in a body that could not be decoded, so that its sender knows what was refused."""
     try:
         found = msgspec.msgpack.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         return ""
     return str(found.get("id", "")) if isinstance(found, dict) else ""
 

@@ -53,10 +53,7 @@ class Remote:
         for channel, address in addresses.items():
             socket = sockets.hub_socket(context, channel)
             self.sockets[channel] = socket
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
-            socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
-            socket.setsockopt(zmq.ZAP_DOMAIN, keys.ZAP_DOMAIN.encode())
+            sockets.secure_server(socket, pair)
             sockets.bind(socket, address)
         self.addresses = addresses
         self.server_key = pair.public
