@@ -1,7 +1,9 @@
 """What a batch is made of: its shape, samples, and tokens with and without the pads."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
+
+import torch
 
 from . import values
 from .raw import Notes
@@ -77,8 +79,8 @@ def _find(value: Any) -> tuple[Any, Any, bool]:
     return None, None, False
 
 
-def _is_tensor(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "is_floating_point") and hasattr(value, "detach")
+def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor)
 
 
 def _looks_like_ids(tensor: Any) -> bool:

@@ -101,7 +101,7 @@ def fold(raw: StepRaw, rank: int, read: Callable[[Any], Reading], dropped: int) 
         read: the memory back end's ``read``.
         dropped: messages this probe has dropped so far.
     """
-    marks = raw.marks
+    marks = lend_events(raw.marks)
     readings = resolve([None if mark.memory is None else read(mark.memory) for mark in marks])
     origin = next((mark for mark in marks if mark.phase and mark.phase != "init"), marks[0])
     host_us = (marks[-1].ns - origin.ns) // 1000
@@ -139,6 +139,15 @@ def fold(raw: StepRaw, rank: int, read: Callable[[Any], Reading], dropped: int) 
         probe_us=raw.cost_ns // 1000,
         dropped=dropped,
     )
+
+
+def lend_events(marks: list[Mark]) -> list[Mark]:
+    """Give marks that are a time alone the device event of the next mark: nothing is launched in between."""
+    found = list(marks)
+    for place in range(len(found) - 2, -1, -1):
+        if found[place].memory is None:
+            found[place] = found[place]._replace(event=found[place + 1].event)
+    return found
 
 
 def resolve(readings: list[Reading | None]) -> list[Reading]:

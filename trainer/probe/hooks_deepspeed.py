@@ -70,7 +70,16 @@ def _describe(engine: Any, known: dict[str, Any]) -> dict[str, Any]:
 def _making(original: Any) -> Callable[..., Any]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         become_rank()
-        original(self, *args, **kwargs)
+        probe = active.probe
+        before = probe is not None and probe.engine_steps
+        if probe is not None:
+            # Some optimizers step on zero gradients while they are made (bf16, stage 0): no step of the training.
+            probe.engine_steps = True
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            if probe is not None:
+                probe.engine_steps = before
         if getattr(self, "optimizer", None) is not None:
             attach(self)
 

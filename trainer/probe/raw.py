@@ -13,7 +13,7 @@ class Mark(NamedTuple):
     memory: Any
     """The memory back end's raw sample, its peaks those since the mark before; None: the next mark's figures serve."""
     event: Any
-    """A recorded CUDA event, or None."""
+    """A recorded CUDA event, or None; where ``memory`` is None too, the next mark's event serves."""
     collectives: int
     """Collective calls entered so far."""
     collective_ns: int

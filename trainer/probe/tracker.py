@@ -158,7 +158,7 @@ class Tracker:
         start = perf_counter_ns()
         if self.light and phase in LIGHT_PHASES:
             counts = self.counts
-            self.marks.append(Mark(phase, start, None, self.mark_event(), counts.entered, counts.host_ns))
+            self.marks.append(Mark(phase, start, None, None, counts.entered, counts.host_ns))
         else:
             self.marks.append(self._mark(phase, start))
         self.phase, self.phase_ns = phase, start

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 
+_NUMBERS = (int, float)
 _POOLED_SHAPES = 32
 _POOLED_EACH = 256
 
@@ -23,7 +24,7 @@ def fetch(value: Any) -> Any:
     Args:
         value: a Python number, or a tensor of one element on any device.
     """
-    if value is None or isinstance(value, int | float):
+    if value is None or isinstance(value, _NUMBERS):
         return value
     tensor: Any = value.detach() if hasattr(value, "detach") else None
     if tensor is None or tensor.numel() != 1:
@@ -77,7 +78,7 @@ def _to_pinned(tensor: Any) -> Any:
 
 
 def _give_back(value: Any) -> None:
-    if isinstance(value, int | float):
+    if isinstance(value, _NUMBERS):
         return
     key = (value.dtype, value.shape)
     free = _pool.get(key)
