@@ -154,6 +154,15 @@ def test_an_update_that_the_loss_scaler_skips_is_a_step_with_overflow_and_losses
     assert all(step.loss < 10 for step in steps if not step.overflow)
 
 
+def test_an_update_that_deepspeed_makes_while_it_starts_is_no_step(collector, monkeypatch):
+    monkeypatch.setenv("BF16", "1")
+    monkeypatch.setenv("STAGE", "0")
+    collector.start(*deepspeed(1), SCRIPTS / "deepspeed_loop.py").finish()
+    steps = collector.of(Step)
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    assert all(step.phase("forward") and step.phase("backward") for step in steps)
+
+
 def test_dataloader_workers_are_no_ranks(collector):
     single(collector, "workers").finish()
     assert collector.job.returncode == 0, collector.output()
