@@ -44,7 +44,7 @@ def await_frameworks() -> None:
 
 def _on_torch(_module: ModuleType) -> None:
     from . import collectives, hooks_torch
-    from .probe import begin_rank
+    from .begin import begin_rank
 
     hooks_torch.install()
     collectives.install()

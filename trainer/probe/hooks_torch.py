@@ -120,7 +120,7 @@ def become_rank() -> None:
     if os.environ.get(RANK_PID_ENV) or not os.environ.get("FTMON_RUN"):
         return
     from .about import About
-    from .probe import begin_rank
+    from .begin import begin_rank
     from .redirect import redirect_output
 
     os.environ[RANK_PID_ENV] = str(os.getpid())

@@ -5,7 +5,6 @@ Methods that hooks call are guarded: whatever goes wrong in them switches the pr
 """
 
 import functools
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
@@ -376,26 +375,3 @@ class Probe:
 
     def _finish_step(self, raw: StepRaw) -> None:
         self.hand_over(raw)
-
-
-def begin_rank(sends_logs: bool = False) -> Probe | None:
-    """Make this process's probe and start its publisher; returns the one that is there when there is one already."""
-    if active.probe is not None or active.forked:
-        return active.probe
-    run = os.environ.get("FTMON_RUN")
-    if not run:
-        return None
-    try:
-        from . import ending
-        from .publisher import Publisher
-
-        probe = Probe(About.of_this_process(), sends_logs)
-        publisher = Publisher(probe, run)
-        ending.install(probe, publisher)
-        active.probe = probe
-        probe.say_hello()
-        publisher.start()
-    except Exception as error:
-        guard.log_error("cannot start the probe", error)
-        return None
-    return probe

@@ -14,7 +14,7 @@ from ...protocol.rundir import RUN_ENV, RunDir
 from . import guard
 from .activate import await_frameworks, leave_to_parent
 from .api import Probe, current
-from .probe import begin_rank
+from .begin import begin_rank
 from .roles import RANK_PID_ENV
 
 
