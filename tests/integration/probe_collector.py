@@ -28,6 +28,7 @@ class Collector:
         self.messages = []
         self.headers = []
         self.answers = []
+        self.commands = 0
         self.job = None
 
     def environment(self, **extra):
@@ -74,7 +75,10 @@ class Collector:
         return self
 
     def command(self, identity, verb, **args):
-        self.ranks.send_multipart([identity.encode(), *wire.encode("hub", 1, time.time(), Command("c1", verb, args))])
+        self.commands += 1
+        command = Command(f"c{self.commands}", verb, args)
+        self.ranks.send_multipart([identity.encode(), *wire.encode("hub", 1, time.time(), command)])
+        return command.id
 
     def finish(self, seconds=120):
         """Receive until the job has ended and everything it sent has come."""
