@@ -1,6 +1,5 @@
 """From a trace and the blocks that stand at its end: every allocation of the window, with its span and its size."""
 
-from array import array
 from bisect import bisect_right, insort
 
 from .model import (
@@ -34,14 +33,14 @@ class Allocations:
         trace = snapshot.trace(device)
         self.trace = trace if trace is not None else Trace(device, b"", b"", b"", b"", b"", b"", b"")
         self.entries = len(self.trace)
-        self.begins: array[int] = array("q")
-        self.freed: array[int] = array("q")
-        self.ends: array[int] = array("q")
-        self.addresses: array[int] = array("Q")
-        self.requested: array[int] = array("q")
-        self.sizes: array[int] = array("q")
-        self.stacks: array[int] = array("I")
-        self.numbers: array[int] = array("q", [-1]) * self.entries
+        self.begins: list[int] = []
+        self.freed: list[int] = []
+        self.ends: list[int] = []
+        self.addresses: list[int] = []
+        self.requested: list[int] = []
+        self.sizes: list[int] = []
+        self.stacks: list[int] = []
+        self.numbers: list[int] = [-1] * self.entries
         """Of each entry, the allocation that it begins, frees or ends; -1 for other entries."""
         self.lost: dict[int, list[int]] = {}
         """Allocations whose end was not recorded, by the entry at which they must have been gone."""
@@ -70,15 +69,25 @@ class Allocations:
         self._open: dict[int, int] = {}
         live = self._open
         get, pop = live.get, live.pop
+        never, begins = self.entries, self.begins
+        begin_at, free_at, end_at = begins.append, freed.append, ends.append
+        lie_at, ask_for, come_from = self.addresses.append, self.requested.append, self.stacks.append
         entries = zip(trace.actions, addresses, sizes, strict=True)
         for index, (action, address, size) in enumerate(entries):
             if action == ALLOC:
                 if address in live:
                     self._lose(live[address], index)
-                live[address] = numbers[index] = self._new(index, address, size, stacks[index])
+                # As _new does, without a call for each of hundreds of thousands.
+                live[address] = numbers[index] = len(begins)
+                begin_at(index)
+                free_at(never)
+                end_at(never)
+                lie_at(address)
+                ask_for(size)
+                come_from(stacks[index])
             elif action == FREE_REQUESTED:
                 number = get(address)
-                if number is None or freed[number] < self.entries:
+                if number is None or freed[number] < never:
                     if number is not None:
                         self._lose(number, index)
                     number = live[address] = self._new(BEFORE, address, size, 0)
@@ -90,7 +99,7 @@ class Allocations:
                     # It was freed before the window began, and waited for a stream.
                     number = self._new(BEFORE, address, size, 0)
                     freed[number] = BEFORE
-                elif freed[number] == self.entries:
+                elif freed[number] == never:
                     freed[number] = index
                 ends[number] = index
                 numbers[index] = number
@@ -133,7 +142,7 @@ class Allocations:
     def _size(self, snapshot: Snapshot) -> None:
         """Give every allocation the size of its block."""
         divisions = snapshot.divisions if any(part > 1 for part in snapshot.divisions) else []
-        self.sizes = array("q", [round_size(size, divisions) for size in self.requested])
+        self.sizes = [round_size(size, divisions) for size in self.requested]
         large = {number for number, size in enumerate(self.sizes) if size > SMALL_MOST}
         for number, size in self._known.items():
             self.sizes[number] = size

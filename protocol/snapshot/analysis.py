@@ -12,6 +12,9 @@ from .replay import Replay
 from .rounding import SMALL_MOST
 from .stacks import Tally, frame_words, library_of
 
+NO_STACK = "no Python stack recorded"
+"""Of what was allocated before the window, by C++ threads such as the backward pass has, or without stacks."""
+
 
 def tally(replay: Replay, numbers: Iterable[int]) -> dict[int, Tally]:
     """Sum allocations up by stack, most bytes first."""
@@ -189,7 +192,7 @@ def place(snapshot: Snapshot, stack: int) -> str:
     """Name a stack in one phrase: its innermost call, and the innermost one of the person's own code."""
     frames = snapshot.frames_of(stack)
     if not frames:
-        return "no stack recorded (allocated before the recording began, or without stacks)"
+        return NO_STACK
     inner = frames[0]
     own = next((frame for frame in frames if not library_of(frame.filename)), None)
     text = frame_words(inner).replace("  ", " ")

@@ -11,7 +11,6 @@ from .model import (
     SEGMENT_ALLOC,
     SEGMENT_FREE,
     SEGMENT_MAP,
-    SEGMENT_UNMAP,
 )
 from .replay import Replay
 from .rounding import SMALL_MOST
@@ -97,10 +96,10 @@ def _segments_at(replay: Replay, index: int) -> list[Piece]:
     addresses, sizes, streams = (
         columns(trace.addresses, "Q"), columns(trace.sizes, "q"), columns(trace.streams, "q"),
     )  # fmt: skip
-    for entry in range(replay.last, index, -1):
+    for entry in reversed(replay.segment_entries):
+        if entry <= index:
+            break
         action, address, size = trace.actions[entry], addresses[entry], sizes[entry]
-        if action < SEGMENT_ALLOC or action > SEGMENT_UNMAP:
-            continue
         if action == SEGMENT_ALLOC:
             pieces.pop(address, None)
         elif action == SEGMENT_FREE:

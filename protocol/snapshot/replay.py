@@ -41,6 +41,8 @@ class Replay:
         self.allocations = Allocations(snapshot, device)
         self.trace = self.allocations.trace
         self.entries = len(self.trace)
+        self.segment_entries = [index for index, action in enumerate(self.trace.actions) if action in RESERVES]
+        """The entries that change segments."""
         self._curves()
         self.peak_bytes = max(self.allocated)
         self.peak_index = self.allocated.index(self.peak_bytes) - 1
@@ -75,9 +77,8 @@ class Replay:
         )
         sizes, actions = columns(self.trace.sizes, "q"), self.trace.actions
         changes = [0] * (self.entries + 1)
-        for index, action in enumerate(actions):
-            if action >= SEGMENT_ALLOC and action in RESERVES:
-                changes[index + 1] = RESERVES[action] * sizes[index]
+        for index in self.segment_entries:
+            changes[index + 1] = RESERVES[actions[index]] * sizes[index]
         end = sum(segment.size for segment in self.snapshot.segments if segment.device == self.device)
         changes[0] = max(0, end - sum(changes))
         self.reserved = array("q", accumulate(changes))

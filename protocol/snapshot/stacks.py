@@ -50,18 +50,18 @@ def frame_words(frame: Frame) -> str:
 class Node:
     """A call, or a run of library calls folded into one, and what was allocated at it and below."""
 
-    __slots__ = ("bytes", "children", "count", "frames")
+    __slots__ = ("blocks", "bytes", "children", "frames")
 
     def __init__(self, frames: tuple[int, ...]) -> None:
         self.frames = frames
         """Frame indices, outermost first; more than one where library frames are folded."""
         self.bytes = 0
-        self.count = 0
+        self.blocks = 0
         self.children: dict[tuple[int, ...], Node] = {}
 
     def ordered(self) -> list["Node"]:
         """List what lies below, most bytes first (for a difference: furthest from zero)."""
-        return sorted(self.children.values(), key=lambda node: (-abs(node.bytes), -node.count))
+        return sorted(self.children.values(), key=lambda node: (-abs(node.bytes), -node.blocks))
 
 
 def stack_tree(snapshot: Snapshot, tallies: Mapping[int, Tally], fold: bool = True, find: str = "") -> Node:
@@ -80,14 +80,14 @@ def stack_tree(snapshot: Snapshot, tallies: Mapping[int, Tally], fold: bool = Tr
             continue
         node = root
         node.bytes += tally.bytes
-        node.count += tally.blocks
+        node.blocks += tally.blocks
         for key in _path(snapshot.stacks[stack], library):
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = Node(key)
             node = child
             node.bytes += tally.bytes
-            node.count += tally.blocks
+            node.blocks += tally.blocks
     return root
 
 

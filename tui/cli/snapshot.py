@@ -1,5 +1,6 @@
-"""``ftmon snapshot``: a PyTorch memory snapshot printed as JSON or text."""
+"""``ftmon snapshot``: a PyTorch memory snapshot explored in the terminal, or printed as JSON or text."""
 
+import sys
 from argparse import Namespace
 
 import msgspec
@@ -12,14 +13,24 @@ from . import terminal
 
 
 def explore(arguments: Namespace) -> int:
-    """Print a snapshot, or two and their difference.
+    """Open a snapshot, or two to compare: in the app where a terminal can show it, else as text.
 
     Raises:
         SnapshotError: a file cannot be opened as one.
         UsageError: the device asked for is not in it.
     """
+    as_text = arguments.text
+    if not arguments.json and not as_text and (reason := terminal.why_no_app()):
+        as_text = True
+        if sys.stderr.isatty():
+            print(f"ftmon: {reason}; text instead", file=sys.stderr)
     files = [arguments.file, *([arguments.second] if arguments.second else [])]
     opened = [_replays(file, arguments.device) for file in files]
+    if not arguments.json and not as_text:
+        from ..screens.snapshot.app import run_explorer
+
+        run_explorer(opened[-1], opened[0] if len(opened) > 1 else [], ascii_only=_ascii(arguments))
+        return 0
     reports = [report(replays[0].snapshot, replays, arguments.top) for replays in opened]
     if arguments.json:
         # Of two files the second is described, as how things are now, and what is different about it.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ...protocol.snapshot.analysis import difference, find_oom, largest, live_stacks, place
+from ...protocol.snapshot.analysis import NO_STACK, difference, find_oom, largest, live_stacks, place
 from ...protocol.snapshot.layout import fragmentation, layout_at
 from ...protocol.snapshot.model import Snapshot
 from ...protocol.snapshot.replay import Replay
@@ -59,10 +59,10 @@ def _tree(snapshot: Snapshot, root: Node, most: int) -> Iterator[str]:
         node, depth = waiting.pop()
         left -= 1
         words = node_words(snapshot, node)
-        yield f"  {gib(node.bytes):>12} {node.count:>7,}  {'  ' * depth}{words}"
+        yield f"  {gib(node.bytes):>12} {node.blocks:>7,}  {'  ' * depth}{words}"
         waiting += [(child, depth + 1) for child in reversed(node.ordered())]
     if root.bytes and not root.children:
-        yield f"  {gib(root.bytes):>12} {root.count:>7,}  no stacks were recorded"
+        yield f"  {gib(root.bytes):>12} {root.blocks:>7,}  no stacks were recorded"
     if waiting:
         yield f"  {'':>12} {'':>7}  and {len(waiting):,} branches more (--top shows more)"
 
@@ -82,7 +82,7 @@ def difference_lines(before: list[Replay], after: list[Replay], top: int) -> lis
         )
         for change in difference(old, old.last, new, new.last)[:top]:
             where = " < ".join(frame_words(frame).replace("  ", " ") for frame in change.frames[:3])
-            told.append(f"  {_signed(change.bytes):>13} {change.blocks:>+7,}  {where or 'no stack recorded'}")
+            told.append(f"  {_signed(change.bytes):>13} {change.blocks:>+7,}  {where or NO_STACK}")
     told += [
         f"device {new.device}: only in the second" for new in after if new.device not in {o.device for o in before}
     ]

@@ -1,0 +1,38 @@
+"""Help of the snapshot explorer."""
+
+from textual.binding import Binding
+
+from ...widgets.line import Line
+from ..help import HelpScreen
+
+_FIGURES = (
+    ("alloc", "blocks the program holds, rounding included"),
+    ("active", "the same, and freed blocks that wait for a stream"),
+    ("req", "what the program asked for, of active blocks"),
+    ("rsvd", "segments got from the driver"),
+)
+
+
+class SnapshotHelp(HelpScreen):
+    """Explains the explorer: its signs, its figures and its own keys only."""
+
+    def content(self, width: int) -> list[Line]:
+        """Give all lines; signs and figures stand before the keys."""
+        look = self.look
+        lines = super().content(width)
+        keys = next(index for index, line in enumerate(lines) if line.plain == "keys")
+        signs = [Line("signs", look.style("accent", bold=True))]
+        for glyph, tone, words in (
+            (look.glyphs.eighths[8], "allocated", "allocated; the lighter tone behind it is reserved"),
+            (look.glyphs.peak, "peak", "the highest allocated figure of the window; P below the graph is where"),
+            (look.glyphs.spike, "accent", "the cursor: everything below is as of then"),
+            ("m", "warning", "the mark that 3 compares the cursor with"),
+            (look.glyphs.error, "error", "an allocation failed: out of memory"),
+        ):
+            signs.append(Line(f"  {glyph} ", look.style(tone, bold=True)).add(words, look.style("dim")))
+        signs += [Line(), Line("figures", look.style("accent", bold=True))]
+        signs += [Line(f"  {name:<8}", look.base).add(words, look.style("dim")) for name, words in _FIGURES]
+        return [*lines[:keys], *signs, Line(), *lines[keys:]]
+
+    def _bindings_of_behind(self) -> list[Binding]:
+        return [binding for binding in type(self.behind).BINDINGS if isinstance(binding, Binding)]

@@ -1,0 +1,189 @@
+"""The explorer's one screen: the timeline, the list of the view, a prompt to search, and the keys."""
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import BindingType
+
+from ...model.snapshot_explorer import Explorer
+from ...widgets.panes import KeyBar
+from ...widgets.prompt import Prompt
+from ...widgets.snapshot_list import SnapshotList
+from ...widgets.snapshot_timeline import SnapshotTimeline
+from ...widgets.stage import Stage
+from ..base import MonitorScreen, TooSmall, key
+
+
+class SnapshotScreen(MonitorScreen, inherit_bindings=False):
+    """A snapshot at the cursor's moment."""
+
+    NAME = "memory snapshot"
+    WHAT = (
+        "The curves are allocated and reserved memory after each entry of the allocator's trace. The list is as of the "
+        "cursor: 1 what is live, by the stack that allocated it; 2 the largest blocks; 3 what came and went since the "
+        "mark; 4 the segments and how full they are; 5 fragmentation and the out-of-memory error in words; 6, with two "
+        "files, what the second has more or less than the first."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        key("left", "column(-1)", "cursor", "the cursor one column back", bar="← →"),
+        key("right", "column(1)", "cursor on", "the cursor one column on", show=False),
+        key("up", "row(-1)", "up", "one row up", show=False),
+        key("down", "row(1)", "down", "one row down", show=False),
+        key("enter", "branch", "open", "open or close a branch of the tree"),
+        key("p", "peak", "peak", "to the highest allocated figure"),
+        key("o", "oom", "oom", "to the allocation that failed"),
+        key("m", "mark", "mark", "mark this moment, for 3; on the mark: take it away"),
+        key("slash", "search", "search", "only stacks that contain a text"),
+        key("f", "fold", "fold", "fold frames of libraries, or show them all"),
+        key("plus,equals_sign", "zoom(1)", "zoom", "show less of the timeline, in more detail", bar="+ -"),
+        key("minus", "zoom(-1)", "zoom out", "show more of the timeline", show=False),
+        key("tab", "view(1)", "view", "the next view"),
+        key("1", "show('stacks')", "stacks", "live stacks", show=False),
+        key("2", "show('blocks')", "blocks", "the largest blocks", show=False),
+        key("3", "show('between')", "between", "what came and went between mark and cursor", show=False),
+        key("4", "show('segments')", "segments", "segments and blocks", show=False),
+        key("5", "show('report')", "report", "fragmentation and out of memory in words", show=False),
+        key("6", "show('difference')", "difference", "the difference of two files", show=False),
+        key("left_square_bracket", "entry(-1)", "entry back", "one trace entry back", show=False),
+        key("right_square_bracket", "entry(1)", "entry", "one trace entry on", bar="[ ]"),
+        key("left_curly_bracket", "column(-10)", "far back", "ten columns back", show=False),
+        key("right_curly_bracket", "column(10)", "far on", "ten columns on", show=False),
+        key("home", "edge(-1)", "first", "before the first entry", show=False),
+        key("end", "edge(1)", "last", "the last entry", show=False),
+        key("pageup", "page(-1)", "page up", "a screen up", show=False),
+        key("pagedown", "page(1)", "page down", "a screen down", show=False),
+        key("d", "device", "device", "the next device"),
+        key("t", "app.theme", "theme", "light or dark", show=False),
+        key("ctrl+p", "app.command_palette", "commands", "every action by name", show=False),
+        key("question_mark", "app.help", "help", "explain this screen, its signs and keys"),
+        key("q", "app.detach", "quit", "leave"),
+    ]
+
+    def __init__(self, stage: Stage, explorer: Explorer) -> None:
+        super().__init__(stage)
+        self.explorer = explorer
+
+    def compose(self) -> ComposeResult:
+        """Lay the screen out."""
+        yield TooSmall(self.stage, name="small")
+        yield SnapshotTimeline(self.stage, self.explorer, "timeline")
+        yield SnapshotList(self.stage, self.explorer, "rows")
+        yield Prompt(self.stage, "search", "function or file; enter keeps it, escape ends it", name="filter")
+        yield KeyBar(self.stage, name="keys")
+
+    @property
+    def rows(self) -> SnapshotList:
+        """The list."""
+        return self.query_one(SnapshotList)
+
+    @property
+    def timeline(self) -> SnapshotTimeline:
+        """The timeline."""
+        return self.query_one(SnapshotTimeline)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Leave out what this snapshot has not: an error, several devices, a second file."""
+        explorer = self.explorer
+        if action == "oom":
+            return bool(explorer.replay.ooms)
+        if action == "device":
+            return len(explorer.replays) > 1
+        if action == "show":
+            return str(parameters[0]) in explorer.views
+        return action not in ("branch", "fold") or explorer.view == "stacks"
+
+    def _to(self, moment: int) -> None:
+        self.explorer.move(moment)
+        self.tick()
+
+    def action_column(self, columns: int) -> None:
+        """Move the cursor by columns."""
+        self._to(self.timeline.moment_beside(columns))
+
+    def action_entry(self, entries: int) -> None:
+        """Move the cursor by entries."""
+        self._to(self.explorer.cursor + entries)
+
+    def action_edge(self, direction: int) -> None:
+        """Move the cursor to the window's beginning or end."""
+        self._to(-1 if direction < 0 else self.explorer.replay.last)
+
+    def action_peak(self) -> None:
+        """Move the cursor to the peak."""
+        self._to(self.explorer.replay.peak_index)
+
+    def action_oom(self) -> None:
+        """Move the cursor to the failed allocation, the next one back if it is there already."""
+        ooms = self.explorer.replay.ooms
+        self._to(next((index for index in reversed(ooms) if index < self.explorer.cursor), ooms[-1]))
+
+    def action_mark(self) -> None:
+        """Set the mark."""
+        self.explorer.set_mark()
+        self.stage.say("marked: move the cursor, then 3" if self.explorer.mark is not None else "no mark")
+        self.tick()
+
+    def action_zoom(self, direction: int) -> None:
+        """Zoom the timeline."""
+        self.explorer.zoom(direction > 0)
+        self.tick()
+
+    def action_fold(self) -> None:
+        """Fold library frames, or not."""
+        self.explorer.toggle_fold()
+        self.rows.go_to(0)
+        self.tick()
+
+    def action_view(self, direction: int) -> None:
+        """Go to the next view."""
+        views = self.explorer.views
+        self.action_show(views[(views.index(self.explorer.view) + direction) % len(views)])
+
+    def action_show(self, view: str) -> None:
+        """Choose a view."""
+        self.explorer.show(view)
+        self.rows.go_to(0)
+        self.refresh_bindings()
+        self.tick()
+
+    def action_device(self) -> None:
+        """Go to the next device."""
+        self.explorer.next_device()
+        self.rows.go_to(0)
+        self.refresh_bindings()
+        self.tick()
+
+    def action_row(self, delta: int) -> None:
+        """Move the selection."""
+        self.rows.move(delta)
+
+    def action_page(self, direction: int) -> None:
+        """Move the selection by a screen."""
+        self.rows.page(direction)
+
+    def action_branch(self) -> None:
+        """Open or close the selected branch."""
+        row = self.rows.current()
+        if row is not None and row.branch:
+            self.explorer.toggle(row.path, row.shown)
+            self.tick()
+
+    def action_search(self) -> None:
+        """Type what to search for."""
+        self.add_class("filtering")
+        self.query_one(Prompt).focus()
+
+    def on_prompt_changed(self, event: Prompt.Changed) -> None:
+        """Search as one types."""
+        self.explorer.search(event.text)
+        self.tick()
+
+    def on_prompt_done(self, event: Prompt.Done) -> None:
+        """Keep the search, or end it."""
+        prompt = self.query_one(Prompt)
+        if not event.accepted:
+            prompt.text = ""
+            self.explorer.search("")
+        self.set_class(bool(prompt.text), "filtering")
+        self.set_focus(None)
+        self.tick()

@@ -1,0 +1,142 @@
+"""The timeline of a snapshot: allocated and reserved over the window, and below it cursor, marks, peak and errors."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from ...protocol.text import duration
+from ..model.snapshot_explorer import Explorer
+from .canvas import Canvas
+from .figures import gib
+from .line import Line, cut, spread
+from .memory_graph import Column, Scale, memory_graph
+from .stage import Stage
+from .views import nice_top
+
+_AXIS = 7
+
+
+class _Pooled(NamedTuple):
+    key: tuple[int, int, int, int]
+    columns: list[Column]
+    starts: list[int]
+
+
+class SnapshotTimeline(Canvas):
+    """Both curves by trace entry, each column the highest of its entries."""
+
+    def __init__(self, stage: Stage, explorer: Explorer, name: str) -> None:
+        super().__init__(stage, name=name)
+        self.explorer = explorer
+        self._pooled: _Pooled | None = None
+
+    def key(self) -> object:
+        """Change with the explorer."""
+        return self.explorer.version
+
+    def pooled(self, width: int) -> _Pooled:
+        """Pool the curves by maximum into ``width`` columns; kept until the window changes."""
+        explorer = self.explorer
+        replay = explorer.replay
+        key = (explorer.first, explorer.last, replay.device, width)
+        if self._pooled is None or self._pooled.key != key:
+            span = explorer.last - explorer.first + 1
+            starts = [explorer.first + column * span // width for column in range(width + 1)]
+            columns = [
+                # A curve's position is its moment and one: position 0 is before the first entry.
+                Column(
+                    max(replay.allocated[begin + 1 : max(begin + 2, end + 1)]),
+                    max(replay.reserved[begin + 1 : max(begin + 2, end + 1)]),
+                )
+                for begin, end in pairwise(starts)
+            ]
+            self._pooled = _Pooled(key, columns, starts)
+        return self._pooled
+
+    def column_of(self, moment: int, width: int) -> int:
+        """Find the column of a moment; -1 when it is out of view."""
+        explorer = self.explorer
+        if not explorer.first <= moment <= explorer.last:
+            return -1
+        span = explorer.last - explorer.first + 1
+        # The last column that begins at or before the moment.
+        return min(width - 1, ((moment - explorer.first + 1) * width - 1) // span)
+
+    def moment_beside(self, columns: int) -> int:
+        """Give the moment that lies some columns from the cursor: at least one entry further."""
+        width = max(1, self.size.width - _AXIS)
+        explorer = self.explorer
+        span = explorer.last - explorer.first + 1
+        step = max(1, span // width)
+        return explorer.cursor + columns * step
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw curves, marks and the figures at the cursor."""
+        look, explorer = self.look, self.explorer
+        replay = explorer.replay
+        room, rows = width - _AXIS, height - 3
+        top = nice_top(max(replay.reserved))
+        lines = [self._head(width)]
+        graph = memory_graph(self.pooled(room).columns, room, rows, Scale(top, replay.peak_bytes), look)
+        for index, line in enumerate(graph):
+            label = gib(top, short=True) if index == 0 else gib(0, short=True)[0] if index == rows - 1 else ""
+            lines.append(Line(f"{label:>{_AXIS - 1}} ", look.style("dim")).join(line))
+        lines.append(self._marks(room))
+        lines.append(self._figures(width))
+        return lines
+
+    def _head(self, width: int) -> Line:
+        look, explorer = self.look, self.explorer
+        replay = explorer.replay
+        left = Line(" ", look.base).add(replay.snapshot.path.rpartition("/")[2], look.style("text", bold=True))
+        if len(explorer.replays) > 1:
+            left.add(f"  device {replay.device} of {len(explorer.replays)}", look.style("accent"))
+        else:
+            left.add(f"  device {replay.device}", look.style("dim"))
+        whole = explorer.first == -1 and explorer.last == replay.last
+        shown = f"{replay.entries:,} entries" if whole else f"entries {explorer.first:,} to {explorer.last:,}"
+        left.add(f"  {shown}", look.style("dim"))
+        right = Line()
+        if replay.ooms:
+            words = "out of memory" if width >= 100 else "OOM"
+            right.add(f" {look.glyphs.error} {words} ", look.style("error", bold=True))
+        right.add(f" peak {gib(replay.peak_bytes)} GiB at {replay.peak_index:,} ", look.style("peak"))
+        return spread(left, right, width, look.base)
+
+    def _marks(self, room: int) -> Line:
+        look, explorer = self.look, self.explorer
+        replay = explorer.replay
+        cells: dict[int, tuple[str, str]] = {self.column_of(replay.peak_index, room): ("P", "peak")}
+        cells |= {self.column_of(index, room): (look.glyphs.error, "error") for index in replay.ooms}
+        if explorer.mark is not None:
+            cells[self.column_of(explorer.mark, room)] = ("m", "warning")
+        cells[self.column_of(explorer.cursor, room)] = (look.glyphs.spike, "accent")
+        line = Line(" " * _AXIS, look.base)
+        for column in range(room):
+            glyph, tone = cells.get(column, (look.glyphs.rule, "rule"))
+            line.add(glyph, look.style(tone, bold=tone != "rule"))
+        return line
+
+    def _figures(self, width: int) -> Line:
+        look, explorer = self.look, self.explorer
+        replay, cursor = explorer.replay, explorer.cursor
+        seconds = explorer.seconds()
+        left = Line(f" {look.glyphs.spike} ", look.style("accent", bold=True))
+        left.add(f"{cursor:,} {explorer.entry_words()}" if cursor >= 0 else explorer.entry_words(), look.base)
+        if seconds is not None:
+            left.add(f"  at {duration(seconds)}", look.style("dim"))
+        if words := explorer.annotation_words():
+            left.add(f"  {cut(words, 40, look.glyphs.ellipsis)}", look.style("accent"))
+        right = Line()
+        for name, tone, curve in (
+            ("alloc", "allocated", replay.allocated),
+            ("active", "dim", replay.active),
+            ("req", "dim", replay.requested),
+            ("rsvd", "dim", replay.reserved),
+        ):
+            if (
+                width >= 100
+                or name in ("alloc", "rsvd")
+                or replay.at(curve, cursor) != replay.at(replay.allocated, cursor)
+            ):
+                right.add(f" {name} {gib(replay.at(curve, cursor))}", look.style(tone if name != "alloc" else "text"))
+        return spread(left, right.add(" GiB ", look.style("dim")), width, look.base)
