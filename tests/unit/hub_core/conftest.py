@@ -24,12 +24,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 @pytest.fixture
 def spawn() -> Iterator[Spawn]:
-    """Start ``python -c code`` in its own session; it is ready when it prints its first line (returned by readline)."""
+    """Start ``python -c code`` in its own session, its stdin held open; it is ready when it prints ``ready``."""
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str, **environment: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -46,4 +47,6 @@ def spawn() -> Iterator[Spawn]:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)
         assert process.stdout is not None
+        assert process.stdin is not None
         process.stdout.close()
+        process.stdin.close()

@@ -59,6 +59,7 @@ def test_stopping_and_going_on_are_seen(watch, spawn):
 def test_a_death_is_read_from_the_zombie(watch, spawn, end, expected):
     child = spawn(f"import os, sys; print('ready', flush=True); sys.stdin.readline(); {end}")
     begin(watch, child)
+    child.stdin.close()
     fact = watch.change()
     while fact.alive:
         fact = watch.change()
