@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from ftmon.tui.app import FtmonApp
-from ftmon.tui.source.replay import ReplaySource
-from scenes import settled
+from scenes import ReadyReplay, settled
 
 SMALL, LARGE = (80, 24), (200, 60)
 
@@ -17,7 +16,7 @@ def shows(snap_compare: Any, recording: Callable[[str], Path]) -> Callable[..., 
     """Compare the screen after some keys, the recording at its end."""
 
     def compare(scene: str, size: tuple[int, int], *keys: str, **options: Any) -> bool:
-        app = FtmonApp(ReplaySource(recording(scene), at_end=True), **options)
+        app = FtmonApp(ReadyReplay(recording(scene), at_end=True), **options)
 
         async def play(pilot: Any) -> None:
             await settled(pilot)

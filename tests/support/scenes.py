@@ -7,6 +7,7 @@ from typing import Any
 
 from ftmon.protocol.control import Alert, RankState
 from ftmon.protocol.wire import Frame, Message
+from ftmon.tui.source.replay import ReplaySource
 from streams import Stream, write
 
 HANG_SECONDS = 34.0
@@ -21,7 +22,7 @@ def recorded(path: Path, ranks: int, steps: int = 60, **options: Any) -> Path:
 
 def hanging(path: Path, ranks: int = 4, hung: int = 3) -> Path:
     """Record a stream at whose end one rank hangs and the others wait for it."""
-    frames = list(Stream(ranks=ranks, steps=60, finished=False).frames())
+    frames = list(Stream(ranks=ranks, steps=44, finished=False).frames())
     t = frames[-1].t + HANG_SECONDS
     since = frames[-1].t
     found: list[Message] = [
@@ -43,7 +44,7 @@ def hanging(path: Path, ranks: int = 4, hung: int = 3) -> Path:
             time=t,
             title=f"rank {hung} has not entered {COLLECTIVE} #8841; {ranks - 1} ranks wait",
             rank=hung,
-            step=61,
+            step=45,
             phase="data",
             text="Rank 3 is still loading its batch. Look at its stacks: a worker of its data loader may be stuck.",
             evidence={"waiting_s": HANG_SECONDS, "collective": COLLECTIVE, "number": 8841, "longest_before_ms": 12.5},
@@ -52,6 +53,19 @@ def hanging(path: Path, ranks: int = 4, hung: int = 3) -> Path:
     begun = frames[-1].seq
     write(path, [*frames, *(Frame(begun + 1 + i, t, message) for i, message in enumerate(found))])
     return path
+
+
+class ReadyReplay(ReplaySource):
+    """A replay whose first state and marks are in before anything is painted, however slow the machine."""
+
+    def start(self) -> None:
+        """Begin to read, and take what comes first."""
+        super().start()
+        deadline = time.monotonic() + 15
+        while not self.model.last_seq or (len(self.model.alerts) and not self.transport.marks):
+            assert time.monotonic() < deadline, "the recording's state and marks did not come in 15 s"
+            self.pump()
+            time.sleep(0.002)
 
 
 async def until(pilot: Any, condition: Callable[[], Any], what: str = "it", seconds: float = 15.0) -> Any:
