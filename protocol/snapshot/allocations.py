@@ -184,14 +184,21 @@ class _Rooms:
     def replay(self) -> None:
         """Walk the window, sizing each large allocation as it comes."""
         of, numbers = self.of, self.of.numbers
+        if not self.segments and SEGMENT_ALLOC not in of.trace.actions:
+            return  # all segments are expandable: blocks are always split to size
+        is_large = bytearray(len(of.begins) + 1)  # and one for the -1 of entries without an allocation
+        for number in self.large:
+            is_large[number] = 1
         for index, action in enumerate(of.trace.actions):
             if action == ALLOC:
-                for lost in of.lost.get(index, ()):
-                    self._remove(lost)
-                if (number := numbers[index]) in self.large:
-                    self._place(number)
+                for lost in of.lost.get(index, ()) if of.lost else ():
+                    if is_large[lost]:
+                        self._remove(lost)
+                if is_large[numbers[index]]:
+                    self._place(numbers[index])
             elif action == FREE_COMPLETED:
-                self._remove(numbers[index])
+                if is_large[numbers[index]]:
+                    self._remove(numbers[index])
             elif action == SEGMENT_ALLOC:
                 insort(self.starts, self.addresses[index])
                 self.segments[self.addresses[index]] = self.bytes[index]
@@ -199,10 +206,9 @@ class _Rooms:
                 self.starts.remove(self.addresses[index])
 
     def _remove(self, number: int) -> None:
-        if number in self.large:
-            position = bisect_right(self.live, self.of.addresses[number]) - 1
-            if position >= 0 and self.live[position] == self.of.addresses[number]:
-                del self.live[position]
+        position = bisect_right(self.live, self.of.addresses[number]) - 1
+        if position >= 0 and self.live[position] == self.of.addresses[number]:
+            del self.live[position]
 
     def _place(self, number: int) -> None:
         address = self.of.addresses[number]

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from heapq import nlargest
 from typing import NamedTuple
 
 from ..text import gib
@@ -30,13 +31,15 @@ def tally(replay: Replay, numbers: Iterable[int]) -> dict[int, Tally]:
 
 def live_stacks(replay: Replay, index: int) -> dict[int, Tally]:
     """Sum up by stack what the program holds right after entry ``index``; the bytes add up to allocated memory."""
-    return tally(replay, replay.live_at(index))
+    totals = replay.totals_at(index)
+    order = sorted(totals, key=lambda stack: (-totals[stack][0], stack))
+    return {stack: Tally(*totals[stack]) for stack in order}
 
 
 def largest(replay: Replay, index: int, most: int) -> list[int]:
     """List the largest allocations that live right after entry ``index``."""
     of = replay.allocations
-    return sorted(replay.live_at(index), key=lambda number: (-of.sizes[number], number))[:most]
+    return nlargest(most, replay.live_at(index), key=of.sizes.__getitem__)
 
 
 class Between(NamedTuple):

@@ -9,10 +9,9 @@ from array import array
 from itertools import accumulate
 
 from .allocations import BEFORE, Allocations, columns
+from .checkpoints import Checkpoints, Totals
 from .model import (
-    ALLOC,
     ALLOCATED,
-    FREE_COMPLETED,
     OOM,
     PENDING,
     SEGMENT_ALLOC,
@@ -22,8 +21,6 @@ from .model import (
     Snapshot,
 )
 
-_CHECKPOINTS = 128
-_LEAST_STRIDE = 4096
 RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
 """Actions that change reserved memory, and in which direction."""
 
@@ -48,8 +45,7 @@ class Replay:
         self.peak_index = self.allocated.index(self.peak_bytes) - 1
         """The first entry at which allocated memory is at its highest; -1 for before the first."""
         self.ooms = [index for index, action in enumerate(self.trace.actions) if action == OOM]
-        self._stride = max(_LEAST_STRIDE, self.entries // _CHECKPOINTS)
-        self._checkpoints = self._make_checkpoints()
+        self._checkpoints = Checkpoints(self.allocations)
 
     @property
     def last(self) -> int:
@@ -83,35 +79,13 @@ class Replay:
         changes[0] = max(0, end - sum(changes))
         self.reserved = array("q", accumulate(changes))
 
-    def _make_checkpoints(self) -> "list[array[int]]":
-        of = self.allocations
-        live = dict.fromkeys(number for number, begin in enumerate(of.begins) if begin == BEFORE)
-        made: list[array[int]] = []
-        for begin in range(0, max(1, self.entries), self._stride):
-            made.append(array("q", live))
-            self._advance(live, begin, min(begin + self._stride, self.entries))
-        return made
-
-    def _advance(self, live: dict[int, None], begin: int, end: int) -> None:
-        """Apply the entries ``begin`` up to but not including ``end`` to the set of active allocations."""
-        of = self.allocations
-        for action, number in zip(self.trace.actions[begin:end], of.numbers[begin:end], strict=True):
-            if action == ALLOC:
-                live[number] = None
-            elif action == FREE_COMPLETED:
-                live.pop(number, None)
-        for index, lost in of.lost.items():
-            if begin <= index < end:
-                for number in lost:
-                    live.pop(number, None)
-
     def active_at(self, index: int) -> list[int]:
         """List the allocations whose blocks are taken right after entry ``index``: allocated, or pending."""
-        index = max(BEFORE, min(index, self.last))
-        checkpoint = min((index + 1) // self._stride, len(self._checkpoints) - 1)
-        live = dict.fromkeys(self._checkpoints[checkpoint])
-        self._advance(live, checkpoint * self._stride, index + 1)
-        return list(live)
+        return self._checkpoints.active_at(max(BEFORE, min(index, self.last)))
+
+    def totals_at(self, index: int) -> Totals:
+        """Sum up by stack what the program holds right after entry ``index``: bytes and blocks."""
+        return self._checkpoints.totals_at(max(BEFORE, min(index, self.last)))
 
     def live_at(self, index: int) -> list[int]:
         """List the allocations that the program holds right after entry ``index``."""

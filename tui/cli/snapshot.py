@@ -1,7 +1,10 @@
 """``ftmon snapshot``: a PyTorch memory snapshot explored in the terminal, or printed as JSON or text."""
 
+import os
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -10,6 +13,9 @@ from ...protocol.snapshot.reader import open_snapshot
 from ...protocol.snapshot.replay import Replay
 from ...protocol.snapshot.report import difference_report, report
 from . import terminal
+
+_LARGE = 4 * 2**20
+"""Files from this size on, bytes, take long enough to say so."""
 
 
 def explore(arguments: Namespace) -> int:
@@ -48,11 +54,29 @@ def explore(arguments: Namespace) -> int:
 
 
 def _replays(file: str, device: int | None) -> list[Replay]:
-    snapshot = open_snapshot(file)
+    with _patience(file):
+        snapshot = open_snapshot(file)
     devices = snapshot.devices()
     if device is not None and device not in devices:
         raise UsageError(f"{file}: no device {device} in it, only {', '.join(map(str, devices))}")
     return [Replay(snapshot, one) for one in devices if device in (None, one)]
+
+
+@contextmanager
+def _patience(file: str) -> Iterator[None]:
+    """Say on a terminal that a large file is being read, and take that back after it."""
+    text = f"ftmon: reading {file} ..."
+    try:
+        says = sys.stderr.isatty() and os.stat(file).st_size >= _LARGE
+    except OSError:
+        says = False
+    if says:
+        print(text, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if says:
+            print("\r" + " " * len(text) + "\r", end="", file=sys.stderr, flush=True)
 
 
 def _difference(opened: list[list[Replay]], top: int) -> dict[str, object]:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 from caching_allocator import MIB, CachingAllocator, Figures
+from ftmon.protocol.snapshot import checkpoints
 from ftmon.protocol.snapshot.analysis import between, find_oom, live_stacks
 from ftmon.protocol.snapshot.columns import compact
 from ftmon.protocol.snapshot.layout import fragmentation, layout_at
@@ -173,3 +174,18 @@ def test_layouts_follow_segments_that_were_freed_and_expandable_ranges_that_were
         assert [piece.address for piece in layout_at(replay, before)] == [address, kept]
         assert [piece.address for piece in layout_at(replay, replay.last)] == [kept]
         assert all(piece.expandable == expandable for piece in layout_at(replay, before) if piece.address == kept)
+
+
+@given(STEPS)
+@settings(deadline=None, max_examples=60)
+def test_sums_by_stack_that_are_kept_are_those_of_the_live_blocks(steps: list[tuple[str, int, int]]) -> None:
+    """Kept only where very many blocks live at once; here for every trace, with checkpoints close together."""
+    replay = Replay(compact(history(steps).snapshot(), "made"), 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "_LEAST_STRIDE", 5)
+        patch.setattr(checkpoints, "_MANY", 0)
+        patch.setattr(checkpoints, "_MOST_KEPT", 40)
+        kept = checkpoints.Checkpoints(replay.allocations)
+    for index in range(-1, replay.entries):
+        assert kept.totals_at(index) == replay.totals_at(index)
+        assert sorted(kept.active_at(index)) == sorted(replay.active_at(index))

@@ -1,0 +1,83 @@
+"""``ftmon snapshot`` as a command: what it prints, and how it refuses."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from caching_allocator import MIB, CachingAllocator
+from ftmon.tui.cli.main import main
+
+DATA = Path(__file__).parents[2] / "data"
+OOM, STEP = str(DATA / "oom_backward.pickle.gz"), str(DATA / "step_zero3.pickle.gz")
+
+
+def test_json_is_one_object_with_devices_stacks_and_the_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["snapshot", OOM, "--json", "--top", "3"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["devices"][0]["allocated_bytes"] == 19630109184
+    assert len(told["top_stacks"]) == 3
+    assert told["oom"]["device_free_bytes"] == 128973930496
+
+
+def test_json_of_two_files_has_their_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["snapshot", STEP, OOM, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["file"] == OOM
+    assert told["difference"]["before"] == STEP
+    assert told["difference"]["devices"][0]["allocated_bytes"] == 19630109184 - 8491010560
+
+
+def test_text_names_the_peak_the_error_and_what_holds_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["snapshot", OOM, "--text"]) == 0
+    out = capsys.readouterr().out
+    assert "highest allocated 18.28 GiB at entry 3,338" in out
+    assert "a limit on this process, not a full device: 4.64 GiB was asked for" in out
+    assert "ForCausalLMLoss  loss_utils.py:59" in out
+
+
+def test_without_a_terminal_it_prints_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["snapshot", STEP, OOM]) == 0
+    assert capsys.readouterr().out.startswith(f"from {STEP} to {OOM}")
+
+
+def test_a_file_that_is_none_ends_with_one_line_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "nothing"
+    path.write_bytes(b"")
+    for file in (str(path), str(tmp_path / "missing"), str(tmp_path)):
+        assert main(["snapshot", file, "--json"]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1
+
+
+def test_a_device_that_is_not_there_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["snapshot", OOM, "--device", "3"]) == 2
+    assert "no device 3" in capsys.readouterr().err
+
+
+def test_a_snapshot_without_anything_in_it_is_told_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "empty.pickle"
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[]]}))
+    assert main(["snapshot", str(path), "--text"]) == 0
+    assert "nothing is reserved" in capsys.readouterr().out
+    assert main(["snapshot", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["oom"], told["devices"][0]["peak_index"]) == (None, -1)
+
+
+def test_one_device_of_several_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    allocator = CachingAllocator(device=1)
+    allocator.alloc(4 * MIB)
+    snapshot = allocator.snapshot()
+    other = CachingAllocator()
+    other.alloc(MIB)
+    snapshot["segments"] += other.snapshot()["segments"]
+    path = tmp_path / "two.pickle"
+    path.write_bytes(pickle.dumps(snapshot))
+    assert main(["snapshot", str(path), "--json", "--device", "1"]) == 0
+    assert [one["device"] for one in json.loads(capsys.readouterr().out)["devices"]] == [1]
+    assert main(["snapshot", str(path), "--json"]) == 0
+    assert [one["device"] for one in json.loads(capsys.readouterr().out)["devices"]] == [0, 1]
