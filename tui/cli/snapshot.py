@@ -3,7 +3,7 @@
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import msgspec
@@ -63,7 +63,7 @@ def _replays(file: str, device: int | None) -> list[Replay]:
 
 
 @contextmanager
-def _patience(file: str) -> Iterator[None]:
+def _patience(file: str) -> Generator[None, None, None]:
     """Say on a terminal that a large file is being read, and take that back after it."""
     text = f"ftmon: reading {file} ..."
     try:
