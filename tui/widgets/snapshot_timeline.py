@@ -7,7 +7,7 @@ from ...protocol.text import duration
 from ..model.snapshot_explorer import Explorer
 from .canvas import Canvas
 from .figures import gib
-from .line import Line, cut, spread
+from .line import Line, beside, cut, spread
 from .memory_graph import Column, Scale, memory_graph
 from .stage import Stage
 from .views import nice_top
@@ -126,17 +126,19 @@ class SnapshotTimeline(Canvas):
             left.add(f"  at {duration(seconds)}", look.style("dim"))
         if words := explorer.annotation_words():
             left.add(f"  {cut(words, 40, look.glyphs.ellipsis)}", look.style("accent"))
-        right = Line()
-        for name, tone, curve in (
-            ("alloc", "allocated", replay.allocated),
-            ("active", "dim", replay.active),
-            ("req", "dim", replay.requested),
-            ("rsvd", "dim", replay.reserved),
-        ):
-            if (
-                width >= 100
-                or name in ("alloc", "rsvd")
-                or replay.at(curve, cursor) != replay.at(replay.allocated, cursor)
-            ):
-                right.add(f" {name} {gib(replay.at(curve, cursor))}", look.style(tone if name != "alloc" else "text"))
+        figures = [
+            Line(f" {name} {gib(replay.at(curve, cursor))}", look.style("text" if name == "alloc" else "dim"))
+            for name, curve in (
+                ("alloc", replay.allocated),
+                ("active", replay.active),
+                ("req", replay.requested),
+                ("rsvd", replay.reserved),
+            )
+        ]
+        room = width - left.width - len(" GiB ")
+        # The two in the middle give way first: they hardly differ from allocated.
+        for optional in (2, 1):
+            if sum(figure.width for figure in figures) > room:
+                del figures[optional]
+        right = beside(figures, "", look.base)
         return spread(left, right.add(" GiB ", look.style("dim")), width, look.base)
