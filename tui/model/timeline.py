@@ -127,10 +127,11 @@ class Timeline:
             self._add_level()
         position = next(index for index, level in enumerate(self._levels) if level.span >= past.span)
         known, merged = self._levels[position], past.copy()
+        if len(known):
+            merged.reach_back(known.first)
         for column in range(known.first, known.first + len(known)):
-            if column >= merged.first:
-                merged.reach(column)
-                merged.lift(column, column, *known.highest(column, column))
+            merged.reach(column)
+            merged.lift(column, column, *known.highest(column, column))
         self._levels[position] = merged
         if position == 0:
             self._fine = merged

@@ -102,6 +102,21 @@ def test_adopted_history_stands_in_front_of_what_is_known_and_loses_nothing() ->
     assert timeline.window(160, 1759.0).allocated[64:80] == [900] * 16
 
 
+def test_adopting_a_newer_stretch_keeps_the_older_columns_known_already() -> None:
+    timeline = Timeline()
+    for second in range(1000, 1040):
+        timeline.add(second, second, 5000)
+    late = Level(1, 1022)
+    late.reach(1033)
+    late.lift(1022, 1033, 1025, 6000, EMPTY)
+    timeline.adopt(late)
+    columns = timeline.window(40, 1039.0)
+    assert columns.allocated == [
+        max(second, 1025) if 1022 <= second <= 1033 else second for second in range(1000, 1040)
+    ]
+    assert columns.reserved == [6000 if 1022 <= second <= 1033 else 5000 for second in range(1000, 1040)]
+
+
 def test_the_most_severe_mark_of_a_column_shows() -> None:
     timeline = filled([(second, 0, 1) for second in range(20)], origin=0)
     timeline.mark(Mark(12.1, "spike", "warning", 1))
