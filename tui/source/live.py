@@ -186,7 +186,7 @@ class LiveSource:
         if self._playback is None:
             ended = self._connection.state == "ended"
             forward = request.kind in ("step", "skip", "alert") and request.number > 0
-            if forward or (request.kind in ("play", "speed") and not ended):
+            if forward or (request.kind in ("play", "speed", "faster") and not ended):
                 self._transport.message = "this is the live end"
                 return
             self._transport.mode = "rewound"

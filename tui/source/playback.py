@@ -17,7 +17,7 @@ from .history import History
 from .load import load
 from .overview import Overview, read_overview
 from .seek import alert_time, marks
-from .transport import AlertMark, Request, Transport
+from .transport import AlertMark, Request, Transport, next_speed
 
 TICK_S = 0.1
 """How often a playing position moves."""
@@ -117,7 +117,7 @@ class Playback:
     def request(self, request: Request) -> None:
         """Take a request; it is carried out in the thread."""
         self._sent += 1
-        self._transport.seeking = request.kind not in ("speed", "pause") or not self._thread.is_alive()
+        self._transport.seeking = request.kind not in ("speed", "faster", "pause") or not self._thread.is_alive()
         self._requests.put(request)
 
     def pump(self, budget_s: float) -> bool:
@@ -268,6 +268,9 @@ class Playback:
         if request.kind == "speed":
             self._speed = request.number
             return None
+        if request.kind == "faster":  # from the speed asked for last, which the screen may not have been told yet
+            self._speed = next_speed(self._speed, up=request.number > 0)
+            return None
         if request.kind == "play":
             self._playing = True
             return self._first if position >= self._last and self._live_end is None else None
@@ -333,8 +336,9 @@ class Playback:
         self._last_seq = model.last_seq
         self._step = model.leading_step if quick else self._step
         self._loaded = True
-        self._updates.clear()  # what is under way is of before the seek
-        self._put(model=model)
+        # What is under way is of before the seek, but for the marks and the span that may be among it.
+        self._updates.clear()
+        self._put(model=model, marks=self._marks or None, span=(self._first, self._last))
 
     def _put(
         self,

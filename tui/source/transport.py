@@ -14,8 +14,15 @@ SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 Mode = Literal["live", "rewound", "replay"]
 
-RequestKind = Literal["play", "pause", "speed", "time", "step", "skip", "goto", "alert", "live", "overview"]
+RequestKind = Literal["play", "pause", "speed", "faster", "time", "step", "skip", "goto", "alert", "live", "overview"]
 """``overview`` is the playback's own: older history was read."""
+
+
+def next_speed(speed: float, *, up: bool) -> float:
+    """Give the playing speed after this one, or before it; the last of them stays."""
+    if up:
+        return next((each for each in SPEEDS if each > speed), SPEEDS[-1])
+    return next((each for each in reversed(SPEEDS) if each < speed), SPEEDS[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +92,11 @@ class Transport:
 
     def faster(self) -> None:
         """Go one speed up, 64x at the most."""
-        self.set_speed(next((speed for speed in SPEEDS if speed > self.speed), SPEEDS[-1]))
+        self._ask(Request("faster", 1))
 
     def slower(self) -> None:
         """Go one speed down, 0.25x at the least."""
-        self.set_speed(next((speed for speed in reversed(SPEEDS) if speed < self.speed), SPEEDS[0]))
+        self._ask(Request("faster", -1))
 
     def set_speed(self, speed: float) -> None:
         """Set the speed, times real time, within 0.25 and 64."""

@@ -40,6 +40,14 @@ def pump(source: Source, until: Callable[[], bool], seconds: float = 20.0) -> No
             time.sleep(0.002)
 
 
+def wait(until: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for the playback's thread, and take nothing of what it hands over."""
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.002)
+
+
 def settle(source: Source) -> None:
     pump(source, lambda: not source.transport.seeking)
 
@@ -78,6 +86,32 @@ def test_a_replay_begins_at_the_beginning_and_holds(source: ReplaySource) -> Non
 def test_the_scrubber_knows_every_alert_of_the_recording(source: ReplaySource) -> None:
     pump(source, lambda: bool(source.transport.marks))
     assert [mark.alert_id for mark in source.transport.marks] == sorted(RAISED)
+
+
+def test_a_seek_before_the_marks_were_taken_does_not_lose_them(recording: Path) -> None:
+    source = ReplaySource(recording)
+    playback = source._playback
+    source.start()
+    try:
+        wait(lambda: bool(playback._marks))
+        source.transport.goto("50%")
+        wait(lambda: playback._handled == 1)
+        settle(source)
+        assert [mark.alert_id for mark in source.transport.marks] == sorted(RAISED)
+        assert (source.transport.first, source.transport.last) == (FRAMES[0].t, FRAMES[-1].t)
+    finally:
+        source.close()
+
+
+def test_every_press_of_a_speed_key_counts_however_quick(source: ReplaySource) -> None:
+    for _ in range(4):
+        source.transport.faster()
+    pump(source, lambda: source.transport.speed > 8)
+    assert source.transport.speed == 16
+    for _ in range(20):
+        source.transport.slower()
+    pump(source, lambda: source.transport.speed < 1)
+    assert source.transport.speed == 0.25
 
 
 def test_playing_at_64x_moves_64_seconds_a_second(source: ReplaySource) -> None:
