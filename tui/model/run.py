@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 from ...protocol import control, telemetry
 from ...protocol.wire import Frame
@@ -80,25 +80,6 @@ class RunModel:
         self.version = 0
         """Moves with every frame."""
         self._by_uuid: dict[str, DeviceKey] = {}
-        self._handlers: dict[type, Callable[[Any, Frame], None]] = {
-            telemetry.Step: self._step,
-            telemetry.Heartbeat: self._beat,
-            telemetry.Hello: self._hello,
-            telemetry.Plan: self._plan,
-            telemetry.DeviceSample: self._device,
-            telemetry.LogLine: self._log,
-            telemetry.AllocatorEvents: self._events,
-            telemetry.SnapshotTaken: self._snapshot,
-            telemetry.Oom: self._oom,
-            telemetry.Failure: self._failure,
-            telemetry.Stacks: self._stacks,
-            telemetry.Goodbye: self._goodbye,
-            control.RankState: self._rank_state,
-            control.RunState: self._run_state,
-            control.Alert: self._alert,
-            control.HubStats: self._hub_stats,
-            control.Result: self._result,
-        }
 
     def apply(self, frame: Frame) -> bool:
         """Fold one frame; False when it was already in (its number is not above the last one's)."""
@@ -111,9 +92,9 @@ class RunModel:
             self.now = t
         if not self.first_t:
             self.first_t = frame.t
-        handler = self._handlers.get(type(frame.message))
+        handler = self._HANDLERS.get(type(frame.message))
         if handler is not None:
-            handler(frame.message, frame)
+            handler(self, frame.message, frame)
         self.version += 1
         return True
 
@@ -308,3 +289,24 @@ class RunModel:
         found = self.rank(rank)
         found.version += 1
         return found
+
+    # Functions and not bound methods: a model that refers to itself would outlive every seek until the collector runs.
+    _HANDLERS: ClassVar[dict[type, Callable[["RunModel", Any, Frame], None]]] = {
+        telemetry.Step: _step,
+        telemetry.Heartbeat: _beat,
+        telemetry.Hello: _hello,
+        telemetry.Plan: _plan,
+        telemetry.DeviceSample: _device,
+        telemetry.LogLine: _log,
+        telemetry.AllocatorEvents: _events,
+        telemetry.SnapshotTaken: _snapshot,
+        telemetry.Oom: _oom,
+        telemetry.Failure: _failure,
+        telemetry.Stacks: _stacks,
+        telemetry.Goodbye: _goodbye,
+        control.RankState: _rank_state,
+        control.RunState: _run_state,
+        control.Alert: _alert,
+        control.HubStats: _hub_stats,
+        control.Result: _result,
+    }
