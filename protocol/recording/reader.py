@@ -152,7 +152,7 @@ class Reader:
         first = self._one("SELECT seq FROM clock WHERE second <= ? ORDER BY second DESC LIMIT 1", (math.floor(t),))
         if first is None:
             return 0
-        query = "SELECT min(seq) FROM clock WHERE second > ?"
+        query = "SELECT seq FROM clock WHERE second > ? ORDER BY second LIMIT 1"
         beyond = self._one(query, (math.floor(t),)) or 1 << 62
         found = first - 1
         for table in STREAM_TABLES:
