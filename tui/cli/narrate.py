@@ -40,7 +40,7 @@ class Narrator:
             yield text.encode("ascii", "replace").decode() if self._ascii else text
 
     def _news(self, model: RunModel) -> Iterator[str]:
-        if not self._introduced and _all_are_here(model):
+        if not self._introduced and _all_are_known(model):
             self._introduced = True
             yield _at(model.now, _introduction(model))
         if self._with_output:
@@ -86,10 +86,13 @@ class Narrator:
             yield _at(alert.resolved or alert.time, f"  over: {sanitize(alert.title)}")
 
 
-def _all_are_here(model: RunModel) -> bool:
-    if not model.info.model and model.step == 0:
-        return False  # a rank says hello before it has made its model, and again when it has
-    return 0 < model.info.world_size <= sum(rank.hello is not None for rank in model.ranks.values())
+def _all_are_known(model: RunModel) -> bool:
+    hellos = [rank.hello for rank in model.ranks.values() if rank.hello]
+    if not 0 < model.info.world_size <= len(hellos):
+        return False
+    # A rank says hello before it has made its model or begun to use its GPU, and again when it has. Until its first
+    # step a CPU may be no more than what it has not left yet.
+    return model.step > 0 or (bool(model.info.model) and all(hello.device.kind == "cuda" for hello in hellos))
 
 
 def _introduction(model: RunModel) -> str:

@@ -10,10 +10,13 @@ START = 1_700_000_000.0
 SPAN = telemetry.Span(2**30, 2**30, 3 * 2**30)
 
 
-def hello(rank: int, world: int = 2) -> telemetry.Hello:
-    device = telemetry.DeviceInfo("cuda", rank, "NVIDIA H200", 140 * 2**30)
+GPU = telemetry.DeviceInfo("cuda", 0, "NVIDIA H200", 140 * 2**30)
+CPU = telemetry.DeviceInfo("cpu", 0, "Intel Xeon", 2**40)
+
+
+def hello(rank: int, world: int = 2, device: telemetry.DeviceInfo = GPU, model: str = "Qwen2") -> telemetry.Hello:
     return telemetry.Hello(
-        rank, rank, world, "host", 100 + rank, 1, device, "cuda", START, zero_stage=2, precision="bf16", model="Qwen2"
+        rank, rank, world, "host", 100 + rank, 1, device, "cuda", START, zero_stage=2, precision="bf16", model=model
     )
 
 
@@ -36,6 +39,19 @@ def tell(messages: Sequence[tuple[float, wire.Message]], **options: bool) -> lis
 def test_ranks_are_introduced_once_when_all_have_said_hello() -> None:
     told = tell([(0, hello(0)), (1, hello(1)), (2, hello(1))])
     assert told == ["2 ranks on NVIDIA H200, Qwen2, ZeRO-2, bf16"]
+
+
+def test_a_rank_that_has_not_begun_to_use_its_gpu_is_not_introduced_as_one_on_the_cpu() -> None:
+    before = [(0, hello(0, 1, CPU, "")), (1, hello(0, 1, CPU))]
+    assert tell(before) == []
+    after = [(2, hello(0, 1)), (3, step(0, 1, START + 3))]
+    assert tell(before + after)[0] == "1 rank on NVIDIA H200, Qwen2, ZeRO-2, bf16"
+
+
+def test_ranks_on_the_cpu_are_introduced_with_their_first_step() -> None:
+    told = tell([(0, hello(0, 1, CPU)), (1, step(0, 1, START + 1))])
+    assert told[0] == "1 rank on Intel Xeon, Qwen2, ZeRO-2, bf16"
+    assert told[1].startswith("step 1 ")
 
 
 def test_a_step_counts_when_every_rank_has_finished_it() -> None:
