@@ -23,6 +23,9 @@ _ALL_STEPS = 20_000
 _FEWEST_STEPS = 40
 """Recent steps kept whole: of all ranks together (some 40 MB), and of each rank at the least."""
 
+_STANDING = ("hung", "stopped", "gone", "unreachable")
+"""States of a rank in which the run does not go on, however fast it was."""
+
 MARKED_ALERTS = ("spike", "hang", "oom", "died", "growth", "slow", "failure")
 """Kinds of alert that are marked in the timelines of their ranks."""
 
@@ -152,9 +155,11 @@ class RunModel:
 
     @property
     def seconds_left(self) -> float | None:
-        """Time to the planned end at the recent speed; None when there is no plan, no speed or no run any more."""
+        """Time to the planned end at the recent speed; None without a plan or a speed, or when it does not go on."""
+        if not self.total_steps or self.ended or any(rank.state in _STANDING for rank in self.ranks.values()):
+            return None
         pace = self.rates.seconds_per_step
-        if not self.total_steps or not pace or self.ended:
+        if not pace:
             return None
         return max(0, self.total_steps - self.step) * pace
 

@@ -109,6 +109,18 @@ def test_time_left_is_steps_left_at_the_recent_speed() -> None:
     assert model.seconds_left == pytest.approx(300.0)
 
 
+@pytest.mark.parametrize("state", ["hung", "stopped", "gone", "unreachable"])
+def test_no_time_is_left_to_tell_while_a_rank_stands(state: control.RankStateName) -> None:
+    model = RunModel()
+    model.apply(Frame(1, STARTED, telemetry.Plan(0, total_steps=110)))
+    for number in range(1, 11):
+        model.apply(Frame(number + 1, STARTED + number, step(0, number, started=STARTED + number)))
+    model.apply(Frame(20, STARTED + 60, control.RankState(0, state, STARTED + 60)))
+    assert model.seconds_left is None
+    model.apply(Frame(21, STARTED + 61, control.RankState(0, "training", STARTED + 61)))
+    assert model.seconds_left is not None
+
+
 def test_an_alert_sent_again_replaces_itself_and_marks_its_rank_once() -> None:
     first = control.Alert(7, "spike", "warning", STARTED, "rank 1 optimizer +0.9 GiB", rank=1, step=3)
     again = control.Alert(7, "spike", "warning", STARTED, "rank 1 optimizer +0.9 GiB", rank=1, step=4, count=2)
