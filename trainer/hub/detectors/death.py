@@ -25,6 +25,7 @@ CONSEQUENCE_S = 60.0
 
 _LOST_PEER = (
     "connection closed by peer",
+    "connection was likely closed",
     "connection reset by peer",
     "broken pipe",
     "connection refused",
