@@ -53,6 +53,18 @@ def test_a_killed_run_leaves_nothing_whatever_its_ranks_do(ranks):
         assert Reader(run.recording).info().state == "stopped"
 
 
+def test_a_run_that_was_killed_without_its_launcher_has_not_succeeded():
+    with started(fake_ranks({}, {})) as run, App(run) as app:
+        training(app, 2)
+        launcher = run.read_run().launcher
+        assert launcher is not None
+        os.kill(launcher.pid, signal.SIGKILL)
+        assert app.command("kill").ok
+        end = exit_of(run)
+        assert (end.state, end.exit_code) == ("stopped", 1)
+        assert "killed on request" in end.text
+
+
 def test_a_run_whose_ranks_are_all_stopped_is_killed():
     with started(fake_ranks({"workers": 1}, {})) as run, App(run) as app:
         training(app, 2)

@@ -93,7 +93,7 @@ class Ending:
         reasons = set(self._goodbyes.values())
         clean = bool(reasons) and "failed" not in reasons
         intent = read_intent(self._run)
-        if intent is not None and not intent.ranks:
+        if intent is not None and intent.explains(int(not clean), now):
             state, text = "stopped", intent.text()
         elif clean:
             state = "finished" if reasons == {"finished"} else "stopped"
@@ -102,7 +102,8 @@ class Ending:
             state, text = "failed", "its processes are gone"
         if self._kind != "watch":
             text += "; the launcher died before it could tell the exit status"
-        found = ExitFile(0 if state != "failed" else 1, now, state, text)
+        # Only a goodbye tells that a rank came to its end; of what was killed none does.
+        found = ExitFile(0 if clean and (intent is None or intent.verb != "kill") else 1, now, state, text)
         with contextlib.suppress(OSError):  # a full disk; the recording's reader will miss it, the apps are told
             self._run.write_exit(found)
         return found
