@@ -1,9 +1,10 @@
 """The model: weights from the hub or a folder, or random ones from a bare configuration."""
 
+from difflib import get_close_matches
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from ...protocol.errors import ConfigError
@@ -82,7 +83,11 @@ def bare_config(config: Config, vocabulary: int) -> Any:
     try:
         made: Any = AutoConfig.for_model(kind, **values)
     except ValueError as error:
-        raise ConfigError(f"model.config.model_type: {str(error).splitlines()[0]}") from None
+        # transformers lists all of its hundreds of model types; the first sentence says what is wrong.
+        what = str(error).splitlines()[0].partition(". Should contain")[0]
+        near = get_close_matches(kind, list(CONFIG_MAPPING.keys()), 1)
+        mend = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"model.config.model_type: {what}{mend}") from None
     except Exception as error:  # each model type checks its own values, with errors of its own
         raise ConfigError(f"model.config: {_first_line(error)}") from None
     unknown = [key for key in values if not hasattr(AutoConfig.for_model(kind), key)]

@@ -67,10 +67,9 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, owned: bool) -> i
     if end is None:
         print(attach_line(run))
         return INTERRUPTED
-    plan = source.model.plan
-    for line in closing_lines(run, end, plan.output_dir if plan else ""):
+    for line in closing_lines(run, end, source.model):
         print(line)
-    return INTERRUPTED if interrupts.count else exit_status(end)
+    return INTERRUPTED if interrupts.count else exit_status(end, run.read_run().kind)
 
 
 def _until_the_end(

@@ -6,29 +6,49 @@ from pathlib import Path
 
 from ...protocol.rundir import ExitFile, RunDir
 from ...protocol.text import sanitize
+from ..model.run import RunModel
 
 INTERRUPTED = 130
+WRONG_USAGE = 2
 _LOG_LINES = 15
+_LINE_LENGTH = 400
 _LOG_TAIL_BYTES = 16_384
+_FATAL = ("failure", "oom", "died")
 
 
-def exit_status(end: ExitFile) -> int:
-    """Map how the job ended to a command's exit status: 0 done, 1 failed, 130 ended by somebody's wish."""
-    if end.exit_code == 0:
-        return 0
-    return INTERRUPTED if end.state == "stopped" else 1
+def exit_status(end: ExitFile, kind: str = "run") -> int:
+    """Map how the job ended to a command's exit status.
+
+    Args:
+        end: how it ended.
+        kind: the run's kind. Where the job is ftmon's own trainer, its 2 means what it means for the command: a wrong
+            configuration, found out where the model or the data were loaded.
+
+    Returns:
+        0 done, 1 failed, 2 wrong configuration, 130 ended by somebody's wish before it was done.
+    """
+    if end.state == "stopped":
+        return INTERRUPTED
+    if end.exit_code == WRONG_USAGE and kind in ("demo", "train"):
+        return WRONG_USAGE
+    return int(end.exit_code != 0)
 
 
-def closing_lines(run: RunDir, end: ExitFile, output_dir: str = "") -> Iterator[str]:
+def closing_lines(run: RunDir, end: ExitFile, model: RunModel) -> Iterator[str]:
     """Say how a run ended, and where what it leaves is: checkpoint, recording, logs.
 
     Args:
         run: the run.
         end: how it ended.
-        output_dir: where its trainer writes checkpoints (``Plan.output_dir``); empty: where ftmon's own does.
+        model: what is known of the run: where its trainer writes checkpoints (``Plan.output_dir``; without one, where
+            ftmon's own does), and which rank failed first.
     """
     if end.state == "failed":
-        yield from (f"  {sanitize(line)}" for line in last_words(run))
+        first = first_to_fail(model)
+        if first is not None:
+            yield from (f"  rank {first}| {sanitize(line)}" for line in last_words(run.rank_log(first, "err")))
+        yield from (f"  {sanitize(line)}" for line in last_words(run.logs / "launcher.log"))
+    output_dir = model.plan.output_dir if model.plan else ""
     yield f"{run.id} {end.state}" + (f": {sanitize(end.text)}" if end.text else "")
     yield from _results(Path(output_dir or run.path / "output"))
     if run.recording.exists():
@@ -54,13 +74,21 @@ def _results(output: Path) -> Iterator[str]:
     yield f"checkpoint: {newest}  (resume: ftmon train CONFIG.yaml checkpoint.resume={shlex.quote(str(newest))})"
 
 
-def last_words(run: RunDir, limit: int = _LOG_LINES) -> list[str]:
-    """Return the last lines of the launcher's log: what the job itself said before it failed."""
+def first_to_fail(model: RunModel) -> int | None:
+    """Return the rank whose failure or death came first; None when no rank is to blame."""
+    blamed = [alert for alert in model.alerts if alert.kind in _FATAL and alert.severity == "error"]
+    return min(blamed, key=lambda alert: (alert.time, alert.id)).rank if blamed else None
+
+
+def last_words(log: Path, limit: int = _LOG_LINES) -> list[str]:
+    """Return the last lines of a log, the long ones cut: what the job, or one rank of it, said before it failed."""
     try:
-        with (run.logs / "launcher.log").open("rb") as file:
+        with log.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _LOG_TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
-    return [line for line in lines if line.strip()][-limit:]
+    return [line if len(line) <= _LINE_LENGTH else f"{line[:_LINE_LENGTH]}..." for line in lines if line.strip()][
+        -limit:
+    ]

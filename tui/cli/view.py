@@ -62,10 +62,9 @@ def watch(run: RunDir, arguments: Namespace, *, owned: bool) -> int:
     if end is None:
         print(attach_line(run))
         return 0
-    plan = source.model.plan
-    for line in closing_lines(run, end, plan.output_dir if plan else ""):
+    for line in closing_lines(run, end, source.model):
         print(line)
-    return exit_status(end) if owned else 0
+    return exit_status(end, run.read_run().kind) if owned else 0
 
 
 def replay(arguments: Namespace) -> int:

@@ -3,15 +3,17 @@
 from pathlib import Path
 
 import pytest
+from ftmon.protocol import control, telemetry, wire
 from ftmon.protocol.rundir import ExitFile, RunDir
 from ftmon.tui.cli import outcome
+from ftmon.tui.model.run import RunModel
 
 
 @pytest.mark.parametrize(
     ("code", "state", "status"),
     [
         (0, "finished", 0),
-        (0, "stopped", 0),
+        (0, "stopped", 130),
         (1, "failed", 1),
         (-9, "failed", 1),
         (3, "failed", 1),
@@ -23,6 +25,18 @@ def test_exit_status_follows_the_job(code: int, state: str, status: int) -> None
     assert outcome.exit_status(ExitFile(code, 0.0, state)) == status
 
 
+@pytest.mark.parametrize(("kind", "status"), [("train", 2), ("demo", 2), ("run", 1), ("watch", 1)])
+def test_a_mistake_that_only_the_trainer_could_find_is_wrong_usage(kind: str, status: int) -> None:
+    assert outcome.exit_status(ExitFile(2, 0.0, "failed"), kind) == status
+
+
+def model_with(*messages: wire.Message) -> RunModel:
+    model = RunModel()
+    for seq, message in enumerate(messages, 1):
+        model.apply(wire.Frame(seq, float(seq), message))
+    return model
+
+
 def test_closing_lines_say_where_everything_is(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / "demo-1")
     run.logs.mkdir(parents=True)
@@ -31,7 +45,8 @@ def test_closing_lines_say_where_everything_is(tmp_path: Path) -> None:
     for file, text in (("model/config.json", "{}"), ("checkpoints/latest", "step-8\n")):
         (output / file).parent.mkdir(parents=True)
         (output / file).write_text(text)
-    lines = list(outcome.closing_lines(run, ExitFile(0, 0.0, "finished", "exit code 0"), str(output)))
+    model = model_with(telemetry.Plan(0, 8, output_dir=str(output)))
+    lines = list(outcome.closing_lines(run, ExitFile(0, 0.0, "finished", "exit code 0"), model))
     assert lines == [
         "demo-1 finished: exit code 0",
         f"model:      {output}/model",
@@ -46,7 +61,22 @@ def test_a_failed_run_shows_its_last_words(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.logs.mkdir()
     (run.logs / "launcher.log").write_text("".join(f"line {n}\n" for n in range(100)) + "ValueError: \x1b[1mno\n\n")
-    lines = list(outcome.closing_lines(run, ExitFile(1, 0.0, "failed", "exit code 1")))
+    lines = list(outcome.closing_lines(run, ExitFile(1, 0.0, "failed", "exit code 1"), RunModel()))
     assert lines[14] == "  ValueError: no"
     assert lines[15] == "demo-1 failed: exit code 1".replace("demo-1", run.id)
     assert lines[-1] == f"logs:       {run.logs}"
+
+
+def test_a_failed_run_shows_the_last_words_of_the_rank_that_failed_first(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    run.rank_log(0, "err").write_text("Traceback\nConnectionError: peer\n")
+    run.rank_log(1, "err").write_text("data.path: line 7 is not JSON\n" + "x" * 5000 + "\n")
+    model = model_with(
+        control.Alert(1, "failure", "error", 12.0, "rank 0 failed", rank=0),
+        control.Alert(2, "died", "error", 11.0, "rank 1 ended", rank=1),
+        control.Alert(3, "died", "info", 10.0, "rank 2 killed, as asked", rank=2),
+    )
+    lines = list(outcome.closing_lines(run, ExitFile(2, 0.0, "failed", "exit code 2"), model))
+    assert lines[:2] == ["  rank 1| data.path: line 7 is not JSON", f"  rank 1| {'x' * 400}..."]
+    assert not any("rank 0|" in line for line in lines)
