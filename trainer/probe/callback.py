@@ -76,4 +76,4 @@ def _callback_class() -> Any:
 
 
 def _run_name(args: Any) -> str:
-    return str(getattr(args, "run_name", None) or "trainer")
+    return str(getattr(args, "run_name", None) or "")  # empty: after the script
