@@ -1,7 +1,9 @@
 """The state of a run at any time, from its recording: what a seek and a late join show."""
 
 import copy
-from collections.abc import Iterable
+import gc
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from math import ceil, floor
 
 from ...protocol.recording.results import RecordingInfo
@@ -48,6 +50,27 @@ def load(
         RecordingError: the recording cannot be read.
         HubError: the hub, asked for it, does not answer.
     """
+    with _without_collections():
+        return _load(history, t, info, overview, quick)
+
+
+@contextmanager
+def _without_collections() -> Generator[None, None, None]:
+    """Hold up the garbage collector: a load makes tens of thousands of objects, all of which stay.
+
+    Looking through them, and through all else that lives, again and again takes as long as the load itself.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _load(history: History, t: float, info: RunInfo, overview: Overview | None, quick: bool) -> RunModel:
     model = RunModel(copy.deepcopy(info))
     seq = history.seq_at(t)
     frames = {frame.seq: frame for frame in history.state_at(t)}

@@ -23,7 +23,10 @@ TICK_S = 0.1
 """How often a playing position moves."""
 
 MAX_FRAMES = 3000
-"""A move of more frames than this is a seek: the screen would not keep up with folding them."""
+"""Playing on by more frames than this is a seek: the screen would not keep up with folding them."""
+
+SEEK_FRAMES = 1000
+"""A move by more numbers of the stream than this is a seek: that is quicker than to read and fold them."""
 
 _REST_S = 0.4
 """A view that rests this long after a seek gets the recent steps that the seek left out."""
@@ -256,7 +259,10 @@ class Playback:
             target = target if found is None else found
         self._handled += sum(request.kind != "overview" for request in requests)
         if target is not None or not self._loaded:
-            self._go(history, min(max(self._position if target is None else target, self._first), self._last))
+            target = min(max(self._position if target is None else target, self._first), self._last)
+            if self._loaded and history.seq_at(target) - self._last_seq > SEEK_FRAMES:
+                self._loaded = False  # without reading what lies between
+            self._go(history, target)
         self._put(span=(self._first, self._last), message=message)
 
     def _target(self, history: History, request: Request, position: float) -> float | None:

@@ -7,7 +7,10 @@ from .transport import AlertMark
 _LATEST_S = 60.0
 """How long after the time it speaks of an alert may have been raised."""
 
-_BATCH = 2000
+_FIRST_BATCH = 128
+"""Frames looked through at first; most alerts are raised within a second."""
+
+_BATCH = 2048
 
 
 def marks(history: History) -> list[AlertMark]:
@@ -19,9 +22,11 @@ def marks(history: History) -> list[AlertMark]:
 def alert_time(history: History, mark: AlertMark) -> float:
     """Tell when an alert was raised: hub time of its first message, which comes after the time it speaks of."""
     after = max(history.seq_at(mark.time) - 1, 0)
-    while frames := history.frames(after, _BATCH, mark.time + _LATEST_S):
+    batch = _FIRST_BATCH
+    while frames := history.frames(after, batch, mark.time + _LATEST_S):
         for frame in frames:
             if isinstance(frame.message, Alert) and frame.message.id == mark.alert_id:
                 return frame.t
         after = frames[-1].seq
+        batch = min(2 * batch, _BATCH)
     return mark.time
