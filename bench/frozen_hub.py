@@ -53,7 +53,7 @@ def main() -> None:
         command = [*ftmon, "run", "--detach", "--name", "frozen", "--", sys.executable, str(script), str(times)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         run = rundir.find(None)
-        while not times.exists() or times.stat().st_size < 4000:
+        while run.living_hub() is None or not times.exists() or times.stat().st_size < 4000:
             time.sleep(0.1)
         hub, launcher = run.living_hub(), run.read_run().launcher
         assert hub is not None
