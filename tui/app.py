@@ -1,6 +1,7 @@
 """The app: one timer that folds what has arrived and lets the screen in view paint what changed."""
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -19,8 +20,11 @@ from .widgets.look import Look
 from .widgets.palette import DARK, LIGHT
 from .widgets.stage import Stage
 
-FIRST_FPS = 20
-"""Looks a second until the first state is there, so that the first paint is soon."""
+FIRST_LOOKS = 100
+"""Looks a second until the first ranks are there, so that they are painted as they come and not at the next paint."""
+
+FIRST_SECONDS = 3.0
+"""How long it looks so often: ranks that take longer are still starting."""
 
 
 class FtmonApp(App[None]):
@@ -80,12 +84,15 @@ class FtmonApp(App[None]):
             if self._play and self.stage.source.transport.mode == "replay":
                 self.stage.source.transport.play()
         self.set_interval(1 / self.fps, self.pump)
-        self._hurry = self.set_interval(1 / FIRST_FPS, self._until_first)
+        self._hurry_until = time.monotonic() + FIRST_SECONDS
+        self._hurry = self.set_interval(1 / FIRST_LOOKS, self._until_first)
 
     def _until_first(self) -> None:
-        self.pump()
-        if self.stage.source is None or self.stage.model.last_seq:
-            self._hurry.stop()
+        source = self.stage.source
+        if source is not None and source.pump():
+            self.pump()
+        if source is None or source.model.ranks or time.monotonic() > self._hurry_until:
+            self._hurry.pause()
 
     def pump(self) -> None:
         """Fold what has arrived and paint."""
@@ -232,7 +239,9 @@ class FtmonApp(App[None]):
         from .screens.kill import KillDialog
 
         if self._may_act("kill"):
-            self.push_screen(KillDialog(self.stage))
+            screen = self.screen
+            marked = screen.in_question() if isinstance(screen, MonitorScreen) else {self.stage.selected}
+            self.push_screen(KillDialog(self.stage, marked))
 
     def action_stop(self) -> None:
         """Ask whether to save and end."""
@@ -272,6 +281,7 @@ class FtmonApp(App[None]):
             # Textual gives the default screen no result callback, and switch_screen takes one away.
             first._push_result_callback(first, None)
         self.switch_screen(OverviewScreen(fresh))
+        self._hurry_until = time.monotonic() + FIRST_SECONDS
         self._hurry.resume()
 
     def _may_act(self, verb: str) -> bool:

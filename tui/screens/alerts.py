@@ -14,6 +14,7 @@ from ..widgets.listing import Listing
 from ..widgets.panes import pressing
 from ..widgets.prompt import Prompt
 from .base import MonitorScreen, key
+from .targets import suggested
 
 
 class AlertList(Listing):
@@ -137,6 +138,10 @@ class AlertsScreen(MonitorScreen):
         if alert is not None and source is not None:
             source.transport.seek(alert.time)
             self.stage.say(f"at the moment of: {alert.title}")
+
+    def in_question(self) -> set[int]:
+        """Tell which ranks the selected alert is about."""
+        return suggested(self.stage.model, self.stage.selected, self.query_one(AlertList).chosen)
 
     def action_filter(self) -> None:
         """Type a filter."""

@@ -13,6 +13,7 @@ from ..widgets.canvas import Canvas
 from ..widgets.line import Line
 from ..widgets.panes import KeyBar, ReplayBar, SummaryBar
 from ..widgets.stage import Stage
+from .targets import suggested
 
 SMALLEST = (60, 16)
 """Columns and rows that the screens need."""
@@ -112,6 +113,10 @@ class MonitorScreen(Screen[Any]):
         self.set_class(self.stage.replaying, "replaying")
         for widget in self.canvases():
             widget.tick()
+
+    def in_question(self) -> set[int]:
+        """Tell which ranks a kill asked for here most likely means."""
+        return suggested(self.stage.model, self.stage.selected)
 
     def canvases(self) -> list[Canvas]:
         """List the canvases directly on the screen."""

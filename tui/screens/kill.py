@@ -19,7 +19,7 @@ _LISTED = 6
 
 
 class KillDialog(Dialog):
-    """Choose targets and a signal, then no or yes.
+    """Choose targets and a signal, then no or yes; ``marked`` are the ranks marked at first.
 
     The cursor stands on one of: the targets (the run, then each rank), the signal, the buttons. It begins on the
     buttons, with ``No`` chosen, and nothing is sent but by ``Yes`` while something is marked.
@@ -41,9 +41,9 @@ class KillDialog(Dialog):
     ]
     WIDTH = 78
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, marked: set[int]) -> None:
         super().__init__(stage)
-        self.targets = Targets.of(stage.model, stage.selected)
+        self.targets = Targets.of(stage.model, marked)
         self.cursor = self.buttons
         self.signal = 0
         self.yes = False

@@ -147,6 +147,10 @@ class RankScreen(MonitorScreen):
         for part in self._parts:
             part.tick()
 
+    def in_question(self) -> set[int]:
+        """A kill asked for here means the rank in view."""
+        return {self.stage.selected}
+
     def action_rank(self, delta: int) -> None:
         """Go to a neighbouring rank."""
         ranks = list(self.stage.model.ranks)

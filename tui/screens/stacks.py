@@ -109,6 +109,10 @@ class StacksScreen(MonitorScreen):
             self.stage.select(ranks[max(0, min(index, len(ranks) - 1))])
             self.action_again()
 
+    def in_question(self) -> set[int]:
+        """A kill asked for here means the rank in view."""
+        return {self.stage.selected}
+
     def action_move(self, delta: int) -> None:
         """Scroll by lines."""
         self.query_one(StackList).move(delta)

@@ -2,12 +2,16 @@
 
 from dataclasses import dataclass, field
 
+from ...protocol.control import Alert
 from ..model.rank import RankModel
 from ..model.run import RunModel
 from ..widgets.alert_lines import wrap
 from ..widgets.figures import gib
 from ..widgets.line import Line, cut
 from ..widgets.look import Look
+
+_STUCK = ("hung", "stopped", "unreachable")
+"""States of a rank that does not go on by itself and holds up the others; those that wait for it are not to blame."""
 
 _NAMED = 6
 """Ranks that are named one by one; more are counted."""
@@ -24,12 +28,13 @@ class Targets:
     """Device memory in use by rank when the kill was sent."""
 
     @classmethod
-    def of(cls, model: RunModel, selected: int) -> "Targets":
-        """List a run's living ranks, the selected one marked; of a run with one rank, the run."""
+    def of(cls, model: RunModel, marked: set[int]) -> "Targets":
+        """List a run's living ranks, some marked; where that is all of them, or there is but one, the run."""
         ranks = [rank.rank for rank in model.ranks.values() if rank.alive]
-        if len(ranks) <= 1:
+        marked = marked & set(ranks)
+        if len(ranks) <= 1 or len(marked) == len(ranks):
             return cls(ranks, set(), True)
-        return cls(ranks, {selected} & set(ranks))
+        return cls(ranks, marked)
 
     @property
     def any(self) -> bool:
@@ -100,6 +105,29 @@ class Targets:
             left = sum(model.ranks[number].alive for number in numbers if number in model.ranks)
             lines.append(Line(f"  {len(numbers) - left} of {len(numbers)} ranks have ended", look.style("dim")))
         return lines
+
+
+def suggested(model: RunModel, selected: int, alert: Alert | None = None) -> set[int]:
+    """Choose the ranks that a kill most likely means.
+
+    Args:
+        model: the run.
+        selected: the rank the cursor is on, which need not have been put there for this.
+        alert: the alert in view, if one is.
+
+    Returns:
+        The stuck ranks that the alert names, else the rank it speaks of while it stands; without an alert the
+        selected rank if it is stuck (and not all are), else those that are; and the selected rank where none is.
+    """
+    stuck = {rank.rank for rank in model.ranks.values() if rank.state in _STUCK}
+    if alert is not None:
+        named = {*alert.ranks, *([] if alert.rank is None else [alert.rank])}
+        if named & stuck:
+            return named & stuck
+        if alert.rank in model.ranks and alert.resolved is None and model.ranks[alert.rank].alive:
+            return {alert.rank}
+    alive = {rank.rank for rank in model.ranks.values() if rank.alive}
+    return {selected} if not stuck or (selected in stuck and stuck != alive) else stuck
 
 
 def _held(model: RunModel, rank: RankModel) -> int:

@@ -7,11 +7,34 @@ from typing import Any
 
 from ...protocol.control import Accepted
 from ...protocol.recording.reader import Reader
+from ...protocol.recording.results import RecordingInfo
+from ...protocol.telemetry import Hello, Step
 from ..model.run import RunModel
 from .base import CommandRecord, Connection
 from .load import describe
 from .playback import Playback
 from .transport import Request, Transport
+
+_LOOKED_AT = 64
+"""Messages read at once in search of the first ranks'."""
+
+_TOGETHER_S = 1.0
+"""Ranks that are heard of within this of each other came together."""
+
+
+def first_ranks_time(reader: Reader, info: RecordingInfo) -> float:
+    """Tell when the ranks that came first were all heard of; where none ever was, when the recording begins."""
+    after, found = 0, 0.0
+    while info.ranks and (frames := reader.frames(after, _LOOKED_AT)):
+        for frame in frames:
+            if found and frame.t > found + _TOGETHER_S:
+                return found
+            if isinstance(frame.message, Hello):
+                found = frame.t
+            elif isinstance(frame.message, Step):
+                return found or frame.t
+        after = frames[-1].seq
+    return found or info.first_t
 
 
 class ReplaySource:
@@ -19,7 +42,8 @@ class ReplaySource:
 
     Args:
         path: the recording file.
-        start: where to begin, seconds since the epoch; None for the recording's beginning.
+        start: where to begin, seconds since the epoch; None for when the first ranks were heard of (before that
+            there is nothing to see; the recording's beginning stays in reach).
         at_end: begin at its end instead.
         play: begin playing at once.
 
@@ -34,11 +58,12 @@ class ReplaySource:
         reader = Reader(self._path)
         try:
             info = reader.info()
+            begin = first_ranks_time(reader, info) if start is None and not at_end else info.last_t
         finally:
             reader.close()
         self._transport = Transport("replay", self._request)
         self._transport.first, self._transport.last = info.first_t, info.last_t
-        self._transport.position = info.last_t if at_end else info.first_t if start is None else start
+        self._transport.position = begin if start is None else start
         self._playback = Playback(
             lambda _: Reader(self._path), describe(info), self._transport, self._transport.position
         )

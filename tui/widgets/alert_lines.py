@@ -10,6 +10,10 @@ from .line import Line, cut, spread
 from .look import Look
 from .scrubber import time_of_day
 
+_MOMENTS = ("since", "time", "started")
+"""Evidence that is a moment, when it is large enough to be one (``_EPOCH``: seconds since 1970, in 2001)."""
+_EPOCH = 1e9
+
 
 def alert_line(alert: Alert, width: int, look: Look, selected: bool = False, hint: str = "") -> Line:
     """Draw one alert on one line: time, severity, title, and at the right whether it is over."""
@@ -98,6 +102,8 @@ def figure(key: str, value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "not known"}[value]
     if isinstance(value, int | float):
+        if key in _MOMENTS and value > _EPOCH:
+            return time_of_day(value)
         if key == "bytes" or key.endswith("_bytes"):
             return f"{gib(value)} GiB" if abs(value) >= 2**20 else f"{value:,} B"
         for suffix, unit in (("_us", 1e-6), ("_ms", 1e-3), ("_seconds", 1.0), ("_s", 1.0)):

@@ -21,6 +21,8 @@ class Summary:
     step: int = 0
     total_steps: int | None = None
     seconds_left: float | None = None
+    stalled_seconds: int | None = None
+    """How long ranks have kept the run from going on; None while it goes on."""
     ended: str = ""
     """How the run ended, once it has."""
     loss: float | None = None
@@ -90,6 +92,8 @@ def _progress(summary: Summary, look: Look) -> Line:
 def _time(summary: Summary, look: Look) -> Line:
     if summary.ended:
         return Line(summary.ended, look.style("dim"))
+    if summary.stalled_seconds is not None:
+        return Line(f"stalled {duration(summary.stalled_seconds)}", look.style("error"))
     if summary.seconds_left is None:
         return Line()
     words = f"{duration(summary.seconds_left)} left" if summary.seconds_left >= 1 else "ending"

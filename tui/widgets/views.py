@@ -162,6 +162,7 @@ def summary_of(model: RunModel, connection: Connection, read_only: bool = False)
         step=model.step,
         total_steps=model.total_steps,
         seconds_left=model.seconds_left,
+        stalled_seconds=stalled_seconds(model),
         ended=ended,
         loss=model.loss,
         losses=losses,
@@ -180,6 +181,12 @@ def trouble_words(model: RunModel) -> str:
     counts = model.rank_states()
     order = ("hung", "gone", "unreachable", "stopped", "waiting")
     return ", ".join(f"{counts[state]} {state}" for state in order if counts.get(state)) if not model.ended else ""
+
+
+def stalled_seconds(model: RunModel) -> int | None:
+    """Tell for how long ranks in trouble have kept a run from going on, whole seconds; None while it goes on."""
+    since = [rank.state_since for rank in model.ranks.values() if rank.state in TROUBLE]
+    return floor(max(0.0, model.now - min(since))) if since and not model.ended else None
 
 
 def setup_words(model: RunModel) -> str:

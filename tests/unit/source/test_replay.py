@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.control import Alert
 from ftmon.protocol.errors import RecordingError
+from ftmon.protocol.telemetry import Hello
 from ftmon.protocol.wire import Frame
 from ftmon.tui.model import RunModel
 from ftmon.tui.source.base import Source
@@ -75,9 +76,12 @@ def same(source: Source) -> None:
     assert list(model.alerts) == list(expected.alerts)
 
 
-def test_a_replay_begins_at_the_beginning_and_holds(source: ReplaySource) -> None:
+def test_a_replay_begins_when_the_ranks_are_there_and_holds(source: ReplaySource) -> None:
+    hellos = [frame for frame in FRAMES if isinstance(frame.message, Hello)]
     assert source.transport.mode == "replay"
-    assert source.transport.position == source.transport.first == FRAMES[0].t
+    assert source.transport.position == hellos[-1].t
+    assert len(source.model.ranks) == len(hellos)
+    assert source.transport.first == FRAMES[0].t
     assert source.transport.last == FRAMES[-1].t
     assert not source.transport.playing
     assert source.connection.state == "replay"

@@ -14,7 +14,7 @@ from ftmon.tui.widgets.memory_graph import Scale
 from ftmon.tui.widgets.palette import DARK, LIGHT
 from ftmon.tui.widgets.phase_bar import cells_of, phase_bar
 from ftmon.tui.widgets.rank_view import RankView
-from ftmon.tui.widgets.scrubber import Playback, scrubber
+from ftmon.tui.widgets.scrubber import Playback, scrubber, time_of_day
 from ftmon.tui.widgets.spark import spark
 from ftmon.tui.widgets.summary import Summary, summary_lines
 from ftmon.tui.widgets.views import nice_top
@@ -112,6 +112,11 @@ def test_evidence_is_written_in_the_units_its_names_carry() -> None:
     assert figure("fused", False) == "no"
 
 
+def test_evidence_that_is_a_moment_is_a_time_of_day() -> None:
+    assert figure("since", 1_780_000_000.25) == time_of_day(1_780_000_000.25)
+    assert figure("since", 12.5) == "12.5"
+
+
 def test_an_alert_that_is_over_says_how_long_it_lasted() -> None:
     alert = Alert(1, "hang", "error", 1000.0, "rank 3 hangs", resolved=1034.0)
     assert "over after 34 s" in alert_line(alert, 80, LOOK).plain
@@ -133,6 +138,14 @@ def test_the_summary_keeps_its_width_and_says_the_trouble(width: int) -> None:
     assert {line.width for line in lines} == {width}
     assert "1 hung" in lines[0].plain
     assert "1,204" in lines[0].plain
+
+
+def test_a_run_that_stands_says_so_in_place_of_the_time_left() -> None:
+    first = summary_lines(Summary("llama3", trouble="1 hung", step=44, seconds_left=90, stalled_seconds=34), 100, LOOK)[
+        0
+    ]
+    assert "stalled 34 s" in first.plain
+    assert "left" not in first.plain
 
 
 def test_the_scrubber_marks_the_alerts_and_the_place() -> None:

@@ -1,0 +1,67 @@
+"""Which ranks a kill is offered for."""
+
+import pytest
+from ftmon.protocol.control import Alert, RankState, RankStateName
+from ftmon.protocol.wire import Frame
+from ftmon.tui.model import RunModel
+from ftmon.tui.screens.targets import Targets, suggested
+from ftmon.tui.widgets.views import stalled_seconds
+from streams import Stream
+
+NOW = 1_780_000_200.0
+
+
+def of(states: dict[int, RankStateName], ranks: int = 4) -> RunModel:
+    model = RunModel()
+    frames = list(Stream(ranks=ranks, steps=4, finished=False).frames())
+    for frame in frames:
+        model.apply(frame)
+    for index, (rank, state) in enumerate(states.items()):
+        told = RankState(rank=rank, state=state, time=NOW, since=NOW - 34, text="", pid=1)
+        model.apply(Frame(frames[-1].seq + 1 + index, NOW, told))
+    return model
+
+
+def alert(rank: int | None = None, ranks: list[int] | None = None, resolved: float | None = None) -> Alert:
+    return Alert(
+        id=1, kind="hang", severity="error", time=NOW, title="a hang", rank=rank, ranks=ranks or [], resolved=resolved
+    )
+
+
+def test_a_healthy_run_offers_the_rank_at_the_cursor() -> None:
+    assert suggested(of({}), 2) == {2}
+
+
+@pytest.mark.parametrize("state", ["hung", "stopped", "unreachable"])
+def test_a_stuck_rank_is_offered_in_place_of_the_one_at_the_cursor(state: RankStateName) -> None:
+    assert suggested(of({0: "waiting", 1: "waiting", 2: "waiting", 3: state}), 0) == {3}
+
+
+def test_of_several_stuck_ranks_the_one_at_the_cursor_is_offered() -> None:
+    model = of({1: "hung", 3: "hung"})
+    assert suggested(model, 0) == {1, 3}
+    assert suggested(model, 1) == {1}
+
+
+def test_the_selected_alert_names_the_rank() -> None:
+    model = of({1: "hung", 3: "stopped"})
+    assert suggested(model, 0, alert(3)) == {3}
+    assert suggested(model, 0, alert(ranks=[0, 1])) == {1}
+    assert suggested(of({}), 0, alert(2)) == {2}
+
+
+def test_an_alert_that_is_over_or_names_nobody_does_not_choose() -> None:
+    assert suggested(of({}), 0, alert(2, resolved=NOW)) == {0}
+    assert suggested(of({}), 0, alert()) == {0}
+
+
+def test_when_every_rank_is_stuck_the_run_is_offered() -> None:
+    model = of({0: "hung", 1: "hung"}, ranks=2)
+    targets = Targets.of(model, suggested(model, 0))
+    assert targets.whole
+    assert targets.chosen == []
+
+
+def test_a_run_that_stands_says_for_how_long() -> None:
+    assert stalled_seconds(of({})) is None
+    assert stalled_seconds(of({0: "waiting", 3: "hung"})) == 34
