@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from math import ceil, floor
 
@@ -38,20 +38,31 @@ def describe(info: RecordingInfo) -> RunInfo:
     )
 
 
+class Superseded(Exception):  # noqa: N818 - no error: nobody wants the state any more
+    """Something else is to be loaded instead."""
+
+
 def load(
-    history: History, t: float, info: RunInfo, overview: Overview | None = None, *, quick: bool = False
+    history: History,
+    t: float,
+    info: RunInfo,
+    overview: Overview | None = None,
+    *,
+    quick: bool = False,
+    superseded: Callable[[], bool] = lambda: False,
 ) -> RunModel:
     """Build the state at hub time ``t``: of everything exactly as if all had been folded, but recent steps and logs.
 
     Those reach back ``TAIL_FRAMES`` (less when it is to be ``quick``) and ``LOG_LINES``; older memory and step times
-    come pooled, from ``overview`` when it is there.
+    come pooled, from ``overview`` when it is there. ``superseded`` is asked now and then; True gives the loading up.
 
     Raises:
+        Superseded: the loading was given up.
         RecordingError: the recording cannot be read.
         HubError: the hub, asked for it, does not answer.
     """
     with _without_collections():
-        return _load(history, t, info, overview, quick)
+        return _load(history, t, info, overview, quick, superseded)
 
 
 @contextmanager
@@ -70,7 +81,18 @@ def _without_collections() -> Generator[None, None, None]:
         gc.enable()
 
 
-def _load(history: History, t: float, info: RunInfo, overview: Overview | None, quick: bool) -> RunModel:
+def _load(
+    history: History,
+    t: float,
+    info: RunInfo,
+    overview: Overview | None,
+    quick: bool,
+    superseded: Callable[[], bool],
+) -> RunModel:
+    def go_on() -> None:
+        if superseded():
+            raise Superseded
+
     model = RunModel(copy.deepcopy(info))
     seq = history.seq_at(t)
     frames = {frame.seq: frame for frame in history.state_at(t)}
@@ -80,10 +102,13 @@ def _load(history: History, t: float, info: RunInfo, overview: Overview | None, 
         length = min(max(QUICK_TAIL, QUICK_TAIL_A_RANK * ranks), TAIL_FRAMES)
     begin = max(seq - length, 0)
     frames.update((frame.seq, frame) for frame in history.logs(before_seq=seq + 1, limit=LOG_LINES))
+    go_on()
     tail = history.frames(begin, length, t)
+    go_on()
     frames.update((frame.seq, frame) for frame in tail)
     if begin:
         _load_memory(history, tail[0].t if tail else t, t, model, overview)
+        go_on()
     # Charts and rates want steps without holes; of older ones (the run's peak) only what they tell is kept.
     fold(model, (frames[number] for number in sorted(frames) if number <= begin))
     older = {number: rank.last for number, rank in model.ranks.items()}

@@ -14,7 +14,7 @@ from ...protocol.wire import Frame
 from ..model.run import RunInfo, RunModel
 from . import positions
 from .history import History
-from .load import load
+from .load import Superseded, load
 from .overview import Overview, read_overview
 from .seek import alert_time, marks
 from .transport import AlertMark, Request, Transport, next_speed
@@ -224,7 +224,7 @@ class Playback:
                 elif self._playing and len(self._updates) < _MAX_WAITING:
                     self._play_on(history, (now - moved_at) * self._speed)
                 elif self._quick and not self._playing:
-                    self._load(history, quick=False)
+                    self._complete(history)
             except FtmonError as error:
                 self._playing = False
                 self._put(message=str(error))
@@ -336,11 +336,26 @@ class Playback:
             self._step = max([self._step, *(each.message.step for each in frames if isinstance(each.message, Step))])
         self._put(frames=frames)
 
-    def _load(self, history: History, *, quick: bool = True) -> None:
-        self._quick = quick
-        model = load(history, self._position, self._info, self._overview, quick=quick)
+    def _load(self, history: History) -> None:
+        model = load(history, self._position, self._info, self._overview, quick=True)
+        self._step = model.leading_step
+        self._quick = True
+        self._take_over(model)
+
+    def _complete(self, history: History) -> None:
+        """Load what a quick seek left out; the next request gives it up, and need not wait."""
+        self._quick = False  # also when it cannot be read: once is enough
+        try:
+            model = load(
+                history, self._position, self._info, self._overview, superseded=lambda: not self._requests.empty()
+            )
+        except Superseded:
+            self._quick = True
+            return
+        self._take_over(model)
+
+    def _take_over(self, model: RunModel) -> None:
         self._last_seq = model.last_seq
-        self._step = model.leading_step if quick else self._step
         self._loaded = True
         # What is under way is of before the seek, but for the marks and the span that may be among it.
         self._updates.clear()

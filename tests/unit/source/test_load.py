@@ -9,7 +9,7 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.wire import Frame
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.status import status
-from ftmon.tui.source.load import describe, load
+from ftmon.tui.source.load import Superseded, describe, load
 from ftmon.tui.source.overview import Overview, read_overview
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -125,3 +125,15 @@ def test_alerts_are_as_they_stood_then(recording: Path) -> None:
     with Reader(recording) as reader:
         model = load(reader, alerts[0].t, describe(reader.info()))
     assert [alert.id for alert in model.alerts] == [alerts[0].message.id]  # type: ignore[union-attr]
+
+
+def test_loading_is_given_up_when_something_else_is_wanted(recording: Path) -> None:
+    asked: list[int] = []
+
+    def superseded() -> bool:
+        asked.append(1)
+        return len(asked) == 2
+
+    with Reader(recording) as reader, pytest.raises(Superseded):
+        load(reader, FRAMES[-1].t, describe(reader.info()), superseded=superseded)
+    assert len(asked) == 2
