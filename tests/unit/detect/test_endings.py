@@ -156,6 +156,18 @@ def test_the_peers_broken_connection_is_blamed_on_the_rank_that_died_first(make_
     assert sim.alerts("failure") == []
 
 
+def test_a_peer_lost_to_a_kill_that_was_asked_for_is_information(make_sim: Any):
+    sim = a_run(make_sim, 2, cuda=False)
+    sim.feed(Command("c", "kill", {"ranks": [1], "signal": "INT"}))
+    # A rank that INT ends says goodbye: there is no death of it that the broken connection could follow from.
+    sim.feed(Goodbye(1, sim.now, 6, "stopped", "interrupted"))
+    sim.feed(Failure(0, 7, "backward", sim.now, "RuntimeError: Connection closed by peer"))
+    sim.wait(6)
+    (alert,) = sim.alerts("failure")
+    assert (alert.rank, alert.severity) == (0, "info")
+    assert "its peer killed as asked" in alert.title
+
+
 def test_a_broken_connection_with_no_other_trouble_is_a_failure_of_its_own(make_sim: Any):
     sim = a_run(make_sim, 2, cuda=False)
     sim.feed(Failure(0, 7, "backward", sim.now, "RuntimeError: Connection reset by peer"))

@@ -7,7 +7,8 @@
   its log (those that arrive within 3 s too). After a failure of the same rank it only adds the exit status to that.
 - Within 60 s of the first trouble other ranks that end by SIGTERM, SIGINT, SIGKILL or SIGABRT, or for a lost peer, are
   counted as what followed: DeepSpeed's and torchrun's launchers end all ranks of a node when one exits non-zero.
-- A death that a person asked for (kill) is information about that rank; of a whole run it is no alert at all.
+- A death that a person asked for (kill) is information about that rank, and so is the lost peer of the others; of a
+  whole run it is no alert at all.
 """
 
 from collections import deque
@@ -51,7 +52,8 @@ class DeathDetector:
         self._book = book
         self._oom = oom
         self._logs: dict[int, deque[str]] = {}
-        self._held: list[tuple[float, Failure]] = []
+        self._held: list[tuple[float, Failure, bool]] = []
+        """Since when, what, and whether somebody had asked for another rank's end."""
         self._failed: dict[int, Key] = {}
         self._first: tuple[float, Key] | None = None
         """When trouble began, and the alert that says so."""
@@ -82,7 +84,7 @@ class DeathDetector:
         if _lost_peer(failure.error):
             if self._recent(t):
                 return self._followed(t, failure.rank, failure.error)
-            self._held.append((t, failure))
+            self._held.append((t, failure, bool(kill_asked - {failure.rank})))
             return []
         return self._raise_failure(t, failure)
 
@@ -95,7 +97,7 @@ class DeathDetector:
             return self._book.annotate(
                 t, known, {"ended": ending}, "" if ending.endswith("unknown") else f"It ended: {ending}."
             )
-        if -1 in kill_asked or any(failure.rank == rank for _, failure in self._held):
+        if -1 in kill_asked or any(failure.rank == rank for _, failure, _ in self._held):
             # Its own failure, of a lost peer, is still held back: it will tell, or become part of the peer's.
             return []
         asked = rank in kill_asked
@@ -137,7 +139,8 @@ class DeathDetector:
         if self._held and now - self._held[0][0] > HELD_S:
             first, *rest = self._held
             self._held = rest
-            alerts += self._raise_failure(now, first[1])
+            _, failure, asked = first
+            alerts += self._raise_failure(now, failure, asked)
         for rank, (since, key) in list(self._awaiting_logs.items()):
             if now - since > HELD_S:
                 del self._awaiting_logs[rank]
@@ -151,7 +154,7 @@ class DeathDetector:
             self._failed[alert.rank] = key
         self._first = (alert.time, key)
 
-    def _raise_failure(self, t: float, failure: Failure) -> list[Alert]:
+    def _raise_failure(self, t: float, failure: Failure, asked: bool = False) -> list[Alert]:
         taken = self._oom.failure(t, failure)
         if taken is not None:
             key = self._oom.standing(failure.rank)
@@ -161,11 +164,12 @@ class DeathDetector:
         key = ("failure", failure.rank, failure.phase, "exception")
         self.trouble(t, key)
         where = f" in {failure.phase}" if failure.phase else ""
+        why = ", its peer killed as asked" if asked else ""
         alerts = self._book.raise_alert(
             t,
             "failure",
-            "error",
-            f"rank {failure.rank} failed{where}: {first_line(failure.error)}",
+            "info" if asked else "error",
+            f"rank {failure.rank} failed{where}{why}: {first_line(failure.error)}",
             rule="exception",
             rank=failure.rank,
             step=failure.step,
@@ -203,4 +207,4 @@ class DeathDetector:
     def _release(self, t: float) -> list[Alert]:
         """Something primary has come up: what was held back followed from it."""
         held, self._held = self._held, []
-        return [alert for _, failure in held for alert in self._followed(t, failure.rank, failure.error)]
+        return [alert for _, failure, _ in held for alert in self._followed(t, failure.rank, failure.error)]
