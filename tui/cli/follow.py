@@ -67,7 +67,7 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, owned: bool) -> i
     if end is None:
         print(attach_line(run))
         return INTERRUPTED
-    for line in closing_lines(run, end, source.model):
+    for line in closing_lines(run, end, source.model, output_told=narrator.with_output):
         print(line)
     return INTERRUPTED if interrupts.count else exit_status(end, run.read_run().kind)
 

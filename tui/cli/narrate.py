@@ -24,7 +24,7 @@ class Narrator:
             with_output: tell what the ranks print too.
         """
         self._ascii = ascii_only
-        self._with_output = with_output
+        self.with_output = with_output
         self._step = 0
         self._step_at = float("-inf")
         self._introduced = False
@@ -43,7 +43,7 @@ class Narrator:
         if not self._introduced and _all_are_known(model):
             self._introduced = True
             yield _at(model.now, _introduction(model))
-        if self._with_output:
+        if self.with_output:
             yield from self._output(model)
         if model.step > self._step and (self._is_due(model) or model.ended):
             self._step, self._step_at = model.step, model.now

@@ -34,7 +34,7 @@ def exit_status(end: ExitFile, kind: str = "run") -> int:
     return int(end.exit_code != 0)
 
 
-def closing_lines(run: RunDir, end: ExitFile, model: RunModel) -> Iterator[str]:
+def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_told: bool = False) -> Iterator[str]:
     """Say how a run ended, and where what it leaves is: checkpoint, recording, logs.
 
     Args:
@@ -42,8 +42,9 @@ def closing_lines(run: RunDir, end: ExitFile, model: RunModel) -> Iterator[str]:
         end: how it ended.
         model: what is known of the run: where its trainer writes checkpoints (``Plan.output_dir``; without one, where
             ftmon's own does), and which rank failed first.
+        output_told: what the ranks and the launcher printed was told already; their last words are not said again.
     """
-    if end.state == "failed":
+    if end.state == "failed" and not output_told:
         first = first_to_fail(model)
         if first is not None:
             yield from (f"  rank {first}| {sanitize(line)}" for line in last_words(run.rank_log(first, "err")))
