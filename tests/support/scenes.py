@@ -6,12 +6,28 @@ from pathlib import Path
 from typing import Any
 
 from ftmon.protocol.control import Alert, RankState
+from ftmon.protocol.telemetry import Stacks
 from ftmon.protocol.wire import Frame, Message
+from ftmon.tui.model import RunModel
+from ftmon.tui.source.load import QUICK_TAIL
 from ftmon.tui.source.replay import ReplaySource
 from streams import Stream, write
 
 HANG_SECONDS = 34.0
 COLLECTIVE = "all_gather_into_tensor"
+STACKS = """Thread 0x00007f5a3c2d1700 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+  File "/usr/lib/python3.11/queue.py", line 180 in get
+
+Current thread 0x00007f5a41b0a740 (most recent call first):
+  File "/usr/lib/python3.11/multiprocessing/connection.py", line 930 in wait
+  File "/usr/lib/python3.11/multiprocessing/connection.py", line 256 in poll
+  File "torch/utils/data/dataloader.py", line 1251 in _try_get_data
+  File "torch/utils/data/dataloader.py", line 1410 in _get_data
+  File "torch/utils/data/dataloader.py", line 732 in __next__
+  File "train.py", line 41 in main
+  File "train.py", line 77 in <module>
+"""
 
 
 def recorded(path: Path, ranks: int, steps: int = 60, **options: Any) -> Path:
@@ -36,6 +52,7 @@ def hanging(path: Path, ranks: int = 4, hung: int = 3) -> Path:
         )
         for rank in range(ranks)
     ]
+    found.append(Stacks(rank=hung, time=t, text=STACKS, reason="hang"))
     found.append(
         Alert(
             id=900,
@@ -58,14 +75,27 @@ def hanging(path: Path, ranks: int = 4, hung: int = 3) -> Path:
 class ReadyReplay(ReplaySource):
     """A replay whose first state and marks are in before anything is painted, however slow the machine."""
 
+    _incomplete: RunModel | None = None
+
     def start(self) -> None:
         """Begin to read, and take what comes first."""
         super().start()
         deadline = time.monotonic() + 15
-        while not self.model.last_seq or (len(self.model.alerts) and not self.transport.marks):
+        while not self._complete():
             assert time.monotonic() < deadline, "the recording's state and marks did not come in 15 s"
             self.pump()
             time.sleep(0.002)
+
+    def _complete(self) -> bool:
+        playback = self._playback
+        if not self.model.last_seq or (len(self.model.alerts) and not self.transport.marks):
+            return False
+        if self.model.last_seq <= QUICK_TAIL:
+            return True
+        # Of a longer recording the older part comes later, in another model, and changes rates and charts.
+        if playback._overview is None or playback._quick:
+            self._incomplete = self.model
+        return self.model is not self._incomplete
 
 
 async def until(pilot: Any, condition: Callable[[], Any], what: str = "it", seconds: float = 15.0) -> Any:

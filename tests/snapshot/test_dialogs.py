@@ -1,0 +1,91 @@
+"""The dialogs, the stacks and the list of runs as they look, compared as SVG."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.protocol.rundir import ExitFile, RunDir, RunFile
+from ftmon.tui.app import FtmonApp
+from ftmon.tui.screens import runs
+from scenes import ReadyReplay, recorded, settled, until
+
+SMALL, LARGE = (80, 24), (200, 60)
+CREATED = 1_780_000_000.0
+
+
+class Commanded(ReadyReplay):
+    """A recording that the app takes for a run with a hub, up to the moment a command is sent."""
+
+    can_command = True  # pyright: ignore[reportAssignmentType]
+
+
+@pytest.fixture
+def asks(snap_compare: Any, recording: Callable[[str], Path]) -> Callable[..., bool]:
+    """Compare the screen after some keys on a run in which a rank hangs."""
+
+    def compare(size: tuple[int, int], *keys: str, **options: Any) -> bool:
+        app = FtmonApp(Commanded(recording("hang"), at_end=True), **options)
+
+        async def play(pilot: Any) -> None:
+            await settled(pilot)
+            for key in keys:
+                await pilot.press(key)
+                await settled(pilot)
+
+        try:
+            return snap_compare(app, terminal_size=size, run_before=play)
+        finally:
+            if app.stage.source is not None:
+                app.stage.source.close()
+
+    return compare
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_kill_offers_the_hung_rank_and_says_no(asks: Callable[..., bool], size: tuple[int, int]) -> None:
+    assert asks(size, "k")
+
+
+def test_a_kill_of_the_whole_run_in_ascii(asks: Callable[..., bool]) -> None:
+    assert asks(SMALL, "k", "a", "right", ascii=True)
+
+
+def test_a_kill_that_is_refused_says_why(asks: Callable[..., bool]) -> None:
+    assert asks(SMALL, "k", "y")
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_stop_asks_first(asks: Callable[..., bool], size: tuple[int, int]) -> None:
+    assert asks(size, "S")
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_the_stacks_of_a_rank(asks: Callable[..., bool], size: tuple[int, int]) -> None:
+    assert asks(size, "down", "right", "s")
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_the_list_of_runs(
+    snap_compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("FTMON_HOME", str(home))
+    monkeypatch.setattr(runs, "home", lambda: Path("~/ftmon"))
+    ends = [("finished", 0), ("failed", 1), ("stopped", -15), None]
+    for index, end in enumerate(ends):
+        run = RunDir(home / "runs" / f"llama3-{index}")
+        run.path.mkdir(parents=True)
+        command = ["ftmon", "train", f"llama3-{index}.yaml"]
+        run.write_run(RunFile(run.id, "llama3", CREATED - 3600 * index, command, "/home/user", "node-1", "train"))
+        recorded(run.recording, 2, steps=6 + index)
+        if end is not None:
+            run.write_exit(ExitFile(end[1], CREATED - 3600 * index + 95, end[0]))
+    app = FtmonApp()
+
+    async def look(pilot: Any) -> None:
+        await until(pilot, lambda: app.screen.query_one(runs.RunRows).count() == len(ends), "the runs")
+        await pilot.press("down")
+        await pilot.pause(0.1)
+
+    assert snap_compare(app, terminal_size=size, run_before=look)
