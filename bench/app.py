@@ -1,11 +1,12 @@
 """What the app costs while a run goes on: its share of a core, and the bytes it writes to the terminal.
 
-    python bench/app.py [--ranks 8 64] [--seconds 20] [--size 80x24 200x60]
+    python bench/app.py [--ranks 8 64] [--seconds 20] [--size 80x24 200x60] [--replay FILE]
 
 The hub is the real process, the ranks are simulated (steps of half a second, a heartbeat at every phase, device
 samples once a second), and the app is ``ftmon attach`` in a pseudo-terminal whose output is counted. CPU time is the
 app's alone, from /proc. First paint is from the start of the app's process to the first rank on the screen; a bare
-interpreter with Textual imported is measured beside it, since a slow machine makes both slow.
+interpreter with Textual imported is measured beside it, since a slow machine makes both slow. With ``--replay`` only
+the first paint of a recording is measured (``bench/make_recording.py`` makes a long one).
 """
 
 import argparse
@@ -72,12 +73,12 @@ def cpu_seconds(pid: int) -> float:
 class Attached:
     """The app in a pseudo-terminal; everything it writes is counted."""
 
-    def __init__(self, run: rundir.RunDir, columns: int, lines: int) -> None:
+    def __init__(self, words: list[str], columns: int, lines: int) -> None:
         self.begun = time.perf_counter()
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8"}
-            code = f"from ftmon.tui.cli.main import main; main(['attach', {run.id!r}])"
+            code = f"from ftmon.tui.cli.main import main; main({words!r})"
             # The window is set by the child itself, so that the app never sees another size.
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
             os.execve(sys.executable, [sys.executable, "-c", code], environment)
@@ -128,7 +129,7 @@ def measure(ranks: int, columns: int, lines: int, seconds: float) -> tuple[float
         time.sleep(6)
         app = None
         try:
-            app = Attached(run, columns, lines)
+            app = Attached(["attach", run.id], columns, lines)
             paint = app.read_until(time.perf_counter() + 20, b"peak")
             app.read_until(time.perf_counter() + 5)
             cpu, written, wall = cpu_seconds(app.pid), app.written, time.perf_counter()
@@ -146,6 +147,18 @@ def measure(ranks: int, columns: int, lines: int, seconds: float) -> tuple[float
     return paint if paint is not None else float("nan"), share, rate
 
 
+def replay_paint(recording: str, columns: int, lines: int, times: int = 7) -> list[float]:
+    """Seconds from the start of a replay's process to the first rank on the screen, of several starts."""
+    found: list[float] = []
+    for _ in range(times):
+        app = Attached(["replay", recording], columns, lines)
+        try:
+            found.append(app.read_until(time.perf_counter() + 20, b"peak") or float("nan"))
+        finally:
+            app.close()
+    return found
+
+
 def bare_start() -> float:
     """Seconds that the interpreter takes to start, import Textual, and end."""
     times = []
@@ -160,9 +173,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--size", nargs="+", default=["80x24", "200x60"])
+    parser.add_argument("--replay", metavar="FILE", help="measure the first paint of this recording instead")
     parser.add_argument("--seconds", type=float, default=20.0)
     arguments = parser.parse_args()
     print(f"bare interpreter with Textual imported: {bare_start():.2f} s\n")
+    if arguments.replay:
+        print("| replay, terminal | first paint, median | slowest |\n| --- | ---: | ---: |")
+        for size in arguments.size:
+            found = replay_paint(arguments.replay, *map(int, size.split("x")))
+            print(f"| {size} | {statistics.median(found):.2f} s | {max(found):.2f} s |", flush=True)
+        return
     print("| ranks | terminal | first paint | one core | KB/s to the terminal |")
     print("| ---: | --- | ---: | ---: | ---: |")
     for ranks in arguments.ranks:
