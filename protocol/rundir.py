@@ -35,6 +35,9 @@ from .process import ProcessId, is_alive
 RUN_ENV = "FTMON_RUN"
 """Environment variable that carries the run directory to every process of a run, and marks it as one of the run's."""
 
+_EXIT_ROOM = 4096
+"""Bytes kept for ``exit.json``: how a job ended is told also when the disk has filled up meanwhile."""
+
 _IPC_PATH_LIMIT = 100
 """sockaddr_un holds 108 bytes; the longest socket name and a margin come off that."""
 
@@ -169,8 +172,28 @@ class RunDir:
         self._write("hub.json", content)
 
     def write_exit(self, content: ExitFile) -> None:
-        """Write ``exit.json`` atomically."""
-        self._write("exit.json", content)
+        """Write ``exit.json`` atomically; on a full disk into the room that was kept for it."""
+        data = _encode(content)
+        try:
+            write_private(self.path / "exit.json", data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(data) > _EXIT_ROOM:
+                raise
+            with self._exit_room.open("r+b") as file:
+                file.write(data.ljust(_EXIT_ROOM))  # blanks end a JSON text as well as anything
+                file.flush()
+                os.fsync(file.fileno())
+            self._exit_room.replace(self.path / "exit.json")
+        else:
+            self._exit_room.unlink(missing_ok=True)
+
+    @property
+    def _exit_room(self) -> Path:
+        return self.path / ".exit.room"
+
+    def keep_room_for_exit(self) -> None:
+        """Take the room on the disk that ``exit.json`` will need, while there is some."""
+        write_private(self._exit_room, b" " * _EXIT_ROOM)
 
     def ipc_address(self, channel: str) -> str:
         """Give a channel's ``ipc://`` address: in the run directory, or in a short 0700 twin when that is too long."""
@@ -225,7 +248,11 @@ class RunDir:
             raise RunDirError(f"{path}: cannot be read: {error}") from None
 
     def _write(self, name: str, content: msgspec.Struct) -> None:
-        write_private(self.path / name, msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+        write_private(self.path / name, _encode(content))
+
+
+def _encode(content: msgspec.Struct) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(content)) + b"\n"
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -273,6 +300,7 @@ def create(name: str, command: list[str], kind: str, options: dict[str, Any] | N
         run.snapshots.mkdir(mode=0o700)
         host = socket.gethostname()
         run.write_run(RunFile(identifier, slug, now, command, os.getcwd(), host, kind, options=options or {}))
+        run.keep_room_for_exit()
     except OSError as error:
         raise RunDirError(f"{runs}: cannot make a run directory there: {error.strerror}; set FTMON_HOME") from None
     return run

@@ -53,6 +53,28 @@ with Reader(disk / "r.sqlite") as reader:
 """
 
 
+FULL_AT_THE_END = """
+import subprocess, sys
+from pathlib import Path
+from ftmon.protocol import rundir
+disk = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
+run = rundir.create("full", ["true"], "run")
+with (disk / "filler").open("wb", buffering=0) as filler:
+    try:
+        while filler.write(bytes(512)):
+            pass
+    except OSError:
+        pass
+try:
+    (disk / "another").write_bytes(b"x")
+except OSError:
+    pass
+run.write_exit(rundir.ExitFile(3, 1.0, "failed", "exit code 3"))
+print(run.read_exit())
+"""
+
+
 def test_a_disk_that_was_full_for_a_while_costs_nothing(tmp_path: Path) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("no unshare: a small file system cannot be mounted")
@@ -79,6 +101,19 @@ def limit_pages(writer: Writer, pages: int) -> None:
 @pytest.fixture
 def frames() -> list[Frame]:
     return list(Stream(ranks=4, steps=400, spike_every=20).frames())
+
+
+def test_how_a_job_ended_is_written_though_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare: a small file system cannot be mounted")
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "disk" / "home"))
+    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", FULL_AT_THE_END]
+    done = subprocess.run([*command, str(tmp_path / "disk")], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
+        pytest.skip(f"a small file system cannot be mounted: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    assert "exit_code=3" in done.stdout
 
 
 def test_beyond_the_limit_bulk_is_let_go_and_counted_and_alerts_are_kept(
