@@ -48,11 +48,12 @@ def main() -> None:
     script.write_text(SCRIPT)
     ftmon = [sys.executable, "-m", "ftmon.tui.cli"]
     windows: dict[str, list[tuple[float, float]]] = {"alive": [], "frozen": [], "alive again": [], "dead": []}
-    for _ in range(args.rounds):
+    for round_number in range(args.rounds):
+        name = f"frozen{round_number}"
         times.unlink(missing_ok=True)
-        command = [*ftmon, "run", "--detach", "--name", "frozen", "--", sys.executable, str(script), str(times)]
+        command = [*ftmon, "run", "--detach", "--name", name, "--", sys.executable, str(script), str(times)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        run = rundir.find(None)
+        run = rundir.find(name)
         while run.living_hub() is None or not times.exists() or times.stat().st_size < 4000:
             time.sleep(0.1)
         hub, launcher = run.living_hub(), run.read_run().launcher
