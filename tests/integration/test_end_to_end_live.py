@@ -128,7 +128,7 @@ def test_stop_ends_it_in_order_and_the_follower_is_told(home: Ftmon, run: RunDir
     stopped = home.run("stop", run.id, seconds=60)
     assert stopped.returncode == 0, stopped.stderr
     status, output, errors = follow_to_end(follower, 120)
-    assert status == 0, output + errors
+    assert status == 130, output + errors  # in order, but before it was done
     assert lines_with(output, ["stopped"])
     assert lines_with(output, ["checkpoint: ", "checkpoint.resume="])
 
