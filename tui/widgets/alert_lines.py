@@ -10,7 +10,7 @@ from .line import Line, cut, spread
 from .look import Look
 from .scrubber import time_of_day
 
-_MOMENTS = ("since", "time", "started")
+_MOMENTS = ("last_recorded", "since", "time", "started")
 """Evidence that is a moment, when it is large enough to be one (``_EPOCH``: seconds since 1970, in 2001)."""
 _EPOCH = 1e9
 
