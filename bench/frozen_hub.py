@@ -1,8 +1,9 @@
-"""What training waits for the monitor: ``python bench/frozen_hub.py [--seconds 15] [--rounds 3]``.
+"""What training waits for the monitor: ``python bench/frozen_hub.py [--seconds 3] [--cycles 8]``.
 
-One process trains a small model on the CPU under ``ftmon run`` and notes its own step times. Meanwhile its hub is, in
-turn, alive, frozen (SIGSTOP), alive again, and dead (killed, with the launcher stopped so that no other is started).
-Prints the script's own step times in each of the four, and their ratio to the first.
+One process trains a small model on the CPU under ``ftmon run`` and notes its own step times. Meanwhile, in short turns
+so that a machine's drift falls on all alike, its hub is alive, frozen (SIGSTOP), alive again and dead (SIGKILL; the
+launcher is stopped so that it starts no other, and a new hub is started for the next cycle). Prints the script's own
+step times in each of the four, and their ratio to the first.
 """
 
 import argparse
@@ -14,7 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 SCRIPT = """
 import json, sys, time
@@ -35,10 +38,19 @@ while True:
 """
 
 
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise SystemExit("the run did not come up")
+        time.sleep(0.05)
+    return value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=15.0, help="how long each of the four lasts, a round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3.0, help="how long each of the four lasts, a cycle")
+    parser.add_argument("--cycles", type=int, default=8)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="ftmon-frozen-"))
     os.environ["FTMON_HOME"] = str(folder / "home")
@@ -48,37 +60,39 @@ def main() -> None:
     script.write_text(SCRIPT)
     ftmon = [sys.executable, "-m", "ftmon.tui.cli"]
     windows: dict[str, list[tuple[float, float]]] = {"alive": [], "frozen": [], "alive again": [], "dead": []}
-    for round_number in range(args.rounds):
-        name = f"frozen{round_number}"
-        times.unlink(missing_ok=True)
-        command = [*ftmon, "run", "--detach", "--name", name, "--", sys.executable, str(script), str(times)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        run = rundir.find(name)
-        while run.living_hub() is None or not times.exists() or times.stat().st_size < 4000:
-            time.sleep(0.1)
-        hub, launcher = run.living_hub(), run.read_run().launcher
-        assert hub is not None
-        assert launcher is not None
+    command = [*ftmon, "run", "--detach", "--name", "frozen", "--", sys.executable, str(script), str(times)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    run = rundir.find("frozen")
+    launcher = wait_for(lambda: run.read_run().launcher)
+    wait_for(lambda: run.living_hub() and times.exists() and times.stat().st_size > 4000)
+    os.kill(launcher.pid, signal.SIGSTOP)
 
-        def hold(name: str) -> None:
-            time.sleep(0.5)
-            begun = time.time()
-            time.sleep(args.seconds)
-            windows[name].append((begun, time.time()))
+    def hold(name: str) -> None:
+        time.sleep(0.3)
+        begun = time.time()
+        time.sleep(args.seconds)
+        windows[name].append((begun, time.time()))
 
+    for _ in range(args.cycles):
+        pid = wait_for(run.living_hub).process.pid
+        time.sleep(1.0)  # what a new hub has to catch up with
         hold("alive")
-        os.kill(hub.process.pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)
         hold("frozen")
-        os.kill(hub.process.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
         hold("alive again")
-        os.kill(launcher.pid, signal.SIGSTOP)
-        os.kill(hub.process.pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         hold("dead")
-        os.kill(launcher.pid, signal.SIGCONT)
-        subprocess.run([*ftmon, "kill", run.id, "--yes"], check=True, stdout=subprocess.DEVNULL)
-        with (folder / "all").open("a") as everything:
-            everything.write(times.read_text())
-    rows = [json.loads(line) for line in (folder / "all").read_text().splitlines() if line.endswith("]")]
+        subprocess.Popen(
+            [sys.executable, "-m", "ftmon.trainer.hub", str(run.path)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    wait_for(run.living_hub)
+    os.kill(launcher.pid, signal.SIGCONT)
+    subprocess.run([*ftmon, "kill", run.id, "--yes"], check=True, stdout=subprocess.DEVNULL)
+    rows = [json.loads(line) for line in times.read_text().splitlines() if line.endswith("]")]
     print("| hub | steps | median ms | 99 % ms | worst ms | median against alive |\n" + "| --- " + "| ---: " * 5 + "|")
     base = 0.0
     for name, spans in windows.items():
