@@ -1,6 +1,7 @@
 """The rows of each view of the explorer, from its state: what a list then draws."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from ...protocol.snapshot.analysis import NO_STACK, largest, live_stacks, place, tally
@@ -130,10 +131,10 @@ def _segments(explorer: Explorer) -> Iterator[Row]:
 def _difference(explorer: Explorer) -> Iterator[Row]:
     old = next((replay for replay in explorer.before if replay.device == explorer.replay.device), None)
     if old is None:
-        yield Row(f"{explorer.before[0].snapshot.path} has no device {explorer.replay.device}", tone="dim")
+        yield Row(f"{Path(explorer.before[0].snapshot.path).name} has no device {explorer.replay.device}", tone="dim")
         return
     change = explorer.replay.at(explorer.replay.allocated, explorer.cursor) - old.allocated[-1]
-    yield Row(f"more or less than at the end of {old.snapshot.path}", change, signed=True, head=True)
+    yield Row(f"more or less than at the end of {Path(old.snapshot.path).name}", change, signed=True, head=True)
     find = explorer.find.lower()
     for one in explorer.difference():
         if find and not any(find in frame.name.lower() or find in frame.filename.lower() for frame in one.frames):
