@@ -6,7 +6,7 @@ The hub republishes a body's bytes untouched under a header of its own. Sequence
 
 import msgspec
 
-from . import control, telemetry
+from . import control, memory, telemetry
 from .errors import ProtocolError, VersionError
 
 VERSION = (1, 0)
@@ -28,6 +28,8 @@ MESSAGE_TYPES = (
     telemetry.Stacks,
     telemetry.Goodbye,
     telemetry.DeviceSample,
+    memory.Composition,
+    memory.Cause,
     control.RankState,
     control.RunState,
     control.Alert,
@@ -52,6 +54,8 @@ Message = (
     | telemetry.Stacks
     | telemetry.Goodbye
     | telemetry.DeviceSample
+    | memory.Composition
+    | memory.Cause
     | control.RankState
     | control.RunState
     | control.Alert

@@ -11,6 +11,7 @@ from ftmon.protocol.control import (
     Result,
     RunState,
 )
+from ftmon.protocol.memory import Cause, Composition, PhaseComposition, StackGroup
 from ftmon.protocol.telemetry import (
     AllocatorEvents,
     AllocatorPhase,
@@ -164,6 +165,39 @@ EXAMPLES: tuple[Message, ...] = (
         memory_clock_mhz=3201,
         throttle_reasons=["sw_power_cap"],
         processes=[ProcessMemory(4321, 44 * GIB, 3, "python3.11")],
+    ),
+    Composition(
+        rank=3,
+        step=1200,
+        time=T,
+        measure="cuda",
+        phases=[
+            PhaseComposition("optimizer", 5 * GIB, {"parameters": 4 * GIB, "temporaries": GIB}, 740_000, 6 * GIB),
+        ],
+        reason="spike",
+        known={"parameters": 4 * GIB},
+        allocated_bytes=4 * GIB,
+        reserved_bytes=6 * GIB,
+        entries=9000,
+        walk_us=300,
+        read_us=9100,
+        note="the trace does not reach back to the step's beginning",
+    ),
+    Cause(
+        rank=3,
+        step=1201,
+        phase="optimizer",
+        time=T,
+        reason="spike",
+        transient_bytes=GIB,
+        groups=[StackGroup(GIB, 2, ["train.py:80 step", "adamw.py:500 _multi_tensor_adamw"], GIB // 2)],
+        peak_bytes=5 * GIB,
+        attributed_bytes=GIB,
+        parameter_bytes=GIB,
+        trainable=GIB // 2,
+        armed_us=9000,
+        usual_us=7000,
+        note="one of two occurrences",
     ),
     RankState(
         rank=3,

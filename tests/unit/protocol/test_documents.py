@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ftmon.protocol import control, keys, process, rundir, sockets, telemetry, wire
+from ftmon.protocol import control, keys, memory, process, rundir, sockets, telemetry, wire
 from ftmon.protocol.recording import results, schema
 from streams import Stream, write
 
@@ -19,6 +19,8 @@ PARTS = (
     telemetry.PhaseRecord,
     telemetry.AllocatorPhase,
     telemetry.ProcessMemory,
+    memory.PhaseComposition,
+    memory.StackGroup,
     rundir.RunFile,
     rundir.HubFile,
     rundir.ExitFile,
