@@ -56,6 +56,7 @@ class Tracker:
         "sample",
         "step",
         "step_collectives",
+        "watchers",
     )
 
     def __init__(
@@ -82,6 +83,10 @@ class Tracker:
         self.cost_ns = 0
         self.step_collectives = counts.entered
         """Collectives that had been entered when the step in the making began."""
+        self.watchers: tuple[Callable[[str, str], None], ...] = ()
+        """Called on the training thread at every phase boundary, after its mark, with the phase that ended and the one
+        that begins; the end of a step comes as (its last phase, ``end``). Empty in ordinary steps: whoever looks
+        closer at one step puts itself in, from any thread, and takes itself out again."""
         self.notes = Notes()
         self.sample: Any = None
         """The latest raw memory sample."""
@@ -138,9 +143,11 @@ class Tracker:
         marks, notes = self.marks, self.notes
         marks.append(mark)
         self.marks, self.notes = [mark], Notes()
-        self.phase, self.phase_ns = after, start
+        before, self.phase, self.phase_ns = self.phase, after, start
         self.progress += 1
         self.step_collectives = mark.collectives
+        for watcher in self.watchers:
+            watcher(before, "end")
         spent = self.cost_ns + perf_counter_ns() - start
         self.cost_ns = 0
         self._finish(StepRaw(self.step, marks, time(), notes, spent))
@@ -161,8 +168,10 @@ class Tracker:
             self.marks.append(Mark(phase, start, None, None, counts.entered, counts.host_ns))
         else:
             self.marks.append(self._mark(phase, start))
-        self.phase, self.phase_ns = phase, start
+        before, self.phase, self.phase_ns = self.phase, phase, start
         self.progress += 1
+        for watcher in self.watchers:
+            watcher(before, phase)
         self.cost_ns += perf_counter_ns() - start
 
     def _mark(self, phase: str, ns: int) -> Mark:

@@ -252,3 +252,17 @@ def test_a_framework_s_own_step_number_is_taken_over(rig):
     rig.tracker.end_step(700)
     rig.tracker.end_step()
     assert [raw.number for raw in rig.steps] == [700, 701]
+
+
+def test_a_watcher_sees_every_boundary_once_it_is_put_in_and_the_end_of_the_step_as_end(rig):
+    tracker = rig.tracker
+    seen = []
+    tracker.enter("data")
+    tracker.watchers = (lambda before, after: seen.append((before, after)),)
+    tracker.enter("forward")
+    tracker.enter("backward")
+    tracker.enter("optimizer")
+    tracker.end_step()
+    tracker.watchers = ()
+    tracker.enter("data")
+    assert seen == [("data", "forward"), ("forward", "backward"), ("backward", "optimizer"), ("optimizer", "end")]
