@@ -5,8 +5,6 @@ measured on an H200). Reading costs 0.6 us an entry and holds the interpreter's 
 after a step, and the next time only when that has cost less than ``TIME_SHARE`` of what has passed since.
 """
 
-import functools
-import inspect
 import time
 from bisect import bisect_right
 from collections.abc import Callable
@@ -16,14 +14,13 @@ from ...protocol import wire
 from ...protocol.telemetry import AllocatorEvents, AllocatorPhase
 from . import guard
 from .raw import Mark, StepRaw
+from .recording import Recording
 from .redirect import read_options
 
 if TYPE_CHECKING:
     from .probe import Probe
 
 TIME_SHARE = 0.002
-MAX_ENTRIES = 25_000
-STACK_ENTRIES = 200_000
 LARGEST = 5
 MIN_SECONDS = 1.0
 
@@ -31,15 +28,11 @@ MIN_SECONDS = 1.0
 class AllocatorWatch:
     """Reads the trace of one step at a time, when the budget allows; for the publisher thread."""
 
-    def __init__(self, probe: "Probe", send: Callable[[wire.Message], None]) -> None:
+    def __init__(self, probe: "Probe", recording: Recording, send: Callable[[wire.Message], None]) -> None:
         self._probe = probe
+        self._recording = recording
         self._send = send
         self._wanted = read_options().get("allocator_events", True) is not False
-        self._state = "waiting" if self._wanted else "off"
-        """``waiting`` for an allocator, ``armed``, ``off``, or ``stacks`` while a snapshot is being prepared."""
-        self._record: Callable[..., None] | None = None
-        """PyTorch's own function, once the script's use of it is watched."""
-        self._script_records = False
         self._next = 0.0
         self._latest: StepRaw | None = None
 
@@ -48,74 +41,24 @@ class AllocatorWatch:
         self._latest = raw
 
     def tick(self) -> None:
-        """Arm the trace once there is a CUDA allocator; read it when it is due and a step has just ended."""
-        if self._state in ("off", "stacks"):
+        """Record numbers once there is a CUDA allocator; read them when it is due and a step has just ended."""
+        recording = self._recording
+        if not self._wanted or recording.by_script or recording.mode == "stacks":
             return
         try:
-            if self._state == "waiting":
-                if self._probe.device.memory.measure == "cuda":
-                    self._arm()
+            if recording.mode == "off":
+                if self._probe.device.memory.measure == "cuda" and recording.numbers():
+                    self._next = time.monotonic() + MIN_SECONDS
             elif self._latest is not None and time.monotonic() >= self._next:
                 raw, self._latest = self._latest, None
                 self._read(raw)
         except Exception as error:
-            self._state = "off"
+            self._wanted = False
             guard.log_error("allocator events", error)
 
-    def record_stacks(self, on: bool) -> None:
-        """Record Python stacks with every entry, or go back to numbers; leaves a script's own recording alone."""
-        if self._script_records:
-            return
-        record = self._tap()
-        if on:
-            self._state = "stacks"
-            record("all", context="all", stacks="python", max_entries=STACK_ENTRIES, clear_history=True)
-        else:
-            self._state = "off"
-            record(None)
-            if self._wanted:
-                self._arm()
-
-    def _arm(self) -> None:
-        record = self._tap()
-        options: dict[str, Any] = {"context": None, "max_entries": MAX_ENTRIES}
-        parameters = inspect.signature(record).parameters
-        if "skip_actions" in parameters:
-            options["skip_actions"] = ["free_requested"]  # nothing is learnt from it, and it is a third of the ring
-        if "clear_history" in parameters:
-            options["clear_history"] = True
-        record("all", **options)
-        self._state = "armed"
-        self._next = time.monotonic() + MIN_SECONDS
-
-    def _tap(self) -> Callable[..., None]:
-        """Return PyTorch's own function, having made sure to notice when the script starts to record for itself."""
-        if self._record is not None:
-            return self._record
-        import torch
-
-        memory: Any = torch.cuda.memory
-        real = memory._record_memory_history
-
-        @functools.wraps(real)
-        def recording(*args: Any, **kwargs: Any) -> Any:
-            self._state, self._script_records = "off", True
-            return real(*args, **kwargs)
-
-        self._record = real
-        memory._record_memory_history = recording
-        if getattr(torch.cuda, "_record_memory_history", None) is real:
-            setattr(torch.cuda, "_record_memory_history", recording)  # noqa: B010
-        return real
-
     def _read(self, raw: StepRaw) -> None:
-        import torch
-
         start = time.perf_counter_ns()
-        core: Any = torch._C
-        traces = core._cuda_memorySnapshot(None)["device_traces"]
-        index = self._probe.device.memory.device_index
-        trace = traces[index] if index < len(traces) else []
+        trace = self._recording.read(self._probe.device.memory.device_index)
         # Mark times are perf_counter's, entry times the epoch's; a step knows its end on both clocks.
         offset_ns = round(raw.ended * 1e9) - raw.marks[-1].ns
         phases = attribute(trace, raw.marks, offset_ns)

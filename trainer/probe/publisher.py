@@ -20,6 +20,7 @@ from .commands import Commands
 from .events import has_passed
 from .fold import fold, without_device
 from .raw import StepRaw
+from .recording import Recording
 from .snapshots import Snapshots
 
 if TYPE_CHECKING:
@@ -45,8 +46,9 @@ class Publisher(threading.Thread):
         self._beaten = (0, 0.0)
         self._ending = threading.Event()
         self._flush_seconds = 0.0
-        self._allocator = AllocatorWatch(probe, self.send)
-        self._snapshots = Snapshots(probe, self._run, self._allocator, self.send)
+        self._recording = Recording()
+        self._allocator = AllocatorWatch(probe, self._recording, self.send)
+        self._snapshots = Snapshots(probe, self._run, self._recording, self.send)
         self._commands = Commands(probe, self._run, self._snapshots, self.send)
         self._telemetry: Any = None
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...protocol import wire
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import SnapshotTaken
-from .allocator import AllocatorWatch
+from .recording import Recording
 
 if TYPE_CHECKING:
     from .probe import Probe
@@ -36,10 +36,10 @@ class _Wanted(NamedTuple):
 class Snapshots:
     """Takes the snapshots of one rank; for the publisher thread."""
 
-    def __init__(self, probe: "Probe", run: RunDir, allocator: AllocatorWatch, send: Callable[[wire.Message], None]):
+    def __init__(self, probe: "Probe", run: RunDir, recording: Recording, send: Callable[[wire.Message], None]) -> None:
         self._probe = probe
         self._run = run
-        self._allocator = allocator
+        self._recording = recording
         self._send = send
         self._wanted: list[_Wanted] = []
 
@@ -50,7 +50,7 @@ class Snapshots:
             answer(False, "this rank computes on the CPU: there is no CUDA allocator here", {})
             return
         patience = min(MOST_SECONDS, max(LEAST_SECONDS, 3 * probe.step_seconds))
-        self._allocator.record_stacks(True)
+        self._recording.stacks(long=True)
         self._wanted.append(_Wanted(reason, probe.tracker.step, time.monotonic() + patience, answer))
 
     def tick(self) -> None:
@@ -68,7 +68,7 @@ class Snapshots:
                 one.answer(False, f"{type(error).__name__}: {error}", {})
             raise
         finally:
-            self._allocator.record_stacks(False)
+            self._recording.off()  # the reader of the numbers switches it on again
         for one in wanted:
             one.answer(True, taken.path, {"path": taken.path, "bytes": taken.bytes, "entries": taken.entries})
 

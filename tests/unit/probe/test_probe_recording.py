@@ -1,0 +1,88 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ftmon.trainer.probe.recording import LONG_ENTRIES, MAX_ENTRIES, Recording
+
+Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    found: Calls = []
+
+    def record(
+        enabled: str | None = "all",
+        context: str | None = "all",
+        stacks: str = "all",
+        max_entries: int = 0,
+        clear_history: bool = False,
+        skip_actions: list[str] | None = None,
+    ) -> None:
+        found.append(((enabled, context, stacks, max_entries), {"clear": clear_history, "skip": skip_actions}))
+
+    memory: Any = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", record)
+    return found
+
+
+def use_older_torch(monkeypatch: pytest.MonkeyPatch, found: Calls) -> None:
+    def record(enabled: str | None = "all", context: str | None = "all", stacks: str = "all", max_entries: int = 0):
+        found.append(((enabled, context, stacks, max_entries), {}))
+
+    memory: Any = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", record)
+
+
+def script_records() -> Callable[..., None]:
+    memory: Any = torch.cuda.memory
+    return memory._record_memory_history
+
+
+def test_going_to_stacks_and_back_keeps_the_history_and_the_size_of_the_ring(calls: Calls) -> None:
+    recording = Recording()
+    assert recording.numbers()
+    assert recording.cleared == 1
+    assert recording.stacks()
+    assert recording.numbers()
+    assert recording.cleared == 1
+    assert [call[0] for call in calls] == [
+        ("all", None, "all", MAX_ENTRIES),
+        ("all", "alloc", "python", MAX_ENTRIES),
+        ("all", None, "all", MAX_ENTRIES),
+    ]
+    assert all(call[1] == {"clear": False, "skip": ["free_requested"]} for call in calls)
+
+
+def test_a_ring_of_another_size_is_cleared_first_and_keeps_every_action(calls: Calls) -> None:
+    recording = Recording()
+    recording.numbers()
+    recording.stacks(long=True)
+    assert [call[0][0] for call in calls] == ["all", None, "all"]
+    assert calls[-1] == (("all", "all", "python", LONG_ENTRIES), {"clear": False, "skip": None})
+    recording.numbers()
+    assert [call[0][0] for call in calls[3:]] == [None, "all"]
+    assert recording.cleared == 3
+
+
+def test_an_older_torch_clears_at_every_switch_and_is_known_to(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_older_torch(monkeypatch, calls)
+    recording = Recording()
+    recording.numbers()
+    recording.stacks()
+    assert not recording.keeps_history
+    assert recording.cleared == 2
+
+
+def test_a_recorder_that_the_script_switched_is_left_alone(calls: Calls) -> None:
+    recording = Recording()
+    recording.numbers()
+    script_records()("all", max_entries=7)
+    assert recording.by_script
+    assert recording.mode == "off"
+    before = len(calls)
+    assert not recording.stacks()
+    assert not recording.numbers()
+    assert not recording.off()
+    assert len(calls) == before

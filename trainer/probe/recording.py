@@ -1,0 +1,114 @@
+"""PyTorch's recorder of allocations: switched between numbers, stacks and off, and left alone where the script uses it.
+
+The recorder is one per process and has one ring of entries a device. It is on all the time, numbers only (0.4 % of a
+55 ms step, measured on an H200); with Python stacks it costs 23 %, so these are recorded for single phases or steps.
+The ring's size is never changed without clearing it: PyTorch would then write past its end or out of order.
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+
+MAX_ENTRIES = 25_000
+LONG_ENTRIES = 200_000
+
+Mode = Literal["off", "numbers", "stacks"]
+
+
+class Recording:
+    """The recorder of this process; any thread may switch it.
+
+    Nothing happens before the first switch: the script's recorder is tapped only then, which imports ``torch.cuda``.
+    """
+
+    def __init__(self) -> None:
+        self.mode: Mode = "off"
+        self.cleared = 0
+        """How often the history was given up: whoever reads a span of it compares the counts at its two ends."""
+        self.by_script = False
+        """The script has switched the recorder itself: it is the script's from then on."""
+        self.keeps_history = False
+        """Whether this PyTorch can go between numbers and stacks without clearing the ring (its arguments tell)."""
+        self._entries = 0
+        self._real: Callable[..., None] | None = None
+        self._can_skip = False
+        self._lock = threading.Lock()
+
+    def numbers(self) -> bool:
+        """Record sizes and addresses only; False when the recorder is the script's."""
+        return self._switch("numbers", MAX_ENTRIES, {"context": None, **self._fewer()}, fresh=False)
+
+    def stacks(self, *, long: bool = False) -> bool:
+        """Record with the Python stack of every allocation; False when the recorder is the script's.
+
+        Args:
+            long: take a ring of ``LONG_ENTRIES`` instead of the usual one, and stacks of what is freed as well. Begins
+                a new history; without it the history goes on where PyTorch can do that (``keeps_history``).
+        """
+        if long:
+            return self._switch("stacks", LONG_ENTRIES, {"context": "all", "stacks": "python"}, fresh=True)
+        options = {"context": "alloc", "stacks": "python", **self._fewer()}
+        return self._switch("stacks", MAX_ENTRIES, options, fresh=False)
+
+    def off(self) -> bool:
+        """Record nothing and give up the history; False when the recorder is the script's."""
+        with self._lock:
+            record = self._tap()
+            if self.by_script:
+                return False
+            record(None)
+            self.mode, self._entries = "off", 0
+            self.cleared += 1
+            return True
+
+    def read(self, device: int) -> list[dict[str, Any]]:
+        """Return the entries of one device, oldest first; 0.6 us each, under the interpreter's lock."""
+        import torch
+
+        core: Any = torch._C
+        traces = core._cuda_memorySnapshot(None)["device_traces"]
+        return traces[device] if device < len(traces) else []
+
+    def _fewer(self) -> dict[str, Any]:
+        """Leave out when a free was asked for: in a ring of this size nothing is learnt from it, and it is a third."""
+        self._tap()
+        return {"skip_actions": ["free_requested"]} if self._can_skip else {}
+
+    def _switch(self, mode: Mode, entries: int, options: dict[str, Any], *, fresh: bool) -> bool:
+        with self._lock:
+            record = self._tap()
+            if self.by_script:
+                return False
+            fresh = fresh or entries != self._entries
+            if fresh or not self.keeps_history:
+                if self.mode != "off":
+                    record(None)  # clears the ring in every PyTorch
+                self.cleared += 1
+            record("all", max_entries=entries, **options)
+            self.mode, self._entries = mode, entries
+            return True
+
+    def _tap(self) -> Callable[..., None]:
+        """Return PyTorch's own function, having made sure to notice when the script starts to record for itself."""
+        if self._real is not None:
+            return self._real
+        import torch
+
+        memory: Any = torch.cuda.memory
+        real = memory._record_memory_history
+        parameters = inspect.signature(real).parameters
+        self.keeps_history = "clear_history" in parameters
+        self._can_skip = "skip_actions" in parameters
+
+        @functools.wraps(real)
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            self.mode, self.by_script = "off", True
+            return real(*args, **kwargs)
+
+        self._real = real
+        memory._record_memory_history = recording
+        if getattr(torch.cuda, "_record_memory_history", None) is real:
+            setattr(torch.cuda, "_record_memory_history", recording)  # noqa: B010
+        return real
