@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -56,6 +57,8 @@ class Collector:
                 stderr=log,
                 start_new_session=True,
                 cwd=self.run.path,
+                # As ftmon's launcher does: a shell starts what is in its background with SIGINT ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         return self
 
