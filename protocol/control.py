@@ -7,9 +7,9 @@ import msgspec
 RankStateName = Literal["starting", "training", "waiting", "hung", "stopped", "gone", "unreachable", "finished"]
 RunStateName = Literal["starting", "training", "stopping", "finished", "failed", "stopped"]
 Severity = Literal["info", "warning", "error"]
-AlertKind = Literal["spike", "growth", "hang", "slow", "oom", "died", "dropped", "disk", "failure", "exit", "note"]
+AlertKind = Literal["spike", "growth", "hang", "slow", "oom", "died", "dropped", "disk", "failure", "exit", "note", "leak"]
 
-VERBS = ("kill", "stop", "stacks", "snapshot", "identify", "ping", "shutdown")
+VERBS = ("kill", "stop", "stacks", "snapshot", "identify", "ping", "shutdown", "arm")
 """Every verb a command may carry. ``identify`` goes from hub to rank only; ``shutdown`` ends the hub alone."""
 
 READ_ONLY_VERBS = ("ping",)

@@ -80,6 +80,8 @@ class StackGroup(msgspec.Struct, frozen=True, omit_defaults=True):
     frames: list[str]
     """``file:line function``, innermost last."""
     largest_bytes: int = 0
+    kept_bytes: int = 0
+    """Of ``bytes``, what outlived the phase: growth, and no part of what came and went."""
 
 
 class Cause(msgspec.Struct, tag="cause", frozen=True, omit_defaults=True):
@@ -93,7 +95,7 @@ class Cause(msgspec.Struct, tag="cause", frozen=True, omit_defaults=True):
     transient_bytes: int
     """Bytes above the larger of the phase's start and end at its peak; for a leak, what the step left behind."""
     groups: list[StackGroup]
-    """What was allocated in the phase and live at its peak, by stack, most bytes first."""
+    """What was allocated in the phase and live at its peak, by stack; most bytes that came and went first."""
     peak_bytes: int = 0
     attributed_bytes: int = 0
     """Of the transient, what has stacks; groups that were cut off for room included."""
@@ -106,3 +108,7 @@ class Cause(msgspec.Struct, tag="cause", frozen=True, omit_defaults=True):
     usual_us: int = 0
     """Host time the phase takes without: the difference is what arming cost."""
     note: str = ""
+    read_us: int = 0
+    """What reading the trace cost the publisher thread, the interpreter's lock held for most of it."""
+    vocabulary: int = 0
+    """How many tokens the model knows: logits are that many numbers for each position of a batch."""

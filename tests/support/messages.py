@@ -190,7 +190,7 @@ EXAMPLES: tuple[Message, ...] = (
         time=T,
         reason="spike",
         transient_bytes=GIB,
-        groups=[StackGroup(GIB, 2, ["train.py:80 step", "adamw.py:500 _multi_tensor_adamw"], GIB // 2)],
+        groups=[StackGroup(GIB, 2, ["train.py:80 step", "adamw.py:500 _multi_tensor_adamw"], GIB // 2, 512)],
         peak_bytes=5 * GIB,
         attributed_bytes=GIB,
         parameter_bytes=GIB,
@@ -198,6 +198,8 @@ EXAMPLES: tuple[Message, ...] = (
         armed_us=9000,
         usual_us=7000,
         note="one of two occurrences",
+        read_us=12_000,
+        vocabulary=151_936,
     ),
     RankState(
         rank=3,

@@ -3,6 +3,7 @@
 The methods are replaced on the class, so engines of subclasses and engines made earlier are covered too.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,7 @@ def attach(engine: Any) -> None:
         probe.engine_steps, probe.forward_by, probe.tracker.light = True, "engine", True
         probe.tracker.step = max(probe.tracker.step, int(getattr(engine, "global_steps", 0)))
         probe.about.facts.update(_describe(engine, probe.about.facts))
+        probe.engine, probe.model = weakref.ref(engine), weakref.ref(engine.module)
         probe.look_at_device()
         probe.say_hello()
     except Exception as error:

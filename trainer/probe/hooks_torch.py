@@ -6,6 +6,7 @@ another thread, it only calls the original.
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -223,7 +224,9 @@ def tell_framework(framework: str, model: Any = None) -> None:
     try:
         probe.about.facts["framework"] = framework
         if model is not None:
-            probe.about.facts.update(describe_model(getattr(model, "module", model)))
+            model = getattr(model, "module", model)
+            probe.about.facts.update(describe_model(model))
+            probe.model = weakref.ref(model)
         probe.say_hello()
     except Exception as error:
         probe.disable(error)

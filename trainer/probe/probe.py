@@ -80,6 +80,10 @@ class Probe:
         self.sum_losses = False
         self.primary: Any = None
         """The optimizer whose updates are the steps, where no engine makes them."""
+        self.engine: Callable[[], Any] = _nothing
+        """The DeepSpeed engine, once there is one and while it lives."""
+        self.model: Callable[[], Any] = _nothing
+        """The model, once it is known and while it lives."""
         self.plan_message: Plan | None = None
         self.can_stop = False
         """Somebody in this process heeds ``stop_requested``."""

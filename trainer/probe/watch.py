@@ -5,6 +5,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def _attach(probe: Probe, target: Any, model: Any) -> None:
         from .about import describe_model
 
         probe.about.facts.update(describe_model(model))
+        probe.model = weakref.ref(model)
     probe.say_hello()
 
 
