@@ -1,0 +1,156 @@
+"""Play stalls and deaths with real ranks, and tell what ftmon said of each.
+
+    python -m bench.scenarios [--kinds a,b] [--runs 20] [--parallel 4] [--seed 1] [--json FILE] [--cuda --gpus 2]
+
+Each scene is two to four ranks of a small training (steps of 0.1 s), started by ``ftmon run --detach -- torchrun ...``
+(or ``deepspeed``) in a home of its own. The rank at fault and the step are drawn from the seed. Every result is one line
+of the JSON file, written as it comes; scenes that are in it already are not played again, so a stopped bench goes on
+where it was. ``--table FILE`` prints the table of a file and plays nothing.
+"""
+
+import argparse
+import json
+import queue
+import random
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from . import limits
+from .kinds import BY_NAME, KINDS, Kind
+from .scene import Scene
+
+LONGEST_SECONDS = 75.0
+"""A scene is not begun when less than this is left of ``--budget``."""
+
+
+def main() -> int:
+    args = arguments()
+    path = Path(args.table or args.json)
+    known = read(path)
+    if args.table:
+        print(table(known))
+        return 0
+    kinds = chosen(args)
+    waiting: queue.Queue[tuple[Kind, int, int]] = queue.Queue()
+    have = {(row["kind"], row.get("gpus", 0), row["run"]) for row in known if row["verdict"] != "not played"}
+    scenes = [(kind, number) for kind in kinds for number in range(args.runs)]
+    random.Random(args.seed).shuffle(scenes)
+    for kind, number in scenes:
+        if (kind.name, args.gpus if args.cuda else 0, number) not in have:
+            waiting.put((kind, number, args.gpus if args.cuda else 0))
+    print(f"{waiting.qsize()} scenes of {len(kinds)} kinds, {args.parallel} at a time", flush=True)
+    deadline = time.monotonic() + args.budget
+    lock = threading.Lock()
+
+    def work() -> None:
+        while time.monotonic() + LONGEST_SECONDS < deadline:
+            try:
+                kind, number, world = waiting.get_nowait()
+            except queue.Empty:
+                return
+            row = Scene(kind, number, args.seed, cuda=args.cuda, keep=args.keep, ranks=world).play()
+            if args.cuda:
+                row["gpus"] = world
+            with lock:
+                known.append(row)
+                with path.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(line(row), flush=True)
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(args.parallel)]
+    for worker in workers:
+        worker.start()
+        time.sleep(0.3)
+    for worker in workers:
+        worker.join()
+    print(f"\n{table(known)}")
+    if waiting.qsize():
+        print(f"\n{waiting.qsize()} scenes were not begun for want of time: the same command goes on with them")
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", default="", help="these only, separated by commas")
+    parser.add_argument("--list", action="store_true", help="name the kinds and end")
+    parser.add_argument("--runs", type=int, default=1, help="runs of each kind")
+    parser.add_argument("--parallel", type=int, default=1, help="scenes at a time")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", default="scenarios.jsonl", help="where results go, one a line")
+    parser.add_argument("--table", default="", help="only print the table of this file")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds this command may take")
+    parser.add_argument("--keep", action="store_true", help="keep each scene's folder under the temporary directory")
+    parser.add_argument("--cuda", action="store_true", help="NCCL on GPUs instead of gloo")
+    parser.add_argument("--gpus", type=int, default=2, help="with --cuda: ranks, one a GPU")
+    args = parser.parse_args()
+    if args.list:
+        print("\n".join(f"{kind.name:22} {kind.title}" for kind in KINDS))
+        sys.exit(0)
+    return args
+
+
+def chosen(args: argparse.Namespace) -> list[Kind]:
+    names = [name for name in args.kinds.split(",") if name]
+    unknown = [name for name in names if name not in BY_NAME]
+    if unknown:
+        raise SystemExit(f"no kind is called {unknown[0]}; --list names them")
+    kinds = [BY_NAME[name] for name in names] if names else [kind for kind in KINDS if kind.cuda or not args.cuda]
+    found: list[Kind] = []
+    for kind in kinds:
+        reason = limits.why_not(kind.needs)
+        if reason:
+            print(f"skipped: {kind.name}: {reason}", flush=True)
+        else:
+            found.append(kind)
+    return found
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines() if text.strip()] if path.exists() else []
+
+
+def line(row: dict[str, Any]) -> str:
+    seconds = f"{row['seconds']:.1f} s" if "seconds" in row else "-"
+    left = f"  LEFT: {row['left']}" if row.get("left") else ""
+    return f"{row['kind']:22} {row['run']:2} {row['verdict']:12} {seconds:>7}  {row.get('said', '')}{left}"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Sum the results up, a row a kind (and number of GPUs)."""
+    lines = [
+        "| what happens | runs | right | cannot tell | wrong | nothing said | median s | left over |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    groups = sorted({row.get("gpus", 0) for row in rows})
+    totals = dict.fromkeys(("runs", "right", "cannot tell", "wrong", "none", "left"), 0)
+    for kind in KINDS:
+        for gpus in groups:
+            played = [r for r in rows if r["kind"] == kind.name and r.get("gpus", 0) == gpus]
+            played = [r for r in played if r["verdict"] != "not played"]
+            if not played:
+                continue
+            counts = {name: sum(r["verdict"] == name for r in played) for name in ("right", "cannot tell", "none")}
+            counts["wrong"] = sum(r["verdict"] in ("wrong", "false alarm") for r in played)
+            seconds = [r["seconds"] for r in played if "seconds" in r and r["verdict"] in ("right", "cannot tell")]
+            median = f"{statistics.median(seconds):.1f}" if seconds else "-"
+            left = sum(bool(r.get("left")) for r in played)
+            name = f"{kind.title} ({gpus} GPUs)" if gpus else kind.title
+            lines.append(
+                f"| {name} | {len(played)} | {counts['right']} | {counts['cannot tell']} | {counts['wrong']} "
+                f"| {counts['none']} | {median} | {left} |"
+            )
+            for key, value in (*counts.items(), ("runs", len(played)), ("left", left)):
+                totals[key] += value
+    lines.append(
+        f"| **all** | {totals['runs']} | {totals['right']} | {totals['cannot tell']} | {totals['wrong']} "
+        f"| {totals['none']} | | {totals['left']} |"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The kinds of stall and death: what happens, to whom, and what has to be said of it.
+
+``expect`` names what counts as the right verdict:
+
+- ``stall``: a hang that names exactly the ranks at fault;
+- ``tangle``: a hang in which every rank waits for the others: a mismatch or a deadlock is said, and nobody is named (or,
+  where one rank took another branch, that one);
+- ``death`` and ``failure``: the rank that died, or whose exception it was, and how;
+- ``slow``: the rank that is slow, and at what;
+- ``exit``: a hang at exit, with the rank that lives on;
+- ``honest``: nothing is called a hang, and the run finishes;
+- ``resolves``: a hang may be called while it lasts, of that rank alone, and is said to be over;
+- ``ended``: the run is said to have failed, and how.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Expect = Literal["stall", "tangle", "death", "failure", "slow", "exit", "honest", "resolves", "ended"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind; ``title`` says what happens."""
+
+    name: str
+    title: str
+    expect: Expect
+    ranks: int = 2
+    engine: str = "torchrun"
+    """Who starts the ranks, and what trains: ``torchrun`` with a plain loop, or ``deepspeed`` with a ZeRO-2 engine."""
+    limit_s: float = 25.0
+    """How long after the fault a verdict is waited for; for honest kinds how long the run may go on."""
+    culprit: bool = True
+    """One rank is at fault, drawn by the seed."""
+    words: str = ""
+    """What the alert must say too, in title, text or evidence."""
+    steps: int = 100_000
+    """Steps the script trains where nothing stops it."""
+    cuda: bool = False
+    """Worth a run under NCCL too."""
+    needs: str = ""
+    """What the machine must allow: ``cgroup`` or ``netns``."""
+
+
+KINDS = (
+    Kind("sleep-before-collective", "sleeps before a collective", "stall", cuda=True),
+    Kind("sleep-of-four", "one of four sleeps before a collective", "stall", ranks=4, cuda=True),
+    Kind("sleep-in-loader", "sleeps in its data set", "stall", cuda=True),
+    Kind("loader-worker", "its dataloader worker hangs", "stall"),
+    Kind("dead-disk", "reads a file that never answers", "stall"),
+    Kind("busy-python", "spins in Python", "stall", cuda=True),
+    Kind("native", "sits in native code, the GIL released", "stall"),
+    Kind("native-gil", "sits in native code and holds the GIL", "stall", cuda=True),
+    Kind("lock", "waits for a lock nobody releases", "stall"),
+    Kind("forked-child", "waits for a child it forked into another session", "stall"),
+    Kind("deepspeed-sleep", "DeepSpeed ZeRO-2: sleeps before backward", "stall", engine="deepspeed"),
+    Kind("deepspeed-loader", "DeepSpeed ZeRO-2: sleeps in its data set", "stall", engine="deepspeed"),
+    Kind("subgroup", "missing from a collective of its own pair, of four ranks", "stall", ranks=4),
+    Kind("checkpoint-hang", "hangs while it writes a checkpoint", "stall"),
+    Kind("checkpoint-hang-gil", "hangs in opening a checkpoint's file, holding the GIL", "stall"),
+    Kind("two-groups", "two groups entered in opposite order", "tangle", culprit=False),
+    Kind("ring-of-groups", "three ranks, three pairs, each waits for the next", "tangle", ranks=3, culprit=False),
+    Kind("other-collective", "enters another collective than the rest", "tangle", ranks=3),
+    Kind("other-shape", "enters a collective with another shape", "tangle"),
+    Kind("uneven-batches", "runs out of batches and goes to the final barrier", "tangle"),
+    Kind("recv-without-send", "waits to receive what nobody sends", "tangle"),
+    Kind("sigstop", "stopped by SIGSTOP", "stall", cuda=True),
+    Kind("deepspeed-sigstop", "DeepSpeed ZeRO-2: stopped by SIGSTOP", "stall", engine="deepspeed"),
+    Kind("sigkill", "killed by SIGKILL", "death", words="SIGKILL", cuda=True),
+    Kind("sigsegv", "reads address 0", "death", words="SIGSEGV"),
+    Kind("abort", "aborts in native code", "death", words="SIGABRT"),
+    Kind("exit-3", "leaves by os._exit(3)", "death", words="exit code 3"),
+    Kind("kernel-oom", "killed by the kernel for want of memory", "death", words="SIGKILL", needs="cgroup"),
+    Kind("exception", "raises an exception", "failure", words="the script gives up", cuda=True),
+    Kind("deepspeed-exception", "DeepSpeed ZeRO-2: raises an exception", "failure", 2, "deepspeed", words="gives up"),
+    Kind("recursion", "recurses without end", "failure", words="RecursionError"),
+    Kind("launcher-killed", "the launcher is killed by SIGKILL", "ended", culprit=False, words="SIGKILL"),
+    Kind("exit-hang", "lives on after the others finished", "exit", limit_s=45.0, steps=30, cuda=True),
+    Kind("straggler", "computes four times as long as the others", "slow", words="forward"),
+    Kind("slow-disk", "its disk answers slowly", "slow", words="data"),
+    Kind("network-cut", "the network between two hosts is cut", "stall", needs="netns"),
+    Kind("pause-and-resume", "stopped for 4 s, then goes on", "resolves", steps=100),
+    Kind("stall-that-ends", "its data set answers after 14 s", "resolves", steps=40),
+    Kind("long-evaluation", "evaluates for 14 s while the others wait", "honest", steps=40),
+    Kind("deepspeed-evaluation", "DeepSpeed ZeRO-2: evaluates for 14 s", "honest", engine="deepspeed", steps=40),
+    Kind("long-checkpoint", "writes a checkpoint for 14 s while the others wait", "honest", steps=40),
+    Kind("long-first-step", "takes 14 s for its first step", "honest", steps=15, cuda=True),
+    Kind("long-batch", "fetches one batch for 6 s", "honest", steps=40),
+    Kind("long-step", "every rank computes one step for 6 s", "honest", steps=40, culprit=False),
+    Kind("nothing", "trains and finishes", "honest", steps=60, culprit=False, cuda=True),
+)
+
+BY_NAME = {kind.name: kind for kind in KINDS}

@@ -1,0 +1,61 @@
+"""What some scenes need of the machine: a memory cgroup of their own. Where it cannot be had, the scene says why."""
+
+import contextlib
+import os
+import uuid
+from collections.abc import Generator
+from pathlib import Path
+
+MEMORY_LIMIT = 192 << 20
+
+
+def why_not(needs: str) -> str:
+    """Say why scenes with this need cannot be played here; empty when they can."""
+    if needs == "cgroup":
+        try:
+            folder = _make_cgroup()
+        except OSError as error:
+            return f"no memory cgroup can be made here ({error})"
+        folder.rmdir()
+        return ""
+    if needs == "netns":
+        return "the bench of two network namespaces plays it (tests of several hosts)"
+    return ""
+
+
+@contextlib.contextmanager
+def allowed(needs: str, environment: dict[str, str]) -> Generator[None]:
+    """Provide what is needed, for the length of a scene."""
+    if needs != "cgroup":
+        yield
+        return
+    folder = _make_cgroup()
+    environment["SCENE_CGROUP"] = str(folder)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _make_cgroup() -> Path:
+    """Make a cgroup whose processes may hold ``MEMORY_LIMIT`` bytes; version 1 or 2 of the kernel's interface."""
+    name = f"ftmon-scene-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    old = Path("/sys/fs/cgroup/memory")
+    if old.is_dir():
+        folder = old / name
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(MEMORY_LIMIT))
+        with contextlib.suppress(OSError):
+            (folder / "memory.swappiness").write_text("0")
+        return folder
+    folder = Path("/sys/fs/cgroup") / name
+    folder.mkdir()
+    try:
+        (folder / "memory.max").write_text(str(MEMORY_LIMIT))
+        with contextlib.suppress(OSError):
+            (folder / "memory.swap.max").write_text("0")
+    except OSError:
+        folder.rmdir()
+        raise
+    return folder

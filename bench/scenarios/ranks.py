@@ -1,0 +1,115 @@
+"""The training that goes wrong: a small loop that knows nothing of ftmon. What is to happen is in ``$SCENE`` (JSON).
+
+``kind``, ``culprit`` (rank), ``at`` (step), ``folder`` (for what the runner is told), ``steps``, ``engine``, ``cuda``.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from faults import Fault
+from torch.utils.data import DataLoader, Dataset
+
+SCENE = json.loads(os.environ["SCENE"])
+COMPUTE_SECONDS = 0.08
+
+
+class Rows(Dataset):
+    """Random rows; the culprit's may come late, or never."""
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def __len__(self):
+        return 4 * SCENE["steps"]
+
+    def __getitem__(self, index):
+        if index % 4 == 0:
+            time.sleep(0.004)
+            self.fault.reading(index // 4 + 1)
+        return torch.full((16,), float(index % 7))
+
+
+class Model(torch.nn.Module):
+    """A layer, and time that passes."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+        self.fault = fault
+
+    def forward(self, rows):
+        time.sleep(COMPUTE_SECONDS)
+        self.fault.computing()
+        return self.layers(rows).pow(2).mean()
+
+
+def main():
+    if SCENE["engine"] == "deepspeed":
+        import deepspeed
+
+        deepspeed.init_distributed()
+    else:
+        if SCENE["cuda"]:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if SCENE["cuda"] else "gloo")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    fault = Fault(SCENE, dist.get_rank(), dist.get_world_size())
+    train = with_engine if SCENE["engine"] == "deepspeed" else plain
+    train(fault)
+    fault.finishing()
+    dist.barrier()
+    dist.destroy_process_group()
+    fault.leaving()
+
+
+def loader(fault):
+    return DataLoader(Rows(fault), batch_size=4, num_workers=int(SCENE["kind"] == "loader-worker"))
+
+
+def plain(fault):
+    device = torch.device("cuda", torch.cuda.current_device()) if SCENE["cuda"] else torch.device("cpu")
+    model = Model(fault).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, rows in enumerate(loader(fault), 1):
+        fault.begin(step)
+        loss = model(rows.to(device))
+        loss.backward()
+        fault.before_collective()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        print("step", step, float(loss.detach()), flush=True)
+        fault.between_steps(model)
+        if fault.out_of_batches():
+            return
+
+
+def with_engine(fault):
+    import deepspeed
+
+    model = Model(fault)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": 2},
+        "steps_per_print": 100000,
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for step, rows in enumerate(loader(fault), 1):
+        fault.begin(step)
+        loss = engine(rows.to(engine.device))
+        fault.before_collective()
+        engine.backward(loss)
+        engine.step()
+        fault.between_steps(engine)
+
+
+if __name__ == "__main__":
+    Path(SCENE["folder"], f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+    main()
