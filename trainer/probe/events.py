@@ -3,6 +3,8 @@
 from collections import deque
 from typing import Any
 
+from . import capture
+
 
 class CudaEvents:
     """A pool of timing events of one device. ``mark`` is for the training thread, the rest for the publisher."""
@@ -11,10 +13,10 @@ class CudaEvents:
         import torch
 
         core: Any = torch._C
+        capture.install(torch)
         self._device = device
         self._new: Any = torch.cuda.Event
         self._record: Any = core._CudaEventBase.record
-        self._capturing: Any = core._cuda_isCurrentStreamCapturing
         self._raw_stream: Any = core._cuda_getCurrentRawStream
         self._current_stream: Any = torch.cuda.current_stream
         self._streams: dict[int, Any] = {}
@@ -22,7 +24,7 @@ class CudaEvents:
 
     def mark(self) -> Any:
         """Record an event on the current stream; None inside a CUDA graph capture."""
-        if self._capturing():
+        if capture.under_way:
             return None
         try:
             event = self._free.pop()

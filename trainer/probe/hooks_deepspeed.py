@@ -10,6 +10,7 @@ from typing import Any
 from . import about, active
 from .active import mine
 from .hooks_torch import become_rank, replace, scoped
+from .tracker import DRIVEN
 
 _installed = False
 
@@ -42,7 +43,7 @@ def attach(engine: Any) -> None:
         return
     try:
         probe.adopt_thread()
-        probe.engine_steps, probe.forward_by, probe.tracker.light = True, "engine", True
+        probe.engine_steps, probe.forward_by, probe.tracker.light = True, "engine", DRIVEN
         probe.tracker.step = max(probe.tracker.step, int(getattr(engine, "global_steps", 0)))
         probe.about.facts.update(_describe(engine, probe.about.facts))
         probe.engine, probe.model = weakref.ref(engine), weakref.ref(engine.module)

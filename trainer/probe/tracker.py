@@ -12,9 +12,12 @@ from ...protocol.telemetry import STEP_PHASES
 from .raw import Mark, Notes, StepRaw
 from .reading import MemoryBackend
 
-LIGHT_PHASES = frozenset(("data", "idle"))
-"""Phases whose beginning is marked by its time alone where a framework drives the steps: what it does to memory between
-two such calls is nothing, and a sample of CUDA's figures costs 25 us. The figures at the next full mark serve."""
+FETCHING: frozenset[str] = frozenset(("data",))
+"""Phases whose beginning is marked by its time alone: a sample of CUDA's figures costs 25 us, and those at the next
+full mark serve. What a script does to memory after its update, zero_grad above all, belongs to ``idle`` either way."""
+
+DRIVEN: frozenset[str] = frozenset(("data", "idle"))
+"""The same where a framework drives the steps: between backward and update it does nothing to memory."""
 
 
 class Counts:
@@ -78,8 +81,8 @@ class Tracker:
         self.depth = 0
         """How many explicit scopes are open: inside one, ``enter`` changes nothing."""
         self._ended_in_scope = False
-        self.light = False
-        """Mark the beginnings of ``LIGHT_PHASES`` by their time alone."""
+        self.light = FETCHING
+        """Phases whose beginning is marked by its time alone."""
         self.cost_ns = 0
         self.step_collectives = counts.entered
         """Collectives that had been entered when the step in the making began."""
@@ -163,7 +166,7 @@ class Tracker:
 
     def _move(self, phase: str) -> None:
         start = perf_counter_ns()
-        if self.light and phase in LIGHT_PHASES:
+        if phase in self.light:
             counts = self.counts
             self.marks.append(Mark(phase, start, None, None, counts.entered, counts.host_ns))
         else:
