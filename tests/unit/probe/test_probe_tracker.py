@@ -139,7 +139,7 @@ def test_what_the_script_frees_after_a_bare_optimizer_is_not_the_next_phase_s(ri
 
 
 def test_light_marks_take_the_next_figures_and_leave_the_peak_where_it_was(rig):
-    rig.tracker.light = True
+    rig.tracker.light = tracker_module.DRIVEN
     run_step(rig)
     rig.tracker.enter("backward")
     rig.memory.set(120, peak=900)
