@@ -3,7 +3,7 @@
     python -m bench.scenarios [--kinds a,b] [--runs 20] [--parallel 4] [--seed 1] [--json FILE] [--cuda --gpus 2]
 
 Each scene is two to four ranks of a small training (steps of 0.1 s), started by ``ftmon run --detach -- torchrun ...``
-(or ``deepspeed``) in a home of its own. The rank at fault and the step are drawn from the seed. Every result is one line
+(or ``deepspeed``) in a home of its own. The rank at fault and the step are drawn from the seed. Every result is a line
 of the JSON file, written as it comes; scenes that are in it already are not played again, so a stopped bench goes on
 where it was. ``--table FILE`` prints the table of a file and plays nothing.
 """

@@ -3,8 +3,8 @@
 ``expect`` names what counts as the right verdict:
 
 - ``stall``: a hang that names exactly the ranks at fault;
-- ``tangle``: a hang in which every rank waits for the others: a mismatch or a deadlock is said, and nobody is named (or,
-  where one rank took another branch, that one);
+- ``tangle``: a hang in which every rank waits for the others: a mismatch or a deadlock is said, and nobody is named
+  (or, where one rank took another branch, that one);
 - ``death`` and ``failure``: the rank that died, or whose exception it was, and how;
 - ``slow``: the rank that is slow, and at what;
 - ``exit``: a hang at exit, with the rank that lives on;
