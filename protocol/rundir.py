@@ -85,6 +85,8 @@ class ExitFile(msgspec.Struct, frozen=True, omit_defaults=True):
     state: str
     """``finished``, ``failed`` or ``stopped``."""
     text: str = ""
+    cause: str = ""
+    """``hang`` or ``exit-timeout`` where ftmon itself ended the run (``--on-hang``, ``--exit-timeout``)."""
 
 
 class RunDir:

@@ -90,6 +90,24 @@ class DeviceInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
     """A rank's first message, and its answer to ``identify`` when a new hub adopts it."""
+class SelfDump(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a rank on the hub's host can be made to write its own stacks while native code holds Python's lock.
+
+    ``signal``, sent to the one thread ``receiver``, has faulthandler write the stacks of all threads to ``path``. It is
+    to be sent only while the process still catches it and ``descriptor`` is still open on that very file.
+    """
+
+    signal: int
+    receiver: int
+    """Kernel thread id of the probe's own thread: no other thread's system call is interrupted."""
+    descriptor: int
+    path: str
+    thread: str
+    """The training thread as faulthandler names it, ``0x00007f2a5c3fe740``."""
+    training: int
+    """The training thread's kernel thread id."""
+
+
 
     rank: int
     local_rank: int
@@ -120,6 +138,8 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
     """True: this rank sends its own log lines; False: the hub reads them from the run directory's log files."""
 
 
+    self_dump: SelfDump | None = None
+    """How to get its stacks from outside; None: not possible."""
 class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
     """How long the run means to go on; sent by whoever knows (ftmon's trainer, the TrainerCallback)."""
 
@@ -202,10 +222,18 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
     did more during start-up) are still comparable by it: it tells who has not entered which collective."""
     allocated: int = 0
     reserved: int = 0
+    group: str = ""
+    """The process group of ``collective``, or of ``last_collective`` outside of one, by PyTorch's name for it."""
+    group_sequence: int = 0
+    """How many collectives of that group this rank has entered; the same number names the same one on all its ranks."""
+    size: int = 0
+    """Elements of the tensor given to that collective; 0 where there is none, or a list of them."""
     resident: int = 0
     dropped: int = 0
 
 
+    held_since: float = 0.0
+    """Since when it waits at an out-of-memory error (``--on-oom hold``), seconds since the epoch; 0: it does not."""
 class AllocatorPhase(msgspec.Struct, frozen=True, omit_defaults=True):
     """Allocator events of one phase within a window of the flight recorder."""
 
@@ -334,3 +362,8 @@ class DeviceSample(msgspec.Struct, tag="device", frozen=True, omit_defaults=True
     memory_clock_mhz: int | None = None
     throttle_reasons: list[str] = []
     processes: list[ProcessMemory] = []
+    thread: str = ""
+    """The training thread as ``text`` names it; empty: not known."""
+    taken_by: Literal["", "probe", "signal", "py-spy"] = ""
+    """``probe``: the rank answered; ``signal``: it could not, native code held Python's lock, and a signal made it
+    write them; ``py-spy``: another process read them, native frames included."""

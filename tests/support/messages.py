@@ -28,6 +28,7 @@ from ftmon.protocol.telemetry import (
     ProcessMemory,
     SnapshotTaken,
     Span,
+    SelfDump,
     Stacks,
     Step,
 )
@@ -109,6 +110,7 @@ EXAMPLES: tuple[Message, ...] = (
         phase_started=T - 0.2,
         progress=98_765,
         time=T,
+        self_dump=SelfDump(43, 4330, 17, "/runs/a/logs/rank-3.stacks", "0x00007f2a5c3fe740", 4321),
         micro_step=1,
         collectives=8841,
         collective="all_gather_into_tensor",
@@ -146,7 +148,7 @@ EXAMPLES: tuple[Message, ...] = (
         stack=["train.py:12 main", "model.py:40 forward"],
     ),
     Failure(rank=3, step=1204, phase="data", time=T, error="ValueError: no", traceback="Traceback ..."),
-    Stacks(rank=3, time=T, text="Thread 0x1 (most recent call first):", reason="hang"),
+    Stacks(rank=3, time=T, text="Thread 0x1 (most recent call first):", reason="hang", thread="0x1", taken_by="signal"),
     Goodbye(rank=3, time=T, step=9600, reason="finished", text="all steps done", dropped=5),
     DeviceSample(
         host="node-2",
@@ -167,6 +169,10 @@ EXAMPLES: tuple[Message, ...] = (
         processes=[ProcessMemory(4321, 44 * GIB, 3, "python3.11")],
     ),
     Composition(
+        group="0",
+        group_sequence=8801,
+        size=4_194_304,
+        held_since=T - 3,
         rank=3,
         step=1200,
         time=T,

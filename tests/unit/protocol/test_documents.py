@@ -16,6 +16,7 @@ RECORDING = (DOCS / "recording.md").read_text()
 
 PARTS = (
     telemetry.DeviceInfo,
+    telemetry.SelfDump,
     telemetry.PhaseRecord,
     telemetry.AllocatorPhase,
     telemetry.ProcessMemory,
