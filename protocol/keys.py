@@ -2,8 +2,9 @@
 
 A hub has one pair a run (``curve.key`` in the run directory); its public half stands in the connection file. A user has
 one pair for all (``$FTMON_HOME/keys/client.key``). A hub lets in its own user, and the public keys that
-``$FTMON_HOME/keys/allowed`` lists, one a line with a remark behind it. Every file is 0600 in a 0700 directory: not made
-with ``zmq.auth.create_certificates``, which leaves secrets readable by all.
+``$FTMON_HOME/keys/allowed`` lists, one a line with a remark behind it. The agents of a run on other hosts share one
+pair made for that run (``agent.key``), which opens the agents' channels and no others. Every file is 0600 in a 0700
+directory: not made with ``zmq.auth.create_certificates``, which leaves secrets readable by all.
 """
 
 import logging
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 ZAP_DOMAIN = "ftmon"
 """The domain under which the allow-list is asked (https://rfc.zeromq.org/spec/27/)."""
+
+AGENT_DOMAIN = "ftmon-agents"
+"""The domain of the agents' channels: the run's own agent key alone is let in there."""
 
 _PUBLIC_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
@@ -66,6 +70,15 @@ def server_pair(run: RunDir) -> KeyPair:
         RunDirError: the file is damaged or open to others.
     """
     return _load_or_make(run.path / "curve.key")
+
+
+def agent_pair(run: RunDir) -> KeyPair:
+    """Return the key pair that a run's agents on other hosts use, made the first time.
+
+    Raises:
+        RunDirError: the file is damaged or open to others.
+    """
+    return _load_or_make(run.path / "agent.key")
 
 
 def client_pair() -> KeyPair:
@@ -135,13 +148,30 @@ class AllowList:
             return False
 
 
-def start_authenticator(context: "zmq.Context[Any]") -> "ThreadAuthenticator":
-    """Start asking the allow-list about every CURVE connection to sockets of ``context``; ``stop()`` ends it."""
+class _Agents:
+    """Lets one key in: the one that was made for the agents of this run."""
+
+    def __init__(self, public: str) -> None:
+        self._public = public.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        del domain
+        return key == self._public
+
+
+def start_authenticator(context: "zmq.Context[Any]", agent: str = "") -> "ThreadAuthenticator":
+    """Start asking the allow-list about every CURVE connection to sockets of ``context``; ``stop()`` ends it.
+
+    Args:
+        context: where the sockets are.
+        agent: the public key of the run's agents, let in under ``AGENT_DOMAIN``; empty: nobody is.
+    """
     from zmq.auth.thread import ThreadAuthenticator  # brings asyncio with it; only a listening hub needs it
 
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=AllowList())
+    authenticator.configure_curve_callback(domain=AGENT_DOMAIN, credentials_provider=_Agents(agent))
     return authenticator
 
 

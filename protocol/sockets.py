@@ -12,9 +12,13 @@ RECEIVE_HIGH_WATER = 100_000
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A frame above this is dropped with its connection; the largest honest one is a history answer."""
 
-CHANNELS = ("telemetry", "ranks", "stream", "control", "query")
+CHANNELS = ("telemetry", "ranks", "stream", "control", "query", "agents")
 """The hub's sockets. telemetry: PULL from probes. ranks: ROUTER to the probes' DEALERs (commands to a rank).
-stream: PUB to apps. control: ROUTER, commands of apps. query: ROUTER, history for apps."""
+stream: PUB to apps. control: ROUTER, commands of apps. query: ROUTER, history for apps. agents: ROUTER to the agents
+of other hosts, which pass on what their ranks send."""
+
+AGENT_CHANNELS = ("ranks", "agents")
+"""The channels that an agent uses, and over TCP an agent alone."""
 
 _HUB_KINDS = {
     "telemetry": zmq.PULL,
@@ -22,6 +26,7 @@ _HUB_KINDS = {
     "stream": zmq.PUB,
     "control": zmq.ROUTER,
     "query": zmq.ROUTER,
+    "agents": zmq.ROUTER,
 }
 _PEER_KINDS = {
     "telemetry": zmq.PUSH,
@@ -29,6 +34,7 @@ _PEER_KINDS = {
     "stream": zmq.SUB,
     "control": zmq.DEALER,
     "query": zmq.DEALER,
+    "agents": zmq.DEALER,
 }
 
 
@@ -46,9 +52,9 @@ def hub_socket(context: "zmq.Context[Any]", channel: str) -> "zmq.Socket[Any]":
     if _HUB_KINDS[channel] == zmq.ROUTER:
         # A send to a peer that left fails (EHOSTUNREACH) and one to a full queue says so (EAGAIN): neither is silent.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    if channel == "ranks":
-        # A rank that comes back takes its name over from its own dead connection. Nowhere else: an app's name is
-        # given by ZeroMQ, and no second app may take the answers to another's command.
+    if channel in AGENT_CHANNELS:
+        # A rank or an agent that comes back takes its name over from its own dead connection. Nowhere else: an app's
+        # name is given by ZeroMQ, and no second app may take the answers to another's command.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     # 1,024 ranks may come at the same moment; what the queue of a listening socket refuses comes back a second later.
     socket.setsockopt(zmq.BACKLOG, 4096)
@@ -72,15 +78,16 @@ def peer_socket(context: "zmq.Context[Any]", channel: str, identity: bytes | Non
     return socket
 
 
-def secure_server(socket: "zmq.Socket[Any]", pair: KeyPair) -> None:
+def secure_server(socket: "zmq.Socket[Any]", pair: KeyPair, domain: str = ZAP_DOMAIN) -> None:
     """Let the addresses that are bound from now on speak CURVE only; what is bound already stays as it is.
 
-    Needs ``keys.start_authenticator`` on the same context before the first bind: without it nobody gets in.
+    Needs ``keys.start_authenticator`` on the same context before the first bind: without it nobody gets in. ``domain``
+    says whose keys are let in: those of apps, or the agents' (``keys.AGENT_DOMAIN``).
     """
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
-    socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
     # Without this a CURVE server that nobody guards admits whoever knows its public key.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     _keep_alive(socket)

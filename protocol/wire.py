@@ -6,7 +6,7 @@ The hub republishes a body's bytes untouched under a header of its own. Sequence
 
 import msgspec
 
-from . import control, memory, telemetry
+from . import control, hosts, memory, telemetry
 from .errors import ProtocolError, VersionError
 
 VERSION = (1, 0)
@@ -39,6 +39,9 @@ MESSAGE_TYPES = (
     control.Result,
     control.Query,
     control.Answer,
+    hosts.AgentBeat,
+    hosts.AgentAck,
+    hosts.HostState,
 )
 
 Message = (
@@ -65,6 +68,9 @@ Message = (
     | control.Result
     | control.Query
     | control.Answer
+    | hosts.AgentBeat
+    | hosts.AgentAck
+    | hosts.HostState
 )
 """Any message; its tag is in the map's ``type`` field."""
 

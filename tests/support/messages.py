@@ -11,6 +11,7 @@ from ftmon.protocol.control import (
     Result,
     RunState,
 )
+from ftmon.protocol.hosts import AgentAck, AgentBeat, HostState, ProcessState
 from ftmon.protocol.memory import Cause, Composition, PhaseComposition, StackGroup
 from ftmon.protocol.telemetry import (
     AllocatorEvents,
@@ -251,4 +252,31 @@ EXAMPLES: tuple[Message, ...] = (
     Result(id="c1", ok=True, verb="kill", text="rank 3 is gone", data={"ranks": [3]}, time=T),
     Query(id="q1", name="seq_at", args={"t": T}),
     Answer(id="q1", ok=False, data=b"\x01", error="no such query"),
+    AgentBeat(
+        host="node-2",
+        pid=77,
+        start_ticks=5000,
+        version="0.4.0",
+        time=T,
+        processes=[ProcessState(3, 4321, 987654, False, "Z", 1, 9)],
+        waiting=12,
+        waiting_bytes=4096,
+        dropped=5,
+        clock_offset=-0.25,
+        round_trip=0.5,
+    ),
+    AgentAck(number=900, time=T, beat=T - 1, over=True),
+    HostState(
+        host="node-2",
+        state="cut off",
+        time=T,
+        rank=3,
+        ranks=[3, 4],
+        text="nothing heard for 5 s",
+        since=T - 5,
+        version="0.4.0",
+        clock_offset=-0.25,
+        round_trip=0.5,
+        dropped=5,
+    ),
 )

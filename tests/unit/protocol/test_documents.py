@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ftmon.protocol import control, keys, memory, process, rundir, sockets, telemetry, wire
+from ftmon.protocol import control, hosts, join, keys, memory, process, rundir, sockets, telemetry, wire
 from ftmon.protocol.recording import results, schema
 from streams import Stream, write
 
@@ -26,6 +26,8 @@ PARTS = (
     rundir.HubFile,
     rundir.ExitFile,
     process.ProcessId,
+    hosts.ProcessState,
+    join.JoinFile,
     results.RecordingInfo,
     results.MemoryColumn,
     results.StepPoint,

@@ -1,0 +1,102 @@
+"""Messages about the other hosts of a run: between an agent there and the hub, and the hub's own word to the apps.
+
+An agent passes its ranks' telemetry on over the ``agents`` channel. Each message it passes on has a number of the
+agent's own, and is kept by the agent until the hub says that it has that number on disk.
+"""
+
+import struct
+from typing import Literal
+
+import msgspec
+
+from .errors import ProtocolError
+
+HostStateName = Literal["reachable", "cut off", "left"]
+
+_NUMBERS = struct.Struct(">QQ")
+
+
+class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an agent saw of one rank's process, at most a second ago."""
+
+    rank: int
+    pid: int
+    start_ticks: int
+    alive: bool
+    """The very process (pid and start time) exists and is no zombie."""
+    proc_state: str = ""
+    """The state letter of /proc/PID/stat."""
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+class AgentBeat(msgspec.Struct, tag="agent_beat", frozen=True, omit_defaults=True):
+    """An agent's introduction and sign of life: once a second, and when a process of its ranks changed."""
+
+    host: str
+    pid: int
+    start_ticks: int
+    version: str
+    time: float
+    """Seconds since the epoch on the agent's clock."""
+    processes: list[ProcessState] = []
+    waiting: int = 0
+    """Messages that the hub has not confirmed."""
+    waiting_bytes: int = 0
+    dropped: int = 0
+    """Messages given up because too many were waiting."""
+    clock_offset: float | None = None
+    """Seconds to add to this host's clock to get the hub's; None before it was measured."""
+    round_trip: float | None = None
+    """Seconds a question and its answer took when the offset was measured: it is known to half of that."""
+
+
+class AgentAck(msgspec.Struct, tag="agent_ack", frozen=True, omit_defaults=True):
+    """The hub's word to an agent: an answer to each beat, and whenever more of its messages are on disk."""
+
+    number: int
+    """Everything up to this number of the agent's is recorded."""
+    time: float
+    """Seconds since the epoch on the hub's clock."""
+    beat: float = 0.0
+    """``time`` of the beat that is answered; 0 where none is."""
+    over: bool = False
+    """The run is over: the agent ends what is left of it on its host, and itself."""
+
+
+class HostState(msgspec.Struct, tag="host", frozen=True, omit_defaults=True):
+    """Another host of the run, as the hub sees it; sent when it changes."""
+
+    host: str
+    state: HostStateName
+    """``cut off``: its agent was not heard for some seconds; ``left``: its agent ended in order."""
+    time: float
+    rank: int = -1
+    """The lowest rank there; -1 before any is known."""
+    ranks: list[int] = []
+    text: str = ""
+    since: float = 0.0
+    version: str = ""
+    """Version of ftmon there."""
+    clock_offset: float | None = None
+    """Seconds to add to that host's times to get the hub's."""
+    round_trip: float | None = None
+    dropped: int = 0
+    """Messages that its agent gave up, in all; the numbering of their senders shows which."""
+
+
+def encode_numbers(number: int, oldest: int) -> bytes:
+    """Encode the first frame of a message passed on: its number, and the oldest number its agent still holds."""
+    return _NUMBERS.pack(number, oldest)
+
+
+def decode_numbers(frame: bytes) -> tuple[int, int]:
+    """Decode what ``encode_numbers`` made.
+
+    Raises:
+        ProtocolError: it is nothing of that kind.
+    """
+    try:
+        return _NUMBERS.unpack(frame)
+    except struct.error:
+        raise ProtocolError("not the numbers of a message that was passed on") from None
