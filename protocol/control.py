@@ -4,12 +4,14 @@ from typing import Any, Literal
 
 import msgspec
 
-RankStateName = Literal["starting", "training", "waiting", "hung", "stopped", "gone", "unreachable", "finished"]
+RankStateName = Literal["starting", "training", "waiting", "hung", "held", "stopped", "gone", "unreachable", "finished"]
 RunStateName = Literal["starting", "training", "stopping", "finished", "failed", "stopped"]
 Severity = Literal["info", "warning", "error"]
-AlertKind = Literal["spike", "growth", "hang", "slow", "oom", "died", "dropped", "disk", "failure", "exit", "note", "leak"]
+AlertKind = Literal[
+    "spike", "growth", "hang", "slow", "oom", "died", "dropped", "disk", "failure", "exit", "note", "leak"
+]
 
-VERBS = ("kill", "stop", "stacks", "snapshot", "identify", "ping", "shutdown", "arm")
+VERBS = ("kill", "stop", "stacks", "snapshot", "identify", "ping", "shutdown", "arm", "release", "console")
 """Every verb a command may carry. ``identify`` goes from hub to rank only; ``shutdown`` ends the hub alone."""
 
 READ_ONLY_VERBS = ("ping",)
@@ -88,7 +90,8 @@ class Command(msgspec.Struct, tag="command", frozen=True, omit_defaults=True):
     verb: str
     args: dict[str, Any] = {}
     """``kill``: ranks (list, empty for the run), signal (INT, TERM, KILL or empty to escalate); ``stacks`` and
-    ``snapshot``: ranks; ``stop``: nothing."""
+    ``snapshot``: ranks; ``stop``: nothing; ``release``: ranks (empty for all that are held); ``console``: rank and
+    code."""
 
 
 class Accepted(msgspec.Struct, tag="accepted", frozen=True, omit_defaults=True):

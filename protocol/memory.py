@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from .blocks import StackGroup as StackGroup
 from .telemetry import MemoryMeasure
 
 PARTS = (
@@ -70,18 +71,6 @@ class Composition(msgspec.Struct, tag="composition", frozen=True, omit_defaults=
     def peak_phase(self) -> PhaseComposition | None:
         """The phase that makes the step's peak, or None for a step without phases."""
         return max(self.phases, key=lambda phase: phase.peak_bytes, default=None)
-
-
-class StackGroup(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Blocks with the same allocating stack."""
-
-    bytes: int
-    count: int
-    frames: list[str]
-    """``file:line function``, innermost last."""
-    largest_bytes: int = 0
-    kept_bytes: int = 0
-    """Of ``bytes``, what outlived the phase: growth, and no part of what came and went."""
 
 
 class Cause(msgspec.Struct, tag="cause", frozen=True, omit_defaults=True):

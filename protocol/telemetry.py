@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from .blocks import SegmentUse, StackGroup
+
 PHASES = ("init", "data", "forward", "backward", "optimizer", "eval", "checkpoint", "idle")
 """Every phase a rank can be in, in the order they are drawn."""
 
@@ -88,8 +90,6 @@ class DeviceInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     uuid: str = ""
 
 
-class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
-    """A rank's first message, and its answer to ``identify`` when a new hub adopts it."""
 class SelfDump(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a rank on the hub's host can be made to write its own stacks while native code holds Python's lock.
 
@@ -108,6 +108,8 @@ class SelfDump(msgspec.Struct, frozen=True, omit_defaults=True):
     """The training thread's kernel thread id."""
 
 
+class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
+    """A rank's first message, and its answer to ``identify`` when a new hub adopts it."""
 
     rank: int
     local_rank: int
@@ -136,10 +138,10 @@ class SelfDump(msgspec.Struct, frozen=True, omit_defaults=True):
     """torch.distributed's backend, such as ``nccl`` or ``gloo``."""
     sends_logs: bool = False
     """True: this rank sends its own log lines; False: the hub reads them from the run directory's log files."""
-
-
     self_dump: SelfDump | None = None
     """How to get its stacks from outside; None: not possible."""
+
+
 class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
     """How long the run means to go on; sent by whoever knows (ftmon's trainer, the TrainerCallback)."""
 
@@ -220,20 +222,20 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
     step_collectives: int = 0
     """Of ``collectives``, those entered since the step in the making began. Ranks whose totals differ for good (one
     did more during start-up) are still comparable by it: it tells who has not entered which collective."""
-    allocated: int = 0
-    reserved: int = 0
     group: str = ""
     """The process group of ``collective``, or of ``last_collective`` outside of one, by PyTorch's name for it."""
     group_sequence: int = 0
     """How many collectives of that group this rank has entered; the same number names the same one on all its ranks."""
     size: int = 0
     """Elements of the tensor given to that collective; 0 where there is none, or a list of them."""
+    allocated: int = 0
+    reserved: int = 0
     resident: int = 0
     dropped: int = 0
-
-
     held_since: float = 0.0
     """Since when it waits at an out-of-memory error (``--on-oom hold``), seconds since the epoch; 0: it does not."""
+
+
 class AllocatorPhase(msgspec.Struct, frozen=True, omit_defaults=True):
     """Allocator events of one phase within a window of the flight recorder."""
 
@@ -300,6 +302,67 @@ class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
     message: str = ""
     stack: list[str] = []
     """Python frames, innermost last, as ``file:line function``."""
+    measure: MemoryMeasure = "cuda"
+    """Whose memory it was: the CUDA allocator's, or the host's."""
+    stack_of: Literal["failing", "training"] = "failing"
+    """``training``: the allocating thread had no Python frames (a backward pass): they are the training thread's."""
+    micro_step: int = 0
+    """Micro-steps of this step that were done or begun."""
+    steps_done: int = 0
+    """Steps this process has finished."""
+    capacity_bytes: int = 0
+    """The device's memory; ``device_total_bytes`` is less where a limit is set on this process."""
+    limit: str = ""
+    """The limit set on this process, in words."""
+    room_bytes: int = 0
+    """What this process could still have got from the driver (or the host), its limits minded."""
+    reserved_free_bytes: int = 0
+    """Free in reserved memory, in ``free_blocks`` pieces; ``usable_free_bytes`` of it for a request of this size."""
+    free_blocks: int = 0
+    largest_free_bytes: int = 0
+    """The largest free block of reserved memory for a request of this size."""
+    usable_free_bytes: int = 0
+    expandable: bool = False
+    """There are expandable segments."""
+    largest_shape: list[int] = []
+    """The largest batch of the steps before, by its elements, and the step that had it."""
+    largest_shape_step: int = 0
+    peak_bytes: int = 0
+    """The highest peak of the steps before: allocated (CUDA), or resident (CPU)."""
+    starts: list[int] = []
+    """Allocated at the beginning of each of the last steps, oldest first."""
+    parts: dict[str, int] = {}
+    """What was allocated, by part (``memory.PARTS``); adds up to ``allocated_bytes`` where ``parts_note`` is empty."""
+    parts_note: str = ""
+    """What limits ``parts``, in words."""
+    parameter_bytes: int = 0
+    """One copy of this rank's parameters."""
+    trainable: int = 0
+    """How many numbers this rank's optimizer updates."""
+    vocabulary: int = 0
+    """Words the model tells apart; 0 where its configuration does not say."""
+    optimizer: str = ""
+    """The optimizer's class, and ``foreach``, ``fused`` or ``for-loop`` where that is known: ``AdamW foreach``."""
+    checkpointing: bool = False
+    """Gradient checkpointing is on."""
+    holders: list[StackGroup] = []
+    """Who held most, by allocating stack; empty where stacks were not recorded."""
+    segments: list[SegmentUse] = []
+    """The segments of reserved memory, largest first, at most 256."""
+    snapshot: str = ""
+    """The memory snapshot written at that moment, relative to the run directory."""
+    snapshot_note: str = ""
+    """Why there is none, or what limits it."""
+    held: bool = False
+    """The rank waits in the failing frame until it is released."""
+    hold_seconds: float = 0.0
+    """It lets go by itself after this long; 0: never."""
+    console: bool = False
+    """A console in the failing frame is allowed."""
+    peer_timeout_s: float = 0.0
+    """After this long in a collective the other ranks give up (their process group's timeout); 0: not known."""
+    others: str = ""
+    """What happens to the other ranks meanwhile, in words."""
 
 
 class Failure(msgspec.Struct, tag="failure", frozen=True, omit_defaults=True):
@@ -320,6 +383,11 @@ class Stacks(msgspec.Struct, tag="stacks", frozen=True, omit_defaults=True):
     time: float
     text: str
     reason: str = ""
+    thread: str = ""
+    """The training thread as ``text`` names it; empty: not known."""
+    taken_by: Literal["", "probe", "signal", "py-spy"] = ""
+    """``probe``: the rank answered; ``signal``: it could not, native code held Python's lock, and a signal made it
+    write them; ``py-spy``: another process read them, native frames included."""
 
 
 class Goodbye(msgspec.Struct, tag="goodbye", frozen=True, omit_defaults=True):
@@ -362,8 +430,3 @@ class DeviceSample(msgspec.Struct, tag="device", frozen=True, omit_defaults=True
     memory_clock_mhz: int | None = None
     throttle_reasons: list[str] = []
     processes: list[ProcessMemory] = []
-    thread: str = ""
-    """The training thread as ``text`` names it; empty: not known."""
-    taken_by: Literal["", "probe", "signal", "py-spy"] = ""
-    """``probe``: the rank answered; ``signal``: it could not, native code held Python's lock, and a signal made it
-    write them; ``py-spy``: another process read them, native frames included."""

@@ -6,7 +6,7 @@ The hub republishes a body's bytes untouched under a header of its own. Sequence
 
 import msgspec
 
-from . import control, hosts, memory, telemetry
+from . import control, hosts, memory, oom, telemetry
 from .errors import ProtocolError, VersionError
 
 VERSION = (1, 0)
@@ -30,6 +30,7 @@ MESSAGE_TYPES = (
     telemetry.DeviceSample,
     memory.Composition,
     memory.Cause,
+    oom.OomReport,
     control.RankState,
     control.RunState,
     control.Alert,
@@ -59,6 +60,7 @@ Message = (
     | telemetry.DeviceSample
     | memory.Composition
     | memory.Cause
+    | oom.OomReport
     | control.RankState
     | control.RunState
     | control.Alert

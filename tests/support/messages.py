@@ -1,5 +1,6 @@
 """One example of every message with every field filled, none at its default: what golden bytes and documents cover."""
 
+from ftmon.protocol.blocks import SegmentUse
 from ftmon.protocol.control import (
     Accepted,
     Alert,
@@ -13,6 +14,7 @@ from ftmon.protocol.control import (
 )
 from ftmon.protocol.hosts import AgentAck, AgentBeat, HostState, ProcessState
 from ftmon.protocol.memory import Cause, Composition, PhaseComposition, StackGroup
+from ftmon.protocol.oom import Mend, OomReport, OomVerdict, RankMoment
 from ftmon.protocol.telemetry import (
     AllocatorEvents,
     AllocatorPhase,
@@ -27,9 +29,9 @@ from ftmon.protocol.telemetry import (
     PhaseRecord,
     Plan,
     ProcessMemory,
+    SelfDump,
     SnapshotTaken,
     Span,
-    SelfDump,
     Stacks,
     Step,
 )
@@ -37,6 +39,53 @@ from ftmon.protocol.wire import Message
 
 GIB = 2**30
 T = 1_780_000_000.25
+
+OOM = Oom(
+    rank=3,
+    step=1204,
+    phase="backward",
+    time=T,
+    requested_bytes=5 * GIB,
+    device_free_bytes=GIB,
+    device_total_bytes=140 * GIB,
+    allocated_bytes=130 * GIB,
+    reserved_bytes=138 * GIB,
+    batch_shape=[2, 4096],
+    message="Tried to allocate 5.00 GiB",
+    stack=["train.py:12 main", "model.py:40 forward"],
+    measure="glibc",
+    stack_of="training",
+    micro_step=1,
+    steps_done=1203,
+    capacity_bytes=141 * GIB,
+    limit="torch.cuda.set_per_process_memory_fraction",
+    room_bytes=GIB // 2,
+    reserved_free_bytes=8 * GIB,
+    free_blocks=120,
+    largest_free_bytes=GIB,
+    usable_free_bytes=7 * GIB,
+    expandable=True,
+    largest_shape=[2, 2048],
+    largest_shape_step=911,
+    peak_bytes=90 * GIB,
+    starts=[40 * GIB, 40 * GIB],
+    parts={"parameters": 30 * GIB, "activations": 100 * GIB},
+    parts_note="without a trace",
+    parameter_bytes=30 * GIB,
+    trainable=8_000_000_000,
+    vocabulary=152_064,
+    optimizer="AdamW foreach",
+    checkpointing=True,
+    holders=[StackGroup(90 * GIB, 32, ["train.py:12 main", "model.py:40 forward"], 3 * GIB)],
+    segments=[SegmentUse(2 * GIB, GIB, GIB // 2, 3, "e")],
+    snapshot="snapshots/rank-3-step-1204-oom.pickle",
+    snapshot_note="of its last 100,000 entries",
+    held=True,
+    hold_seconds=600.0,
+    console=True,
+    peer_timeout_s=1800.0,
+    others="they wait in their next collective",
+)
 
 EXAMPLES: tuple[Message, ...] = (
     Hello(
@@ -62,6 +111,7 @@ EXAMPLES: tuple[Message, ...] = (
         argv=["train.py", "--fast"],
         backend="nccl",
         sends_logs=True,
+        self_dump=SelfDump(43, 4330, 17, "/runs/a/logs/rank-3.stacks", "0x00007f2a5c3fe740", 4321),
     ),
     Plan(rank=1, total_steps=9600, epochs=1.5, output_dir="out/llama3"),
     Step(
@@ -111,7 +161,6 @@ EXAMPLES: tuple[Message, ...] = (
         phase_started=T - 0.2,
         progress=98_765,
         time=T,
-        self_dump=SelfDump(43, 4330, 17, "/runs/a/logs/rank-3.stacks", "0x00007f2a5c3fe740", 4321),
         micro_step=1,
         collectives=8841,
         collective="all_gather_into_tensor",
@@ -121,6 +170,10 @@ EXAMPLES: tuple[Message, ...] = (
         resident=5 * GIB,
         dropped=5,
         step_collectives=12,
+        group="0",
+        group_sequence=8801,
+        size=4_194_304,
+        held_since=T - 3,
     ),
     AllocatorEvents(
         rank=3,
@@ -134,20 +187,7 @@ EXAMPLES: tuple[Message, ...] = (
         rank=3, step=1204, time=T, path="snapshots/rank-3-step-1204.pickle", bytes=4096, reason="spike", entries=9001
     ),
     LogLine(rank=3, time=T, stream="err", text="Warning: something"),
-    Oom(
-        rank=3,
-        step=1204,
-        phase="backward",
-        time=T,
-        requested_bytes=5 * GIB,
-        device_free_bytes=GIB,
-        device_total_bytes=140 * GIB,
-        allocated_bytes=130 * GIB,
-        reserved_bytes=138 * GIB,
-        batch_shape=[2, 4096],
-        message="Tried to allocate 5.00 GiB",
-        stack=["train.py:12 main", "model.py:40 forward"],
-    ),
+    OOM,
     Failure(rank=3, step=1204, phase="data", time=T, error="ValueError: no", traceback="Traceback ..."),
     Stacks(rank=3, time=T, text="Thread 0x1 (most recent call first):", reason="hang", thread="0x1", taken_by="signal"),
     Goodbye(rank=3, time=T, step=9600, reason="finished", text="all steps done", dropped=5),
@@ -170,10 +210,6 @@ EXAMPLES: tuple[Message, ...] = (
         processes=[ProcessMemory(4321, 44 * GIB, 3, "python3.11")],
     ),
     Composition(
-        group="0",
-        group_sequence=8801,
-        size=4_194_304,
-        held_since=T - 3,
         rank=3,
         step=1200,
         time=T,
@@ -207,6 +243,38 @@ EXAMPLES: tuple[Message, ...] = (
         note="one of two occurrences",
         read_us=12_000,
         vocabulary=151_936,
+    ),
+    OomReport(
+        rank=3,
+        step=1204,
+        phase="backward",
+        time=T,
+        oom=OOM,
+        verdict=OomVerdict(
+            "longer_batch", "activations of a longer batch", "It is longer.", True, ["[2, 4096] after [2, 2048]"], GIB
+        ),
+        mends=[Mend("checkpointing", "Recompute activations.", "model.gradient_checkpointing=true", GIB, "about")],
+        ranks=[
+            RankMoment(
+                2,
+                "training",
+                1204,
+                "backward",
+                1,
+                GIB,
+                2 * GIB,
+                3 * GIB,
+                [2, 512],
+                "all_reduce",
+                0.5,
+                "node-2 0",
+                GIB,
+                GIB,
+            )
+        ],
+        processes=[ProcessMemory(4321, 44 * GIB, 3, "python3.11")],
+        device_used_bytes=139 * GIB,
+        path="oom/rank-3-step-1204.json",
     ),
     RankState(
         rank=3,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ftmon.protocol import control, hosts, join, keys, memory, process, rundir, sockets, telemetry, wire
+from ftmon.protocol import blocks, control, hosts, join, keys, memory, oom, process, rundir, sockets, telemetry, wire
 from ftmon.protocol.recording import results, schema
 from streams import Stream, write
 
@@ -22,6 +22,10 @@ PARTS = (
     telemetry.ProcessMemory,
     memory.PhaseComposition,
     memory.StackGroup,
+    blocks.SegmentUse,
+    oom.OomVerdict,
+    oom.Mend,
+    oom.RankMoment,
     rundir.RunFile,
     rundir.HubFile,
     rundir.ExitFile,
