@@ -4,6 +4,7 @@ Only the training thread calls the methods; the publisher reads attributes. Noth
 computed that the publisher could compute.
 """
 
+from collections import deque
 from collections.abc import Callable
 from time import perf_counter_ns, time
 from typing import Any
@@ -20,16 +21,37 @@ DRIVEN: frozenset[str] = frozenset(("data", "idle"))
 """The same where a framework drives the steps: between backward and update it does nothing to memory."""
 
 
+RECENT = 400
+"""Collectives whose names and sizes are kept: what ranks that are stuck in different ones are compared by."""
+
+
 class Counts:
     """Collective calls, counted by the wrappers around torch.distributed."""
 
-    __slots__ = ("entered", "host_ns", "in_flight", "last")
+    __slots__ = ("entered", "group", "groups", "host_ns", "in_flight", "last", "recent", "sequence", "size", "world")
 
     def __init__(self) -> None:
         self.entered = 0
         self.host_ns = 0
         self.in_flight = ""
         self.last = ""
+        self.world = ""
+        """The default process group's name; empty until it is needed."""
+        self.group = ""
+        """The process group of the collective that was entered last, how many of that group were entered, and the
+        elements of the tensor that was given to it."""
+        self.sequence = 0
+        self.size = 0
+        self.groups: dict[str, int] = {}
+        """Collectives entered, by process group."""
+        self.recent: deque[tuple[str, int, str, int]] = deque(maxlen=RECENT)
+        """The last collectives: group, number within it, name, elements."""
+
+    def forget_groups(self) -> None:
+        """Begin anew: there is a new default group, and names of groups are given out again."""
+        self.world = ""
+        self.groups.clear()
+        self.recent.clear()
 
 
 class Tracker:

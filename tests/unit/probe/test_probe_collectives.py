@@ -27,12 +27,28 @@ try:
 except TypeError:
     pass
 assert counts.in_flight == "" and counts.host_ns > 0
+seen = list(counts.recent)
+world, half = dist.group.WORLD.group_name, dist.new_group([0])
+names = [name for _, _, name, _ in seen]
+assert names == ["all_reduce", "all_gather_object", "barrier", "broadcast", "all_reduce"][:len(seen)], seen
+assert [(group, number, size) for group, number, _, size in seen[:4]] == [
+    (world, 1, 2), (world, 2, 0), (world, 3, 0), (world, 4, 2)
+], seen
+dist.all_reduce(torch.ones(7), group=half)
+dist.all_reduce(torch.ones(5), dist.ReduceOp.SUM, half)
+assert (counts.group, counts.sequence, counts.size) == (half.group_name, 2, 5)
+dist.reduce_scatter_tensor(output=torch.ones(3), input=torch.ones(3))
+assert (counts.group, counts.size) == (world, 3)
+assert counts.groups[half.group_name] == 2
 dist.destroy_process_group()
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+dist.barrier()
+assert counts.groups == {dist.group.WORLD.group_name: 1}
 print("counted")
 """
 
 
-def test_each_collective_counts_once_and_is_named_while_it_runs():
+def test_each_collective_counts_once_by_group_and_size_and_is_named_while_it_runs():
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CODE)], capture_output=True, text=True, timeout=60, check=False
     )
