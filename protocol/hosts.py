@@ -49,6 +49,8 @@ class AgentBeat(msgspec.Struct, tag="agent_beat", frozen=True, omit_defaults=Tru
     """Seconds to add to this host's clock to get the hub's; None before it was measured."""
     round_trip: float | None = None
     """Seconds a question and its answer took when the offset was measured: it is known to half of that."""
+    leaving: bool = False
+    """Its last word: it ends now."""
 
 
 class AgentAck(msgspec.Struct, tag="agent_ack", frozen=True, omit_defaults=True):
@@ -62,6 +64,8 @@ class AgentAck(msgspec.Struct, tag="agent_ack", frozen=True, omit_defaults=True)
     """``time`` of the beat that is answered; 0 where none is."""
     over: bool = False
     """The run is over: the agent ends what is left of it on its host, and itself."""
+    grace: float = 0.0
+    """When it is over: seconds in which what is left may still end by itself."""
 
 
 class HostState(msgspec.Struct, tag="host", frozen=True, omit_defaults=True):

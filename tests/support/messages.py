@@ -332,8 +332,9 @@ EXAMPLES: tuple[Message, ...] = (
         dropped=5,
         clock_offset=-0.25,
         round_trip=0.5,
+        leaving=True,
     ),
-    AgentAck(number=900, time=T, beat=T - 1, over=True),
+    AgentAck(number=900, time=T, beat=T - 1, over=True, grace=2.0),
     HostState(
         host="node-2",
         state="cut off",
