@@ -51,6 +51,8 @@ class AgentBeat(msgspec.Struct, tag="agent_beat", frozen=True, omit_defaults=Tru
     """Seconds a question and its answer took when the offset was measured: it is known to half of that."""
     leaving: bool = False
     """Its last word: it ends now."""
+    boot_id: str = ""
+    """That host's boot: tells two hosts of one name apart."""
 
 
 class AgentAck(msgspec.Struct, tag="agent_ack", frozen=True, omit_defaults=True):

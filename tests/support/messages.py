@@ -333,6 +333,7 @@ EXAMPLES: tuple[Message, ...] = (
         clock_offset=-0.25,
         round_trip=0.5,
         leaving=True,
+        boot_id="9f86d081",
     ),
     AgentAck(number=900, time=T, beat=T - 1, over=True, grace=2.0),
     HostState(
