@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ...protocol.process import this_process
-from ...protocol.telemetry import DeviceInfo, Hello, MemoryMeasure
+from ...protocol.telemetry import DeviceInfo, Hello, MemoryMeasure, SelfDump
 from .roles import parse_rank
 
 _PACKAGES = ("ftmon", "torch", "deepspeed", "transformers", "accelerate")
@@ -43,7 +43,9 @@ class About:
         """The sender's name in every header, and the identity of the command socket."""
         return f"rank-{self.rank}-{self.process.pid}-{self.process.start_ticks}"
 
-    def hello(self, device: DeviceInfo, measure: MemoryMeasure, sends_logs: bool) -> Hello:
+    def hello(
+        self, device: DeviceInfo, measure: MemoryMeasure, sends_logs: bool, self_dump: SelfDump | None = None
+    ) -> Hello:
         """Make the hello of this moment."""
         return Hello(
             rank=self.rank,
@@ -59,6 +61,7 @@ class About:
             argv=list(sys.argv),
             backend=_backend(),
             sends_logs=sends_logs,
+            self_dump=self_dump,
             **self.facts,
         )
 

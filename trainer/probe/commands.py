@@ -16,7 +16,8 @@ from ...protocol.control import Accepted, Command, Result
 from ...protocol.errors import ProtocolError
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import Stacks
-from . import guard
+from . import flight, guard
+from .arming import Arming
 from .snapshots import Answer, Snapshots
 
 if TYPE_CHECKING:
@@ -95,8 +96,15 @@ class Commands:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             text = file.read(1 << 20).decode(errors="replace")
-        self._send(Stacks(self._probe.about.rank, time.time(), text, str(command.args.get("reason", ""))))
-        return True, "", {"text": text}
+        probe = self._probe
+        thread = f"0x{probe.thread:016x}"
+        data: dict[str, Any] = {"text": text, "thread": thread}
+        if command.args.get("calls"):
+            data["calls"] = flight.calls(probe.tracker.counts)
+        if not command.args.get("quiet"):
+            reason = str(command.args.get("reason", ""))
+            self._send(Stacks(probe.about.rank, time.time(), text, reason, thread, "probe"))
+        return True, "", data
 
     def _stop(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
         probe = self._probe

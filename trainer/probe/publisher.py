@@ -22,6 +22,7 @@ from .fold import fold, without_device
 from .raw import StepRaw
 from .recording import Recording
 from .snapshots import Snapshots
+from .selfdump import Dumper
 
 if TYPE_CHECKING:
     from .probe import Probe
@@ -49,7 +50,9 @@ class Publisher(threading.Thread):
         self._recording = Recording()
         self._allocator = AllocatorWatch(probe, self._recording, self.send)
         self._snapshots = Snapshots(probe, self._run, self._recording, self.send)
-        self._commands = Commands(probe, self._run, self._snapshots, self.send)
+        self._arming = Arming(probe, self._recording, self.send)
+        self._commands = Commands(probe, self._run, self._snapshots, self._arming, self.send)
+        self._dumper = Dumper(self._run.logs / f"rank-{probe.about.rank}.stacks", probe.thread)
         self._telemetry: Any = None
 
     def finish(self, seconds: float) -> None:
@@ -116,7 +119,8 @@ class Publisher(threading.Thread):
     def say_hello(self) -> None:
         """Introduce the rank, with the plan when there is one."""
         probe = self._probe
-        self.send(probe.about.hello(probe.device.info, probe.device.memory.measure, probe.sends_logs))
+        dump = self._dumper.install(probe.thread)
+        self.send(probe.about.hello(probe.device.info, probe.device.memory.measure, probe.sends_logs, dump))
         if probe.plan_message is not None:
             self.send(probe.plan_message)
 
@@ -166,6 +170,8 @@ class Publisher(threading.Thread):
         self.send(
             Heartbeat(
                 rank=probe.about.rank,
+        if self._dumper.lost(probe.thread):
+            self.say_hello()
                 step=tracker.step + 1,
                 phase=tracker.phase,
                 phase_started=now - (time.perf_counter_ns() - tracker.phase_ns) / 1e9,
