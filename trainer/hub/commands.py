@@ -15,7 +15,7 @@ from ...protocol.control import READ_ONLY_VERBS, VERBS, Accepted, Command, Resul
 from ...protocol.errors import FtmonError, ProtocolError, UsageError
 from ...protocol.process import is_alive
 from ...protocol.rundir import RunDir
-from ...protocol.telemetry import Hello
+from ...protocol.telemetry import PHASES, Hello
 from ...protocol.wire import UNREADABLE, Message
 from .. import processes
 from ..intent import write_intent
@@ -130,9 +130,11 @@ class Commands:
             return self._prepare_kill(caller)
         if command.verb == "stop":
             return "asking the ranks to stop", lambda: self._stop(caller)
-        if command.verb in ("stacks", "snapshot"):
+        if command.verb in ("stacks", "snapshot", "arm"):
             ranks = self._ranks(command) or self._book.ranks
             seconds = _STACKS_SECONDS if command.verb == "stacks" else _SNAPSHOT_SECONDS
+            if command.verb == "arm":
+                check_arm(command.args)
             args = {key: value for key, value in command.args.items() if key != "ranks"}
             return f"asking {len(ranks)} ranks", lambda: self._link.ask(
                 command.verb, ranks, seconds, lambda answers: self._answered(caller, ranks, answers), args
@@ -265,6 +267,19 @@ class Commands:
         caller.answer(result)
         if command.verb not in READ_ONLY_VERBS:
             self._host.emit(result)
+
+
+def check_arm(args: dict[str, Any]) -> None:
+    """Check what an ``arm`` asks for.
+
+    Raises:
+        UsageError: it makes no sense.
+    """
+    phase, steps = args.get("phase", ""), args.get("steps", 1)
+    if phase not in ("", *PHASES):
+        raise UsageError(f"arm: phase must be empty or one of {', '.join(PHASES)}, not {str(phase)[:40]!r}")
+    if not isinstance(steps, int) or not 1 <= steps <= 3:
+        raise UsageError("arm: steps must be 1, 2 or 3")
 
 
 def _interrupt(target: Target) -> bool:

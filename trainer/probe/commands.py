@@ -27,10 +27,18 @@ if TYPE_CHECKING:
 class Commands:
     """Answers each command twice, as ``protocol.control`` says: accepted (or why not), then its result."""
 
-    def __init__(self, probe: "Probe", run: RunDir, snapshots: Snapshots, send: Callable[[wire.Message], None]) -> None:
+    def __init__(
+        self,
+        probe: "Probe",
+        run: RunDir,
+        snapshots: Snapshots,
+        arming: Arming,
+        send: Callable[[wire.Message], None],
+    ) -> None:
         self._probe = probe
         self._run = run
         self._snapshots = snapshots
+        self._arming = arming
         self._send = send
         self._answered = 0
 
@@ -57,9 +65,24 @@ class Commands:
             "stacks": self._stacks,
             "stop": self._stop,
         }
-        if command.verb == "snapshot":
+        later: dict[str, Callable[[dict[str, Any], Answer], None]] = {
+            "snapshot": lambda args, answer: self._snapshots.want(str(args.get("reason", "asked")), answer),
+            "arm": lambda args, answer: self._arming.want(
+                str(args.get("phase", "")),
+                int(args.get("steps", 1)),
+                int(args.get("from_step", 0)),
+                str(args.get("reason", "asked")),
+                answer,
+            ),
+        }
+        if command.verb in later:
             self._answer(socket, Accepted(command.id, True))
-            self._snapshots.want(str(command.args.get("reason", "asked")), self._later(socket, command))
+            answer = self._later(socket, command)
+            try:
+                later[command.verb](command.args, answer)
+            except Exception as error:
+                guard.log_error(command.verb, error)
+                answer(False, f"{type(error).__name__}: {error}", {})
             return
         action = actions.get(command.verb)
         if action is None:

@@ -16,13 +16,14 @@ from ...protocol import sockets, wire
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import Heartbeat
 from .allocator import AllocatorWatch
+from .arming import Arming
 from .commands import Commands
 from .events import has_passed
 from .fold import fold, without_device
 from .raw import StepRaw
 from .recording import Recording
-from .snapshots import Snapshots
 from .selfdump import Dumper
+from .snapshots import Snapshots
 
 if TYPE_CHECKING:
     from .probe import Probe
@@ -100,6 +101,7 @@ class Publisher(threading.Thread):
             self._probe.device.memory.tidy()
             self._allocator.tick()
             self._snapshots.tick()
+            self._arming.tick()
         self._drain(before_goodbye=self._send_last_steps)
 
     def _drain(self, before_goodbye: Any = None) -> None:
@@ -150,8 +152,10 @@ class Publisher(threading.Thread):
     def _send_step(self, raw: StepRaw) -> None:
         probe = self._probe
         dropped = self.dropped + probe.overflowed
-        self.send(fold(raw, probe.about.rank, probe.device.memory.read, dropped))
+        step = fold(raw, probe.about.rank, probe.device.memory.read, dropped)
+        self.send(step)
         probe.step_seconds = (raw.marks[-1].ns - raw.marks[0].ns) / 1e9
+        self._arming.note(step)
         self._allocator.note(raw)
         events = probe.device.events
         if events is not None:
@@ -166,12 +170,12 @@ class Publisher(threading.Thread):
         if now - self._beaten[1] < wait:
             return
         self._beaten = (progress, now)
+        if self._dumper.lost(probe.thread):
+            self.say_hello()
         reading = probe.device.memory.read(tracker.sample)
         self.send(
             Heartbeat(
                 rank=probe.about.rank,
-        if self._dumper.lost(probe.thread):
-            self.say_hello()
                 step=tracker.step + 1,
                 phase=tracker.phase,
                 phase_started=now - (time.perf_counter_ns() - tracker.phase_ns) / 1e9,

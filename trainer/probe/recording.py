@@ -31,26 +31,42 @@ class Recording:
         """The script has switched the recorder itself: it is the script's from then on."""
         self.keeps_history = False
         """Whether this PyTorch can go between numbers and stacks without clearing the ring (its arguments tell)."""
-        self._entries = 0
+        self.owner = ""
+        """Who has the recorder to itself for a while: stacks are recorded for one reader at a time."""
+        self.entries = 0
+        """How many entries the ring has room for."""
         self._real: Callable[..., None] | None = None
         self._can_skip = False
         self._lock = threading.Lock()
+
+    def claim(self, who: str) -> bool:
+        """Take the recorder for ``who``; False while another has it."""
+        with self._lock:
+            if self.owner not in ("", who):
+                return False
+            self.owner = who
+            return True
+
+    def release(self) -> None:
+        """Let others have it."""
+        self.owner = ""
 
     def numbers(self) -> bool:
         """Record sizes and addresses only; False when the recorder is the script's."""
         return self._switch("numbers", MAX_ENTRIES, {"context": None, **self._fewer()}, fresh=False)
 
-    def stacks(self, *, long: bool = False) -> bool:
+    def stacks(self, *, long: bool = False, frees: bool = False) -> bool:
         """Record with the Python stack of every allocation; False when the recorder is the script's.
 
         Args:
-            long: take a ring of ``LONG_ENTRIES`` instead of the usual one, and stacks of what is freed as well. Begins
-                a new history; without it the history goes on where PyTorch can do that (``keeps_history``).
+            long: take a ring of ``LONG_ENTRIES`` instead of the usual one. Begins a new history; without it the history
+                goes on where PyTorch can do that (``keeps_history``).
+            frees: every action, with the stacks of what is freed as well.
         """
-        if long:
-            return self._switch("stacks", LONG_ENTRIES, {"context": "all", "stacks": "python"}, fresh=True)
-        options = {"context": "alloc", "stacks": "python", **self._fewer()}
-        return self._switch("stacks", MAX_ENTRIES, options, fresh=False)
+        options = {"context": "all", "stacks": "python"} if frees else {"context": "alloc", "stacks": "python"}
+        if not frees:
+            options |= self._fewer()
+        return self._switch("stacks", LONG_ENTRIES if long else MAX_ENTRIES, options, fresh=long)
 
     def off(self) -> bool:
         """Record nothing and give up the history; False when the recorder is the script's."""
@@ -59,7 +75,7 @@ class Recording:
             if self.by_script:
                 return False
             record(None)
-            self.mode, self._entries = "off", 0
+            self.mode, self.entries = "off", 0
             self.cleared += 1
             return True
 
@@ -81,13 +97,13 @@ class Recording:
             record = self._tap()
             if self.by_script:
                 return False
-            fresh = fresh or entries != self._entries
+            fresh = fresh or entries != self.entries
             if fresh or not self.keeps_history:
                 if self.mode != "off":
                     record(None)  # clears the ring in every PyTorch
                 self.cleared += 1
             record("all", max_entries=entries, **options)
-            self.mode, self._entries = mode, entries
+            self.mode, self.entries = mode, entries
             return True
 
     def _tap(self) -> Callable[..., None]:

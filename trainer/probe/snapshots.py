@@ -28,8 +28,6 @@ Answer = Callable[[bool, str, dict[str, Any]], None]
 
 class _Wanted(NamedTuple):
     reason: str
-    from_step: int
-    deadline: float
     answer: Answer
 
 
@@ -42,6 +40,9 @@ class Snapshots:
         self._recording = recording
         self._send = send
         self._wanted: list[_Wanted] = []
+        self._from_step = 0
+        self._deadline = 0.0
+        """0: stacks are not being recorded yet; somebody else may still be using the recorder."""
 
     def want(self, reason: str, answer: Answer) -> None:
         """Take a snapshot once a step has been recorded, or steps stay out; ``answer`` is told what came of it."""
@@ -49,16 +50,17 @@ class Snapshots:
         if probe.device.memory.measure != "cuda":
             answer(False, "this rank computes on the CPU: there is no CUDA allocator here", {})
             return
-        patience = min(MOST_SECONDS, max(LEAST_SECONDS, 3 * probe.step_seconds))
-        self._recording.stacks(long=True)
-        self._wanted.append(_Wanted(reason, probe.tracker.step, time.monotonic() + patience, answer))
+        self._wanted.append(_Wanted(reason, answer))
+        self._begin()
 
     def tick(self) -> None:
         """Take what is due."""
         if not self._wanted:
             return
+        if not self._begin():
+            return
         first = self._wanted[0]
-        if self._probe.tracker.step < first.from_step + STEPS and time.monotonic() < first.deadline:
+        if self._probe.tracker.step < self._from_step + STEPS and time.monotonic() < self._deadline:
             return
         wanted, self._wanted = self._wanted, []
         try:
@@ -69,8 +71,21 @@ class Snapshots:
             raise
         finally:
             self._recording.off()  # the reader of the numbers switches it on again
+            self._recording.release()
+            self._deadline = 0.0
         for one in wanted:
             one.answer(True, taken.path, {"path": taken.path, "bytes": taken.bytes, "entries": taken.entries})
+
+    def _begin(self) -> bool:
+        if self._deadline:
+            return True
+        if not self._recording.claim("snapshot"):
+            return False
+        probe = self._probe
+        patience = min(MOST_SECONDS, max(LEAST_SECONDS, 3 * probe.step_seconds))
+        self._recording.stacks(long=True, frees=True)
+        self._from_step, self._deadline = probe.tracker.step, time.monotonic() + patience
+        return True
 
     def _take(self, reason: str) -> SnapshotTaken:
         import torch

@@ -58,7 +58,7 @@ def test_going_to_stacks_and_back_keeps_the_history_and_the_size_of_the_ring(cal
 def test_a_ring_of_another_size_is_cleared_first_and_keeps_every_action(calls: Calls) -> None:
     recording = Recording()
     recording.numbers()
-    recording.stacks(long=True)
+    recording.stacks(long=True, frees=True)
     assert [call[0][0] for call in calls] == ["all", None, "all"]
     assert calls[-1] == (("all", "all", "python", LONG_ENTRIES), {"clear": False, "skip": None})
     recording.numbers()
@@ -86,3 +86,11 @@ def test_a_recorder_that_the_script_switched_is_left_alone(calls: Calls) -> None
     assert not recording.numbers()
     assert not recording.off()
     assert len(calls) == before
+
+
+def test_stacks_are_recorded_for_one_reader_at_a_time() -> None:
+    recording = Recording()
+    assert recording.claim("snapshot")
+    assert not recording.claim("arm")
+    recording.release()
+    assert recording.claim("arm")
