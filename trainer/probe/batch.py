@@ -11,13 +11,16 @@ from .raw import Notes
 _IDS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 
 
-def note(notes: Notes, found: Any, is_forward: bool) -> None:
+def note(notes: Notes, found: Any, is_forward: bool, later: bool = False, fetched: Any = None) -> None:
     """Add one micro-batch to a step's notes.
 
     Args:
         notes: the step's.
         found: a dataloader's batch, or ``(args, kwargs)`` of a forward.
         is_forward: which of the two.
+        later: leave the counting of a mask to the publisher.
+        fetched: the batch that the dataloader gave for this forward, where it is known: a mask of the same shape in it
+            is the forward's before it went to the device, and need not be fetched from there.
     """
     ids, mask, is_tokens = _find_in_call(*found) if is_forward else _find(found)
     if ids is None:
@@ -33,7 +36,11 @@ def note(notes: Notes, found: Any, is_forward: bool) -> None:
     padded = _count(shape[:2])
     notes.padded_tokens += padded
     if mask is not None and list(mask.shape) == shape[:2]:
-        counted = values.fetch_count(mask)
+        if mask.is_cuda and fetched is not None:
+            _, before, _ = _find(fetched)
+            if before is not None and before.shape == mask.shape and not before.is_cuda:
+                mask = before
+        counted = values.fetch_count(mask, later)
         notes.tokens.append(padded if counted is None else counted)
     else:
         notes.tokens.append(padded)  # no mask, or one that is no list of pads: every position counts

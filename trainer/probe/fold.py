@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...protocol.telemetry import PhaseRecord, Span, Step
-from . import values
+from . import pinned, values
 from .events import elapsed_us
 from .raw import Mark, Notes, StepRaw
 from .reading import Reading
@@ -174,7 +174,7 @@ def without_device(raw: StepRaw) -> StepRaw:
     """Take out of a step what the device has not told: times, and numbers that were to be copied from it."""
     notes = raw.notes
     notes.losses = [loss for loss in notes.losses if isinstance(loss, float)]
-    notes.tokens = [count for count in notes.tokens if isinstance(count, int)]
+    notes.tokens = [count for count in notes.tokens if not isinstance(count, pinned.Fetched)]
     for name in ("lr", "grad_norm", "loss_scale"):
         if not isinstance(getattr(notes, name), int | float):
             setattr(notes, name, None)

@@ -92,6 +92,8 @@ class Probe:
         self.step_seconds = 0.0
         """How long the last step took, as far as the publisher knows."""
         self._unscaled: tuple[int, Any] | None = None
+        self._fetched: Any = None
+        """The latest batch of a dataloader, until its forward begins."""
         self._last_iterator: Callable[[], Any] = _nothing
 
     # For code inside the rank ------------------------------------------------------------------------------------
@@ -192,9 +194,12 @@ class Probe:
     @guarded
     def fetched(self, found: Any) -> None:
         """A batch has come: without a forward hook, the forward begins now."""
-        if self.tracker.phase == "data" and not self.forward_by:
+        if self.forward_by:
+            if self.device.events is not None:
+                self._fetched = found
+        elif self.tracker.phase == "data":
             start = perf_counter_ns()
-            batch.note(self.tracker.notes, found, is_forward=False)
+            batch.note(self.tracker.notes, found, is_forward=False, later=self.device.events is not None)
             self.tracker.cost_ns += perf_counter_ns() - start
             self._enter("forward")
 
@@ -215,7 +220,8 @@ class Probe:
             return
         self._enter("forward")
         start = perf_counter_ns()
-        batch.note(self.tracker.notes, (args, kwargs), is_forward=True)
+        fetched, self._fetched = self._fetched, None
+        batch.note(self.tracker.notes, (args, kwargs), True, self.device.events is not None, fetched)
         self.tracker.cost_ns += perf_counter_ns() - start
 
     @guarded

@@ -52,7 +52,7 @@ class Notes:
         self.samples = 0
         self.padded_tokens = 0
         self.tokens: list[Any] = []
-        """A number for each micro-batch, or its mask on the way to the host."""
+        """A number for each micro-batch, or its mask, to be counted by the publisher."""
 
 
 class StepRaw(NamedTuple):

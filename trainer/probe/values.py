@@ -27,11 +27,19 @@ def fetch(value: Any) -> Any:
     return pinned.fetch(tensor) if tensor.is_cuda else float(tensor)
 
 
-def fetch_count(mask: Any) -> Any:
-    """Begin to count a mask's non-zero elements: an int for a mask on the CPU, else the mask on its way to the host."""
+def fetch_count(mask: Any, later: bool = False) -> Any:
+    """Begin to count a mask's non-zero elements.
+
+    Args:
+        mask: of any shape, on any device.
+        later: leave the counting of a mask on the CPU to ``read_count``: nobody measures the host's memory here.
+
+    Returns:
+        The count, or what ``read_count`` counts; None when the mask cannot be had.
+    """
     if mask.is_cuda:
         return pinned.fetch(mask.detach())
-    return int(numpy.count_nonzero(mask.detach().numpy()))  # a tenth of what a torch operator costs
+    return mask.detach() if later else _count(mask)
 
 
 def read(value: Any) -> float | None:
@@ -50,6 +58,12 @@ def read_count(value: Any) -> int:
     """Read what ``fetch_count`` returned; the copy must have finished."""
     if isinstance(value, int):
         return value
-    count = int(numpy.count_nonzero(value.tensor().numpy()))
+    if not isinstance(value, pinned.Fetched):
+        return _count(value)
+    count = _count(value.tensor())
     pinned.give_back(value)
     return count
+
+
+def _count(mask: Any) -> int:
+    return int(numpy.count_nonzero(mask.detach().numpy()))  # a tenth of what a torch operator costs

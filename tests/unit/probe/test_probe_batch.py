@@ -62,3 +62,12 @@ def test_scalars_are_read_as_they_were_when_fetched():
     assert (values.read(fetched), values.read(held)) == (3.0, 7.0)
     assert values.fetch(torch.zeros(3)) is None
     assert values.read(values.fetch(None)) is None
+
+
+def test_a_mask_may_be_counted_later_and_is_then_counted_as_it_is():
+    ids, mask = torch.zeros(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)
+    mask[0, 6:] = 0
+    notes = Notes()
+    batch.note(notes, {"input_ids": ids, "attention_mask": mask}, is_forward=False, later=True)
+    assert not isinstance(notes.tokens[0], int)
+    assert tokens(notes) == 14
