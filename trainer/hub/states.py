@@ -10,16 +10,19 @@ Rank states, and what each is concluded from (DESIGN's words):
 - ``stopped``: /proc says T or t (SIGSTOP, or a debugger).
 - ``gone``: its process is gone and it had not said that it finished.
 - ``finished``: it said so, or left with exit code 0.
-- ``unreachable``: nothing heard for 15 s and nothing known of its process, or for 30 s although its process lives.
+- ``unreachable``: nothing heard for 15 s and nothing known of its process, or for 30 s although its process lives; or
+  its host is cut off, for as long as it is: then nothing else is concluded of it.
 
 A hub that did not look for a while (it was frozen, or the clock jumped) forgives every rank that time.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from math import ceil
 from typing import Any
 
 from ...protocol.control import Command, RankState, RankStateName, RunState, RunStateName
+from ...protocol.hosts import HostState
 from ...protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, Oom, Step
 from ...protocol.wire import Frame, Message
 from .detectors.stall import EXIT_LIMIT_S, MOVING_S, Verdict, judge
@@ -72,6 +75,7 @@ class RankTracker:
             Failure: self._failure,
             Oom: self._heard,
             Command: self._command,
+            HostState: self._host,
         }
 
     def feed(self, seq: int, t: float, message: Message) -> list[Message]:
@@ -121,7 +125,7 @@ class RankTracker:
             messages += self._set_run("starting")
         ending = [tracked for tracked in self.ranks.values() if not tracked.ended and tracked.may_end]
         # In the order of their deaths: the first is where the trouble began, the others follow from it.
-        for tracked in sorted(ending, key=lambda tracked: tracked.died_at or now):
+        for tracked in sorted(ending, key=lambda tracked: tracked.death_order(now)):
             ended = self._end_if_dead(tracked, now)
             if not ended and tracked.died_at is not None:
                 break
@@ -239,6 +243,28 @@ class RankTracker:
         signal = command.args.get("signal") or "INT, TERM, KILL"
         return self._set_run("stopping", f"kill ({signal})" if command.verb == "kill" else "stop at the next step")
 
+    def _host(self, t: float, host: HostState) -> list[Message]:
+        messages: list[Message] = []
+        for rank in host.ranks:
+            tracked = self._tracked(rank, t)
+            was, tracked.cut_off = tracked.cut_off, host.host if host.state == "cut off" else ""
+            if tracked.ended or bool(was) == bool(tracked.cut_off):
+                continue
+            if tracked.cut_off:
+                messages += self._set(tracked, "unreachable", f"its host {host.host} is cut off")
+            else:
+                # What nobody could see of it is not held against it; what it sent meanwhile comes now.
+                tracked.progress.heard_at = tracked.progress.moved_at = t
+                if tracked.state is not None and tracked.state.state == "unreachable":
+                    messages += self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
+        return messages
+
+    def step_in(self, seconds: float) -> int:
+        """Name a step that all ranks will be in or before for ``seconds`` to come, by the speed they have now."""
+        living = [tracked.progress for tracked in self.ranks.values() if not tracked.ended]
+        fastest = min((progress.step_seconds for progress in living if progress.step_seconds > 0), default=1.0)
+        return max((progress.step for progress in living), default=1) + 3 + ceil(seconds / fastest)
+
     # States.
 
     def _tracked(self, rank: int, now: float) -> TrackedRank:
@@ -269,7 +295,7 @@ class RankTracker:
     def _still_state(self, tracked: TrackedRank, view: RankView, now: float) -> list[Message]:
         """Find the state of a rank that shows no progress at present."""
         state = tracked.state.state if tracked.state is not None else "starting"
-        if state == "stopped":
+        if state == "stopped" or tracked.cut_off:
             return []
         verdict = self.verdict
         if verdict is not None and tracked.rank in verdict.hung:

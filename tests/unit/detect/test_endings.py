@@ -286,3 +286,14 @@ def test_a_script_that_leaves_with_a_status_of_its_own_died_of_it(make_sim: Any)
     (alert,) = sim.alerts("died")
     assert alert.title == "rank 0 ended: exit code 3"
     assert "sys.exit(3)" in alert.text
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_ranks_seen_dead_at_one_look_the_one_that_was_not_asked_to_end_is_where_it_began(make_sim: Any, first: int):
+    sim = a_run(make_sim, 2, cuda=False)
+    sim.fact(1 - first, alive=False, signal=15)
+    sim.fact(first, alive=False, signal=6)
+    sim.wait(6)
+    (alert,) = sim.alerts("died")
+    assert (alert.rank, alert.title) == (first, f"rank {first} killed by SIGABRT")
+    assert list(alert.evidence["then"]) == [str(1 - first)]

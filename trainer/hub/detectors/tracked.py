@@ -9,6 +9,9 @@ from .stall import EXIT_LIMIT_S
 from .view import Absence, RankView
 from .words import ending_in_words, first_line
 
+ASKING_SIGNALS = (2, 15)
+ASKED_LATER_S = 1.0
+
 
 class ProcessFact(msgspec.Struct, frozen=True):
     """What the supervisor saw of one rank's process, at most a second ago.
@@ -33,6 +36,7 @@ class TrackedRank:
     """Everything the tracker holds of one rank."""
 
     __slots__ = (
+        "cut_off",
         "died_at",
         "fact",
         "failure",
@@ -54,6 +58,8 @@ class TrackedRank:
         self.goodbye: Goodbye | None = None
         self.goodbye_at = 0.0
         self.failure = ""
+        self.cut_off = ""
+        """Its host, while nothing is heard from there."""
 
     @property
     def ended(self) -> bool:
@@ -64,6 +70,16 @@ class TrackedRank:
     def may_end(self) -> bool:
         """Its process was seen dead, or it said that it failed."""
         return self.died_at is not None or self.goodbye is not None
+
+    def death_order(self, now: float) -> float:
+        """Say when it died, to find where the trouble began; seconds since the epoch.
+
+        One that was asked to end counts as a moment later: a launcher asks the others when a first one has died, and all
+        of them may be seen dead at one look.
+        """
+        died = now if self.died_at is None else self.died_at
+        signal = self.fact.signal if self.fact is not None else None
+        return died + (ASKED_LATER_S if signal in ASKING_SIGNALS else 0.0)
 
     def ending(self) -> tuple[RankStateName, str]:
         """Say in which state and words a rank whose process is gone has ended."""
@@ -88,6 +104,8 @@ class TrackedRank:
             absent = "stopped"
         elif state == "gone":
             absent = "gone"
+        elif self.cut_off:
+            absent = "cut off"
         elif progress.silence(now) > SILENT_S:
             absent = "silent"
         lingers = state in ("finished", "hung") and self.lingers(now)
