@@ -74,8 +74,8 @@ class TrackedRank:
     def death_order(self, now: float) -> float:
         """Say when it died, to find where the trouble began; seconds since the epoch.
 
-        One that was asked to end counts as a moment later: a launcher asks the others when a first one has died, and all
-        of them may be seen dead at one look.
+        One that was asked to end counts as a moment later: a launcher asks the others when a first one has died, and
+        all of them may be seen dead at one look.
         """
         died = now if self.died_at is None else self.died_at
         signal = self.fact.signal if self.fact is not None else None
