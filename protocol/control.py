@@ -11,7 +11,7 @@ AlertKind = Literal[
     "spike", "growth", "hang", "slow", "oom", "died", "dropped", "disk", "failure", "exit", "note", "leak"
 ]
 
-VERBS = ("kill", "stop", "stacks", "snapshot", "identify", "ping", "shutdown", "arm", "release", "console")
+VERBS = ("kill", "stop", "stacks", "snapshot", "identify", "ping", "shutdown", "arm", "release", "console", "compose")
 """Every verb a command may carry. ``identify`` goes from hub to rank only; ``shutdown`` ends the hub alone."""
 
 READ_ONLY_VERBS = ("ping",)

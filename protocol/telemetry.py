@@ -250,6 +250,8 @@ class AllocatorPhase(msgspec.Struct, frozen=True, omit_defaults=True):
     segment_frees: int = 0
     segment_bytes: int = 0
     """Growth of reserved memory by cudaMalloc minus cudaFree."""
+    host_us: int = 0
+    """Host time of the phase, all its occurrences: what a rate is counted over."""
 
 
 class AllocatorEvents(msgspec.Struct, tag="events", frozen=True, omit_defaults=True):
@@ -263,6 +265,23 @@ class AllocatorEvents(msgspec.Struct, tag="events", frozen=True, omit_defaults=T
     """Trace entries read."""
     read_us: int = 0
     """What reading them cost (on the publisher thread)."""
+    host_us: int = 0
+    """Host time of the whole step."""
+    retries: int = 0
+    """Times in the step that the allocator gave everything back to find room (cudaMalloc retries)."""
+    allocated_bytes: int = 0
+    """When it was read, as everything below."""
+    reserved_bytes: int = 0
+    reserved_growth_bytes: int = 0
+    """Since the sampled step before this one; 0 for the first."""
+    free_bytes: int = 0
+    """Reserved, in blocks that nobody uses."""
+    largest_free_block_bytes: int = 0
+    rounding_bytes: int = 0
+    """Of allocated blocks, what was not asked for."""
+    pending_bytes: int = 0
+    """Freed by the program, and waiting for a stream that still uses it."""
+    segments: int = 0
 
 
 class SnapshotTaken(msgspec.Struct, tag="snapshot", frozen=True, omit_defaults=True):
