@@ -220,6 +220,18 @@ class FtmonApp(App[None]):
 
         self.show(StacksScreen(self.stage))
 
+    def action_memory(self, phase: str = "") -> None:
+        """Show where the selected rank's memory goes."""
+        from .screens.memory import MemoryScreen
+
+        self.show(MemoryScreen(self.stage, phase))
+
+    def action_events(self) -> None:
+        """Show what the allocators do."""
+        from .screens.events import EventsScreen
+
+        self.show(EventsScreen(self.stage))
+
     def action_help(self) -> None:
         """Explain the screen in view."""
         from .screens.help import HelpScreen

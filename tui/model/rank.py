@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from ...protocol.control import RankState, RankStateName
 from ...protocol.telemetry import (
-    AllocatorEvents,
     Failure,
     Goodbye,
     Heartbeat,
@@ -15,6 +14,8 @@ from ...protocol.telemetry import (
     Stacks,
     Step,
 )
+from .events import AllocatorHistory
+from .memory import RankMemory
 from .phases import PhaseRow, Shares, rows, shares
 from .series import StepSeries
 from .timeline import EMPTY, Timeline
@@ -64,8 +65,10 @@ class RankModel:
         self.timeline = Timeline()
         self.step_ms = StepSeries()
         """Host time of each step, milliseconds, over the whole run."""
-        self.events: AllocatorEvents | None = None
-        """The latest sampled step's allocator events."""
+        self.memory = RankMemory()
+        """What its peaks are made of, and why."""
+        self.allocator = AllocatorHistory()
+        """What the allocator did in the sampled steps."""
         self.oom: Oom | None = None
         self.failure: Failure | None = None
         self.goodbye: Goodbye | None = None
@@ -159,6 +162,8 @@ class RankModel:
             self.reserved_peak = reserved_peak
         if allocated is not None and reserved is not None:
             self._now(allocated.end, reserved.end, 0 if resident is None else resident.end)
+        self.memory.on_step(step)
+        self.allocator.on_step(step)
         self.steps.append(step)
         self.step_ms.add(step.step, step.host_us / 1000)
         self.dropped = step.dropped

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, ClassVar
 
-from ...protocol import control, telemetry
+from ...protocol import control, memory, telemetry
 from ...protocol.wire import Frame
 from .alerts import AlertBook
 from .fit import Fit, fit
@@ -245,10 +245,16 @@ class RunModel:
         self.logs.put(frame.seq, line)
 
     def _events(self, events: telemetry.AllocatorEvents, frame: Frame) -> None:
-        self._touch(events.rank).events = events
+        self._touch(events.rank).allocator.on_events(events)
 
     def _snapshot(self, snapshot: telemetry.SnapshotTaken, frame: Frame) -> None:
         self._touch(snapshot.rank).snapshots.append(snapshot)
+
+    def _composition(self, composition: memory.Composition, frame: Frame) -> None:
+        self._touch(composition.rank).memory.on_composition(composition)
+
+    def _cause(self, cause: memory.Cause, frame: Frame) -> None:
+        self._touch(cause.rank).memory.on_cause(cause)
 
     def _oom(self, oom: telemetry.Oom, frame: Frame) -> None:
         self._touch(oom.rank).oom = oom
@@ -305,6 +311,8 @@ class RunModel:
         telemetry.LogLine: _log,
         telemetry.AllocatorEvents: _events,
         telemetry.SnapshotTaken: _snapshot,
+        memory.Composition: _composition,
+        memory.Cause: _cause,
         telemetry.Oom: _oom,
         telemetry.Failure: _failure,
         telemetry.Stacks: _stacks,

@@ -76,7 +76,7 @@ class MonitorScreen(Screen[Any]):
     HIDDEN: ClassVar[frozenset[str]] = frozenset()
     """Actions of the app that mean nothing on this screen."""
     LEGEND: ClassVar[tuple[str, ...]] = ()
-    """Parts of the legend that belong to the screen: ``graph``, ``phases``, ``states``, ``alerts``, ``heat``."""
+    """Parts of the legend that belong to the screen: names of ``widgets.legend.LEGENDS``."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()

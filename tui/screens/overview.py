@@ -24,8 +24,10 @@ class OverviewScreen(MonitorScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         key("enter", "app.open", "open", "open the selected rank"),
         key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
+        key("m", "app.memory", "memory", "where the memory of a step's peak goes"),
         key("l", "app.logs", "logs", "the output of all ranks"),
         key("s", "app.stacks", "stacks", "Python stacks of the selected rank"),
+        key("e", "app.events", "events", "what the allocator does, as it does it", show=False),
         key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
         key("S", "app.stop", "stop", "save a checkpoint and end the run; asks first", show=False),
         key("z", "zoom", "zoom", "scale graphs to the device's capacity, or to the run's highest peak"),

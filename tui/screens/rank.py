@@ -36,7 +36,7 @@ class RankHead(RankCanvas):
         rank = self.rank
         if rank is None:
             return ()
-        return rank.rank, id(rank.last), self.stage.views.rank(self.stage.model, rank), rank.events is None
+        return rank.rank, id(rank.last), self.stage.views.rank(self.stage.model, rank), rank.allocator.last is None
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the rank."""
@@ -122,8 +122,10 @@ class RankScreen(MonitorScreen):
         key("left,up", "rank(-1)", "previous", "the rank before"),
         key("right,down", "rank(1)", "next rank", "the rank after"),
         key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
+        key("m", "app.memory", "memory", "where the memory of a step's peak goes"),
         key("l", "app.logs", "logs", "the output of all ranks"),
         key("s", "app.stacks", "stacks", "Python stacks of this rank"),
+        key("e", "app.events", "events", "what the allocator does, as it does it", show=False),
         key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
         key("S", "app.stop", "stop", "save a checkpoint and end the run; asks first", show=False),
     ]

@@ -43,6 +43,16 @@ class Unit(NamedTuple):
     change: Callable[[float], str]
 
 
+def gib_fixed(count: float) -> str:
+    """Format bytes as GiB with two decimals whatever their size, for columns: ``37.40``, ``0.04``."""
+    return f"{count / GIB:.2f}"
+
+
+def mib_fixed(count: float) -> str:
+    """Format bytes as MiB with one decimal, for columns: ``788.5``."""
+    return f"{count / MIB:.1f}"
+
+
 GIB_UNIT = Unit("GiB", gib, gib_signed)
 MIB_UNIT = Unit("MiB", mib, mib_signed)
 

@@ -10,6 +10,8 @@ class Glyphs:
 
     eighths: str
     """Nine characters from an empty cell to a full one, filled from the bottom."""
+    across: str
+    """Characters from an empty cell to a full one, filled from the left."""
     reserved: str
     """Reserved memory where colour cannot tell it from allocated memory."""
     peak: str
@@ -53,6 +55,7 @@ class Glyphs:
 
 UNICODE = Glyphs(
     eighths=" ▁▂▃▄▅▆▇█",
+    across=" ▏▎▍▌▋▊▉█",
     reserved="░",
     peak="╌",
     spike="▲",
@@ -98,6 +101,7 @@ UNICODE = Glyphs(
 
 ASCII = Glyphs(
     eighths=" ..::==##",
+    across=" #",
     reserved="-",
     peak="~",
     spike="^",

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 
+from ..model.waterfall import LABELS
 from .line import Line
 from .look import Look
+from .peak_bars import PART_FILLS
 from .phase_bar import FILLS, SHORT
 
 STATE_WORDS = {
@@ -89,11 +91,39 @@ def heat_legend(look: Look) -> list[Line]:
     return [_head("heat map", look), ramp.add(words, look.style("dim"))]
 
 
+PART_WORDS = {
+    "parameters": "the model's weights as it computes with them",
+    "gradients": "gradients of the weights",
+    "optimizer_states": "Adam's moments and the like",
+    "master_copies": "fp32 copies that mixed precision updates",
+    "partitions": "ZeRO's flat partitions that are none of these",
+    "buckets": "communication and reduction buffers",
+    "activations": "saved in a forward for its backward",
+    "temporaries": "allocated and freed within the phase",
+    "other": "held by PyTorch, of no known use",
+    "unattributed": "what the evidence does not reach",
+    "unused": "reserved by the allocator, not allocated",
+}
+"""What the parts of a memory peak are."""
+
+
+def part_legend(look: Look) -> list[Line]:
+    """Explain the parts of a memory peak by their colours (in stacked bars without colour: by their letters)."""
+    lines = [_head("what a peak is made of", look)]
+    for name, words in PART_WORDS.items():
+        sample = PART_FILLS.get(name, "?") * 2 if look.plain_graphs else "  "
+        line = Line("  ", look.base).add(sample, look.style("on_color", look.part(name)))
+        label = "unused, reserved" if name == "unused" else LABELS.get(name, name)
+        lines.append(line.add(f"  {label:<22}", look.base).add(words, look.style("dim")))
+    return lines
+
+
 LEGENDS: dict[str, Callable[[Look], list[Line]]] = {
     "graph": graph_legend,
     "phases": phase_legend,
     "states": state_legend,
     "alerts": alert_legend,
     "heat": heat_legend,
+    "parts": part_legend,
 }
 """The parts a screen's help may name."""

@@ -62,6 +62,10 @@ class Look:
         """Give a phase's colour."""
         return self.palette.phases.get(name, self.palette.dim)
 
+    def part(self, name: str) -> str:
+        """Give the colour of a part of a memory peak."""
+        return self.palette.parts.get(name, self.palette.dim)
+
     def state(self, name: str) -> tuple[str, str]:
         """Give a rank or run state's glyph and tone."""
         return self.glyphs.states.get(name, "?"), STATE_TONES.get(name, "dim")

@@ -29,6 +29,8 @@ class Palette:
     on_color: str
     """Text on a coloured bar."""
     phases: dict[str, str]
+    parts: dict[str, str]
+    """What a memory peak is made of (``ftmon.protocol.memory.PARTS``), and what the device holds besides."""
     heat: tuple[str, ...]
     """Memory share from empty to full, in equal steps."""
 
@@ -62,6 +64,21 @@ DARK = Palette(
         "idle": "#3d4653",
         "wait": "#6b7789",
         "other": "#3d4653",
+    },
+    parts={
+        "parameters": "#64a0e8",
+        "gradients": "#45a9a5",
+        "optimizer_states": "#9a86ea",
+        "master_copies": "#7c6bc9",
+        "partitions": "#5d7fb5",
+        "buckets": "#c19a6b",
+        "activations": "#8fb573",
+        "temporaries": "#e8b04b",
+        "other": "#7f8b99",
+        "unattributed": "#d98880",
+        "unused": "#1f4b4f",
+        "context": "#566172",
+        "others": "#3d4653",
     },
     heat=(
         "#1b2a33", "#1d3a42", "#1f4b4f", "#24605f", "#2c7672", "#388f8b", "#45a9a5", "#6bb28d",
@@ -98,6 +115,21 @@ LIGHT = Palette(
         "idle": "#b3bac3",
         "wait": "#7c8794",
         "other": "#9aa4b0",
+    },
+    parts={
+        "parameters": "#2468b4",
+        "gradients": "#2a8f8c",
+        "optimizer_states": "#6a4fc4",
+        "master_copies": "#8d7ad8",
+        "partitions": "#5b7fb8",
+        "buckets": "#8a6230",
+        "activations": "#557f33",
+        "temporaries": "#c98a1b",
+        "other": "#6d7783",
+        "unattributed": "#c0605a",
+        "unused": "#b4dbd9",
+        "context": "#9aa4b0",
+        "others": "#c3c9d1",
     },
     heat=(
         "#e3eeee", "#cfe5e4", "#b4dbd9", "#92cac7", "#6cb6b3", "#46a29f", "#2a8f8c", "#4c8f63",

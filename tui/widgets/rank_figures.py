@@ -2,6 +2,7 @@
 
 from math import prod
 
+from ..model.events import allocations
 from ..model.rank import RankModel
 from ..model.run import RunModel
 from .card import health, state_words
@@ -90,9 +91,7 @@ def _monitor(rank: RankModel) -> Pairs:
     last = rank.last
     found = [("ftmon cost", f"{milliseconds(last.probe_us)} ms of the last step")] if last is not None else []
     found.append(("dropped messages", f"{rank.dropped:,}"))
-    if rank.events is not None:
-        phases = rank.events.phases
-        found.append(
-            ("allocator", f"{sum(each.allocations for each in phases):,} allocations in step {rank.events.step:,}")
-        )
+    events = rank.allocator.last
+    if events is not None:
+        found.append(("allocator", f"{allocations(events):,} allocations in step {events.step:,}"))
     return found

@@ -40,7 +40,7 @@ def shown(model: RunModel) -> dict[str, Any]:
     out["logs"] = model.logs.select(limit=200)
     out["last"] = {rank.rank: rank.last for rank in model.ranks.values()}
     out["recent"] = {rank.rank: list(rank.steps)[-30:] for rank in model.ranks.values()}
-    out["events"] = {rank.rank: rank.events for rank in model.ranks.values()}
+    out["events"] = {rank.rank: rank.allocator.last for rank in model.ranks.values()}
     out["reserved"] = {rank.rank: rank.reserved_peak for rank in model.ranks.values()}
     return out
 

@@ -1,0 +1,121 @@
+"""Allocator events of one rank over its run: rates by phase, the largest allocations, retries, fragmentation."""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ...protocol.telemetry import STEP_PHASES, AllocatorEvents, Step
+
+KEPT = 240
+"""Sampled steps kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRates:
+    """What the allocator did in one phase of a sampled step; rates are over the phase's own time."""
+
+    name: str
+    allocations: int
+    frees: int
+    allocated_bytes: int
+    largest: int
+    """The largest single allocation, bytes."""
+    segments: int
+    """cudaMalloc calls less cudaFree calls."""
+    segment_bytes: int
+    """Growth of reserved memory."""
+    allocations_per_second: float | None
+    """None where the phase's time is not known."""
+    bytes_per_second: float | None
+
+
+class AllocatorHistory:
+    """The sampled steps of one rank, oldest first, and its retries."""
+
+    __slots__ = ("_past", "_recent", "last", "retries", "retry_steps", "version")
+
+    def __init__(self) -> None:
+        self._recent: deque[AllocatorEvents] = deque(maxlen=KEPT)
+        self._past: Sequence[AllocatorEvents] = ()
+        """Samples of the whole run, also those after this state."""
+        self.last: AllocatorEvents | None = None
+        """The latest sampled step."""
+        self.retries: int | None = None
+        """cudaMalloc retries, each a flush of the allocator's cache, since the process began; None before a step."""
+        self.retry_steps: deque[tuple[int, int]] = deque(maxlen=64)
+        """Steps in which there were retries, and how many, as far back as every step was folded."""
+        self.version = 0
+
+    def on_step(self, step: Step) -> None:
+        """Fold a finished step."""
+        before, self.retries = self.retries, step.retries
+        if before is not None and step.retries > before:
+            self.retry_steps.append((step.step, step.retries - before))
+            self.version += 1
+
+    def on_events(self, events: AllocatorEvents) -> None:
+        """Fold a sampled step."""
+        if self.last is None or events.step >= self.last.step:
+            self.last = events
+        if not self._recent or events.step > self._recent[-1].step:
+            self._recent.append(events)
+        self.version += 1
+
+    def adopt(self, samples: Sequence[AllocatorEvents]) -> None:
+        """Take samples of the whole run, by step, for what was before those that were folded here."""
+        self._past = samples
+        self.version += 1
+
+    @property
+    def samples(self) -> list[AllocatorEvents]:
+        """All samples up to this state, oldest first, ``KEPT`` at the most."""
+        recent = list(self._recent)
+        if not self._past or not recent:
+            return recent
+        before = bisect_left(self._past, recent[0].step, key=lambda events: events.step)
+        return [*self._past[max(0, before - KEPT) : before], *recent][-KEPT:]
+
+
+def allocations(events: AllocatorEvents) -> int:
+    """Count the blocks allocated in a sampled step."""
+    return sum(phase.allocations for phase in events.phases)
+
+
+def allocated_bytes(events: AllocatorEvents) -> int:
+    """Add up the bytes allocated in a sampled step, whether or not they were freed again."""
+    return sum(phase.allocated_bytes for phase in events.phases)
+
+
+def segment_bytes(events: AllocatorEvents) -> int:
+    """Tell how reserved memory grew in a sampled step."""
+    return sum(phase.segment_bytes for phase in events.phases)
+
+
+def phase_rates(events: AllocatorEvents, steps: Iterable[Step]) -> list[PhaseRates]:
+    """Tell what the allocator did in each phase of a sampled step, in the order phases run.
+
+    Args:
+        events: the sample.
+        steps: the rank's recent steps; where the sample's own is among them, its phases' times give the rates.
+    """
+    order = {name: index for index, name in enumerate(STEP_PHASES)}
+    step = next((step for step in steps if step.step == events.step), None)
+    found: list[PhaseRates] = []
+    for phase in sorted(events.phases, key=lambda phase: order.get(phase.name, len(order))):
+        record = step.phase(phase.name) if step is not None else None
+        time = 0 if record is None else record.host_us if record.device_us is None else record.device_us
+        found.append(
+            PhaseRates(
+                name=phase.name,
+                allocations=phase.allocations,
+                frees=phase.frees,
+                allocated_bytes=phase.allocated_bytes,
+                largest=max(phase.largest, default=0),
+                segments=phase.segment_allocations - phase.segment_frees,
+                segment_bytes=phase.segment_bytes,
+                allocations_per_second=phase.allocations * 1e6 / time if time > 0 else None,
+                bytes_per_second=phase.allocated_bytes * 1e6 / time if time > 0 else None,
+            )
+        )
+    return found

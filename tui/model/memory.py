@@ -1,0 +1,78 @@
+"""What explains one rank's memory: what its peaks are made of, where spikes came from, and which phase leads."""
+
+from collections.abc import Sequence
+
+from ...protocol.memory import Cause, Composition
+from ...protocol.phasepeaks import PeakMark, PhasePeaks
+from ...protocol.telemetry import Step
+from .lead import Lead, lead_of
+
+
+class RankMemory:
+    """The explanations of one rank's memory, folded. ``version`` moves with every change that can be seen."""
+
+    __slots__ = ("_lead", "_past", "_peaks", "_step", "causes", "highest", "latest", "version")
+
+    def __init__(self) -> None:
+        self.latest: Composition | None = None
+        """The last step that was taken apart."""
+        self.highest: Composition | None = None
+        """The one with the highest peak so far."""
+        self.causes: dict[str, Cause] = {}
+        """The last cause found for each phase."""
+        self.version = 0
+        self._peaks = PhasePeaks()
+        self._past: Sequence[PeakMark] = ()
+        """Marks of the whole run, also those after this state; what is before it is looked at when it is asked for."""
+        self._step = 0
+        self._lead: tuple[int, Lead | None] = (-1, None)
+
+    def on_step(self, step: Step) -> None:
+        """Fold a finished step."""
+        if step.step > self._step:
+            self._step = step.step
+        if self._peaks.see(step):
+            self.version += 1
+
+    def on_composition(self, composition: Composition) -> None:
+        """Fold what a step's peaks are made of; they come in any order after a seek."""
+        if self.latest is None or composition.step >= self.latest.step:
+            self.latest = composition
+        if self.highest is None or highest_bytes(composition) > highest_bytes(self.highest):
+            self.highest = composition
+        self.version += 1
+
+    def on_cause(self, cause: Cause) -> None:
+        """Fold which code a transient came from."""
+        known = self.causes.get(cause.phase)
+        if known is None or cause.step >= known.step:
+            self.causes[cause.phase] = cause
+        self.version += 1
+
+    def adopt(self, marks: Sequence[PeakMark]) -> None:
+        """Take the marks of the whole run, in order, for what was before the steps that were folded here."""
+        self._past = marks
+        self.version += 1
+
+    @property
+    def marks(self) -> list[PeakMark]:
+        """All marks up to this state."""
+        return [*(mark for mark in self._past if mark.step <= self._step), *self._peaks.marks]
+
+    @property
+    def lead(self) -> Lead | None:
+        """Which phase makes the peak of the run so far; None before the first step."""
+        if self._lead[0] != self.version:
+            self._lead = (self.version, lead_of(self.marks))
+        return self._lead[1]
+
+    @property
+    def cause(self) -> Cause | None:
+        """The cause of the largest transient that is known."""
+        return max(self.causes.values(), key=lambda cause: cause.transient_bytes, default=None)
+
+
+def highest_bytes(composition: Composition) -> int:
+    """Give the highest peak of a step that was taken apart."""
+    top = composition.peak_phase
+    return top.peak_bytes if top is not None else 0

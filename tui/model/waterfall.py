@@ -1,0 +1,216 @@
+"""Where the peak of a step comes from, as a waterfall: each part begins where the one before it ends."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...protocol.memory import PARTS, Composition, MemoryMeasure, PhaseComposition
+from ...protocol.telemetry import STEP_PHASES, DeviceSample, Step
+from .rank import RankModel
+
+LABELS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_states": "optimizer states",
+    "master_copies": "fp32 master copies",
+    "partitions": "ZeRO partitions",
+    "buckets": "buckets",
+    "activations": "activations",
+    "temporaries": "temporaries",
+    "other": "other, held by torch",
+    "unattributed": "not attributed",
+}
+"""What each part is called on screen."""
+
+CPU_LABELS = {"other": "other, in the process"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One row of the waterfall; bytes."""
+
+    name: str
+    label: str
+    bytes: int
+    begin: int
+    """Where its bar begins: what the rows above add up to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waterfall:
+    """The peak of one phase of one step of one rank, taken apart."""
+
+    rank: int
+    step: int
+    phase: str
+    measure: MemoryMeasure
+    peak: int
+    parts: tuple[Part, ...]
+    """Of what PyTorch has allocated (CPU: of what is resident); they add up to ``peak``."""
+    standing: tuple[tuple[str, int], ...]
+    """Every phase of the step with its peak, the highest first."""
+    unused: int | None = None
+    """Reserved by the allocator and not allocated at the peak; None on a CPU."""
+    context: int | None = None
+    """CUDA context, NCCL and what else the process holds outside PyTorch; None where NVML does not tell."""
+    others: int | None = None
+    """Held by other processes on the device."""
+    unexplained: int | None = None
+    """Used on the device by NVML and held by none of them."""
+    used: int | None = None
+    """Used on the device, by NVML, when it was last looked at."""
+    total: int = 0
+    """What the device has; 0 where it is not known."""
+    taken_apart: bool = True
+    """False: only the peak itself is known."""
+
+    @property
+    def next(self) -> tuple[str, int] | None:
+        """The highest of the other phases."""
+        return next(((name, peak) for name, peak in self.standing if name != self.phase), None)
+
+    @property
+    def extent(self) -> int:
+        """What the longest bar reaches to: everything that is drawn."""
+        return self.peak + (self.unused or 0) + (self.context or 0) + (self.others or 0)
+
+
+def phases_of(composition: Composition) -> list[PhaseComposition]:
+    """List the phases of a step that was taken apart, the one with the highest peak first."""
+    return sorted(composition.phases, key=lambda phase: -phase.peak_bytes)
+
+
+def waterfall(rank: RankModel, composition: Composition, phase: str, sample: DeviceSample | None) -> Waterfall | None:
+    """Make the waterfall of one phase.
+
+    Args:
+        rank: the rank it is of.
+        composition: what its step's peaks are made of.
+        phase: which phase; a name that the step does not have means its highest.
+        sample: the latest look at its device; None where there is none.
+
+    Returns:
+        None for a composition without phases.
+    """
+    ordered = phases_of(composition)
+    if not ordered:
+        return None
+    chosen = next((each for each in ordered if each.name == phase), ordered[0])
+    shown = {name for each in ordered for name, count in each.parts.items() if count} | {"unattributed"}
+    on_cpu = composition.measure == "glibc"
+    standing = tuple((each.name, each.peak_bytes) for each in ordered)
+    parts = tuple(_parts(chosen.parts, shown, on_cpu))
+    if on_cpu:
+        return Waterfall(rank.rank, composition.step, chosen.name, "glibc", chosen.peak_bytes, parts, standing)
+    reserved = max(chosen.reserved_bytes, chosen.peak_bytes)
+    return _on_device(rank, composition.step, chosen.name, chosen.peak_bytes, parts, standing, reserved, sample)
+
+
+def untaken(rank: RankModel, phase: str, sample: DeviceSample | None) -> Waterfall | None:
+    """Make what can be shown before any step was taken apart: the peaks of the last step; None before the first."""
+    step = rank.last
+    if step is None or not step.phases:
+        return None
+    standing = tuple(step_standing(step))
+    chosen = phase if any(phase == name for name, _ in standing) else standing[0][0]
+    peak = dict(standing)[chosen]
+    record = step.phase(chosen)
+    assert record is not None
+    parts = (Part("unattributed", "not taken apart", peak, 0),)
+    if rank.on_cpu or record.resident is not None:
+        return Waterfall(rank.rank, step.step, chosen, "glibc", peak, parts, standing, taken_apart=False)
+    return _on_device(rank, step.step, chosen, peak, parts, standing, record.reserved.peak, sample, taken_apart=False)
+
+
+def step_standing(step: Step) -> list[tuple[str, int]]:
+    """List a step's phases with their peaks, the highest first."""
+    return sorted(((each.name, each.peak_span.peak) for each in step.phases), key=lambda each: -each[1])
+
+
+def next_phase(known: Iterable[str], phase: str, direction: int) -> str:
+    """Give the phase after (or before) one, in the order phases run; round at the ends."""
+    order = {name: index for index, name in enumerate(STEP_PHASES)}
+    names = sorted(set(known), key=lambda name: (order.get(name, len(order)), name))
+    if not names:
+        return phase
+    return names[(names.index(phase) + direction) % len(names)] if phase in names else names[0]
+
+
+def _parts(parts: dict[str, int], shown: set[str], on_cpu: bool) -> Iterable[Part]:
+    begin = 0
+    # A part that this version does not know is shown under its own name, so that the sum stays what it is.
+    for name in (*PARTS, *sorted(set(parts) - set(PARTS))):
+        if name in shown:
+            size = parts.get(name, 0)
+            label = (CPU_LABELS.get(name) if on_cpu else None) or LABELS.get(name, name)
+            yield Part(name, label, size, begin)
+            begin += size
+
+
+def _on_device(
+    rank: RankModel,
+    step: int,
+    phase: str,
+    peak: int,
+    parts: tuple[Part, ...],
+    standing: tuple[tuple[str, int], ...],
+    reserved: int,
+    sample: DeviceSample | None,
+    taken_apart: bool = True,
+) -> Waterfall:
+    context = others = unexplained = used = None
+    total = rank.capacity_bytes
+    if sample is not None and sample.kind == "gpu":
+        used, total = sample.used_bytes, sample.total_bytes
+        own = next((each.used_bytes for each in sample.processes if each.rank == rank.rank), None)
+        others = sum(each.used_bytes for each in sample.processes if each.rank != rank.rank)
+        if own is not None:
+            context = max(0, own - rank.reserved_bytes)
+            unexplained = used - own - others
+    return Waterfall(
+        rank.rank,
+        step,
+        phase,
+        "cuda",
+        peak,
+        parts,
+        standing,
+        max(0, reserved - peak),
+        context,
+        others,
+        unexplained,
+        used,
+        total,
+        taken_apart,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RankBar:
+    """One rank's bar beside the others: what its peak is made of."""
+
+    rank: int
+    step: int
+    phase: str
+    parts: tuple[tuple[str, int], ...]
+    """Parts and bytes from the foot up; the last may be ``unused``, reserved and not allocated."""
+    peak: int
+    on_cpu: bool = False
+    taken_apart: bool = True
+
+
+def rank_bars(ranks: Iterable[RankModel], phase: str) -> list[RankBar]:
+    """Make a bar for each rank that has finished a step; ``phase`` empty means each one's highest."""
+    found: list[RankBar] = []
+    for rank in ranks:
+        composition = rank.memory.latest
+        made = waterfall(rank, composition, phase, None) if composition is not None else None
+        made = made or untaken(rank, phase, None)
+        if made is not None:
+            parts = [(part.name, part.bytes) for part in made.parts if part.bytes > 0]
+            parts += [("unused", made.unused)] if made.unused else []
+            found.append(
+                RankBar(
+                    made.rank, made.step, made.phase, tuple(parts), made.peak, made.measure == "glibc", made.taken_apart
+                )
+            )
+    return found

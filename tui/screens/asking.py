@@ -1,0 +1,67 @@
+"""Commands sent from a screen by one key: refused at once where nobody can act, else told as their answers come."""
+
+from typing import Any
+
+from ...protocol.control import Result
+from ...protocol.text import sanitize
+from ..source.base import CommandRecord
+from ..widgets.stage import Stage
+
+
+class Asking:
+    """Sends commands and says on the screen's foot how each stands."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._open: dict[str, str] = {}
+        """Commands without a last answer, and what was said of each last."""
+
+    def ask(self, verb: str, args: dict[str, Any], words: str) -> None:
+        """Send a command; ``words`` say what it does, once it is accepted."""
+        stage, source = self._stage, self._stage.source
+        if stage.read_only:
+            stage.say(f"read-only: {verb} is refused", "warning")
+        elif source is None or not source.can_command:
+            replay = source is not None and source.transport.mode == "replay"
+            stage.say(f"cannot {verb}: {'a replay has no processes' if replay else 'the run has no hub'}", "warning")
+        else:
+            number = source.send(verb, args)
+            stage.say(f"{words} ...")
+            self._open[number] = ""
+
+    def tick(self) -> None:
+        """Say what is new about the commands that were sent."""
+        source = self._stage.source
+        for number in list(self._open) if source is not None else []:
+            record = source.commands.get(number) if source is not None else None
+            if record is not None:
+                self._tell(number, record)
+
+    def _tell(self, number: str, record: CommandRecord) -> None:
+        accepted, result = record.accepted, record.result
+        if result is not None:
+            del self._open[number]
+            words = result_words(record.verb, result)
+            self._stage.say(words, "good" if result.ok else "error")
+        elif accepted is not None and not accepted.ok:
+            del self._open[number]
+            self._stage.say(f"{record.verb} refused: {sanitize(accepted.text, 200)}", "error")
+
+
+def result_words(verb: str, result: Result) -> str:
+    """Say what came of a command on one line; of a snapshot, where it is."""
+    paths = snapshot_paths(result)
+    if verb == "snapshot" and result.ok and paths:
+        return f"snapshot written: {paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+    return sanitize(result.text or f"{verb}: {'done' if result.ok else 'failed'}", 300)
+
+
+def snapshot_paths(result: Result) -> list[str]:
+    """Find the files that a ``snapshot`` command's ranks say they wrote."""
+    answers = result.data.get("answers")
+    found: list[str] = []
+    for answer in answers.values() if isinstance(answers, dict) else ():
+        path = answer.get("path") if isinstance(answer, dict) else None
+        if isinstance(path, str) and path:
+            found.append(sanitize(path))
+    return found

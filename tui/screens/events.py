@@ -1,0 +1,95 @@
+"""What the allocator of a rank does, as it does it: rates by phase, growth, retries, fragmentation; and all ranks."""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from textual.binding import BindingType
+from textual.widget import Widget
+
+from ..widgets.canvas import Canvas
+from ..widgets.card import name
+from ..widgets.events_view import course_lines, phase_lines, rank_lines, retry_line, title_line, unused_lines
+from ..widgets.line import Line
+from .base import TALL, MonitorScreen, key
+
+_HIGH = 46
+"""From this many rows on graphs are five rows high."""
+
+
+class EventsCanvas(Canvas):
+    """The whole of the screen between summary and keys."""
+
+    def key(self) -> object:
+        """Change with the sampled steps; and with every step, for what every step tells."""
+        model = self.stage.model
+        rank = model.ranks.get(self.stage.selected)
+        if rank is None:
+            return ()
+        others = sum(each.allocator.version for each in model.ranks.values())
+        return id(rank), rank.allocator.version, id(rank.last), others
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the table, the graphs, and the ranks where there is room."""
+        model, look = self.stage.model, self.look
+        rank = model.ranks.get(self.stage.selected)
+        if rank is None:
+            return [Line(" no rank yet", look.style("dim"))]
+        view = self.stage.views.rank(model, rank, several_hosts=True)
+        lines = [title_line(rank, name(view, look), width, look)]
+        if rank.on_cpu:
+            text = " On a CPU there is no caching allocator to watch: m shows the resident set by phase."
+            return [*lines, Line(text, look.style("dim"))]
+        if rank.allocator.last is None:
+            lines += [Line(f" {text}", look.style("dim")) for text in self._empty()]
+        high = 5 if height >= _HIGH else 2 if height >= TALL else 1
+        lines += phase_lines(rank, width, look)
+        lines += course_lines(rank, width, high, look)
+        lines += unused_lines(rank, width, high, look)
+        lines.append(retry_line(rank, width, look))
+        return [*lines, *rank_lines(list(model.ranks.values()), rank.rank, height - len(lines), look)]
+
+    def _empty(self) -> tuple[str, ...]:
+        source = self.stage.source
+        if source is not None and source.transport.mode == "replay":
+            return ("No step was sampled up to here.",)
+        return (
+            "No step is sampled yet. The probe reads the allocator's own trace of a step now and then (numbers only,",
+            "within its budget); a run started with --no-allocator-events has none.",
+        )
+
+
+class EventsScreen(MonitorScreen):
+    """What the allocator does."""
+
+    NAME = "events"
+    WHAT = (
+        "What PyTorch's CUDA allocator does, from its own trace of sampled steps: blocks and bytes allocated in each "
+        "phase and a second of it, the largest single allocation, and by how much reserved memory grew. The graphs go "
+        "over the sampled steps. 'unused of reserved' goes over the whole run: what is reserved and was not allocated "
+        "at the peaks, rounding and fragmentation mostly. A retry means that the device was full, and the allocator "
+        "gave its cache back and waited for the device before it tried again."
+    )
+    TITLE_LINES = 1
+    BINDINGS: ClassVar[list[BindingType]] = [
+        key("escape", "app.back", "back", "back to the overview"),
+        key("up,left", "rank(-1)", "previous", "the rank before", show=False),
+        key("down,right", "rank(1)", "rank", "the next rank", bar="up down"),
+        key("m", "app.memory", "memory", "where the memory of a step's peak goes"),
+        key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
+    ]
+
+    def body(self) -> Iterable[Widget]:
+        """Give the one canvas."""
+        yield EventsCanvas(self.stage, name="body")
+
+    def in_question(self) -> set[int]:
+        """A kill asked for here means the rank in view."""
+        return {self.stage.selected}
+
+    def action_rank(self, delta: int) -> None:
+        """Go to a neighbouring rank."""
+        ranks = list(self.stage.model.ranks)
+        if self.stage.selected in ranks:
+            index = ranks.index(self.stage.selected) + delta
+            self.stage.select(ranks[max(0, min(index, len(ranks) - 1))])
+        self.tick()

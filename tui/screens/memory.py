@@ -1,0 +1,240 @@
+"""Where the memory of a step's peak goes: the waterfall of one rank, or the bars of all ranks side by side."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from textual.binding import BindingType
+from textual.widget import Widget
+
+from ..model.rank import RankModel
+from ..model.waterfall import next_phase, rank_bars
+from ..widgets.canvas import Canvas
+from ..widgets.card import name
+from ..widgets.charts import Chart, Series, chart_lines
+from ..widgets.line import Line
+from ..widgets.memory_view import MemoryChoice, body_lines, fall_of, head_lines, title_line
+from ..widgets.peak_bars import peak_bars
+from ..widgets.stage import Stage
+from .asking import Asking
+from .base import MonitorScreen, key
+
+_CHART_LINES = 14
+"""Room below the rest from which on the peaks over the steps are charted."""
+
+
+class MemoryCanvas(Canvas):
+    """The whole of the screen between summary and keys."""
+
+    choice = MemoryChoice()
+    bars = False
+    top = 0
+
+    @property
+    def rank(self) -> RankModel | None:
+        """The selected rank; None before any was heard of."""
+        return self.stage.model.ranks.get(self.stage.selected)
+
+    def key(self) -> object:
+        """Change with the ranks' memory, the device and what a person chose."""
+        model, rank = self.stage.model, self.rank
+        chosen = self.choice, self.bars, self.top, self.stage.selected
+        if rank is None:
+            return chosen
+        sample = model.device_of(rank)
+        of_all = sum(each.memory.version for each in model.ranks.values()) if self.bars else 0
+        state = id(rank), rank.memory.version, id(rank.last), self.stage.source is not None and self._can_ask
+        return chosen, state, of_all, id(sample)
+
+    @property
+    def _can_ask(self) -> bool:
+        source = self.stage.source
+        return source is not None and source.can_command and not self.stage.read_only
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the waterfall, or the bars."""
+        rank, look = self.rank, self.look
+        if rank is None:
+            return [Line(" no rank yet", look.style("dim"))]
+        view = self.stage.views.rank(self.stage.model, rank, several_hosts=True)
+        lines = [title_line(rank, name(view, look), width, look)]
+        if self.bars:
+            return [*lines, *self._bars(width, height - 1)]
+        fall = fall_of(rank, self.choice, self.stage.model.device_of(rank))
+        if fall is None:
+            text = " no step is finished yet: the first one tells its peaks by phase"
+            return [*lines, Line(text, look.style("dim"))]
+        lines += head_lines(rank, fall, self.choice, width, look)
+        body = body_lines(rank, fall, self.choice, self._why(), width, look)
+        room = height - len(lines)
+        if len(body) > room:
+            self.top = max(0, min(self.top, len(body) - room))
+            more = self.top + room < len(body)
+            body = body[self.top : self.top + room]
+            if more:
+                body[-1] = Line(f"   {look.glyphs.ellipsis} page down for more", look.style("dim"))
+        else:
+            self.top = 0
+            body += self._chart(rank, width, room - len(body) - 1)
+        return [*lines, *body]
+
+    def _bars(self, width: int, height: int) -> list[Line]:
+        ranks = self.stage.model.ranks.values()
+        bars = rank_bars(ranks, self.choice.phase)
+        if not bars:
+            return [Line(" no step is finished yet", self.look.style("dim"))]
+        capacity = min((rank.capacity_bytes for rank in ranks if rank.capacity_bytes), default=0)
+        return peak_bars(bars, self.choice.phase, self.stage.selected, capacity, width, height, self.look)
+
+    def _why(self) -> str:
+        source = self.stage.source
+        if source is not None and source.transport.mode == "replay":
+            return "Nothing was taken apart up to here: the recording has no composition of this rank yet."
+        if self._can_ask:
+            return (
+                "Not taken apart yet. The probe takes one of the first steps apart, then one now and then, and one "
+                "after a spike; c has it done at the next step."
+            )
+        return "Not taken apart yet. The probe does it at one of the first steps, then now and then."
+
+    def _chart(self, rank: RankModel, width: int, height: int) -> list[Line]:
+        """Chart the peaks of the three highest phases over the recent steps, where there is room for it."""
+        steps = [step for step in rank.steps if step.phases]
+        if height < _CHART_LINES or len(steps) < 2:
+            return []
+        lead = rank.memory.lead
+        names = [mark.phase for mark in lead.standing[:3]] if lead is not None else []
+        steps = [step for step in steps if all(step.phase(each) is not None for each in names)]
+        series = [
+            Series(each, self.look.phase(each), [_peak(step, each) for step in steps]) for each in reversed(names)
+        ]
+        if len(steps) < 2 or not series:
+            return []
+        chart = Chart("peaks by phase", "GiB", [step.step for step in steps], series)
+        return [Line(), *chart_lines(chart, width, min(height, 24), self.look)]
+
+
+def _peak(step: Any, phase: str) -> float:
+    return step.phase(phase).peak_span.peak / 2**30
+
+
+class MemoryScreen(MonitorScreen):
+    """Where the step's peak comes from."""
+
+    NAME = "memory"
+    WHAT = (
+        "Where the highest memory of a step comes from. Each bar begins where the one above it ends: what PyTorch has "
+        "allocated at the peak of the phase in view, by what it is for, then what is reserved and not used, what the "
+        "process holds outside PyTorch, and other processes. 'not attributed' is what the evidence does not reach, "
+        "'unexplained' what the device counts as used and none of the rows holds. Below stands which phase makes the "
+        "run's peak, at which batch lengths, and the code that allocated the last spike. v shows all ranks together."
+    )
+    LEGEND = ("parts",)
+    TITLE_LINES = 1
+    BINDINGS: ClassVar[list[BindingType]] = [
+        key("escape", "app.back", "back", "back to the overview"),
+        key("right,tab", "phase(1)", "phase", "the next phase of the step", bar="tab"),
+        key("left,shift+tab", "phase(-1)", "phase before", "the phase before", show=False),
+        key("up", "rank(-1)", "previous", "the rank before", show=False),
+        key("down", "rank(1)", "rank", "the next rank", bar="up down"),
+        key("v", "view", "all ranks", "one rank's waterfall, or the bars of all ranks side by side"),
+        key("c", "compose", "take apart", "take the next step of this rank apart"),
+        key("x", "arm", "stacks", "record Python stacks in the phase in view at the next step"),
+        key("t", "take", "snapshot", "write a memory snapshot of this rank into the run's folder"),
+        key("h", "highest", "highest", "the step with the highest peak that was taken apart, or the latest"),
+        key("enter", "unfold", "all stacks", "all stacks of the cause with all frames, or the first ones", show=False),
+        key("pageup", "page(-1)", "page up", "scroll up", show=False),
+        key("pagedown", "page(1)", "page down", "scroll down", show=False),
+        key("e", "app.events", "events", "what the allocator does, as it does it"),
+        key("a", "app.alerts", "alerts", "all alerts, each with its evidence", show=False),
+    ]
+
+    def __init__(self, stage: Stage, phase: str = "") -> None:
+        super().__init__(stage)
+        self._canvas = MemoryCanvas(stage, name="body")
+        self._canvas.choice = MemoryChoice(phase=phase)
+        self._asking = Asking(stage)
+
+    def body(self) -> Iterable[Widget]:
+        """Give the one canvas."""
+        yield self._canvas
+
+    def tick(self) -> None:
+        """Draw what changed, and tell what came of what was asked for."""
+        self._asking.tick()
+        super().tick()
+
+    def in_question(self) -> set[int]:
+        """A kill asked for here means the rank in view."""
+        return {self.stage.selected}
+
+    def _choose(self, **changes: Any) -> None:
+        self._canvas.choice = replace(self._canvas.choice, **changes)
+        self._canvas.top = 0
+        self.tick()
+
+    def _phases(self) -> list[str]:
+        rank = self._canvas.rank
+        fall = fall_of(rank, self._canvas.choice, None) if rank is not None else None
+        return [phase for phase, _ in fall.standing] if fall is not None else []
+
+    @property
+    def phase(self) -> str:
+        """The phase in view; empty before the first step."""
+        rank = self._canvas.rank
+        fall = fall_of(rank, self._canvas.choice, None) if rank is not None else None
+        return fall.phase if fall is not None else ""
+
+    def action_phase(self, direction: int) -> None:
+        """Go to another phase; beside other ranks' bars left and right go to another rank."""
+        self._choose(phase=next_phase(self._phases(), self.phase, direction))
+
+    def action_rank(self, delta: int) -> None:
+        """Go to a neighbouring rank."""
+        ranks = list(self.stage.model.ranks)
+        if self.stage.selected in ranks:
+            index = ranks.index(self.stage.selected) + delta
+            self.stage.select(ranks[max(0, min(index, len(ranks) - 1))])
+        self._canvas.top = 0
+        self.tick()
+
+    def action_view(self) -> None:
+        """Switch between one rank and all of them."""
+        self._canvas.bars = not self._canvas.bars
+        self.tick()
+
+    def action_highest(self) -> None:
+        """Switch between the latest step taken apart and the one with the highest peak."""
+        highest = not self._canvas.choice.highest
+        self.stage.say("the highest peak that was taken apart" if highest else "the latest step that was taken apart")
+        self._choose(highest=highest)
+
+    def action_unfold(self) -> None:
+        """Show all stacks, or the first; from the bars, the rank's waterfall."""
+        if self._canvas.bars:
+            self._canvas.bars = False
+            self.tick()
+        else:
+            self._choose(unfolded=not self._canvas.choice.unfolded)
+
+    def action_page(self, direction: int) -> None:
+        """Scroll by most of a screen."""
+        self._canvas.top = max(0, self._canvas.top + direction * max(1, self._canvas.size.height - 4))
+        self.tick()
+
+    def action_compose(self) -> None:
+        """Have the next step taken apart."""
+        rank = self.stage.selected
+        self._asking.ask("compose", {"ranks": [rank]}, f"rank {rank}: the next step is taken apart")
+
+    def action_arm(self) -> None:
+        """Have stacks recorded in the phase in view."""
+        rank, phase = self.stage.selected, self.phase
+        args = {"ranks": [rank], "phase": phase, "steps": 1, "reason": "asked"}
+        where = f"the next step's {phase}" if phase else "the next step"
+        self._asking.ask("arm", args, f"rank {rank}: stacks are recorded in {where}")
+
+    def action_take(self) -> None:
+        """Have a memory snapshot written."""
+        rank = self.stage.selected
+        self._asking.ask("snapshot", {"ranks": [rank]}, f"rank {rank}: writing a memory snapshot")

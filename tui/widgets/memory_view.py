@@ -1,0 +1,144 @@
+"""The memory of one rank as lines: where a step's peak comes from, which phase leads, and what made the last spike."""
+
+from dataclasses import dataclass
+
+from ...protocol.memory import Cause, Composition
+from ...protocol.telemetry import DeviceSample
+from ...protocol.text import sanitize
+from ..model.lead import lead_sentences, phase_words
+from ..model.rank import RankModel
+from ..model.waterfall import Waterfall, untaken, waterfall
+from .alert_lines import wrap
+from .cause_lines import cause_lines, frame_parts
+from .line import Line, cut, spread
+from .look import Look
+from .phase_bar import SHORT
+from .scrubber import time_of_day
+from .waterfall import size_words, unit_of, waterfall_lines
+
+REASONS = {
+    "first": "one of the first steps",
+    "periodic": "a look now and then",
+    "asked": "asked for",
+    "spike": "after a spike",
+    "leak": "after a leak",
+    "oom": "at an out-of-memory error",
+}
+"""Why a step was taken apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChoice:
+    """What a person chose to see."""
+
+    phase: str = ""
+    """Empty: the phase with the highest peak."""
+    highest: bool = False
+    """The step with the run's highest peak that was taken apart, in place of the latest."""
+    unfolded: bool = False
+    """All stacks of the cause, with all frames."""
+
+
+def composition_of(rank: RankModel, choice: MemoryChoice) -> Composition | None:
+    """Give the step that is in view."""
+    return rank.memory.highest if choice.highest else rank.memory.latest
+
+
+def fall_of(rank: RankModel, choice: MemoryChoice, sample: DeviceSample | None) -> Waterfall | None:
+    """Make the waterfall in view; None before the first step."""
+    composition = composition_of(rank, choice)
+    made = waterfall(rank, composition, choice.phase, sample) if composition is not None else None
+    return made or untaken(rank, choice.phase, sample)
+
+
+def cause_of(rank: RankModel, phase: str) -> Cause | None:
+    """Give the cause to show with a phase: its own, else that of the largest transient there is."""
+    return rank.memory.causes.get(phase) or rank.memory.cause
+
+
+def head_lines(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: int, look: Look) -> list[Line]:
+    """Say what the step's peak is, which phase is next, and offer the phases."""
+    dim, base = look.style("dim"), look.base
+    top, highest = fall.standing[0]
+    at_top = fall.phase == top
+    left = Line(" peak of ", dim) if at_top else Line(f" {phase_words(fall.phase)} of ", dim)
+    left.add(f"step {fall.step:,}", look.style(bold=True)).add(": ", dim)
+    left.add(f"{size_words(fall, fall.peak)} {unit_of(fall)}", look.style("peak", bold=True))
+    left.add(f" in {phase_words(fall.phase)}" if at_top else "", base)
+    right = Line()
+    following = fall.next
+    if at_top and following is not None:
+        right.add("next: ", dim).add(f"{following[0]} {size_words(fall, following[1])} ", base)
+        right.add(f"({_signed(fall, following[1] - fall.peak, look)}) ", dim)
+    elif not at_top:
+        right.add("the peak: ", dim).add(f"{top} {size_words(fall, highest)} ", base)
+        right.add(f"({_signed(fall, highest - fall.peak, look)}) ", dim)
+    return [spread(left, right, width, base), _tabs(rank, fall, choice, width, look)]
+
+
+def _signed(fall: Waterfall, size: int, look: Look) -> str:
+    return ("+" if size > 0 else look.glyphs.minus if size < 0 else "") + size_words(fall, abs(size))
+
+
+def _tabs(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: int, look: Look) -> Line:
+    line = Line(" ", look.base)
+    for name, peak in fall.standing:
+        chosen = name == fall.phase
+        style = look.style("on_color", look.phase(name), bold=True, reverse=not look.color) if chosen else None
+        line.add(f" {sanitize(SHORT.get(name, name), 16)} {size_words(fall, peak)} ", style or look.style("dim"))
+    composition = composition_of(rank, choice)
+    if composition is None or not fall.taken_apart:
+        return line
+    when = f"{time_of_day(composition.time)}, {REASONS.get(composition.reason, composition.reason)} "
+    which = "highest so far, " if choice.highest else ""
+    right = Line(which + when, look.style("dim"))
+    return spread(line, right, width, look.base) if line.width + right.width < width else line
+
+
+def body_lines(rank: RankModel, fall: Waterfall, choice: MemoryChoice, why: str, width: int, look: Look) -> list[Line]:
+    """Draw what scrolls: the waterfall, what limits it, the lead in words, and the cause of the last spike.
+
+    Args:
+        rank: the rank in view.
+        fall: its waterfall.
+        choice: what a person chose.
+        why: why nothing was taken apart yet and what comes; shown in that case only.
+        width: cells.
+        look: how.
+    """
+    cause = cause_of(rank, fall.phase)
+    note = ""
+    if cause is not None and cause.phase == fall.phase and cause.groups and cause.groups[0].frames:
+        note = frame_parts(cause.groups[0].frames[-1])[0].partition("  ")[0]
+    lines = waterfall_lines(fall, width, look, note)
+    if not fall.taken_apart:
+        lines += [Line(" " + row, look.style("accent")) for row in wrap(why, width - 2)]
+    composition = composition_of(rank, choice)
+    if composition is not None and composition.note:
+        text = f" {look.glyphs.warning} {composition.note}"
+        lines += [Line(" " + row, look.style("warning")) for row in wrap(text, width - 2)]
+    if fall.measure == "glibc":
+        text = "On a CPU a peak is of the resident set: there is no device allocator, and nothing is reserved."
+        lines += [Line(" " + row, look.style("dim")) for row in wrap(text, width - 2)]
+    lead = rank.memory.lead
+    for index, sentence in enumerate(lead_sentences(lead) if lead is not None else []):
+        first, *rest = wrap(sentence, width - 4)
+        mark = look.glyphs.dot if index else look.glyphs.selected
+        lines.append(Line(f" {mark} ", look.style("accent")).add(first, look.base))
+        lines += [Line("   " + row, look.base) for row in rest]
+    if cause is not None:
+        lines += cause_lines(cause, width, look, choice.unfolded)
+    return lines
+
+
+def title_line(rank: RankModel, name: str, width: int, look: Look) -> Line:
+    """Draw the rule that says whose memory it is."""
+    rule = look.style("rule")
+    line = Line(look.glyphs.rule, rule).add(" memory of ", look.style("dim"))
+    line.add(cut(name, width // 2, look.glyphs.ellipsis) + " ", look.style(bold=True))
+    right = Line()
+    if rank.on_cpu:
+        right.add(" resident set, on the CPU ", look.style("warning"))
+    right.add(look.glyphs.rule, rule)
+    gap = max(0, width - line.width - right.width)
+    return line.add(look.glyphs.rule * gap, rule).join(right)

@@ -1,0 +1,131 @@
+"""The waterfall: what a peak is made of, a row a part, each bar beginning where the one above it ends."""
+
+from ..model.waterfall import Waterfall
+from .figures import gib_fixed, mib_fixed
+from .line import Line, cut
+from .look import Look
+
+_LABEL = 23
+_FIGURE = 8
+_SMALL = 2**30
+"""A waterfall that reaches less far than this is in MiB."""
+
+
+def unit_of(fall: Waterfall) -> str:
+    """Name the unit of a waterfall's figures."""
+    return "GiB" if fall.extent >= _SMALL else "MiB"
+
+
+def size_words(fall: Waterfall, size: float) -> str:
+    """Format a size in the waterfall's unit."""
+    return gib_fixed(size) if unit_of(fall) == "GiB" else mib_fixed(size)
+
+
+def waterfall_lines(fall: Waterfall, width: int, look: Look, note: str = "") -> list[Line]:
+    """Draw the rows.
+
+    Args:
+        fall: what to draw.
+        width: cells.
+        look: how.
+        note: stands beside the bar of the temporaries, where there is room: what they are.
+    """
+
+    def row(label: str, size: int | None, begin: int, tone: str, bold: bool = False) -> Line:
+        figure = "-" if size is None else size_words(fall, size)
+        return _row(label, figure, begin, size or 0, fall.extent, width, look, tone, bold)
+
+    lines: list[Line] = []
+    for part in fall.parts:
+        line = row(part.label, part.bytes, part.begin, look.part(part.name))
+        if part.name == "temporaries" and part.bytes and note:
+            _beside(line, note, part.begin + part.bytes, fall.extent, width, look)
+        lines.append(line)
+    on_cpu = fall.measure == "glibc"
+    lines.append(row("resident" if on_cpu else "allocated", fall.peak, 0, "allocated", bold=True))
+    if on_cpu:
+        return lines
+    at = fall.peak
+    outside = (
+        ("unused but reserved", fall.unused, "unused"),
+        ("CUDA context, NCCL", fall.context, "context"),
+        ("other processes", fall.others, "others"),
+    )
+    for label, size, name in outside:
+        lines.append(row(label, size, at, look.part(name)))
+        at += size or 0
+    lines.append(used_line(fall, width, look))
+    return lines
+
+
+def used_line(fall: Waterfall, width: int, look: Look) -> Line:
+    """Say what NVML counts as used, of how much, and what of it none of the rows explains."""
+    line = Line(f" {'used (NVML)':<{_LABEL - 1}}", look.style(bold=True))
+    if fall.used is None:
+        line.add(f"{'-':>{_FIGURE}}", look.style("dim"))
+        return line.add("  NVML has not been asked yet, or does not answer", look.style("dim"))
+    line.add(f"{size_words(fall, fall.used):>{_FIGURE}}", look.style(bold=True))
+    line.add(f" of {size_words(fall, fall.total)} {unit_of(fall)}", look.style("dim"))
+    if fall.total:
+        line.add(f"   {fall.used / fall.total * 100:.0f} %", look.style("dim"))
+    if fall.unexplained is not None:
+        much = abs(fall.unexplained) > 0.01 * fall.used
+        line.add("   unexplained ", look.style("dim"))
+        line.add(size_words(fall, fall.unexplained), look.style("warning" if much else "dim"))
+    return line.fit(width, look.base) if line.width > width else line
+
+
+def _row(
+    label: str, figure: str, begin: int, length: int, extent: int, width: int, look: Look, tone: str, bold: bool
+) -> Line:
+    style = look.style("text" if length else "dim", bold=bold)
+    line = Line(f" {cut(label, _LABEL - 2, look.glyphs.ellipsis):<{_LABEL - 1}}", style)
+    line.add(f"{figure:>{_FIGURE}}  ", style)
+    return line.join(bar(begin, length, max(1, extent), width - line.width - 1, look, tone))
+
+
+def bar(begin: int, length: int, extent: int, width: int, look: Look, tone: str) -> Line:
+    """Draw a bar from ``begin`` over ``length`` on a scale of ``extent``, as ``width`` cells; both ends to an eighth.
+
+    Anything at all is drawn, if only as an eighth of a cell.
+    """
+    if length <= 0 or width <= 0:
+        return Line(" " * max(0, width), look.base)
+    first = round(begin / extent * width * 8)
+    last = max(first + 1, round((begin + length) / extent * width * 8))
+    first, last = min(first, width * 8 - 1), min(last, width * 8)
+    if look.plain_graphs:
+        return _plain_bar(first, last, width, look)
+    across = look.glyphs.across
+    line = Line(" " * (first // 8), look.base)
+    cell = first // 8
+    if first % 8:
+        end = min(8, last - cell * 8)
+        if end == 8:
+            # The left part of this cell is the ground, the rest the bar: a left block in the ground's colour.
+            line.add(across[first % 8], look.style("background", tone))
+        else:
+            line.add(across[max(1, end - first % 8)], look.style(tone))
+        cell += 1
+    full = max(0, last // 8 - cell)
+    line.add(" " * full, look.style("text", tone))
+    cell += full
+    if last % 8 and cell * 8 < last:
+        line.add(across[last % 8], look.style(tone))
+        cell += 1
+    return line.pad(width, look.base)
+
+
+def _plain_bar(first: int, last: int, width: int, look: Look) -> Line:
+    begin, end = first // 8, max(first // 8 + 1, round(last / 8))
+    full = look.glyphs.across[-1]
+    return Line(" " * begin, look.base).add(full * (end - begin), look.base).pad(width, look.base)
+
+
+def _beside(line: Line, note: str, end: int, extent: int, width: int, look: Look) -> None:
+    """Put words after a bar, where they fit."""
+    room = width - (_LABEL + _FIGURE + 2)
+    at = _LABEL + _FIGURE + 2 + int(end / extent * room) + 2
+    text = f"{look.glyphs.spike} {note}"
+    if at + len(text) < width:
+        line.fit(at, look.base).add(text, look.style("warning"))
