@@ -155,7 +155,9 @@ class Launcher:
             members = self._members()
         if members:
             names = ", ".join(f"{member.pid} ({member.name})" for member in members[:8])
-            print(f"ftmon: the job ended and left {len(members)} processes, ending them: {names}", flush=True)
+            how = "never began" if self._status is None else _how_it_ended(self._status)
+            # The hub reads this line (detectors/death.py).
+            print(f"ftmon: the job ended ({how}) and left {len(members)} processes, ending them: {names}", flush=True)
             members = sweep(self._members, on_wait=lambda: self._reap(at_once=True))
         self._reap(at_once=True)
         return members

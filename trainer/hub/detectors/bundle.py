@@ -125,7 +125,7 @@ class Detectors:
 
     def _log(self, t: float, line: LogLine) -> list[Alert]:
         self._death.log(line)
-        return []
+        return [] if self._tracker.kill_asked else self._death.launcher_ended(t, line)
 
     def _out_of_memory(self, t: float, oom: Oom) -> list[Alert]:
         alerts = self._oom.oom(t, oom)

@@ -7,10 +7,13 @@
   its log (those that arrive within 3 s too). After a failure of the same rank it only adds the exit status to that.
 - Within 60 s of the first trouble other ranks that end by SIGTERM, SIGINT, SIGKILL or SIGABRT, or for a lost peer, are
   counted as what followed: DeepSpeed's and torchrun's launchers end all ranks of a node when one exits non-zero.
+- A launcher that ended before its ranks is an alert of its own, and what becomes of them follows from it: ftmon ends
+  what a job leaves behind. The line in which ftmon's launcher says so tells the hub.
 - A death that a person asked for (kill) is information about that rank, and so is the lost peer of the others; of a
   whole run it is no alert at all.
 """
 
+import re
 from collections import deque
 
 from ....protocol.control import Alert, RankState
@@ -38,6 +41,8 @@ _LOST_PEER = (
 )
 _FOLLOWING_SIGNALS = {2, 6, 9, 15}
 _FOLLOWING_CODES = {128 + number for number in _FOLLOWING_SIGNALS}
+_LEFT_BEHIND = re.compile(r"ftmon: the job ended \(([\w ]+)\) and left (\d+) processes, ending them: ")
+_LAUNCHER: Key = ("died", None, "", "launcher")
 
 
 def _lost_peer(error: str) -> bool:
@@ -61,11 +66,32 @@ class DeathDetector:
         self._awaiting_logs: dict[int, tuple[float, Key]] = {}
 
     def log(self, line: LogLine) -> None:
-        """Keep a rank's last lines."""
+        """Keep a rank's last lines; -1 is the launcher."""
         lines = self._logs.get(line.rank)
         if lines is None:
             lines = self._logs[line.rank] = deque(maxlen=LOG_LINES)
         lines.append(line.text)
+
+    def launcher_ended(self, t: float, line: LogLine) -> list[Alert]:
+        """Take in a line of the launcher's output: it may say that the job ended before its ranks did."""
+        found = _LEFT_BEHIND.match(line.text) if line.rank == -1 else None
+        if found is None or self._recent(t):
+            return []
+        how, count = found.groups()
+        self.trouble(t, _LAUNCHER)
+        alerts = self._book.raise_alert(
+            t,
+            "died",
+            "warning" if how == "exit code 0" else "error",
+            f"the job's command ended ({how}) before its ranks",
+            rule="launcher",
+            text=(
+                f"The command that was started ({how}) left {count} processes behind. Nobody would have looked after "
+                "them, so ftmon ended them; no rank is to blame."
+            ),
+            evidence={"ended": how, "left": int(count), "processes": line.text[found.end() :]},
+        )
+        return alerts + self._release(t)
 
     def trouble(self, t: float, key: Key) -> None:
         """Note that an alert of another detector (out of memory) may be where the trouble began."""
