@@ -297,3 +297,15 @@ def test_of_ranks_seen_dead_at_one_look_the_one_that_was_not_asked_to_end_is_whe
     (alert,) = sim.alerts("died")
     assert (alert.rank, alert.title) == (first, f"rank {first} killed by SIGABRT")
     assert list(alert.evidence["then"]) == [str(1 - first)]
+
+
+def test_a_launcher_that_ends_before_its_ranks_is_the_trouble_and_no_rank_is_blamed_for_being_ended(make_sim: Any):
+    sim = a_run(make_sim, 2, cuda=False)
+    words = "ftmon: the job ended (killed by SIGKILL) and left 2 processes, ending them: 100 (python), 101 (python)"
+    sim.feed(LogLine(-1, sim.now, "out", words))
+    sim.fact(1, alive=False, signal=15)
+    sim.fact(0, alive=False, signal=15)
+    sim.wait(6)
+    (alert,) = sim.alerts("died")
+    assert (alert.rank, alert.title) == (None, "the job's command ended (killed by SIGKILL) before its ranks")
+    assert sorted(alert.evidence["then"]) == ["0", "1"]
