@@ -86,14 +86,16 @@ class CudaMemory:
         self._stats: Callable[[int], Stats] = core._cuda_memoryStats
         self._reset: Callable[[int], None] = core._cuda_resetPeakMemoryStats
         self._script = ScriptPeaks()
+        self._note = self._script.note
         self._on_script_reset = on_script_reset
         self._wrap(core)
 
     def sample(self) -> Stats:
         """Return the allocator's nested statistics and begin new peaks."""
-        stats = self._stats(self.device_index)
-        self._reset(self.device_index)
-        self._script.note(stats)
+        index = self.device_index
+        stats = self._stats(index)
+        self._reset(index)
+        self._note(stats)
         return stats
 
     def read(self, sample: Stats) -> Reading:

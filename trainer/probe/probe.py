@@ -13,6 +13,8 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
+
 from ...protocol.telemetry import LogLine, Plan
 from . import active, batch, guard, values
 from .about import About
@@ -26,6 +28,9 @@ R = TypeVar("R")
 
 OUTBOX_LIMIT = 20_000
 """Items waiting for the publisher; beyond it they are dropped and counted: a stuck publisher costs no memory."""
+
+
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def _nothing() -> None:
@@ -179,12 +184,10 @@ class Probe:
     @guarded
     def fetching(self, iterator: Any) -> None:
         """The training thread asks a dataloader for a batch; inside ``no_grad`` or an eval's loader it is ``eval``."""
-        import torch
-
         tracker = self.tracker
         if tracker.depth or self.in_update:
             return
-        if not torch.is_grad_enabled() or (tracker.phase == "eval" and getattr(iterator, "_ftmon_eval", False)):
+        if not _is_grad_enabled() or (tracker.phase == "eval" and getattr(iterator, "_ftmon_eval", False)):
             iterator._ftmon_eval = True
             tracker.enter("eval")
         else:
@@ -206,9 +209,7 @@ class Probe:
     @guarded
     def forwarding(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model's forward begins."""
-        import torch
-
-        if not training or not torch.is_grad_enabled():
+        if not training or not _is_grad_enabled():
             if not self.tracker.depth:
                 if self.tracker.phase in ("data", "forward"):
                     iterator = self._last_iterator()

@@ -25,6 +25,10 @@ RECENT = 400
 """Collectives whose names and sizes are kept: what ranks that are stuck in different ones are compared by."""
 
 
+_new_mark = tuple.__new__
+"""Makes a ``Mark`` without its Python-level constructor: half a microsecond less at each boundary."""
+
+
 class Counts:
     """Collective calls, counted by the wrappers around torch.distributed."""
 
@@ -190,7 +194,7 @@ class Tracker:
         start = perf_counter_ns()
         if phase in self.light:
             counts = self.counts
-            self.marks.append(Mark(phase, start, None, None, counts.entered, counts.host_ns))
+            self.marks.append(_new_mark(Mark, (phase, start, None, None, counts.entered, counts.host_ns)))
         else:
             self.marks.append(self._mark(phase, start))
         before, self.phase, self.phase_ns = self.phase, phase, start
@@ -201,5 +205,5 @@ class Tracker:
 
     def _mark(self, phase: str, ns: int) -> Mark:
         counts = self.counts
-        self.sample = self.memory.sample()
-        return Mark(phase, ns, self.sample, self.mark_event(), counts.entered, counts.host_ns)
+        self.sample = sample = self.memory.sample()
+        return _new_mark(Mark, (phase, ns, sample, self.mark_event(), counts.entered, counts.host_ns))

@@ -21,10 +21,9 @@ def fetch(value: Any) -> Any:
     """
     if value is None or isinstance(value, _NUMBERS):
         return value
-    tensor: Any = value.detach() if hasattr(value, "detach") else None
-    if tensor is None or tensor.numel() != 1:
+    if not hasattr(value, "data_ptr") or value.numel() != 1:
         return None
-    return pinned.fetch(tensor) if tensor.is_cuda else float(tensor)
+    return pinned.fetch_scalar(value) if value.is_cuda else float(value.detach())
 
 
 def fetch_count(mask: Any, later: bool = False) -> Any:
@@ -38,7 +37,7 @@ def fetch_count(mask: Any, later: bool = False) -> Any:
         The count, or what ``read_count`` counts; None when the mask cannot be had.
     """
     if mask.is_cuda:
-        return pinned.fetch(mask.detach())
+        return pinned.fetch(mask)
     return mask.detach() if later else _count(mask)
 
 
