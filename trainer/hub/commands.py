@@ -13,13 +13,14 @@ import zmq
 from ...protocol import wire
 from ...protocol.control import READ_ONLY_VERBS, VERBS, Accepted, Command, Result
 from ...protocol.errors import FtmonError, ProtocolError, UsageError
-from ...protocol.process import is_alive
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import PHASES, Hello
 from ...protocol.wire import UNREADABLE, Message
-from .. import processes
 from ..intent import write_intent
-from .killer import Kill, Outcome, Target
+from .agents import Agent
+from .interrupting import interrupt_job, interrupt_ranks
+from .killer import Outcome, Target
+from .killing import Killing, interrupted_on
 from .rankbook import RankBook
 from .ranklink import Answers, RankLink
 
@@ -45,6 +46,10 @@ class Host(Protocol):
         """End the hub, and the hub alone, soon."""
         ...
 
+    def last_step(self) -> int:
+        """Name a step that no rank has finished yet, and that each will hear of in time to stop after it."""
+        ...
+
 
 class _Caller:
     """Who sent a command, and where the answers go."""
@@ -65,11 +70,14 @@ class _Caller:
 class Commands:
     """Takes commands from ROUTER sockets. Main loop only."""
 
-    def __init__(self, run: RunDir, host: Host, book: RankBook, link: RankLink, read_only: bool) -> None:
+    def __init__(
+        self, run: RunDir, host: Host, book: RankBook, link: RankLink, killing: Killing, read_only: bool
+    ) -> None:
         self._run = run
         self._host = host
         self._book = book
         self._link = link
+        self._killing = killing
         self._read_only = read_only
         self._under_way = 0
         self._interrupted: set[int] | None = None
@@ -130,7 +138,7 @@ class Commands:
             return self._prepare_kill(caller)
         if command.verb == "stop":
             return "asking the ranks to stop", lambda: self._stop(caller)
-        if command.verb in ("stacks", "snapshot", "arm"):
+        if command.verb in ("stacks", "snapshot", "arm", "compose"):
             ranks = self._ranks(command) or self._book.ranks
             seconds = _STACKS_SECONDS if command.verb == "stacks" else _SNAPSHOT_SECONDS
             if command.verb == "arm":
@@ -162,47 +170,34 @@ class Commands:
         name = str(command.args.get("signal") or "").removeprefix("SIG")
         if name and name not in _SIGNALS:
             raise UsageError(f"kill: signal must be INT, TERM or KILL, not {name}")
-        targets = self._book.targets()
-        if ranks:
-            here = {target.rank for target in targets}
-            away = [rank for rank in ranks if rank not in here]
-            if away:
-                raise UsageError(f"kill: rank {away[0]} runs on {self._book.host_of(away[0])}; kill it there")
-            targets = [target for target in targets if target.rank in ranks]
+        self._killing.check(ranks)
         what = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "the run"
         how = f"with SIG{name}" if name else "with INT, then TERM, then KILL"
-        return f"saving stacks, then killing {what} {how}", lambda: self._kill(
-            caller, ranks, targets, _SIGNALS.get(name)
-        )
+        return f"saving stacks, then killing {what} {how}", lambda: self._kill(caller, ranks, _SIGNALS.get(name))
 
-    def _kill(self, caller: _Caller, ranks: list[int], targets: list[Target], number: signal.Signals | None) -> None:
+    def _kill(self, caller: _Caller, ranks: list[int], number: signal.Signals | None) -> None:
         with contextlib.suppress(OSError):  # a full disk must not keep anybody from killing
             write_intent(self._run, "kill", caller.source, ranks)
 
         def start(stacks: Answers) -> None:
-            roots, spared = self._launcher_and_spared()
-
             def done(outcome: Outcome) -> None:
                 data = {**outcome.data, "stacks_saved": sorted(rank for rank, a in stacks.items() if a.ok)}
-                self._host.post(lambda: self._finish(caller, outcome.ok, outcome.text, data))
+                self._finish(caller, outcome.ok, outcome.text, data)
 
-            Kill(self._run.path, targets, not ranks, roots, spared, number, self._book.on_gpu, done).start()
+            self._killing.start(ranks, number, done)
 
         reason = {"reason": f"kill asked by {caller.source}"}
-        self._link.ask("stacks", [t.rank for t in targets], STACKS_BEFORE_KILL_SECONDS, start, reason)
-
-    def _launcher_and_spared(self) -> tuple[list[int], list[int]]:
-        """Give the launcher's pid, when it lives, and the pids that no kill touches."""
-        launcher = self._run.read_run().launcher
-        roots = [launcher.pid] if launcher is not None and is_alive(launcher) else []
-        return roots, [*roots, os.getpid()]
+        self._link.ask("stacks", ranks or self._book.ranks, STACKS_BEFORE_KILL_SECONDS, start, reason)
 
     # stop
 
     def _stop(self, caller: _Caller) -> None:
         with contextlib.suppress(OSError):
             write_intent(self._run, "stop", caller.source)
-        self._link.ask("stop", self._book.ranks, _STOP_SECONDS, lambda answers: self._stop_answered(caller, answers))
+        # Ranks of one host agree on a last step through a file; those of several are told which it is.
+        args = {"step": self._host.last_step()} if self._book.any_elsewhere else {}
+        ranks = self._book.ranks
+        self._link.ask("stop", ranks, _STOP_SECONDS, lambda answers: self._stop_answered(caller, answers), args)
 
     def _stop_answered(self, caller: _Caller, answers: Answers) -> None:
         agreed = sorted(rank for rank, answer in answers.items() if answer.ok)
@@ -215,11 +210,21 @@ class Commands:
             return
         # A foreign script: what ctrl-c would do. The ranks alone first, so that they can still tidy up: DeepSpeed's
         # launcher, told directly, sends them TERM at once.
-        told = [t for t in self._book.targets() if _interrupt(t)]
+        told = interrupt_ranks(self._book.targets())
         self._interrupted = {target.pid for target in told}
-        if told:
-            text = f"sent SIGINT to {_span([t.rank for t in told])}: the script is not ftmon's own trainer"
-            self._finish(caller, True, text + ", whether it saves anything is up to it", {"signalled": len(told)})
+        agents = self._killing.agents.reachable()
+        peers = {agent.identity: place for place, agent in enumerate(agents)}
+        self._link.ask_peers(
+            "stop", peers, _STOP_SECONDS, lambda away: self._interrupted_away(caller, told, agents, away)
+        )
+
+    def _interrupted_away(self, caller: _Caller, told: list[Target], agents: list[Agent], away: Answers) -> None:
+        there = interrupted_on(agents, away)
+        if told or there:
+            here = [f"sent SIGINT to {_span([t.rank for t in told])}"] if told else []
+            text = f"{'; '.join(here + there)}: the script is not ftmon's own trainer"
+            signalled = len(told) + sum(int(answer.data.get("signalled", 0)) for answer in away.values())
+            self._finish(caller, True, text + ", whether it saves anything is up to it", {"signalled": signalled})
             return
         groups = self._interrupt_job()
         text = "sent SIGINT to the job" if groups else "nothing of the run was running any more"
@@ -232,16 +237,8 @@ class Commands:
             self._interrupt_job()
 
     def _interrupt_job(self) -> list[int]:
-        """Send INT to all process groups of the run; return them."""
-        roots, spared = self._launcher_and_spared()
-        groups: list[int] = []
-        for process in processes.of_run(self._run.path, roots, spared):
-            if process.group not in groups and process.group not in (os.getpgid(0), *roots):
-                groups.append(process.group)
-        for group in groups:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGINT)
-        return groups
+        """Send INT to all process groups of the run on this host; return them."""
+        return interrupt_job(self._run.path, *self._killing.launcher_and_spared())
 
     # the rest
 
@@ -280,16 +277,6 @@ def check_arm(args: dict[str, Any]) -> None:
         raise UsageError(f"arm: phase must be empty or one of {', '.join(PHASES)}, not {str(phase)[:40]!r}")
     if not isinstance(steps, int) or not 1 <= steps <= 3:
         raise UsageError("arm: steps must be 1, 2 or 3")
-
-
-def _interrupt(target: Target) -> bool:
-    process = processes.read(target.pid)
-    if process is None or process.start_ticks != target.start_ticks or not process.alive:
-        return False
-    try:
-        return processes.send_signal(process, signal.SIGINT)
-    except PermissionError:
-        return False
 
 
 def _id_of(body: bytes) -> str:

@@ -20,6 +20,7 @@ from ...protocol.rundir import ExitFile, HubFile, RunDir
 from ...protocol.telemetry import Goodbye, Hello
 from ...protocol.wire import Frame, Message
 from .adopt import open_recording, read_history
+from .agents import Agents
 from .channels import Channels
 from .commands import Commands
 from .devices import DeviceSampler
@@ -27,6 +28,7 @@ from .ending import Ending
 from .history import History
 from .intake import Intake
 from .judging import Judging
+from .killing import Killing
 from .logtail import LogTail
 from .mailbox import Mailbox
 from .rankbook import RankBook
@@ -39,8 +41,14 @@ TICK_SECONDS = 0.25
 STATS_SECONDS = 2.0
 LINGER_SECONDS = 3.0
 """How long the hub stays after the end, so that apps see it and can ask for the rest."""
+STOP_NOTICE_SECONDS = 5.0
+"""How long before it a stop is told to ranks on several hosts."""
 SETTLE_SECONDS = 1.25
 """After a failure the deaths of the ranks are judged in their order before the end is told."""
+AGENTS_END_SECONDS = 10.0
+"""How long agents may take to end what is left on their hosts and to send the rest, when a run did not finish."""
+AGENTS_FINISH_SECONDS = 45.0
+"""The same when it has finished: on another host a job of its own may still be saving."""
 _FAILURES = 100
 _DRAIN = 512
 """Messages taken before commands get their turn."""
@@ -59,6 +67,7 @@ class Hub:
         self._announced = False
         self._failures = 0
         self._finish_at = 0.0
+        self._agents_until = 0.0
         self._leave_at: float | None = None
         self._end: ExitFile | None = None
         self._disk_trouble = False
@@ -72,7 +81,9 @@ class Hub:
         self._book = RankBook()
         self._link = RankLink(self._channels.of("ranks"))
         self._ending = Ending(run, self._file)
-        self._commands = Commands(run, self, self._book, self._link, self._read_only)
+        self._agents = Agents(self._channels.of("agents"), self._intake.take, self._judging.fact)
+        killing = Killing(run, self._book, self._link, self._agents, self.post)
+        self._commands = Commands(run, self, self._book, self._link, killing, self._read_only)
         self._supervisor = Supervisor(lambda: self._mailbox.post(self._take_facts))
         self._devices = DeviceSampler(host_sockets.gethostname(), self._rank_pids)
         self._logs = LogTail(run, history.log_offsets)
@@ -113,6 +124,10 @@ class Hub:
         """End soon; the ranks go on."""
         self._over = True
 
+    def last_step(self) -> int:
+        """Name a step that no rank has finished yet, and that each will hear of in time to stop after it."""
+        return self._judging.tracker.step_in(STOP_NOTICE_SECONDS)
+
     # The loop.
 
     def _loop(self) -> None:
@@ -122,6 +137,8 @@ class Hub:
             handlers[socket] = lambda socket=socket: self._commands.receive(socket)
         for socket in self._channels.of("ranks"):
             handlers[socket] = lambda socket=socket: self._link.receive(socket)
+        for socket in self._agents.sockets:
+            handlers[socket] = lambda socket=socket: self._agents.receive(socket, _DRAIN)
         for socket in self._channels.of("telemetry"):
             handlers[socket] = lambda socket=socket: self._intake.drain(socket, _DRAIN)
         order = list(handlers)  # control before data
@@ -159,6 +176,8 @@ class Hub:
         for sample in self._devices.poll():
             self._hub_message(sample)
         self._take_facts()
+        for state in self._agents.tick():
+            self._hub_message(state)
         self._judging.tick(time.time())
         self._link.expire()
         self._commit()
@@ -167,7 +186,10 @@ class Hub:
             if self._end is not None:
                 failed = self._end.state == "failed"
                 self._finish_at = now + (SETTLE_SECONDS if failed else 0.0)
-        if self._end is None or now < self._finish_at:
+                clean = self._end.state == "finished"
+                self._agents_until = now + (AGENTS_FINISH_SECONDS if clean else AGENTS_END_SECONDS)
+                self._agents.run_is_over(AGENTS_FINISH_SECONDS - AGENTS_END_SECONDS if clean else SETTLE_SECONDS)
+        if self._end is None or now < self._finish_at or (now < self._agents_until and self._agents.reachable()):
             return
         if self._leave_at is None:
             self._leave_at = now + LINGER_SECONDS
@@ -181,7 +203,7 @@ class Hub:
             self._over = True
             return None
         try:
-            alive = len(self._supervisor.alive())
+            alive = len(self._supervisor.alive()) + self._agents.ranks_alive
             return self._ending.look(alive, self._book.any_elsewhere, self._intake.received)
         except (FtmonError, OSError) as error:
             print(error, file=sys.stderr)
@@ -189,6 +211,9 @@ class Hub:
 
     def _finish(self, end: ExitFile) -> None:
         """Take in what is still on its way, then say how it ended."""
+        for socket in self._agents.sockets:
+            while self._agents.receive(socket, _DRAIN):
+                self._stream.flush()
         for socket in self._channels.of("telemetry"):
             while self._intake.drain(socket, _DRAIN):
                 self._stream.flush()
@@ -215,6 +240,7 @@ class Hub:
 
     def _commit(self) -> None:
         self._stream.commit()
+        self._agents.confirm()
         trouble = bool(self._stream.recorder.error)
         if trouble != self._disk_trouble:  # say so at once, not with the next regular report
             self._disk_trouble = trouble
@@ -235,8 +261,9 @@ class Hub:
         kind = type(message)
         if kind is Hello:
             assert isinstance(message, Hello)
-            self._meet(message)
-            self._commands.met(message)
+            self._meet(message, away=self._agents.speaking is not None)
+            if self._book.target(message.rank) is not None:
+                self._commands.met(message)
         elif sender not in self._book.senders and sender.startswith("rank-"):
             self._link.identify(sender)
         if kind is Goodbye or not self._ending.stepped:
@@ -244,8 +271,8 @@ class Hub:
         seq = self._stream.put(message, t, body)
         self._judging.feed(seq, t, message)
 
-    def _meet(self, hello: Hello) -> None:
-        self._book.know(hello)
+    def _meet(self, hello: Hello, away: bool = False) -> None:
+        self._book.know(hello, away)
         self._link.know(hello)
         self._ending.note(hello)
         target = self._book.target(hello.rank)

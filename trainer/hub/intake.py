@@ -9,10 +9,13 @@ import zmq
 
 from ...protocol.control import Accepted, Alert, Answer, Command, HubStats, Query, RankState, Result, RunState
 from ...protocol.errors import ProtocolError, VersionError
+from ...protocol.hosts import AgentAck, AgentBeat, HostState
 from ...protocol.telemetry import Goodbye, Heartbeat, Step
 from ...protocol.wire import Header, LossCounter, Message, decode_body, decode_header
 
-_NOT_FROM_RANKS = frozenset({RankState, RunState, Alert, HubStats, Command, Accepted, Result, Query, Answer})
+_NOT_FROM_RANKS = frozenset(
+    {RankState, RunState, Alert, HubStats, Command, Accepted, Result, Query, Answer, AgentBeat, AgentAck, HostState}
+)
 
 
 class Intake:
@@ -62,6 +65,11 @@ class Intake:
                 handle(frames, clock())
         self.received += count
         return count
+
+    def take(self, frames: list[bytes]) -> None:
+        """Take one message that an agent passed on: its header and body frames, as its sender made them."""
+        self.received += 1
+        self._handle(frames, time.time())
 
     def _handle(self, frames: list[bytes], now: float) -> None:
         if len(frames) != 2:

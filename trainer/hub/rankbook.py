@@ -1,4 +1,4 @@
-"""Which ranks there are, and which of them run on this host."""
+"""Which ranks there are, and which of them run on this host: those that no agent of another host speaks for."""
 
 import socket
 
@@ -13,12 +13,15 @@ class RankBook:
     def __init__(self) -> None:
         self._host = socket.gethostname()
         self._hellos: dict[int, Hello] = {}
+        self._away: set[int] = set()
+        """Ranks whose messages an agent passes on."""
         self.senders: set[str] = set()
         """What the processes that have introduced themselves sign as."""
 
-    def know(self, hello: Hello) -> None:
-        """Note a rank's introduction; a later one of the same rank replaces it."""
+    def know(self, hello: Hello, away: bool = False) -> None:
+        """Note a rank's introduction, and whether an agent passed it on; a later one of the same rank replaces it."""
         self._hellos[hello.rank] = hello
+        (self._away.add if away else self._away.discard)(hello.rank)
         self.senders.add(identity_of(hello))
 
     @property
@@ -34,12 +37,12 @@ class RankBook:
     @property
     def any_elsewhere(self) -> bool:
         """Whether any rank runs on another host, out of the supervisor's sight."""
-        return any(hello.host != self._host for hello in self._hellos.values())
+        return any(not self._is_here(hello) for hello in self._hellos.values())
 
     def target(self, rank: int) -> Target | None:
         """Return a rank's process when it is one of this host, else None."""
         hello = self._hellos.get(rank)
-        if hello is None or hello.host != self._host:
+        if hello is None or not self._is_here(hello):
             return None
         return Target(rank, hello.pid, hello.start_ticks)
 
@@ -51,3 +54,7 @@ class RankBook:
     def host_of(self, rank: int) -> str:
         """Name the host of a known rank."""
         return self._hellos[rank].host
+
+    def _is_here(self, hello: Hello) -> bool:
+        # After a restart of the hub the ranks of its history have not been heard yet: then their host's name tells.
+        return hello.rank not in self._away and hello.host == self._host

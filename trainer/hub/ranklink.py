@@ -69,13 +69,21 @@ class RankLink:
         args: dict[str, Any] | None = None,
     ) -> None:
         """Send a command to ``ranks`` and call ``done`` with their answers, after ``timeout`` seconds at the latest."""
+        known = {identity: rank for rank in ranks if (identity := self._identities.get(rank)) is not None}
+        self.ask_peers(verb, known, timeout, done, args)
+
+    def ask_peers(
+        self,
+        verb: str,
+        peers: dict[bytes, int],
+        timeout: float,
+        done: Callable[[Answers], None],
+        args: dict[str, Any] | None = None,
+    ) -> None:
+        """Send a command to peers by their identities; ``done`` gets the answers by the numbers that stand for them."""
         number = f"hub-{next(self._numbers)}"
         command = Command(number, verb, args or {})
-        waiting: dict[bytes, int] = {}
-        for rank in ranks:
-            identity = self._identities.get(rank)
-            if identity is not None and self._send(identity, command):
-                waiting[identity] = rank
+        waiting = {identity: peer for identity, peer in peers.items() if self._send(identity, command)}
         if not waiting:
             done({})
             return

@@ -1,6 +1,7 @@
 """The hub's TCP side (``--listen``): every channel once more, encrypted, for those on the allow-list only.
 
-CURVE belongs to a socket, not to an address, so each channel has a second socket besides the local one.
+CURVE belongs to a socket, not to an address, so each channel has a second socket besides the local one. Apps and agents
+are let in by different keys: an agent's opens the agents' channels alone, and an app's opens all but those.
 """
 
 from typing import Any
@@ -49,11 +50,12 @@ class Remote:
     def _open(self, context: "zmq.Context[Any]", run: RunDir, listen: str) -> None:
         addresses = parse_listen(listen).addresses()
         pair = keys.server_pair(run)
-        self._authenticator = keys.start_authenticator(context)
+        self._authenticator = keys.start_authenticator(context, keys.agent_pair(run).public)
         for channel, address in addresses.items():
             socket = sockets.hub_socket(context, channel)
             self.sockets[channel] = socket
-            sockets.secure_server(socket, pair)
+            domain = keys.AGENT_DOMAIN if channel in sockets.AGENT_CHANNELS else keys.ZAP_DOMAIN
+            sockets.secure_server(socket, pair, domain)
             sockets.bind(socket, address)
         self.addresses = addresses
         self.server_key = pair.public

@@ -63,7 +63,7 @@ def test_a_run_is_named_after_its_script(command, name):
 
 def test_listen_gives_every_channel_a_port_of_its_own():
     addresses = parse_listen("127.0.0.1:7420").addresses()
-    assert sorted(addresses.values()) == [f"tcp://127.0.0.1:{port}" for port in range(7420, 7425)]
+    assert sorted(addresses.values()) == [f"tcp://127.0.0.1:{port}" for port in range(7420, 7426)]
     assert parse_listen(":7420").host == "0.0.0.0"
     assert parse_listen("[::1]:7420").addresses()["telemetry"] == "tcp://[::1]:7420"
 

@@ -64,6 +64,7 @@ class RankProgress:
         "progress",
         "step",
         "step_collectives",
+        "step_seconds",
         "steps_seen",
         "usual_max",
     )
@@ -75,6 +76,8 @@ class RankProgress:
         self.step = 1
         """The step in the making."""
         self.steps_seen = 0
+        self.step_seconds = 0.0
+        """Host time of the last finished step; 0 before the first."""
         self.has_stepped = False
         self.phase = "init"
         self.phase_started = 0.0
@@ -92,6 +95,7 @@ class RankProgress:
         self.heard_at = self.moved_at = t
         self.has_stepped = True
         self.steps_seen += 1
+        self.step_seconds = step.host_us * 1e-6
         if step.step >= self.step:
             self.step = step.step + 1
         entered = 0

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Absence = Literal["", "stopped", "gone", "silent"]
+Absence = Literal["", "stopped", "gone", "silent", "cut off"]
 
 _WHERE = {
     "init": "in start-up",
@@ -21,6 +21,7 @@ _ABSENT = {
     "stopped": "stopped by a signal",
     "gone": "its process is gone",
     "silent": "its process lives but sends nothing",
+    "cut off": "its host is cut off",
 }
 
 

@@ -1,0 +1,233 @@
+"""The agents of a run's other hosts, as the hub sees them: what they pass on, whether they are heard, what they know.
+
+A message that an agent passes on is taken once, in the agent's own order, and confirmed when it is on disk; so a link
+that was cut, or a hub that was restarted, costs nothing but what an agent had to give up for want of room.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from ...protocol import wire
+from ...protocol.errors import ProtocolError
+from ...protocol.hosts import AgentAck, AgentBeat, HostState, HostStateName, decode_numbers
+from .detectors.tracked import ProcessFact
+
+CUT_OFF_SECONDS = 5.0
+"""An agent says something every second; unheard for so long, its host is cut off."""
+_PAUSE_SECONDS = 2.0
+"""Looks farther apart than this: the hub itself was not looking, and nobody is cut off for that."""
+_OFFSET_STEP = 0.05
+"""A clock offset is told again when it has changed by so many seconds."""
+
+
+class Agent:
+    """One agent, and with it one host."""
+
+    def __init__(self, identity: bytes, socket: "zmq.Socket[Any]", now: float) -> None:
+        self.identity = identity
+        self.socket = socket
+        self.heard = now
+        self.number = -1
+        """The last number taken; -1 before the first."""
+        self.confirmed = 0
+        self.state: HostStateName = "reachable"
+        self.since = time.time()
+        self.beat: AgentBeat | None = None
+        self.facts: dict[int, ProcessFact] = {}
+        self.told: HostState | None = None
+
+    @property
+    def host(self) -> str:
+        """The host's name; empty before its first beat."""
+        return self.beat.host if self.beat is not None else ""
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks there, as far as their processes are known."""
+        return sorted(self.facts)
+
+    @property
+    def alive(self) -> int:
+        """How many of its ranks' processes live, as last seen."""
+        return sum(fact.alive for fact in self.facts.values())
+
+    def describe(self, now: float) -> HostState:
+        """Say how this host stands."""
+        beat = self.beat
+        text = {
+            "reachable": "",
+            "cut off": "nothing is heard of its agent; for all we know its ranks go on",
+            "left": "its agent has ended",
+        }[self.state]
+        ranks = self.ranks
+        return HostState(
+            host=self.host,
+            state=self.state,
+            time=now,
+            rank=ranks[0] if ranks else -1,
+            ranks=ranks,
+            text=text,
+            since=self.since,
+            version=beat.version if beat is not None else "",
+            clock_offset=beat.clock_offset if beat is not None else None,
+            round_trip=beat.round_trip if beat is not None else None,
+            dropped=beat.dropped if beat is not None else 0,
+        )
+
+
+class Agents:
+    """Serves the agents' channel. Main loop only.
+
+    Args:
+        sockets: bound ROUTERs.
+        take: called with each message passed on (header and body frames), once.
+        fact: called with what an agent saw of a rank's process.
+    """
+
+    def __init__(
+        self,
+        sockets: "Sequence[zmq.Socket[Any]]",
+        take: Callable[[list[bytes]], None],
+        fact: Callable[[ProcessFact], None],
+    ) -> None:
+        self.sockets = list(sockets)
+        self._take = take
+        self._fact = fact
+        self._by_identity: dict[bytes, Agent] = {}
+        self._looked = time.monotonic()
+        self._over_grace: float | None = None
+        self.speaking: Agent | None = None
+        """Whose message is being taken."""
+
+    def all(self) -> list[Agent]:
+        """List the agents that have introduced themselves and not left."""
+        return [agent for agent in self._by_identity.values() if agent.beat is not None and agent.state != "left"]
+
+    def reachable(self) -> list[Agent]:
+        """List the agents that are heard."""
+        return [agent for agent in self.all() if agent.state == "reachable"]
+
+    def of(self, rank: int) -> Agent | None:
+        """Find the agent of a rank; None when it has none (it runs on the hub's own host)."""
+        return next((agent for agent in self.all() if rank in agent.facts), None)
+
+    @property
+    def ranks_alive(self) -> int:
+        """How many ranks of hosts that are heard have a living process."""
+        return sum(agent.alive for agent in self.reachable())
+
+    def receive(self, socket: "zmq.Socket[Any]", limit: int) -> int:
+        """Take up to ``limit`` messages that are waiting on one of the sockets; return how many there were."""
+        count = 0
+        with contextlib.suppress(zmq.Again):
+            while count < limit:
+                identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
+                count += 1
+                agent = self._by_identity.get(identity)
+                if agent is None:
+                    agent = self._by_identity[identity] = Agent(identity, socket, time.monotonic())
+                agent.heard, agent.socket = time.monotonic(), socket
+                with contextlib.suppress(ProtocolError):
+                    if len(frames) == 3:
+                        self._passed_on(agent, frames)
+                    elif len(frames) == 2:
+                        self._said(agent, frames)
+        return count
+
+    def confirm(self) -> None:
+        """Tell every agent what is on disk; to be called after a commit."""
+        for agent in self._by_identity.values():
+            if agent.number > agent.confirmed:
+                agent.confirmed = agent.number
+                self._answer(agent, 0.0)
+
+    def tick(self) -> list[HostState]:
+        """Let time pass; return the states that changed."""
+        now = time.monotonic()
+        paused = now - self._looked
+        self._looked = now
+        changed: list[HostState] = []
+        for agent in self.all():
+            if paused > _PAUSE_SECONDS:
+                agent.heard += paused
+            state: HostStateName = "cut off" if now - agent.heard > CUT_OFF_SECONDS else "reachable"
+            if agent.beat is not None and agent.beat.leaving:
+                state = "left"
+            if state != agent.state:
+                agent.state = state
+                agent.since = time.time() - (now - agent.heard if state == "cut off" else 0.0)
+            described = agent.describe(time.time())
+            if agent.told is None or _differ(agent.told, described):
+                agent.told = described
+                changed.append(described)
+        return changed
+
+    def run_is_over(self, grace: float) -> None:
+        """Have every agent end what is left on its host after ``grace`` seconds, and then itself."""
+        if self._over_grace is None:
+            self._over_grace = grace
+            for agent in self.all():
+                self._answer(agent, 0.0)
+
+    def _passed_on(self, agent: Agent, frames: list[bytes]) -> None:
+        number, oldest = decode_numbers(frames[0])
+        if agent.number < 0:
+            # The first heard of it. An earlier hub may have had what it no longer holds.
+            agent.number = agent.confirmed = oldest - 1
+        if number <= agent.number or (number > agent.number + 1 and oldest <= agent.number + 1):
+            return  # had already; or something before it was lost on the way, and all from there on comes again
+        agent.number = number
+        self.speaking = agent
+        try:
+            self._take(frames[1:])
+        finally:
+            self.speaking = None
+
+    def _said(self, agent: Agent, frames: list[bytes]) -> None:
+        wire.decode_header(frames[0])
+        beat = wire.decode_body(frames[1])
+        if not isinstance(beat, AgentBeat):
+            return
+        if agent.beat is None:
+            self._replace_earlier(agent, beat)
+        agent.beat = beat
+        for process in beat.processes:
+            fact = ProcessFact(
+                process.rank,
+                process.pid,
+                process.start_ticks,
+                process.alive,
+                process.proc_state,
+                process.exit_code,
+                process.signal,
+            )
+            agent.facts[process.rank] = fact
+            self._fact(fact)
+        self._answer(agent, beat.time)
+
+    def _replace_earlier(self, agent: Agent, beat: AgentBeat) -> None:
+        """Forget an agent of the same host that this one was started in place of."""
+        for identity, other in list(self._by_identity.items()):
+            known = other.beat
+            if other is not agent and known is not None and (known.host, known.boot_id) == (beat.host, beat.boot_id):
+                del self._by_identity[identity]
+
+    def _answer(self, agent: Agent, beat: float) -> None:
+        over, grace = self._over_grace is not None, self._over_grace or 0.0
+        ack = AgentAck(agent.confirmed, time.time(), beat, over, grace)
+        # EHOSTUNREACH or EAGAIN: it is cut off; its next beat is answered.
+        with contextlib.suppress(zmq.ZMQError):
+            agent.socket.send_multipart([agent.identity, *wire.encode("hub", 0, ack.time, ack)], zmq.NOBLOCK)
+
+
+def _differ(told: HostState, now: HostState) -> bool:
+    if (told.state, told.ranks, told.version) != (now.state, now.ranks, now.version):
+        return True
+    if now.dropped != told.dropped:
+        return True
+    before, after = told.clock_offset, now.clock_offset
+    return after is not None and (before is None or abs(after - before) > _OFFSET_STEP)

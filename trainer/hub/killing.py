@@ -1,0 +1,137 @@
+"""Killing wherever the ranks run: here with signals, on other hosts through their agents, and one outcome of it all."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from ...protocol.control import Result
+from ...protocol.errors import UsageError
+from ...protocol.process import is_alive
+from ...protocol.rundir import RunDir
+from .agents import Agent, Agents
+from .killer import Kill, Outcome
+from .rankbook import RankBook
+from .ranklink import Answers, RankLink
+
+_AGENT_SECONDS = 30.0
+"""An escalation and its look at the GPUs take less than this."""
+
+
+class Killing:
+    """Starts kills. Main loop only.
+
+    Args:
+        run: the run.
+        book: which ranks run here.
+        link: the line to the agents.
+        agents: the agents of other hosts.
+        post: has the main loop make a call; any thread.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        book: RankBook,
+        link: RankLink,
+        agents: Agents,
+        post: Callable[[Callable[[], object]], None],
+    ) -> None:
+        self._run = run
+        self._book = book
+        self._link = link
+        self.agents = agents
+        self._post = post
+
+    def check(self, ranks: list[int]) -> None:
+        """Refuse to kill ranks that cannot be reached now.
+
+        Raises:
+            UsageError: a rank's host is cut off, or nobody there answers for it.
+        """
+        here = {target.rank for target in self._book.targets()}
+        for rank in ranks:
+            agent = self.agents.of(rank)
+            if rank in here or (agent is not None and agent.state == "reachable"):
+                continue
+            if agent is not None:
+                raise UsageError(
+                    f"kill: {agent.host}, where rank {rank} runs, is cut off; it can be killed once it is back"
+                )
+            raise UsageError(f"kill: rank {rank} runs on {self._book.host_of(rank)}, and no agent there answers for it")
+
+    def start(self, ranks: list[int], number: signal.Signals | None, done: Callable[[Outcome], None]) -> None:
+        """Kill ``ranks`` (empty: the whole run) and call ``done`` once, in the main loop, with what came of it.
+
+        Args:
+            ranks: the ranks to end.
+            number: the signal to send, or None to escalate INT, TERM, KILL.
+            done: gets the outcome.
+        """
+        targets = [target for target in self._book.targets() if not ranks or target.rank in ranks]
+        agents = [agent for agent in self.agents.all() if not ranks or set(ranks) & set(agent.ranks)]
+        reachable = {number: agent for number, agent in enumerate(agents) if agent.state == "reachable"}
+        parts: dict[str, Outcome] = {
+            agent.host: Outcome(False, "cut off: what runs there could not be reached", {})
+            for agent in agents
+            if agent.state != "reachable"
+        }
+        here = bool(targets) or not ranks
+        awaited = int(here) + int(bool(reachable))
+
+        def part(outcomes: dict[str, Outcome]) -> None:
+            nonlocal awaited
+            parts.update(outcomes)
+            awaited -= 1
+            if awaited <= 0:
+                done(_together(parts))
+
+        def answered(answers: Answers) -> None:
+            part({agent.host: _outcome_of(answers.get(place)) for place, agent in reachable.items()})
+
+        if here:
+            roots, spared = self.launcher_and_spared()
+            finished = lambda outcome: self._post(lambda: part({"": outcome}))  # noqa: E731
+            Kill(self._run.path, targets, not ranks, roots, spared, number, self._book.on_gpu, finished).start()
+        if reachable:
+            args = {"ranks": ranks, "signal": number.name if number else "", "on_gpu": self._book.on_gpu}
+            peers = {agent.identity: place for place, agent in reachable.items()}
+            self._link.ask_peers("kill", peers, _AGENT_SECONDS, answered, args)
+        if not awaited:
+            done(_together(parts))
+
+    def launcher_and_spared(self) -> tuple[list[int], list[int]]:
+        """Give the launcher's pid, when it lives, and the pids that no kill touches."""
+        launcher = self._run.read_run().launcher
+        roots = [launcher.pid] if launcher is not None and is_alive(launcher) else []
+        return roots, [*roots, os.getpid()]
+
+
+def interrupted_on(agents: list[Agent], answers: Answers) -> list[str]:
+    """List the hosts whose agents interrupted something, in words."""
+    return [
+        f"on {agent.host} {answers[place].text}"
+        for place, agent in enumerate(agents)
+        if place in answers and answers[place].data.get("signalled")
+    ]
+
+
+def _outcome_of(result: Result | None) -> Outcome:
+    if result is None:
+        return Outcome(False, f"no answer of the agent there in {_AGENT_SECONDS:.0f} s", {})
+    return Outcome(result.ok, result.text, result.data)
+
+
+def _together(parts: dict[str, Outcome]) -> Outcome:
+    """Make one outcome of those of all hosts; this host has no name in it."""
+    if set(parts) <= {""}:
+        return parts.get("") or Outcome(True, "nothing of it was running any more", {})
+    data: dict[str, Any] = {"ended": [], "left": [], "ranks": [], "seconds": 0.0, "signal": "", "hosts": {}}
+    for host, part in parts.items():
+        for key in ("ended", "left", "ranks"):
+            data[key] += part.data.get(key, [])
+        data["seconds"] = max(data["seconds"], part.data.get("seconds", 0.0))
+        data["signal"] = data["signal"] or part.data.get("signal", "")
+        data["hosts"][host or "here"] = part.data
+    text = ". ".join(f"On {host}: {part.text}" if host else f"Here: {part.text}" for host, part in parts.items())
+    return Outcome(all(part.ok for part in parts.values()), text, data)
