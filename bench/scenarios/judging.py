@@ -47,7 +47,7 @@ def judge(kind: Kind, culprit: int | None, history: list[tuple[float, Alert]], e
         who = named(alert)
         if kind.expect == "honest":
             return Judgement("false alarm", t, alert.title)
-        if not who <= guilty:
+        if not who <= guilty and not (kind.expect == "sizes" and alert.kind in ("died", "failure")):
             return Judgement("wrong", t, alert.title)
     if kind.expect == "honest":
         finished = end is not None and end.state == "finished"
@@ -60,7 +60,7 @@ def judge(kind: Kind, culprit: int | None, history: list[tuple[float, Alert]], e
     for t, alert in history:
         if _says(kind, guilty, alert):
             return Judgement("right", t, alert.title)
-    vague = next(((t, alert) for t, alert in accused if alert.kind == "hang"), None)
+    vague = next(((t, alert) for t, alert in accused if alert.kind == "hang" or kind.expect == "sizes"), None)
     return Judgement("cannot tell", vague[0], vague[1].title) if vague else Judgement("none")
 
 
@@ -73,6 +73,9 @@ def _says(kind: Kind, guilty: set[int], alert: Alert) -> bool:
         return alert.kind == "hang" and who == guilty and rule != "exit"
     if kind.expect == "tangle":
         return alert.kind == "hang" and (who == guilty if who else rule in ("mismatch", "deadlock"))
+    if kind.expect == "sizes":
+        words = f"{alert.title} {alert.text}".lower()
+        return alert.kind in ACCUSING and any(word in words for word in ("shape", "size", "elements"))
     if kind.expect == "exit":
         return alert.kind == "hang" and who == guilty and rule == "exit"
     wanted = {"death": "died", "failure": "failure", "slow": "slow"}[kind.expect]

@@ -5,6 +5,8 @@
 - ``stall``: a hang that names exactly the ranks at fault;
 - ``tangle``: a hang in which every rank waits for the others: a mismatch or a deadlock is said, and nobody is named
   (or, where one rank took another branch, that one);
+- ``sizes``: a collective that the library itself gives up, on whichever rank: that sizes differ is said, and no rank is
+  called hung but the one with the odd size; the death of another is true, and ``cannot tell``;
 - ``death`` and ``failure``: the rank that died, or whose exception it was, and how;
 - ``slow``: the rank that is slow, and at what;
 - ``exit``: a hang at exit, with the rank that lives on;
@@ -16,7 +18,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Expect = Literal["stall", "tangle", "death", "failure", "slow", "exit", "honest", "resolves", "ended"]
+Expect = Literal["stall", "tangle", "sizes", "death", "failure", "slow", "exit", "honest", "resolves", "ended"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ KINDS = (
     Kind("two-groups", "two groups entered in opposite order", "tangle", culprit=False),
     Kind("ring-of-groups", "three ranks, three pairs, each waits for the next", "tangle", ranks=3, culprit=False),
     Kind("other-collective", "enters another collective than the rest", "tangle", ranks=3),
-    Kind("other-shape", "enters a collective with another shape", "tangle"),
+    Kind("other-shape", "enters a collective with another shape", "sizes"),
     Kind("uneven-batches", "runs out of batches and goes to the final barrier", "tangle"),
     Kind("recv-without-send", "waits to receive what nobody sends", "tangle"),
     Kind("sigstop", "stopped by SIGSTOP", "stall", cuda=True),
