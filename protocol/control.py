@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from .bounds import Rank, Time
+
 RankStateName = Literal["starting", "training", "waiting", "hung", "held", "stopped", "gone", "unreachable", "finished"]
 RunStateName = Literal["starting", "training", "stopping", "finished", "failed", "stopped"]
 Severity = Literal["info", "warning", "error"]
@@ -21,12 +23,12 @@ READ_ONLY_VERBS = ("ping",)
 class RankState(msgspec.Struct, tag="rank_state", frozen=True, omit_defaults=True):
     """The hub's judgement of one rank, sent when it changes."""
 
-    rank: int
+    rank: Rank
     state: RankStateName
-    time: float
+    time: Time
     text: str = ""
     """Why, in a few words: ``not in all_gather #8841, in data loading``."""
-    since: float = 0.0
+    since: Time = 0.0
     pid: int = 0
     exit_code: int | None = None
     signal: int | None = None
@@ -36,7 +38,7 @@ class RunState(msgspec.Struct, tag="run_state", frozen=True, omit_defaults=True)
     """The state of the whole run, sent when it changes."""
 
     state: RunStateName
-    time: float
+    time: Time
     text: str = ""
     exit_code: int | None = None
 
@@ -47,17 +49,17 @@ class Alert(msgspec.Struct, tag="alert", frozen=True, omit_defaults=True):
     id: int
     kind: AlertKind
     severity: Severity
-    time: float
+    time: Time
     title: str
     """One line, fit for a list: ``rank 1 optimizer +0.9 GiB for 4 ms``."""
-    rank: int | None = None
-    ranks: list[int] = []
+    rank: Rank | None = None
+    ranks: list[Rank] = []
     step: int | None = None
     phase: str = ""
     text: str = ""
     """What it means and what to do, a few sentences."""
     evidence: dict[str, Any] = {}
-    resolved: float | None = None
+    resolved: Time | None = None
     """When it ended by itself; None while it stands."""
     count: int = 1
     """How often it repeated since it was raised."""
@@ -66,7 +68,7 @@ class Alert(msgspec.Struct, tag="alert", frozen=True, omit_defaults=True):
 class HubStats(msgspec.Struct, tag="hub_stats", frozen=True, omit_defaults=True):
     """The monitor's own health, once in a few seconds."""
 
-    time: float
+    time: Time
     pid: int
     received: int
     recorded: int
@@ -110,7 +112,7 @@ class Result(msgspec.Struct, tag="result", frozen=True, omit_defaults=True):
     verb: str = ""
     text: str = ""
     data: dict[str, Any] = {}
-    time: float = 0.0
+    time: Time = 0.0
 
 
 class Query(msgspec.Struct, tag="query", frozen=True, omit_defaults=True):

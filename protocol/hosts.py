@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from .bounds import Rank, Time
 from .errors import ProtocolError
 
 HostStateName = Literal["reachable", "cut off", "left"]
@@ -19,7 +20,7 @@ _NUMBERS = struct.Struct(">QQ")
 class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an agent saw of one rank's process, at most a second ago."""
 
-    rank: int
+    rank: Rank
     pid: int
     start_ticks: int
     alive: bool
@@ -37,7 +38,7 @@ class AgentBeat(msgspec.Struct, tag="agent_beat", frozen=True, omit_defaults=Tru
     pid: int
     start_ticks: int
     version: str
-    time: float
+    time: Time
     """Seconds since the epoch on the agent's clock."""
     processes: list[ProcessState] = []
     waiting: int = 0
@@ -60,7 +61,7 @@ class AgentAck(msgspec.Struct, tag="agent_ack", frozen=True, omit_defaults=True)
 
     number: int
     """Everything up to this number of the agent's is recorded."""
-    time: float
+    time: Time
     """Seconds since the epoch on the hub's clock."""
     beat: float = 0.0
     """``time`` of the beat that is answered; 0 where none is."""
@@ -76,12 +77,12 @@ class HostState(msgspec.Struct, tag="host", frozen=True, omit_defaults=True):
     host: str
     state: HostStateName
     """``cut off``: its agent was not heard for some seconds; ``left``: its agent ended in order."""
-    time: float
-    rank: int = -1
+    time: Time
+    rank: Rank = -1
     """The lowest rank there; -1 before any is known."""
-    ranks: list[int] = []
+    ranks: list[Rank] = []
     text: str = ""
-    since: float = 0.0
+    since: Time = 0.0
     version: str = ""
     """Version of ftmon there."""
     clock_offset: float | None = None

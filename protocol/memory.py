@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from .blocks import StackGroup as StackGroup
+from .bounds import Rank, Time
 from .telemetry import MemoryMeasure
 
 PARTS = (
@@ -47,9 +48,9 @@ class PhaseComposition(msgspec.Struct, frozen=True, omit_defaults=True):
 class Composition(msgspec.Struct, tag="composition", frozen=True, omit_defaults=True):
     """What the peaks of one step of one rank are made of."""
 
-    rank: int
+    rank: Rank
     step: int
-    time: float
+    time: Time
     measure: MemoryMeasure
     phases: list[PhaseComposition]
     reason: Reason = "periodic"
@@ -76,10 +77,10 @@ class Composition(msgspec.Struct, tag="composition", frozen=True, omit_defaults=
 class Cause(msgspec.Struct, tag="cause", frozen=True, omit_defaults=True):
     """Which code the transient of one phase of one step came from, or (``reason`` ``leak``) what stayed."""
 
-    rank: int
+    rank: Rank
     step: int
     phase: str
-    time: float
+    time: Time
     reason: Reason
     transient_bytes: int
     """Bytes above the larger of the phase's start and end at its peak; for a leak, what the step left behind."""

@@ -1,13 +1,14 @@
 """The report of an out-of-memory error: the moment of every rank, a verdict in words, and what to try, in order.
 
 The hub makes it of a rank's ``Oom`` and what it knows of all the others; ``ftmon oom FILE`` makes one of a snapshot.
-The rules are in ``oomverdict`` and ``oommends``.
+The rules are in the package ``oomreport``.
 """
 
 from typing import Literal
 
 import msgspec
 
+from .bounds import Rank, Time
 from .telemetry import Oom, ProcessMemory
 
 OomKind = Literal[
@@ -67,7 +68,7 @@ class Mend(msgspec.Struct, frozen=True, omit_defaults=True):
 class RankMoment(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where one rank was when the allocation failed, as far as the hub knew."""
 
-    rank: int
+    rank: Rank
     state: str
     step: int
     """The step in the making."""
@@ -92,10 +93,10 @@ class RankMoment(msgspec.Struct, frozen=True, omit_defaults=True):
 class OomReport(msgspec.Struct, tag="oom_report", frozen=True, omit_defaults=True):
     """Everything known of one out-of-memory error."""
 
-    rank: int
+    rank: Rank
     step: int
     phase: str
-    time: float
+    time: Time
     oom: Oom
     verdict: OomVerdict
     mends: list[Mend]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from .blocks import SegmentUse, StackGroup
+from .bounds import Rank, Time
 
 PHASES = ("init", "data", "forward", "backward", "optimizer", "eval", "checkpoint", "idle")
 """Every phase a rank can be in, in the order they are drawn."""
@@ -111,8 +112,8 @@ class SelfDump(msgspec.Struct, frozen=True, omit_defaults=True):
 class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
     """A rank's first message, and its answer to ``identify`` when a new hub adopts it."""
 
-    rank: int
-    local_rank: int
+    rank: Rank
+    local_rank: Rank
     world_size: int
     host: str
     pid: int
@@ -120,7 +121,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
     """Process start time in clock ticks since boot (field 22 of /proc/PID/stat): with the pid it names a process."""
     device: DeviceInfo
     memory_measure: MemoryMeasure
-    time: float
+    time: Time
     versions: dict[str, str] = {}
     """Installed versions of ``python``, ``torch``, ``deepspeed``, ``transformers``, ``ftmon``, where present."""
     deepspeed_config: dict[str, Any] | None = None
@@ -145,7 +146,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
 class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
     """How long the run means to go on; sent by whoever knows (ftmon's trainer, the TrainerCallback)."""
 
-    rank: int
+    rank: Rank
     total_steps: int
     epochs: float | None = None
     output_dir: str = ""
@@ -154,10 +155,10 @@ class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
 class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """One optimizer update of one rank, all its phases in one message, sent once its device times are known."""
 
-    rank: int
+    rank: Rank
     step: int
     """1 for the first optimizer update; continues after a resume."""
-    started: float
+    started: Time
     host_us: int
     """Host time of the whole step, between-phase time included."""
     phases: list[PhaseRecord]
@@ -206,13 +207,13 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
     the process lives.
     """
 
-    rank: int
+    rank: Rank
     step: int
     """The step in the making: the last finished step plus one."""
     phase: str
-    phase_started: float
+    phase_started: Time
     progress: int
-    time: float
+    time: Time
     micro_step: int = 0
     collectives: int = 0
     """Collective calls entered since the process group was made."""
@@ -232,7 +233,7 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
     reserved: int = 0
     resident: int = 0
     dropped: int = 0
-    held_since: float = 0.0
+    held_since: Time = 0.0
     """Since when it waits at an out-of-memory error (``--on-oom hold``), seconds since the epoch; 0: it does not."""
 
 
@@ -257,9 +258,9 @@ class AllocatorPhase(msgspec.Struct, frozen=True, omit_defaults=True):
 class AllocatorEvents(msgspec.Struct, tag="events", frozen=True, omit_defaults=True):
     """Numbers from the allocator's own trace of one sampled step; never stacks."""
 
-    rank: int
+    rank: Rank
     step: int
-    time: float
+    time: Time
     phases: list[AllocatorPhase]
     entries: int = 0
     """Trace entries read."""
@@ -287,9 +288,9 @@ class AllocatorEvents(msgspec.Struct, tag="events", frozen=True, omit_defaults=T
 class SnapshotTaken(msgspec.Struct, tag="snapshot", frozen=True, omit_defaults=True):
     """A memory snapshot was written into the run directory."""
 
-    rank: int
+    rank: Rank
     step: int
-    time: float
+    time: Time
     path: str
     bytes: int
     reason: str
@@ -299,8 +300,8 @@ class SnapshotTaken(msgspec.Struct, tag="snapshot", frozen=True, omit_defaults=T
 class LogLine(msgspec.Struct, tag="log", frozen=True, omit_defaults=True):
     """One line of a rank's output. Rank -1 is the launcher. Control characters are removed by the sender's side."""
 
-    rank: int
-    time: float
+    rank: Rank
+    time: Time
     stream: Literal["out", "err", "launcher", "ftmon"]
     text: str
 
@@ -308,10 +309,10 @@ class LogLine(msgspec.Struct, tag="log", frozen=True, omit_defaults=True):
 class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
     """An allocation failed for want of memory: the allocator's numbers at that moment."""
 
-    rank: int
+    rank: Rank
     step: int
     phase: str
-    time: float
+    time: Time
     requested_bytes: int
     device_free_bytes: int
     device_total_bytes: int
@@ -387,10 +388,10 @@ class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
 class Failure(msgspec.Struct, tag="failure", frozen=True, omit_defaults=True):
     """An exception left the script's main thread."""
 
-    rank: int
+    rank: Rank
     step: int
     phase: str
-    time: float
+    time: Time
     error: str
     traceback: str = ""
 
@@ -398,8 +399,8 @@ class Failure(msgspec.Struct, tag="failure", frozen=True, omit_defaults=True):
 class Stacks(msgspec.Struct, tag="stacks", frozen=True, omit_defaults=True):
     """Python stacks of all threads of a rank, as ``faulthandler`` writes them."""
 
-    rank: int
-    time: float
+    rank: Rank
+    time: Time
     text: str
     reason: str = ""
     thread: str = ""
@@ -412,8 +413,8 @@ class Stacks(msgspec.Struct, tag="stacks", frozen=True, omit_defaults=True):
 class Goodbye(msgspec.Struct, tag="goodbye", frozen=True, omit_defaults=True):
     """A rank is about to end in order. Nothing follows."""
 
-    rank: int
-    time: float
+    rank: Rank
+    time: Time
     step: int
     reason: Literal["finished", "failed", "stopped"]
     text: str = ""
@@ -425,7 +426,7 @@ class ProcessMemory(msgspec.Struct, frozen=True, omit_defaults=True):
 
     pid: int
     used_bytes: int
-    rank: int | None = None
+    rank: Rank | None = None
     name: str = ""
 
 
@@ -436,7 +437,7 @@ class DeviceSample(msgspec.Struct, tag="device", frozen=True, omit_defaults=True
     kind: Literal["gpu", "host"]
     index: int
     name: str
-    time: float
+    time: Time
     used_bytes: int
     total_bytes: int
     uuid: str = ""

@@ -7,6 +7,7 @@ The hub republishes a body's bytes untouched under a header of its own. Sequence
 import msgspec
 
 from . import control, hosts, memory, oom, telemetry
+from .bounds import Name, Sequence, Time
 from .errors import ProtocolError, VersionError
 
 VERSION = (1, 0)
@@ -81,9 +82,9 @@ class Header(msgspec.Struct, frozen=True):
     """Frame 0 of an envelope."""
 
     v: tuple[int, int]
-    src: str
-    seq: int
-    t: float
+    src: Name
+    seq: Sequence
+    t: Time
 
 
 class Frame(msgspec.Struct, frozen=True):

@@ -1,0 +1,21 @@
+"""What a number can be: figures outside of these are no message's, and decoding refuses them.
+
+They keep whoever receives from having to fear a rank of two to the sixtieth, for which it would make room, or a time
+that no calendar has.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+MAX_RANKS = 16_384
+"""Ranks are below this; -1 stands for the launcher, or for none."""
+
+MAX_WHOLE = 2**53
+"""What a double still holds exactly; far above any count of bytes, and sums of many fit SQLite's 64 bits."""
+
+Rank = Annotated[int, Meta(ge=-1, lt=MAX_RANKS)]
+Time = Annotated[float, Meta(ge=0.0, lt=1e11)]
+"""Seconds since the epoch, up to the year 5138; no infinity, and a number."""
+Sequence = Annotated[int, Meta(ge=0, le=MAX_WHOLE)]
+Name = Annotated[str, Meta(max_length=256)]
