@@ -23,15 +23,14 @@ def calls(counts: Counts) -> dict[str, Any]:
     """Tell which collectives were entered, as plain data for a message.
 
     Returns:
-        ``source``: ``recorder`` or ``calls``; ``ranks``: the global ranks of each process group, by its name;
+        ``source``: ``recorder`` or ``calls``; ``counted``: how many the probe counted of each group; ``ranks``: the global ranks of each process group, by its name;
         ``recent``: (group, number within the group, name, elements, done) of the last collectives, oldest first, where
         done is None when it is not known.
     """
     recorded = _in_time()
-    if recorded:
-        return {"source": "recorder", "ranks": members(), "recent": recorded}
-    own = [[group, number, name, size, None] for group, number, name, size in _copy(counts)]
-    return {"source": "calls", "ranks": members(), "recent": _newest(own)}
+    recent = recorded or _newest([[group, number, name, size, None] for group, number, name, size in _copy(counts)])
+    source = "recorder" if recorded else "calls"
+    return {"source": source, "counted": dict(counts.groups), "ranks": members(), "recent": recent}
 
 
 def members() -> dict[str, list[int]]:

@@ -13,6 +13,13 @@ collective) for longer than ``limit``::
   for init and for all of the first step (compilation, kernel builds, first touch of memory); 60 s for the second and
   third step.
 
+Evidence shortens that patience. A stall is *suspected* after ``suspect_after`` seconds, and then the ranks' stacks,
+processes and collectives are looked at (which says nothing yet). A training thread that is found asleep at the same
+line of Python for 2 s and more, in a process that with all its children neither computes nor reads nor writes, is
+stuck after ``asleep_limit``: the same rule with lower floors, 5 s for ordinary phases and within a step, 10 s between
+steps, 20 s in the second and third step, 60 s for eval and checkpoint, 120 s for init and the first step. Work that
+takes long is never asleep by this measure, unless it is done on another machine.
+
 Durations of ordinary phases come from steps (mean of a phase's occurrences); those of eval, checkpoint, idle and data
 also from heartbeats, as the time from one phase's start to the next one's.
 """
@@ -31,6 +38,13 @@ FLOOR_S = {
 }
 """Shortest time without progress, by phase, after which a stall may be suspected."""
 
+ASLEEP_FLOOR_S = {"init": 120.0, "eval": 60.0, "checkpoint": 60.0, "idle": 10.0}
+ASLEEP_ORDINARY_S = 5.0
+ASLEEP_EARLY_S = 20.0
+ASLEEP_FIRST_S = 120.0
+SUSPECT_S = 3.0
+SUSPECT_LONG_S = 15.0
+SUSPECT_FACTOR = 2.0
 IDLE_WITHIN_STEP_S = 10.0
 FIRST_STEP_FLOOR_S = 300.0
 EARLY_STEPS_FLOOR_S = 60.0
@@ -53,6 +67,8 @@ class RankProgress:
     __slots__ = (
         "collective",
         "collectives",
+        "group",
+        "group_sequence",
         "has_stepped",
         "heard_at",
         "last_collective",
@@ -62,6 +78,7 @@ class RankProgress:
         "phase",
         "phase_started",
         "progress",
+        "size",
         "step",
         "step_collectives",
         "step_seconds",
@@ -86,6 +103,9 @@ class RankProgress:
         self.last_collective = ""
         self.collectives = 0
         self.step_collectives = 0
+        self.group = ""
+        self.group_sequence = 0
+        self.size = 0
         self.per_step_collectives = -1
         """Collectives of the last finished step; -1 before one was seen."""
         self.usual_max: dict[str, float] = {}
@@ -133,6 +153,9 @@ class RankProgress:
         self.last_collective = beat.last_collective
         self.collectives = beat.collectives
         self.step_collectives = beat.step_collectives
+        self.group = beat.group
+        self.group_sequence = beat.group_sequence
+        self.size = beat.size
 
     def _learn(self, phase: str, seconds: float) -> None:
         # Heartbeats are sampled, so the difference may hold short phases in between; for the long ones that only
@@ -152,6 +175,23 @@ class RankProgress:
         elif self.steps_seen < EARLY_STEPS:
             floor = max(floor, EARLY_STEPS_FLOOR_S)
         return max(floor, LIMIT_FACTOR * self.usual_max.get(self.phase, 0.0))
+
+    def asleep_limit(self) -> float:
+        """Return how many seconds without progress its phase allows a rank that is found asleep (the rule above)."""
+        floor = ASLEEP_FLOOR_S.get(self.phase, ASLEEP_ORDINARY_S)
+        if self.phase == "idle" and self.micro_step:
+            floor = ASLEEP_ORDINARY_S
+        if not self.has_stepped:
+            floor = max(floor, ASLEEP_FIRST_S)
+        elif self.steps_seen < EARLY_STEPS:
+            floor = max(floor, ASLEEP_EARLY_S)
+        return max(floor, LIMIT_FACTOR * self.usual_max.get(self.phase, 0.0))
+
+    def suspect_after(self) -> float:
+        """Return after how many seconds without progress it is worth a look at the ranks."""
+        ordinary = self.steps_seen >= EARLY_STEPS and self.phase not in ("init", "eval", "checkpoint")
+        floor = SUSPECT_S if ordinary else SUSPECT_LONG_S
+        return max(floor, SUSPECT_FACTOR * self.usual_max.get(self.phase, 0.0))
 
     def age(self, now: float) -> float:
         """Return the seconds since progress was last seen; never negative."""

@@ -16,71 +16,71 @@
    (DDP's own reducer runs in C++): ranks that are in data or forward while all others are in backward or the optimizer
    of the same micro-step, or beyond, are named, as likely only.
 4. Some ranks have finished and others live on past ``EXIT_LIMIT_S`` (or their limit, in eval and checkpoint):
-   a **hang at exit**, whatever the counts say.
+   a **hang at exit**, whatever the counts say. ``EXIT_SURE_S`` is enough where a rank sits in a collective of a group
+   with a finished rank in it, or where its process sleeps after its goodbye.
+
+Where the ranks have been looked at (``RankView.evidence``), what their collectives say when laid side by side
+(``calls``) goes before rules 2 and 3: a collective entered differently is a **mismatch**; who waits for whom leads to
+the ranks that are hung, or in a circle: a **deadlock**. And where counts do not separate, ranks asleep in code of their
+own, while every other one sits in a collective, in a backward or in a wait for its device, are named as likely.
 """
 
-from dataclasses import dataclass, field
 from typing import Literal
 
 from ....protocol.telemetry import STEP_PHASES
 from ....protocol.text import duration
+from .calls import difference, waits
+from .evidence import all_members
+from .verdicts import Verdict, alone, deadlock, has_stacks, mismatch, missing, of_group, ranks_of, unclear
 from .view import Counts, RankView, ranks_in_words
+
+__all__ = ["EXIT_LIMIT_S", "EXIT_SURE_S", "MOVING_S", "Verdict", "judge"]
 
 EXIT_LIMIT_S = 30.0
 """After other ranks have finished, a rank may live on this long without progress."""
 
-ALONE_DATA_S = 30.0
-"""Data loading that holds up no other rank may take this long before it is called a stall."""
+EXIT_SURE_S = 12.0
+"""The same where it is certain that the rank waits for a finished one, or that its process sleeps after its goodbye."""
 
 MOVING_S = 3.0
 """Progress within this many seconds proves that a rank moves."""
-
-VerdictKind = Literal["missing", "alone", "mismatch", "unclear", "exit"]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Who waits for whom, in which collective, how sure, and the figures it rests on."""
-
-    kind: VerdictKind
-    waiting: tuple[int, ...]
-    hung: tuple[int, ...]
-    sure: bool
-    title: str
-    text: str
-    age: float
-    """Seconds since the last progress of those concerned."""
-    collective: str = ""
-    """The collective concerned and its count, ``all_reduce #209``."""
-    where: dict[int, str] = field(default_factory=dict[int, str])
-    """For each rank concerned, where it is, in words."""
-
-    @property
-    def signature(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """What makes this verdict another one than before."""
-        return self.kind, self.waiting, self.hung
 
 
 def judge(views: list[RankView]) -> Verdict | None:
     """Judge a stall from all ranks' views (the rules are this module's docstring); None: there is nothing to say."""
     living = [view for view in views if not view.finished and view.absent != "gone"]
     finished = [view for view in views if view.finished]
-    stuck = [view for view in living if view.stuck and view.absent != "silent"]
+    stuck = [view for view in living if view.stuck and (view.absent != "silent" or has_stacks(view))]
     ending = finished or any(view.phase == "exit" for view in living)
     if ending and living and (at_exit := _hang_at_exit(living, finished)) is not None:
         return at_exit
     # A rank that finished cannot enter anything any more; while its peers still move that is an ordinary end.
     if not stuck or ending:
         return None
+    verdict = _stall(stuck, [view for view in views if not view.finished])
+    # A look that finds all asleep in one collective names nobody: then the ordinary patience holds.
+    if verdict is not None and verdict.kind == "unclear" and not any(view.age > view.limit for view in stuck):
+        return None
+    return verdict
+
+
+def _stall(stuck: list[RankView], present: list[RankView]) -> Verdict | None:
+    side_by_side = _by_calls(stuck, present)
+    if side_by_side != "cannot say":
+        return side_by_side
     inside = [view for view in stuck if view.inside and not view.absent]
-    present = [view for view in views if not view.finished]
-    if inside:
-        return _some_inside(inside, present)
-    return _nobody_inside(stuck, present)
+    return _some_inside(inside, present) if inside else _nobody_inside(stuck, present)
 
 
 def _hang_at_exit(living: list[RankView], finished: list[RankView]) -> Verdict | None:
-    still = [view for view in living if view.age > _exit_limit(view) and view.absent != "silent"]
+    members = all_members(view.evidence for view in living)
+    gone = {view.rank for view in finished}
+    still = [
+        view
+        for view in living
+        if view.absent not in ("silent", "cut off")
+        and view.age > _exit_limit(view, gone & {*members.get(view.group, ())})
+    ]
     if len(still) < len(living):
         return None
     done = tuple(view.rank for view in finished)
@@ -106,8 +106,56 @@ def _hang_at_exit(living: list[RankView], finished: list[RankView]) -> Verdict |
     )
 
 
-def _exit_limit(view: RankView) -> float:
+def _exit_limit(view: RankView, finished_peers: set[int]) -> float:
+    asleep = view.evidence is not None and view.evidence.is_asleep
+    if (view.inside and finished_peers) or (view.phase == "exit" and asleep):
+        return EXIT_SURE_S
     return max(EXIT_LIMIT_S, view.limit) if view.phase in ("eval", "checkpoint", "init") else EXIT_LIMIT_S
+
+
+def _by_calls(stuck: list[RankView], present: list[RankView]) -> "Verdict | Literal['cannot say'] | None":
+    """Judge by the ranks' collectives laid side by side, where those were looked at."""
+    age = max(view.age for view in stuck)
+    if any(view.absent == "cut off" for view in present):
+        return "cannot say"
+    found = difference(present)
+    if found is not None:
+        concerned = [view for view in present if view.rank in found.calls]
+        moving = any(view.age <= MOVING_S and not view.absent for view in concerned)
+        return None if moving else mismatch(found, present, age)
+    graph = waits(present)
+    if graph is None or not graph.of:
+        return "cannot say"
+    by_rank = {view.rank: view for view in present}
+    waiting = [by_rank[rank] for rank in sorted(graph.of)]
+    if any(view.age <= MOVING_S for view in waiting):
+        return None
+    if graph.circle:
+        return deadlock(graph, waiting, age) if all(view.stuck for view in waiting) else None
+    roots = [by_rank[rank] for rank in graph.roots]
+    late = [view for view in roots if view.absent or view.stuck]
+    if len(late) < len(roots):
+        return None  # who is awaited may be at work
+    if any(view.inside and not view.absent for view in late):
+        return "cannot say"  # it has entered what the others left already: the network, or the collective itself
+    call = next(wait.call for view in waiting for wait in graph.of[view.rank] if wait.blockers & set(graph.roots))
+    example = next(view for view in waiting if any(wait.call is call for wait in graph.of[view.rank]))
+    name = example.call if example.inside else f"{call.name} #{call.number}"
+    return missing(waiting, late, f"{name}{of_group(call.group, present)}", age)
+
+
+def _by_place(present: list[RankView], age: float) -> Verdict | None:
+    """Name ranks that sleep in code of their own while every other one sits where it waits for others."""
+    elsewhere, others = [], []
+    for view in present:
+        doing = view.evidence.place.doing if view.evidence is not None else ""
+        if view.inside or doing in ("collective", "backward", "device"):
+            others.append(view)
+        elif view.evidence is not None and view.evidence.is_asleep and doing and not view.absent and view.stuck:
+            elsewhere.append(view)
+        else:
+            return None
+    return missing(others, elsewhere, "", age, sure=False) if elsewhere and others else None
 
 
 def _some_inside(inside: list[RankView], present: list[RankView]) -> Verdict | None:
@@ -123,9 +171,13 @@ def _some_inside(inside: list[RankView], present: list[RankView]) -> Verdict | N
         waiting = [view for view in present if view.inside and not view.absent]
         entered = [view for view in late if _has_entered(view, top, counts)]
         if entered:
-            reason = f"{ranks_in_words(_ranks(waiting))} in {name}, which {ranks_in_words(_ranks(entered))} entered too"
-            return _unclear(present, age, reason)
-        return _missing(waiting, late, name, age)
+            if placed := _by_place(present, age):
+                return placed
+            reason = (
+                f"{ranks_in_words(ranks_of(waiting))} in {name}, which {ranks_in_words(ranks_of(entered))} entered too"
+            )
+            return unclear(present, age, reason)
+        return missing(waiting, late, name, age)
     if any(view.age <= MOVING_S for view in present):
         return None
     if len({view.inside for view in present}) > 1 and len({counts.place(view) for view in present}) == 1:
@@ -135,7 +187,7 @@ def _some_inside(inside: list[RankView], present: list[RankView]) -> Verdict | N
         )
         return Verdict(
             kind="mismatch",
-            waiting=_ranks(present),
+            waiting=ranks_of(present),
             hung=(),
             sure=True,
             title=f"mismatched collectives for {duration(age)}: {calls}",
@@ -151,16 +203,16 @@ def _some_inside(inside: list[RankView], present: list[RankView]) -> Verdict | N
         reason = f"every rank is inside {name}: the network, or the collective itself"
     else:
         reason = "every rank is inside a collective, but not at the same count"
-    return _unclear(present, age, reason)
+    return unclear(present, age, reason)
 
 
 def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | None:
     age = max(view.age for view in stuck)
     if len(present) == 1:
-        return _alone(stuck, age)
+        return alone(stuck, age)
     unable = [view for view in present if view.absent in ("stopped", "gone")]
     if unable:
-        return _missing([view for view in stuck if not view.absent], unable, "", age)
+        return missing([view for view in stuck if not view.absent], unable, "", age)
     still = [view for view in present if view.absent or view.age > MOVING_S]
     counts = Counts(present)
     lowest = min(counts.place(view) for view in present)
@@ -170,14 +222,14 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
         late = [view for view in behind if view.absent or view.stuck]
         if not late or len(late) < len(behind) or any(view.age <= MOVING_S and not view.absent for view in ahead):
             # Those behind still move or may take their time, or those ahead do not wait at all.
-            return _alone(late, age) if late and len(still) == len(late) else None
+            return alone(late, age) if late and len(still) == len(late) else None
         top = max(ahead, key=counts.place)
-        return _missing(ahead, late, f"{top.last_collective or 'collective'} #{top.collectives}", age)
+        return missing(ahead, late, f"{top.last_collective or 'collective'} #{top.collectives}", age)
     silent = [view for view in present if view.absent]
     if silent:
-        return _missing([view for view in stuck if not view.absent], silent, "", age)
+        return missing([view for view in stuck if not view.absent], silent, "", age)
     if len(stuck) < len(present):
-        return _alone(stuck, age) if len(still) == len(stuck) else None
+        return alone(stuck, age) if len(still) == len(stuck) else None
     early = [view for view in present if view.phase in ("data", "forward")]
     others = [view for view in present if view.phase in ("backward", "optimizer")]
     if (
@@ -186,89 +238,21 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
         and len(early) + len(others) == len(present)
         and max(_place(view) for view in early) < min(_place(view) for view in others)
     ):
-        return _missing(others, early, "", age, sure=False)
-    return _unclear(present, age, "no rank is seen to wait for another one")
-
-
-def _missing(
-    waiting: list[RankView], late: list[RankView], name: str, age: float, *, sure: bool = True
-) -> Verdict | None:
-    if not waiting:
-        return _alone(late, age)
-    who, others = ranks_in_words(_ranks(late)), ranks_in_words(_ranks(waiting))
-    waits = f"{others} {'waits' if len(waiting) == 1 else 'wait'} {duration(age)}"
-    places = sorted({view.where() for view in late})
-    where = places[0] if len(places) == 1 else "; ".join(f"rank {view.rank}: {view.where()}" for view in late[:4])
-    # A rank that is stopped or gone may have entered the collective; it holds the others up all the same.
-    if name and not all(view.absent in ("stopped", "gone") for view in late):
-        fault = f"{who} {'has' if len(late) == 1 else 'have'} not entered {name}"
-    else:
-        fault = f"{who}: {where}"
-    return Verdict(
-        kind="missing",
-        waiting=_ranks(waiting),
-        hung=_ranks(late),
-        sure=sure and not any(view.absent == "silent" for view in late),
-        title=f"{fault}; {waits}",
-        text=(
-            f"{waits}{f' in {name}' if name else ''}, held up by {who}: {where}. "
-            f"The stacks of {who} say at which line. A wait like this ends only if {who} goes on."
-        ),
-        age=age,
-        collective=name,
-        where={view.rank: view.where() for view in (*late, *waiting)},
-    )
+        return missing(others, early, "", age, sure=False)
+    return _by_place(present, age) or unclear(present, age, "no rank is seen to wait for another one")
 
 
 def _has_entered(view: RankView, top: RankView, counts: Counts) -> bool:
     """Tell whether a rank's last word was that it had entered the collective that ``top`` waits in."""
     if view.absent in ("stopped", "gone"):
         return False
+    if view.absent == "silent" and view.evidence is not None and has_stacks(view):
+        return view.evidence.place.doing == "collective"
     if view.absent == "silent" and view.inside:
         return True
     return counts.comparable and counts.place(view) >= counts.place(top)
 
 
-def _alone(stuck: list[RankView], age: float) -> Verdict | None:
-    # A shard that is fetched or a disk that is slow holds up nobody else: data loading may take longer then.
-    stuck = [view for view in stuck if view.phase != "data" or view.age > ALONE_DATA_S or view.absent]
-    if not stuck:
-        return None
-    worst = max(stuck, key=lambda view: view.age)
-    names = ranks_in_words(_ranks(stuck))
-    return Verdict(
-        kind="alone",
-        waiting=(),
-        hung=_ranks(stuck),
-        sure=True,
-        title=f"{names} made no progress for {duration(age)}, {worst.where()}",
-        text=(
-            f"{names} made no progress for {duration(age)}, {worst.where()} of step {worst.step}; that phase usually "
-            f"allows {duration(worst.limit)} at most. The stacks say at which line."
-        ),
-        age=age,
-        where={view.rank: view.where() for view in stuck},
-    )
-
-
-def _unclear(present: list[RankView], age: float, reason: str) -> Verdict:
-    return Verdict(
-        kind="unclear",
-        waiting=tuple(view.rank for view in present if view.inside),
-        hung=(),
-        sure=False,
-        title=f"no progress for {duration(age)}, cannot tell which rank: {reason}",
-        text=f"{ranks_in_words(_ranks(present))} made no progress for {duration(age)}. Cannot tell who is to blame: "
-        f"{reason}. Compare the stacks of all ranks.",
-        age=age,
-        where={view.rank: view.where() for view in present},
-    )
-
-
 def _place(view: RankView) -> tuple[int, int, int]:
     """Where a rank is in the order of an ordinary step."""
     return view.step, view.micro_step, STEP_PHASES.index(view.phase)
-
-
-def _ranks(views: list[RankView]) -> tuple[int, ...]:
-    return tuple(sorted(view.rank for view in views))

@@ -4,8 +4,9 @@ import msgspec
 
 from ....protocol.control import RankState, RankStateName
 from ....protocol.telemetry import Goodbye, Hello
-from .progress import SILENT_S, RankProgress
-from .stall import EXIT_LIMIT_S
+from .evidence import Evidence
+from .progress import SILENT_S, SUSPECT_S, RankProgress
+from .stall import EXIT_LIMIT_S, EXIT_SURE_S
 from .view import Absence, RankView
 from .words import ending_in_words, first_line
 
@@ -38,6 +39,7 @@ class TrackedRank:
     __slots__ = (
         "cut_off",
         "died_at",
+        "evidence",
         "fact",
         "failure",
         "goodbye",
@@ -58,6 +60,8 @@ class TrackedRank:
         self.goodbye: Goodbye | None = None
         self.goodbye_at = 0.0
         self.failure = ""
+        self.evidence: Evidence | None = None
+        """What the last look at it found."""
         self.cut_off = ""
         """Its host, while nothing is heard from there."""
 
@@ -123,9 +127,30 @@ class TrackedRank:
             per_step=progress.per_step_collectives,
             absent="" if lingers else absent,
             finished=state == "finished" and not lingers,
+            group=progress.group,
+            group_sequence=progress.group_sequence,
+            size=progress.size,
+            asleep_limit=EXIT_SURE_S if lingers else progress.asleep_limit(),
+            evidence=self._fresh(self.goodbye_at if lingers else progress.moved_at),
         )
 
+    def _fresh(self, since: float) -> Evidence | None:
+        evidence = self.evidence
+        return evidence if evidence is not None and evidence.taken >= since else None
+
     def lingers(self, now: float) -> bool:
-        """Tell whether its process outlived its goodbye by ``EXIT_LIMIT_S``."""
+        """Tell whether its process outlived its goodbye by ``EXIT_LIMIT_S``, or sleeping by ``EXIT_SURE_S``."""
         alive = self.fact is not None and self.fact.alive
-        return alive and self.goodbye is not None and now - self.goodbye_at > EXIT_LIMIT_S
+        if not alive or self.goodbye is None:
+            return False
+        asleep = self.evidence is not None and self.evidence.is_asleep and self.evidence.taken >= self.goodbye_at
+        return now - self.goodbye_at > (EXIT_SURE_S if asleep else EXIT_LIMIT_S)
+
+    def suspect(self, now: float) -> bool:
+        """Tell whether it is worth a look: no progress for long enough to wonder, or still there after its goodbye."""
+        if self.cut_off or (self.state is not None and self.state.state == "gone"):
+            return False
+        if self.goodbye is not None or self.ended:
+            alive = self.fact is not None and self.fact.alive
+            return alive and self.goodbye is not None and now - self.goodbye_at > SUSPECT_S
+        return self.progress.age(now) > self.progress.suspect_after()

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from .evidence import Evidence
+
 Absence = Literal["", "stopped", "gone", "silent", "cut off"]
 
 _WHERE = {
@@ -46,11 +48,23 @@ class RankView:
     """Collectives it entered in its last finished step; -1 when not known."""
     absent: Absence = ""
     finished: bool = False
+    group: str = ""
+    """The process group of the collective it is in, or was in last."""
+    group_sequence: int = 0
+    """How many of that group it has entered, as its probe counts."""
+    size: int = 0
+    asleep_limit: float = float("inf")
+    """How many seconds without progress its phase allows a rank that is found asleep."""
+    evidence: Evidence | None = None
+    """What a look at it found since its last progress; None: nobody looked."""
 
     @property
     def stuck(self) -> bool:
-        """Past its own limit."""
-        return not self.finished and self.age > self.limit
+        """Past its own limit, which is a shorter one for a rank that was found asleep."""
+        if self.finished:
+            return False
+        asleep = self.evidence is not None and self.evidence.is_asleep
+        return self.age > self.limit or (asleep and self.age > self.asleep_limit)
 
     @property
     def call(self) -> str:
@@ -58,12 +72,14 @@ class RankView:
         return f"{self.inside} #{self.collectives}" if self.collectives else self.inside
 
     def where(self) -> str:
-        """Say in words where it is."""
+        """Say in words where it is: from its own reports, and at which line where its stacks tell."""
+        line = self.evidence.place.text if self.evidence is not None else ""
+        if self.absent == "silent" and line:
+            return f"{_WHERE.get(self.phase, f'in {self.phase}')}, in native code that holds Python's lock: {line}"
         if self.absent:
             return _ABSENT[self.absent]
-        if self.inside:
-            return f"inside {self.call}"
-        return _WHERE.get(self.phase, f"in {self.phase}")
+        words = f"inside {self.call}" if self.inside else _WHERE.get(self.phase, f"in {self.phase}")
+        return f"{words}: {line}" if line else words
 
 
 class Counts:

@@ -1,0 +1,181 @@
+"""Judging with what a look at the ranks found: collectives side by side, stacks, and who is asleep."""
+
+from typing import Any
+
+import pytest
+from ftmon.protocol.pystacks import Frame, where
+from ftmon.trainer.hub.detectors.calls import difference, waits
+from ftmon.trainer.hub.detectors.evidence import Call, Calls, Evidence, read_calls
+from ftmon.trainer.hub.detectors.stall import EXIT_LIMIT_S, EXIT_SURE_S, Verdict, judge
+from ftmon.trainer.hub.detectors.view import RankView
+
+WORLD = {"0": (0, 1, 2, 3)}
+SITE = "/env/lib/python3.11/site-packages"
+SLEEPS = (Frame("/home/me/train.py", 52, "main"),)
+BACKWARD = (
+    Frame(f"{SITE}/torch/autograd/graph.py", 824, "_engine_run_backward"),
+    Frame(f"{SITE}/torch/_tensor.py", 581, "backward"),
+    Frame("/home/me/train.py", 40, "main"),
+)
+
+
+def found(
+    *recent: tuple[Any, ...], members: dict[str, tuple[int, ...]] | None = None, frames: Any = (), **more: Any
+) -> Evidence:
+    """Make evidence whose collectives are (group, number, name[, size[, done]])."""
+    calls = [Call(*(call + (0, False)[len(call) - 3 :])) for call in recent]
+    given = {"by": "probe", "asleep": 3.0, **more}
+    return Evidence(
+        1.0,
+        frames=tuple(frames),
+        place=where(frames),
+        calls=Calls("recorder", tuple(calls), {}, WORLD if members is None else members),
+        **given,
+    )
+
+
+def view(rank: int, evidence: Evidence | None = None, **fields: Any) -> RankView:
+    given = {"step": 12, "phase": "backward", "age": 6.0, "limit": 8.0, "asleep_limit": 5.0, **fields}
+    return RankView(rank, evidence=evidence, **given)
+
+
+def must(verdict: Verdict | None) -> Verdict:
+    assert verdict is not None
+    return verdict
+
+
+def test_a_rank_found_asleep_is_named_before_the_patience_of_its_phase_is_over():
+    waiting = [view(rank, found(("0", 9, "all_reduce")), inside="all_reduce", group="0") for rank in (0, 1, 3)]
+    late = view(2, found(("0", 8, "all_reduce", 0, True), frames=SLEEPS), phase="forward")
+    verdict = must(judge([*waiting, late]))
+    assert (verdict.kind, verdict.hung, verdict.waiting, verdict.sure) == ("missing", (2,), (0, 1, 3), True)
+    assert verdict.where[2] == "in forward: train.py:52 in main"
+
+
+def test_work_is_not_sleep_and_has_the_patience_of_its_phase():
+    waiting = [view(rank, found(("0", 9, "all_reduce")), inside="all_reduce", group="0") for rank in (0, 1, 3)]
+    works = found(("0", 8, "all_reduce", 0, True), frames=SLEEPS, asleep=0.0)
+    assert judge([*waiting, view(2, works, phase="forward")]) is None
+    evaluates = found(("0", 8, "all_reduce", 0, True), frames=SLEEPS, asleep=50.0)
+    assert judge([*waiting, view(2, evaluates, phase="eval", age=52.0, limit=300.0, asleep_limit=60.0)]) is None
+
+
+def test_two_groups_that_wait_for_each_other_are_a_deadlock_and_nobody_is_named():
+    members = {"0": (0, 1), "1": (0, 1), "2": (0, 1)}
+    first = found(("1", 4, "all_reduce"), ("2", 3, "all_gather", 0, True), members=members)
+    second = found(("1", 3, "all_reduce", 0, True), ("2", 4, "all_gather"), members=members)
+    verdict = must(
+        judge([view(0, first, inside="all_reduce", group="1"), view(1, second, inside="all_gather", group="2")])
+    )
+    assert (verdict.kind, verdict.hung, verdict.sure) == ("deadlock", (), True)
+    assert "rank 0 waits in all_reduce #4" in verdict.title
+    assert "rank 1 waits in all_gather #4" in verdict.title
+
+
+def test_whoever_is_outside_of_the_group_is_not_blamed_for_its_collective():
+    members = {"0": (0, 1, 2, 3), "5": (0, 1)}
+    stuck = found(("0", 7, "barrier", 0, True), ("5", 3, "all_reduce"), members=members)
+    late = found(("0", 7, "barrier", 0, True), ("5", 2, "all_reduce", 0, True), members=members, frames=SLEEPS)
+    outside = found(("0", 8, "barrier"), members=members)
+    verdict = must(
+        judge(
+            [
+                view(0, stuck, inside="all_reduce", group="5"),
+                view(1, late, phase="forward"),
+                view(2, outside, inside="barrier", group="0"),
+                view(3, outside, inside="barrier", group="0"),
+            ]
+        )
+    )
+    assert (verdict.kind, verdict.hung, verdict.waiting) == ("missing", (1,), (0, 2, 3))
+
+
+def test_the_end_of_a_chain_of_waits_is_named_not_its_middle():
+    members = {"a": (0, 1), "b": (1, 2)}
+    verdict = must(
+        judge(
+            [
+                view(0, found(("a", 2, "all_reduce"), members=members), inside="all_reduce", group="a"),
+                view(1, found(("a", 1, "x", 0, True), ("b", 2, "send"), members=members), inside="bcast", group="b"),
+                view(2, found(("b", 1, "x", 0, True), members=members, frames=SLEEPS), phase="data"),
+            ]
+        )
+    )
+    assert (verdict.hung, verdict.waiting) == ((2,), (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [(("0", 9, "all_gather", 64), "mismatched collectives"), (("0", 9, "all_reduce", 32), "mismatched shapes")],
+)
+def test_a_collective_that_one_rank_entered_differently_is_a_mismatch_with_the_odd_one_told(odd: Any, words: str):
+    views = [view(rank, found(("0", 9, "all_reduce", 64)), inside="all_reduce", group="0") for rank in (0, 1, 3)]
+    verdict = must(judge([*views, view(2, found(odd), inside=odd[2], group="0")]))
+    assert (verdict.kind, verdict.hung, verdict.differs) == ("mismatch", (), (2,))
+    assert words in verdict.title
+    assert "rank 2" in verdict.title
+
+
+def test_sizes_may_differ_where_every_rank_may_give_another_one():
+    views = [view(rank, found(("0", 9, "all_to_all_single", 10 + rank))) for rank in (0, 1)]
+    assert difference(views) is None
+    done = [view(rank, found(("0", 9, "all_reduce", 10 + rank, True))) for rank in (0, 1)]
+    assert difference(done) is None, "it is behind all of them"
+
+
+def test_ddps_collectives_are_seen_through_the_recorder_under_nccl():
+    ahead = [view(rank, found(("0", 30, "all_reduce", 5)), age=9.0) for rank in (0, 1, 3)]
+    verdict = must(judge([*ahead, view(2, found(("0", 28, "all_reduce", 5, True), frames=SLEEPS), phase="data")]))
+    assert (verdict.kind, verdict.hung) == ("missing", (2,))
+    assert "has not entered all_reduce #30" in verdict.title
+
+
+def test_a_rank_that_holds_pythons_lock_in_native_code_is_told_with_its_line():
+    waiting = [
+        view(rank, found(("0", 9, "all_reduce")), inside="all_reduce", group="0", group_sequence=9)
+        for rank in (0, 1, 3)
+    ]
+    late = view(2, found(frames=SLEEPS, by="signal"), absent="silent", phase="forward", group="0", group_sequence=8)
+    verdict = must(judge([*waiting, late]))
+    assert (verdict.hung, verdict.sure) == ((2,), True)
+    assert verdict.where[2] == "in forward, in native code that holds Python's lock: train.py:52 in main"
+
+
+def test_where_counts_do_not_separate_a_rank_asleep_in_its_own_code_is_likely():
+    # DDP without a recorder: no collective is counted, and all others sit in their backward.
+    waiting = [view(rank, found(members={}, frames=BACKWARD, asleep=0.0), age=9.0) for rank in (0, 1)]
+    late = view(2, found(members={}, frames=SLEEPS), phase="idle")
+    verdict = must(judge([*waiting, late]))
+    assert (verdict.kind, verdict.hung, verdict.sure) == ("missing", (2,), False)
+    assert must(judge([*waiting, view(2, found(members={}, frames=BACKWARD), age=9.0)])).kind == "unclear"
+
+
+def test_all_in_the_same_collective_still_cannot_be_told():
+    def views(age: float) -> list[RankView]:
+        evidence = found(("0", 9, "all_reduce", 5))
+        return [view(rank, evidence, inside="all_reduce", group="0", age=age) for rank in range(4)]
+
+    assert judge(views(6.0)) is None, "nobody would be named: the ordinary patience holds"
+    assert must(judge(views(9.0))).kind == "unclear"
+
+
+def test_a_rank_that_waits_in_a_collective_with_a_finished_one_hangs_at_exit_sooner():
+    done = view(0, finished=True)
+    inside = view(1, found(("0", 9, "barrier")), inside="barrier", group="0", age=EXIT_SURE_S + 1)
+    assert must(judge([done, inside])).kind == "exit"
+    other = found(("5", 9, "barrier"), members={"0": (0, 1, 2), "5": (1, 2)})
+    assert judge([done, view(1, other, inside="barrier", group="5", age=EXIT_SURE_S + 1)]) is None
+    lingers = view(1, found(), phase="exit", age=EXIT_SURE_S + 1, limit=EXIT_LIMIT_S)
+    assert must(judge([done, lingers])).kind == "exit"
+
+
+def test_an_answer_that_makes_no_sense_is_no_evidence():
+    assert read_calls({"recent": 5}) == Calls()
+    assert read_calls(None) == Calls()
+    good = read_calls({"source": "calls", "recent": [["0", 3, "barrier", 0, None]], "ranks": {"0": [0, 1]}})
+    assert good.last("0") == 3
+    assert good.members == {"0": (0, 1)}
+
+
+def test_nobody_waits_where_groups_are_not_known():
+    assert waits([view(0), view(1)]) is None
