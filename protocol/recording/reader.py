@@ -15,8 +15,10 @@ import msgspec
 
 from ..control import Alert, RunState
 from ..errors import RecordingError
+from ..phasepeaks import PeakMark
 from ..process import ProcessId, is_alive
 from ..wire import Frame, Message
+from .marks import explained_seqs, has_marks, read_marks
 from .opening import Opened, is_damage, open_damaged, open_recording
 from .peaks import peak_seq
 from .pooling import Window
@@ -82,8 +84,8 @@ class Reader:
     def state_at(self, t: float) -> list[Frame]:
         """Give the fewest messages that, folded in order, make the run's state at ``t``.
 
-        The last of each kind and rank, of each device and of each alert, and the step of each rank's highest memory
-        peak so far; log lines are left to ``logs``.
+        The last of each kind and rank, of each device and of each alert, the step of each rank's highest memory peak so
+        far, its composition with the highest peak, the last cause for each phase; log lines are left to ``logs``.
         """
         return self._ask(lambda: self._state_at(t))
 
@@ -111,6 +113,17 @@ class Reader:
             limit: how many at most.
         """
         return self._ask(lambda: self._logs(before_seq, rank, text, limit))
+
+    def marks(self) -> list[PeakMark]:
+        """Give the steps in which a phase came higher than before, by rank and step; none of an older recording."""
+        return self._ask(lambda: read_marks(self._connection) if has_marks(self._connection) else [])
+
+    def sampled(self, kind: str, rank: int, limit: int = 240) -> list[Frame]:
+        """Give at most ``limit`` messages of one type (its tag) of a rank, spread evenly over the recording.
+
+        Only types without a table of their own: ``events``, ``composition``, ``cause``, ``oom`` ... The last is one.
+        """
+        return self._ask(lambda: self._sampled(kind, rank, max(1, limit)))
 
     def step_time(self, step: int) -> float | None:
         """Tell when the last of the ranks that took this step had reported it; None when none did."""
@@ -222,10 +235,20 @@ class Reader:
             if table == "steps":
                 seqs = sorted({*seqs, *self._peak_steps(seq)})
             rows += self._rows_of(table, seqs)
+        events = set(explained_seqs(self._connection, seq)) if has_marks(self._connection) else set[int]()
         for kind in self._types():
-            rows += self._rows_of("events", self._last_of_each("events", "rank", seq, kind))
+            events.update(self._last_of_each("events", "rank", seq, kind))
+        rows += self._rows_of("events", sorted(events))
         frames = [frame for table, row in rows if (frame := self._frame(table, row))]
         return sorted(frames + self._alerts_at(seq), key=lambda frame: frame.seq)
+
+    def _sampled(self, kind: str, rank: int, limit: int) -> list[Frame]:
+        query = "SELECT seq FROM events WHERE type = ? AND rank = ? ORDER BY seq DESC"
+        seqs = [seq for (seq,) in self._all(query, (kind, rank))]
+        stride = -(-len(seqs) // limit) if seqs else 1
+        rows = self._rows_of("events", seqs[::stride])
+        frames = [frame for table, row in rows if (frame := self._frame(table, row))]
+        return sorted(frames, key=lambda frame: frame.seq)
 
     def _alerts_at(self, seq: int) -> list[Frame]:
         """Give the last message of each alert up to ``seq``; a long run has thousands, and every seek wants them."""

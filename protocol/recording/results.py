@@ -6,6 +6,7 @@ import msgspec
 
 from ..control import Alert
 from ..errors import ProtocolError
+from ..phasepeaks import PeakMark
 from ..wire import UNREADABLE, Frame, decode_body
 
 
@@ -81,6 +82,8 @@ RESULTS: dict[str, Any] = {
     "series": list[StepPoint],
     "alerts": list[Alert],
     "logs": list[Frame],
+    "marks": list[PeakMark],
+    "sampled": list[Frame],
     "step_time": float | None,
     "seq_at": int,
 }

@@ -1,17 +1,22 @@
 """Reads what is left of a damaged recording into a new file.
 
 Tables keyed by ``seq`` only grow at their end, so a file cut short has lost their newest rows and the rest can be read
-in order of ``seq``. Indexes and pooled rows are made anew; they are spread over the whole file and cannot be trusted.
+in order of ``seq``. Indexes, pooled rows and marks are made anew; they are spread over the whole file and cannot be
+trusted.
 """
 
+import contextlib
 import os
 import shutil
 import sqlite3
 from pathlib import Path
 
+from ..errors import RecordingError
+from .marks import INSERT_EXPLAINED, INSERT_MARK, Marks
 from .rollup import INSERT_ROLLUP, Rollups
-from .rows import Row
+from .rows import Row, unpack_body
 from .schema import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS
+from .steprow import step_from_row
 
 _KEYED_TABLES = (
     "steps",
@@ -27,6 +32,8 @@ _KEYED_TABLES = (
 )
 _OTHER_TABLES = ("meta", "extra_phases")
 _CHUNK = 16_384
+_MARKED_STEPS = 200_000
+"""Steps that are looked through for marks: some 4 s; of a longer recording the later marks are missing."""
 
 
 def salvage(path: Path, page_bytes: int, scratch: Path) -> sqlite3.Connection:
@@ -60,6 +67,7 @@ def salvage(path: Path, page_bytes: int, scratch: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA writable_schema=OFF")
         connection.execute("BEGIN")
         _pool_again(connection)
+        _mark_again(connection)
         connection.execute("COMMIT")
     except BaseException:
         connection.close()
@@ -145,3 +153,20 @@ def _pool_again(connection: sqlite3.Connection) -> None:
     for row in connection.execute("SELECT * FROM main.steps ORDER BY seq"):
         rollups.add(row)
     connection.executemany(INSERT_ROLLUP, pooled)
+
+
+def _mark_again(connection: sqlite3.Connection) -> None:
+    found: dict[str, list[Row]] = {"marks": [], "explained": []}
+    marks = Marks(lambda table, row: found[table].append(row))
+    query = "SELECT * FROM main.steps ORDER BY seq LIMIT ?"
+    for row in connection.execute(query, (_MARKED_STEPS,)):
+        with contextlib.suppress(RecordingError):
+            marks.step(row[0], step_from_row(row))
+    query = "SELECT seq, body FROM main.events WHERE type IN ('composition', 'cause') ORDER BY seq"
+    for seq, body in connection.execute(query):
+        with contextlib.suppress(RecordingError):
+            message = unpack_body(body)
+            if message is not None:
+                marks.message(seq, message)
+    connection.executemany(INSERT_MARK, found["marks"])
+    connection.executemany(INSERT_EXPLAINED, found["explained"])

@@ -106,6 +106,15 @@ def _phases_view() -> str:
     return "CREATE VIEW phases AS " + " UNION ALL ".join(queries)
 
 
+MARK_TABLES = (
+    """CREATE TABLE IF NOT EXISTS marks(
+        rank INTEGER, seq INTEGER, step INTEGER, phase TEXT, bytes INTEGER, shape TEXT,
+        PRIMARY KEY(rank, seq, phase)) WITHOUT ROWID""",
+    """CREATE TABLE IF NOT EXISTS explained(
+        seq INTEGER PRIMARY KEY, kind TEXT, rank INTEGER, step INTEGER, phase TEXT, bytes INTEGER)""",
+)
+"""Made in a recording of this schema that has them not: one that an earlier version began."""
+
 STATEMENTS = (
     "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID",
     _steps_table(),
@@ -140,6 +149,7 @@ STATEMENTS = (
     "CREATE TABLE clock(second INTEGER PRIMARY KEY, seq INTEGER)",
     "CREATE TABLE gaps(id INTEGER PRIMARY KEY, first_t REAL, last_t REAL, messages INTEGER, reason TEXT)",
     _rollups_table(),
+    *MARK_TABLES,
     _phases_view(),
     """CREATE VIEW devices AS SELECT seq, t, time, host, kind, "index", name, uuid, used_bytes, total_bytes,
         utilization_percent, power_w, power_limit_w, temperature_c, sm_clock_mhz, memory_clock_mhz, throttle_reasons

@@ -22,10 +22,11 @@ from ..rundir import RunFile
 from ..telemetry import DeviceSample, Heartbeat, Hello, LogLine, Step
 from ..wire import RESTART_LEAP, VERSION, Message
 from .checkpoint import Checkpointer
+from .marks import INSERT_EXPLAINED, INSERT_MARK, Marks
 from .opening import check_continuable
 from .rollup import INSERT_ROLLUP, Rollups
 from .rows import INSERTS, Names, Row, alert_row, event_row, hello_row, log_row
-from .schema import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES
+from .schema import APPLICATION_ID, MARK_TABLES, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES
 from .steprow import INSERT_EXTRA, INSERT_STEP, step_rows
 
 PENDING_LIMIT = 20_000
@@ -38,7 +39,14 @@ _EVENTS_KEPT = 5_000
 """Of those, states and other events stay as long as they are no more than this."""
 
 _BULKY = ("steps", "device_samples", "logs")
-_INSERTS = {"steps": INSERT_STEP, "extra_phases": INSERT_EXTRA, "rollups": INSERT_ROLLUP, **INSERTS}
+_INSERTS = {
+    "steps": INSERT_STEP,
+    "extra_phases": INSERT_EXTRA,
+    "rollups": INSERT_ROLLUP,
+    "marks": INSERT_MARK,
+    "explained": INSERT_EXPLAINED,
+    **INSERTS,
+}
 _UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
 """What SQLite says to a value that no column can hold."""
 _NOT_RECORDED = (Heartbeat, Query, Answer)
@@ -83,6 +91,7 @@ class Writer:
         self._held = 0
         self._names = Names()
         self._rollups = Rollups(self._pending["rollups"].append)
+        self._marks = Marks(lambda table, row: self._pending[table].append(row))
         self._second = 0
         self._retry_at = 0.0
         self._taken_up = False
@@ -195,6 +204,8 @@ class Writer:
         connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint=0")
         if known and not self._taken_up:
+            for statement in MARK_TABLES:
+                connection.execute(statement)
             self._take_up(connection)
         self._taken_up = True
         process = this_process()
@@ -216,6 +227,7 @@ class Writer:
         self._second = connection.execute("SELECT max(second) FROM clock").fetchone()[0] or 0
         self._names.load(connection)
         self._rollups.load(connection)
+        self._marks.load(connection)
 
     def _take(self, seq: int, t: float, message: Message) -> None:
         pending = self._pending
@@ -225,6 +237,7 @@ class Writer:
             if extra:
                 pending["extra_phases"] += extra
             self._rollups.add(row)
+            self._marks.step(seq, message)
         elif isinstance(message, DeviceSample):
             row = self._names.sample_row(seq, t, message, lambda table, row: pending[table].append(row))
             pending["device_samples"].append(row)
@@ -236,6 +249,7 @@ class Writer:
             pending["ranks"].append(hello_row(seq, t, message))
         else:
             pending["events"].append(event_row(seq, t, message))
+            self._marks.message(seq, message)
 
     def _write(self) -> None:
         connection = self._connection

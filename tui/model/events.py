@@ -97,14 +97,16 @@ def phase_rates(events: AllocatorEvents, steps: Iterable[Step]) -> list[PhaseRat
 
     Args:
         events: the sample.
-        steps: the rank's recent steps; where the sample's own is among them, its phases' times give the rates.
+        steps: the rank's recent steps; for a probe that does not send the phases' times with the sample.
     """
     order = {name: index for index, name in enumerate(STEP_PHASES)}
     step = next((step for step in steps if step.step == events.step), None)
     found: list[PhaseRates] = []
     for phase in sorted(events.phases, key=lambda phase: order.get(phase.name, len(order))):
         record = step.phase(phase.name) if step is not None else None
-        time = 0 if record is None else record.host_us if record.device_us is None else record.device_us
+        time = phase.host_us
+        if record is not None and not time:
+            time = record.host_us if record.device_us is None else record.device_us
         found.append(
             PhaseRates(
                 name=phase.name,

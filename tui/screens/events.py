@@ -8,7 +8,7 @@ from textual.widget import Widget
 
 from ..widgets.canvas import Canvas
 from ..widgets.card import name
-from ..widgets.events_view import course_lines, phase_lines, rank_lines, retry_line, title_line, unused_lines
+from ..widgets.events_view import course_lines, free_line, phase_lines, rank_lines, retry_line, title_line, unused_lines
 from ..widgets.line import Line
 from .base import TALL, MonitorScreen, key
 
@@ -45,6 +45,7 @@ class EventsCanvas(Canvas):
         lines += phase_lines(rank, width, look)
         lines += course_lines(rank, width, high, look)
         lines += unused_lines(rank, width, high, look)
+        lines += [free] if (free := free_line(rank, width, look)) is not None else []
         lines.append(retry_line(rank, width, look))
         return [*lines, *rank_lines(list(model.ranks.values()), rank.rank, height - len(lines), look)]
 

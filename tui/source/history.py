@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from ...protocol.control import Alert
+from ...protocol.phasepeaks import PeakMark
 from ...protocol.recording.results import MemoryColumn, RecordingInfo, StepPoint
 from ...protocol.wire import Frame
 
@@ -38,6 +39,14 @@ class History(Protocol):
         self, before_seq: int | None = None, rank: int | None = None, text: str = "", limit: int = 500
     ) -> list[Frame]:
         """Read the log lines before a place in the stream."""
+        ...
+
+    def marks(self) -> list[PeakMark]:
+        """Read the steps in which a phase came higher than before, of all ranks."""
+        ...
+
+    def sampled(self, kind: str, rank: int, limit: int = 240) -> list[Frame]:
+        """Read messages of one type of a rank, spread evenly over the recording."""
         ...
 
     def step_time(self, step: int) -> float | None:

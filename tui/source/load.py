@@ -142,9 +142,13 @@ def adopt(model: RunModel, overview: Overview, until: float | None = None) -> No
 
 
 def adopt_steps(model: RunModel, overview: Overview) -> None:
-    """Give a model the step times and losses of the steps before those it knows."""
+    """Give a model the step times, losses and explanations of the steps before those it knows."""
     firsts: list[int] = []
     for number, rank in model.ranks.items():
+        if number in overview.marks:
+            rank.memory.adopt(overview.marks[number])
+        if number in overview.events:
+            rank.allocator.adopt(overview.events[number])
         if rank.steps:
             firsts.append(rank.steps[0].step)
             if number in overview.step_ms:

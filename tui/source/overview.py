@@ -1,9 +1,14 @@
 """A whole run at a coarse resolution, read once, so that a seek has the run's past to show at once."""
 
+import contextlib
 from collections.abc import Callable
 from math import ceil, floor, inf
 
+from ...protocol.errors import FtmonError
+from ...protocol.phasepeaks import PeakMark
 from ...protocol.recording.results import RecordingInfo
+from ...protocol.telemetry import AllocatorEvents
+from ..model.events import KEPT
 from ..model.levels import EMPTY, RATIO, Level
 from ..model.series import StepSeries
 from .history import History
@@ -11,6 +16,10 @@ from .history import History
 MAX_COLUMNS = 512
 MAX_CELLS = 40_000
 """Columns of all ranks together: with many ranks each gets fewer."""
+
+MAX_SAMPLES = 3_000
+FEWEST_SAMPLES = 8
+"""Sampled steps of all ranks together; with so many ranks that each would get fewer than those, none are read."""
 
 SERIES_POINTS = 512
 SERIES_RANKS = 64
@@ -33,6 +42,10 @@ class Overview:
         self.memory: dict[int, Level] = {}
         self.step_ms: dict[int, StepSeries] = {}
         self.losses = StepSeries()
+        self.marks: dict[int, list[PeakMark]] = {}
+        """By rank: where a phase came higher than before."""
+        self.events: dict[int, list[AllocatorEvents]] = {}
+        """By rank: sampled steps, by step."""
 
 
 def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[], bool] = lambda: False) -> Overview:
@@ -54,7 +67,21 @@ def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[],
             series.add_pooled(point.step, point.host_ms, point.host_ms, point.max_host_ms or point.host_ms, point.count)
             if point.loss is not None:
                 overview.losses.add_pooled(point.step, point.loss, point.loss, point.loss, point.count)
+    with contextlib.suppress(FtmonError):  # a hub of an earlier version knows neither
+        _read_explanations(overview, history, info.ranks, cancelled)
     return overview
+
+
+def _read_explanations(overview: Overview, history: History, ranks: list[int], cancelled: Callable[[], bool]) -> None:
+    for mark in history.marks():
+        overview.marks.setdefault(mark.rank, []).append(mark)
+    limit = min(KEPT, MAX_SAMPLES // max(len(ranks), 1))
+    for rank in ranks if limit >= FEWEST_SAMPLES else ():
+        if cancelled():
+            break
+        found = [frame.message for frame in history.sampled("events", rank, limit)]
+        samples = [message for message in found if isinstance(message, AllocatorEvents)]
+        overview.events[rank] = sorted(samples, key=lambda events: events.step)
 
 
 def read_memory(history: History, first: int, columns: int, span: int, until: float = inf) -> dict[int, Level]:

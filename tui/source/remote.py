@@ -10,6 +10,7 @@ import zmq
 from ...protocol import wire
 from ...protocol.control import Alert, Answer, Query
 from ...protocol.errors import HubError, RecordingError
+from ...protocol.phasepeaks import PeakMark
 from ...protocol.recording.results import MemoryColumn, RecordingInfo, StepPoint, decode_answer
 from ...protocol.sockets import peer_socket
 from ...protocol.wire import Frame
@@ -73,6 +74,14 @@ class RemoteReader:
     ) -> list[Frame]:
         """Read the ``limit`` log lines before a place in the stream."""
         return self._ask("logs", before_seq=before_seq, rank=rank, text=text, limit=limit)
+
+    def marks(self) -> list[PeakMark]:
+        """Read the steps in which a phase came higher than before, of all ranks."""
+        return self._ask("marks")
+
+    def sampled(self, kind: str, rank: int, limit: int = 240) -> list[Frame]:
+        """Read messages of one type of a rank, spread evenly over the recording."""
+        return self._ask("sampled", kind=kind, rank=rank, limit=limit)
 
     def step_time(self, step: int) -> float | None:
         """Tell when a step was finished; None when it was not."""

@@ -106,6 +106,20 @@ def unused_share(rank: RankModel) -> float | None:
     return max(0.0, 1 - allocated / reserved) if reserved else None
 
 
+def free_line(rank: RankModel, width: int, look: Look) -> Line | None:
+    """Say of what the unused memory consists: whether a large allocation finds a place in it."""
+    last = rank.allocator.last
+    if last is None or not last.reserved_bytes:
+        return None
+    line = Line(f" {'of it, in free blocks':<{_LABEL}}", look.style("dim"))
+    line.add(gib_words(last.free_bytes), look.style(bold=True))
+    words = [f"the largest {gib_words(last.largest_free_block_bytes)}"]
+    words += [f"rounding {gib_words(last.rounding_bytes)}"] if last.rounding_bytes else []
+    words += [f"waiting for a stream {gib_words(last.pending_bytes)}"] if last.pending_bytes else []
+    words += [f"{last.segments:,} segments"] if last.segments else []
+    return line.add(cut("   " + f" {look.glyphs.dot} ".join(words), width - line.width, ""), look.style("dim"))
+
+
 def retry_line(rank: RankModel, width: int, look: Look) -> Line:
     """Say how often the allocator had to give its cache back to the device before it could go on, and when."""
     retries = rank.allocator.retries or 0

@@ -1,0 +1,95 @@
+"""Two small tables that make what explains memory quick to find: marks of the phases' peaks, and explanations.
+
+``marks`` has the steps in which a phase came higher than ever before with batches of that size. ``explained`` has where
+in the stream the compositions with a rank's highest peak so far are, and the causes of transients. Both follow from
+the stream and are made again where they were lost.
+"""
+
+import json
+import sqlite3
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ..memory import Cause, Composition
+from ..phasepeaks import PeakMark, PhasePeaks
+from ..telemetry import Step
+from ..wire import Message
+
+Row = tuple[Any, ...]
+
+INSERT_MARK = "INSERT OR REPLACE INTO marks VALUES (?, ?, ?, ?, ?, ?)"
+INSERT_EXPLAINED = "INSERT OR REPLACE INTO explained VALUES (?, ?, ?, ?, ?, ?)"
+
+MARK_LIMIT = 100_000
+"""Marks read at the most."""
+
+
+class Marks:
+    """Finds what belongs into both tables, as the stream goes by; ``emit(table, row)`` is called for each row."""
+
+    def __init__(self, emit: Callable[[str, Row], None]) -> None:
+        self._emit = emit
+        self._peaks: dict[int, PhasePeaks] = {}
+        self._composed: dict[int, int] = {}
+        """The highest peak of each rank that was taken apart."""
+
+    def load(self, connection: sqlite3.Connection) -> None:
+        """Go on where an earlier writer of this file left off."""
+        for mark in read_marks(connection):
+            self._of(mark.rank).put(mark)
+        highest = "SELECT rank, max(bytes) FROM explained WHERE kind = 'composition' GROUP BY rank"
+        self._composed = dict(connection.execute(highest).fetchall())
+
+    def step(self, seq: int, step: Step) -> None:
+        """Take a step."""
+        for mark in self._of(step.rank).see(step):
+            shape = json.dumps(mark.shape) if mark.shape else None
+            self._emit("marks", (mark.rank, seq, mark.step, mark.phase, mark.bytes, shape))
+
+    def message(self, seq: int, message: Message) -> None:
+        """Take any other message; most are passed over."""
+        if isinstance(message, Cause):
+            row = (seq, "cause", message.rank, message.step, message.phase, message.transient_bytes)
+            self._emit("explained", row)
+        elif isinstance(message, Composition):
+            top = message.peak_phase
+            if top is not None and top.peak_bytes > self._composed.get(message.rank, 0):
+                self._composed[message.rank] = top.peak_bytes
+                row = (seq, "composition", message.rank, message.step, top.name, top.peak_bytes)
+                self._emit("explained", row)
+
+    def _of(self, rank: int) -> PhasePeaks:
+        found = self._peaks.get(rank)
+        if found is None:
+            found = self._peaks[rank] = PhasePeaks()
+        return found
+
+
+def has_marks(connection: sqlite3.Connection) -> bool:
+    """Tell whether a recording has the tables: one of an earlier version has not."""
+    query = "SELECT count(*) FROM sqlite_schema WHERE name IN ('marks', 'explained') AND type = 'table'"
+    return connection.execute(query).fetchone()[0] == 2
+
+
+def read_marks(connection: sqlite3.Connection) -> list[PeakMark]:
+    """Read all marks, by rank and then in the order they were set."""
+    query = f"SELECT rank, step, phase, bytes, shape FROM marks ORDER BY rank, seq LIMIT {MARK_LIMIT}"
+    return [
+        PeakMark(rank, step, phase, size, _shape(shape)) for rank, step, phase, size, shape in connection.execute(query)
+    ]
+
+
+def explained_seqs(connection: sqlite3.Connection, seq: int) -> list[int]:
+    """Number each rank's composition with the highest peak up to ``seq``, and the last cause for each of its phases."""
+    query = """SELECT max(seq) FROM explained WHERE seq <= ?
+        GROUP BY kind, rank, CASE kind WHEN 'cause' THEN phase END"""
+    return [found for (found,) in connection.execute(query, (seq,))]
+
+
+def _shape(text: str | None) -> list[int]:
+    try:
+        return msgspec.json.decode(text, type=list[int]) if text else []
+    except msgspec.MsgspecError:
+        return []
