@@ -50,6 +50,8 @@ AGENTS_END_SECONDS = 10.0
 AGENTS_FINISH_SECONDS = 45.0
 """The same when it has finished: on another host a job of its own may still be saving."""
 _FAILURES = 100
+_FAILURES_SECONDS = 20.0
+"""So many failures of its own within so long, and a hub gives up: another one may do better."""
 _DRAIN = 512
 """Messages taken before commands get their turn."""
 
@@ -66,6 +68,7 @@ class Hub:
         self._status = 0
         self._announced = False
         self._failures = 0
+        self._failing_since = 0.0
         self._finish_at = 0.0
         self._agents_until = 0.0
         self._leave_at: float | None = None
@@ -164,6 +167,8 @@ class Hub:
                     self._commit()
             except Exception:  # one bad message or file must not end the watch; the same one again and again would
                 traceback.print_exc(file=sys.stderr)
+                if now - self._failing_since > _FAILURES_SECONDS:
+                    self._failing_since, self._failures = now, 0
                 self._failures += 1
                 if self._failures > _FAILURES:
                     raise

@@ -1,12 +1,14 @@
 """Telemetry from the ranks: decode each message once, count what was lost, unknown or refused, hand the rest on."""
 
 import contextlib
+import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 import zmq
 
+from ...protocol.bounds import MAX_RANKS, MAX_WHOLE
 from ...protocol.control import Accepted, Alert, Answer, Command, HubStats, Query, RankState, Result, RunState
 from ...protocol.errors import ProtocolError, VersionError
 from ...protocol.hosts import AgentAck, AgentBeat, HostState
@@ -16,6 +18,11 @@ from ...protocol.wire import Header, LossCounter, Message, decode_body, decode_h
 _NOT_FROM_RANKS = frozenset(
     {RankState, RunState, Alert, HubStats, Command, Accepted, Result, Query, Answer, AgentBeat, AgentAck, HostState}
 )
+
+MAX_SENDERS = 4 * MAX_RANKS
+"""Each process of a rank is a sender of its own; so many are listened to in the life of a hub."""
+
+_OF_RANK = re.compile(r"rank-(\d{1,9})-\d+-\d+")
 
 
 class Intake:
@@ -37,7 +44,8 @@ class Intake:
         self._refuse = refuse
         self._fresh = fresh
         self._loss = LossCounter()
-        self._seen: set[str] = set()
+        self._seen: dict[str, int | None] = {}
+        """Whom messages came from, and which rank each may speak for; None: any."""
         self._told: set[str] = set()
         self._says_dropped: dict[str, int] = {}
         self.received = 0
@@ -50,7 +58,7 @@ class Intake:
         total = dict(self._loss.lost)
         for sender, dropped in self._says_dropped.items():
             total[sender] = total.get(sender, 0) + dropped
-        return {sender: count for sender, count in total.items() if count}
+        return {sender: min(count, MAX_WHOLE) for sender, count in total.items() if count}
 
     def drain(self, socket: "zmq.Socket[Any]", limit: int) -> int:
         """Take up to ``limit`` messages that are waiting; return how many there were."""
@@ -79,6 +87,9 @@ class Intake:
             header = decode_header(frames[0])
             sender = header.src
             if sender not in self._seen:
+                if len(self._seen) >= MAX_SENDERS:
+                    self._no("more", f"more than {MAX_SENDERS} senders: {sender} is not listened to")
+                    return
                 self._meet(header)
             self._loss.see(sender, header.seq)
             message = decode_body(frames[1])
@@ -92,8 +103,12 @@ class Intake:
             self.unknown += 1
             return
         kind = type(message)
+        rank = self._seen[sender]
+        if rank is not None and getattr(message, "rank", rank) != rank:
+            self._no(sender, f"{sender} speaks for another rank")
+            return
         if kind is Step or kind is Heartbeat or kind is Goodbye:
-            if message.dropped:  # pyright: ignore[reportAttributeAccessIssue]
+            if message.dropped > 0:  # pyright: ignore[reportAttributeAccessIssue]
                 self._says_dropped[sender] = message.dropped  # pyright: ignore[reportAttributeAccessIssue]
         elif kind in _NOT_FROM_RANKS:
             self._no(sender, f"{sender} sent a {kind.__name__} as telemetry")
@@ -101,7 +116,8 @@ class Intake:
         self._accept(message, now, sender, frames[1])
 
     def _meet(self, header: Header) -> None:
-        self._seen.add(header.src)
+        found = _OF_RANK.fullmatch(header.src)
+        self._seen[header.src] = int(found.group(1)) if found else None
         if self._fresh:
             self._loss.see(header.src, 0)  # so that a first number above 1 counts as loss
 
