@@ -112,3 +112,52 @@ def test_a_drain_takes_no_more_than_its_limit(line):
     assert line.pull.poll(5000)
     assert line.intake.drain(line.pull, 4) == 4
     assert line.intake.drain(line.pull, 1000) == 6
+
+
+def test_a_rank_speaks_for_itself_alone(line):
+    line.send(1, Heartbeat(rank=1, step=1, phase="data", phase_started=1.0, progress=1, time=1.0))
+    line.send(2)
+    line.drain()
+    assert [message.rank for message, _, _ in line.accepted] == [0]
+    assert line.refusals == [("rank-0-1-1", "rank-0-1-1 speaks for another rank")]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rank", 2**40), ("rank", -7), ("time", float("nan")), ("time", 1e300), ("phase_started", -1.0)],
+)
+def test_a_number_that_cannot_be_is_refused(line, field, value):
+    fields = {
+        "type": "heartbeat",
+        "rank": 0,
+        "step": 1,
+        "phase": "data",
+        "phase_started": 1.0,
+        "progress": 1,
+        "time": 1.0,
+    }
+    line.push.send_multipart([wire.encode_header("x", 1, 1.0), msgspec.msgpack.encode({**fields, field: value})])
+    line.send(1)
+    line.drain()
+    assert (line.intake.refused, len(line.accepted)) == (1, 1)
+
+
+def test_names_without_end_are_not_kept(line, monkeypatch):
+    monkeypatch.setattr("ftmon.trainer.hub.intake.MAX_SENDERS", 3)
+    for number in range(10):
+        line.send(1, src=f"stranger {number}")
+    line.drain()
+    assert len(line.accepted) == 3
+    assert line.intake.refused == 7
+    assert len(line.refusals) == 1
+
+
+def test_losses_beyond_all_numbers_stay_a_number(line):
+    for number in range(4):
+        line.send(1, src=f"s{number}")
+    huge = Goodbye(rank=0, time=1.0, step=1, reason="finished", dropped=2**64 - 1)
+    for number in range(4):
+        line.send(2, huge, src=f"s{number}")
+    line.drain()
+    msgspec.msgpack.encode(line.intake.lost)
+    assert sum(line.intake.lost.values()) >= 2**53
