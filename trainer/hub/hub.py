@@ -19,6 +19,7 @@ from ...protocol.process import this_process
 from ...protocol.rundir import ExitFile, HubFile, RunDir
 from ...protocol.telemetry import Goodbye, Hello
 from ...protocol.wire import Frame, Message
+from .actions import Actions
 from .adopt import open_recording, read_history
 from .agents import Agents
 from .channels import Channels
@@ -79,10 +80,11 @@ class Hub:
         self._channels = Channels(run, str(self._file.options.get("listen") or ""))
         self._mailbox = Mailbox()
         self._stream = Stream(self._channels.of("stream"), writer, writer.next_seq)
-        self._judging = Judging(self._file, self._emit)
+        self._link = RankLink(self._channels.of("ranks"))
+        actions = Actions(self._link, self.emit, self._may_ask)
+        self._judging = Judging(self._file, self._emit, actions.send)
         self._intake = Intake(self._accept, self._refuse, fresh=run.read_hub() is None)
         self._book = RankBook()
-        self._link = RankLink(self._channels.of("ranks"))
         self._ending = Ending(run, self._file)
         self._agents = Agents(self._channels.of("agents"), self._intake.take, self._judging.fact)
         killing = Killing(run, self._book, self._link, self._agents, self.post)
@@ -342,6 +344,12 @@ class Hub:
         problem = self._channels.remote.problem
         if problem:
             self._judging.alert("note", "error", "not listening for other hosts", "listen", problem)
+
+    def _may_ask(self, verb: str) -> bool:
+        """Tell whether the hub may ask ranks for something by itself."""
+        if verb in ("arm", "compose") and self._file.options.get("allocator_events", True) is False:
+            return False
+        return not self._read_only
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         # Not 0: whoever ended the hub so did not ask it to stay away, and the launcher starts another.

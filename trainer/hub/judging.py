@@ -12,6 +12,7 @@ from typing import Any
 from ...protocol.control import AlertKind, Severity
 from ...protocol.rundir import ExitFile, RunFile
 from ...protocol.wire import Frame, Message
+from .detectors.asks import Action
 from .detectors.book import AlertBook
 from .detectors.bundle import Detectors
 from .states import ProcessFact, RankTracker
@@ -26,10 +27,17 @@ class Judging:
     Args:
         run_file: what was started.
         emit: appends a conclusion to the stream; returns its number and time.
+        act: sends what detectors ask the ranks to do.
     """
 
-    def __init__(self, run_file: RunFile, emit: Callable[[Message], tuple[int, float]]) -> None:
+    def __init__(
+        self,
+        run_file: RunFile,
+        emit: Callable[[Message], tuple[int, float]],
+        act: Callable[[Iterable[Action]], None] = lambda _: None,
+    ) -> None:
         self._emit = emit
+        self._act = act
         self._book = AlertBook()
         self.tracker = RankTracker(has_launcher=run_file.kind != "watch")
         self._detectors = Detectors(self.tracker, self._book)
@@ -86,6 +94,9 @@ class Judging:
     def _conclude(self, messages: Iterable[Message]) -> None:
         for message in messages:
             self._emit(message)
+        actions = self._detectors.take_actions()
+        if actions:
+            self._act(actions)
 
     def _guard(self, act: Callable[[], None]) -> None:
         try:

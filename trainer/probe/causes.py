@@ -98,7 +98,7 @@ def grouped(trace: Sequence[Entry], blocks: Blocks, *, kept_counts: bool = False
     for index in blocks.found:
         entry = trace[index]
         size = round_size(entry["size"])
-        key = tuple((f["filename"], f["line"], f["name"]) for f in entry.get("frames") or ())
+        key = tuple((f["filename"], f["line"], f["name"]) for f in (entry.get("frames") or ())[:MOST_FRAMES])
         sums = found.setdefault(key, [0, 0, 0, 0])
         sums[0] += size
         sums[1] += 1
@@ -131,4 +131,4 @@ def _time(entry: Entry) -> int:
 
 def _words(frames: tuple[tuple[str, int, str], ...]) -> list[str]:
     """Write frames, innermost first in the trace, as ``file:line function`` with the innermost last."""
-    return [f"{file}:{line} {name}" for file, line, name in reversed(frames[:MOST_FRAMES])]
+    return [f"{file}:{line} {name}" for file, line, name in reversed(frames)]

@@ -121,14 +121,29 @@ class AlertBook:
         entry.alert = changed
         return self._send(key, entry, now, at_once=worse)
 
-    def annotate(self, now: float, key: Key, evidence: dict[str, Any], text: str = "") -> list[Alert]:
-        """Add evidence (and a sentence) to a matter already in the book; nothing when it is not."""
+    def annotate(
+        self, now: float, key: Key, evidence: dict[str, Any], text: str = "", *, instead: str = "", title: str = ""
+    ) -> list[Alert]:
+        """Add evidence (and a sentence) to a matter already in the book; nothing when it is not.
+
+        Args:
+            now: Seconds since the epoch.
+            key: The matter.
+            evidence: To add.
+            text: A sentence to add, unless it is said already.
+            instead: What of the text it takes the place of; empty, or no part of the text: it comes at the end.
+            title: A new title; empty keeps the old one.
+        """
         entry = self._entries.get(key)
         if entry is None:
             return []
         known = entry.alert
-        words = f"{known.text} {text}" if text and text not in known.text else known.text
-        changed = msgspec.structs.replace(known, evidence={**known.evidence, **evidence}, text=words)
+        words = known.text
+        if text and text not in words:
+            words = words.replace(instead, text) if instead and instead in words else f"{words} {text}"
+        changed = msgspec.structs.replace(
+            known, evidence={**known.evidence, **evidence}, text=words, title=title or known.title
+        )
         if changed == known:
             return []
         entry.alert = changed

@@ -21,11 +21,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ....protocol.control import Alert, HubStats, RankState, RunState
+from ....protocol.memory import Cause
 from ....protocol.telemetry import AllocatorEvents, Failure, Hello, LogLine, Oom, Step
 from ....protocol.wire import Frame, Message
 from ..states import RankTracker
+from .asks import Action, Asks
 from .book import AlertBook
 from .death import DeathDetector
+from .explained import Explained
 from .growth import GrowthDetector
 from .hang import HangDetector
 from .health import HealthDetector
@@ -47,7 +50,9 @@ class Detectors:
     def __init__(self, tracker: RankTracker, book: AlertBook) -> None:
         self._tracker = tracker
         self._book = book
-        self._spike = SpikeDetector(book)
+        self._asks = Asks()
+        self._explained = Explained(book)
+        self._spike = SpikeDetector(book, self._explained, self._asks)
         self._growth = GrowthDetector(book)
         self._slow = SlowDetector(book)
         self._oom = OomDetector(book)
@@ -61,6 +66,7 @@ class Detectors:
             Oom: self._out_of_memory,
             Failure: self._failure,
             AllocatorEvents: self._spike.allocator,
+            Cause: self._cause,
             HubStats: self._health.stats,
         }
 
@@ -71,6 +77,10 @@ class Detectors:
             return []
         found: list[Any] = handler(t, message)
         return found
+
+    def take_actions(self) -> list[Action]:
+        """Return what detectors have asked ranks to do since the last call."""
+        return self._asks.take()
 
     def tick(self, now: float) -> list[Message]:
         """Look at states and at what time alone changes; return the alerts to send."""
@@ -100,6 +110,8 @@ class Detectors:
                 self._growth.observe(message)
             elif isinstance(message, Hello):
                 self._hello(frame.t, message)
+            elif isinstance(message, Cause):
+                self._explained.restore(message)
             elif isinstance(message, RankState):
                 if message.state in ("gone", "finished"):
                     self._slow.forget(message.rank)
@@ -116,7 +128,12 @@ class Detectors:
                 alerts += found
         return alerts
 
+    def _cause(self, t: float, cause: Cause) -> list[Alert]:
+        return self._explained.cause(t, cause)
+
     def _hello(self, t: float, hello: Hello) -> list[Alert]:
+        self._asks.hello(hello)
+        self._explained.hello(hello)
         self._spike.hello(hello)
         self._growth.hello(hello)
         self._slow.hello(hello)

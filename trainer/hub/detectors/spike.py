@@ -17,6 +17,8 @@ makes the run's peak and takes 5 % of the device, else information.
 **steady** (one alert for all ranks and a phase). A transient that is there in every step: the median of 5 steps or more
 is at least 0.5 % of the device and 256 MiB (optimizer, GPU), 2 % and 256 MiB (optimizer, CPU), or 10 % for another
 phase that makes the step's peak. It is a warning from 5 % on (optimizer), else information.
+
+Either asks a rank for the stacks of that phase (``asks``), and tells the cause once it is known (``explained``).
 """
 
 from collections import deque
@@ -25,7 +27,9 @@ from typing import Any
 from ....protocol.control import Alert, Severity
 from ....protocol.telemetry import AllocatorEvents, Hello, PhaseRecord, Step
 from ....protocol.text import duration, gib
+from .asks import Asks
 from .book import AlertBook, Key
+from .explained import Explained
 from .history import FEW, Usual, usual_of
 
 MIB = 2**20
@@ -70,8 +74,10 @@ class _Rank:
 class SpikeDetector:
     """Finds spikes in steps (rules: this module's docstring). Pure: all times are passed in."""
 
-    def __init__(self, book: AlertBook) -> None:
+    def __init__(self, book: AlertBook, explained: Explained, asks: Asks) -> None:
         self._book = book
+        self._explained = explained
+        self._asks = asks
         self._ranks: dict[int, _Rank] = {}
         self._steady_ranks: dict[str, list[int]] = {}
         self._apart: dict[str, set[int]] = {}
@@ -126,6 +132,7 @@ class SpikeDetector:
             alerts += self._calm(t, step, rank)
         if top > rank.run_peak:
             rank.run_peak = top
+        self._explained.note(step)
         return alerts
 
     def allocator(self, t: float, events: AllocatorEvents) -> list[Alert]:
@@ -203,22 +210,28 @@ class SpikeDetector:
             "sets_run_peak": sets_run,
             "measure": "resident" if record.resident is not None else "allocated",
             "steps": steps,
+            "repeats": len(steps) > 1,
             "batch_shape": step.batch_shape,
         }
         if record.allocations:
             evidence |= {"allocations": record.allocations, "allocated_bytes": record.allocated_bytes}
+        self._explained.by_numbers(key, step, name, transient, usual.typical)
+        cause, more, ending = self._explained.tail(key, _cause(name, None))
+        if own:
+            self._asks.spike(t, number, name, steps)
+        title = f"{who}{'' if own else f' rank {number},'} {name} +{gib(transient, 1)} for {duration(seconds)}"
         return self._book.raise_alert(
             t,
             "spike",
             severity,
-            f"{who}{'' if own else f' rank {number},'} {name} +{gib(transient, 1)} for {duration(seconds)}",
+            f"{title}: {ending}" if ending else title,
             rule="recent",
             rank=number if own else None,
             ranks=[number] if own else sorted({*(before.ranks if before is not None else []), number}),
             step=step.step,
             phase=name,
-            text=_spike_text(name, transient, usual, share, seconds, step, sets_step, sets_run, len(steps)),
-            evidence=evidence,
+            text=_spike_text(name, transient, usual, share, seconds, step, sets_step, sets_run, len(steps), cause),
+            evidence=evidence | more,
         )
 
     def _steady(self, t: float, step: Step, rank: _Rank, name: str, history: _PhaseHistory, top: int) -> list[Alert]:
@@ -242,13 +255,16 @@ class SpikeDetector:
             ranks.append(step.rank)
             ranks.sort()
         seconds = (record.device_us if record.device_us is not None else record.host_us) * 1e-6
-        known = self._book.get(("spike", None, name, "steady"))
+        key: Key = ("spike", None, name, "steady")
+        known = self._book.get(key)
+        cause, more, ending = self._explained.tail(key, _cause(name, rank.zero_stage))
+        self._asks.steady(step.rank, name)
         size = max(typical, known.evidence.get("transient_bytes", 0) if known is not None else 0)
         return self._book.raise_alert(
             t,
             "spike",
             "warning" if name == "optimizer" and share >= SEVERE_SHARE else "info",
-            f"{name} +{gib(size, 1)} for {duration(seconds)} in every step",
+            f"{name} +{gib(size, 1)} for {duration(seconds)} in every step{f': {ending}' if ending else ''}",
             rule="steady",
             ranks=list(ranks),
             step=step.step,
@@ -256,8 +272,7 @@ class SpikeDetector:
             text=(
                 f"Every {_phase_words(name)} takes {gib(size)} ({size / rank.capacity:.1%} of the device) more than it "
                 f"keeps, for {duration(seconds)}, and gives it back"
-                f"{': it makes the peak of the step' if sets_step else ', below the peak of the step'}. "
-                f"{_cause(name, rank.zero_stage)}"
+                f"{': it makes the peak of the step' if sets_step else ', below the peak of the step'}. {cause}"
             ),
             evidence={
                 "transient_bytes": size,
@@ -268,6 +283,8 @@ class SpikeDetector:
                 "sets_step_peak": sets_step,
                 "measure": "resident" if record.resident is not None else "allocated",
                 "first_steps": history.seen,
+                "repeats": True,
+                **more,
             },
             repeat=False,
         )
@@ -300,15 +317,16 @@ def _spike_text(
     sets_step: bool,
     sets_run: bool,
     times: int,
+    cause: str,
 ) -> str:
     peak = "the highest peak of the run so far" if sets_run else "the peak of the step" if sets_step else "no peak"
     of_device = f" ({share:.1%} of the device)" if share else ""
     shape = f" Batch shape {step.batch_shape}." if step.batch_shape and name in ("forward", "backward") else ""
-    often = f" Seen {times} times or more, last in step {step.step}." if times > 1 else ""
+    often = f" Seen {times} times or more, last in step {step.step}." if times > 1 else " Not seen before."
     often_size = gib(usual.typical) if usual.typical else "nothing"
     return (
         f"The {_phase_words(name)} of step {step.step} took {gib(transient)}{of_device} more than it kept, within "
-        f"{duration(seconds)}; usually it is {often_size}. It set {peak}.{shape}{often} {_cause(name, None)}"
+        f"{duration(seconds)}; usually it is {often_size}. It set {peak}.{shape}{often} {cause}"
     )
 
 
@@ -320,11 +338,12 @@ def _cause(name: str, zero_stage: int | None) -> str:
     if name == "optimizer":
         zero = "the fp32 copy of the gradients that ZeRO makes for the update, or " if zero_stage else ""
         return (
-            f"Common causes: {zero}foreach temporaries of torch.optim (a fused AdamW takes none). A memory snapshot of "
-            "such a step tells which."
+            f"Common causes: {zero}foreach temporaries of torch.optim (a fused AdamW takes none). The stacks of such a "
+            "step tell which."
         )
     if name in ("forward", "backward"):
         return (
-            "Common causes: a longer batch, logits in fp32, or a gather of parameters. A memory snapshot tells which."
+            "Common causes: a longer batch, logits in fp32, or a gather of parameters. The stacks of such a step tell "
+            "which."
         )
-    return "A memory snapshot of such a step tells what it was."
+    return "The stacks of such a step tell what it was."

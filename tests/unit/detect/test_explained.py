@@ -1,0 +1,154 @@
+from typing import Any
+
+import pytest
+from ftmon.protocol.memory import Cause, StackGroup
+from ftmon.protocol.telemetry import PhaseRecord
+from ftmon.trainer.hub.detectors.asks import Asks, next_step
+
+MIB = 2**20
+GIB = 2**30
+ADAM = "/opt/venv/lib/python3.12/site-packages/torch/optim/adam.py:640 _multi_tensor_adam"
+
+
+def spike(sim: Any, at: int, size: int = 952 * MIB, phase: str = "optimizer", **fields: Any) -> None:
+    sim.begin()
+    for step in range(1, at + 1):
+        extra = size if step == at else 0
+        sim.feed(sim.step(0, step, [sim.phase(phase, 10 * MIB + extra, ms=4.0)], **(fields if step == at else {})))
+        sim.tick()
+
+
+def cause(step: int, size: int, frames: list[str], rank: int = 0, phase: str = "optimizer", **fields: Any) -> Cause:
+    given: dict[str, Any] = {"armed_us": 12_000, "usual_us": 9000, "read_us": 31_000, "parameter_bytes": 910 * MIB}
+    groups = [StackGroup(size - 40 * MIB, 3, frames, 200 * MIB), StackGroup(40 * MIB, 9, ["loop.py:9 step"])]
+    return Cause(rank, step, phase, 0.0, "spike", size, groups, peak_bytes=7 * GIB, **(given | fields))
+
+
+def test_an_alert_tells_its_cause_once_a_rank_has_sent_the_stacks(make_sim: Any) -> None:
+    sim = make_sim()
+    spike(sim, 20)
+    (before,) = sim.alerts("spike")
+    assert "Common causes" in before.text
+    assert before.evidence["repeats"] is False
+    sim.feed(cause(22, 950 * MIB, ["loop.py:31 main", ADAM]))
+    (alert,) = sim.alerts("spike")
+    assert alert.id == before.id
+    assert alert.title == "rank 0 optimizer +0.9 GiB for 4 ms: foreach temporaries of the optimizer"
+    assert "\n" not in alert.title
+    assert "Common causes" not in alert.text
+    assert (
+        "Cause, by the stacks of step 22: 0.89 GiB of 0.93 GiB in adam.py:640 _multi_tensor_adam: foreach temporaries "
+        "of the optimizer, one parameter-size. Try: torch.optim.AdamW(..., fused=True) takes none, which would save "
+        "0.89 GiB."
+    ) in alert.text
+    assert "took 12 ms in place of 9 ms, and reading them 31 ms beside the training" in alert.text
+    evidence = alert.evidence
+    assert (evidence["cause_pattern"], evidence["cause_bytes"]) == ("foreach_temporaries", 910 * MIB)
+    assert (evidence["armed_us"], evidence["usual_us"], evidence["saves_bytes"]) == (12_000, 9000, 910 * MIB)
+    assert evidence["stacks"][0]["pattern"] == "foreach_temporaries"
+
+
+def test_a_repeat_keeps_the_cause(make_sim: Any) -> None:
+    sim = make_sim()
+    spike(sim, 20)
+    sim.feed(cause(22, 950 * MIB, [ADAM]))
+    sim.feed(sim.step(0, 25, [sim.phase("optimizer", 960 * MIB, ms=4.0)]))
+    sim.wait(20)
+    (alert,) = sim.alerts("spike")
+    assert alert.count == 2
+    assert "foreach temporaries" in alert.title
+    assert "Seen 2 times" in alert.text
+    assert "Cause, by the stacks of step 22" in alert.text
+    assert alert.evidence["cause_pattern"] == "foreach_temporaries"
+
+
+def test_a_steady_transient_is_explained_for_all_ranks_by_the_stacks_of_one(make_sim: Any) -> None:
+    sim = make_sim(4)
+    sim.begin()
+    sim.train(1, 10, lambda rank, step: [sim.phase("optimizer", 2 * GIB)])
+    asked = sim.detectors.take_actions()
+    assert [(action.verb, action.ranks) for action in asked] == [("arm", (0,)), ("compose", (0,))]
+    sim.feed(cause(12, 2 * GIB, [ADAM]))
+    sim.wait(6)
+    (alert,) = sim.alerts("spike")
+    assert alert.ranks == [0, 1, 2, 3]
+    assert alert.title.endswith("in every step: foreach temporaries of the optimizer")
+
+
+def test_stacks_of_a_step_without_the_spike_tell_nothing_and_say_so(make_sim: Any) -> None:
+    sim = make_sim()
+    spike(sim, 20)
+    sim.feed(cause(22, 50 * MIB, [ADAM]))
+    (alert,) = sim.alerts("spike")
+    assert "Cannot tell the cause: step 22, whose stacks were recorded, took 50.0 MiB only." in alert.text
+    assert "cause_pattern" not in alert.evidence
+
+
+def test_stacks_without_a_known_pattern_say_where_and_that_the_cause_cannot_be_told(make_sim: Any) -> None:
+    sim = make_sim()
+    spike(sim, 20)
+    sim.feed(cause(22, 950 * MIB, ["/home/user/loop.py:31 main"]))
+    (alert,) = sim.alerts("spike")
+    assert "Cannot tell the cause by the stacks of step 22; most of it, 0.93 GiB, in loop.py:31 main." in alert.text
+
+
+@pytest.mark.parametrize(
+    ("phase", "fields", "pattern", "words"),
+    [
+        ("backward", {"batch_shape": [4, 4096]}, "longer_batch", "[4, 4096] was longer than any before ([4, 2048]"),
+        ("optimizer", {"overflow": True}, "loss_scale_overflow", "the loss scaler skipped this update"),
+        ("checkpoint", {}, "checkpoint_saving", "a checkpoint was being saved"),
+    ],
+)
+def test_what_the_numbers_say_needs_no_stacks(
+    make_sim: Any, phase: str, fields: dict[str, Any], pattern: str, words: str
+) -> None:
+    sim = make_sim(cuda=False)
+    sim.begin()
+
+    def phases(size: int) -> list[PhaseRecord]:
+        return [sim.phase(phase, size, ms=4.0)]
+
+    for step in range(1, 20):
+        sim.feed(sim.step(0, step, phases(10 * MIB), batch_shape=[4, 2048]))
+    sim.feed(sim.step(0, 20, phases(900 * MIB), **{"batch_shape": [4, 2048], **fields}))
+    (alert,) = sim.alerts("spike")
+    assert alert.evidence["cause_pattern"] == pattern
+    assert words in alert.text
+    assert "Try: " in alert.text
+    assert alert.evidence["saves_bytes"] == (890 * MIB if pattern == "longer_batch" else 0)
+    assert sim.detectors.take_actions() == [], "a rank on the CPU has no trace of allocations"
+
+
+def test_causes_survive_a_restart_of_the_hub(make_sim: Any) -> None:
+    sim = make_sim()
+    spike(sim, 20)
+    sim.feed(cause(22, 950 * MIB, [ADAM]))
+    later = make_sim()
+    later.detectors.restore(sim.frames)
+    later.progress = {0: 0}
+    for step in range(23, 40):
+        later.feed(later.step(0, step, [later.phase("optimizer", 10 * MIB)]))
+    later.feed(later.step(0, 40, [later.phase("optimizer", 960 * MIB, ms=4.0)]))
+    (alert,) = later.alerts("spike")
+    assert alert.evidence["cause_pattern"] == "foreach_temporaries"
+
+
+def test_a_rank_is_asked_a_few_times_a_run_each_time_after_a_longer_pause(make_sim: Any) -> None:
+    asks = Asks()
+    asks.hello(make_sim().hello(0))
+    times = [t for t in range(0, 3600, 5) for _ in [asks.spike(float(t), 0, "optimizer", [t])] if asks.take()]
+    assert times == [0, 30, 150]
+
+
+def test_few_ranks_are_asked_for_one_phase(make_sim: Any) -> None:
+    asks = Asks()
+    for rank in range(64):
+        asks.hello(make_sim().hello(rank))
+        asks.spike(0.0, rank, "optimizer", [7])
+    assert {action.ranks for action in asks.take()} == {(0,), (1,), (2,), (3,)}
+
+
+@pytest.mark.parametrize(("steps", "expected"), [([50, 100, 150], 200), ([7, 8, 9], 0), ([1, 5, 7], 0), ([50, 100], 0)])
+def test_a_spike_at_even_distances_is_expected_at_the_next(steps: list[int], expected: int) -> None:
+    assert next_step(steps) == expected

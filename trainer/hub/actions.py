@@ -1,0 +1,44 @@
+"""What detectors ask for, sent to the ranks: the hub's own commands, recorded with their results like anybody's."""
+
+import time
+from collections.abc import Callable, Iterable
+
+from ...protocol.control import Result
+from ...protocol.wire import Message
+from .detectors.asks import Action
+from .ranklink import Answers, RankLink
+
+ANSWER_SECONDS = 120.0
+
+
+class Actions:
+    """Sends actions and records what came of them. Main loop only.
+
+    Args:
+        link: the line to the ranks.
+        emit: appends a message to the stream.
+        allowed: tells of a verb whether it may be sent in this run at all.
+    """
+
+    def __init__(self, link: RankLink, emit: Callable[[Message], object], allowed: Callable[[str], bool]) -> None:
+        self._link = link
+        self._emit = emit
+        self._allowed = allowed
+        self._sent = 0
+
+    def send(self, actions: Iterable[Action]) -> None:
+        """Send what detectors asked for."""
+        for action in actions:
+            if self._allowed(action.verb):
+                self._sent += 1
+                self._ask(f"hub-action-{self._sent}", action)
+
+    def _ask(self, number: str, action: Action) -> None:
+        def done(answers: Answers) -> None:
+            for rank in action.ranks:
+                answer = answers.get(rank)
+                ok, text = (answer.ok, answer.text) if answer is not None else (False, "no answer")
+                data = {"asked_by": "hub", "why": action.why, "rank": rank}
+                self._emit(Result(number, ok, action.verb, f"rank {rank}: {text}", data, time.time()))
+
+        self._link.ask(action.verb, action.ranks, ANSWER_SECONDS, done, action.args)
