@@ -1,39 +1,37 @@
 """What a person asks of a snapshot: whose is the memory, what came and went, what changed, why did it fail."""
 
-from collections import defaultdict
-from collections.abc import Iterable
 from heapq import nlargest
+from itertools import compress
 from typing import NamedTuple
 
 from ..text import gib
-from .allocations import columns
+from .allocations import BEFORE, BEGINS, FREED, FREED_AND_ENDS, columns
 from .layout import Piece, layout_at
-from .model import FREE, Frame, Snapshot
+from .live import Totals, sums
+from .model import Frame, Snapshot
 from .replay import Replay
 from .rounding import SMALL_MOST
 from .stacks import Tally, frame_words, library_of
 
+_BEGINS = bytes(event == BEGINS for event in range(256))
+_FREES = bytes(event in (FREED, FREED_AND_ENDS) for event in range(256))
 NO_STACK = "no Python stack recorded"
 """Of what was allocated before the window, by C++ threads such as the backward pass has, or without stacks."""
 
 
-def tally(replay: Replay, numbers: Iterable[int]) -> dict[int, Tally]:
+def tally(replay: Replay, numbers: list[int]) -> dict[int, Tally]:
     """Sum allocations up by stack, most bytes first."""
-    of = replay.allocations
-    size, count = defaultdict[int, int](int), defaultdict[int, int](int)
-    for number in numbers:
-        stack = of.stacks[number]
-        size[stack] += of.sizes[number]
-        count[stack] += 1
-    order = sorted(size, key=lambda stack: (-size[stack], stack))
-    return {stack: Tally(size[stack], count[stack]) for stack in order}
+    return _by_size(sums(replay.allocations, numbers))
+
+
+def _by_size(totals: Totals) -> dict[int, Tally]:
+    order = sorted(totals, key=lambda stack: (-totals[stack][0], stack))
+    return {stack: Tally(*totals[stack]) for stack in order}
 
 
 def live_stacks(replay: Replay, index: int) -> dict[int, Tally]:
     """Sum up by stack what the program holds right after entry ``index``; the bytes add up to allocated memory."""
-    totals = replay.totals_at(index)
-    order = sorted(totals, key=lambda stack: (-totals[stack][0], stack))
-    return {stack: Tally(*totals[stack]) for stack in order}
+    return _by_size(replay.totals_at(index))
 
 
 def largest(replay: Replay, index: int, most: int) -> list[int]:
@@ -65,17 +63,19 @@ class Between(NamedTuple):
 
 def between(replay: Replay, one: int, other: int) -> Between:
     """Compare two moments; their order does not matter."""
-    first, last = sorted((one, other))
+    first, last = sorted((max(BEFORE, one), max(BEFORE, other)))
     of = replay.allocations
-    stayed: list[int] = []
-    gone: list[int] = []
-    passed: list[int] = []
-    for number, (begin, freed) in enumerate(zip(of.begins, of.freed, strict=True)):
-        if first < begin <= last:
-            (stayed if freed > last else passed).append(number)
-        elif begin <= first < freed <= last:
-            gone.append(number)
-    return Between(first, last, stayed, gone, passed)
+    part = slice(first + 1, last + 1)
+    begun = list(compress(of.numbers[part], of.events[part].translate(_BEGINS)))
+    freed = list(compress(of.numbers[part], of.events[part].translate(_FREES)))
+    freed += [odd.number for odd in of.odd if odd.frees and first < odd.at <= last]
+    return Between(
+        first,
+        last,
+        stayed=[number for number in begun if of.freed[number] > last],
+        gone=[number for number in freed if of.begins[number] <= first],
+        came_and_went=[number for number in begun if of.freed[number] <= last],
+    )
 
 
 class Change(NamedTuple):
@@ -155,7 +155,7 @@ def _serves(piece: Piece, asked: int, stream: int) -> bool:
 def _verdict(asked: int, device_free: int, usable: list[Piece], reserved: int) -> tuple[str, str]:
     free = sum(piece.free_bytes for piece in usable)
     largest_free = max((piece.largest_free_bytes for piece in usable), default=0)
-    pieces = sum(1 for piece in usable for block in piece.blocks if block.state == FREE)
+    pieces = sum(len(piece.free_sizes) for piece in usable)
     if free >= asked > largest_free:
         expandable = any(piece.expandable for piece in usable)
         mend = "" if expandable else "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True would let them be one"

@@ -5,18 +5,18 @@ keep a ``history`` in place of ``requested_size`` and ``frames``. A missing key 
 """
 
 from array import array
-from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 from ..text import sanitize
 from . import model
 from .errors import SnapshotError
-from .model import Annotation, Frame, Segment, Snapshot, Trace
+from .model import Annotation, Segment, Snapshot, Trace
+from .stackcolumn import Stacks
 
 _LARGEST = 2**47
 """No size beyond 128 TiB is believed."""
 _DIVISIONS = 16
-_PIECE = 8192
 _STATES = {"inactive": model.FREE, "active_allocated": model.ALLOCATED}
 _ACTIONS = {name: index for index, name in enumerate(model.ACTIONS)}
 
@@ -36,16 +36,9 @@ def compact(raw: Any, path: str) -> Snapshot:
 class _Compactor:
     def __init__(self, path: str) -> None:
         self.path = path
-        self.frames: list[Frame] = []
-        self.stacks: list[list[int]] = [[]]
+        self.stacks = Stacks()
         self.notes: list[str] = [""]
         self._note_of: dict[str, int] = {"": 0}
-        self._frame_of: dict[Frame, int] = {}
-        self._frame_by_id: dict[int, int] = {}
-        self._stack_of: dict[tuple[int, ...], int] = {(): 0}
-        self._stack_by_ids: dict[tuple[int, ...], int] = {(): 0}
-        # Identities are keys here, so what they belong to must stay.
-        self._kept: list[object] = []
 
     def snapshot(self, raw: Any) -> Snapshot:
         if isinstance(raw, list):
@@ -56,13 +49,12 @@ class _Compactor:
                 "write one with torch.cuda.memory._dump_snapshot(path)"
             )
         traces = [self._trace(device, trace) for device, trace in enumerate(raw.get("device_traces") or [])]
-        blocks = _Blocks()
-        segments = [self._segment(segment, blocks) for segment in raw["segments"]]
+        segments, blocks = self._segments(raw["segments"])
         settings = raw.get("allocator_settings") or {}
         divisions = settings.get("roundup_power2_divisions") or {}
         return Snapshot(
             self.path, segments, blocks.addresses.tobytes(), blocks.sizes.tobytes(), blocks.requested.tobytes(),
-            blocks.states.tobytes(), blocks.stacks.tobytes(), traces, self.frames, self.stacks, self.notes,
+            blocks.states, blocks.stacks.tobytes(), traces, self.stacks.frames, self.stacks.stacks, self.notes,
             _annotations(raw.get("external_annotations") or []),
             [_size(divisions.get(str(2**power), 0)) for power in range(_DIVISIONS)],
             int(settings.get("max_split_size", -1)),
@@ -82,33 +74,55 @@ class _Compactor:
             _sizes([entry.get("size") or 0 for entry in entries]).tobytes(),
             array("q", [entry.get("stream") or 0 for entry in entries]).tobytes(),
             array("q", [entry.get("time_us") or 0 for entry in entries]).tobytes(),
-            self._stack_column([entry.get("frames") or () for entry in entries]).tobytes(),
+            self.stacks.column([entry.get("frames") or () for entry in entries]).tobytes(),
             self._note_column([entry.get("user_metadata") for entry in entries]).tobytes(),
             # Some versions keep what was free in the entry's address.
             {i: _size(entries[i].get("device_free", entries[i].get("addr")) or 0) for i in oom},
         )
 
-    def _segment(self, raw: dict[str, Any], blocks: "_Blocks") -> Segment:
-        first, address = len(blocks.sizes), int(raw.get("address") or 0)
-        at = address
-        for block in raw.get("blocks") or []:
-            size = _size(block["size"])
-            history = (block.get("history") or [{}])[0]
-            state = _STATES.get(str(block.get("state")), model.PENDING)
-            asked = block.get("requested_size", history.get("real_size", size)) if state != model.FREE else 0
-            blocks.addresses.append(block.get("address", at))
-            blocks.sizes.append(size)
-            blocks.requested.append(_size(asked))
-            blocks.states.append(state)
-            blocks.stacks.append(self._stack(block.get("frames", history.get("frames")) or ()))
-            at += size
-        pool = raw.get("segment_pool_id") or (0, 0)
-        return Segment(
-            _size(raw.get("device", 0)), address, _size(raw["total_size"]), int(raw.get("stream") or 0),
-            raw.get("segment_type") == "small", bool(raw.get("is_expandable")),
-            "" if tuple(pool) == (0, 0) else ".".join(str(int(part)) for part in pool[:2]),
-            self._stack(raw.get("frames") or ()), first, len(blocks.sizes) - first,
-        )  # fmt: skip
+    def _segments(self, raw: list[dict[str, Any]]) -> tuple[list[Segment], "_Blocks"]:
+        of_segment: list[list[dict[str, Any]]] = [segment.get("blocks") or [] for segment in raw]
+        firsts = list(accumulate(map(len, of_segment), initial=0))
+        segments: list[Segment] = []
+        for segment, first, blocks in zip(raw, firsts, of_segment, strict=False):
+            pool = segment.get("segment_pool_id") or (0, 0)
+            segments.append(Segment(
+                _size(segment.get("device", 0)), int(segment.get("address") or 0), _size(segment["total_size"]),
+                int(segment.get("stream") or 0), segment.get("segment_type") == "small",
+                bool(segment.get("is_expandable")),
+                "" if tuple(pool) == (0, 0) else ".".join(str(int(part)) for part in pool[:2]),
+                self.stacks.number(segment.get("frames") or ()), first, len(blocks),
+            ))  # fmt: skip
+        return segments, self._blocks(segments, list(chain.from_iterable(of_segment)))
+
+    def _blocks(self, segments: list[Segment], raw: list[dict[str, Any]]) -> "_Blocks":
+        # Column by column: hundreds of thousands of blocks are no rarity.
+        sizes = _sizes([block["size"] for block in raw])
+        states = bytes([_STATES.get(str(block.get("state")), model.PENDING) for block in raw])
+        addresses: list[Any] = [block.get("address") for block in raw]
+        if None in addresses:
+            addresses = [
+                at
+                for segment in segments
+                for at in accumulate(
+                    sizes[segment.first_block : segment.first_block + segment.blocks], initial=segment.address
+                )
+            ]
+            # Each segment's end is in it too.
+            for number, segment in reversed(list(enumerate(segments))):
+                del addresses[segment.first_block + segment.blocks + number]
+        asked = [block.get("requested_size") for block in raw]
+        frames = [block.get("frames") for block in raw]
+        if None in asked or None in frames:
+            history = [(block.get("history") or [{}])[0] for block in raw]
+            asked = [
+                old.get("real_size", size) if size_asked is None else size_asked
+                for size_asked, old, size in zip(asked, history, sizes, strict=True)
+            ]
+            frames = [old.get("frames") if found is None else found for found, old in zip(frames, history, strict=True)]
+        wanted = [0 if state == model.FREE else size for state, size in zip(states, asked, strict=True)]
+        stacks = self.stacks.column([found or () for found in frames])
+        return _Blocks(array("Q", addresses), sizes, _sizes(wanted), states, stacks)
 
     def _note_column(self, notes: list[Any]) -> "array[int]":
         number = {note: self._note(note) for note in set(notes)}
@@ -121,60 +135,13 @@ class _Compactor:
             self.notes.append(text)
         return found
 
-    def _stack_column(self, stacks: Sequence[Any]) -> "array[int]":
-        """Number stacks; entries share their frames' dictionaries, so a stack is told by identities first.
 
-        In short pieces: the identities of a million stacks at once would take hundreds of megabytes.
-        """
-        known = self._stack_by_ids
-        column: array[int] = array("I")
-        for begin in range(0, len(stacks), _PIECE):
-            piece = stacks[begin : begin + _PIECE]
-            keys = [tuple(map(id, frames)) for frames in piece]
-            found = list(map(known.get, keys))
-            if None in found:
-                found = [self._numbered(key, frames) for key, frames in zip(keys, piece, strict=True)]
-            column.extend(found)  # type: ignore[arg-type]  # no None is left
-        return column
-
-    def _numbered(self, key: tuple[int, ...], frames: Any) -> int:
-        found = self._stack_by_ids.get(key)
-        return self._new_stack(key, frames) if found is None else found
-
-    def _stack(self, frames: Any) -> int:
-        return self._numbered(tuple(map(id, frames)), frames)
-
-    def _new_stack(self, key: tuple[int, ...], frames: Any) -> int:
-        self._kept.extend(frames)
-        numbers = tuple([self._frame(frame) for frame in frames])
-        found = self._stack_of.get(numbers)
-        if found is None:
-            found = self._stack_of[numbers] = len(self.stacks)
-            self.stacks.append(list(numbers))
-        self._stack_by_ids[key] = found
-        return found
-
-    def _frame(self, raw: dict[str, Any]) -> int:
-        found = self._frame_by_id.get(id(raw))
-        if found is None:
-            name, filename = raw.get("name") or "", raw.get("filename") or ""
-            if not isinstance(name, str) or not isinstance(filename, str):
-                raise TypeError("a frame whose name is no text")
-            frame = Frame(sanitize(name, 300), sanitize(filename, 1000), _size(raw.get("line") or 0))
-            found = self._frame_of.setdefault(frame, len(self.frames))
-            if found == len(self.frames):
-                self.frames.append(frame)
-            self._frame_by_id[id(raw)] = found
-        return found
-
-
-class _Blocks:
-    def __init__(self) -> None:
-        self.addresses: array[int] = array("Q")
-        self.sizes: array[int] = array("q")
-        self.requested: array[int] = array("q")
-        self.states: array[int] = array("B")
-        self.stacks: array[int] = array("I")
+class _Blocks(NamedTuple):
+    addresses: "array[int]"
+    sizes: "array[int]"
+    requested: "array[int]"
+    states: bytes
+    stacks: "array[int]"
 
 
 def _size(value: Any) -> int:

@@ -1,19 +1,18 @@
-"""Where everything lies: segments and the blocks in them, at any moment of the window."""
+"""Where everything lies: segments and the blocks in them, at any moment of the window.
 
-from bisect import bisect_right
-from dataclasses import dataclass, field
-from typing import NamedTuple
+Hundreds of thousands of blocks may lie there, and a cursor moves over them: what a segment holds is found when it is
+asked for, and sums are taken over whole columns.
+"""
 
-from .allocations import columns
-from .model import (
-    ALLOCATED,
-    FREE,
-    SEGMENT_ALLOC,
-    SEGMENT_FREE,
-    SEGMENT_MAP,
-)
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, compress
+from operator import add, sub
+from typing import NamedTuple, overload
+
+from .model import FREE
 from .replay import Replay
-from .rounding import SMALL_MOST
+from .segments import Range
 
 
 class Block(NamedTuple):
@@ -28,113 +27,124 @@ class Block(NamedTuple):
     """Its allocation; -1 of a free block."""
 
 
-@dataclass
 class Piece:
     """A segment (of an expandable one: a mapped range) at a moment; its blocks fill it without gaps."""
 
-    address: int
-    size: int
-    stream: int
-    small: bool
-    expandable: bool
-    pool: str
-    """A private pool's identifier; ``""`` for the shared one, and for segments that were gone by the end."""
-    blocks: list[Block] = field(default_factory=list[Block])
+    __slots__ = ("_first", "_last", "_of", "address", "expandable", "pool", "size", "small", "stream")
+
+    def __init__(self, of: "Layout", one: Range, first: int, last: int) -> None:
+        self._of, self._first, self._last = of, first, last
+        self.address, self.size, self.stream, self.small, self.expandable, self.pool = one
+
+    @property
+    def end(self) -> int:
+        """The first address behind it."""
+        return self.address + self.size
+
+    @property
+    def taken_blocks(self) -> int:
+        """How many blocks are allocated or pending."""
+        return self._last - self._first
 
     @property
     def free_bytes(self) -> int:
         """Bytes in free blocks."""
-        return sum(block.size for block in self.blocks if block.state == FREE)
+        return self.size - sum(self._of.sizes[self._first : self._last])
+
+    @property
+    def free_sizes(self) -> list[int]:
+        """The sizes of the free blocks, in no order."""
+        within = self._of.gaps[self._first : max(self._first, self._last - 1)]
+        return [*filter(None, within), *self.edges]
 
     @property
     def largest_free_bytes(self) -> int:
         """The largest free block, bytes."""
-        return max((block.size for block in self.blocks if block.state == FREE), default=0)
+        return max(self.free_sizes, default=0)
+
+    @property
+    def edges(self) -> list[int]:
+        """The sizes of the free blocks at its ends: none, one or two of them."""
+        first, last, of = self._first, self._last - 1, self._of
+        if last < first:
+            return [self.size] if self.size else []
+        head, tail = of.addresses[first] - self.address, self.end - of.addresses[last] - of.sizes[last]
+        return [size for size in (head, tail) if size]
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks by address, free ones included."""
+        of, found, at = self._of, list[Block](), self.address
+        for place in range(self._first, self._last):
+            address, size, number = of.addresses[place], of.sizes[place], of.numbers[place]
+            if address > at:
+                found.append(Block(at, address - at, 0, FREE, -1))
+            state = of.replay.state_at(number, of.moment)
+            found.append(Block(address, size, of.replay.allocations.requested[number], state, number))
+            at = address + size
+        if at < self.end:
+            found.append(Block(at, self.end - at, 0, FREE, -1))
+        return found
 
 
-def layout_at(replay: Replay, index: int) -> list[Piece]:
-    """Lay out a device's memory right after entry ``index``, by address."""
-    pieces = _segments_at(replay, index)
-    starts = [piece.address for piece in pieces]
-    of = replay.allocations
-    taken = sorted((of.addresses[number], number) for number in replay.active_at(index))
-    inside: list[list[tuple[int, int]]] = [[] for _ in pieces]
-    for address, number in taken:
-        at = bisect_right(starts, address) - 1
-        if at >= 0 and address < starts[at] + pieces[at].size:
-            inside[at].append((address, number))
-    for piece, blocks in zip(pieces, inside, strict=True):
-        _fill(piece, blocks, replay, index)
-    return pieces
+class Layout(Sequence[Piece]):
+    """A device's memory right after an entry: its pieces, by address."""
 
-
-def _fill(piece: Piece, inside: list[tuple[int, int]], replay: Replay, index: int) -> None:
-    of = replay.allocations
-    at, end = piece.address, piece.address + piece.size
-    for position, (address, number) in enumerate(inside):
-        if address > at:
-            piece.blocks.append(Block(at, address - at, 0, FREE, -1))
-        after = inside[position + 1][0] if position + 1 < len(inside) else end
+    def __init__(self, replay: Replay, index: int) -> None:
+        self.replay, self.moment = replay, index
+        self.numbers, self.addresses = replay.taken_at(index)
+        """Active allocations, and where they begin, by address."""
+        self.sizes = list(map(replay.allocations.sizes.__getitem__, self.numbers))
+        ends = map(add, self.addresses, self.sizes)
+        self.gaps = [*map(sub, self.addresses[1:], ends), 0][: len(self.numbers)]
+        """Behind each allocation the free bytes up to the next one, where both lie in the same piece."""
         # A block never reaches into the next: only blocks of unsure size could seem to.
-        size = min(of.sizes[number], after - address)
-        piece.blocks.append(Block(address, size, of.requested[number], replay.state_at(number, index), number))
-        at = address + size
-    if at < end:
-        piece.blocks.append(Block(at, end - at, 0, FREE, -1))
+        if self.gaps and min(self.gaps) < 0:
+            for place in [place for place, gap in enumerate(self.gaps) if gap < 0]:
+                self.sizes[place], self.gaps[place] = max(0, self.sizes[place] + self.gaps[place]), 0
+        spans = self._lay_out(replay.segments.at(index))
+        if sum(last - first for _, first, last in spans) != len(self.numbers):
+            spans = self._only(spans)
+        self._pieces = [Piece(self, *span) for span in spans]
 
+    def _lay_out(self, ranges: list[Range]) -> list[tuple[Range, int, int]]:
+        """Find the allocations in each range: the first, and the one behind the last."""
+        addresses, sizes, last = self.addresses, self.sizes, 0
+        spans: list[tuple[Range, int, int]] = []
+        for one in ranges:
+            first = bisect_left(addresses, one.address, last)
+            last = bisect_left(addresses, one.end, first)
+            if last > first:
+                self.gaps[last - 1] = 0
+                sizes[last - 1] = min(sizes[last - 1], one.end - addresses[last - 1])
+            spans.append((one, first, last))
+        return spans
 
-def _segments_at(replay: Replay, index: int) -> list[Piece]:
-    """Undo what happened to segments after ``index``, from how they stand at the end."""
-    snapshot, trace = replay.snapshot, replay.trace
-    pieces = {
-        segment.address: Piece(
-            segment.address, segment.size, segment.stream, segment.small, segment.expandable, segment.pool
+    def _only(self, spans: list[tuple[Range, int, int]]) -> list[tuple[Range, int, int]]:
+        """Leave out allocations that lie in no range: the file contradicts itself there."""
+        places = [place for _, first, last in spans for place in range(first, last)]
+        self.numbers, self.addresses, self.sizes, self.gaps = (
+            [column[place] for place in places] for column in (self.numbers, self.addresses, self.sizes, self.gaps)
         )
-        for segment in snapshot.segments
-        if segment.device == replay.device
-    }
-    addresses, sizes, streams = (
-        columns(trace.addresses, "Q"), columns(trace.sizes, "q"), columns(trace.streams, "q"),
-    )  # fmt: skip
-    for entry in reversed(replay.segment_entries):
-        if entry <= index:
-            break
-        action, address, size = trace.actions[entry], addresses[entry], sizes[entry]
-        if action == SEGMENT_ALLOC:
-            pieces.pop(address, None)
-        elif action == SEGMENT_FREE:
-            pieces[address] = Piece(address, size, streams[entry], size <= 2 * SMALL_MOST, False, "")
-        elif action == SEGMENT_MAP:
-            _unmap(pieces, address, size)
-        else:
-            _map(pieces, address, size, streams[entry])
-    return [pieces[address] for address in sorted(pieces)]
+        begins = accumulate((last - first for _, first, last in spans), initial=0)
+        return [(one, begin, begin + last - first) for (one, first, last), begin in zip(spans, begins, strict=False)]
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Piece]: ...
+    def __getitem__(self, index: int | slice) -> Piece | list[Piece]:
+        """Give a piece, or several."""
+        return self._pieces[index]
+
+    def __len__(self) -> int:
+        """Count the pieces."""
+        return len(self._pieces)
 
 
-def _unmap(pieces: dict[int, Piece], address: int, size: int) -> None:
-    for start in [start for start, piece in pieces.items() if start < address + size and address < start + piece.size]:
-        piece = pieces[start]
-        if not piece.expandable:
-            continue
-        del pieces[start]
-        end = start + piece.size
-        for begin, stop in ((start, address), (address + size, end)):
-            if begin < stop:
-                pieces[begin] = Piece(begin, stop - begin, piece.stream, piece.small, True, piece.pool)
-
-
-def _map(pieces: dict[int, Piece], address: int, size: int, stream: int) -> None:
-    before = next((p for s, p in pieces.items() if s + p.size == address and p.expandable and p.stream == stream), None)
-    after = pieces.get(address + size)
-    if before is not None:
-        address, size = before.address, before.size + size
-        del pieces[before.address]
-    if after is not None and after.expandable and after.stream == stream:
-        size += after.size
-        del pieces[after.address]
-    neighbour = before or after
-    small = neighbour.small if neighbour is not None else False
-    pieces[address] = Piece(address, size, stream, small, True, neighbour.pool if neighbour is not None else "")
+def layout_at(replay: Replay, index: int) -> Layout:
+    """Lay out a device's memory right after entry ``index``, by address."""
+    return Layout(replay, index)
 
 
 class Fragmentation(NamedTuple):
@@ -163,25 +173,28 @@ class Fragmentation(NamedTuple):
     pools: int
 
 
-def fragmentation(pieces: list[Piece]) -> Fragmentation:
+def fragmentation(layout: Layout) -> Fragmentation:
     """Sum a layout up."""
-    blocks = [block for piece in pieces for block in piece.blocks]
-    free = [block.size for block in blocks if block.state == FREE]
-    taken = [block for block in blocks if block.state != FREE]
+    of, sizes = layout.replay.allocations, layout.sizes
+    reserved, taken = sum(piece.size for piece in layout), sum(sizes)
+    requested = sum(map(of.requested.__getitem__, layout.numbers))
+    let_go = map(layout.moment.__ge__, map(of.freed.__getitem__, layout.numbers))
+    pending = sum(compress(sizes, let_go))
+    edges = [size for piece in layout for size in piece.edges]
     return Fragmentation(
-        reserved=sum(piece.size for piece in pieces),
-        allocated=sum(block.size for block in blocks if block.state == ALLOCATED),
-        requested=sum(block.requested for block in taken),
-        rounding=sum(block.size - block.requested for block in taken),
-        pending=sum(block.size for block in taken if block.state != ALLOCATED),
-        free=sum(free),
-        free_blocks=len(free),
-        largest_free=max(free, default=0),
-        free_small=sum(piece.free_bytes for piece in pieces if piece.small),
-        free_private=sum(piece.free_bytes for piece in pieces if piece.pool),
-        expandable=sum(piece.size for piece in pieces if piece.expandable),
-        segments=len(pieces),
-        blocks=len(blocks),
-        streams=len({piece.stream for piece in pieces}),
-        pools=len({piece.pool for piece in pieces if piece.pool}),
+        reserved=reserved,
+        allocated=taken - pending,
+        requested=requested,
+        rounding=taken - requested,
+        pending=pending,
+        free=reserved - taken,
+        free_blocks=len(edges) + len(layout.gaps) - layout.gaps.count(0),
+        largest_free=max(max(edges, default=0), max(layout.gaps, default=0)),
+        free_small=sum(piece.free_bytes for piece in layout if piece.small),
+        free_private=sum(piece.free_bytes for piece in layout if piece.pool),
+        expandable=sum(piece.size for piece in layout if piece.expandable),
+        segments=len(layout),
+        blocks=len(edges) + len(sizes) + len(layout.gaps) - layout.gaps.count(0),
+        streams=len({piece.stream for piece in layout}),
+        pools=len({piece.pool for piece in layout if piece.pool}),
     )

@@ -6,20 +6,13 @@ walking the trace from there gives every moment before. The moment of entry ``k`
 """
 
 from array import array
+from functools import cached_property
 from itertools import accumulate
 
-from .allocations import BEFORE, Allocations, columns
-from .checkpoints import Checkpoints, Totals
-from .model import (
-    ALLOCATED,
-    OOM,
-    PENDING,
-    SEGMENT_ALLOC,
-    SEGMENT_FREE,
-    SEGMENT_MAP,
-    SEGMENT_UNMAP,
-    Snapshot,
-)
+from .allocations import BEFORE, BEGINS, FREED, FREED_AND_ENDS, NOTHING, Allocations, columns
+from .live import LiveSets, Taken, Totals
+from .model import ALLOCATED, OOM, PENDING, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Snapshot
+from .segments import SegmentHistory
 
 RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
 """Actions that change reserved memory, and in which direction."""
@@ -45,7 +38,12 @@ class Replay:
         self.peak_index = self.allocated.index(self.peak_bytes) - 1
         """The first entry at which allocated memory is at its highest; -1 for before the first."""
         self.ooms = [index for index, action in enumerate(self.trace.actions) if action == OOM]
-        self._checkpoints = Checkpoints(self.allocations)
+        self._live = LiveSets(self.allocations)
+
+    @cached_property
+    def segments(self) -> SegmentHistory:
+        """The segments at any moment."""
+        return SegmentHistory(self.snapshot, self.device, self.trace, self.segment_entries)
 
     @property
     def last(self) -> int:
@@ -57,20 +55,42 @@ class Replay:
         return curve[max(BEFORE, min(index, self.last)) + 1]
 
     def _curves(self) -> None:
-        of, length = self.allocations, self.entries + 2
-        allocated, active, requested = ([0] * length for _ in range(3))
-        for begin, freed, end, size, asked in zip(of.begins, of.freed, of.ends, of.sizes, of.requested, strict=True):
-            # freed == BEFORE: it was pending when the window began and never counts as allocated.
-            if freed != BEFORE:
-                allocated[begin + 1] += size
-                allocated[freed + 1] -= size
-            active[begin + 1] += size
-            active[end + 1] -= size
-            requested[begin + 1] += asked
-            requested[end + 1] -= asked
-        self.allocated, self.active, self.requested = (
-            array("q", list(accumulate(deltas))[:-1]) for deltas in (allocated, active, requested)
-        )
+        of = self.allocations
+        sizes, asked = of.sizes, of.requested
+        before = [number for number, begin in enumerate(of.begins) if begin == BEFORE]
+        # freed == BEFORE: it was pending when the window began and never counts as allocated.
+        held = sum(sizes[number] for number in before if of.freed[number] != BEFORE)
+        taken, wanted = (sum(column[number] for number in before) for column in (sizes, asked))
+        self.allocated, self.active, self.requested = (array("q", [start]) for start in (held, taken, wanted))
+        add_held, add_taken, add_wanted = self.allocated.append, self.active.append, self.requested.append
+        odd = [*of.odd, None]
+        begin, at = 0, 0
+        while begin < of.entries:
+            following = odd[at]
+            end = of.entries if following is None else following.at + 1
+            for event, number in zip(of.events[begin:end], of.numbers[begin:end], strict=True):
+                if event == BEGINS:
+                    size = sizes[number]
+                    held += size
+                    taken += size
+                    wanted += asked[number]
+                elif event == FREED:
+                    held -= sizes[number]
+                elif event != NOTHING:
+                    size = sizes[number]
+                    taken -= size
+                    wanted -= asked[number]
+                    held -= size if event == FREED_AND_ENDS else 0
+                add_held(held)
+                add_taken(taken)
+                add_wanted(wanted)
+            while (one := odd[at]) is not None and one.at < end:
+                held -= sizes[one.number] if one.frees else 0
+                taken -= sizes[one.number] if one.ends else 0
+                wanted -= asked[one.number] if one.ends else 0
+                at += 1
+            self.allocated[-1], self.active[-1], self.requested[-1] = held, taken, wanted
+            begin = end
         sizes, actions = columns(self.trace.sizes, "q"), self.trace.actions
         changes = [0] * (self.entries + 1)
         for index in self.segment_entries:
@@ -79,13 +99,17 @@ class Replay:
         changes[0] = max(0, end - sum(changes))
         self.reserved = array("q", accumulate(changes))
 
+    def taken_at(self, index: int) -> Taken:
+        """Find the allocations, active right after entry ``index`` (allocated or pending), by address."""
+        return self._live.taken_at(max(BEFORE, min(index, self.last)))
+
     def active_at(self, index: int) -> list[int]:
         """List the allocations whose blocks are taken right after entry ``index``: allocated, or pending."""
-        return self._checkpoints.active_at(max(BEFORE, min(index, self.last)))
+        return self.taken_at(index).numbers
 
     def totals_at(self, index: int) -> Totals:
         """Sum up by stack what the program holds right after entry ``index``: bytes and blocks."""
-        return self._checkpoints.totals_at(max(BEFORE, min(index, self.last)))
+        return self._live.totals_at(max(BEFORE, min(index, self.last)))
 
     def live_at(self, index: int) -> list[int]:
         """List the allocations that the program holds right after entry ``index``."""

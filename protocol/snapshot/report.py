@@ -64,7 +64,7 @@ def _device(replay: Replay) -> dict[str, Any]:
         "peak_reserved_bytes": max(replay.reserved),
         "unsure_blocks": replay.allocations.unsure,
         "unsure_bytes": replay.allocations.unsure_bytes,
-        "unmatched_entries": sum(len(lost) for lost in replay.allocations.lost.values()),
+        "unmatched_entries": replay.allocations.lost,
         "ooms": len(replay.ooms),
         "fragmentation": fragmentation_words(found),
     }

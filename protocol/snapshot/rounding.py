@@ -4,6 +4,7 @@ The trace holds requested sizes and the segments hold blocks' sizes, so for a bl
 follows from these rules and, in the pool of large blocks, from the free room that stood behind its address.
 """
 
+from array import array
 from collections.abc import Sequence
 
 SMALLEST = 512
@@ -28,6 +29,13 @@ def round_size(requested: int, divisions: Sequence[int] = ()) -> int:
         if parts > 1 and requested > SMALLEST * parts:
             return _next_division(requested, parts)
     return -(-requested // SMALLEST) * SMALLEST
+
+
+def round_sizes(requested: Sequence[int], divisions: Sequence[int] = ()) -> "array[int]":
+    """Round many requests; with PyTorch's default of no divisions without a call for each."""
+    if any(part > 1 for part in divisions):
+        return array("q", [round_size(size, divisions) for size in requested])
+    return array("q", [-(-size // SMALLEST) * SMALLEST or SMALLEST for size in requested])
 
 
 def _next_division(size: int, parts: int) -> int:

@@ -34,7 +34,7 @@ def _device(replay: Replay, top: int) -> Iterator[str]:
     if of.unsure_bytes:
         yield f"{of.unsure} blocks from before the window have no exact size; figures may be {gib(of.unsure_bytes)} low"
     if of.lost:
-        yield f"{sum(map(len, of.lost.values())):,} frees are missing from the trace, which has gaps"
+        yield f"{of.lost:,} frees are missing from the trace, which has gaps"
     if (oom := find_oom(replay)) is not None:
         yield ""
         yield f"out of memory at entry {oom.entry:,}: {oom.verdict}"

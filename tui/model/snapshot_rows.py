@@ -163,7 +163,7 @@ def _report(explorer: Explorer, width: int) -> Iterator[Row]:
         else "every block's size is exact",
     ]
     if of.lost:
-        sure.append(f"{sum(map(len, of.lost.values())):,} frees are missing from the trace")
+        sure.append(f"{of.lost:,} frees are missing from the trace")
     yield from _wrapped(sure, width)
 
 

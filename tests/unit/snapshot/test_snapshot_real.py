@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.snapshot import allocations
 from ftmon.protocol.snapshot.analysis import difference, find_oom, live_stacks
 from ftmon.protocol.snapshot.layout import fragmentation, layout_at
 from ftmon.protocol.snapshot.reader import open_snapshot
 from ftmon.protocol.snapshot.replay import Replay
 from ftmon.protocol.snapshot.report import difference_report, report
+from ftmon.protocol.snapshot.rooms import size_large
 from ftmon.protocol.snapshot.rounding import SMALL_MOST, round_size
 from ftmon.protocol.snapshot.stacks import stack_tree
 
@@ -73,7 +73,7 @@ def test_sizes_worked_out_from_the_rules_are_those_of_the_blocks_that_stand_at_t
     for number in known:
         of.sizes[number] = round_size(of.requested[number])
     large = {number for number, size in enumerate(of.sizes) if size > SMALL_MOST}
-    allocations._Rooms(of, replay.snapshot, large).replay()
+    size_large(of, replay.snapshot, large)
     assert {number: of.sizes[number] for number in known} == known
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from caching_allocator import MIB, CachingAllocator, Figures
-from ftmon.protocol.snapshot import checkpoints
+from ftmon.protocol.snapshot import live
 from ftmon.protocol.snapshot.analysis import between, find_oom, live_stacks
 from ftmon.protocol.snapshot.columns import compact
 from ftmon.protocol.snapshot.layout import fragmentation, layout_at
@@ -123,7 +123,7 @@ def test_a_free_that_was_not_recorded_is_counted_and_the_end_still_holds() -> No
     first = next(entry for entry in snapshot["device_traces"][0] if entry["action"] == "alloc")
     snapshot["device_traces"][0].append(dict(first))
     replay = Replay(compact(snapshot, "made"), 0)
-    assert sum(map(len, replay.allocations.lost.values())) == 1
+    assert replay.allocations.lost == 1
     assert replay.allocated[-1] == allocator.now().allocated
 
 
@@ -178,14 +178,12 @@ def test_layouts_follow_segments_that_were_freed_and_expandable_ranges_that_were
 
 @given(STEPS)
 @settings(deadline=None, max_examples=60)
-def test_sums_by_stack_that_are_kept_are_those_of_the_live_blocks(steps: list[tuple[str, int, int]]) -> None:
-    """Kept only where very many blocks live at once; here for every trace, with checkpoints close together."""
+def test_live_sets_are_the_same_from_checkpoints_close_together(steps: list[tuple[str, int, int]]) -> None:
     replay = Replay(compact(history(steps).snapshot(), "made"), 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints, "_LEAST_STRIDE", 5)
-        patch.setattr(checkpoints, "_MANY", 0)
-        patch.setattr(checkpoints, "_MOST_KEPT", 40)
-        kept = checkpoints.Checkpoints(replay.allocations)
+        patch.setattr(live, "_LEAST_STRIDE", 5)
+        patch.setattr(live, "_MOST_KEPT", 40)
+        kept = live.LiveSets(replay.allocations)
     for index in range(-1, replay.entries):
+        assert kept.taken_at(index) == replay.taken_at(index)
         assert kept.totals_at(index) == replay.totals_at(index)
-        assert sorted(kept.active_at(index)) == sorted(replay.active_at(index))

@@ -1,0 +1,107 @@
+"""What is live at any entry, without walking the whole trace: who owns which address is kept every so many entries.
+
+Addresses are numbered in their order, so what lives comes out in the order it lies in memory, however many blocks
+live: nothing is sorted when a cursor moves.
+"""
+
+from array import array
+from bisect import bisect_left
+from itertools import compress
+from typing import NamedTuple
+
+from .allocations import BEFORE, BEGINS, ENDS, Allocations
+
+_LEAST_STRIDE = 2048
+_MOST_KEPT = 8_000_000
+"""Owners kept in all checkpoints together, 4 bytes each."""
+_MOST_CHECKPOINTS = 256
+
+Totals = dict[int, tuple[int, int]]
+"""Bytes and blocks by stack."""
+
+
+class Taken(NamedTuple):
+    """Active allocations by address: their numbers, and where they begin."""
+
+    numbers: list[int]
+    addresses: list[int]
+
+
+class LiveSets:
+    """The live sets of a trace, found from the checkpoint before an entry."""
+
+    def __init__(self, of: Allocations) -> None:
+        self._of = of
+        self._slots, self._addresses = _slots(of)
+        self._in_order = all(map(int.__le__, self._addresses, self._addresses[1:]))
+        kept = max(1, min(_MOST_CHECKPOINTS, _MOST_KEPT // max(1, len(self._addresses))))
+        self._stride = max(_LEAST_STRIDE, -(-of.entries // kept))
+        self._owners: list[array[int]] = []
+        owner = array("I", bytes(4 * len(self._addresses)))
+        for number, begin in enumerate(of.begins):
+            if begin == BEFORE:
+                owner[self._slots[number]] = number + 1
+        for begin in range(0, max(1, of.entries), self._stride):
+            self._owners.append(owner[:])
+            self._advance(owner, begin, min(begin + self._stride, of.entries))
+
+    def taken_at(self, index: int) -> Taken:
+        """Find the allocations whose blocks are taken right after entry ``index``."""
+        nearest = min((index + 1) // self._stride, len(self._owners) - 1)
+        owner = self._owners[nearest][:]
+        self._advance(owner, nearest * self._stride, index + 1)
+        numbers = [one - 1 for one in owner if one]
+        addresses = list(compress(self._addresses, owner))
+        if not self._in_order:
+            order = sorted(range(len(numbers)), key=addresses.__getitem__)
+            numbers, addresses = [numbers[at] for at in order], [addresses[at] for at in order]
+        return Taken(numbers, addresses)
+
+    def totals_at(self, index: int) -> Totals:
+        """Sum up by stack what the program holds right after entry ``index``."""
+        of = self._of
+        return sums(of, [number for number in self.taken_at(index).numbers if of.freed[number] > index])
+
+    def _advance(self, owner: "array[int]", begin: int, end: int) -> None:
+        """Apply the entries ``begin`` up to but not including ``end`` to the owners of addresses."""
+        of, slots = self._of, self._slots
+        for event, number in zip(of.events[begin:end], of.numbers[begin:end], strict=True):
+            if event == BEGINS:
+                owner[slots[number]] = number + 1
+            elif event >= ENDS:
+                owner[slots[number]] = 0
+        for odd in of.odd[bisect_left(of.odd, (begin,)) : bisect_left(of.odd, (end,))]:
+            if odd.ends and owner[slots[odd.number]] == odd.number + 1:
+                owner[slots[odd.number]] = 0
+
+
+def sums(of: Allocations, numbers: list[int]) -> Totals:
+    """Sum allocations up by stack."""
+    size, blocks = [0] * of.different_stacks, [0] * of.different_stacks
+    of_stack = map(of.stacks.__getitem__, numbers)
+    for stack, one in zip(of_stack, map(of.sizes.__getitem__, numbers), strict=True):
+        size[stack] += one
+        blocks[stack] += 1
+    return {stack: (size[stack], found) for stack, found in enumerate(blocks) if found}
+
+
+def _slots(of: Allocations) -> tuple[list[int], list[int]]:
+    """Number the addresses, and say for each allocation which of them it has.
+
+    In a whole trace an address has one owner at a time. Where frees are missing, a block from before the window may
+    overlap another that the trace mentions: it gets a number of its own.
+    """
+    addresses = sorted(set(of.addresses))
+    place = dict(zip(addresses, range(len(addresses)), strict=True))
+    slots = list(map(place.__getitem__, of.addresses))
+    before = {of.addresses[number] for number, begin in enumerate(of.begins) if begin == BEFORE}
+    if before:
+        seen: set[int] = set()
+        for number, (address, begin) in enumerate(zip(of.addresses, of.begins, strict=True)):
+            if address not in before:
+                continue
+            if begin == BEFORE and address in seen:
+                slots[number] = len(addresses)
+                addresses.append(address)
+            seen.add(address)
+    return slots, addresses
