@@ -1,132 +1,144 @@
-"""The allocator's own trace as numbers, read now and then, never for more than its share of the time.
+"""Now and then one step is looked at closely: its allocator events, and what the peak of each phase consists of.
 
-PyTorch keeps a ring of every allocation and free (``_record_memory_history``, without stacks: 0.4 % of a 55 ms step,
-measured on an H200). Reading costs 0.6 us an entry and holds the interpreter's lock, so the publisher reads right
-after a step, and the next time only when that has cost less than ``TIME_SHARE`` of what has passed since.
+A step in a few thousand is enough, and it may not cost the others: the next look comes only when what the last one
+took, on the training thread and on this one, is less than ``TIME_SHARE`` of what has passed since. The first few steps
+are looked at in any case, and so is the next one when somebody asks.
 """
 
 import time
-from bisect import bisect_right
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...protocol import wire
-from ...protocol.telemetry import AllocatorEvents, AllocatorPhase
 from . import guard
-from .raw import Mark, StepRaw
-from .recording import Recording
+from .composition.closelook import CloseLook
+from .composition.messages import of_cpu, of_cuda
+from .composition.walk import Roots
+from .recording import MAX_ENTRIES, Recording
 from .redirect import read_options
+from .snapshots import Answer
 
 if TYPE_CHECKING:
     from .probe import Probe
 
 TIME_SHARE = 0.002
-LARGEST = 5
 MIN_SECONDS = 1.0
+FIRST_STEPS = 3
+PATIENCE_SECONDS = 45.0
+REASONS = ("asked", "spike", "leak")
 
 
 class AllocatorWatch:
-    """Reads the trace of one step at a time, when the budget allows; for the publisher thread."""
+    """Takes the close looks at one rank's steps; for the publisher thread."""
 
     def __init__(self, probe: "Probe", recording: Recording, send: Callable[[wire.Message], None]) -> None:
         self._probe = probe
         self._recording = recording
         self._send = send
-        self._wanted = read_options().get("allocator_events", True) is not False
+        options = read_options()
+        self._wanted = options.get("allocator_events", True) is not False
+        self._look: CloseLook | None = None
+        self._cleared = 0
+        self._taken = 0
         self._next = 0.0
-        self._latest: StepRaw | None = None
+        self._reserved = 0
+        self._reason: Any = ""
+        self._answers: list[Answer] = []
+        self._deadline = 0.0
 
-    def note(self, raw: StepRaw) -> None:
-        """A step's message has been sent; its trace may be read next."""
-        self._latest = raw
+    def want(self, reason: str, answer: Answer) -> None:
+        """Compose the next step; ``answer`` is told once it is done, or why not.
+
+        Args:
+            reason: one of ``REASONS``.
+            answer: told what came of it.
+        """
+        if self._recording.by_script and self._probe.device.memory.measure == "cuda":
+            answer(False, "the script records memory history itself; it is left alone", {})
+            return
+        self._reason = reason if reason in REASONS else "asked"
+        self._answers.append(answer)
+        patience = max(PATIENCE_SECONDS, 3 * self._probe.step_seconds)
+        self._deadline = max(self._deadline, time.monotonic() + patience)
 
     def tick(self) -> None:
-        """Record numbers once there is a CUDA allocator; read them when it is due and a step has just ended."""
-        recording = self._recording
-        if not self._wanted or recording.by_script or recording.mode == "stacks":
-            return
+        """Begin a look when one is due, and make its messages once its step is over."""
         try:
-            if recording.mode == "off":
-                if self._probe.device.memory.measure == "cuda" and recording.numbers():
-                    self._next = time.monotonic() + MIN_SECONDS
-            elif self._latest is not None and time.monotonic() >= self._next:
-                raw, self._latest = self._latest, None
-                self._read(raw)
+            self._tick()
         except Exception as error:
             self._wanted = False
-            guard.log_error("allocator events", error)
+            self._drop()
+            self._answer(False, f"{type(error).__name__}: {error}")
+            guard.log_error("a closer look at a step", error)
 
-    def _read(self, raw: StepRaw) -> None:
-        start = time.perf_counter_ns()
-        trace = self._recording.read(self._probe.device.memory.device_index)
-        # Mark times are perf_counter's, entry times the epoch's; a step knows its end on both clocks.
-        offset_ns = round(raw.ended * 1e9) - raw.marks[-1].ns
-        phases = attribute(trace, raw.marks, offset_ns)
-        spent = time.perf_counter_ns() - start
-        self._next = time.monotonic() + max(MIN_SECONDS, spent / 1e9 / TIME_SHARE)
-        if phases:
-            rank = self._probe.about.rank
-            self._send(AllocatorEvents(rank, raw.number, time.time(), phases, len(trace), spent // 1000))
+    def _tick(self) -> None:
+        recording = self._recording
+        cuda = self._probe.device.memory.measure == "cuda"
+        if not (self._wanted or self._answers):
+            return
+        if cuda and (recording.by_script or recording.owner):
+            self._drop()
+        elif self._look is None:
+            if cuda and recording.mode == "off" and not recording.numbers():
+                return
+            if self._answers or self._taken < FIRST_STEPS or time.monotonic() >= self._next:
+                self._begin(cuda)
+        elif self._look.done:
+            self._finish(cuda)
+        elif self._look not in self._probe.tracker.watchers:
+            self._probe.tracker.watchers = (*self._probe.tracker.watchers, self._look)
+        if self._answers and time.monotonic() > self._deadline:
+            self._answer(False, "no step ended in time")
 
-
-def attribute(trace: list[dict[str, Any]], marks: list[Mark], offset_ns: int) -> list[AllocatorPhase]:
-    """Sum up a trace's entries by the phase they fell into.
-
-    Args:
-        trace: entries with ``action``, ``size`` and ``time_us`` (microseconds since the epoch), oldest first.
-        marks: the step's marks; entries before the first and after the last belong to other steps.
-        offset_ns: what to add to a mark's time to get nanoseconds since the epoch.
-
-    Returns:
-        The phases that had entries. Empty when the ring no longer reaches back to the step's beginning.
-    """
-    borders = [(mark.ns + offset_ns) // 1000 for mark in marks]
-    names: list[str] = []
-    for mark in marks:
-        names.append(mark.phase or names[-1])
-    if not trace or trace[0].get("time_us", 0) > borders[1 if len(borders) > 2 else 0]:
-        return []
-    sums: dict[str, _Sums] = {}
-    for entry in reversed(trace):
-        place = bisect_right(borders, entry["time_us"]) - 1
-        if place < 0:
-            break
-        if place < len(borders) - 1:
-            sums.setdefault(names[place], _Sums()).add(entry["action"], entry["size"])
-    return [sums[name].phase(name) for name in dict.fromkeys(names) if name in sums]
-
-
-class _Sums:
-    def __init__(self) -> None:
-        self.allocations = self.frees = self.allocated = self.freed = 0
-        self.segment_allocations = self.segment_frees = self.segment_bytes = 0
-        self.sizes: list[int] = []
-
-    def add(self, action: str, size: int) -> None:
-        if action == "alloc":
-            self.allocations += 1
-            self.allocated += size
-            self.sizes.append(size)
-        elif action == "free_completed":
-            self.frees += 1
-            self.freed += size
-        elif action == "segment_alloc":
-            self.segment_allocations += 1
-            self.segment_bytes += size
-        elif action == "segment_free":
-            self.segment_frees += 1
-            self.segment_bytes -= size
-
-    def phase(self, name: str) -> AllocatorPhase:
-        largest = sorted(self.sizes, reverse=True)[:LARGEST]
-        return AllocatorPhase(
-            name,
-            self.allocations,
-            self.frees,
-            self.allocated,
-            self.freed,
-            largest,
-            self.segment_allocations,
-            self.segment_frees,
-            self.segment_bytes,
+    def _begin(self, cuda: bool) -> None:
+        probe, recording = self._probe, self._recording
+        reason = self._reason or ("first" if self._taken < FIRST_STEPS else "periodic")
+        index = probe.device.memory.device_index if cuda else None
+        if cuda:
+            recording.numbers(whole=True)
+            self._cleared = recording.cleared
+        self._look = CloseLook(
+            probe.tracker, lambda: Roots(probe.engine(), probe.model(), probe.primary), index, reason
         )
+        probe.tracker.watchers = (*probe.tracker.watchers, self._look)
+
+    def _drop(self) -> None:
+        """Give up a look under way; another one comes."""
+        look, self._look = self._look, None
+        if look is not None:
+            look.withdraw()
+
+    def _finish(self, cuda: bool) -> None:
+        look, probe, recording = self._look, self._probe, self._recording
+        self._look = None
+        if look is None:
+            return
+        if look.failed:
+            guard.log(f"a closer look at step {look.step} failed: {look.failed}")
+            self._taken += 1
+            self._answer(False, look.failed)
+            return
+        rank, read = probe.about.rank, probe.device.memory.read
+        if cuda:
+            if recording.cleared != self._cleared:
+                return  # somebody began a new history meanwhile; the next step will do
+            made = of_cuda(
+                look, recording.snapshot(), probe.device.memory.device_index, rank, read, MAX_ENTRIES, self._reserved
+            )
+            recording.numbers()
+            self._reserved = made.events.reserved_bytes
+            if made.events.phases:
+                self._send(made.events)
+        else:
+            made = of_cpu(look, rank, read)
+        if made.composition.phases:
+            self._send(made.composition)
+        self._taken += 1
+        spent = (made.composition.read_us + made.composition.walk_us) / 1e6
+        self._next = time.monotonic() + max(MIN_SECONDS, spent / TIME_SHARE)
+        self._answer(True, f"step {look.step}")
+
+    def _answer(self, ok: bool, text: str) -> None:
+        answers, self._answers, self._reason = self._answers, [], ""
+        for answer in answers:
+            answer(ok, text, {})

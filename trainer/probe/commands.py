@@ -17,6 +17,7 @@ from ...protocol.errors import ProtocolError
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import Stacks
 from . import flight, guard
+from .allocator import AllocatorWatch
 from .arming import Arming
 from .snapshots import Answer, Snapshots
 
@@ -33,12 +34,14 @@ class Commands:
         run: RunDir,
         snapshots: Snapshots,
         arming: Arming,
+        allocator: AllocatorWatch,
         send: Callable[[wire.Message], None],
     ) -> None:
         self._probe = probe
         self._run = run
         self._snapshots = snapshots
         self._arming = arming
+        self._allocator = allocator
         self._send = send
         self._answered = 0
 
@@ -67,6 +70,7 @@ class Commands:
         }
         later: dict[str, Callable[[dict[str, Any], Answer], None]] = {
             "snapshot": lambda args, answer: self._snapshots.want(str(args.get("reason", "asked")), answer),
+            "compose": lambda args, answer: self._allocator.want(str(args.get("reason", "asked")), answer),
             "arm": lambda args, answer: self._arming.want(
                 str(args.get("phase", "")),
                 int(args.get("steps", 1)),

@@ -52,7 +52,7 @@ class Publisher(threading.Thread):
         self._allocator = AllocatorWatch(probe, self._recording, self.send)
         self._snapshots = Snapshots(probe, self._run, self._recording, self.send)
         self._arming = Arming(probe, self._recording, self.send)
-        self._commands = Commands(probe, self._run, self._snapshots, self._arming, self.send)
+        self._commands = Commands(probe, self._run, self._snapshots, self._arming, self._allocator, self.send)
         self._dumper = Dumper(self._run.logs / f"rank-{probe.about.rank}.stacks", probe.thread)
         self._telemetry: Any = None
 
@@ -156,7 +156,6 @@ class Publisher(threading.Thread):
         self.send(step)
         probe.step_seconds = (raw.marks[-1].ns - raw.marks[0].ns) / 1e9
         self._arming.note(step)
-        self._allocator.note(raw)
         events = probe.device.events
         if events is not None:
             for mark in raw.marks[:-1]:  # the last one begins the next step

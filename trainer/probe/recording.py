@@ -51,9 +51,15 @@ class Recording:
         """Let others have it."""
         self.owner = ""
 
-    def numbers(self) -> bool:
-        """Record sizes and addresses only; False when the recorder is the script's."""
-        return self._switch("numbers", MAX_ENTRIES, {"context": None, **self._fewer()}, fresh=False)
+    def numbers(self, *, whole: bool = False) -> bool:
+        """Record sizes and addresses only; False when the recorder is the script's.
+
+        Args:
+            whole: in a new history and with every action, for who reads it a step later: a block that waits for another
+                stream is allocated no more for the counters from when its free was asked for.
+        """
+        options = {"context": None} if whole else {"context": None, **self._fewer()}
+        return self._switch("numbers", MAX_ENTRIES, options, fresh=whole)
 
     def stacks(self, *, long: bool = False, frees: bool = False) -> bool:
         """Record with the Python stack of every allocation; False when the recorder is the script's.
@@ -81,11 +87,15 @@ class Recording:
 
     def read(self, device: int) -> list[dict[str, Any]]:
         """Return the entries of one device, oldest first; 0.6 us each, under the interpreter's lock."""
+        traces = self.snapshot()["device_traces"]
+        return traces[device] if device < len(traces) else []
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return segments and entries of all devices, as PyTorch gives them; holds the lock as ``read`` does."""
         import torch
 
         core: Any = torch._C
-        traces = core._cuda_memorySnapshot(None)["device_traces"]
-        return traces[device] if device < len(traces) else []
+        return core._cuda_memorySnapshot(None)
 
     def _fewer(self) -> dict[str, Any]:
         """Leave out when a free was asked for: in a ring of this size nothing is learnt from it, and it is a third."""

@@ -1,0 +1,328 @@
+"""What a peak consists of, on traces whose truth is known."""
+
+import gzip
+import pickle
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.memory import PARTS
+from ftmon.protocol.snapshot.allocations import Allocations
+from ftmon.trainer.probe.composition.closelook import CloseLook, Sighting, Walked
+from ftmon.trainer.probe.composition.messages import of_cuda
+from ftmon.trainer.probe.composition.pulse import Pulse
+from ftmon.trainer.probe.composition.storages import Held
+from ftmon.trainer.probe.composition.timeline import Timeline
+from ftmon.trainer.probe.composition.trace import compact
+from ftmon.trainer.probe.raw import Mark
+from ftmon.trainer.probe.reading import Reading
+from ftmon.trainer.probe.tracker import Counts, Tracker
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_step import SimulatedStep, same
+
+MIB = 2**20
+ROOM = 10**6
+DATA = Path(__file__).parents[2] / "data"
+
+
+class NoMemory:
+    measure, device_index = "cuda", 0
+
+    def sample(self):
+        return None
+
+
+def look_at(step, walks=(), sightings=(), recomputed=()):
+    """Make the look that a step like this would have left; places in time are microseconds."""
+    look = CloseLook(Tracker(NoMemory(), lambda: None, Counts(), lambda _: None), None, 0, "asked")
+    look.marks, look.step, look.done = step.marks, 7, True
+    for mark, held in walks:
+        look.walks.append(Walked(step.marks[mark].ns, mark, {at: Held(1, part) for at, part in held.items()}, {}))
+    look.sightings = [Sighting(us * 1000 - 500, address, part) for us, address, part in sightings]
+    look.recomputed = [(begin * 1000 - 500, end * 1000 - 500) for begin, end in recomputed]
+    return look
+
+
+def compose(step, room=ROOM, last=None, **more):
+    made = of_cuda(look_at(step, **more), step.snapshot(last), 0, 3, same, room, 0)
+    for phase in made.composition.phases:
+        assert sum(phase.parts.values()) == phase.peak_bytes == step.peaks[phase.name]
+        assert set(phase.parts) <= set(PARTS)
+        assert all(value > 0 for value in phase.parts.values())
+    return {phase.name: phase for phase in made.composition.phases}, made
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_the_blocks_of_a_plain_step_go_to_the_parts_they_are_of(expandable):
+    step = SimulatedStep(expandable)
+    weights, workspace = step.alloc(40 * MIB), step.alloc(8 * MIB + 300)
+    step.mark("forward")
+    scratch = step.alloc(3 * MIB)
+    saved = [step.alloc(5 * MIB) for _ in range(4)]
+    step.free(scratch)
+    step.mark("backward")
+    gradient, largest = step.alloc(40 * MIB), step.alloc(12 * MIB)
+    step.free(largest)
+    for block in saved:
+        step.free(block)
+    step.mark("optimizer")
+    moment = step.alloc(80 * MIB)
+    squares = step.alloc(40 * MIB)
+    step.free(squares)
+    step.free(gradient)
+    step.mark("idle")
+    walks = [
+        (0, {weights: "parameters"}),
+        (2, {weights: "parameters", gradient: "gradients"}),
+        (3, {weights: "parameters", moment: "optimizer_states"}),
+    ]
+    phases, made = compose(step, walks=walks)
+    other = step.peaks["forward"] - 63 * MIB
+    assert phases["forward"].parts == {
+        "parameters": 40 * MIB,
+        "activations": 20 * MIB,
+        "temporaries": 3 * MIB,
+        "other": other,
+    }
+    assert 8 * MIB <= other <= 10 * MIB
+    assert phases["backward"].parts == {
+        "parameters": 40 * MIB,
+        "gradients": 40 * MIB,
+        "activations": 20 * MIB,
+        "temporaries": 12 * MIB,
+        "other": other,
+    }
+    assert phases["optimizer"].parts == {
+        "parameters": 40 * MIB,
+        "gradients": 40 * MIB,
+        "optimizer_states": 80 * MIB,
+        "temporaries": 40 * MIB,
+        "other": other,
+    }
+    assert workspace
+    assert made.composition.note == ""
+    assert made.composition.known == {"parameters": 1, "optimizer_states": 1}
+    assert phases["optimizer"].reserved_bytes >= phases["optimizer"].peak_bytes
+    assert phases["forward"].at_us < phases["backward"].at_us < phases["optimizer"].at_us
+
+
+def test_what_comes_and_goes_within_a_phase_is_known_where_it_was_seen():
+    step = SimulatedStep()
+    step.mark("backward")
+    gathered = step.alloc(6 * MIB)
+    bucket = step.alloc(20 * MIB)
+    gradient = step.alloc(30 * MIB)
+    seen = [
+        (step.now_us, gathered, "parameters"),
+        (step.now_us, gradient, "gradients"),
+        (step.now_us, bucket, "gradients"),
+        (step.now_us, bucket, "buckets"),
+    ]
+    for block in (gradient, gathered, bucket):
+        step.free(block)
+    again = step.alloc(30 * MIB)
+    assert again == gradient, "the same address, and another block"
+    step.free(again)
+    step.mark("idle")
+    phases, _ = compose(step, sightings=seen)
+    assert phases["backward"].parts == {"parameters": 6 * MIB, "buckets": 20 * MIB, "gradients": 30 * MIB}
+
+
+def test_what_a_checkpointed_layer_keeps_of_its_second_forward_is_activations():
+    step = SimulatedStep()
+    step.mark("backward")
+    begin = step.now_us
+    kept, dropped = step.alloc(7 * MIB), step.alloc(2 * MIB)
+    step.free(dropped)
+    end = step.now_us
+    own = step.alloc(9 * MIB)
+    for block in (own, kept):
+        step.free(block)
+    step.mark("idle")
+    phases, _ = compose(step, recomputed=[(begin, end)])
+    assert phases["backward"].parts == {"activations": 7 * MIB, "temporaries": 9 * MIB}
+
+
+def test_outputs_that_the_script_keeps_are_activations_until_a_backward_has_passed():
+    step = SimulatedStep()
+    step.mark("forward")
+    outputs = step.alloc(12 * MIB)
+    step.mark("backward")
+    step.free(step.alloc(4 * MIB))
+    step.mark("forward")
+    step.free(step.alloc(5 * MIB))
+    step.mark("optimizer")
+    step.free(step.alloc(6 * MIB))
+    step.free(outputs)
+    step.mark("idle")
+    phases, _ = compose(step)
+    assert phases["backward"].parts == {"activations": 12 * MIB, "temporaries": 4 * MIB}
+    assert phases["forward"].parts == {"other": 12 * MIB, "temporaries": 5 * MIB}
+    assert phases["optimizer"].parts == {"other": 12 * MIB, "temporaries": 6 * MIB}
+
+
+def test_a_block_that_waits_for_a_stream_is_allocated_no_more():
+    step = SimulatedStep()
+    step.mark("forward")
+    waiting = step.alloc(8 * MIB)
+    step.free(waiting, wait=True)
+    step.free(step.alloc(3 * MIB))
+    step.complete(waiting)
+    step.mark("idle")
+    phases, _ = compose(step)
+    assert phases["forward"].parts == {"temporaries": 8 * MIB}
+
+
+def test_the_gap_between_trace_and_counters_is_unattributed_and_said():
+    step = SimulatedStep()
+    step.mark("forward")
+    step.free(step.alloc(8 * MIB))
+    step.mark("idle")
+    step.marks[1] = step.marks[1]._replace(memory=step.marks[1].memory._replace(allocated_peak=9 * MIB))
+    step.peaks["forward"] = 9 * MIB
+    phases, made = compose(step)
+    assert phases["forward"].parts == {"temporaries": 8 * MIB, "unattributed": MIB}
+    assert "the trace has 8388608 bytes where the allocator counted 9437184" in made.composition.note
+
+
+def test_a_trace_above_the_counters_gives_the_best_moment_below_them():
+    step = SimulatedStep()
+    step.mark("forward")
+    small, large = step.alloc(8 * MIB), step.alloc(8 * MIB)
+    step.free(large)
+    step.free(small)
+    step.mark("idle")
+    step.marks[1] = step.marks[1]._replace(memory=step.marks[1].memory._replace(allocated_peak=10 * MIB))
+    step.peaks["forward"] = 10 * MIB
+    phases, _ = compose(step)
+    assert phases["forward"].parts == {"temporaries": 8 * MIB, "unattributed": 2 * MIB}
+
+
+def test_a_phase_that_has_left_the_ring_has_no_composition_and_is_named():
+    step = SimulatedStep()
+    step.mark("forward")
+    for _ in range(10):
+        step.free(step.alloc(MIB))
+    step.mark("backward")
+    step.free(step.alloc(2 * MIB))
+    step.mark("idle")
+    phases, made = compose(step, room=6, last=6)
+    assert list(phases) == ["backward"]
+    assert made.composition.note == "forward: its allocations had left the recorder's ring"
+    assert made.events.phases == []
+
+
+def test_a_boundary_is_moved_to_where_the_counters_agree():
+    step = SimulatedStep()
+    step.mark("forward")
+    kept = step.alloc(4 * MIB)
+    step.mark("backward")
+    step.free(kept)
+    step.mark("idle")
+    step.marks[1] = step.marks[1]._replace(ns=step.marks[1].ns - 150_000)
+    phases, made = compose(step)
+    assert phases["forward"].parts == {"activations": 4 * MIB}
+    forward, backward = made.events.phases
+    assert (forward.name, forward.allocations, forward.frees) == ("forward", 1, 0)
+    assert (backward.name, backward.allocations, backward.frees) == ("backward", 0, 1)
+
+
+def test_events_are_counted_by_phase_with_what_rates_need():
+    step = SimulatedStep()
+    step.mark("forward")
+    small, large = step.alloc(512), step.alloc(4 * MIB)
+    step.mark("backward")
+    step.free(small)
+    step.mark("forward")
+    step.free(large)
+    step.alloc(1000)
+    step.mark("idle")
+    _, made = compose(step)
+    forward, backward = made.events.phases
+    assert (forward.name, forward.allocations, forward.allocated_bytes) == ("forward", 3, 512 + 4 * MIB + 1000)
+    assert forward.largest == [4 * MIB, 1000, 512]
+    assert (forward.segment_allocations, forward.segment_bytes) == (2, 22 * MIB)
+    assert (backward.name, backward.frees, backward.freed_bytes) == ("backward", 1, 512)
+    assert forward.host_us + backward.host_us == made.events.host_us > 0
+    assert made.events.allocated_bytes == 1024
+    assert made.events.rounding_bytes == 24
+    assert made.events.reserved_bytes == 22 * MIB
+    assert made.events.free_bytes == 22 * MIB - 1024
+    assert made.events.largest_free_block_bytes == 20 * MIB
+    assert made.events.segments == 2
+
+
+sizes = st.integers(1, 30 * MIB)
+moves = st.lists(
+    st.one_of(
+        st.tuples(st.just("alloc"), sizes),
+        st.tuples(st.just("free"), st.integers(0, 10**6)),
+        st.tuples(st.just("wait"), st.integers(0, 10**6)),
+        st.tuples(st.just("see"), st.integers(0, 10**6)),
+        st.tuples(st.just("mark"), st.sampled_from(["forward", "backward", "optimizer", "data", "idle", "eval"])),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(moves, st.booleans(), st.integers(0, 6))
+def test_parts_always_add_up_to_the_peak_and_a_whole_trace_leaves_nothing_over(moves, expandable, before):
+    step = SimulatedStep(expandable)
+    live, waiting, seen = [step.alloc((3 * place + 1) * MIB) for place in range(before)], [], []
+    step.mark("data")
+    for move, what in moves:
+        if move == "alloc":
+            live.append(step.alloc(what))
+        elif move == "mark":
+            step.mark(what)
+        elif live and move == "see":
+            seen.append((step.now_us, live[what % len(live)], ["gradients", "buckets", "parameters"][what % 3]))
+        elif live:
+            block = live.pop(what % len(live))
+            step.free(block, wait=move == "wait")
+            if move == "wait":
+                waiting.append(block)
+    for block in waiting:
+        step.complete(block)
+    step.mark("idle")
+    phases, _ = compose(step, sightings=seen)
+    assert all("unattributed" not in phase.parts for phase in phases.values())
+    assert set(phases) == set(step.peaks) - {"idle"}
+
+
+def real(name):
+    return pickle.loads(gzip.decompress((DATA / name).read_bytes()))
+
+
+def test_a_real_trace_replayed_in_slices_gives_what_its_counters_said_at_the_end():
+    raw = real("step_zero3.pickle.gz")
+    truth = sum(segment["allocated_size"] for segment in raw["segments"])
+    snapshot = compact(raw, 0, Pulse())
+    timeline = Timeline(snapshot, Allocations(snapshot, 0), Pulse())
+    assert timeline.allocated[-1] == timeline.allocated_now == truth
+    assert timeline.reserved[-1] == sum(segment.size for segment in snapshot.segments)
+
+
+def test_a_real_step_s_parts_add_up_at_every_quarter_of_it():
+    raw = real("step_zero3.pickle.gz")
+    trace = raw["device_traces"][0]
+    borders = [trace[len(trace) * quarter // 4]["time_us"] for quarter in range(4)] + [trace[-1]["time_us"] + 10]
+    borders[0] -= 1
+    snapshot = compact(real("step_zero3.pickle.gz"), 0, Pulse())
+    timeline = Timeline(snapshot, Allocations(snapshot, 0), Pulse())
+    marks, names = [], ("data", "forward", "backward", "optimizer", "idle")
+    for place, (us, name) in enumerate(zip(borders, names, strict=True)):
+        here = timeline.position(us, None)
+        inside = timeline.allocated[timeline.position(borders[max(0, place - 1)], None) : here + 1]
+        figure = Reading(timeline.allocated[here], max(inside), 0, 0)
+        marks.append(Mark(name, us * 1000, figure, None, 0, 0))
+    look = CloseLook(Tracker(NoMemory(), lambda: None, Counts(), lambda _: None), None, 0, "asked")
+    look.marks, look.done = marks, True
+    made = of_cuda(look, raw, 0, 0, same, ROOM, 0)
+    assert [phase.name for phase in made.composition.phases] == ["data", "forward", "backward", "optimizer"]
+    for phase in made.composition.phases:
+        assert sum(phase.parts.values()) == phase.peak_bytes
+        assert "unattributed" not in phase.parts
+    assert made.composition.entries == 11586
+    assert sum(phase.allocations for phase in made.events.phases) == 3862
