@@ -12,6 +12,12 @@ RECEIVE_HIGH_WATER = 100_000
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A frame above this is dropped with its connection; the largest honest one is a history answer."""
 
+REQUEST_HIGH_WATER = 200
+MAX_REQUEST_BYTES = 1024 * 1024
+"""Of the channels on which apps ask: whoever floods them waits in a queue of its own, not in the hub's memory."""
+
+REQUEST_CHANNELS = ("control", "query")
+
 CHANNELS = ("telemetry", "ranks", "stream", "control", "query", "agents")
 """The hub's sockets. telemetry: PULL from probes. ranks: ROUTER to the probes' DEALERs (commands to a rank).
 stream: PUB to apps. control: ROUTER, commands of apps. query: ROUTER, history for apps. agents: ROUTER to the agents
@@ -52,6 +58,10 @@ def hub_socket(context: "zmq.Context[Any]", channel: str) -> "zmq.Socket[Any]":
     if _HUB_KINDS[channel] == zmq.ROUTER:
         # A send to a peer that left fails (EHOSTUNREACH) and one to a full queue says so (EAGAIN): neither is silent.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    if channel in REQUEST_CHANNELS:
+        socket.setsockopt(zmq.RCVHWM, REQUEST_HIGH_WATER)
+        socket.setsockopt(zmq.SNDHWM, REQUEST_HIGH_WATER)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
     if channel in AGENT_CHANNELS:
         # A rank or an agent that comes back takes its name over from its own dead connection. Nowhere else: an app's
         # name is given by ZeroMQ, and no second app may take the answers to another's command.
