@@ -1,0 +1,256 @@
+"""Leaks against what is none: noise, saw teeth, changed levels, longer batches."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ftmon.protocol.control import Alert
+from ftmon.protocol.memory import Cause, StackGroup
+from ftmon.protocol.telemetry import DeviceInfo, Hello, PhaseRecord, Plan, Span, Step
+from ftmon.trainer.hub.detectors import leak
+from ftmon.trainer.hub.detectors.asks import Asks
+from ftmon.trainer.hub.detectors.book import AlertBook
+from ftmon.trainer.hub.detectors.leak import LeakDetector
+from ftmon.trainer.hub.detectors.trend import LIKELY, SURE, climbs, mann_kendall, theil_sen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+MIB = 2**20
+GIB = 2**30
+H200 = 140 * GIB
+
+
+class Run:
+    """One detector, fed with what ranks hold when their forward begins."""
+
+    def __init__(self, ranks: int = 1, *, cuda: bool = True, total: int = 0) -> None:
+        self.book = AlertBook()
+        self.asks = Asks()
+        self.detector = LeakDetector(self.book, self.asks)
+        self.cuda = cuda
+        self.sent: list[Alert] = []
+        self.now = 0.0
+        for rank in range(ranks):
+            device = DeviceInfo("cuda" if cuda else "cpu", rank, "", H200 if cuda else 32 * GIB)
+            hello = Hello(rank, rank, ranks, "host", 1, 1, device, "cuda" if cuda else "glibc", 0.0)
+            self.detector.hello(hello)
+            self.asks.hello(hello)
+        if total:
+            self.detector.plan(Plan(0, total))
+
+    def step(
+        self, number: int, held: float, rank: int = 0, *, in_use: float = -1.0, extra: str = "", batch: int = 2048
+    ):
+        level = int(held)
+        span = Span(level, level, level + 2 * GIB)
+        other = Span(int(in_use), int(in_use), int(in_use)) if in_use >= 0 else span
+        forward = PhaseRecord(
+            "forward", 0, 9000, span if self.cuda else other, span, resident=None if self.cuda else span
+        )
+        names = [extra] if extra else []
+        phases = [forward, *(PhaseRecord(name, 0, 9000, span, span) for name in names)]
+        self.now += 0.1
+        step = Step(rank, number, self.now, 9000, phases, batch_shape=[4, batch])
+        self.sent += self.detector.step(self.now, step)
+        self.sent += self.book.tick(self.now)
+
+    def steps(self, count: int, held: Callable[[int], float], first: int = 1, **fields: Any) -> None:
+        for number in range(first, first + count):
+            self.step(number, held(number), **fields)
+
+    @property
+    def last(self) -> Alert:
+        return self.sent[-1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    rate=st.floats(0.3, 200.0),
+    noise=st.floats(0.0, 0.5),
+    start=st.integers(0, 300),
+)
+def test_a_planted_slope_is_found_with_its_rate(seed: int, rate: float, noise: float, start: int) -> None:
+    draw = random.Random(seed)
+    run = Run()
+    run.steps(
+        start + 1400,
+        lambda n: 20 * GIB + MIB * (max(0, n - start) * rate + draw.uniform(0, noise * rate * 60)),
+    )
+    found = run.sent[-1]
+    assert found.kind == "leak"
+    assert found.evidence["bytes_per_step"] == pytest.approx(rate * MIB, rel=0.15)
+    assert found.resolved is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), size=st.sampled_from([1, 100, 3000]), shape=st.sampled_from(["flat", "rare", "walk"])
+)
+def test_stationary_noise_is_no_leak(seed: int, size: int, shape: str) -> None:
+    draw = random.Random(seed)
+    held = [0.0]
+
+    def level(_: int) -> float:
+        if shape == "walk":  # it wanders, but comes back to its level
+            held[0] = 0.9 * held[0] + draw.gauss(0, size)
+        else:
+            held[0] = draw.uniform(0, size) if shape == "flat" else size * (draw.random() < 0.05)
+        return 20 * GIB + MIB * held[0]
+
+    run = Run()
+    run.steps(2500, level)
+    assert run.sent == []
+
+
+@settings(max_examples=40, deadline=None)
+@given(period=st.integers(2, 56), size=st.integers(20, 8000), seed=st.integers(0, 2**32))
+def test_a_saw_tooth_is_no_leak(period: int, size: int, seed: int) -> None:
+    draw = random.Random(seed)
+    run = Run()
+    run.steps(2500, lambda n: 20 * GIB + MIB * ((n % period) / period * size + draw.uniform(0, 3)))
+    assert run.sent == []
+
+
+@pytest.mark.parametrize("period", [100, 300, 900])
+def test_a_saw_tooth_longer_than_a_window_is_told_once_and_ends_when_it_comes_down(period: int) -> None:
+    run = Run()
+    run.steps(6 * period, lambda n: 20 * GIB + MIB * 3000 * (n % period) / period)
+    assert len({alert.id for alert in run.sent}) == 1
+    assert run.last.resolved is not None
+    assert run.last.count == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    jumps=st.lists(
+        st.tuples(st.integers(10, 2000), st.integers(-4000, 6000)), max_size=3, unique_by=lambda jump: jump[0] // 250
+    ),
+    seed=st.integers(0, 2**32),
+)
+def test_a_level_that_changes_is_no_leak(jumps: list[tuple[int, int]], seed: int) -> None:
+    draw = random.Random(seed)
+    run = Run()
+    run.steps(2300, lambda n: 30 * GIB + MIB * (sum(size for at, size in jumps if n >= at) + draw.uniform(0, 2)))
+    assert run.sent == []
+
+
+def test_a_leak_is_told_with_its_rate_and_the_step_at_which_the_device_is_full() -> None:
+    run = Run(2)
+    for number in range(1, 201):
+        for rank in range(2):
+            run.step(number, 20 * GIB + 8 * MIB * number, rank)
+    ids = {alert.id for alert in run.sent}
+    assert len(ids) == 1, "all ranks share one alert"
+    alert = run.last
+    assert (alert.kind, alert.severity, alert.ranks, alert.resolved) == ("leak", "warning", [0, 1], None)
+    # Full: 118 GiB are left beside the peak of 2 GiB above the level, 8 MiB a step.
+    assert alert.evidence["full_at_step"] == pytest.approx((140 - 22) * 128, rel=0.01)
+    assert alert.title == f"memory grows by 8.0 MiB a step, full around step {alert.evidence['full_at_step']:,}"
+    assert "keep loss.item()" in alert.text
+    first = run.sent[0].step
+    assert first is not None
+    assert first <= 80, "two windows of 64 steps that overlap, after the first steps"
+
+
+def test_a_leak_that_stops_is_resolved() -> None:
+    run = Run()
+    run.steps(120, lambda n: 20 * GIB + 8 * MIB * n)
+    assert run.last.resolved is None
+    run.steps(60, lambda _: 20 * GIB + 8 * MIB * 120, first=121)
+    assert run.last.resolved is not None
+    assert "stopped growing" in run.last.text
+
+
+def test_a_leak_that_the_run_outlives_is_information() -> None:
+    run = Run(total=500)
+    run.steps(300, lambda n: 20 * GIB + MIB * n)
+    assert run.last.severity == "info"
+    assert "the run ends before, at step 500" in run.last.text
+
+
+def test_batches_that_grow_longer_are_not_told_from_a_leak() -> None:
+    run = Run()
+    for number in range(1, 400):
+        run.step(number, 20 * GIB + 4 * MIB * number, batch=512 + 4 * number)
+    assert run.sent == []
+
+
+def test_steps_with_an_evaluation_or_a_checkpoint_count_for_nothing() -> None:
+    run = Run()
+    for number in range(1, 400):
+        run.step(number, 20 * GIB + 9 * MIB * number, extra=("eval", "checkpoint")[number % 2])
+    assert run.sent == []
+
+
+def test_on_the_cpu_the_resident_set_alone_is_not_believed() -> None:
+    grows = {"held": lambda n: 4 * GIB + 8 * MIB * n}
+    alone, both = Run(cuda=False), Run(cuda=False)
+    for number in range(1, 200):
+        alone.step(number, grows["held"](number), in_use=2 * GIB)
+        both.step(number, grows["held"](number), in_use=2 * GIB + 8 * MIB * number)
+    assert alone.sent == []
+    assert both.last.evidence["measure"] == "resident"
+    assert both.asks.take() == [], "there is no trace of allocations on the CPU"
+
+
+def test_stacks_of_whole_steps_are_asked_for_and_give_the_place() -> None:
+    run = Run()
+    run.steps(100, lambda n: 20 * GIB + 8 * MIB * n)
+    (asked,) = run.asks.take()
+    assert (asked.verb, asked.ranks, asked.args) == ("arm", (0,), {"phase": "", "steps": 3, "reason": "leak"})
+    groups = [StackGroup(16 * MIB, 2, ["/home/user/loop.py:55 main"], 8 * MIB, 16 * MIB)]
+    cause = Cause(0, 103, "", 0.0, "leak", 16 * MIB, groups, armed_us=70_000, usual_us=55_000, read_us=20_000)
+    run.sent += run.detector.cause(run.now, cause)
+    run.steps(60, lambda n: 20 * GIB + 8 * MIB * n, first=101)
+    alert = run.last
+    assert alert.title.endswith(": loop.py:55 main")
+    assert alert.evidence["place"] == "loop.py:55 main"
+    assert "16.0 MiB in 2 blocks of loop.py:55 main" in alert.text
+    assert "the step took 70 ms in place of 55 ms" in alert.text
+
+
+def test_a_leak_goes_on_under_its_number_after_a_restart_of_the_hub() -> None:
+    run = Run()
+    run.steps(100, lambda n: 20 * GIB + 8 * MIB * n)
+    later = Run()
+    later.book.restore(run.last)
+    later.detector.restore(run.last)
+    later.steps(60, lambda n: 20 * GIB + 8 * MIB * n, first=101)
+    assert {alert.id for alert in later.sent} <= {run.last.id}
+    later.steps(60, lambda _: 20 * GIB, first=161)
+    assert later.last.id == run.last.id
+    assert later.last.resolved is not None
+
+
+def test_the_statistics_are_those_of_their_definitions() -> None:
+    rising = list(range(16))
+    assert mann_kendall(rising) == 120
+    assert mann_kendall(rising[::-1]) == -120
+    assert mann_kendall([1] * 16) == 0
+    assert theil_sen([3 * value for value in rising]) == 3
+    assert theil_sen([0, 1, 2, 900]) == pytest.approx(150.75, rel=1.0)
+    assert climbs(rising)
+    assert not climbs([0] * 8 + [1] * 8)
+    assert not climbs([0] * 5 + [1] * 6 + [2] * 5)
+
+
+def test_the_stated_significance_is_exact() -> None:
+    # Of n values, the number of orders with k inversions follows from that of n - 1; S = pairs - 2 k.
+    counts = {0: 1}
+    for size in range(2, 17):
+        grown: dict[int, int] = {}
+        for more in range(size):
+            for inversions, count in counts.items():
+                grown[inversions + more] = grown.get(inversions + more, 0) + count
+        counts = grown
+
+    def chance(least: int) -> float:
+        return sum(count for inversions, count in counts.items() if 120 - 2 * inversions >= least) / sum(
+            counts.values()
+        )
+
+    assert chance(SURE) == pytest.approx(6e-7, rel=0.1)
+    assert chance(LIKELY) == pytest.approx(1 / 175, rel=0.1)
+    assert "6e-7" in (leak.__doc__ or "")
