@@ -65,6 +65,13 @@ class History(threading.Thread):
                 self._serve(socket)
         for socket in self._sockets:
             socket.close()
+        self._close_reader()
+
+    def _close_reader(self) -> None:
+        """Open the recording anew for the next question."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
 
     def _serve(self, socket: "zmq.Socket[Any]") -> None:
         """Answer what is waiting on one socket, after one commit for all of it."""
@@ -103,8 +110,8 @@ class History(threading.Thread):
         except TypeError as error:
             return Answer(query.id, False, error=f"{query.name}: {error}")
         except FtmonError as error:
-            self._reader = None
+            self._close_reader()
             return Answer(query.id, False, error=str(error))
         except Exception as error:  # a query must not end the thread that serves all apps
-            self._reader = None
+            self._close_reader()
             return Answer(query.id, False, error=f"{query.name}: {type(error).__name__}: {error}")
