@@ -22,7 +22,7 @@ from typing import Any
 
 from ....protocol.control import Alert, HubStats, RankState, RunState
 from ....protocol.memory import Cause
-from ....protocol.telemetry import AllocatorEvents, Failure, Hello, LogLine, Oom, Step
+from ....protocol.telemetry import AllocatorEvents, Failure, Hello, LogLine, Oom, Plan, Step
 from ....protocol.wire import Frame, Message
 from ..states import RankTracker
 from .asks import Action, Asks
@@ -32,6 +32,7 @@ from .explained import Explained
 from .growth import GrowthDetector
 from .hang import HangDetector
 from .health import HealthDetector
+from .leak import LeakDetector
 from .oom import OomDetector
 from .slow import SlowDetector
 from .spike import SpikeDetector
@@ -54,6 +55,7 @@ class Detectors:
         self._explained = Explained(book)
         self._spike = SpikeDetector(book, self._explained, self._asks)
         self._growth = GrowthDetector(book)
+        self._leak = LeakDetector(book, self._asks)
         self._slow = SlowDetector(book)
         self._oom = OomDetector(book)
         self._death = DeathDetector(book, self._oom)
@@ -67,6 +69,7 @@ class Detectors:
             Failure: self._failure,
             AllocatorEvents: self._spike.allocator,
             Cause: self._cause,
+            Plan: self._plan,
             HubStats: self._health.stats,
         }
 
@@ -101,7 +104,7 @@ class Detectors:
             message = frame.message
             if isinstance(message, Alert):
                 self._book.restore(message)
-                for part in (self._spike, self._slow, self._oom, self._hang):
+                for part in (self._spike, self._slow, self._oom, self._hang, self._leak):
                     part.restore(message)
                 if message.kind in ("failure", "died", "oom"):
                     self._death.restore(message)
@@ -110,6 +113,8 @@ class Detectors:
                 self._growth.observe(message)
             elif isinstance(message, Hello):
                 self._hello(frame.t, message)
+            elif isinstance(message, Plan):
+                self._leak.plan(message)
             elif isinstance(message, Cause):
                 self._explained.restore(message)
             elif isinstance(message, RankState):
@@ -121,21 +126,31 @@ class Detectors:
                 self._death.log(message)
 
     def _step(self, t: float, step: Step) -> list[Alert]:
-        # Four looks at each of up to 20,000 steps a second: lists are joined only where one is not empty.
+        # Five looks at each of up to 20,000 steps a second: lists are joined only where one is not empty.
         alerts = self._spike.step(t, step)
-        for found in (self._growth.step(t, step), self._slow.step(t, step), self._oom.step(t, step)):
+        for found in (
+            self._growth.step(t, step),
+            self._slow.step(t, step),
+            self._oom.step(t, step),
+            self._leak.step(t, step),
+        ):
             if found:
                 alerts += found
         return alerts
 
     def _cause(self, t: float, cause: Cause) -> list[Alert]:
-        return self._explained.cause(t, cause)
+        return [*self._explained.cause(t, cause), *self._leak.cause(t, cause)]
+
+    def _plan(self, t: float, plan: Plan) -> list[Alert]:
+        self._leak.plan(plan)
+        return []
 
     def _hello(self, t: float, hello: Hello) -> list[Alert]:
         self._asks.hello(hello)
         self._explained.hello(hello)
         self._spike.hello(hello)
         self._growth.hello(hello)
+        self._leak.hello(hello)
         self._slow.hello(hello)
         self._oom.hello(hello)
         return []
@@ -160,6 +175,7 @@ class Detectors:
             alerts += self._death.gone(now, state, self._tracker.kill_asked)
         if state.state in ("gone", "finished"):
             alerts += self._slow.drop(now, state.rank)
+            alerts += self._leak.drop(now, state.rank)
         return alerts
 
     def _run_state(self, now: float, state: RunState) -> list[Alert]:
