@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from ...protocol.telemetry import LogLine, Plan
+from ...protocol.telemetry import LogLine, Plan, SelfDump
 from . import active, batch, guard, values
 from .about import About
 from .device import Device
@@ -96,6 +96,14 @@ class Probe:
         self.failed = ""
         self.step_seconds = 0.0
         """How long the last step took, as far as the publisher knows."""
+        self.self_dump: SelfDump | None = None
+        """How its stacks are had from outside, once that is prepared."""
+        self.hold = Hold()
+        self.oom_history = OomHistory()
+        self.steps_done = 0
+        """Steps this process has finished, whatever their numbers."""
+        self.ooms = 0
+        """Allocations that failed so far."""
         self._unscaled: tuple[int, Any] | None = None
         self._fetched: Any = None
         """The latest batch of a dataloader, until its forward begins."""

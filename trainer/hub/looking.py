@@ -1,0 +1,247 @@
+"""A closer look at the ranks while a stall is suspected: stacks, collectives, processes; again, until it ends.
+
+The ranks are asked; one on this host that does not answer is made to write its stacks by a signal. Nothing of it is
+recorded unless a verdict comes of it: then the stacks it rests on are saved first.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...protocol import pystacks
+from ...protocol.control import Result
+from ...protocol.process import is_alive
+from ...protocol.pystacks import Frame
+from ...protocol.rundir import RunDir
+from ...protocol.telemetry import DeviceSample, Stacks
+from ...protocol.wire import Message
+from .. import activity, processes
+from ..activity import Activity
+from . import dumping
+from .detectors.evidence import NOWHERE, Evidence, read_calls
+from .detectors.verdicts import Verdict
+from .dumping import DumpTarget
+from .rankbook import RankBook
+from .ranklink import Answers, RankLink
+from .states import RankTracker
+
+ANSWER_SECONDS = 1.0
+LOOK_SECONDS = 1.0
+QUICK_LOOKS = 6
+LONGEST_SECONDS = 15.0
+"""Looks come every second at first, then after pauses that double up to this."""
+SAVED_RANKS = 64
+"""Stacks of more ranks are not saved with a verdict: those named first."""
+NATIVE_RANKS = 2
+"""Of the ranks named, so many are also read by py-spy, which makes them stand still for a moment."""
+
+
+class _Seen(NamedTuple):
+    frames: tuple[Frame, ...]
+    activity: Activity
+    since: float
+    """When it was first seen so, ``time.monotonic`` of its host."""
+
+
+class _Local(NamedTuple):
+    """What was found without the ranks' help, in a thread of its own."""
+
+    stacks: dict[int, str]
+    activities: dict[int, Activity]
+
+
+class Looking:
+    """Looks at the ranks and gives the tracker what it found. Main loop only.
+
+    Args:
+        run: the run.
+        tracker: tells when a stall is suspected, and gets the evidence.
+        book: which ranks run on this host.
+        link: the line to the ranks.
+        emit: appends a message to the stream.
+        post: has the main loop make a call; any thread.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        tracker: RankTracker,
+        book: RankBook,
+        link: RankLink,
+        emit: Callable[[Message], object],
+        post: Callable[[Callable[[], object]], None],
+    ) -> None:
+        self._run = run
+        self._tracker = tracker
+        self._book = book
+        self._link = link
+        self._emit = emit
+        self._post = post
+        self._under_way = False
+        self._looks = 0
+        self._next = 0.0
+        self._seen: dict[int, _Seen] = {}
+        self._stacks: dict[int, Stacks] = {}
+        self._saved: object = None
+        self._utilization: dict[int, float] = {}
+
+    def sample(self, sample: DeviceSample) -> None:
+        """Note how busy the ranks' devices are."""
+        if sample.kind == "gpu" and sample.utilization_percent is not None:
+            for process in sample.processes:
+                if process.rank is not None:
+                    self._utilization[process.rank] = sample.utilization_percent
+
+    def tick(self) -> None:
+        """Begin a look when one is due; save the stacks that a new verdict rests on."""
+        if not self._tracker.suspected:
+            self._looks, self._saved = 0, None
+            self._seen.clear()
+            self._stacks.clear()
+            return
+        verdict = self._tracker.verdict
+        if verdict is not None and self._looks and not self._under_way and self._saved != verdict.signature:
+            self._saved = verdict.signature
+            self._save(verdict)
+        if not self._under_way and time.monotonic() >= self._next:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._under_way = True
+        ranks = [rank for rank, tracked in self._tracker.ranks.items() if not tracked.ended and tracked.goodbye is None]
+        args = {"calls": True, "quiet": True, "activity": self._book.any_elsewhere, "reason": "a stall is suspected"}
+        self._link.ask("stacks", ranks, ANSWER_SECONDS, lambda answers: self._answered(ranks, answers), args)
+
+    def _answered(self, asked: list[int], answers: Answers) -> None:
+        targets: list[DumpTarget] = []
+        for target in self._book.targets():
+            tracked = self._tracker.ranks.get(target.rank)
+            dump = tracked.hello.self_dump if tracked is not None and tracked.hello is not None else None
+            targets.append(DumpTarget(target.rank, target.pid, target.start_ticks, dump))
+        silent = {rank for rank in asked if rank not in answers}
+
+        def look() -> None:
+            try:
+                found = _look_here(targets, silent)
+            except Exception:  # a process table that changes while it is read
+                found = _Local({}, {})
+            self._post(lambda: self._found(answers, found))
+
+        threading.Thread(target=look, name="look", daemon=True).start()
+
+    def _found(self, answers: Answers, local: _Local) -> None:
+        self._under_way = False
+        self._looks += 1
+        longer = max(0, self._looks - QUICK_LOOKS)
+        self._next = time.monotonic() + min(LONGEST_SECONDS, LOOK_SECONDS * 2**longer)
+        now = time.time()
+        for rank, tracked in self._tracker.ranks.items():
+            answer = answers.get(rank)
+            action = local.activities.get(rank) or _activity_of(answer)
+            text, thread, by = _text_of(answer)
+            if not text and rank in local.stacks:
+                dump = tracked.hello.self_dump if tracked.hello is not None else None
+                text, thread, by = local.stacks[rank], dump.thread if dump is not None else "", "signal"
+            if action is None and not text:
+                continue
+            if text:
+                self._stacks[rank] = Stacks(rank, now, text, "", thread, "probe" if by == "probe" else "signal")
+            found = pystacks.training_thread(pystacks.parse(text), thread)
+            frames = pystacks.visible(found.frames) if found is not None else ()
+            tracked.evidence = Evidence(
+                taken=now,
+                by="probe" if by == "probe" else "signal" if by else "",
+                frames=frames,
+                place=pystacks.where(frames) if frames else NOWHERE,
+                asleep=self._asleep(rank, frames, action),
+                process=action.state if action is not None else "",
+                wchan=action.wchan if action is not None else "",
+                utilization=self._utilization.get(rank),
+                calls=read_calls(answer.data.get("calls") if answer is not None else None),
+            )
+
+    def _asleep(self, rank: int, frames: tuple[Frame, ...], action: Activity | None) -> float:
+        before = self._seen.get(rank)
+        if action is None:
+            self._seen.pop(rank, None)
+            return 0.0
+        rested = before is not None and before.frames == frames and action.rested_since(before.activity)
+        since = before.since if before is not None and rested else action.time
+        self._seen[rank] = _Seen(frames, action, since)
+        return action.time - since
+
+    # Saving.
+
+    def _save(self, verdict: Verdict) -> None:
+        """Append the stacks to the stream, those of the ranks named first, and have native ones taken of these."""
+        first = [*verdict.hung, *verdict.waiting]
+        order = list(dict.fromkeys([*first, *sorted(self._stacks)]))
+        for rank in order[:SAVED_RANKS]:
+            stacks = self._stacks.get(rank)
+            if stacks is not None:
+                self._emit(Stacks(rank, stacks.time, stacks.text, verdict.title, stacks.thread, stacks.taken_by))
+        if verdict.hung and dumping.py_spy():
+            self.read_native(list(verdict.hung[:NATIVE_RANKS]), verdict.title, lambda _: None)
+
+    def read_native(self, ranks: list[int], reason: str, done: Callable[[dict[int, str]], object]) -> None:
+        """Have py-spy read native frames of ranks on this host; ``done`` gets why not, by rank, in the main loop."""
+        targets = [target for target in self._book.targets() if target.rank in ranks]
+
+        def read() -> None:
+            problems = dict.fromkeys(ranks, "not on this host")
+            for target in targets:
+                process = processes.read(target.pid)
+                if process is None or process.start_ticks != target.start_ticks:
+                    problems[target.rank] = "gone"
+                    continue
+                text, problems[target.rank] = dumping.native(process)
+                if text:
+                    stacks = Stacks(target.rank, time.time(), text, reason, "", "py-spy")
+                    self._post(lambda stacks=stacks: self._emit(stacks))
+            self._post(lambda: done({rank: why for rank, why in problems.items() if why}))
+
+        threading.Thread(target=read, name="py-spy", daemon=True).start()
+
+    def launcher(self) -> str:
+        """Say how the run's launcher is: ``alive``, ``stopped``, ``gone`` or, where there is none, an empty string."""
+        with contextlib.suppress(Exception):
+            launcher = self._run.read_run().launcher
+            if launcher is None:
+                return ""
+            process = processes.read(launcher.pid)
+            if not is_alive(launcher) or process is None:
+                return "gone"
+            return "stopped" if process.state in ("T", "t") else "alive"
+        return ""
+
+
+def silent_stacks(targets: list[DumpTarget]) -> dict[int, str]:
+    """Have ranks that did not answer write their stacks; waits, for a thread that may."""
+    return dumping.by_signal(targets)
+
+
+def _look_here(targets: list[DumpTarget], silent: set[int]) -> _Local:
+    stacks = dumping.by_signal([target for target in targets if target.rank in silent])
+    table = processes.table()
+    now = time.monotonic()
+    activities: dict[int, Activity] = {}
+    for target in targets:
+        process = table.get(target.pid)
+        if process is not None and process.start_ticks == target.start_ticks and process.alive:
+            activities[target.rank] = activity.look(target.pid, target.dump, table, now)
+    return _Local(stacks, activities)
+
+
+def _text_of(answer: Result | None) -> tuple[str, str, str]:
+    if answer is None or not answer.ok:
+        return "", "", ""
+    data: dict[str, Any] = answer.data
+    return str(data.get("text", "")), str(data.get("thread", "")), "probe"
+
+
+def _activity_of(answer: Result | None) -> Activity | None:
+    with contextlib.suppress(TypeError, AttributeError):
+        return Activity(*answer.data["activity"]) if answer is not None and "activity" in answer.data else None
+    return None
