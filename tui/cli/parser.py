@@ -100,6 +100,17 @@ def _add_looking(commands: "Commands") -> None:
     logs.add_argument("--text", default="", help="only lines that contain it")
     logs.add_argument("--lines", "-n", type=_positive, default=200, metavar="N", help="the last N (default: 200)")
 
+    memory = _command(commands, "memory", "memory:show_memory", "tell where the memory of a step's peak goes")
+    memory.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
+    memory.add_argument("--rank", type=_rank, metavar="R", help="this rank only (default: all)")
+    memory.add_argument("--json", action="store_true", help="one JSON object for scripts")
+
+    events = _command(commands, "events", "events:show_events", "print what the CUDA allocators of a run do")
+    events.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
+    events.add_argument("--rank", type=_rank, metavar="R", help="this rank only (default: all)")
+    events.add_argument("--follow", "-f", action="store_true", help="go on as they come, until the run ends")
+    events.add_argument("--json", action="store_true", help="one JSON object a line, for scripts")
+
     replay = _command(commands, "replay", "view:replay", "play a recording")
     replay.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
     replay.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="print what happened as lines")
@@ -129,6 +140,12 @@ def _add_acting(commands: "Commands") -> None:
 
     stop = _command(commands, "stop", "act:stop", "let a run save a checkpoint and end after the step it is in")
     _run_argument(stop)
+
+    take = _command(commands, "take", "take:take", "have ranks write a PyTorch memory snapshot, and print its path")
+    _run_argument(take)
+    take.add_argument(
+        "--rank", type=_rank, action="append", default=[], metavar="R", help="of this rank (default: all); repeatable"
+    )
 
 
 def _add_helping(commands: "Commands") -> None:

@@ -1,8 +1,9 @@
 """Where the peak of a step comes from, as a waterfall: each part begins where the one before it ends."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ...protocol.footprint import footprint
 from ...protocol.memory import PARTS, Composition, MemoryMeasure, PhaseComposition
 from ...protocol.telemetry import STEP_PHASES, DeviceSample, Step
 from .rank import RankModel
@@ -20,6 +21,16 @@ LABELS = {
     "unattributed": "not attributed",
 }
 """What each part is called on screen."""
+
+REASONS = {
+    "first": "one of the first steps",
+    "periodic": "a look now and then",
+    "asked": "asked for",
+    "spike": "after a spike",
+    "leak": "after a leak",
+    "oom": "at an out-of-memory error",
+}
+"""Why a step was taken apart."""
 
 CPU_LABELS = {"other": "other, in the process"}
 
@@ -58,6 +69,8 @@ class Waterfall:
     """Used on the device by NVML and held by none of them."""
     used: int | None = None
     """Used on the device, by NVML, when it was last looked at."""
+    since: int = 0
+    """By how much reserved memory has grown from the peak until the device was looked at."""
     total: int = 0
     """What the device has; 0 where it is not known."""
     taken_apart: bool = True
@@ -157,30 +170,32 @@ def _on_device(
     sample: DeviceSample | None,
     taken_apart: bool = True,
 ) -> Waterfall:
-    context = others = unexplained = used = None
-    total = rank.capacity_bytes
-    if sample is not None and sample.kind == "gpu":
-        used, total = sample.used_bytes, sample.total_bytes
-        own = next((each.used_bytes for each in sample.processes if each.rank == rank.rank), None)
-        others = sum(each.used_bytes for each in sample.processes if each.rank != rank.rank)
-        if own is not None:
-            context = max(0, own - rank.reserved_bytes)
-            unexplained = used - own - others
-    return Waterfall(
-        rank.rank,
-        step,
-        phase,
-        "cuda",
-        peak,
-        parts,
-        standing,
-        max(0, reserved - peak),
-        context,
-        others,
-        unexplained,
-        used,
-        total,
-        taken_apart,
+    made = Waterfall(
+        rank=rank.rank,
+        step=step,
+        phase=phase,
+        measure="cuda",
+        peak=peak,
+        parts=parts,
+        standing=standing,
+        unused=max(0, reserved - peak),
+        total=rank.capacity_bytes,
+        taken_apart=taken_apart,
+    )
+    if sample is None or sample.kind != "gpu":
+        return made
+    made = replace(made, used=sample.used_bytes, total=sample.total_bytes)
+    # The device is looked at now and not at the peak: what the process holds besides is told by what is reserved now.
+    now = footprint(peak, rank.reserved_bytes, sample, rank.rank)
+    if now is None:
+        return made
+    since = rank.reserved_bytes - max(reserved, peak)
+    return replace(
+        made,
+        context=max(0, now.context),
+        others=now.others,
+        unexplained=now.unexplained + min(0, now.context),
+        since=since,
     )
 
 

@@ -7,6 +7,8 @@ from textual.binding import BindingType
 from textual.widget import Widget
 
 from ...protocol.control import Alert
+from ...protocol.memory import Cause
+from ..model.cause import cause_of_alert
 from ..widgets.alert_lines import alert_detail, alert_line
 from ..widgets.canvas import Canvas
 from ..widgets.line import Line
@@ -14,6 +16,7 @@ from ..widgets.listing import Listing
 from ..widgets.panes import pressing
 from ..widgets.prompt import Prompt
 from .base import MonitorScreen, key
+from .memory import MemoryScreen
 from .targets import suggested
 
 
@@ -53,10 +56,17 @@ class AlertDetail(Canvas):
 
     alert: Alert | None = None
     top = 0
+    unfolded = False
+    """All stacks of a spike's cause, with all frames."""
 
     def key(self) -> object:
-        """Change with the alert."""
-        return self.alert, self.top
+        """Change with the alert, and with what is known of its cause."""
+        return self.alert, self.top, self.unfolded, id(self._cause())
+
+    def _cause(self) -> Cause | None:
+        ranks = self.stage.model.ranks
+        causes = {number: rank.memory.causes for number, rank in ranks.items() if rank.memory.causes}
+        return cause_of_alert(self.alert, causes) if self.alert is not None else None
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw a rule and the alert."""
@@ -64,7 +74,7 @@ class AlertDetail(Canvas):
         rule = Line(look.glyphs.rule * width, look.style("rule"))
         if self.alert is None:
             return [rule]
-        body = alert_detail(self.alert, width, look)
+        body = alert_detail(self.alert, width, look, self._cause(), self.unfolded)
         self.top = max(0, min(self.top, len(body) - height + 1))
         shown = body[self.top : self.top + height - 1]
         if self.top + height - 1 < len(body):
@@ -78,7 +88,8 @@ class AlertsScreen(MonitorScreen):
     NAME = "alerts"
     WHAT = (
         "What ftmon found: spikes, hangs, slow ranks, out-of-memory errors, ranks that died. Below the list stands the "
-        "selected alert with its evidence: the figures it was judged by. Enter goes to the rank it speaks of; "
+        "selected alert with its evidence: the figures it was judged by. Enter goes to the rank it speaks of, or of a "
+        "spike shows all of the code that allocated it, and m goes from there to where the memory goes; "
         "j moves a replay (or the view of a live run) to the moment it was raised."
     )
     LEGEND = ("alerts",)
@@ -89,7 +100,8 @@ class AlertsScreen(MonitorScreen):
         key("down", "move(1)", "down", "the alert below", show=False),
         key("pageup", "page(-1)", "page up", "scroll the evidence up", show=False),
         key("pagedown", "page(1)", "page down", "scroll the evidence down", show=False),
-        key("enter", "open_rank", "rank", "open the rank the alert speaks of"),
+        key("enter", "open_alert", "open", "open the rank the alert speaks of; of a spike, its cause in full"),
+        key("m", "memory", "memory", "where the memory of the rank and phase it speaks of goes"),
         key("j", "jump", "jump there", "go to the moment it was raised"),
         key("slash", "filter", "filter", "show only alerts that contain a text"),
         key("l", "app.logs", "logs", "the output of all ranks"),
@@ -110,8 +122,12 @@ class AlertsScreen(MonitorScreen):
 
     def action_move(self, delta: int) -> None:
         """Select another alert."""
-        self.query_one(AlertDetail).top = 0
-        self.query_one(AlertList).move(delta)
+        detail = self.query_one(AlertDetail)
+        if detail.unfolded:
+            detail.top = max(0, detail.top + delta)
+        else:
+            detail.top = 0
+            self.query_one(AlertList).move(delta)
         self.tick()
 
     def action_page(self, direction: int) -> None:
@@ -120,17 +136,35 @@ class AlertsScreen(MonitorScreen):
         detail.top = max(0, detail.top + direction * max(1, detail.size.height - 2))
         self.tick()
 
-    async def action_open_rank(self) -> None:
-        """Open the rank."""
+    async def action_open_alert(self) -> None:
+        """Open the rank; of a spike or leak, show its cause in full, or in short again."""
         alert = self.query_one(AlertList).chosen
+        if alert is not None and alert.kind in ("spike", "leak"):
+            detail = self.query_one(AlertDetail)
+            detail.unfolded, detail.top = not detail.unfolded, 0
+            self.set_class(detail.unfolded, "unfolded")
+            self.call_after_refresh(self.tick)
+        elif self._select_rank(alert):
+            await self.run_action("app.open")
+
+    def action_memory(self) -> None:
+        """Go to where the memory of the alert's rank and phase goes."""
+        alert = self.query_one(AlertList).chosen
+        if alert is not None and self._select_rank(alert):
+            self.app.show(MemoryScreen(self.stage, alert.phase))  # type: ignore[attr-defined]
+
+    def _select_rank(self, alert: Alert | None) -> bool:
+        """Select the rank an alert speaks of; say so where it is none."""
         if alert is None:
-            return
+            return False
+        told = alert.evidence.get("cause_rank")
         rank = alert.rank if alert.rank is not None else next(iter(alert.ranks), None)
+        rank = told if rank is None and isinstance(told, int) else rank
         if rank is None:
             self.stage.say("this alert speaks of no single rank")
-            return
+            return False
         self.stage.select(rank)
-        await self.run_action("app.open")
+        return True
 
     def action_jump(self) -> None:
         """Go to the alert's time."""

@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 from textual.binding import BindingType
 from textual.widget import Widget
 
+from ..model.cause import spike_alert, verdict_of
 from ..model.rank import RankModel
 from ..model.waterfall import next_phase, rank_bars
 from ..widgets.canvas import Canvas
 from ..widgets.card import name
 from ..widgets.charts import Chart, Series, chart_lines
 from ..widgets.line import Line
-from ..widgets.memory_view import MemoryChoice, body_lines, fall_of, head_lines, title_line
+from ..widgets.memory_view import MemoryChoice, body_lines, cause_of, fall_of, head_lines, title_line
 from ..widgets.peak_bars import peak_bars
 from ..widgets.stage import Stage
 from .asking import Asking
@@ -44,7 +45,7 @@ class MemoryCanvas(Canvas):
         sample = model.device_of(rank)
         of_all = sum(each.memory.version for each in model.ranks.values()) if self.bars else 0
         state = id(rank), rank.memory.version, id(rank.last), self.stage.source is not None and self._can_ask
-        return chosen, state, of_all, id(sample)
+        return chosen, state, of_all, id(sample), model.alerts.version
 
     @property
     def _can_ask(self) -> bool:
@@ -65,7 +66,9 @@ class MemoryCanvas(Canvas):
             text = " no step is finished yet: the first one tells its peaks by phase"
             return [*lines, Line(text, look.style("dim"))]
         lines += head_lines(rank, fall, self.choice, width, look)
-        body = body_lines(rank, fall, self.choice, self._why(), width, look)
+        cause = cause_of(rank, fall.phase)
+        alert = spike_alert(self.stage.model.alerts, rank.rank, cause.phase) if cause is not None else None
+        body = body_lines(rank, fall, self.choice, verdict_of(alert), self._why(), width, look)
         room = height - len(lines)
         if len(body) > room:
             self.top = max(0, min(self.top, len(body) - room))

@@ -4,11 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...protocol.control import Alert
+from ...protocol.memory import Cause
 from ...protocol.text import duration, sanitize
+from ..model.cause import evidence_groups, other_evidence, verdict_of, verdict_words
+from .cause_lines import cause_lines, stack_lines
 from .figures import gib
 from .line import Line, cut, spread
 from .look import Look
 from .scrubber import time_of_day
+from .wrapping import wrap as wrap
 
 _MOMENTS = ("last_recorded", "since", "time", "started")
 """Evidence that is a moment, when it is large enough to be one (``_EPOCH``: seconds since 1970, in 2001)."""
@@ -41,8 +45,10 @@ def alert_line(alert: Alert, width: int, look: Look, selected: bool = False, hin
     return spread(line, right, width, look.style("text", ground))
 
 
-def alert_detail(alert: Alert, width: int, look: Look) -> list[Line]:
-    """Draw one alert in full: what, where, what it means, and the evidence."""
+def alert_detail(
+    alert: Alert, width: int, look: Look, cause: Cause | None = None, unfolded: bool = False
+) -> list[Line]:
+    """Draw one alert in full: what, where, what it means, the code it came from where that is known, the evidence."""
     base, dim = look.base, look.style("dim")
     glyph, tone = look.severity(alert.severity)
     lines = [
@@ -66,10 +72,24 @@ def alert_detail(alert: Alert, width: int, look: Look) -> list[Line]:
     lines.append(Line())
     for paragraph in alert.text.splitlines():
         lines.extend(Line("   " + row, base) for row in wrap(paragraph, width - 5))
-    if alert.evidence:
+    lines += _cause(alert, cause, width, look, unfolded)
+    evidence = other_evidence(alert)
+    if evidence:
         lines += [Line(), Line("   evidence", look.style("accent", bold=True))]
-        lines += evidence_lines(alert.evidence, width, look)
+        lines += evidence_lines(evidence, width, look)
     return lines
+
+
+def _cause(alert: Alert, cause: Cause | None, width: int, look: Look, unfolded: bool) -> list[Line]:
+    verdict, groups = verdict_of(alert), evidence_groups(alert)
+    if cause is not None:
+        return [Line(), *cause_lines(cause, verdict, width, look, unfolded)]
+    if verdict is None and not groups:
+        return []
+    lines = [Line(), Line("   cause", look.style("accent", bold=True))]
+    for words in verdict_words(verdict) if verdict is not None else []:
+        lines += [Line("   " + row, look.base) for row in wrap(words, width - 5)]
+    return [*lines, *stack_lines(groups, width, look)]
 
 
 def evidence_lines(evidence: Mapping[str, Any], width: int, look: Look, indent: int = 3) -> list[Line]:
@@ -117,10 +137,3 @@ def figure(key: str, value: Any) -> str:
             else ", ".join(figure(key, item) for item in value)
         )
     return "\n".join(sanitize(row) for row in str(value).splitlines())
-
-
-def wrap(text: str, width: int) -> list[str]:
-    """Break text at blanks into lines of at most ``width`` cells; longer words are broken too."""
-    import textwrap
-
-    return textwrap.wrap(sanitize(text), max(8, width), break_on_hyphens=False) or [""]

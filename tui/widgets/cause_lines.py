@@ -1,30 +1,43 @@
 """Which code a spike came from: its size, what finding it out cost, and the stacks with the bytes each allocated."""
 
-import re
+from collections.abc import Sequence
 
-from ...protocol.memory import Cause, StackGroup
-from ...protocol.snapshot.stacks import library_of
-from ...protocol.text import duration, gib, sanitize
+from ...protocol.blocks import StackGroup
+from ...protocol.memory import Cause
+from ...protocol.text import gib, sanitize
+from ..model.cause import Verdict, evidence_words, frame_parts, group_parts, shown_bytes, verdict_words
 from .line import Line, cut
 from .look import Look
+from .wrapping import wrap
 
-_FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<name>.*)")
 SHORT_LIST = 3
 """Stacks that are shown while the list is folded."""
 
 
-def cause_lines(cause: Cause, width: int, look: Look, unfolded: bool = False) -> list[Line]:
-    """Draw a cause: a head, a line of evidence, and its stacks; ``unfolded`` shows all of them with all frames."""
-    lines = [cause_head(cause, look), Line("   " + evidence_words(cause), look.style("dim"))]
+def cause_lines(cause: Cause, verdict: Verdict | None, width: int, look: Look, unfolded: bool = False) -> list[Line]:
+    """Draw a cause: a head, what the hub made of it, the evidence, and its stacks.
+
+    Args:
+        cause: what the rank found.
+        verdict: what the hub made of it; None where it made nothing of it.
+        width: cells.
+        look: how.
+        unfolded: all stacks with all frames, not the first ones in short.
+    """
+    lines = [cause_head(cause, look)]
+    for index, words in enumerate(verdict_words(verdict) if verdict is not None else []):
+        style = look.style("text" if index else "accent", bold=not index)
+        lines += [Line("   " + row, style) for row in wrap(words, width - 4)]
+    lines += [Line("   " + row, look.style("dim")) for row in wrap(evidence_words(cause), width - 4)]
     if cause.note:
-        lines.append(Line("   " + cut(sanitize(cause.note), width - 4, look.glyphs.ellipsis), look.style("dim")))
+        lines += [Line("   " + row, look.style("dim")) for row in wrap(cause.note, width - 4)]
     shown = cause.groups if unfolded else cause.groups[:SHORT_LIST]
     for group in shown:
-        lines.append(_group_line(group, width, look))
+        lines.append(_group_line(group, shown_bytes(cause, group), width, look))
         if unfolded:
             lines += _frames(group, width, look)
     rest = len(cause.groups) - len(shown)
-    if rest or (cause.groups and not unfolded):
+    if cause.groups and not unfolded:
         more = f"{rest} more stack{'' if rest == 1 else 's'}, all frames" if rest else "all frames"
         lines.append(Line(f"   enter: {more}", look.style("faint")))
     return lines
@@ -40,42 +53,15 @@ def cause_head(cause: Cause, look: Look) -> Line:
     return line.add(f" {words} step {cause.step:,}, allocated by", look.base)
 
 
-def evidence_words(cause: Cause) -> str:
-    """Say how much of it has stacks, and what recording them cost."""
-    parts: list[str] = []
-    if cause.transient_bytes:
-        share = min(1.0, cause.attributed_bytes / cause.transient_bytes)
-        parts.append(f"{share * 100:.0f} % of it has stacks")
-    if cause.armed_us:
-        took = f"with stacks the phase took {duration(cause.armed_us * 1e-6)}"
-        parts.append(f"{took} instead of {duration(cause.usual_us * 1e-6)}" if cause.usual_us else took)
-    return ", ".join(parts) or "no stacks were recorded"
-
-
-def frame_parts(frame: str) -> tuple[str, str]:
-    """Split ``file:line function`` into ``function  file:line`` and the package it belongs to (empty: one's own)."""
-    found = _FRAME.fullmatch(sanitize(frame, 400))
-    if found is None:
-        return sanitize(frame, 400), ""
-    short = found["file"].replace("\\", "/").rpartition("/")[2]
-    return f"{found['name']}  {short}:{found['line']}", library_of(found["file"])
-
-
-def _group_line(group: StackGroup, width: int, look: Look) -> Line:
-    line = Line(f"   {gib(group.bytes):>10} ", look.base).add(
-        f"{look.glyphs.times}{group.count:<5,} ", look.style("dim")
-    )
-    frames = [frame_parts(frame) for frame in group.frames]
-    if not frames:
-        return line.add("no stack", look.style("dim"))
-    innermost = frames[-1][0]
-    own = next((words for words, library in reversed(frames) if not library), "")
-    line.add(cut(innermost, width - line.width, look.glyphs.ellipsis), look.base)
-    if own and own != innermost:
-        room = width - line.width - 4
-        if room > 12:
-            line.add(f" {look.glyphs.back} ", look.style("dim"))
-            line.add(cut(own, room, look.glyphs.ellipsis), look.style("accent"))
+def _group_line(group: StackGroup, size: int, width: int, look: Look) -> Line:
+    line = Line(f"   {gib(size):>10} ", look.base)
+    line.add(f"{look.glyphs.times}{group.count:<5,} ", look.style("dim"))
+    innermost, own = group_parts(group)
+    line.add(cut(innermost, width - line.width, look.glyphs.ellipsis), look.base if group.frames else look.style("dim"))
+    room = width - line.width - 4
+    if own and room > 12:
+        line.add(f" {look.glyphs.back} ", look.style("dim"))
+        line.add(cut(own, room, look.glyphs.ellipsis), look.style("accent"))
     return line
 
 
@@ -86,3 +72,8 @@ def _frames(group: StackGroup, width: int, look: Look) -> list[Line]:
         text = cut(" " * 20 + words, width - 1, look.glyphs.ellipsis)
         lines.append(Line(text, look.style("dim" if library else "accent")))
     return lines
+
+
+def stack_lines(groups: Sequence[StackGroup], width: int, look: Look) -> list[Line]:
+    """Draw stacks in short, as in an alert's evidence."""
+    return [_group_line(group, group.bytes, width, look) for group in groups]

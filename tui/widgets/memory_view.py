@@ -5,26 +5,17 @@ from dataclasses import dataclass
 from ...protocol.memory import Cause, Composition
 from ...protocol.telemetry import DeviceSample
 from ...protocol.text import sanitize
+from ..model.cause import Verdict, group_parts
 from ..model.lead import lead_sentences, phase_words
 from ..model.rank import RankModel
-from ..model.waterfall import Waterfall, untaken, waterfall
+from ..model.waterfall import REASONS, Waterfall, untaken, waterfall
 from .alert_lines import wrap
-from .cause_lines import cause_lines, frame_parts
+from .cause_lines import cause_lines
 from .line import Line, cut, spread
 from .look import Look
 from .phase_bar import SHORT
 from .scrubber import time_of_day
 from .waterfall import size_words, unit_of, waterfall_lines
-
-REASONS = {
-    "first": "one of the first steps",
-    "periodic": "a look now and then",
-    "asked": "asked for",
-    "spike": "after a spike",
-    "leak": "after a leak",
-    "oom": "at an out-of-memory error",
-}
-"""Why a step was taken apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +86,22 @@ def _tabs(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: int, lo
     return spread(line, right, width, look.base) if line.width + right.width < width else line
 
 
-def body_lines(rank: RankModel, fall: Waterfall, choice: MemoryChoice, why: str, width: int, look: Look) -> list[Line]:
+def body_lines(
+    rank: RankModel,
+    fall: Waterfall,
+    choice: MemoryChoice,
+    verdict: Verdict | None,
+    why: str,
+    width: int,
+    look: Look,
+) -> list[Line]:
     """Draw what scrolls: the waterfall, what limits it, the lead in words, and the cause of the last spike.
 
     Args:
         rank: the rank in view.
         fall: its waterfall.
         choice: what a person chose.
+        verdict: what the hub made of the last spike, if anything.
         why: why nothing was taken apart yet and what comes; shown in that case only.
         width: cells.
         look: how.
@@ -109,15 +109,14 @@ def body_lines(rank: RankModel, fall: Waterfall, choice: MemoryChoice, why: str,
     cause = cause_of(rank, fall.phase)
     note = ""
     if cause is not None and cause.phase == fall.phase and cause.groups and cause.groups[0].frames:
-        note = frame_parts(cause.groups[0].frames[-1])[0].partition("  ")[0]
+        note = group_parts(cause.groups[0])[0].partition("  ")[0]
     lines = waterfall_lines(fall, width, look, note)
     if not fall.taken_apart:
         lines += [Line(" " + row, look.style("accent")) for row in wrap(why, width - 2)]
     composition = composition_of(rank, choice)
     if composition is not None and composition.note:
-        text = f" {look.glyphs.warning} {composition.note}"
-        lines += [Line(" " + row, look.style("warning")) for row in wrap(text, width - 2)]
-    if fall.measure == "glibc":
+        lines += [Line(" " + row, look.style("dim")) for row in wrap(f"note: {composition.note}", width - 2)]
+    elif fall.measure == "glibc":
         text = "On a CPU a peak is of the resident set: there is no device allocator, and nothing is reserved."
         lines += [Line(" " + row, look.style("dim")) for row in wrap(text, width - 2)]
     lead = rank.memory.lead
@@ -127,7 +126,7 @@ def body_lines(rank: RankModel, fall: Waterfall, choice: MemoryChoice, why: str,
         lines.append(Line(f" {mark} ", look.style("accent")).add(first, look.base))
         lines += [Line("   " + row, look.base) for row in rest]
     if cause is not None:
-        lines += cause_lines(cause, width, look, choice.unfolded)
+        lines += cause_lines(cause, verdict, width, look, choice.unfolded)
     return lines
 
 

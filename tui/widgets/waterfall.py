@@ -39,7 +39,7 @@ def waterfall_lines(fall: Waterfall, width: int, look: Look, note: str = "") -> 
     for part in fall.parts:
         line = row(part.label, part.bytes, part.begin, look.part(part.name))
         if part.name == "temporaries" and part.bytes and note:
-            _beside(line, note, part.begin + part.bytes, fall.extent, width, look)
+            line = _beside(line, note, part.begin + part.bytes, fall.extent, width, look)
         lines.append(line)
     on_cpu = fall.measure == "glibc"
     lines.append(row("resident" if on_cpu else "allocated", fall.peak, 0, "allocated", bold=True))
@@ -68,6 +68,9 @@ def used_line(fall: Waterfall, width: int, look: Look) -> Line:
     line.add(f" of {size_words(fall, fall.total)} {unit_of(fall)}", look.style("dim"))
     if fall.total:
         line.add(f"   {fall.used / fall.total * 100:.0f} %", look.style("dim"))
+    if abs(fall.since) > 0.01 * fall.used:
+        words = "grew" if fall.since > 0 else "shrank"
+        line.add(f"   reserved {words} {size_words(fall, abs(fall.since))} since", look.style("dim"))
     if fall.unexplained is not None:
         much = abs(fall.unexplained) > 0.01 * fall.used
         line.add("   unexplained ", look.style("dim"))
@@ -122,10 +125,23 @@ def _plain_bar(first: int, last: int, width: int, look: Look) -> Line:
     return Line(" " * begin, look.base).add(full * (end - begin), look.base).pad(width, look.base)
 
 
-def _beside(line: Line, note: str, end: int, extent: int, width: int, look: Look) -> None:
-    """Put words after a bar, where they fit."""
-    room = width - (_LABEL + _FIGURE + 2)
-    at = _LABEL + _FIGURE + 2 + int(end / extent * room) + 2
+def _beside(line: Line, note: str, end: int, extent: int, width: int, look: Look) -> Line:
+    """Put words after a bar, or before it, where they fit."""
     text = f"{look.glyphs.spike} {note}"
-    if at + len(text) < width:
-        line.fit(at, look.base).add(text, look.style("warning"))
+    after = _LABEL + _FIGURE + 4 + int(end / extent * (width - _LABEL - _FIGURE - 2))
+    if after + len(text) < width:
+        return line.fit(after, look.base).add(text, look.style("warning"))
+    made = Line()
+    for index, (piece, style) in enumerate(line.parts):
+        # What stands between the figure and the bar is one piece of blanks.
+        if (
+            index
+            and not made.plain.endswith(text)
+            and piece.isspace()
+            and style == look.base
+            and len(piece) > len(text) + 2
+        ):
+            made.add(" " * (len(piece) - len(text) - 1), style).add(text, look.style("warning")).add(" ", style)
+        else:
+            made.add(piece, style)
+    return made

@@ -1,0 +1,125 @@
+"""``ftmon events RUN``: what the allocators of a run do, a line for each phase of each sampled step, as they come."""
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from ...protocol import rundir
+from ...protocol.recording.reader import Reader
+from ...protocol.rundir import RunDir
+from ...protocol.telemetry import AllocatorEvents
+from ...protocol.text import gib, sanitize
+from ..model.events import phase_rates, segment_bytes
+from ..model.run import RunModel
+from .follow import LOOK_SECONDS, counted_interrupts
+from .outcome import INTERRUPTED, exit_status
+from .view import find_recording
+
+_WHOLE = 1 << 30
+"""So many that none of a rank's samples is left out."""
+
+_DRAIN_SECONDS = 5.0
+"""How long the stream may lag behind the end of the run before it is no longer waited for."""
+
+
+def show_events(arguments: Namespace) -> int:
+    """Print the sampled steps of a run, and with ``--follow`` those to come, until it ends."""
+    path = find_recording(arguments.run)
+    with Reader(path) as reader:
+        ranks = reader.info().ranks if arguments.rank is None else [arguments.rank]
+        frames = [frame for rank in ranks for frame in reader.sampled("events", rank, _WHOLE)]
+    told: dict[int, int] = {}
+    for frame in sorted(frames, key=lambda frame: frame.seq):
+        if isinstance(frame.message, AllocatorEvents):
+            told[frame.message.rank] = frame.message.step
+            _tell(frame.message, arguments.json)
+    sys.stdout.flush()
+    if not arguments.follow:
+        if not frames and not arguments.json:
+            print("no step of this run was sampled yet (--follow waits for it)", file=sys.stderr)
+        return 0
+    run = rundir.find(arguments.run)
+    end = run.read_exit()
+    return 0 if end is not None else _follow(run, arguments.rank, told, arguments.json)
+
+
+def _follow(run: RunDir, rank: int | None, told: dict[int, int], as_json: bool) -> int:
+    """Print what is sampled from now on; return what the run's end stands for, or 130 after Ctrl-C."""
+    from ..source.live import LiveSource
+
+    source = LiveSource(run)
+    drained_by = 0.0
+    with counted_interrupts() as interrupts:
+        source.start()
+        try:
+            while not interrupts.count:
+                source.pump(LOOK_SECONDS)
+                for events in _news(source.model, rank, told):
+                    _tell(events, as_json)
+                sys.stdout.flush()
+                end = run.read_exit()
+                if end is not None:
+                    drained_by = drained_by or time.monotonic() + _DRAIN_SECONDS
+                    if source.model.ended or time.monotonic() > drained_by:
+                        return exit_status(end, run.read_run().kind)
+                time.sleep(LOOK_SECONDS)
+        finally:
+            source.close()
+    return INTERRUPTED
+
+
+def _news(model: RunModel, wanted: int | None, told: dict[int, int]) -> Iterator[AllocatorEvents]:
+    """Give the samples that were not told yet, by time."""
+    found: list[AllocatorEvents] = []
+    for number, rank in model.ranks.items():
+        last = rank.allocator.last
+        if wanted not in (None, number) or last is None or last.step <= told.get(number, 0):
+            continue
+        found += [events for events in rank.allocator.samples if events.step > told.get(number, 0)]
+        told[number] = last.step
+    yield from sorted(found, key=lambda events: (events.time, events.rank))
+
+
+def _tell(events: AllocatorEvents, as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.encode(events_data(events)).decode())
+        return
+    for line in event_lines(events):
+        print(line)
+
+
+def event_lines(events: AllocatorEvents) -> Iterator[str]:
+    """Tell one sampled step: a line a phase, and one for the step where it grew, flushed or left much unused."""
+    at = time.strftime("%H:%M:%S", time.localtime(events.time))
+    head = f"{at} rank {events.rank} step {events.step}"
+    for row in phase_rates(events, ()):
+        speed = ""
+        if row.allocations_per_second is not None and row.bytes_per_second is not None:
+            speed = f"  {row.allocations_per_second:,.0f}/s  {gib(row.bytes_per_second)}/s"
+        grown = (
+            f"  reserved {'+' if row.segment_bytes > 0 else ''}{gib(row.segment_bytes)}" if row.segment_bytes else ""
+        )
+        counts = f"{row.allocations:,} allocations, {gib(row.allocated_bytes)}, largest {gib(row.largest)}"
+        yield f"{head} {sanitize(row.name, 16):<9} {counts}{speed}{grown}"
+    more = [f"{events.retries} retries: the allocator's cache was flushed"] if events.retries else []
+    if events.reserved_bytes:
+        share = max(0.0, 1 - events.allocated_bytes / events.reserved_bytes)
+        more.append(
+            f"{share * 100:.0f} % of {gib(events.reserved_bytes)} reserved is unused, "
+            f"largest free block {gib(events.largest_free_block_bytes)}"
+        )
+    if more:
+        yield f"{head} {'step':<9} {'; '.join(more)}"
+
+
+def events_data(events: AllocatorEvents) -> dict[str, Any]:
+    """Describe one sampled step for scripts, rates included."""
+    rates = {
+        row.name: {"allocations_per_second": row.allocations_per_second, "bytes_per_second": row.bytes_per_second}
+        for row in phase_rates(events, ())
+    }
+    return {**msgspec.to_builtins(events), "segment_bytes": segment_bytes(events), "rates": rates}

@@ -1,0 +1,132 @@
+"""What is known of the code that a spike came from, in words: the stacks, and what the hub made of them."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ...protocol.blocks import StackGroup
+from ...protocol.control import Alert
+from ...protocol.memory import Cause
+from ...protocol.snapshot.stacks import library_of
+from ...protocol.text import duration, gib, sanitize
+
+_FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<name>.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the hub made of a spike."""
+
+    pattern: str = ""
+    """Such as ``foreach temporaries``; empty where it cannot tell."""
+    where: str = ""
+    mend: str = ""
+    """What a person would try."""
+    saves_bytes: int = 0
+
+
+def frame_parts(frame: str) -> tuple[str, str]:
+    """Split ``file:line function`` into ``function  file:line`` and the package it belongs to (empty: one's own)."""
+    found = _FRAME.fullmatch(sanitize(frame, 400))
+    if found is None:
+        return sanitize(frame, 400), ""
+    short = found["file"].replace("\\", "/").rpartition("/")[2]
+    return f"{found['name']}  {short}:{found['line']}", library_of(found["file"])
+
+
+def group_parts(group: StackGroup) -> tuple[str, str]:
+    """Name where a group was allocated: the innermost call, and the innermost of one's own code (empty: the same)."""
+    frames = [frame_parts(frame) for frame in group.frames]
+    if not frames:
+        return "allocated by native code", ""
+    own = next((words for words, library in reversed(frames) if not library), "")
+    return frames[-1][0], "" if own == frames[-1][0] else own
+
+
+def shown_bytes(cause: Cause, group: StackGroup) -> int:
+    """Give what a group adds to what is explained: what came and went, or of a leak and of what stayed all of it."""
+    passing = group.bytes - group.kept_bytes
+    return group.bytes if cause.reason == "leak" or passing <= 0 else passing
+
+
+def evidence_words(cause: Cause) -> str:
+    """Say how much of it has stacks, and what recording them cost."""
+    parts: list[str] = []
+    if cause.transient_bytes > 0:
+        share = min(1.0, max(0.0, cause.attributed_bytes / cause.transient_bytes))
+        parts.append(f"{share * 100:.0f} % of it has stacks")
+    if cause.armed_us:
+        took = f"with stacks recorded the phase took {duration(cause.armed_us * 1e-6)}"
+        parts.append(f"{took}, usually {duration(cause.usual_us * 1e-6)}" if cause.usual_us else took)
+    return "; ".join(parts) or "no stacks were recorded"
+
+
+CAUSE_EVIDENCE = ("stacks", "mend", "saves_bytes", "armed_us", "usual_us", "read_us")
+"""Evidence of an alert that is told as its cause, besides what is called ``cause_``."""
+
+
+def other_evidence(alert: Alert) -> dict[str, Any]:
+    """Give the evidence of an alert that is not told as its cause."""
+    return {
+        key: value
+        for key, value in alert.evidence.items()
+        if key not in CAUSE_EVIDENCE and not key.startswith("cause_")
+    }
+
+
+def cause_of_alert(alert: Alert, causes: Mapping[int, Mapping[str, Cause]]) -> Cause | None:
+    """Find the cause that an alert's stacks are of, among the last causes by rank and phase."""
+    if alert.kind not in ("spike", "leak"):
+        return None
+    told = alert.evidence.get("cause_rank")
+    ranks = [told] if isinstance(told, int) else [alert.rank] if alert.rank is not None else alert.ranks
+    found = [causes[rank][alert.phase] for rank in ranks if alert.phase in causes.get(rank, {})]
+    return max(found, key=lambda cause: cause.transient_bytes, default=None)
+
+
+def spike_alert(alerts: Iterable[Alert], rank: int, phase: str) -> Alert | None:
+    """Find the alert that speaks of a rank's spikes in a phase: one with a verdict first, then the newest."""
+    found = [
+        alert
+        for alert in alerts
+        if alert.kind in ("spike", "leak")
+        and alert.phase == phase
+        and (alert.rank == rank or rank in alert.ranks or (alert.rank is None and not alert.ranks))
+    ]
+    return max(found, key=lambda alert: (bool(verdict_of(alert)), alert.time), default=None)
+
+
+def verdict_of(alert: Alert | None) -> Verdict | None:
+    """Take the hub's verdict out of an alert's evidence; None where there is none."""
+    evidence = alert.evidence if alert is not None else {}
+    pattern, mend = _text(evidence.get("cause_pattern")), _text(evidence.get("mend"))
+    saves = evidence.get("saves_bytes")
+    if not pattern and not mend:
+        return None
+    size = saves if isinstance(saves, int) else 0
+    return Verdict(pattern.replace("_", " "), _text(evidence.get("cause_where")), mend, size)
+
+
+def verdict_words(verdict: Verdict) -> list[str]:
+    """Say what it is, and what to try."""
+    where = f", in {verdict.where}" if verdict.where else ""
+    found = [f"{verdict.pattern}{where}"] if verdict.pattern else []
+    if verdict.mend:
+        saves = f", which would save {gib(verdict.saves_bytes)}" if verdict.saves_bytes > 0 else ""
+        found.append(f"try: {verdict.mend}{saves}")
+    return found
+
+
+def evidence_groups(alert: Alert) -> list[StackGroup]:
+    """Read the stacks among an alert's evidence; none where it has none that can be read."""
+    try:
+        return msgspec.convert(alert.evidence.get("stacks") or [], list[StackGroup])
+    except msgspec.ValidationError:
+        return []
+
+
+def _text(value: object) -> str:
+    return sanitize(value, 400) if isinstance(value, str) else ""
