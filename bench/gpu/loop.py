@@ -65,6 +65,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--foreach-adam", action="store_true", help="torch's AdamW with foreach, not DeepSpeed's FusedAdam"
     )
+    parser.add_argument(
+        "--torch-adam", action="store_true", help="torch's AdamW as DeepSpeed makes it: nothing to compile"
+    )
+    parser.add_argument("--offload", action="store_true", help="optimizer states and updates on the CPU")
+    parser.add_argument("--checkpointing", action="store_true", help="activations are computed again in the backward")
     parser.add_argument("--hang-rank", type=int, default=-1, help="this rank stops before its step --hang-step")
     parser.add_argument("--hang-step", type=int, default=20)
     parser.add_argument("--out", type=Path)
@@ -85,6 +90,8 @@ def main() -> None:
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.device(f"cuda:{local_rank}"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if args.checkpointing:
+        model.gradient_checkpointing_enable()
     settings = {
         "train_micro_batch_size_per_gpu": args.micro_batch,
         "gradient_accumulation_steps": args.accumulation,
@@ -98,7 +105,10 @@ def main() -> None:
         options["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
         settings["zero_allow_untested_optimizer"] = True
     else:
-        settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4}}
+        settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": args.torch_adam}}
+    if args.offload:
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        settings["zero_force_ds_cpu_optimizer"] = False
     engine, _, _, _ = deepspeed.initialize(model=model, config=settings, **options)
 
     samples = torch.randint(0, 32000, (args.steps * args.accumulation * args.micro_batch, args.seq))

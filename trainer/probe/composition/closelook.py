@@ -107,7 +107,6 @@ class CloseLook:
     def _begin(self) -> None:
         self._begun = True
         self.marks = self._tracker.marks
-        self._roots = self._make_roots()
         self._walk()
         if self._cuda_index is not None:
             self.hooked = not compiles()
@@ -162,6 +161,7 @@ class CloseLook:
 
     def _walk(self) -> None:
         found, now = Storages(self._cuda_index), perf_counter_ns()
+        self._roots = self._make_roots()  # in a first step an optimizer may have come since
         walk(self._roots, found)
         resident = resident_bytes(found.held) if self._cuda_index is None else {}
         self.walks.append(Walked(now, len(self.marks) - 1, found.held, resident))
