@@ -113,7 +113,7 @@ def _of_the_batch(oom: Oom, verdict: OomVerdict, hello: Hello | None, sizes: dic
         half = rows // 2
         yield Mend(
             "micro_batch",
-            f"A micro-batch of {half} instead of {rows}, with {-(-rows // half)} times the accumulation steps.",
+            f"A smaller micro-batch, {half} instead of {rows}, with {-(-rows // half)} times the accumulation steps.",
             _MICRO_BATCH,
             round(held * (1 - half / rows)),
             "about" if held else "",

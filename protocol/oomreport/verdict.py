@@ -70,7 +70,7 @@ def explain(oom: Oom, around: Around = ALONE) -> OomVerdict:
 
 def shortage(oom: Oom) -> int:
     """Return how many bytes were missing for the request."""
-    return max(0, oom.requested_bytes - max(oom.room_bytes, 0))
+    return max(0, oom.requested_bytes - (oom.room_bytes if oom.limit or oom.room_bytes else oom.device_free_bytes))
 
 
 def facts(oom: Oom, around: Around) -> dict[str, int]:
@@ -175,6 +175,8 @@ def _kind(oom: Oom, around: Around, short: int) -> tuple[OomKind, list[OomKind],
     weights: dict[OomKind, int] = {}
     if oom.usable_free_bytes >= oom.requested_bytes > oom.largest_free_bytes:
         weights["fragmentation"] = oom.usable_free_bytes
+    elif not oom.free_blocks and oom.measure == "cuda" and _unused(oom) >= oom.requested_bytes:
+        weights["fragmentation"] = _unused(oom)  # nobody looked at the pieces, but one piece would have served
     elif short and found.get("fragmented", 0) >= short:
         weights["fragmentation"] = found["fragmented"]  # with what the driver had left it would have been enough
     if found.get("others", 0) >= max(short, _PART_OF_DEVICE * capacity):
@@ -201,6 +203,10 @@ def _kind(oom: Oom, around: Around, short: int) -> tuple[OomKind, list[OomKind],
     if fixed >= 0.6 * oom.device_total_bytes or oom.phase == "init":
         return "too_large", [], bool(oom.parts)
     return "unknown", [], False
+
+
+def _unused(oom: Oom) -> int:
+    return max(0, oom.reserved_bytes - oom.allocated_bytes)
 
 
 def _of_phase(oom: Oom, found: dict[str, int]) -> tuple[OomKind | None, bool]:

@@ -74,6 +74,9 @@ def _sentence(kind: OomKind, oom: Oom, hello: Hello | None, found: dict[str, int
     asked, free = gib(oom.requested_bytes), gib(oom.device_free_bytes)
     shape = shape_words(oom.batch_shape)
     where = "host" if oom.measure != "cuda" else "device"
+    if kind == "fragmentation" and not oom.free_blocks:
+        unused = gib(oom.reserved_bytes - oom.allocated_bytes)
+        return f"{asked} was asked for, and {unused} reserved but not allocated: enough, had it been in one piece."
     if kind == "fragmentation":
         return (
             f"{asked} was asked for and {gib(oom.usable_free_bytes)} of reserved memory was free for it, but the "

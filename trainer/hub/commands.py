@@ -28,6 +28,9 @@ STACKS_BEFORE_KILL_SECONDS = 1.0
 _STACKS_SECONDS = 5.0
 _SNAPSHOT_SECONDS = 60.0
 _STOP_SECONDS = 3.0
+_RELEASE_SECONDS = 3.0
+_CONSOLE_SECONDS = 60.0
+_CONSOLE_CODE = 100_000
 _SIGNALS = {"INT": signal.SIGINT, "TERM": signal.SIGTERM, "KILL": signal.SIGKILL}
 
 
@@ -147,6 +150,10 @@ class Commands:
             return f"asking {len(ranks)} ranks", lambda: self._link.ask(
                 command.verb, ranks, seconds, lambda answers: self._answered(caller, ranks, answers), args
             )
+        if command.verb == "release":
+            return self._prepare_release(caller)
+        if command.verb == "console":
+            return self._prepare_console(caller)
         if command.verb == "shutdown":
             return "the hub ends; the ranks go on", lambda: self._shut_down(caller)
         return "alive", lambda: self._finish(caller, True, "alive", {"pid": os.getpid()})
@@ -239,6 +246,47 @@ class Commands:
     def _interrupt_job(self) -> list[int]:
         """Send INT to all process groups of the run on this host; return them."""
         return interrupt_job(self._run.path, *self._killing.launcher_and_spared())
+
+    # ranks held at an out-of-memory error
+
+    def _prepare_release(self, caller: _Caller) -> tuple[str, Callable[[], None]]:
+        asked = self._ranks(caller.command)
+        return "letting go", lambda: self._link.ask(
+            "release",
+            asked or self._book.ranks,
+            _RELEASE_SECONDS,
+            lambda answers: self._released(caller, asked, answers),
+        )
+
+    def _released(self, caller: _Caller, asked: list[int], answers: Answers) -> None:
+        let_go = sorted(rank for rank, answer in answers.items() if answer.ok)
+        missing = [rank for rank in asked if rank not in let_go]
+        text = f"{_span(let_go)} let go" if let_go else "no rank is held"
+        if let_go and missing:
+            text += f"; {_span(missing)} not held, or without an answer"
+        self._finish(caller, bool(let_go) and not missing, text, {"released": let_go})
+
+    def _prepare_console(self, caller: _Caller) -> tuple[str, Callable[[], None]]:
+        if not self._run.read_run().options.get("allow_console"):
+            raise UsageError("console: this run was not started with --allow-console")
+        rank, code = caller.command.args.get("rank"), caller.command.args.get("code")
+        if not isinstance(rank, int) or rank not in self._book.ranks:
+            raise UsageError(f"console: rank must be one of {_span(self._book.ranks)}")
+        if not isinstance(code, str) or len(code) > _CONSOLE_CODE:
+            raise UsageError(f"console: code must be text of at most {_CONSOLE_CODE:,} characters")
+        return "running", lambda: self._link.ask(
+            "console", [rank], _CONSOLE_SECONDS, lambda answers: self._ran(caller, rank, answers), {"code": code}
+        )
+
+    def _ran(self, caller: _Caller, rank: int, answers: Answers) -> None:
+        answer = answers.get(rank)
+        if answer is None:
+            text = (
+                f"no answer from rank {rank} in {_CONSOLE_SECONDS:.0f} s: it still runs; 'ftmon release' interrupts it"
+            )
+            self._finish(caller, False, text, {"busy": True})
+        else:
+            self._finish(caller, answer.ok, answer.text, {"busy": False, **answer.data})
 
     # the rest
 

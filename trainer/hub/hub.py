@@ -31,8 +31,8 @@ from .intake import Intake
 from .judging import Judging
 from .killing import Killing
 from .logtail import LogTail
-from .looking import Looking
 from .mailbox import Mailbox
+from .oomfiles import keeper
 from .rankbook import RankBook
 from .ranklink import RankLink
 from .stats import Stats
@@ -83,13 +83,12 @@ class Hub:
         self._stream = Stream(self._channels.of("stream"), writer, writer.next_seq)
         self._link = RankLink(self._channels.of("ranks"))
         actions = Actions(self._link, self.emit, self._may_ask)
-        self._judging = Judging(self._file, self._emit, actions.send)
+        self._judging = Judging(self._file, self._emit, actions.send, keeper(run))
         self._intake = Intake(self._accept, self._refuse, fresh=run.read_hub() is None)
         self._book = RankBook()
         self._ending = Ending(run, self._file)
         self._agents = Agents(self._channels.of("agents"), self._intake.take, self._judging.fact)
         killing = Killing(run, self._book, self._link, self._agents, self.post)
-        self._looking = Looking(run, self._judging.tracker, self._book, self._link, self.emit, self.post)
         self._commands = Commands(run, self, self._book, self._link, killing, self._read_only)
         self._supervisor = Supervisor(lambda: self._mailbox.post(self._take_facts))
         self._devices = DeviceSampler(host_sockets.gethostname(), self._rank_pids)
@@ -185,12 +184,10 @@ class Hub:
         for sample in self._devices.poll():
             self._hub_message(sample)
         self._take_facts()
-            self._looking.sample(sample)
         for state in self._agents.tick():
             self._hub_message(state)
         self._judging.tick(time.time())
         self._link.expire()
-        self._looking.tick()
         self._commit()
         if self._end is None:
             self._end = self._look_for_end()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...protocol.control import AlertKind, Severity
+from ...protocol.oom import OomReport
 from ...protocol.rundir import ExitFile, RunFile
 from ...protocol.wire import Frame, Message
 from .detectors.asks import Action
@@ -28,6 +29,7 @@ class Judging:
         run_file: what was started.
         emit: appends a conclusion to the stream; returns its number and time.
         act: sends what detectors ask the ranks to do.
+        keep: keeps the report of an out-of-memory error as a file, and says where.
     """
 
     def __init__(
@@ -35,12 +37,13 @@ class Judging:
         run_file: RunFile,
         emit: Callable[[Message], tuple[int, float]],
         act: Callable[[Iterable[Action]], None] = lambda _: None,
+        keep: Callable[[OomReport], OomReport] | None = None,
     ) -> None:
         self._emit = emit
         self._act = act
         self._book = AlertBook()
         self.tracker = RankTracker(has_launcher=run_file.kind != "watch")
-        self._detectors = Detectors(self.tracker, self._book)
+        self._detectors = Detectors(self.tracker, self._book, keep)
         self._failures = 0
 
     def restore(self, frames: Iterable[Frame]) -> None:

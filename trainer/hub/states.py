@@ -25,7 +25,6 @@ from ...protocol.control import Command, RankState, RankStateName, RunState, Run
 from ...protocol.hosts import HostState
 from ...protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, Oom, Step
 from ...protocol.wire import Frame, Message
-from .detectors.evidence import Evidence
 from .detectors.stall import EXIT_LIMIT_S, MOVING_S, Verdict, judge
 from .detectors.tracked import ProcessFact, TrackedRank
 from .detectors.view import RankView
@@ -57,8 +56,6 @@ class RankTracker:
         self.ranks: dict[int, TrackedRank] = {}
         self.verdict: Verdict | None = None
         """The judge's present verdict; None while there is no stall."""
-        self.suspected = False
-        """Some rank shows no progress for long enough to look at all of them (``detectors.progress``)."""
         self.run_state: RunState | None = None
         self.stepped = False
         """Some rank has finished an optimizer step."""
@@ -140,7 +137,6 @@ class RankTracker:
         ]
         views = [tracked.view(now) for tracked in self.ranks.values()] if still else []
         self.verdict = judge(views) if still else None
-        self.suspected = any(tracked.suspect(now) for tracked in self.ranks.values())
         if self.verdict is not None and self.verdict.kind == "exit" and now - self._asked_at < EXIT_LIMIT_S:
             self.verdict = None  # they were asked to end, and may take their time
         by_rank = {view.rank: view for view in views}
@@ -154,7 +150,6 @@ class RankTracker:
         """Note how the whole job ended (``exit.json``): ``finished``, ``failed`` or ``stopped``."""
         self.now = now
         self.verdict = None
-        self.suspected = False
         messages: list[Message] = []
         for tracked in self.ranks.values():
             if not tracked.ended and (tracked.fact is None or not tracked.fact.alive):
@@ -174,14 +169,6 @@ class RankTracker:
             # The first tick sees the gap to this and forgives the ranks what nobody watched.
             self._last_tick = frame.t
         self._changes.clear()
-
-    def found(self) -> dict[int, Evidence]:
-        """Give what the last look found of ranks that have made no progress since."""
-        return {
-            rank: tracked.evidence
-            for rank, tracked in self.ranks.items()
-            if tracked.evidence is not None and tracked.evidence.taken >= tracked.progress.moved_at
-        }
 
     def take_changes(self) -> list[RankState | RunState]:
         """Return, once, the state messages produced since the last call (the detectors turn them into alerts)."""
@@ -208,9 +195,18 @@ class RankTracker:
         before = progress.progress
         progress.beat(t, beat)
         state = tracked.state
+        held = state is not None and state.state == "held"
+        if held != bool(beat.held_since) and not tracked.ended:
+            # A rank held at an out-of-memory error does not move, and hangs no more than one at a breakpoint.
+            words = f"at an out-of-memory error in {beat.phase}: waits to be released"
+            return self._set(tracked, "held", words) if beat.held_since else self._let_go(tracked)
         if state is not None and (state.state == "training" or progress.progress == before):
             return self._moves(tracked) if state.state == "unreachable" else []
         return self._moves(tracked)
+
+    def _let_go(self, tracked: TrackedRank) -> list[Message]:
+        tracked.progress.moved_at = self.now
+        return self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
 
     def _hello(self, t: float, hello: Hello) -> list[Message]:
         tracked = self._tracked(hello.rank, t)
@@ -287,7 +283,7 @@ class RankTracker:
         return tracked
 
     def _moves(self, tracked: TrackedRank) -> list[Message]:
-        if tracked.state is not None and tracked.state.state in ("gone", "finished", "stopped", "training"):
+        if tracked.state is not None and tracked.state.state in ("gone", "finished", "stopped", "held", "training"):
             return []
         if tracked.progress.phase == "init" and not tracked.progress.has_stepped:
             return self._set(tracked, "starting")
@@ -308,7 +304,7 @@ class RankTracker:
     def _still_state(self, tracked: TrackedRank, view: RankView, now: float) -> list[Message]:
         """Find the state of a rank that shows no progress at present."""
         state = tracked.state.state if tracked.state is not None else "starting"
-        if state == "stopped" or tracked.cut_off:
+        if state in ("stopped", "held") or tracked.cut_off:
             return []
         verdict = self.verdict
         if verdict is not None and tracked.rank in verdict.hung:

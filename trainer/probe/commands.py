@@ -3,6 +3,7 @@
 import faulthandler
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,6 @@ from ...protocol.control import Accepted, Command, Result
 from ...protocol.errors import ProtocolError
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import Stacks
-from .. import activity, processes
 from . import flight, guard
 from .allocator import AllocatorWatch
 from .arming import Arming
@@ -67,6 +67,7 @@ class Commands:
             "ping": lambda _: (True, "", {}),
             "stacks": self._stacks,
             "stop": self._stop,
+            "release": self._release,
         }
         later: dict[str, Callable[[dict[str, Any], Answer], None]] = {
             "snapshot": lambda args, answer: self._snapshots.want(str(args.get("reason", "asked")), answer),
@@ -87,6 +88,10 @@ class Commands:
             except Exception as error:
                 guard.log_error(command.verb, error)
                 answer(False, f"{type(error).__name__}: {error}", {})
+            return
+        if command.verb == "console":
+            refused = self._probe.hold.run(str(command.args.get("code", "")), self._later(socket, command))
+            self._answer(socket, Accepted(command.id, not refused, refused))
             return
         action = actions.get(command.verb)
         if action is None:
@@ -119,8 +124,7 @@ class Commands:
         return True, "", {}
 
     def _stacks(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
-        # In memory: a full disk must not keep anybody from seeing where a rank is.
-        with open(os.memfd_create("ftmon-stacks"), "w+b") as file:
+        with tempfile.TemporaryFile(dir=self._run.path) as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             text = file.read(1 << 20).decode(errors="replace")
@@ -134,8 +138,10 @@ class Commands:
             self._send(Stacks(probe.about.rank, time.time(), text, reason, thread, "probe"))
         return True, "", data
 
-        if command.args.get("activity"):
-            data["activity"] = list(activity.look(os.getpid(), probe.self_dump, processes.table(), time.monotonic()))
+    def _release(self, _command: Command) -> tuple[bool, str, dict[str, Any]]:
+        released = self._probe.hold.release()
+        return released, "released" if released else "this rank is not held", {}
+
     def _stop(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
         probe = self._probe
         if not probe.can_stop:

@@ -15,11 +15,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from ...protocol.telemetry import LogLine, Plan, SelfDump
+from ...protocol.telemetry import LogLine, Plan
 from . import active, batch, guard, values
 from .about import About
 from .device import Device
+from .hold import Hold
 from .oom import report_failed_allocation, watch_cuda
+from .oomhistory import OomHistory
 from .raw import StepRaw
 from .tracker import Tracker
 
@@ -94,16 +96,14 @@ class Probe:
         """Somebody in this process heeds ``stop_requested``."""
         self.stop_at: int | None = None
         self.failed = ""
-        self.step_seconds = 0.0
-        """How long the last step took, as far as the publisher knows."""
-        self.self_dump: SelfDump | None = None
-        """How its stacks are had from outside, once that is prepared."""
         self.hold = Hold()
         self.oom_history = OomHistory()
         self.steps_done = 0
         """Steps this process has finished, whatever their numbers."""
         self.ooms = 0
         """Allocations that failed so far."""
+        self.step_seconds = 0.0
+        """How long the last step took, as far as the publisher knows."""
         self._unscaled: tuple[int, Any] | None = None
         self._fetched: Any = None
         """The latest batch of a dataloader, until its forward begins."""
@@ -393,4 +393,5 @@ class Probe:
             self.tracker.note_reset(stats)
 
     def _finish_step(self, raw: StepRaw) -> None:
+        self.steps_done += 1
         self.hand_over(raw)

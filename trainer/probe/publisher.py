@@ -45,7 +45,7 @@ class Publisher(threading.Thread):
         self._run = RunDir(run)
         self._steps: deque[StepRaw] = deque()
         self._sequence = 0
-        self._beaten = (0, 0.0)
+        self._beaten: tuple[float, float] = (0, 0.0)
         self._ending = threading.Event()
         self._flush_seconds = 0.0
         self._recording = Recording()
@@ -101,6 +101,7 @@ class Publisher(threading.Thread):
             self._probe.device.memory.tidy()
             self._allocator.tick()
             self._snapshots.tick()
+            self._probe.hold.tick()
             self._arming.tick()
         self._drain(before_goodbye=self._send_last_steps)
 
@@ -121,9 +122,8 @@ class Publisher(threading.Thread):
     def say_hello(self) -> None:
         """Introduce the rank, with the plan when there is one."""
         probe = self._probe
-        probe.self_dump = self._dumper.install(probe.thread)
-        about, device = probe.about, probe.device
-        self.send(about.hello(device.info, device.memory.measure, probe.sends_logs, probe.self_dump))
+        dump = self._dumper.install(probe.thread)
+        self.send(probe.about.hello(probe.device.info, probe.device.memory.measure, probe.sends_logs, dump))
         if probe.plan_message is not None:
             self.send(probe.plan_message)
 
@@ -157,6 +157,7 @@ class Publisher(threading.Thread):
         self.send(step)
         probe.step_seconds = (raw.marks[-1].ns - raw.marks[0].ns) / 1e9
         self._arming.note(step)
+        probe.oom_history.note(step)
         events = probe.device.events
         if events is not None:
             for mark in raw.marks[:-1]:  # the last one begins the next step
@@ -166,10 +167,11 @@ class Publisher(threading.Thread):
         probe, now = self._probe, time.time()
         tracker, counts = probe.tracker, probe.tracker.counts
         progress = tracker.progress + counts.entered
-        wait = CHANGED_BEAT_SECONDS if progress != self._beaten[0] else BEAT_SECONDS
+        changes = progress + probe.hold.since  # a rank that is held, or let go, says so at once
+        wait = CHANGED_BEAT_SECONDS if changes != self._beaten[0] else BEAT_SECONDS
         if now - self._beaten[1] < wait:
             return
-        self._beaten = (progress, now)
+        self._beaten = (changes, now)
         if self._dumper.lost(probe.thread):
             self.say_hello()
         reading = probe.device.memory.read(tracker.sample)
@@ -193,5 +195,6 @@ class Publisher(threading.Thread):
                 reserved=reading.reserved,
                 resident=max(0, reading.resident),
                 dropped=self.dropped + probe.overflowed,
+                held_since=probe.hold.since,
             )
         )

@@ -102,7 +102,7 @@ def waits(views: Sequence[RankView]) -> Waits | None:
     by_rank = {view.rank: view for view in views}
     of: dict[int, list[Wait]] = {}
     for view in views:
-        if view.absent in ("stopped", "gone"):
+        if view.absent in ("stopped", "held", "gone"):
             continue
         found = [Wait(call, blockers) for call in _open(view) if (blockers := _blockers(call, view, members, by_rank))]
         if found:
@@ -140,7 +140,7 @@ def _blockers(
         other = by_rank.get(rank)
         if other is None or rank == view.rank:
             continue
-        if other.absent in ("stopped", "gone") or _behind(other, view, call):
+        if other.absent in ("stopped", "held", "gone") or _behind(other, view, call):
             found.add(rank)
     return frozenset(found)
 

@@ -1,13 +1,15 @@
 """Out of memory: the allocator's own numbers at the moment of the failure, in words, with the mend they point to."""
 
 from ....protocol.control import Alert
-from ....protocol.telemetry import Failure, Hello, Oom, Step
-from ....protocol.text import gib
+from ....protocol.oom import Mend, OomReport
+from ....protocol.telemetry import Failure, Oom, Step
+from ....protocol.text import duration, gib
 from .book import AlertBook, Key
 from .words import first_line
 
 OOM_WORDS = ("outofmemoryerror", "out of memory", "can't allocate memory", "cannot allocate memory", "memoryerror")
 TRACEBACK_LIMIT = 8000
+_MENDS_TOLD = 3
 
 
 def is_oom(error: str) -> bool:
@@ -23,58 +25,60 @@ class OomDetector:
         self._book = book
         self._standing: dict[int, tuple[Key, int]] = {}
         """For each rank that ran out of memory: its alert, and the step in which it did."""
-        self._on_host: set[int] = set()
+        self._held: set[int] = set()
 
-    def hello(self, hello: Hello) -> None:
-        """Learn whose memory a rank's numbers are: a GPU's, or the host's."""
-        if hello.memory_measure == "cuda":
-            self._on_host.discard(hello.rank)
-        else:
-            self._on_host.add(hello.rank)
-
-    def oom(self, t: float, oom: Oom) -> list[Alert]:
+    def oom(self, t: float, report: OomReport) -> list[Alert]:
         """Raise the alert of one failed allocation."""
+        oom, verdict = report.oom, report.verdict
         key: Key = ("oom", oom.rank, oom.phase, "allocation")
         self._standing[oom.rank] = key, oom.step
-        unused = max(0, oom.reserved_bytes - oom.allocated_bytes)
-        elsewhere = max(0, oom.device_total_bytes - oom.device_free_bytes - oom.reserved_bytes)
-        shape = f" Batch shape {oom.batch_shape}." if oom.batch_shape else ""
         where = f" in {oom.phase}" if oom.phase else ""
-        host = oom.rank in self._on_host
-        device, holder, others = (
-            ("host", "this process holds", "other processes")
-            if host
-            else ("device", "PyTorch holds", "CUDA context, NCCL, other processes")
-        )
         return self._book.raise_alert(
             t,
             "oom",
             "error",
             f"rank {oom.rank} out of memory{where}: wanted {gib(oom.requested_bytes)}, "
-            f"{gib(oom.device_free_bytes)} free",
+            f"{gib(oom.device_free_bytes)} free; {verdict.title.split(':')[0]}",
             rule="allocation",
             rank=oom.rank,
             step=oom.step,
             phase=oom.phase,
-            text=(
-                f"Tried to allocate {gib(oom.requested_bytes)} in step {oom.step}. Of {gib(oom.device_total_bytes)} "
-                f"the {device} has {gib(oom.device_free_bytes)} free; {holder} {gib(oom.reserved_bytes)}: "
-                f"{gib(oom.allocated_bytes)} allocated, {gib(unused)} reserved but unallocated. Outside of it are "
-                f"{gib(elsewhere)} ({others}).{shape} {_mend(oom, unused, elsewhere, host=host)}"
-            ),
+            text=" ".join(filter(None, (_numbers(oom), verdict.text, _mends(report.mends), _held(oom)))),
             evidence={
+                "verdict": verdict.kind,
+                "sure": verdict.sure,
+                "why": verdict.evidence,
+                "mends": [
+                    {"kind": mend.kind, "setting": mend.setting, "frees_bytes": mend.frees_bytes, "bound": mend.bound}
+                    for mend in report.mends
+                ],
                 "requested_bytes": oom.requested_bytes,
                 "device_free_bytes": oom.device_free_bytes,
                 "device_total_bytes": oom.device_total_bytes,
                 "allocated_bytes": oom.allocated_bytes,
                 "reserved_bytes": oom.reserved_bytes,
-                "reserved_unallocated_bytes": unused,
-                "elsewhere_bytes": elsewhere,
+                "reserved_unallocated_bytes": max(0, oom.reserved_bytes - oom.allocated_bytes),
+                "largest_free_bytes": oom.largest_free_bytes,
                 "batch_shape": oom.batch_shape,
+                "largest_shape": oom.largest_shape,
+                "held": oom.held,
+                "peer_timeout_s": oom.peer_timeout_s,
+                "report": report.path,
+                "snapshot": oom.snapshot or oom.snapshot_note,
                 "message": oom.message[:2000],
                 "stack": oom.stack[-20:],
             },
         )
+
+    def held(self, t: float, rank: int, held: bool) -> list[Alert]:
+        """Note that a rank is held at its out-of-memory error, or was let go."""
+        key = self.standing(rank)
+        if held:
+            self._held.add(rank)
+        if key is None or held or rank not in self._held:
+            return []
+        self._held.discard(rank)
+        return self._book.annotate(t, key, {"held": False}, "It was let go.")
 
     def failure(self, t: float, failure: Failure) -> list[Alert] | None:
         """Take over a failure for want of memory; None: this failure is about something else."""
@@ -127,22 +131,34 @@ class OomDetector:
             self._standing[alert.rank] = ("oom", alert.rank, alert.phase, rule), alert.step or 0
 
 
-def _mend(oom: Oom, unused: int, elsewhere: int, *, host: bool) -> str:
-    if host and oom.device_free_bytes >= oom.requested_bytes:
-        return (
-            "The host had that much: a limit refused it. Look at ulimit -v, the control group's memory limit and "
-            "vm.overcommit_memory."
-        )
-    if not host and unused >= oom.requested_bytes > 0:
-        return (
-            "The unallocated part would have been enough in one piece: memory is fragmented. Set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
-        )
-    if elsewhere > 0.25 * oom.device_total_bytes:
-        return "Much of the device is held outside of this process: see which processes share it."
-    if oom.phase == "optimizer":
-        return "A fused optimizer, a higher ZeRO stage or optimizer offload needs less in this phase."
+def _numbers(oom: Oom) -> str:
+    host = oom.measure != "cuda"
+    shape = f" Batch shape {oom.batch_shape}." if oom.batch_shape else ""
     return (
-        "Use a smaller micro-batch with more gradient accumulation, shorter sequences, gradient checkpointing, or a "
-        "higher ZeRO stage."
+        f"Tried to allocate {gib(oom.requested_bytes)} in step {oom.step}. Of {gib(oom.device_total_bytes)} the "
+        f"{'host' if host else 'device'} has {gib(oom.device_free_bytes)} free; "
+        f"{'this process holds' if host else 'PyTorch holds'} {gib(oom.reserved_bytes)}: {gib(oom.allocated_bytes)} "
+        f"allocated, {gib(max(0, oom.reserved_bytes - oom.allocated_bytes))} reserved but unallocated.{shape}"
+    )
+
+
+def _mends(mends: list[Mend]) -> str:
+    shown = [f"{number}. {_mend(mend)}" for number, mend in enumerate(mends[:_MENDS_TOLD], 1)]
+    return f"To try, in this order: {' '.join(shown)}" if shown else ""
+
+
+def _mend(mend: Mend) -> str:
+    frees = f" (frees {mend.bound} {gib(mend.frees_bytes)})" if mend.frees_bytes else ""
+    setting = f" {mend.setting}." if mend.setting else ""
+    return f"{mend.text}{frees}{setting}".replace("  ", " ")
+
+
+def _held(oom: Oom) -> str:
+    if not oom.held:
+        return ""
+    until = f" for {duration(oom.hold_seconds)} at most" if oom.hold_seconds else ""
+    console = ", 'ftmon console' looks around in that frame" if oom.console else ""
+    return (
+        f"The rank is held in the failing frame{until}: 'ftmon release' lets it go{console}, 'ftmon kill' ends it. "
+        f"Meanwhile {oom.others or 'nothing is known of the other ranks'}."
     )

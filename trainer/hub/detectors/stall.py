@@ -210,7 +210,7 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
     age = max(view.age for view in stuck)
     if len(present) == 1:
         return alone(stuck, age)
-    unable = [view for view in present if view.absent in ("stopped", "gone")]
+    unable = [view for view in present if view.absent in ("stopped", "held", "gone")]
     if unable:
         return missing([view for view in stuck if not view.absent], unable, "", age)
     still = [view for view in present if view.absent or view.age > MOVING_S]
@@ -244,7 +244,7 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
 
 def _has_entered(view: RankView, top: RankView, counts: Counts) -> bool:
     """Tell whether a rank's last word was that it had entered the collective that ``top`` waits in."""
-    if view.absent in ("stopped", "gone"):
+    if view.absent in ("stopped", "held", "gone"):
         return False
     if view.absent == "silent" and view.evidence is not None and has_stacks(view):
         return view.evidence.place.doing == "collective"

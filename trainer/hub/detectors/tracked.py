@@ -106,6 +106,8 @@ class TrackedRank:
         absent: Absence = ""
         if state == "stopped":
             absent = "stopped"
+        elif state == "held":
+            absent = "held"
         elif state == "gone":
             absent = "gone"
         elif self.cut_off:

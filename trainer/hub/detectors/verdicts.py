@@ -113,7 +113,7 @@ def missing(
     places = sorted({view.where() for view in late})
     where = places[0] if len(places) == 1 else "; ".join(f"rank {view.rank}: {view.where()}" for view in late[:4])
     # A rank that is stopped or gone may have entered the collective; it holds the others up all the same.
-    if name and not all(view.absent in ("stopped", "gone") for view in late):
+    if name and not all(view.absent in ("stopped", "held", "gone") for view in late):
         fault = f"{who} {'has' if len(late) == 1 else 'have'} not entered {name}"
     else:
         fault = f"{who}: {where}"

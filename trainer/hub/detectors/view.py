@@ -6,7 +6,7 @@ from typing import Literal
 
 from .evidence import Evidence
 
-Absence = Literal["", "stopped", "gone", "silent", "cut off"]
+Absence = Literal["", "stopped", "held", "gone", "silent", "cut off"]
 
 _WHERE = {
     "init": "in start-up",
@@ -21,6 +21,7 @@ _WHERE = {
 }
 _ABSENT = {
     "stopped": "stopped by a signal",
+    "held": "held at an out-of-memory error",
     "gone": "its process is gone",
     "silent": "its process lives but sends nothing",
     "cut off": "its host is cut off",

@@ -1,0 +1,28 @@
+"""Reports of out-of-memory errors as files of the run: readable without the recording, and whatever becomes of it."""
+
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from ...protocol.oom import OomReport
+from ...protocol.rundir import RunDir, write_private
+
+
+def keeper(run: RunDir) -> Callable[[OomReport], OomReport]:
+    """Make what writes a report into ``oom/`` of the run and returns it with its path; a full disk leaves it empty."""
+
+    def keep(report: OomReport) -> OomReport:
+        stamp = time.strftime("%H%M%S", time.localtime(report.time))
+        path = run.path / "oom" / f"rank-{report.rank}-step-{report.step}-{stamp}.json"
+        found = msgspec.structs.replace(report, path=str(path.relative_to(run.path)))
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            write_private(path, msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+        except OSError as error:
+            print(f"{path}: cannot be written: {error.strerror or error}", file=sys.stderr)
+            return report
+        return found
+
+    return keep

@@ -1,0 +1,48 @@
+"""The memory snapshot of an out-of-memory error, written into the run's folder: bounded, and never fatal."""
+
+import os
+import pickle
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 512 * 2**20
+"""Of one snapshot; beyond it the oldest entries of the trace are left out."""
+SPARE_BYTES = 512 * 2**20
+"""Room that is left on the disk for the run itself."""
+
+
+def write_snapshot(folder: Path, rank: int, step: int, found: dict[str, Any]) -> tuple[Path | None, int, str]:
+    """Write a snapshot as ``torch.cuda.memory._dump_snapshot`` does.
+
+    Args:
+        folder: the run's folder of snapshots.
+        rank: whose.
+        step: the step in the making.
+        found: what ``torch.cuda.memory._snapshot`` returned; traces are cut in place where they are too long.
+
+    Returns:
+        The file (None when there is none), its bytes, and what is wrong in words; empty when nothing is.
+    """
+    note = ""
+    data = pickle.dumps(found, protocol=4)
+    while len(data) > MOST_BYTES and any(len(trace) > 1000 for trace in found["device_traces"]):
+        share = MOST_BYTES / len(data) * 0.9
+        found["device_traces"] = [trace[-max(1000, int(len(trace) * share)) :] for trace in found["device_traces"]]
+        data = pickle.dumps(found, protocol=4)
+        note = (
+            f"only its last {max(map(len, found['device_traces'])):,} entries, to keep it under {MOST_BYTES >> 20} MiB"
+        )
+    path = folder / f"rank-{rank}-step-{step}-oom-{time.strftime('%H%M%S')}.pickle"
+    try:
+        free = shutil.disk_usage(folder).free
+        if free < len(data) + SPARE_BYTES:
+            return None, 0, f"no snapshot: {len(data) >> 20} MiB, and only {free >> 20} MiB of the disk are free"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        return None, 0, f"no snapshot: {error.strerror or error}"
+    return path, len(data), note
