@@ -44,7 +44,7 @@ class Armed:
         self._recording = recording
         self._tracker = tracker
         self._steps = steps
-        self._from_step = from_step
+        self.from_step = from_step
         self._began = False
         self._on_us = -1
         self._start_bytes = 0
@@ -100,7 +100,7 @@ class Armed:
                 self.failed = f"phase {self.phase!r} did not come in {self._waited} steps"
                 self.withdraw()
                 return
-        elif tracker.step + 1 < self._from_step:
+        elif tracker.step + 1 < self.from_step:
             return
         self._began = True
         if self._on_us < 0 and self.phase in ("", tracker.phase):

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MOST_STEPS = 3
 USUAL_STEPS = 8
+AHEAD_STEPS = 3
+"""Nobody else uses the recorder from so many steps before the one that is to be recorded."""
 LEAST_SECONDS, MOST_SECONDS = 20.0, 900.0
 REASONS = ("asked", "spike", "leak", "oom")
 
@@ -42,7 +44,7 @@ class Arming:
         self._reason: Any = "asked"
         self._answer: Answer | None = None
         self._deadline = 0.0
-        self._was_off = False
+        self._begun = self._was_off = False
         self._step: Step | None = None
 
     def want(self, phase: str, steps: int, from_step: int, reason: str, answer: Answer) -> None:
@@ -60,16 +62,15 @@ class Arming:
             answer(False, "this rank computes on the CPU: its allocations leave no trace to read", {})
         elif recording.by_script:
             answer(False, "the script records memory history itself; it is left alone", {})
-        elif not recording.claim("arm") or self._armed is not None:
+        elif self._armed is not None:
             answer(False, "stacks are being recorded already", {})
         else:
             leak = reason == "leak"
-            armed = Armed(recording, probe.tracker, phase, min(MOST_STEPS, max(1, steps)), from_step, long=leak)
-            self._armed, self._reason, self._answer = armed, reason if reason in REASONS else "asked", answer
-            self._was_off, self._step = recording.mode == "off", None
+            self._armed = Armed(recording, probe.tracker, phase, min(MOST_STEPS, max(1, steps)), from_step, long=leak)
+            self._reason, self._answer = reason if reason in REASONS else "asked", answer
             seconds = (PATIENCE_STEPS + max(0, from_step - probe.tracker.step)) * probe.step_seconds
             self._deadline = time.monotonic() + min(MOST_SECONDS, max(LEAST_SECONDS, seconds))
-            probe.tracker.watchers = (*probe.tracker.watchers, armed)
+            self._begin(self._armed)
 
     def note(self, step: Step) -> None:
         """A step's message has been sent: either the armed one, or one more to know the usual from."""
@@ -88,6 +89,7 @@ class Arming:
         if armed is None:
             return
         try:
+            self._begin(armed)
             if armed.done and self._step is not None:
                 cause = self._find(armed, self._step)
                 self._send(cause)
@@ -101,6 +103,14 @@ class Arming:
             guard.log_error("finding a cause", error)
             self._finish(armed, False, f"{type(error).__name__}: {error}")
 
+    def _begin(self, armed: Armed) -> None:
+        """Take the recorder when the step is near, and nobody else has it; until then, others may use it."""
+        tracker = self._probe.tracker
+        if self._begun or tracker.step + AHEAD_STEPS < armed.from_step or not self._recording.claim("arm"):
+            return
+        self._begun, self._was_off, self._step = True, self._recording.mode == "off", None
+        tracker.watchers = (*tracker.watchers, armed)
+
     def _keep(self, phase: str, host_us: int) -> None:
         known = self._usual.get(phase)
         if known is None:
@@ -110,13 +120,18 @@ class Arming:
     def _finish(self, armed: Armed, ok: bool, text: str) -> None:
         answer, self._answer, self._armed, self._step = self._answer, None, None, None
         armed.withdraw()
+        if self._begun:
+            self._begun = False
+            self._give_back(armed)
+        if answer is not None:
+            answer(ok, text, {})
+
+    def _give_back(self, armed: Armed) -> None:
         if self._was_off or armed.long:
             self._recording.off()  # the reader of the numbers, if there is one, switches it on again
         elif self._recording.mode == "stacks":
             self._recording.numbers()
         self._recording.release()
-        if answer is not None:
-            answer(ok, text, {})
 
     def _find(self, armed: Armed, step: Step) -> Cause:
         start = time.perf_counter_ns()
