@@ -177,9 +177,14 @@ class App:
 
     def history(self) -> list[Frame]:
         """Ask for everything recorded so far."""
-        answer = self.query("frames", after_seq=0, limit=1_000_000)
-        assert answer.ok, answer.error
-        return msgspec.msgpack.decode(answer.data, type=list[Frame])
+        found: list[Frame] = []
+        while True:
+            answer = self.query("frames", after_seq=found[-1].seq if found else 0, limit=5_000)
+            assert answer.ok, answer.error
+            part = msgspec.msgpack.decode(answer.data, type=list[Frame])
+            if not part:
+                return found
+            found += part
 
     def hellos(self) -> dict[int, Hello]:
         """Give each rank's latest Hello."""

@@ -23,6 +23,9 @@ from ...protocol.recording.reader import Reader
 QUERIES = frozenset({"info", "frames", "state_at", "memory", "series", "alerts", "logs", "step_time", "seq_at"})
 """The methods of ``Reader`` that a peer may call by name."""
 
+MOST = 5_000
+"""Frames, points or columns in one answer, whatever was asked for; the app asks for the rest after the last of them."""
+
 _COMMIT_SECONDS = 1.0
 _POLL_MS = 500
 
@@ -105,7 +108,7 @@ class History(threading.Thread):
                 self._reader = Reader(self._recording)
             method = getattr(self._reader, query.name)
             inspect.signature(method).bind(**query.args)
-            result = method(**query.args)
+            result = method(**_bounded(query.args))
             return Answer(query.id, True, data=msgspec.msgpack.encode(result))
         except TypeError as error:
             return Answer(query.id, False, error=f"{query.name}: {error}")
@@ -115,3 +118,9 @@ class History(threading.Thread):
         except Exception as error:  # a query must not end the thread that serves all apps
             self._close_reader()
             return Answer(query.id, False, error=f"{query.name}: {type(error).__name__}: {error}")
+
+
+def _bounded(args: dict[str, Any]) -> dict[str, Any]:
+    """Keep what a question asks for within one answer."""
+    asked = {name: args[name] for name in ("limit", "columns") if isinstance(args.get(name), int)}
+    return args | {name: number if 0 <= number <= MOST else MOST for name, number in asked.items()}
