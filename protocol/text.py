@@ -1,5 +1,6 @@
 """Text and figures for people: safe to print, and always in the same units."""
 
+import math
 import re
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -27,6 +28,8 @@ def gib(count: float, digits: int = 2) -> str:
 
 def duration(seconds: float) -> str:
     """Format a duration in its two largest units: ``4 ms``, ``34 s``, ``2 m 14 s``, ``2 h 14 m``, ``3 d 4 h``."""
+    if not math.isfinite(seconds):
+        return "? s"
     if seconds < 0:
         return "-" + duration(-seconds)
     if seconds < 0.001:

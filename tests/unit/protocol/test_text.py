@@ -63,6 +63,8 @@ def test_bytes_are_told_in_the_unit_that_fits(count: float, text: str) -> None:
         (8040, "2 h 14 m"),
         (277_200, "3 d 5 h"),
         (-34, "-34 s"),
+        (float("inf"), "? s"),
+        (float("nan"), "? s"),
     ],
 )
 def test_durations_are_told_in_their_two_largest_units(seconds: float, text: str) -> None:
