@@ -35,6 +35,9 @@ from .process import ProcessId, is_alive
 RUN_ENV = "FTMON_RUN"
 """Environment variable that carries the run directory to every process of a run, and marks it as one of the run's."""
 
+HOSTS = "hosts"
+"""The directory within a run directory that holds a directory of each other host's, in that host's own use."""
+
 _EXIT_ROOM = 4096
 """Bytes kept for ``exit.json``: how a job ended is told also when the disk has filled up meanwhile."""
 
@@ -198,11 +201,22 @@ class RunDir:
         write_private(self._exit_room, b" " * _EXIT_ROOM)
 
     def ipc_address(self, channel: str) -> str:
-        """Give a channel's ``ipc://`` address: in the run directory, or in a short 0700 twin when that is too long."""
-        path = self.path.absolute() / f"{channel}.sock"
-        if len(os.fsencode(path)) > _IPC_PATH_LIMIT:
-            path = self._short_socket_dir() / f"{channel}.sock"
-        return f"ipc://{path}"
+        """Give a channel's ``ipc://`` address."""
+        return f"ipc://{self.socket_dir / f'{channel}.sock'}"
+
+    @property
+    def socket_dir(self) -> Path:
+        """Where the sockets are: here, or in a short 0700 twin where the path is too long.
+
+        Also for another host's directory: the file system it lies on may be shared, and a socket must not be.
+        """
+        path = self.path.absolute()
+        longest = len(os.fsencode(path)) + len("/telemetry.sock")
+        return self._short_socket_dir() if longest > _IPC_PATH_LIMIT or path.parent.name == HOSTS else path
+
+    def of_host(self, host: str) -> "RunDir":
+        """Name another host's own directory within this one: it has ``logs/`` and ``snapshots/`` of its own."""
+        return RunDir(self.path / HOSTS / (re.sub(r"[^A-Za-z0-9._-]+", "-", host).strip("-.") or "host"))
 
     def remove_sockets(self, channels: Iterable[str]) -> None:
         """Remove what the channels' sockets left on disk, the short twin directory included, after the hub ended."""

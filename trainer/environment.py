@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from ..protocol.join import JOIN_ENV, JoinFile, join_path
 from ..protocol.rundir import RUN_ENV, RunDir, write_private
 from .processes import RANK_PID_ENV
 
@@ -16,6 +18,8 @@ OPTIONS_ENV = "FTMON_OPTIONS"
 
 INJECT_DIR = Path(__file__).resolve().parent / "probe" / "inject"
 """Put first on ``PYTHONPATH``: its ``sitecustomize`` installs the import hook in every Python process of the job."""
+
+_NOT_FOR_PROBES = ("listen", "several")
 
 _FLIGHT_RECORDER_NAME, _FLIGHT_RECORDER_OLD_NAME = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _FLIGHT_RECORDER_ENTRIES = "2000"
@@ -27,14 +31,26 @@ _DEEPSPEED_FILE_ENV = "DS_ENV_FILE"
 
 def job_environment(run: RunDir, options: dict[str, Any], base: Mapping[str, str]) -> dict[str, str]:
     """Make the environment of a run's job out of the launcher's own (``base``)."""
+    environment = _watched(str(run.path), options, base)
+    if join_path(run).exists():
+        environment[JOIN_ENV] = str(join_path(run))
+    with contextlib.suppress(OSError):  # a full disk must not keep the job from starting
+        environment[_DEEPSPEED_FILE_ENV] = str(_deepspeed_exports(run, environment, base))
+    return environment
+
+
+def joined_environment(path: Path, join: JoinFile, base: Mapping[str, str]) -> dict[str, str]:
+    """Make the environment of a further host's part of a run's job; ``path`` is where ``join`` was read from."""
+    return {**_watched(join.run, join.options, base), JOIN_ENV: str(path)}
+
+
+def _watched(run: str, options: dict[str, Any], base: Mapping[str, str]) -> dict[str, str]:
     environment = {key: value for key, value in base.items() if key != RANK_PID_ENV}
-    environment[RUN_ENV] = str(run.path)
-    environment[OPTIONS_ENV] = json.dumps(options)
+    environment[RUN_ENV] = run
+    environment[OPTIONS_ENV] = json.dumps({key: value for key, value in options.items() if key not in _NOT_FOR_PROBES})
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(INJECT_DIR), base.get("PYTHONPATH"))))
     for key, value in {**flight_recorder(_torch_version()), "PYTHONUNBUFFERED": "1"}.items():
         environment.setdefault(key, value)
-    with contextlib.suppress(OSError):  # a full disk must not keep the job from starting
-        environment[_DEEPSPEED_FILE_ENV] = str(_deepspeed_exports(run, environment, base))
     return environment
 
 
@@ -57,7 +73,8 @@ def _torch_version() -> tuple[int, int] | None:
 
 def monitor_environment(base: Mapping[str, str]) -> dict[str, str]:
     """Make the environment of hub and launcher: without any run's mark, so that no sweep takes them for ranks."""
-    return {key: value for key, value in base.items() if key not in (RUN_ENV, OPTIONS_ENV, RANK_PID_ENV)}
+    marks = (RUN_ENV, OPTIONS_ENV, RANK_PID_ENV, JOIN_ENV)
+    return {key: value for key, value in base.items() if key not in marks}
 
 
 def _deepspeed_exports(run: RunDir, environment: Mapping[str, str], base: Mapping[str, str]) -> Path:
@@ -73,8 +90,13 @@ def _deepspeed_exports(run: RunDir, environment: Mapping[str, str], base: Mappin
         except (OSError, UnicodeDecodeError):
             continue
         lines += [line for line in text.splitlines() if line not in lines]
-    exported = (RUN_ENV, OPTIONS_ENV, _FLIGHT_RECORDER_NAME, _FLIGHT_RECORDER_OLD_NAME)
-    lines += [f"{key}={environment[key]}" for key in exported if key in environment]
+    exported = (RUN_ENV, OPTIONS_ENV, JOIN_ENV, _FLIGHT_RECORDER_NAME, _FLIGHT_RECORDER_OLD_NAME)
+    lines += [f"{key}={_plain(environment[key])}" for key in exported if key in environment]
     path = run.path / "deepspeed_env"
     write_private(path, "".join(line + "\n" for line in lines).encode())
     return path
+
+
+def _plain(value: str) -> str:
+    """Percent-encode what no launcher passes on unharmed: quotes and braces in a remote shell, commas of ``srun``."""
+    return quote(value, safe="/:@+=.-_") if value.startswith("{") else value

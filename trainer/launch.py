@@ -18,12 +18,15 @@ from types import FrameType
 import msgspec
 
 from ..protocol.errors import FtmonError
+from ..protocol.join import join_path
 from ..protocol.process import this_process
-from ..protocol.rundir import ExitFile, RunDir
+from ..protocol.rundir import ExitFile, RunDir, RunFile
 from . import processes
 from .environment import job_environment
 from .hubkeeper import HubKeeper
 from .intent import read_intent, write_intent
+from .joining import push
+from .several import Several
 from .sweep import sweep
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
@@ -54,6 +57,7 @@ class Launcher:
         with _disk_trouble("run.json"):
             self._run.write_run(msgspec.structs.replace(started, launcher=this_process()))
         self._hub.start()
+        self._tell_other_hosts(started)
         text = self._start_job(started.command, started.cwd, job_environment(self._run, started.options, os.environ))
         while self._status is None and not text:
             self._wait(self._hub.tend())
@@ -65,6 +69,21 @@ class Launcher:
             self._hub.start()  # the end of the run belongs in the recording too
         self._hub.wait(_HUB_END_SECONDS)
         return 0
+
+    def _tell_other_hosts(self, started: RunFile) -> None:
+        """Bring the run's key to the hosts that ssh reaches; say how the others join."""
+        found = started.options.get("several")
+        if found is None:
+            return
+        several = msgspec.convert(found, Several)
+        if several.by_hand:
+            print(f"ftmon: on each other host: ftmon run --join {join_path(self._run)} -- COMMAND", flush=True)
+        try:
+            problems = push(self._run, several.hosts, several.ssh_port, os.environ) if several.hosts else []
+        except (FtmonError, OSError) as error:
+            problems = [str(error)]
+        for problem in problems:
+            print(f"ftmon: {problem}; its ranks are not watched unless it shares the run's directory", flush=True)
 
     def _start_job(self, command: list[str], cwd: str, environment: dict[str, str]) -> str:
         """Start the job; return why it could not be, or an empty string."""

@@ -11,13 +11,19 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import msgspec
 
 from ..protocol import rundir
 from ..protocol.errors import FtmonError, UsageError
+from ..protocol.join import read_join
 from ..protocol.rundir import RunDir
-from .environment import monitor_environment
+from .environment import joined_environment, monitor_environment
+from .holding import add_hold_options, hold_options
+from .joining import free_listen, prepare
 from .listen import check_free, parse_listen
+from .several import several_hosts
 
 
 def start_run(
@@ -29,23 +35,45 @@ def start_run(
         kind: ``demo``, ``train`` or ``run``.
         name: what a person calls the run; it becomes part of its identifier.
         command: the job, as for exec.
-        options: kept in ``run.json``. ``listen`` ("HOST:PORT"), ``read_only``, ``logs`` and ``allocator_events``
-            (booleans) are understood by the hub and the probes.
+        options: kept in ``run.json``. ``listen`` ("HOST:PORT"; chosen here for a command that trains on several hosts),
+            ``read_only``, ``logs`` and ``allocator_events`` (booleans) are understood by the hub and the probes.
         config: text kept as the run's ``config.yaml``.
 
     Raises:
         UsageError: the command does not exist, or the address to listen on is not one or is taken.
         RunDirError: the run directory cannot be made.
     """
-    options = options or {}
+    options = dict(options or {})
     check_command(command)
+    several = several_hosts(command, os.environ)
     if options.get("listen"):
         check_free(parse_listen(str(options["listen"])))
+    elif several is not None:
+        options["listen"] = free_listen()
+    if several is not None:
+        options["several"] = msgspec.to_builtins(several)
     run = rundir.create(name, list(command), kind, options)
+    if options.get("listen"):
+        prepare(run, str(options["listen"]))
     if config is not None:
         rundir.write_private(run.config, config.encode())
     spawn_launcher(run)
     return run
+
+
+def join_run(path: Path, command: Sequence[str]) -> NoReturn:
+    """Become ``command``, as a part of the run that the file ``path`` tells of: what each further host starts.
+
+    Raises:
+        UsageError: the command does not exist, or the file is none.
+        RunDirError: others can read the file.
+    """
+    check_command(command)
+    join = read_join(path)
+    print(
+        f"ftmon: joining {join.id} on {join.host}; watch it there: ftmon attach {join.id}", file=sys.stderr, flush=True
+    )
+    os.execvpe(command[0], list(command), joined_environment(path.absolute(), join, os.environ))
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -86,7 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--read-only", action="store_true", help="refuse every command that acts on the run")
     run.add_argument("--no-logs", action="store_true", help="leave the ranks' output where it goes")
     run.add_argument("--no-allocator-events", action="store_true", help="do not sample the allocator's own trace")
+    add_hold_options(run)
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    join = commands.add_parser("join", help="become a command that is a part of another host's run")
+    join.add_argument("file", metavar="JOIN.json", help="from the run's directory on the hub's host")
+    join.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     return parser
 
 
@@ -104,6 +136,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: list[str] = arguments.command
     if command and command[0] == "--":
         command = command[1:]
+    try:
+        if arguments.what == "join":
+            join_run(Path(arguments.file), command)
+    except FtmonError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
     options = {
         "listen": arguments.listen or "",
         "read_only": bool(arguments.read_only),
@@ -111,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "allocator_events": not arguments.no_allocator_events,
     }
     try:
+        options |= hold_options(arguments)
         run = start_run("run", arguments.name or default_name(command), command, options)
     except FtmonError as error:
         print(error, file=sys.stderr)

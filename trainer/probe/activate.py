@@ -5,7 +5,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from . import guard
+from . import guard, place
 from .imports import after_import
 from .redirect import redirect_output
 from .roles import RANK_PID_ENV, decide, launcher_name, parse_program, parse_rank
@@ -21,10 +21,21 @@ def begin() -> None:
     os.register_at_fork(after_in_child=leave_to_parent)
     if role == "rank":
         os.environ[RANK_PID_ENV] = str(os.getpid())
-        place = parse_rank(os.environ)
-        redirect_output(place[0] if place else 0)
+        _settle()
+        known = parse_rank(os.environ)
+        redirect_output(known[0] if known else 0)
     keep_peak_resident()
     await_frameworks()
+
+
+def _settle() -> None:
+    """Find this host's place in the run; a host that has none trains unwatched, and says so once."""
+    try:
+        place.settle()
+    except Exception as error:
+        guard.log_error("this host cannot join the run", error)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write(f"ftmon: the ranks of this host are not watched: {error}\n")
 
 
 def keep_peak_resident() -> None:

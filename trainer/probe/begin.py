@@ -2,7 +2,7 @@
 
 import os
 
-from . import active, ending, guard
+from . import active, ending, guard, place
 from .about import About
 from .probe import Probe
 from .publisher import Publisher
@@ -12,10 +12,11 @@ def begin_rank(sends_logs: bool = False) -> Probe | None:
     """Make this process's probe and start its publisher; returns the one that is there when there is one already."""
     if active.probe is not None or active.forked:
         return active.probe
-    run = os.environ.get("FTMON_RUN")
-    if not run:
+    if not os.environ.get("FTMON_RUN"):
         return None
     try:
+        place.settle()
+        run = place.folder()
         probe = Probe(About.of_this_process(), sends_logs)
         publisher = Publisher(probe, run)
         ending.install(probe, publisher)

@@ -7,7 +7,7 @@ import traceback
 
 def log(text: str) -> None:
     """Append one line to the run's ``logs/probe.log``; without a run, or when that fails, the line is lost."""
-    run = os.environ.get("FTMON_RUN")
+    run = os.environ.get("FTMON_PLACE") or os.environ.get("FTMON_RUN")  # place.folder(), which may be what failed
     if not run:
         return
     try:

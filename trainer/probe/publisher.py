@@ -15,6 +15,7 @@ import zmq
 from ...protocol import sockets, wire
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import Heartbeat
+from . import place
 from .allocator import AllocatorWatch
 from .arming import Arming
 from .commands import Commands
@@ -101,6 +102,7 @@ class Publisher(threading.Thread):
             self._probe.device.memory.tidy()
             self._allocator.tick()
             self._snapshots.tick()
+            place.tend()
             self._probe.hold.tick()
             self._arming.tick()
         self._drain(before_goodbye=self._send_last_steps)

@@ -3,14 +3,17 @@
 import json
 import os
 from typing import Any
+from urllib.parse import unquote
 
 from .guard import log_error
+from .place import folder
 
 
 def read_options() -> dict[str, Any]:
     """Read the run's options for probes (``FTMON_OPTIONS``); empty when there are none or they cannot be read."""
     try:
-        found = json.loads(os.environ.get("FTMON_OPTIONS") or "{}")
+        # Percent-encoded where it came through a launcher that would break its quotes (``trainer.environment``).
+        found = json.loads(unquote(os.environ.get("FTMON_OPTIONS") or "{}"))
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
@@ -22,7 +25,7 @@ def redirect_output(rank: int) -> bool:
     Whatever writes to them, native code and child processes included, ends up in the files, which no reader can block
     and no crash can lose.
     """
-    run = os.environ.get("FTMON_RUN")
+    run = folder()
     if not run or read_options().get("logs", True) is False:
         return False
     try:

@@ -34,7 +34,8 @@ def _begin() -> None:
         begin()
     except Exception as error:
         try:
-            with open(os.path.join(os.environ["FTMON_RUN"], "logs", "probe.log"), "a", encoding="utf-8") as file:
+            folder = os.environ.get("FTMON_PLACE") or os.environ["FTMON_RUN"]
+            with open(os.path.join(folder, "logs", "probe.log"), "a", encoding="utf-8") as file:
                 file.write(f"pid {os.getpid()}: cannot begin: {type(error).__name__}: {error}\n")
         except OSError:
             return

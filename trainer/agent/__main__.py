@@ -1,0 +1,29 @@
+"""``python -m ftmon.trainer.agent PLACE JOIN LOCK``: stand in for the hub on another host of a run.
+
+Started by the first rank there (``probe.place``), with the lock already taken.
+"""
+
+import os
+import sys
+
+
+def main(argv: list[str]) -> int:
+    """Serve this host of the run until it is over; return the exit status."""
+    if len(argv) != 3 or not argv[2].isdecimal():
+        print("usage: python -m ftmon.trainer.agent PLACE JOIN-FILE LOCK-DESCRIPTOR", file=sys.stderr)
+        return 2
+    # A launcher ends everything that descends from its ranks; what watches them must not be among it.
+    if os.fork():
+        os._exit(0)
+    from ...protocol.errors import FtmonError
+    from .agent import serve
+
+    try:
+        return serve(argv[0], argv[1])
+    except FtmonError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,332 @@
+"""The agent: what the hub is on its own host, for another host of the run; it decides nothing and forgets nothing.
+
+One process, one main loop. It ends when the run is over, or when no rank is left here and the hub stays away, and takes
+with it whatever of the run is left on its host.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket as host_sockets
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+import zmq
+
+from ... import __version__
+from ...protocol import sockets, wire
+from ...protocol.errors import ProtocolError
+from ...protocol.hosts import AgentBeat, ProcessState
+from ...protocol.join import JoinFile, boot_id, read_join
+from ...protocol.process import this_process
+from ...protocol.rundir import RunDir
+from ...protocol.wire import Message
+from .. import processes
+from ..hub.devices import DeviceSampler
+from ..hub.killer import Target
+from ..hub.logtail import LogTail
+from ..hub.mailbox import Mailbox
+from ..hub.states import ProcessFact
+from ..hub.supervisor import Supervisor
+from ..sweep import sweep
+from .acting import Acting
+from .proxies import Proxies
+from .route import Route
+from .uplink import Uplink
+
+TICK_SECONDS = 0.25
+BEAT_SECONDS = 1.0
+ALONE_SECONDS = 60.0
+"""Without a rank here and without the hub for so long, the agent takes the run for over."""
+LAST_WORDS_SECONDS = 5.0
+"""How long it tries, at its end, to have everything confirmed."""
+_DRAIN = 512
+_RANK = re.compile(r"rank-(\d+)-(\d+)-(\d+)")
+_FAILURES = 100
+
+
+class Agent:
+    """One host's agent. Make it, then ``run`` it."""
+
+    def __init__(self, place: RunDir, join: JoinFile, join_path: Path) -> None:
+        self._place = place
+        self._join = join
+        self._join_path = join_path
+        self._host = host_sockets.gethostname()
+        self._me = this_process()
+        self._identity = f"agent-{self._host}-{self._me.pid}-{self._me.start_ticks}"
+        self._sequence = 0
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._telemetry = self._bind("telemetry")
+        self._ranks = self._bind("ranks")
+        self._mailbox = Mailbox()
+        self._uplink = Uplink(self._context, join, self._identity)
+        self._proxies = Proxies(self._context, join, self._ranks)
+        self._acting = Acting(self._context, join, self._identity, self._targets, self._mailbox.post)
+        self._supervisor = Supervisor(lambda: self._mailbox.post(self._take_facts))
+        self._devices = DeviceSampler(self._host, self._rank_pids)
+        self._logs = LogTail(place)
+        addresses = [*join.addresses, os.environ.get("MASTER_ADDR", "")]
+        port = join.port + sockets.CHANNELS.index("agents")
+        self._route = Route(list(filter(None, addresses)), port, self._found_way)
+        self._address = ""
+        self._facts: dict[int, ProcessFact] = {}
+        self._names: set[str] = set()
+        self._needed_at = time.monotonic()
+        self._next_beat = 0.0
+        self._over_at: float | None = None
+        self._ending = False
+        self._told_to_end = False
+
+    def run(self) -> int:
+        """Serve until the run is over; return the exit status."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        for thread in (self._supervisor, self._devices, self._route):
+            thread.start()
+        self._route.search()
+        print(f"{time.ctime()}: agent of {self._join.id} on {self._host}", flush=True)
+        try:
+            self._loop()
+            if not self._told_to_end:
+                self._sweep()
+            self._last_words()
+        finally:
+            self._close()
+        return 0
+
+    # The loop.
+
+    def _loop(self) -> None:
+        failures = 0
+        next_tick = 0.0
+        while not self._ending:
+            try:
+                now = time.monotonic()
+                if now >= next_tick:
+                    next_tick = now + TICK_SECONDS
+                    self._tick(now)
+                self._turn(max(0, int((next_tick - now) * 1000) + 1))
+            except Exception:  # as in the hub: one bad message must not end the watch
+                traceback.print_exc(file=sys.stderr)
+                failures += 1
+                if failures > _FAILURES:
+                    raise
+
+    def _turn(self, wait_ms: int) -> None:
+        """Wait for something to come, and take it."""
+        poller = zmq.Poller()
+        for each in (self._telemetry, self._ranks, self._uplink.socket, self._acting.socket, *self._proxies.sockets()):
+            if each is not None:
+                poller.register(each, zmq.POLLIN)
+        poller.register(self._mailbox.fileno(), zmq.POLLIN)
+        poller.poll(wait_ms)
+        self._mailbox.drain()
+        self._acting.receive()
+        self._proxies.pass_commands()
+        self._proxies.pass_answers()
+        self._uplink.receive()
+        self._drain()
+        self._uplink.pump()
+
+    def _drain(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_DRAIN):
+                frames = self._telemetry.recv_multipart(zmq.NOBLOCK)
+                if len(frames) == 2:
+                    self._pass_on(frames[0], frames[1])
+
+    def _pass_on(self, header: bytes, body: bytes) -> None:
+        """Pass one message of a rank on, untouched; who sent it may be new."""
+        with contextlib.suppress(ProtocolError):
+            sender = wire.decode_header(header).src
+            if sender not in self._names:
+                self._meet(sender)
+        self._uplink.put(header, body)
+
+    def _meet(self, sender: str) -> None:
+        found = _RANK.fullmatch(sender)
+        if found is None:
+            return
+        self._names.add(sender)
+        self._proxies.add(sender.encode())
+        self._supervisor.watch(int(found[1]), int(found[2]), int(found[3]))
+
+    def _tick(self, now: float) -> None:
+        self._take_facts()
+        for sample in self._devices.poll():
+            self._put(msgspec.structs.replace(sample, time=sample.time + self._offset))
+        self._put_logs()
+        if self._uplink.silent:
+            self._lost_way()
+        if now >= self._next_beat:
+            self._beat(now)
+        if self._supervisor.alive() or self._uplink.connected or self._acting.under_way:
+            self._needed_at = now
+        over = self._uplink.over
+        if over is not None and self._over_at is None:
+            self._over_at = now + over.grace
+        nothing_left = self._over_at is not None and not self._members()
+        past = self._over_at is not None and now >= self._over_at
+        self._ending = self._ending or nothing_left or past or now - self._needed_at > ALONE_SECONDS
+
+    def _put_logs(self, last: bool = False) -> None:
+        for line in self._logs.poll(last=last):
+            self._put(msgspec.structs.replace(line, time=line.time + self._offset))
+
+    def _take_facts(self) -> None:
+        changed = False
+        for fact in self._supervisor.poll():
+            before = self._facts.get(fact.rank)
+            changed = changed or before is None or (before.alive, before.proc_state) != (fact.alive, fact.proc_state)
+            self._facts[fact.rank] = fact
+            if not fact.alive:
+                self._proxies.remove(f"rank-{fact.rank}-{fact.pid}-{fact.start_ticks}".encode())
+        if changed:
+            self._beat(time.monotonic())
+
+    # To and from the hub.
+
+    @property
+    def _offset(self) -> float:
+        return self._uplink.clock_offset or 0.0
+
+    def _put(self, message: Message) -> None:
+        """Have a message of the agent's own reach the hub."""
+        self._sequence += 1
+        header, body = wire.encode(self._identity, self._sequence, time.time(), message)
+        self._uplink.put(header, body)
+
+    def _beat(self, now: float, leaving: bool = False) -> None:
+        self._next_beat = now + BEAT_SECONDS
+        uplink = self._uplink
+        states = [
+            ProcessState(f.rank, f.pid, f.start_ticks, f.alive, f.proc_state, f.exit_code, f.signal)
+            for f in self._facts.values()
+        ]
+        uplink.say(
+            AgentBeat(
+                host=self._host,
+                pid=self._me.pid,
+                start_ticks=self._me.start_ticks,
+                version=__version__,
+                time=time.time(),
+                processes=states,
+                waiting=uplink.waiting,
+                waiting_bytes=uplink.waiting_bytes,
+                dropped=uplink.dropped,
+                clock_offset=uplink.clock_offset,
+                round_trip=uplink.round_trip,
+                leaving=leaving,
+                boot_id=boot_id(),
+            )
+        )
+
+    def _found_way(self, address: str) -> None:
+        """Take the address that the route found; called in its thread."""
+        self._mailbox.post(lambda: self._connect(address))
+
+    def _connect(self, address: str) -> None:
+        self._address = address
+        host = f"[{address}]" if ":" in address else address
+        at = {channel: self._join.port + place for place, channel in enumerate(sockets.CHANNELS)}
+        self._uplink.connect(f"tcp://{host}:{at['agents']}")
+        self._proxies.connect(f"tcp://{host}:{at['ranks']}")
+        self._acting.connect(f"tcp://{host}:{at['ranks']}")
+        for name in self._names:
+            self._proxies.add(name.encode())
+        self._next_beat = 0.0
+
+    def _lost_way(self) -> None:
+        """Begin anew with the search for the hub; what was under way goes again."""
+        if not self._uplink.connected:
+            self._route.avoid(self._address)
+        self._uplink.disconnect()
+        self._route.search()
+
+    # This host.
+
+    def _targets(self) -> list[Target]:
+        return [Target(*entry) for entry in self._supervisor.alive()]
+
+    def _rank_pids(self) -> dict[int, int]:
+        return {rank: pid for rank, pid, _ in self._supervisor.alive()}
+
+    def _members(self) -> list[processes.Process]:
+        return processes.of_run(Path(self._join.run), [], [os.getpid()])
+
+    # Beginning and end.
+
+    def _bind(self, channel: str) -> "zmq.Socket[Any]":
+        socket = sockets.hub_socket(self._context, channel)
+        sockets.bind(socket, self._place.ipc_address(channel))
+        return socket
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._ending = self._told_to_end = True
+
+    def _sweep(self) -> None:
+        """End what is left of the run on this host."""
+        left = self._members()
+        if left:
+            names = ", ".join(f"{process.pid} ({process.name})" for process in left[:8])
+            print(f"ending what is left: {names}", flush=True)
+            left = sweep(self._members)
+        for process in left:
+            print(f"still there: pid {process.pid} ({process.name}) in state {process.state}", flush=True)
+
+    def _last_words(self) -> None:
+        """Send what is left to send, and say that this is the end."""
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        self._drain()
+        self._put_logs(last=True)
+        self._take_facts()
+        while self._uplink.connected and self._uplink.waiting and time.monotonic() < deadline:
+            self._turn(50)
+        self._beat(time.monotonic(), leaving=not self._told_to_end)
+
+    def _close(self) -> None:
+        self._route.stop()
+        self._supervisor.stop()
+        self._devices.close()
+        self._proxies.close()
+        self._acting.close()
+        if self._uplink.socket is not None:
+            self._uplink.socket.close(linger=1000)
+        for socket in (self._telemetry, self._ranks):
+            socket.close(linger=0)
+        self._context.term()
+        if not self._told_to_end:
+            self._remove_traces()
+
+    def _remove_traces(self) -> None:
+        """Remove what is of no more use: sockets, the lock, and the key where it was put here for this run alone."""
+        for name in ("telemetry.sock", "ranks.sock", "agent.lock"):
+            (self._place.socket_dir / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._place.socket_dir.rmdir()
+        if self._join.pushed:
+            self._join_path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if not any(self._place.snapshots.iterdir()):
+                shutil.rmtree(self._place.snapshots, ignore_errors=True)
+
+
+def serve(place: str, join: str) -> int:
+    """Run the agent of the directory ``place``, for the run that the file ``join`` tells of.
+
+    Raises:
+        FtmonError: either of them is damaged or open to others.
+    """
+    folder = RunDir(place)
+    folder.check()
+    path = Path(join)
+    return Agent(folder, read_join(path), path).run()

@@ -1,0 +1,80 @@
+"""Commands for the ranks of this host: what the hub sends to a rank goes on to it untouched, and so do its answers."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+
+from ...protocol import sockets
+from ...protocol.join import JoinFile
+
+
+class Proxies:
+    """A connection to the hub's ``ranks`` channel for each rank of this host, under that rank's own name.
+
+    Args:
+        context: where to make sockets.
+        join: the hub's keys, and ours.
+        ranks: the bound ROUTER that this host's ranks are connected to.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", join: JoinFile, ranks: "zmq.Socket[Any]") -> None:
+        self._context = context
+        self._join = join
+        self._ranks = ranks
+        self._address = ""
+        self._by_name: dict[bytes, zmq.Socket[Any]] = {}
+
+    def sockets(self) -> "Iterator[zmq.Socket[Any]]":
+        """List the sockets on which commands come."""
+        return iter(self._by_name.values())
+
+    def connect(self, address: str) -> None:
+        """Connect all anew: after a cut the old connections may not know yet that they are dead."""
+        self._address = address
+        for name in list(self._by_name):
+            self._by_name.pop(name).close(linger=0)
+            self.add(name)
+
+    def add(self, name: bytes) -> "zmq.Socket[Any] | None":
+        """Stand in for a rank from now on; None while there is no way to the hub."""
+        if not self._address or name in self._by_name:
+            return self._by_name.get(name)
+        socket = sockets.peer_socket(self._context, "ranks", name)
+        sockets.secure_client(socket, self._join.pair, self._join.server_key)
+        socket.connect(self._address)
+        self._by_name[name] = socket
+        return socket
+
+    def remove(self, name: bytes) -> None:
+        """Stand in for a rank no more: its process is gone."""
+        socket = self._by_name.pop(name, None)
+        if socket is not None:
+            socket.close(linger=0)
+
+    def pass_commands(self) -> None:
+        """Pass on to the ranks what has come from the hub."""
+        for name, socket in self._by_name.items():
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    frames = socket.recv_multipart(zmq.NOBLOCK)
+                    # EHOSTUNREACH, EAGAIN: it is gone or does not read; the hub's question runs into its deadline.
+                    with contextlib.suppress(zmq.ZMQError):
+                        self._ranks.send_multipart([name, *frames], zmq.NOBLOCK)
+
+    def pass_answers(self) -> None:
+        """Pass on to the hub what has come from the ranks."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                name, *frames = self._ranks.recv_multipart(zmq.NOBLOCK)
+                socket = self.add(name)
+                if socket is not None:
+                    with contextlib.suppress(zmq.Again):
+                        socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close all."""
+        for socket in self._by_name.values():
+            socket.close(linger=0)
+        self._by_name.clear()

@@ -1,0 +1,66 @@
+"""Finding the way to the hub: which of its addresses answers from here. A thread, because trying takes seconds."""
+
+import socket
+import threading
+from collections.abc import Callable
+
+_TRY_SECONDS = 2.0
+_PAUSE_SECONDS = 1.0
+
+
+class Route(threading.Thread):
+    """Tries the hub's addresses whenever asked to, until one answers.
+
+    Args:
+        addresses: where the hub may be, in order of preference.
+        port: a port on which it listens.
+        found: called, in this thread, with an address that took a connection.
+    """
+
+    def __init__(self, addresses: list[str], port: int, found: Callable[[str], object]) -> None:
+        super().__init__(name="route", daemon=True)
+        self._addresses = list(dict.fromkeys(addresses))
+        self._port = port
+        self._found = found
+        self._wanted = threading.Event()
+        self._ending = threading.Event()
+
+    @property
+    def searching(self) -> bool:
+        """Whether it is looking for a way now."""
+        return self._wanted.is_set()
+
+    def search(self) -> None:
+        """Look for a way; ``found`` is called once for each call of this."""
+        self._wanted.set()
+
+    def avoid(self, address: str) -> None:
+        """Try this address last: it took a connection, and no hub of this run answered there."""
+        if address in self._addresses:
+            self._addresses.remove(address)
+            self._addresses.append(address)
+
+    def stop(self) -> None:
+        """End the thread, some seconds from now at the latest."""
+        self._ending.set()
+        self._wanted.set()
+
+    def run(self) -> None:
+        """Search when asked."""
+        while True:
+            self._wanted.wait()
+            if self._ending.is_set():
+                return
+            answers = next((address for address in list(self._addresses) if self._answers(address)), None)
+            if answers is None:
+                self._ending.wait(_PAUSE_SECONDS)
+                continue
+            self._wanted.clear()
+            self._found(answers)
+
+    def _answers(self, address: str) -> bool:
+        try:
+            with socket.create_connection((address, self._port), timeout=_TRY_SECONDS):
+                return True
+        except OSError:
+            return False

@@ -1,0 +1,183 @@
+"""The way to the hub: what is to reach it is kept, numbered, until the hub has it on disk.
+
+While the link is cut messages wait here, up to a limit; then the oldest go, and their senders' own numbering tells the
+hub which. Everything unconfirmed is sent again on a new connection, and the hub takes each number once.
+"""
+
+import contextlib
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+import zmq
+
+from ...protocol import sockets, wire
+from ...protocol.errors import ProtocolError
+from ...protocol.hosts import AgentAck, AgentBeat, encode_numbers
+from ...protocol.join import JoinFile
+
+KEPT_BYTES = 64 << 20
+WINDOW = 4096
+"""Messages under way at most; the hub confirms four times a second."""
+SILENT_SECONDS = 3.0
+"""Unanswered for so long the connection is given up: a cut link closes nothing."""
+_OVERHEAD = 200
+"""Bytes that a message takes here besides its own."""
+
+
+class _Kept(NamedTuple):
+    number: int
+    header: bytes
+    body: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + len(self.body) + _OVERHEAD
+
+
+class Uplink:
+    """One agent's connection to the hub's ``agents`` channel. Use it from one thread.
+
+    Args:
+        context: where to make sockets.
+        join: the hub's keys, and ours.
+        identity: this agent's name.
+        kept_bytes: how much may wait.
+    """
+
+    def __init__(
+        self, context: "zmq.Context[Any]", join: JoinFile, identity: str, kept_bytes: int = KEPT_BYTES
+    ) -> None:
+        self._context = context
+        self._join = join
+        self._identity = identity
+        self._limit = kept_bytes
+        self._waiting: deque[_Kept] = deque()
+        self._flying: deque[_Kept] = deque()
+        self._bytes = 0
+        self._number = 0
+        self._heard = 0.0
+        self._connected_at = 0.0
+        self._moved_at = 0.0
+        """When something was confirmed, or first sent after all had been."""
+        self._best_trip = float("inf")
+        self.socket: zmq.Socket[Any] | None = None
+        self.dropped = 0
+        self.clock_offset: float | None = None
+        """Seconds to add to this host's clock to get the hub's."""
+        self.round_trip: float | None = None
+        self.over: AgentAck | None = None
+        """The hub's word that the run is over."""
+
+    @property
+    def waiting(self) -> int:
+        """Messages not confirmed."""
+        return len(self._waiting) + len(self._flying)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of them."""
+        return self._bytes
+
+    @property
+    def connected(self) -> bool:
+        """Whether the hub was heard on this connection."""
+        return self.socket is not None and self._heard >= self._connected_at
+
+    @property
+    def silent(self) -> bool:
+        """Whether the present connection has brought nothing, or confirmed nothing, for too long."""
+        if self.socket is None:
+            return False
+        now = time.monotonic()
+        stuck = bool(self._flying) and now - max(self._moved_at, self._connected_at) > SILENT_SECONDS
+        return stuck or now - max(self._heard, self._connected_at) > SILENT_SECONDS
+
+    def connect(self, address: str) -> None:
+        """Connect to the hub's ``agents`` channel anew; everything unconfirmed goes out again."""
+        self.disconnect()
+        socket = sockets.peer_socket(self._context, "agents", self._identity.encode())
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a hub that is not there
+        sockets.secure_client(socket, self._join.pair, self._join.server_key)
+        socket.connect(address)
+        self.socket = socket
+        self._connected_at = time.monotonic()
+
+    def disconnect(self) -> None:
+        """Give the connection up."""
+        if self.socket is not None:
+            self.socket.close(linger=0)
+            self.socket = None
+        while self._flying:
+            self._waiting.appendleft(self._flying.pop())
+
+    def put(self, header: bytes, body: bytes) -> None:
+        """Have one message reach the hub."""
+        self._number += 1
+        kept = _Kept(self._number, header, body)
+        self._waiting.append(kept)
+        self._bytes += kept.size
+        while self._bytes > self._limit and self.waiting > 1:
+            self._bytes -= (self._flying or self._waiting).popleft().size
+            self.dropped += 1
+
+    def pump(self) -> None:
+        """Send what may be sent now."""
+        socket = self.socket
+        if socket is None:
+            return
+        if not self._flying:
+            self._moved_at = time.monotonic()
+        oldest = (self._flying or self._waiting or (_Kept(self._number + 1, b"", b""),))[0].number
+        with contextlib.suppress(zmq.Again):
+            while self._waiting and len(self._flying) < WINDOW:
+                kept = self._waiting[0]
+                frames = [encode_numbers(kept.number, oldest), kept.header, kept.body]
+                socket.send_multipart(frames, zmq.NOBLOCK)
+                self._flying.append(self._waiting.popleft())
+
+    def say(self, beat: AgentBeat) -> None:
+        """Send a sign of life, unnumbered; one that cannot go now is left out."""
+        if self.socket is not None:
+            with contextlib.suppress(zmq.Again):
+                self.socket.send_multipart(wire.encode(self._identity, 0, beat.time, beat), zmq.NOBLOCK)
+
+    def receive(self) -> None:
+        """Take every answer that has come."""
+        socket = self.socket
+        if socket is None:
+            return
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+                if len(frames) != 2:
+                    continue
+                with contextlib.suppress(ProtocolError):
+                    wire.decode_header(frames[0])
+                    message = wire.decode_body(frames[1])
+                    if isinstance(message, AgentAck):
+                        self._confirmed(message)
+
+    def _confirmed(self, ack: AgentAck) -> None:
+        self._heard = time.monotonic()
+        for kept in (self._flying, self._waiting):
+            while kept and kept[0].number <= ack.number:
+                self._bytes -= kept.popleft().size
+                self._moved_at = self._heard
+        if ack.over:
+            self.over = ack
+        if ack.beat:
+            self._learn_clock(ack)
+
+    def _learn_clock(self, ack: AgentAck) -> None:
+        """Learn the clocks' difference from a beat and its answer: the quicker they were, the better it is known."""
+        now = time.time()
+        trip = now - ack.beat
+        if not 0.0 <= trip < SILENT_SECONDS:
+            return
+        # An old quick answer loses its worth as the clocks drift apart: it counts as slower by 1 % with each later one.
+        self._best_trip *= 1.01
+        if trip <= max(self._best_trip, 0.0005):
+            self._best_trip = trip
+            self.round_trip = trip
+            self.clock_offset = ack.time - (ack.beat + now) / 2
