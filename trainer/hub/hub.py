@@ -31,6 +31,7 @@ from .intake import Intake
 from .judging import Judging
 from .killing import Killing
 from .logtail import LogTail
+from .looking import Looking
 from .mailbox import Mailbox
 from .oomfiles import keeper
 from .rankbook import RankBook
@@ -88,6 +89,7 @@ class Hub:
         self._book = RankBook()
         self._ending = Ending(run, self._file)
         self._agents = Agents(self._channels.of("agents"), self._intake.take, self._judging.fact)
+        self._looking = Looking(run, self._judging.tracker, self._book, self._link, self.emit, self.post)
         killing = Killing(run, self._book, self._link, self._agents, self.post)
         self._commands = Commands(run, self, self._book, self._link, killing, self._read_only)
         self._supervisor = Supervisor(lambda: self._mailbox.post(self._take_facts))
@@ -183,10 +185,12 @@ class Hub:
                 self._supervisor.read_words(line.text)
         for sample in self._devices.poll():
             self._hub_message(sample)
+            self._looking.sample(sample)
         self._take_facts()
         for state in self._agents.tick():
             self._hub_message(state)
         self._judging.tick(time.time())
+        self._looking.tick()
         self._link.expire()
         self._commit()
         if self._end is None:

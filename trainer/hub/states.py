@@ -25,6 +25,7 @@ from ...protocol.control import Command, RankState, RankStateName, RunState, Run
 from ...protocol.hosts import HostState
 from ...protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, Oom, Step
 from ...protocol.wire import Frame, Message
+from .detectors.evidence import Evidence
 from .detectors.stall import EXIT_LIMIT_S, MOVING_S, Verdict, judge
 from .detectors.tracked import ProcessFact, TrackedRank
 from .detectors.view import RankView
@@ -56,6 +57,8 @@ class RankTracker:
         self.ranks: dict[int, TrackedRank] = {}
         self.verdict: Verdict | None = None
         """The judge's present verdict; None while there is no stall."""
+        self.suspected = False
+        """Some rank shows no progress for long enough to look at all of them (``detectors.progress``)."""
         self.run_state: RunState | None = None
         self.stepped = False
         """Some rank has finished an optimizer step."""
@@ -137,6 +140,7 @@ class RankTracker:
         ]
         views = [tracked.view(now) for tracked in self.ranks.values()] if still else []
         self.verdict = judge(views) if still else None
+        self.suspected = any(tracked.suspect(now) for tracked in self.ranks.values())
         if self.verdict is not None and self.verdict.kind == "exit" and now - self._asked_at < EXIT_LIMIT_S:
             self.verdict = None  # they were asked to end, and may take their time
         by_rank = {view.rank: view for view in views}
@@ -150,6 +154,7 @@ class RankTracker:
         """Note how the whole job ended (``exit.json``): ``finished``, ``failed`` or ``stopped``."""
         self.now = now
         self.verdict = None
+        self.suspected = False
         messages: list[Message] = []
         for tracked in self.ranks.values():
             if not tracked.ended and (tracked.fact is None or not tracked.fact.alive):
@@ -169,6 +174,14 @@ class RankTracker:
             # The first tick sees the gap to this and forgives the ranks what nobody watched.
             self._last_tick = frame.t
         self._changes.clear()
+
+    def found(self) -> dict[int, Evidence]:
+        """Give what the last look found of ranks that have made no progress since."""
+        return {
+            rank: tracked.evidence
+            for rank, tracked in self.ranks.items()
+            if tracked.evidence is not None and tracked.evidence.taken >= tracked.progress.moved_at
+        }
 
     def take_changes(self) -> list[RankState | RunState]:
         """Return, once, the state messages produced since the last call (the detectors turn them into alerts)."""

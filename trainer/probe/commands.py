@@ -3,7 +3,6 @@
 import faulthandler
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from ...protocol.control import Accepted, Command, Result
 from ...protocol.errors import ProtocolError
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import Stacks
+from .. import activity, processes
 from . import flight, guard
 from .allocator import AllocatorWatch
 from .arming import Arming
@@ -124,7 +124,8 @@ class Commands:
         return True, "", {}
 
     def _stacks(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
-        with tempfile.TemporaryFile(dir=self._run.path) as file:
+        # In memory: a full disk must not keep anybody from seeing where a rank is.
+        with open(os.memfd_create("ftmon-stacks"), "w+b") as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             text = file.read(1 << 20).decode(errors="replace")
@@ -133,6 +134,8 @@ class Commands:
         data: dict[str, Any] = {"text": text, "thread": thread}
         if command.args.get("calls"):
             data["calls"] = flight.calls(probe.tracker.counts)
+        if command.args.get("activity"):
+            data["activity"] = list(activity.look(os.getpid(), probe.self_dump, processes.table(), time.monotonic()))
         if not command.args.get("quiet"):
             reason = str(command.args.get("reason", ""))
             self._send(Stacks(probe.about.rank, time.time(), text, reason, thread, "probe"))

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from ...protocol.telemetry import LogLine, Plan
+from ...protocol.telemetry import LogLine, Plan, SelfDump
 from . import active, batch, guard, values
 from .about import About
 from .device import Device
@@ -96,6 +96,8 @@ class Probe:
         """Somebody in this process heeds ``stop_requested``."""
         self.stop_at: int | None = None
         self.failed = ""
+        self.self_dump: SelfDump | None = None
+        """How its stacks are had from outside, once that is prepared."""
         self.hold = Hold()
         self.oom_history = OomHistory()
         self.steps_done = 0

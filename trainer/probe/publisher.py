@@ -124,8 +124,9 @@ class Publisher(threading.Thread):
     def say_hello(self) -> None:
         """Introduce the rank, with the plan when there is one."""
         probe = self._probe
-        dump = self._dumper.install(probe.thread)
-        self.send(probe.about.hello(probe.device.info, probe.device.memory.measure, probe.sends_logs, dump))
+        probe.self_dump = self._dumper.install(probe.thread)
+        about, device = probe.about, probe.device
+        self.send(about.hello(device.info, device.memory.measure, probe.sends_logs, probe.self_dump))
         if probe.plan_message is not None:
             self.send(probe.plan_message)
 

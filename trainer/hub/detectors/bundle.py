@@ -23,7 +23,7 @@ from typing import Any
 from ....protocol.control import Alert, HubStats, RankState, RunState
 from ....protocol.memory import Cause
 from ....protocol.oom import OomReport
-from ....protocol.telemetry import AllocatorEvents, DeviceSample, Failure, Heartbeat, Hello, LogLine, Oom, Step
+from ....protocol.telemetry import AllocatorEvents, DeviceSample, Failure, Heartbeat, Hello, LogLine, Oom, Plan, Step
 from ....protocol.wire import Frame, Message
 from ..states import RankTracker
 from .asks import Action, Asks
@@ -33,6 +33,7 @@ from .explained import Explained
 from .growth import GrowthDetector
 from .hang import HangDetector
 from .health import HealthDetector
+from .leak import LeakDetector
 from .moments import Moments
 from .oom import OomDetector
 from .slow import SlowDetector
@@ -60,6 +61,7 @@ class Detectors:
         self._explained = Explained(book)
         self._spike = SpikeDetector(book, self._explained, self._asks)
         self._growth = GrowthDetector(book)
+        self._leak = LeakDetector(book, self._asks)
         self._slow = SlowDetector(book)
         self._oom = OomDetector(book)
         self._moments = Moments()
@@ -74,6 +76,7 @@ class Detectors:
             Failure: self._failure,
             AllocatorEvents: self._spike.allocator,
             Cause: self._cause,
+            Plan: self._plan,
             HubStats: self._health.stats,
             Heartbeat: self._beat,
             DeviceSample: self._sample,
@@ -98,7 +101,7 @@ class Detectors:
         run = self._tracker.run_state
         over = run is not None and run.state in _OVER
         ending = over or (run is not None and run.state == "stopping")
-        alerts += self._hang.tick(now, self._tracker.verdict, ending)
+        alerts += self._hang.tick(now, self._tracker.verdict, ending, self._tracker.found())
         alerts += self._death.tick(now)
         alerts += self._book.tick(now, everything=over)
         return alerts
@@ -109,7 +112,7 @@ class Detectors:
             message = frame.message
             if isinstance(message, Alert):
                 self._book.restore(message)
-                for part in (self._spike, self._slow, self._oom, self._hang):
+                for part in (self._spike, self._slow, self._oom, self._hang, self._leak):
                     part.restore(message)
                 if message.kind in ("failure", "died", "oom"):
                     self._death.restore(message)
@@ -118,6 +121,8 @@ class Detectors:
                 self._growth.observe(message)
             elif isinstance(message, Hello):
                 self._hello(frame.t, message)
+            elif isinstance(message, Plan):
+                self._leak.plan(message)
             elif isinstance(message, Cause):
                 self._explained.restore(message)
             elif isinstance(message, RankState):
@@ -130,21 +135,31 @@ class Detectors:
 
     def _step(self, t: float, step: Step) -> list[Alert]:
         self._moments.step(step)
-        # Four looks at each of up to 20,000 steps a second: lists are joined only where one is not empty.
+        # Five looks at each of up to 20,000 steps a second: lists are joined only where one is not empty.
         alerts = self._spike.step(t, step)
-        for found in (self._growth.step(t, step), self._slow.step(t, step), self._oom.step(t, step)):
+        for found in (
+            self._growth.step(t, step),
+            self._slow.step(t, step),
+            self._oom.step(t, step),
+            self._leak.step(t, step),
+        ):
             if found:
                 alerts += found
         return alerts
 
     def _cause(self, t: float, cause: Cause) -> list[Alert]:
-        return self._explained.cause(t, cause)
+        return [*self._explained.cause(t, cause), *self._leak.cause(t, cause)]
+
+    def _plan(self, t: float, plan: Plan) -> list[Alert]:
+        self._leak.plan(plan)
+        return []
 
     def _hello(self, t: float, hello: Hello) -> list[Alert]:
         self._asks.hello(hello)
         self._explained.hello(hello)
         self._spike.hello(hello)
         self._growth.hello(hello)
+        self._leak.hello(hello)
         self._slow.hello(hello)
         self._moments.hello(hello)
         return []
@@ -183,6 +198,7 @@ class Detectors:
             alerts += self._death.gone(now, state, self._tracker.kill_asked)
         if state.state in ("gone", "finished"):
             alerts += self._slow.drop(now, state.rank)
+            alerts += self._leak.drop(now, state.rank)
         return alerts
 
     def _run_state(self, now: float, state: RunState) -> list[Alert]:

@@ -1,16 +1,18 @@
 """Hangs as alerts: the tracker's verdict, once it stands; ranks that are stopped; ranks nobody hears of.
 
 A verdict is raised when it was the same at two looks in a row. While it stands its text is brought up to date every
-15 s; when it ends the alert says so. A rank stopped by a signal has an alert of its own at once: what waits for it is
-that alert's evidence, not another hang.
+15 s, and as soon as the ranks have been looked at; when it ends the alert says so. A rank stopped by a signal has an
+alert of its own at once: what waits for it is that alert's evidence, not another hang.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from ....protocol.control import Alert, RankState
 from ....protocol.text import duration
 from .book import RANKS_LISTED, AlertBook, Key
-from .stall import Verdict
+from .evidence import Evidence
+from .verdicts import Verdict
 from .view import ranks_in_words
 
 REFRESH_S = 15.0
@@ -31,9 +33,26 @@ class HangDetector:
         self._held: dict[int, Key] = {}
         """Ranks that are held at an out-of-memory error, with its alert: what waits for one is no hang."""
         self._unreachable: set[int] = set()
+        self._found: Mapping[int, Evidence] = {}
+        self._looked = False
+        """The alert as it was sent last has what a look at the ranks found."""
 
-    def tick(self, now: float, verdict: Verdict | None, run_over: bool = False) -> list[Alert]:
-        """Compare the present verdict with what was raised; return the alerts to send."""
+    def tick(
+        self,
+        now: float,
+        verdict: Verdict | None,
+        run_over: bool = False,
+        found: Mapping[int, Evidence] | None = None,
+    ) -> list[Alert]:
+        """Compare the present verdict with what was raised; return the alerts to send.
+
+        Args:
+            now: seconds since the epoch.
+            verdict: the judge's.
+            run_over: the run has ended, or is about to.
+            found: what a look at the ranks found, by rank.
+        """
+        self._found = found or {}
         known = self._stopped | self._held
         if verdict is not None and verdict.hung and set(verdict.hung) <= known.keys():
             alerts = self._end(now, run_over)
@@ -52,7 +71,8 @@ class HangDetector:
         if self._signature != verdict.signature:
             old = self._end(now, run_over, "The evidence now says something else: see the next alert.")
             return old + self._raise(now, verdict)
-        return self._raise(now, verdict) if now - self._raised_at >= REFRESH_S else []
+        looked = bool(self._found) and not self._looked
+        return self._raise(now, verdict) if looked or now - self._raised_at >= REFRESH_S else []
 
     def held(self, rank: int, key: Key | None) -> None:
         """Note that a rank is held at the out-of-memory error of that alert; None: not any more."""
@@ -115,6 +135,7 @@ class HangDetector:
         if self._raised != key:
             self._since = now - verdict.age
         renewed = self._raised == key
+        self._looked = bool(self._found)
         self._raised, self._signature = key, verdict.signature
         return self._book.raise_alert(
             now,
@@ -125,7 +146,7 @@ class HangDetector:
             rank=rank,
             ranks=list((verdict.hung or verdict.waiting)[:RANKS_LISTED]),
             text=verdict.text,
-            evidence=_evidence(verdict, self._since),
+            evidence=_evidence(verdict, self._since, self._found),
             repeat=not renewed,
         )
 
@@ -155,8 +176,8 @@ class HangDetector:
         )
 
 
-def _evidence(verdict: Verdict, since: float) -> dict[str, Any]:
-    return {
+def _evidence(verdict: Verdict, since: float, found: Mapping[int, Evidence]) -> dict[str, Any]:
+    evidence: dict[str, Any] = {
         "sure": verdict.sure,
         "since": since,
         "age_s": round(verdict.age, 1),
@@ -165,3 +186,19 @@ def _evidence(verdict: Verdict, since: float) -> dict[str, Any]:
         "waiting": list(verdict.waiting[:RANKS_LISTED]),
         "where": {str(rank): words for rank, words in list(verdict.where.items())[:RANKS_LISTED]},
     }
+    if verdict.differs:
+        evidence["differs"] = list(verdict.differs[:RANKS_LISTED])
+    first = [rank for rank in (*verdict.hung, *verdict.differs, *verdict.waiting) if rank in found]
+    listed = list(dict.fromkeys([*first, *sorted(found)]))[:RANKS_LISTED]
+    if listed:
+        evidence["ranks"] = {str(rank): found[rank].plain() for rank in listed}
+        evidence["groups"] = grouped(found)
+    return evidence
+
+
+def grouped(found: Mapping[int, Evidence]) -> list[str]:
+    """Say where all ranks are, those with the same stack in one line, the largest group first."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(found):
+        groups.setdefault(found[rank].place.text or "no stack", []).append(rank)
+    return [f"{ranks_in_words(ranks)}: {text}" for text, ranks in sorted(groups.items(), key=lambda one: -len(one[1]))]
