@@ -123,7 +123,7 @@ def test_peers_of_another_version_and_unknown_types_are_counted_and_told():
 def test_a_read_only_hub_refuses_every_verb_that_acts():
     with started(fake_ranks({"workers": 1}), read_only=True) as run, App(run) as app:
         app.wait_for(Step)
-        for verb in ("kill", "stop", "stacks", "snapshot", "shutdown"):
+        for verb in ("kill", "stop", "stacks", "snapshot", "arm", "shutdown"):
             assert "--read-only" in app.refused(verb)
         assert app.command("ping").ok
         assert hub_of(run).read_only
@@ -137,6 +137,8 @@ def test_wrong_commands_are_refused_in_words():
         assert "unknown command 'identify'" in app.refused("identify")
         assert "no rank 7" in app.refused("kill", ranks=[7])
         assert "ranks must be a list of numbers" in app.refused("kill", ranks="all")
+        assert "phase must be empty or one of" in app.refused("arm", phase="lunch")
+        assert "steps must be" in app.refused("arm", steps=9)
         assert "signal must be INT, TERM or KILL" in app.refused("kill", signal="HUP")
         header = msgspec.msgpack.encode({"v": [3, 1], "src": "app", "seq": 1, "t": 0.0})
         app.control.send_multipart([header, msgspec.msgpack.encode({"type": "command", "id": "x", "verb": "ping"})])

@@ -221,7 +221,7 @@ def test_commands_are_answered_while_the_training_thread_is_busy_elsewhere(colle
     assert "single_loop.py" in stacks.text
     assert " in main" in stacks.text
     assert stacks.reason == "asked"
-    for verb, word in (("snapshot", "no CUDA allocator"), ("stop", "does not ask")):
+    for verb, word in (("snapshot", "no CUDA allocator"), ("arm", "no trace to read"), ("stop", "does not ask")):
         number = collector.command(identity, verb)
         collector.collect(lambda c, n=number: len([a for a in c.answers if a.id == n]) == 2, 10)
         accepted, result = [answer for answer in collector.answers if answer.id == number]

@@ -10,8 +10,9 @@ window shows a leak when, twice in a row,
 - Mann-Kendall's S is at least 96 of 120: without a trend that has a probability of 6e-7 a test;
 - no single rise makes more than 0.3 of the whole, and the median rises by at least 0.1 of it from each quarter of the
   window to the next: a level that changed once or twice is no leak;
-- the rise is at least 16 MiB and 0.02 % of the device; on the CPU 64 MiB and 0.5 % of the host's memory, with
-  glibc's own count of what is in use rising by half of it or more (the resident set alone also grows by fragmentation);
+- the rise is at least 16 MiB and 0.02 % of the device; on the CPU 64 MiB and 0.5 % of the host's memory (512 MiB are
+  always enough), with glibc's own count of what is in use rising by half of it or more: the resident set alone also
+  grows by fragmentation;
 - the level is higher than any before the window: what comes down again (garbage collected now and then) is told at most
   once, while its first rise is longer than a window;
 - the batches do not grow with it: S of their sizes is below 56, else what is kept of them cannot be told from a leak.
@@ -35,6 +36,7 @@ from .patterns import place_of
 
 MIB = 2**20
 FIRST = 5
+MOST_FLOOR = 512 * MIB
 STOPPED_SHARE = 0.2
 KEY: Key = ("leak", None, "", "trend")
 ORDINARY = len(STEP_PHASES)
@@ -101,7 +103,7 @@ class LeakDetector:
         rank.cpu = hello.memory_measure != "cuda"
         rank.host = hello.host
         low, share = (64 * MIB, 0.005) if rank.cpu else (16 * MIB, 0.0002)
-        rank.floor = max(low, int(share * rank.capacity))
+        rank.floor = min(MOST_FLOOR, max(low, int(share * rank.capacity)))
 
     def plan(self, plan: Plan) -> None:
         """Learn when the run means to end."""

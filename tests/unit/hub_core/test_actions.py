@@ -1,0 +1,91 @@
+"""A spike in the stream makes the hub ask that rank for stacks: real sockets, the real judging."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+from ftmon.protocol import sockets, wire
+from ftmon.protocol.control import Accepted, Command, Result
+from ftmon.protocol.rundir import RunFile
+from ftmon.protocol.telemetry import DeviceInfo, Hello, PhaseRecord, Span, Step
+from ftmon.trainer.hub.actions import Actions
+from ftmon.trainer.hub.judging import Judging
+from ftmon.trainer.hub.ranklink import RankLink, identity_of
+
+GIB = 2**30
+DEVICE = DeviceInfo("cuda", 0, "H200", 140 * GIB)
+HELLO = Hello(0, 0, 1, "here", 77, 5, DEVICE, "cuda", 0.0)
+
+
+class Rig:
+    def __init__(self, allowed: bool = True) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.router = sockets.hub_socket(self.context, "ranks")
+        self.router.bind("inproc://ranks")
+        self.rank = sockets.peer_socket(self.context, "ranks", identity_of(HELLO).encode())
+        self.rank.connect("inproc://ranks")
+        self.link = RankLink([self.router])
+        self.link.know(HELLO)
+        self.emitted: list[Any] = []
+        actions = Actions(self.link, self.emitted.append, lambda _verb: allowed)
+        run = RunFile("run", "run", 0.0, ["x"], "/", "here", "run")
+        self.judging = Judging(run, lambda message: (0, 0.0), actions.send)
+
+    def train(self) -> None:
+        self.judging.feed(1, 0.0, HELLO)
+        for number in range(1, 21):
+            peak = 2 * GIB if number == 20 else GIB
+            span = Span(GIB, GIB, peak)
+            self.judging.feed(
+                number, float(number), Step(0, number, 0.0, 9000, [PhaseRecord("optimizer", 0, 9000, span, span)])
+            )
+
+    def received(self) -> list[Command]:
+        commands: list[Command] = []
+        while self.rank.poll(200):
+            command = wire.decode_body(self.rank.recv_multipart()[1])
+            assert isinstance(command, Command)
+            commands.append(command)
+        return commands
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.context.destroy(linger=0)
+
+
+def test_a_spike_has_the_rank_asked_and_its_answer_recorded(rig: Rig) -> None:
+    rig.train()
+    arm, compose = rig.received()
+    assert (arm.verb, arm.args) == ("arm", {"phase": "optimizer", "steps": 1, "reason": "spike"})
+    assert (compose.verb, compose.args) == ("compose", {"reason": "spike"})
+    for message in (
+        Accepted(arm.id, True),
+        Result(arm.id, True, "arm", "found"),
+        Accepted(compose.id, False, "unknown"),
+    ):
+        rig.rank.send_multipart(wire.encode(identity_of(HELLO), 1, time.time(), message))
+    assert rig.router.poll(2000)
+    deadline = time.monotonic() + 5
+    while len(rig.emitted) < 2 and time.monotonic() < deadline:
+        rig.link.receive(rig.router)
+        rig.router.poll(50)
+    assert [(result.verb, result.ok, result.text) for result in rig.emitted] == [
+        ("arm", True, "rank 0: found"),
+        ("compose", False, "rank 0: unknown"),
+    ]
+    assert rig.emitted[0].data["asked_by"] == "hub"
+    assert rig.emitted[0].data["why"] == "a spike in optimizer, step 20"
+
+
+def test_a_hub_that_may_not_act_asks_nothing() -> None:
+    rig = Rig(allowed=False)
+    try:
+        rig.train()
+        assert rig.received() == []
+    finally:
+        rig.context.destroy(linger=0)
