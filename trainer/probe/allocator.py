@@ -14,7 +14,7 @@ from . import guard
 from .composition.closelook import CloseLook
 from .composition.messages import of_cpu, of_cuda
 from .composition.walk import Roots
-from .recording import MAX_ENTRIES, Recording
+from .recording import Recording
 from .redirect import read_options
 from .snapshots import Answer
 
@@ -25,6 +25,7 @@ TIME_SHARE = 0.002
 MIN_SECONDS = 1.0
 FIRST_STEPS = 3
 PATIENCE_SECONDS = 45.0
+AFTER_FAILURE_SECONDS = 60.0
 REASONS = ("asked", "spike", "leak")
 
 
@@ -85,6 +86,8 @@ class AllocatorWatch:
                 self._begin(cuda)
         elif self._look.done:
             self._finish(cuda)
+        elif self._look.on_cuda != cuda:
+            self._drop()  # it was made before the script had CUDA running
         elif self._look not in self._probe.tracker.watchers:
             self._probe.tracker.watchers = (*self._probe.tracker.watchers, self._look)
         if self._answers and time.monotonic() > self._deadline:
@@ -116,6 +119,7 @@ class AllocatorWatch:
         if look.failed:
             guard.log(f"a closer look at step {look.step} failed: {look.failed}")
             self._taken += 1
+            self._next = time.monotonic() + AFTER_FAILURE_SECONDS
             self._answer(False, look.failed)
             return
         rank, read = probe.about.rank, probe.device.memory.read
@@ -123,9 +127,18 @@ class AllocatorWatch:
             if recording.cleared != self._cleared:
                 return  # somebody began a new history meanwhile; the next step will do
             made = of_cuda(
-                look, recording.snapshot(), probe.device.memory.device_index, rank, read, MAX_ENTRIES, self._reserved
+                look,
+                recording.snapshot,
+                probe.device.memory.device_index,
+                rank,
+                read,
+                recording.entries,
+                self._reserved,
             )
-            recording.numbers()
+            if self._wanted:
+                recording.numbers()
+            else:
+                recording.off()
             self._reserved = made.events.reserved_bytes
             if made.events.phases:
                 self._send(made.events)

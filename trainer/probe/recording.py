@@ -6,6 +6,7 @@ The ring's size is never changed without clearing it: PyTorch would then write p
 """
 
 import functools
+import gc
 import inspect
 import threading
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any, Literal
 
 MAX_ENTRIES = 25_000
 LONG_ENTRIES = 200_000
+STEP_ENTRIES = 100_000
+"""For every action of one step and what of its neighbours is recorded with it; a step has some 15,000."""
 
 Mode = Literal["off", "numbers", "stacks"]
 
@@ -59,7 +62,7 @@ class Recording:
                 stream is allocated no more for the counters from when its free was asked for.
         """
         options = {"context": None} if whole else {"context": None, **self._fewer()}
-        return self._switch("numbers", MAX_ENTRIES, options, fresh=whole)
+        return self._switch("numbers", STEP_ENTRIES if whole else MAX_ENTRIES, options, fresh=whole)
 
     def stacks(self, *, long: bool = False, frees: bool = False) -> bool:
         """Record with the Python stack of every allocation; False when the recorder is the script's.
@@ -95,7 +98,13 @@ class Recording:
         import torch
 
         core: Any = torch._C
-        return core._cuda_memorySnapshot(None)
+        collects = gc.isenabled()
+        gc.disable()  # it would look through everything the script has, time and again, for what is no garbage
+        try:
+            return core._cuda_memorySnapshot(None)
+        finally:
+            if collects:
+                gc.enable()
 
     def _fewer(self) -> dict[str, Any]:
         """Leave out when a free was asked for: in a ring of this size nothing is learnt from it, and it is a third."""

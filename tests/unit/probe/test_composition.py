@@ -44,7 +44,7 @@ def look_at(step, walks=(), sightings=(), recomputed=()):
 
 
 def compose(step, room=ROOM, last=None, **more):
-    made = of_cuda(look_at(step, **more), step.snapshot(last), 0, 3, same, room, 0)
+    made = of_cuda(look_at(step, **more), lambda: step.snapshot(last), 0, 3, same, room, 0)
     for phase in made.composition.phases:
         assert sum(phase.parts.values()) == phase.peak_bytes == step.peaks[phase.name]
         assert set(phase.parts) <= set(PARTS)
@@ -319,7 +319,7 @@ def test_a_real_step_s_parts_add_up_at_every_quarter_of_it():
         marks.append(Mark(name, us * 1000, figure, None, 0, 0))
     look = CloseLook(Tracker(NoMemory(), lambda: None, Counts(), lambda _: None), None, 0, "asked")
     look.marks, look.done = marks, True
-    made = of_cuda(look, raw, 0, 0, same, ROOM, 0)
+    made = of_cuda(look, lambda: raw, 0, 0, same, ROOM, 0)
     assert [phase.name for phase in made.composition.phases] == ["data", "forward", "backward", "optimizer"]
     for phase in made.composition.phases:
         assert sum(phase.parts.values()) == phase.peak_bytes

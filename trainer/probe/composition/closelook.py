@@ -59,6 +59,7 @@ class CloseLook:
 
     def __init__(self, tracker: Tracker, roots: Callable[[], Roots], cuda_index: int | None, reason: Reason) -> None:
         self.reason: Reason = reason
+        self.on_cuda = cuda_index is not None
         self.done = False
         self.failed = ""
         self.step = 0
@@ -96,7 +97,7 @@ class CloseLook:
                 self._finish()
             elif self._begun:
                 self._boundary(ending, beginning)
-            elif beginning == "end" or (beginning in ("data", "forward") and self._tracker.marks[0].phase == "init"):
+            elif self._begins_with(beginning):
                 self._begin()
         except Exception as error:
             self.failed = f"{type(error).__name__}: {error}"
@@ -104,16 +105,22 @@ class CloseLook:
             self._finish()
         self.walk_ns += perf_counter_ns() - start
 
+    def _begins_with(self, beginning: str) -> bool:
+        tracker = self._tracker
+        if (tracker.memory.measure == "cuda") != self.on_cuda:
+            return False
+        return beginning == "end" or (beginning in ("data", "forward") and tracker.marks[0].phase == "init")
+
     def _begin(self) -> None:
         self._begun = True
         self.marks = self._tracker.marks
         self._walk()
-        if self._cuda_index is not None:
+        if self.on_cuda:
             self.hooked = not compiles()
             self._tap()
 
     def _boundary(self, ending: str, beginning: str) -> None:
-        if self._cuda_index is None:
+        if not self.on_cuda:
             self._walk()
         elif ending == "backward":
             self._off(self._undo_backward)
@@ -124,10 +131,10 @@ class CloseLook:
                 self._glance(walk_gradients)
         elif beginning == "optimizer":
             self._glance(walk_gradients)
-        if beginning == "backward" and self.hooked and self._cuda_index is not None:
+        if beginning == "backward" and self.hooked and self.on_cuda:
             self._watch_modules()
         if beginning == "end":
-            if self._cuda_index is not None:
+            if self.on_cuda:
                 self._walk()
             if self.marks and self._tracker.marks and self.marks[-1] is not self._tracker.marks[0]:
                 self.failed = "the step began on another device"
@@ -163,7 +170,7 @@ class CloseLook:
         found, now = Storages(self._cuda_index), perf_counter_ns()
         self._roots = self._make_roots()  # in a first step an optimizer may have come since
         walk(self._roots, found)
-        resident = resident_bytes(found.held) if self._cuda_index is None else {}
+        resident = {} if self.on_cuda else resident_bytes(found.held)
         self.walks.append(Walked(now, len(self.marks) - 1, found.held, resident))
 
     def _glance(self, look: Callable[[Roots, Storages], None]) -> None:
@@ -195,7 +202,8 @@ class CloseLook:
     def _reducing(self, parameter: Any = None, *_: Any) -> None:
         """ZeRO takes a gradient that has just been computed."""
         self._see("gradients", getattr(parameter, "grad", None))
-        self._see("parameters", getattr(parameter, "data", None))
+        if hasattr(parameter, "ds_tensor"):
+            self._see("parameters", parameter.data)
         if not self._seen_buckets:
             self._seen_buckets = True
             self._glance(walk_buckets)
@@ -241,8 +249,9 @@ class CloseLook:
                 self.recomputed.append((self._recompute_ns, perf_counter_ns()))
 
         self._recompute_depth = 0
+        # Recomputation ends early, with an exception that no module sees, where nothing more of a layer is needed.
         self._undo_backward.append(register_module_forward_pre_hook(entering).remove)
-        self._undo_backward.append(register_module_forward_hook(leaving).remove)
+        self._undo_backward.append(register_module_forward_hook(leaving, always_call=True).remove)
 
     def _safely(self, look: Callable[..., None] | None, args: tuple[Any, ...] = ()) -> None:
         if look is None:

@@ -26,7 +26,7 @@ class Made(NamedTuple):
 
 def of_cuda(
     look: CloseLook,
-    raw: dict[str, Any],
+    take: Callable[[], dict[str, Any]],
     device: int,
     rank: int,
     read: Callable[[Any], Reading],
@@ -37,7 +37,7 @@ def of_cuda(
 
     Args:
         look: the finished look.
-        raw: PyTorch's snapshot, read after the step; used up.
+        take: takes PyTorch's snapshot; called once, soon after the step.
         device: the device's index.
         rank: the rank.
         read: the memory back end's ``read``.
@@ -45,7 +45,7 @@ def of_cuda(
         reserved_before: bytes that were reserved at the last look; 0 for the first.
     """
     pulse = Pulse()
-    snapshot = compact(raw, device, pulse)
+    snapshot = compact(take(), device, pulse)
     allocations = Allocations(snapshot, device)
     timeline = Timeline(snapshot, allocations, pulse)
     marks, figures = look.marks, readings(look.marks, read)
