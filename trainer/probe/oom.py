@@ -33,7 +33,8 @@ def watch_cuda(probe: "Probe") -> None:
             return  # a console tried something, and will be told that it failed
         try:
             frames = frames_to(sys._getframe(0).f_back)
-            failed = Failed(requested, free, total, f"CUDA out of memory on device {device}", frames, device)
+            lines = [frame.f_lineno for frame in frames]
+            failed = Failed(requested, free, total, f"CUDA out of memory on device {device}", frames, lines, device)
             held = tell(probe, failed)
             if held:
                 probe.hold.wait(failed.frames, requested, torch.device("cuda", device))
@@ -64,8 +65,9 @@ def report_failed_allocation(probe: "Probe", error: BaseException) -> None:
     if driver and probe.device.memory.measure == "cuda":
         index = probe.device.memory.device_index
         available, total = torch.cuda.mem_get_info(index)
-    frames = frames_of(error.__traceback__)
-    held = tell(probe, failed := Failed(requested, available, total, str(error) or type(error).__name__, frames, index))
+    frames, lines = frames_of(error.__traceback__)
+    words = str(error) or type(error).__name__
+    held = tell(probe, failed := Failed(requested, available, total, words, frames, lines, index))
     if held:
         probe.hold.wait(failed.frames, requested, torch.device("cpu") if index is None else torch.device("cuda", index))
 
@@ -79,15 +81,20 @@ def frames_to(frame: FrameType | None) -> list[FrameType]:
     return found[::-1]
 
 
-def frames_of(trace: TracebackType | None) -> list[FrameType]:
-    """List the frames of a traceback, those above it included, outermost first."""
+def frames_of(trace: TracebackType | None) -> tuple[list[FrameType], list[int]]:
+    """List the frames of a traceback, those above it included, outermost first, and the line each was at.
+
+    A frame that the exception has left stands elsewhere by now (in a ``finally``, say): its line is the traceback's.
+    """
     if trace is None:
-        return []
+        return [], []
     found = frames_to(trace.tb_frame.f_back)
+    lines = [frame.f_lineno for frame in found]
     while trace is not None:
         found.append(trace.tb_frame)
+        lines.append(trace.tb_lineno)
         trace = trace.tb_next
-    return found
+    return found, lines
 
 
 def _is_cpu_oom(error: BaseException) -> bool:

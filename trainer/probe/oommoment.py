@@ -37,6 +37,7 @@ class Failed:
         total: bytes there are, or that the process may use where a limit is set.
         message: the words that go with it.
         frames: the stack, outermost first; empty where the allocating thread has no Python frames.
+        lines: the line each frame is at.
         device: the CUDA device's index; None: the host's memory.
     """
 
@@ -47,6 +48,7 @@ class Failed:
         total: int,
         message: str,
         frames: list[FrameType],
+        lines: list[int],
         device: int | None,
     ) -> None:
         self.requested = requested
@@ -54,15 +56,17 @@ class Failed:
         self.total = total
         self.message = message
         self.frames = frames
+        self.lines = lines
         self.device = device
         self.stack_of: Any = "failing"
 
 
 def tell(probe: "Probe", failed: Failed) -> bool:
     """Send everything known of a failed allocation; returns whether the rank is to be held now."""
-    if not stack_words(failed.frames):
+    if not stack_words(failed.frames, failed.lines):
         # A backward pass runs in threads of C++; the training thread waits for them where it called it.
-        failed.frames[:] = _frames_of_thread(probe.thread)
+        failed.frames = _frames_of_thread(probe.thread)
+        failed.lines = [frame.f_lineno for frame in failed.frames]
         failed.stack_of = "training"
     oom = _plain(probe, failed)
     probe.ooms += 1
@@ -76,11 +80,14 @@ def tell(probe: "Probe", failed: Failed) -> bool:
     return oom.held
 
 
-def stack_words(frames: Sequence[FrameType]) -> list[str]:
+def stack_words(frames: Sequence[FrameType], lines: Sequence[int]) -> list[str]:
     """Write frames as ``file:line function``, innermost last; the probe's own are left out."""
     own = os.path.dirname(__file__)
-    shown = [frame for frame in frames if os.path.dirname(frame.f_code.co_filename) != own]
-    return [f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}" for frame in shown][-_FRAMES:]
+    return [
+        f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
+        for frame, line in zip(frames, lines, strict=True)
+        if os.path.dirname(frame.f_code.co_filename) != own
+    ][-_FRAMES:]
 
 
 def host_room() -> tuple[int, int, str]:
@@ -119,8 +126,7 @@ def _plain(probe: "Probe", failed: Failed) -> Oom:
         reserved_bytes=now.reserved,
         batch_shape=list(tracker.notes.shape),
         message=failed.message,
-        # A traceback's frames stand where they were left, not where they failed: the lines are those of the calls.
-        stack=stack_words(failed.frames),
+        stack=stack_words(failed.frames, failed.lines),
         measure="cuda" if on_gpu else "glibc",
         stack_of=failed.stack_of,
         micro_step=tracker.notes.micro_steps,

@@ -111,6 +111,11 @@ def _add_looking(commands: "Commands") -> None:
     events.add_argument("--follow", "-f", action="store_true", help="go on as they come, until the run ends")
     events.add_argument("--json", action="store_true", help="one JSON object a line, for scripts")
 
+    oom = _command(commands, "oom", "oom:show_oom", "tell why an allocation failed for want of memory, and what to try")
+    oom.add_argument("target", metavar="RUN|FILE", help="a run, a recording, or a PyTorch memory snapshot")
+    oom.add_argument("--rank", type=_rank, metavar="R", help="of this rank only")
+    oom.add_argument("--json", action="store_true", help="one JSON object for scripts (docs/protocol.md, oom_report)")
+
     replay = _command(commands, "replay", "view:replay", "play a recording")
     replay.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
     replay.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="print what happened as lines")
@@ -140,6 +145,17 @@ def _add_acting(commands: "Commands") -> None:
 
     stop = _command(commands, "stop", "act:stop", "let a run save a checkpoint and end after the step it is in")
     _run_argument(stop)
+
+    release = _command(commands, "release", "console:release", "let ranks go that are held at an out-of-memory error")
+    _run_argument(release)
+    release.add_argument(
+        "--rank", type=_rank, action="append", default=[], metavar="R", help="this rank (default: all held); repeatable"
+    )
+
+    console = _command(commands, "console", "console:console", "run Python in the failing frame of a rank that is held")
+    _run_argument(console)
+    console.add_argument("--rank", type=_rank, required=True, metavar="R", help="the rank that is held")
+    console.add_argument("-c", "--code", metavar="CODE", help="run this and end (default: read what to run)")
 
     take = _command(commands, "take", "take:take", "have ranks write a PyTorch memory snapshot, and print its path")
     _run_argument(take)
@@ -192,6 +208,20 @@ def _start_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen", metavar="HOST:PORT", help="also let other hosts attach, encrypted and by key")
     parser.add_argument("--no-allocator-events", action="store_true", help="do not sample the allocator's own trace")
     parser.add_argument("--detach", action="store_true", help="start it and return at once")
+    parser.add_argument(
+        "--on-oom",
+        choices=("raise", "hold"),
+        default="raise",
+        help="hold: a rank waits in the frame in which an allocation failed until it is released. The other ranks wait "
+        "in their next collective, and give up after their process group's timeout (NCCL 10 min, gloo 30 min, "
+        "DeepSpeed 10 min, or what the script sets)",
+    )
+    parser.add_argument(
+        "--allow-console", action="store_true", help="let 'ftmon console' run Python in a rank that is held"
+    )
+    parser.add_argument(
+        "--hold-timeout", type=_seconds, metavar="SECONDS", help="let go by itself after so long (default: never)"
+    )
     _view_options(parser)
 
 
@@ -213,6 +243,16 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not {text!r}")
     return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be seconds, more than 0, not {text!r}")
+    return seconds
 
 
 def _rank(text: str) -> int:

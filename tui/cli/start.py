@@ -50,6 +50,12 @@ def _common(arguments: Namespace) -> Iterator[str]:
         yield "--read-only"
     if arguments.no_allocator_events:
         yield "--no-allocator-events"
+    if arguments.on_oom == "hold":
+        yield from ("--on-oom", "hold")
+    if arguments.allow_console:
+        yield "--allow-console"
+    if arguments.hold_timeout:
+        yield from ("--hold-timeout", str(arguments.hold_timeout))
 
 
 def _start_and_watch(arguments: Namespace, start: Callable[[], RunDir]) -> int:

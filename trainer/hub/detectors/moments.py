@@ -64,15 +64,20 @@ class Moments:
             oom=oom,
             verdict=verdict,
             mends=mends(oom, verdict, around),
-            ranks=[self._moment(t, rank, states.get(rank)) for rank in ranks],
+            ranks=[self._moment(t, rank, states.get(rank), oom) for rank in ranks],
             processes=processes,
             device_used_bytes=sample.used_bytes if sample is not None else 0,
         )
 
-    def _moment(self, t: float, rank: int, state: RankState | None) -> RankMoment:
+    def _moment(self, t: float, rank: int, state: RankState | None, oom: Oom) -> RankMoment:
         hello, beat, step = self._hellos.get(rank), self._beats.get(rank), self._steps.get(rank)
         sample = self._device_of(hello, hello.memory_measure) if hello is not None else None
         peak = step.peak_phase if step is not None else None
+        if rank == oom.rank:  # it has just said where it is
+            beat = Heartbeat(
+                rank, oom.step, oom.phase, 0.0, 0, oom.time, oom.micro_step,
+                allocated=oom.allocated_bytes, reserved=oom.reserved_bytes,
+            )  # fmt: skip
         return RankMoment(
             rank,
             state.state if state is not None else "starting",

@@ -1,0 +1,94 @@
+"""``ftmon oom``: the report of an out-of-memory error, of a run, of a recording, or of a memory snapshot."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import msgspec
+
+from ...protocol.errors import FtmonError
+from ...protocol.oom import OomReport
+from ...protocol.oomreport.mends import mends
+from ...protocol.oomreport.verdict import Around, explain
+from ...protocol.recording.reader import Reader
+from ...protocol.telemetry import Hello, Oom
+from .oom_text import report_lines
+from .view import find_recording
+
+_MOST = 64
+_SQLITE = b"SQLite format 3\0"
+
+
+class NoOomError(FtmonError):
+    """There was no out-of-memory error in what was asked for."""
+
+
+def show_oom(arguments: Namespace) -> int:
+    """Print the reports of a run's out-of-memory errors, newest last; of all but the last one, a line each.
+
+    Raises:
+        NoOomError: there was none.
+        RunNotFoundError: it is neither a file nor a run.
+        RecordingError: the recording cannot be read.
+        SnapshotError: the snapshot cannot be read.
+    """
+    name: str = arguments.target
+    run, reports = _of_snapshot(name) if _is_snapshot(Path(name)) else _of_recording(name)
+    reports = [report for report in reports if arguments.rank in (None, report.rank)]
+    if not reports:
+        whose = f"rank {arguments.rank} of " if arguments.rank is not None else ""
+        raise NoOomError(f"{whose}{run or name}: no allocation failed for want of memory")
+    if arguments.json:
+        result = {"run": run, "file": None if run else name, "reports": reports}
+        print(msgspec.json.format(msgspec.json.encode(result)).decode())
+        return 0
+    for line in report_lines(reports, of_snapshot=not run):
+        print(line)
+    return 0
+
+
+def _is_snapshot(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_SQLITE)) != _SQLITE
+
+
+def _of_snapshot(name: str) -> tuple[str, list[OomReport]]:
+    from ...protocol.oomreport.fromsnapshot import report_of
+    from ...protocol.snapshot.reader import open_snapshot
+    from ...protocol.snapshot.replay import Replay
+
+    snapshot = open_snapshot(name)
+    report = report_of(snapshot, [Replay(snapshot, device) for device in snapshot.devices()])
+    return "", [report] if report is not None else []
+
+
+def _of_recording(name: str) -> tuple[str, list[OomReport]]:
+    path = find_recording(name)
+    with Reader(path) as reader:
+        info = reader.info()
+        reports = [
+            frame.message
+            for rank in info.ranks
+            for frame in reader.sampled("oom_report", rank, _MOST)
+            if isinstance(frame.message, OomReport)
+        ]
+        if not reports:
+            reports = _without_hub(reader, info.ranks)
+    return info.run_id or path.parent.name, sorted(reports, key=lambda report: report.time)
+
+
+def _without_hub(reader: Reader, ranks: list[int]) -> list[OomReport]:
+    """Judge what the ranks said, where no hub did: in a recording of an earlier version."""
+    state = [frame.message for frame in reader.state_at(float("inf"))]
+    hellos = {message.rank: message for message in state if isinstance(message, Hello)}
+    reports: list[OomReport] = []
+    for rank in ranks:
+        for frame in reader.sampled("oom", rank, _MOST):
+            oom = frame.message
+            if isinstance(oom, Oom):
+                around = Around(hellos.get(rank))
+                verdict = explain(oom, around)
+                made = OomReport(rank, oom.step, oom.phase, oom.time, oom, verdict, mends(oom, verdict, around))
+                reports.append(made)
+    return reports
