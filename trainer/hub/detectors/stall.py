@@ -3,6 +3,7 @@
 ``judge`` looks at views (one a rank) and gives a verdict or None. Its rules, in this order:
 
 1. Nobody is past its own limit (``progress.limit``), and nobody is stopped, gone or silent: no verdict.
+   While a rank's host is cut off nobody is named: the others wait for a host that is **unreachable**.
 2. Some ranks sit inside a collective call past their limit (a blocking backend such as gloo shows that):
    - ranks outside of it that are stopped, gone, silent or past their *own* limit have not entered it: they are
      **hung**, those inside **wait**. Sure, unless a count says that such a rank had entered it already.
@@ -31,7 +32,7 @@ from ....protocol.telemetry import STEP_PHASES
 from ....protocol.text import duration
 from .calls import difference, waits
 from .evidence import all_members
-from .verdicts import Verdict, alone, deadlock, has_stacks, mismatch, missing, of_group, ranks_of, unclear
+from .verdicts import Verdict, alone, deadlock, has_stacks, mismatch, missing, of_group, ranks_of, unclear, unreachable
 from .view import Counts, RankView, ranks_in_words
 
 __all__ = ["EXIT_LIMIT_S", "EXIT_SURE_S", "MOVING_S", "Verdict", "judge"]
@@ -65,6 +66,9 @@ def judge(views: list[RankView]) -> Verdict | None:
 
 
 def _stall(stuck: list[RankView], present: list[RankView]) -> Verdict | None:
+    cut = [view for view in present if view.absent == "cut off"]
+    if cut:
+        return unreachable([view for view in stuck if not view.absent], cut)
     side_by_side = _by_calls(stuck, present)
     if side_by_side != "cannot say":
         return side_by_side

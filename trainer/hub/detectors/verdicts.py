@@ -11,7 +11,7 @@ from .view import RankView, ranks_in_words
 ALONE_DATA_S = 30.0
 """Data loading that holds up no other rank may take this long before it is called a stall."""
 
-VerdictKind = Literal["missing", "alone", "mismatch", "deadlock", "unclear", "exit"]
+VerdictKind = Literal["missing", "alone", "mismatch", "deadlock", "unreachable", "unclear", "exit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,30 @@ def of_group(group: str, views: list[RankView], *, always: bool = False) -> str:
     if not members:
         return f" of group {group}" if always else ""
     return "" if everybody <= set(members) and not always else f" of the group of {ranks_in_words(members)}"
+
+
+def unreachable(waiting: list[RankView], cut: list[RankView]) -> Verdict | None:
+    """Say that ranks wait while the host of others is cut off: of those nothing is known, so none is named."""
+    if not waiting:
+        return None
+    age = max(view.age for view in waiting)
+    who, others = ranks_in_words(ranks_of(cut)), ranks_in_words(ranks_of(waiting))
+    call = next((view.call for view in waiting if view.inside), "")
+    waits = f"{others} {'waits' if len(waiting) == 1 else 'wait'} {duration(age)}{f' in {call}' if call else ''}"
+    return Verdict(
+        kind="unreachable",
+        waiting=ranks_of(waiting),
+        hung=(),
+        sure=False,
+        title=f"{waits}: the host of {who} is cut off",
+        text=(
+            f"{waits}. Nothing is heard from the host of {who}, so what they do is not known; once the link is back "
+            "they are heard again, and the training may go on by itself."
+        ),
+        age=age,
+        collective=call,
+        where={view.rank: view.where() for view in (*cut, *waiting)},
+    )
 
 
 def missing(
