@@ -141,6 +141,25 @@ def test_a_rank_is_asked_a_few_times_a_run_each_time_after_a_longer_pause(make_s
     assert times == [0, 30, 150]
 
 
+def test_a_spike_that_comes_regularly_is_caught_at_its_next_time_and_then_left_alone(make_sim: Any) -> None:
+    sim = make_sim()
+    sim.begin()
+    asked: list[tuple[int, int]] = []
+    for step in range(1, 160):
+        sim.feed(sim.step(0, step, [sim.phase("optimizer", 10 * MIB + (step % 25 == 0) * 950 * MIB, ms=4.0)]))
+        for action in sim.detectors.take_actions():
+            if action.verb == "arm":
+                asked.append((step, action.args.get("from_step", 0)))
+        sim.tick(0.05)
+        if step == 27:
+            sim.feed(cause(26, 12 * MIB, ["loop.py:31 main"]))
+        if step == 101:
+            sim.feed(cause(100, 950 * MIB, [ADAM]))
+    assert asked == [(25, 0), (75, 100)]
+    (alert,) = sim.alerts("spike")
+    assert alert.evidence["cause_step"] == 100
+
+
 def test_few_ranks_are_asked_for_one_phase(make_sim: Any) -> None:
     asks = Asks()
     for rank in range(64):

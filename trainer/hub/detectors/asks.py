@@ -1,8 +1,9 @@
 """What detectors ask ranks to do: queued here, sent by the hub over its line to the ranks.
 
 A closer look costs the rank something (stacks make a phase dearer), so it is asked for rarely: a rank with a spike of
-its own at most ``PER_RANK`` times a run, each time after a longer pause, at most ``RANKS_A_PHASE`` ranks for one phase,
-and once for a transient of every step. Only ranks on a GPU are asked: on the CPU allocations leave no trace.
+its own at most ``PER_RANK`` times a run, each time after a longer pause unless the next spike can be foreseen, at most
+``RANKS_A_PHASE`` ranks for one phase, and once for a transient of every step. Only ranks on a GPU are asked: on the CPU
+allocations leave no trace.
 """
 
 from typing import Any, NamedTuple
@@ -34,6 +35,8 @@ class Asks:
         self._cuda: set[int] = set()
         self._asked: dict[int, tuple[int, float]] = {}
         """For each rank: how often it was asked, and when last."""
+        self._awaited: dict[int, int] = {}
+        """For each rank, the step that it was asked to record beforehand."""
         self._ranks: dict[str, set[int]] = {}
         self._steady: set[str] = set()
         self._leak_asked = 0
@@ -64,13 +67,16 @@ class Asks:
         times, last = self._asked.get(rank, (0, 0.0))
         if rank not in self._cuda or phase not in PHASES or times >= PER_RANK:
             return
-        if (times and t - last < PAUSE_S * LONGER ** (times - 1)) or (
-            rank not in ranks and len(ranks) >= RANKS_A_PHASE
-        ):
+        expected = next_step(steps)
+        # One that can be foreseen is caught at its next time; the pause is for those that cannot.
+        if times and not expected and t - last < PAUSE_S * LONGER ** (times - 1):
             return
+        if (rank not in ranks and len(ranks) >= RANKS_A_PHASE) or steps[-1] <= self._awaited.get(rank, -1):
+            return
+        self._awaited[rank] = expected
         ranks.add(rank)
         self._asked[rank] = times + 1, t
-        self._arm(rank, phase, next_step(steps), f"a spike in {phase}, step {steps[-1] if steps else '?'}")
+        self._arm(rank, phase, expected, f"a spike in {phase}, step {steps[-1]}")
 
     def steady(self, rank: int, phase: str) -> None:
         """A phase takes much in every step: have one rank say once what it is."""

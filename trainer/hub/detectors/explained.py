@@ -47,6 +47,7 @@ class Explained:
         self._ranks: dict[int, _Rank] = {}
         self._numbers: dict[Key, Explanation] = {}
         self._stacks: dict[Key, Explanation] = {}
+        self._settled: set[Key] = set()
         self._tails: dict[Key, str] = {}
         """What each alert's text ends with: the part that a better explanation replaces."""
 
@@ -106,6 +107,10 @@ class Explained:
             alerts += self._book.annotate(t, key, evidence, tail or found.sentence, instead=before, title=title)
         return alerts
 
+    def settled(self, key: Key) -> bool:
+        """Tell whether stacks of a step that had the transient are known already."""
+        return key in self._settled
+
     def restore(self, cause: Cause) -> None:
         """Take in a cause of the recording: what it told stays told."""
         for key in self._keys(cause):
@@ -157,6 +162,7 @@ class Explained:
                 f"{gib(cause.transient_bytes)} only. {arming}"
             )
             return Explanation(sentence, evidence)
+        self._settled.add(("spike", cause.rank, cause.phase, "recent"))
         named = name_cause(cause, rank.tokens)
         if not named.pattern:
             where = (

@@ -217,7 +217,7 @@ class SpikeDetector:
             evidence |= {"allocations": record.allocations, "allocated_bytes": record.allocated_bytes}
         self._explained.by_numbers(key, step, name, transient, usual.typical)
         cause, more, ending = self._explained.tail(key, _cause(name, None))
-        if own:
+        if own and not self._explained.settled(key):
             self._asks.spike(t, number, name, steps)
         title = f"{who}{'' if own else f' rank {number},'} {name} +{gib(transient, 1)} for {duration(seconds)}"
         return self._book.raise_alert(
