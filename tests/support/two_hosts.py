@@ -1,4 +1,4 @@
-"""Two hosts on one machine, for tests: network namespaces with a cable between them, names, pids and files of their own.
+"""Two hosts on one machine, for tests: network namespaces, a cable between them, names, pids and files of their own.
 
 ``nodea`` shares files and process table with the test; ``nodeb`` has its own pids, and an empty file system where
 ``private`` is. Stand-ins for ``ssh`` and ``pdsh`` on ``nodea``'s PATH reach both by entering their namespaces.
@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,10 +82,10 @@ class TwoHosts:
         self.a = self._hold(["unshare", *flags, "sh", "-c", "hostname nodea && echo up && exec sleep 600"])
         script = f"hostname nodeb && mount -t tmpfs -o mode=0700 tmpfs {self.private} && echo up && exec sleep 600"
         flags = ["--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
-        outer = self._hold([*self._enter_a(), "unshare", *flags, "sh", "-c", script])
+        outer = self._hold([*self.enter_a(), "unshare", *flags, "sh", "-c", script])
         self.b = int(Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0])
         self._must("ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(self.b))
-        for enter, name in ((self._enter_a(), "nodea"), (self._enter_b(), "nodeb")):
+        for enter, name in ((self.enter_a(), "nodea"), (self.enter_b(), "nodeb")):
             for words in (("addr", "add", f"{NODES[name]}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
                 self._check([*enter, "ip", *words])
             self._check([*enter, "ip", "link", "set", "lo", "up"])
@@ -111,7 +110,7 @@ class TwoHosts:
     def on_a(self, *words: str, **environ: str) -> "subprocess.Popen[str]":
         """Start a command on ``nodea``."""
         return subprocess.Popen(
-            [*self._enter_a(), *words],
+            [*self.enter_a(), *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -127,26 +126,29 @@ class TwoHosts:
     def processes_on_b(self) -> list[str]:
         """List the command lines of what lives on ``nodeb``, but for what holds it."""
         script = "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline; echo; done"
-        done = subprocess.run([*self._enter_b(), "sh", "-c", script], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([*self.enter_b(), "sh", "-c", script], capture_output=True, text=True, timeout=30)
         ours = ("sleep 600", "sh -c for p", "tr ")
         return [line.strip() for line in done.stdout.splitlines() if line.strip() and not line.startswith(ours)]
 
     def _hold(self, words: list[str]) -> int:
         holder = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._holders.append(holder)
-        assert holder.stdout is not None and holder.stderr is not None
+        assert holder.stdout is not None
+        assert holder.stderr is not None
         if holder.stdout.readline().strip() != "up":
             raise RuntimeError(f"{words[0]} was refused: {holder.stderr.read().strip()}")
         return holder.pid
 
-    def _enter_a(self) -> list[str]:
+    def enter_a(self) -> list[str]:
+        """Give the words that start a command on ``nodea``."""
         return ["nsenter", "-t", str(self.a), "-U", "-n", "-u", "--preserve-credentials", "--"]
 
-    def _enter_b(self) -> list[str]:
+    def enter_b(self) -> list[str]:
+        """Give the words that start a command on ``nodeb``."""
         return ["nsenter", "-t", str(self.b), "-U", "-n", "-u", "-m", "-p", "--preserve-credentials", "--"]
 
     def _must(self, *words: str) -> None:
-        self._check([*self._enter_a(), *words])
+        self._check([*self.enter_a(), *words])
 
     def _check(self, words: list[str]) -> None:
         done = subprocess.run(words, capture_output=True, text=True, timeout=30)
@@ -178,4 +180,3 @@ def two_hosts(folder: Path, private: Path) -> Iterator[TwoHosts]:
         yield hosts
     finally:
         hosts.close()
-        time.sleep(0)

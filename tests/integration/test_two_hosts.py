@@ -1,0 +1,90 @@
+"""One training on two hosts: watched, one host cut off and joined again, a rank on the other host killed."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.control import Alert, RankState
+from ftmon.protocol.hosts import HostState
+from ftmon.protocol.join import join_path, read_join
+from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.telemetry import DeviceSample, Hello, LogLine, Step
+from hub_client import SCRIPTS, App, exit_of, until
+from two_hosts import NODES, TwoHosts, two_hosts
+
+pytest.importorskip("deepspeed")
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    try:
+        with two_hosts(tmp_path, home) as made:
+            yield made
+    except RuntimeError as error:
+        pytest.skip(f"two hosts cannot be made of namespaces here: {error}")
+
+
+def start(hosts: TwoHosts) -> RunDir:
+    (hosts.folder / "hostfile").write_text("".join(f"{name} slots=1\n" for name in NODES))
+    settings = {"STEPS": "3000", "STAGE": "0", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
+    (hosts.folder / ".deepspeed_env").write_text("".join(f"{key}={value}\n" for key, value in settings.items()))
+    job = ["deepspeed", "--hostfile", "hostfile", "--master_addr", NODES["nodea"], str(SCRIPTS / "deepspeed_loop.py")]
+    started = hosts.on_a(*("ftmon", "run", "--detach", "--", *job), FTMON_HOME=str(hosts.private), DS_ACCELERATOR="cpu")
+    _, errors = started.communicate(timeout=60)
+    assert started.returncode == 0, errors
+    (path,) = (hosts.private / "runs").iterdir()
+    return RunDir(path)
+
+
+def command_lines() -> str:
+    found = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+    return b"\n".join(found).decode("utf-8", "replace")
+
+
+def test_a_training_on_two_hosts_is_watched_cut_joined_and_killed(hosts: TwoHosts) -> None:
+    run = start(hosts)
+    with App(run) as app:
+        assert app.wait_for(Hello, lambda hello: hello.rank == 0, 120).host == "nodea"
+        assert app.wait_for(Hello, lambda hello: hello.rank == 1, 120).host == "nodeb"
+        app.wait_for(Step, lambda step: step.rank == 1 and step.step >= 3, 120)
+        app.wait_for(DeviceSample, lambda sample: sample.host == "nodeb" and bool(sample.processes), 30)
+        app.wait_for(LogLine, lambda line: line.rank == 1 and line.text.startswith("loss"), 30)
+        secret = read_join(join_path(run)).secret
+        assert secret not in command_lines(), "the key is on a command line"
+        assert secret not in (run.logs / "launcher.log").read_text()
+
+        hosts.cable("down")
+        app.wait_for(HostState, lambda host: host.state == "cut off" and host.ranks == [1], 30)
+        app.wait_for(RankState, lambda state: state.rank == 1 and state.state == "unreachable", 30)
+        app.wait_for(Alert, lambda alert: alert.kind == "hang" and "the host of rank 1 is cut off" in alert.title, 30)
+        hosts.cable("up")
+        back = app.wait_for(HostState, lambda host: host.state == "reachable" and host.since > host_cut(app), 30)
+        assert back.dropped == 0
+        last = max(step.step for step in app.of(Step))
+        app.wait_for(Step, lambda step: step.rank == 1 and step.step > last + 2, 60)
+        app.wait_for(Alert, lambda alert: alert.kind == "hang" and alert.resolved is not None, 30)
+        assert not [state for state in app.of(RankState) if state.rank == 1 and state.state == "hung"]
+
+        result = app.command("kill", ranks=[1])
+        assert result.ok, result.text
+        assert result.text.startswith("On nodeb: "), result.text
+        assert result.data["ranks"] == [1]
+        assert 1 in result.data["stacks_saved"]
+        exit_of(run, 60)
+        steps = [frame.message.step for frame in app.history() if is_step_of(frame.message, 1)]
+        assert steps == list(range(1, len(steps) + 1)), "a step of the host that was cut off is missing"
+    until(lambda: not hosts.processes_on_b(), 60, f"the end of {hosts.processes_on_b()}")
+    left = subprocess.run([*hosts.enter_b(), "ls", str(run.path)], capture_output=True, text=True, timeout=30).stdout
+    assert left.split() == ["hosts"], "the key was left behind"
+
+
+def host_cut(app: App) -> float:
+    return next(host.since for host in app.of(HostState) if host.state == "cut off")
+
+
+def is_step_of(message: object, rank: int) -> bool:
+    return isinstance(message, Step) and message.rank == rank
