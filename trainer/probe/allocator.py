@@ -76,22 +76,30 @@ class AllocatorWatch:
         recording = self._recording
         cuda = self._probe.device.memory.measure == "cuda"
         if not (self._wanted or self._answers):
+            if self._look is not None:
+                self._drop()  # nobody waits for it any more
+                if cuda and not (recording.by_script or recording.owner):
+                    recording.off()
             return
+        look = self._look
         if cuda and (recording.by_script or recording.owner):
             self._drop()
-        elif self._look is None:
-            if cuda and recording.mode == "off" and not recording.numbers():
-                return
-            if self._answers or self._taken < FIRST_STEPS or time.monotonic() >= self._next:
-                self._begin(cuda)
-        elif self._look.done:
+        elif look is None:
+            if not cuda or recording.mode != "off" or recording.numbers():
+                self._begin_when_due(cuda)
+        elif look.done:
             self._finish(cuda)
-        elif self._look.on_cuda != cuda:
+            self._begin_when_due(cuda)
+        elif look.on_cuda != cuda:
             self._drop()  # it was made before the script had CUDA running
-        elif self._look not in self._probe.tracker.watchers:
-            self._probe.tracker.watchers = (*self._probe.tracker.watchers, self._look)
+        elif look not in self._probe.tracker.watchers:
+            self._probe.tracker.watchers = (*self._probe.tracker.watchers, look)
         if self._answers and time.monotonic() > self._deadline:
             self._answer(False, "no step ended in time")
+
+    def _begin_when_due(self, cuda: bool) -> None:
+        if self._answers or (self._wanted and (self._taken < FIRST_STEPS or time.monotonic() >= self._next)):
+            self._begin(cuda)
 
     def _begin(self, cuda: bool) -> None:
         probe, recording = self._probe, self._recording
@@ -122,6 +130,8 @@ class AllocatorWatch:
             self._next = time.monotonic() + AFTER_FAILURE_SECONDS
             self._answer(False, look.failed)
             return
+        if self._reason:
+            look.reason = self._reason  # asked for while it was under way
         rank, read = probe.about.rank, probe.device.memory.read
         if cuda:
             if recording.cleared != self._cleared:

@@ -1,5 +1,7 @@
 """The allocator's events of one step, counted by phase from its trace. Numbers, no stacks."""
 
+from collections.abc import Callable
+
 from ....protocol.snapshot.allocations import columns
 from ....protocol.snapshot.model import (
     ALLOC,
@@ -14,9 +16,12 @@ from ..raw import Mark
 from .timeline import Occurrence, Span, Timeline
 
 LARGEST = 5
+_SLICE = 1024
 
 
-def count(timeline: Timeline, spans: list[Span], marks: list[Mark], found: list[Occurrence]) -> list[AllocatorPhase]:
+def count(
+    timeline: Timeline, spans: list[Span], marks: list[Mark], found: list[Occurrence], pulse: Callable[[], None]
+) -> list[AllocatorPhase]:
     """Sum up a step's entries by the phase they fell into.
 
     Args:
@@ -24,6 +29,7 @@ def count(timeline: Timeline, spans: list[Span], marks: list[Mark], found: list[
         spans: the step's phases on it.
         marks: the step's.
         found: the same phases between marks.
+        pulse: called between slices of work.
 
     Returns:
         The phases that had entries, in the order they first came. Empty when the ring no longer reaches back to where
@@ -37,7 +43,9 @@ def count(timeline: Timeline, spans: list[Span], marks: list[Mark], found: list[
             continue  # the recorder began somewhere in it
         one = sums.setdefault(span.name, _Sums())
         one.host_ns += marks[occurrence.last].ns - marks[occurrence.first].ns
-        one.add(timeline, span.begin, span.end)
+        for begin in range(span.begin, span.end, _SLICE):
+            one.add(timeline, begin, min(begin + _SLICE, span.end))
+            pulse()
     return [one.phase(name) for name, one in sums.items() if one.entries]
 
 

@@ -78,7 +78,7 @@ def of_cuda(
         rank=rank,
         step=look.step,
         time=now,
-        phases=events.count(timeline, spans, marks, occurrences(marks, figures)),
+        phases=events.count(timeline, spans, marks, occurrences(marks, figures), pulse),
         entries=allocations.entries,
         read_us=pulse.worked_us,
         host_us=(marks[-1].ns - origin(marks).ns) // 1000,

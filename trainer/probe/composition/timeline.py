@@ -20,6 +20,8 @@ from ..reading import Reading
 SLACK_US = 300
 """How far a boundary may be moved to where the figures agree."""
 
+_PULSE = 1023
+"""Of a number, the bits that are all zero where ``pulse`` is called."""
 _RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
 
 
@@ -86,11 +88,13 @@ class Timeline:
         self.times = columns(allocations.trace.times, "q")
         count = allocations.entries
         deltas = [0] * (count + 2)
-        for begin, freed, size in zip(allocations.begins, allocations.freed, allocations.sizes, strict=True):
+        lives = zip(allocations.begins, allocations.freed, allocations.sizes, strict=True)
+        for number, (begin, freed, size) in enumerate(lives):
+            if not number & _PULSE:
+                pulse()
             if freed != BEFORE:
                 deltas[begin + 1] += size
                 deltas[freed + 1] -= size
-        pulse()
         self.allocated = array("q", list(accumulate(deltas))[:-1])
         """One value more than entries."""
         pulse()

@@ -1,0 +1,196 @@
+"""The close looks at a rank's steps, on a simulated allocator and real clocks."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from caching_allocator import CachingAllocator
+from ftmon.protocol.memory import Composition
+from ftmon.protocol.telemetry import AllocatorEvents
+from ftmon.trainer.probe import allocator
+from ftmon.trainer.probe.allocator import FIRST_STEPS, AllocatorWatch
+from ftmon.trainer.probe.reading import Reading
+from ftmon.trainer.probe.tracker import Counts, Tracker
+
+MIB = 2**20
+
+
+class Device(CachingAllocator):
+    """The memory back end of a simulated device; its trace carries this machine's time."""
+
+    measure, device_index = "cuda", 0
+
+    def __init__(self):
+        super().__init__()
+        self.since = 0
+
+    def record(self, *fields, **more):
+        super().record(*fields, time_us=time.time_ns() // 1000, **more)
+
+    def sample(self):
+        now = self.now()
+        peak = max([now.allocated, *(figure.allocated for figure in self.figures[self.since :])])
+        self.since = len(self.figures)
+        return Reading(now.allocated, peak, now.reserved, now.reserved)
+
+    def read(self, sample):
+        return sample
+
+
+class Recorder:
+    """The recorder of that device: what has been recorded since it was switched on."""
+
+    def __init__(self, device):
+        self.device, self.mode, self.owner, self.by_script = device, "off", "", False
+        self.cleared, self.entries, self.begun, self.whole = 0, 0, 0, False
+
+    def numbers(self, *, whole=False):
+        self.mode, self.whole, self.entries = "numbers", whole, 100_000 if whole else 25_000
+        self.cleared += 1
+        self.begun = len(self.device.trace)
+        return True
+
+    def off(self):
+        self.mode = "off"
+        return True
+
+    def snapshot(self):
+        return self.device.snapshot(len(self.device.trace) - self.begun)
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    monkeypatch.setattr(allocator, "MIN_SECONDS", 0.0)
+    device, sent = Device(), []
+    tracker = Tracker(device, lambda: None, Counts(), lambda _: None)
+    probe = SimpleNamespace(
+        device=SimpleNamespace(memory=device),
+        tracker=tracker,
+        about=SimpleNamespace(rank=5),
+        engine=lambda: None,
+        model=lambda: None,
+        primary=None,
+        step_seconds=0.01,
+    )
+    recorder = Recorder(device)
+    watch = AllocatorWatch(probe, recorder, sent.append)
+    device.alloc(30 * MIB)
+
+    def step(during=lambda: None):
+        tracker.enter("forward")
+        kept = [device.alloc(2 * MIB) for _ in range(50)]
+        during()
+        device.free(device.alloc(7 * MIB))
+        tracker.enter("backward")
+        for block in kept:
+            device.free(block)
+        device.free(device.alloc(20 * MIB))
+        tracker.enter("optimizer")
+        device.free(device.alloc(9 * MIB))
+        tracker.end_step()
+
+    return SimpleNamespace(
+        device=device, tracker=tracker, watch=watch, sent=sent, step=step, recorder=recorder, probe=probe
+    )
+
+
+def compositions(rank):
+    return [message for message in rank.sent if isinstance(message, Composition)]
+
+
+def test_the_first_steps_are_looked_at_each_by_one_read_that_serves_both_messages(rank):
+    for _ in range(10):
+        rank.watch.tick()
+        rank.step()
+    assert [(found.reason, found.step) for found in compositions(rank)][:3] == [
+        ("first", 1),
+        ("first", 3),
+        ("first", 5),
+    ]
+    events = [message for message in rank.sent if isinstance(message, AllocatorEvents)]
+    assert [found.step for found in events] == [found.step for found in compositions(rank)]
+    for found in compositions(rank):
+        phases = {phase.name: phase.parts for phase in found.phases}
+        assert phases["forward"] == {"other": 30 * MIB, "activations": 100 * MIB, "temporaries": 7 * MIB}
+        assert phases["backward"] == {"other": 30 * MIB, "activations": 100 * MIB}
+        assert phases["optimizer"] == {"other": 30 * MIB, "temporaries": 9 * MIB}
+        assert (found.rank, found.note) == (5, "")
+        assert found.walk_us >= 0
+        assert found.read_us > 0
+    assert {phase.name: phase.allocations for phase in events[-1].phases} == {
+        "forward": 51,
+        "backward": 1,
+        "optimizer": 1,
+    }
+    assert rank.tracker.watchers == () or rank.watch._look in rank.tracker.watchers
+
+
+def test_later_looks_wait_until_the_last_one_is_paid_for(rank, monkeypatch):
+    monkeypatch.setattr(allocator, "TIME_SHARE", 1e-9)
+    for _ in range(20):
+        rank.watch.tick()
+        rank.step()
+    assert len(compositions(rank)) == FIRST_STEPS
+    assert rank.tracker.watchers == ()
+    assert not rank.recorder.whole
+    answers = []
+    rank.watch.want("spike", lambda *answer: answers.append(answer))
+    for _ in range(3):
+        rank.watch.tick()
+        rank.step()
+    rank.watch.tick()
+    assert compositions(rank)[-1].reason == "spike"
+    assert answers == [(True, f"step {compositions(rank)[-1].step}", {})]
+    assert len(compositions(rank)) == FIRST_STEPS + 1
+
+
+def test_whoever_needs_the_recorder_gets_it_and_the_look_comes_later(rank):
+    rank.watch.tick()
+    rank.step(during=lambda: setattr(rank.recorder, "owner", "arm"))
+    rank.watch.tick()
+    rank.step()
+    rank.watch.tick()
+    assert rank.sent == []
+    assert rank.tracker.watchers == ()
+    rank.recorder.owner = ""
+    for _ in range(3):
+        rank.watch.tick()
+        rank.step()
+    assert len(compositions(rank)) == 1
+
+
+def test_a_script_that_records_for_itself_is_left_alone_and_the_asker_is_told(rank):
+    rank.recorder.by_script = True
+    answers = []
+    rank.watch.want("asked", lambda *answer: answers.append(answer))
+    assert answers == [(False, "the script records memory history itself; it is left alone", {})]
+    for _ in range(3):
+        rank.watch.tick()
+        rank.step()
+    assert rank.sent == []
+
+
+def test_with_events_off_a_rank_is_looked_at_when_asked_and_the_recorder_is_off_again(rank):
+    rank.watch._wanted = False
+    for _ in range(3):
+        rank.watch.tick()
+        rank.step()
+    assert (rank.sent, rank.recorder.mode) == ([], "off")
+    rank.watch.want("asked", lambda *_: None)
+    for _ in range(3):
+        rank.watch.tick()
+        rank.step()
+    rank.watch.tick()
+    assert [found.reason for found in compositions(rank)] == ["asked"]
+    assert rank.recorder.mode == "off"
+
+
+def test_an_asker_hears_when_no_step_ends(rank, monkeypatch):
+    monkeypatch.setattr(allocator, "PATIENCE_SECONDS", -1.0)
+    answers = []
+    rank.probe.step_seconds = 0.0
+    rank.watch.want("asked", lambda *answer: answers.append(answer))
+    rank.watch.tick()
+    time.sleep(0.01)
+    rank.watch.tick()
+    assert answers == [(False, "no step ended in time", {})]
