@@ -105,10 +105,22 @@ class FtmonApp(App[None]):
         tick: Callable[[], None] | None = getattr(self.screen, "tick", None)
         if tick is not None and self.screen.is_mounted:
             tick()
+        self._show_held()
+
+    def _show_held(self) -> None:
+        """Open the out-of-memory screen once, when a rank begins to wait at such an error; never over a dialog."""
+        source = self.stage.source
+        if source is None or self.stage.replaying or not isinstance(self.screen, MonitorScreen):
+            return
+        fresh = self.stage.held.fresh(self.stage.model)
+        if fresh is not None:
+            self.action_oom(fresh.oom.rank)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Leave out what means nothing on the screen in view."""
         del parameters
+        if action == "oom" and not self.stage.model.ooms:
+            return False
         return not (isinstance(self.screen, MonitorScreen) and action in self.screen.HIDDEN) if self._running else True
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
@@ -232,12 +244,22 @@ class FtmonApp(App[None]):
 
         self.show(EventsScreen(self.stage))
 
+    def action_oom(self, rank: int | None = None) -> None:
+        """Open the out-of-memory errors: that rank's latest, or the one that is most likely meant."""
+        from .screens.oom.screen import OomScreen
+
+        if self.stage.model.ooms:
+            self.show(OomScreen(self.stage, rank))
+
     def action_help(self) -> None:
         """Explain the screen in view."""
         from .screens.help import HelpScreen
+        from .screens.snapshot.help import SnapshotHelp
+        from .screens.snapshot.screen import SnapshotScreen
 
         if isinstance(self.screen, MonitorScreen):
-            self.push_screen(HelpScreen(self.stage, self.screen))
+            kind = SnapshotHelp if isinstance(self.screen, SnapshotScreen) else HelpScreen
+            self.push_screen(kind(self.stage, self.screen))
 
     def action_goto(self) -> None:
         """Ask for a step or a time and go there."""

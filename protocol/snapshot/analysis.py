@@ -2,6 +2,7 @@
 
 from heapq import nlargest
 from itertools import compress
+from operator import neg
 from typing import NamedTuple
 
 from ..text import gib
@@ -37,7 +38,10 @@ def live_stacks(replay: Replay, index: int) -> dict[int, Tally]:
 def largest(replay: Replay, index: int, most: int) -> list[int]:
     """List the largest allocations that live right after entry ``index``."""
     of = replay.allocations
-    return nlargest(most, replay.live_at(index), key=of.sizes.__getitem__)
+    live = replay.live_at(index)
+    # Of blocks of one size the oldest come first: tuples compare faster than a key that makes them.
+    ages = map(neg, map(of.begins.__getitem__, live))
+    return [number for _, _, number in nlargest(most, zip(map(of.sizes.__getitem__, live), ages, live, strict=True))]
 
 
 class Between(NamedTuple):

@@ -7,10 +7,12 @@ from math import isfinite
 from typing import Any, ClassVar
 
 from ...protocol import control, memory, telemetry
+from ...protocol.oom import OomReport
 from ...protocol.wire import Frame
 from .alerts import AlertBook
 from .fit import Fit, fit
 from .logs import LogBook
+from .oom import OomBook
 from .rank import RECENT_STEPS, Peak, RankModel
 from .rates import Rates, rates
 from .series import StepSeries
@@ -23,7 +25,7 @@ _ALL_STEPS = 20_000
 _FEWEST_STEPS = 40
 """Recent steps kept whole: of all ranks together (some 40 MB), and of each rank at the least."""
 
-_STANDING = ("hung", "stopped", "gone", "unreachable")
+_STANDING = ("hung", "stopped", "gone", "unreachable", "held")
 """States of a rank in which the run does not go on, however fast it was."""
 
 MARKED_ALERTS = ("spike", "hang", "oom", "died", "growth", "slow", "failure")
@@ -68,6 +70,7 @@ class RunModel:
         """The latest sample of each device and host."""
         self.alerts = AlertBook()
         self.logs = LogBook()
+        self.ooms = OomBook()
         self.hub: control.HubStats | None = None
         self.results: deque[control.Result] = deque(maxlen=100)
         """What commands came to, newest last."""
@@ -258,6 +261,10 @@ class RunModel:
 
     def _oom(self, oom: telemetry.Oom, frame: Frame) -> None:
         self._touch(oom.rank).oom = oom
+        self.ooms.put(oom)
+
+    def _oom_report(self, report: OomReport, frame: Frame) -> None:
+        self.ooms.report(report)
 
     def _failure(self, failure: telemetry.Failure, frame: Frame) -> None:
         self._touch(failure.rank).failure = failure
@@ -314,6 +321,7 @@ class RunModel:
         memory.Composition: _composition,
         memory.Cause: _cause,
         telemetry.Oom: _oom,
+        OomReport: _oom_report,
         telemetry.Failure: _failure,
         telemetry.Stacks: _stacks,
         telemetry.Goodbye: _goodbye,

@@ -29,7 +29,7 @@ class Explorer:
         """Branches that were opened or closed by hand, by their path."""
         self.version = 0
         """Grows with every change of what is to be drawn."""
-        self._number = 0
+        self._number = next((number for number, replay in enumerate(replays) if replay.ooms), 0)
         self._oom: dict[int, Oom | None] = {}
         self._difference: dict[tuple[int, int], list[Change]] = {}
         self.mark: int | None = None

@@ -137,15 +137,16 @@ class AlertsScreen(MonitorScreen):
         self.tick()
 
     async def action_open_alert(self) -> None:
-        """Open the rank; of a spike or leak, show its cause in full, or in short again."""
+        """Open the rank; of a spike or leak, show its cause in full, or in short again; of a failed allocation all."""
         alert = self.query_one(AlertList).chosen
         if alert is not None and alert.kind in ("spike", "leak"):
             detail = self.query_one(AlertDetail)
             detail.unfolded, detail.top = not detail.unfolded, 0
             self.set_class(detail.unfolded, "unfolded")
             self.call_after_refresh(self.tick)
-        elif self._select_rank(alert):
-            await self.run_action("app.open")
+        elif alert is not None and self._select_rank(alert):
+            out_of_memory = alert.kind == "oom" and len(self.stage.model.ooms)
+            await self.run_action(f"app.oom({alert.rank})" if out_of_memory else "app.open")
 
     def action_memory(self) -> None:
         """Go to where the memory of the alert's rank and phase goes."""

@@ -37,6 +37,7 @@ COMMON_KEYS: list[BindingType] = [
     key("minus", "app.speed(-1)", "slower", "play slower, down to 0.25x", show=False),
     key("n", "app.alert(1)", "alert", "jump to the next alert"),
     key("N", "app.alert(-1)", "alert before", "jump to the previous alert", show=False),
+    key("o", "app.oom", "oom", "out-of-memory errors: why, what to try, and what can be done now"),
     key("g", "app.goto", "go to", "go to a step or a time"),
     key("L", "app.live", "live", "back to the live end of the run", show=False),
     key("comma", "app.finer", "finer", "graphs: less time a column", show=False),

@@ -10,7 +10,7 @@ from ..widgets.figures import gib
 from ..widgets.line import Line, cut
 from ..widgets.look import Look
 
-_STUCK = ("hung", "stopped", "unreachable")
+_STUCK = ("hung", "stopped", "unreachable", "held")
 """States of a rank that does not go on by itself and holds up the others; those that wait for it are not to blame."""
 
 _NAMED = 6

@@ -6,6 +6,7 @@ needs no lock. ``model`` may be another object after a seek: take it from the so
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ...protocol.control import Accepted, Result
@@ -67,6 +68,11 @@ class Source(Protocol):
     @property
     def commands(self) -> dict[str, CommandRecord]:
         """Commands sent from here, by id, oldest first."""
+        ...
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's directory, where it is on this host: what lies in it can be opened."""
         ...
 
     @property

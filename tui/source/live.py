@@ -4,6 +4,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -37,6 +38,7 @@ class LiveSource:
 
     def __init__(self, run: RunDir | None = None, addresses: Mapping[str, str] | None = None) -> None:
         self._endpoint = Endpoint(run, addresses)
+        self._folder = run.path if run is not None else None
         self._context: zmq.Context[Any] = zmq.Context()
         self._live = RunModel(_info(run))
         self._feed = Feed(self._context, self._endpoint, _info(run))
@@ -72,6 +74,11 @@ class LiveSource:
     def commands(self) -> dict[str, CommandRecord]:
         """Commands sent from here, by id, oldest first."""
         return self._commands
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's directory; None when only addresses are known."""
+        return self._folder
 
     @property
     def can_command(self) -> bool:

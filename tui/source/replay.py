@@ -93,6 +93,11 @@ class ReplaySource:
         return self._commands
 
     @property
+    def folder(self) -> Path | None:
+        """Where the recording lies: what the run wrote lies beside it."""
+        return self._path.parent
+
+    @property
     def can_command(self) -> bool:
         """A recording takes no commands."""
         return False

@@ -13,6 +13,7 @@ STATE_WORDS = {
     "training": "it makes progress",
     "waiting": "it is in a collective that others have not entered",
     "hung": "no progress for longer than this phase ever took",
+    "held": "waits at an out-of-memory error (--on-oom hold)",
     "stopped": "the process is stopped (SIGSTOP)",
     "gone": "there is no process any more",
     "unreachable": "nothing is heard from its host",

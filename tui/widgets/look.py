@@ -12,6 +12,7 @@ STATE_TONES = {
     "training": "good",
     "waiting": "warning",
     "hung": "error",
+    "held": "error",
     "stopped": "warning",
     "stopping": "warning",
     "gone": "error",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-TROUBLE = ("waiting", "hung", "stopped", "gone", "unreachable")
+TROUBLE = ("waiting", "hung", "held", "stopped", "gone", "unreachable")
 """Rank states that are shown in place of power and temperature."""
 
 

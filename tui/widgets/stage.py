@@ -3,6 +3,8 @@
 import time
 from typing import Literal
 
+from ..model.console import ConsoleSession
+from ..model.oom import HeldWatch
 from ..model.run import RunModel
 from ..source.base import Source
 from .look import Look
@@ -30,6 +32,9 @@ class Stage:
         self.chosen = False
         self.span = 1
         self.view: ViewName = "auto"
+        self.held = HeldWatch()
+        self.consoles: dict[int, ConsoleSession] = {}
+        """Sessions with ranks that are held, by rank: they outlive the screen that shows them."""
         self._zoom: bool | None = None
         self._message: tuple[str, str, float] = ("", "", 0.0)
         self._empty = RunModel()

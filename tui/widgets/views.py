@@ -179,7 +179,7 @@ def summary_of(model: RunModel, connection: Connection, read_only: bool = False)
 def trouble_words(model: RunModel) -> str:
     """Count the ranks in trouble: ``1 hung, 3 waiting``."""
     counts = model.rank_states()
-    order = ("hung", "gone", "unreachable", "stopped", "waiting")
+    order = ("hung", "held", "gone", "unreachable", "stopped", "waiting")
     return ", ".join(f"{counts[state]} {state}" for state in order if counts.get(state)) if not model.ended else ""
 
 

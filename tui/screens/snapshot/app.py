@@ -18,11 +18,6 @@ from ...widgets.stage import Stage
 from .help import SnapshotHelp
 from .screen import SnapshotScreen
 
-_LAYOUT = """
-#timeline { height: 10; }
-.tall #timeline { height: 35%; }
-#rows { height: 1fr; }
-"""
 _MESSAGES_A_SECOND = 2
 
 
@@ -37,7 +32,6 @@ class SnapshotApp(App[None]):
     """
 
     CSS_PATH = "../../ftmon.tcss"
-    CSS = _LAYOUT
     TITLE = "ftmon snapshot"
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+q", "detach", "leave", show=False, tooltip="leave")]

@@ -1,0 +1,165 @@
+"""Recorded out-of-memory errors for tests of the screens: one rank is held in a backward pass, three others wait."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ftmon.protocol.blocks import StackGroup
+from ftmon.protocol.control import Accepted, Alert, RankState, Result
+from ftmon.protocol.oom import OomReport, RankMoment
+from ftmon.protocol.oomreport.mends import mends
+from ftmon.protocol.oomreport.verdict import Around, explain
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.telemetry import Oom
+from ftmon.protocol.wire import Frame, Message
+from ftmon.tui.model import RunModel
+from ftmon.tui.source.base import CommandRecord, Connection
+from ftmon.tui.source.transport import Transport
+from streams import GIB, Stream, write
+
+SNAPSHOT = Path(__file__).parents[1] / "data" / "oom_backward.pickle.gz"
+NAME = "snapshots/rank-1-step-45-oom.pickle"
+HELD_SECONDS = 134.0
+MIB = 2**20
+
+
+def oom_of(rank: int = 1, t: float = 0.0, *, held: bool = True, console: bool = True) -> Oom:
+    """Make an error as a rank of a 1B model under ZeRO-2 tells it: the logits of a batch longer than any before."""
+    return Oom(
+        rank=rank,
+        step=45,
+        phase="forward",
+        time=t,
+        requested_bytes=9280 * MIB,
+        device_free_bytes=3 * GIB + 211 * MIB,
+        device_total_bytes=139 * GIB + 800 * MIB,
+        capacity_bytes=139 * GIB + 800 * MIB,
+        room_bytes=3 * GIB + 211 * MIB,
+        allocated_bytes=128 * GIB + 406 * MIB,
+        reserved_bytes=133 * GIB,
+        reserved_free_bytes=4 * GIB + 618 * MIB,
+        usable_free_bytes=4 * GIB + 100 * MIB,
+        largest_free_bytes=1 * GIB + 300 * MIB,
+        free_blocks=214,
+        batch_shape=[4, 4736],
+        largest_shape=[4, 2048],
+        largest_shape_step=31,
+        micro_step=2,
+        steps_done=44,
+        peak_bytes=64 * GIB,
+        parts={
+            "parameters": 2 * GIB + 310 * MIB,
+            "gradients": 2 * GIB + 310 * MIB,
+            "optimizer_states": 9 * GIB,
+            "activations": 104 * GIB,
+            "temporaries": 10 * GIB + 810 * MIB,
+        },
+        vocabulary=128_256,
+        message="CUDA out of memory. Tried to allocate 9.06 GiB.",
+        stack=[
+            "/home/user/llama3/train.py:77 main",
+            "/venv/lib/python3.12/site-packages/deepspeed/runtime/engine.py:2014 forward",
+            "/home/user/llama3/model.py:143 forward",
+            "/venv/lib/python3.12/site-packages/transformers/loss/loss_utils.py:59 ForCausalLMLoss",
+            "/venv/lib/python3.12/site-packages/torch/nn/functional.py:3494 cross_entropy",
+        ],
+        holders=[
+            StackGroup(
+                61 * GIB, 512, ["/home/user/llama3/model.py:88 forward", "/venv/torch/nn/linear.py:125 forward"]
+            ),
+            StackGroup(9 * GIB, 2, ["/home/user/llama3/train.py:51 main", "/venv/torch/optim/adamw.py:90 _init_group"]),
+        ],
+        snapshot=NAME,
+        held=held,
+        console=console,
+        peer_timeout_s=1800.0,
+        others="ranks 0, 2 and 3 wait for it in reduce_scatter_tensor #412; NCCL ends them after its timeout",
+    )
+
+
+def messages(t: float, *, held: bool = True, console: bool = True) -> list[Message]:
+    """Make what a hub publishes when rank 1 runs out of memory at ``t``."""
+    oom = oom_of(t=t, held=held, console=console)
+    verdict = explain(oom, Around())
+    moments = [
+        RankMoment(
+            rank=rank,
+            state="held" if rank == 1 else "waiting",
+            step=45,
+            phase="forward" if rank == 1 else "backward",
+            micro_step=2,
+            allocated_bytes=oom.allocated_bytes if rank == 1 else (61 + rank) * GIB,
+            reserved_bytes=oom.reserved_bytes if rank == 1 else 70 * GIB,
+            batch_shape=[4, 4736] if rank == 1 else [4, 2048],
+            collective="" if rank == 1 else "reduce_scatter_tensor",
+        )
+        for rank in range(4)
+    ]
+    report = OomReport(1, 45, oom.phase, t, oom, verdict, mends(oom, verdict, Around()), moments)
+    states: list[Message] = [
+        RankState(
+            rank, "held" if rank == 1 and held else "waiting", t, "out of memory" if rank == 1 else "", t, 4000 + rank
+        )
+        for rank in range(4)
+    ]
+    title = f"rank 1 out of memory: {verdict.title}"
+    alert = Alert(901, "oom", "error", t, title, rank=1, step=45, phase=oom.phase, text=verdict.text)
+    return [oom, *states, report, alert]
+
+
+def out_of_memory(folder: Path, *, held: bool = True, console: bool = True) -> Path:
+    """Record a run whose rank 1 runs out of memory at its end, with the snapshot of a real error beside it."""
+    frames = list(Stream(ranks=4, steps=44, finished=False).frames())
+    t, begun = frames[-1].t + 0.4, frames[-1].seq
+    told = [Frame(begun + 1 + index, t, one) for index, one in enumerate(messages(t, held=held, console=console))]
+    later = Frame(begun + 1 + len(told), t + HELD_SECONDS, RankState(0, "waiting", t + HELD_SECONDS, "", t, 4000))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recording.sqlite"
+    write(path, [*frames, *told, later])
+    (folder / "snapshots").mkdir(exist_ok=True)
+    shutil.copy(SNAPSHOT, folder / NAME)
+    return path
+
+
+class HeldRun:
+    """A live run as a source, without a hub: rank 1 is held, commands are kept for the test to answer."""
+
+    def __init__(self, folder: Path, *, console: bool = True, can_command: bool = True) -> None:
+        self.path = out_of_memory(folder, console=console)
+        reader = Reader(self.path)
+        self.frames = reader.frames(0, 100_000)
+        reader.close()
+        self.model = RunModel()
+        self.model.info.name = self.model.info.id = "llama3-guanaco"
+        self.transport = Transport("live", lambda request: None)
+        self.transport.playing = True
+        self.connection = Connection("live")
+        self.commands: dict[str, CommandRecord] = {}
+        self.folder: Path | None = folder
+        self.can_command = can_command
+
+    def start(self) -> None:
+        """Nothing runs."""
+
+    def pump(self, budget_s: float = 0.05) -> bool:
+        """Fold everything at once."""
+        del budget_s
+        frames, self.frames = self.frames, []
+        for frame in frames:
+            self.model.apply(frame)
+        return bool(frames)
+
+    def send(self, verb: str, args: dict[str, Any] | None = None) -> str:
+        """Keep a command."""
+        number = str(len(self.commands))
+        self.commands[number] = CommandRecord(number, verb, args or {}, self.model.now)
+        return number
+
+    def answer(self, number: str, output: str = "", error: str = "", **data: Any) -> None:
+        """Answer a console's command as the hub does."""
+        record = self.commands[number]
+        record.accepted = Accepted(number, True)
+        record.result = Result(number, True, record.verb, "", {"output": output, "error": error, **data})
+
+    def close(self) -> None:
+        """Nothing is open."""

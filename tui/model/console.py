@@ -1,0 +1,126 @@
+"""A console session with one rank: what was typed, what came back, and the lines typed before; plain."""
+
+import codeop
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from ...protocol.control import Accepted, Result
+from ...protocol.text import sanitize
+
+MOST_LINES = 5000
+"""Lines of output that are kept; the oldest go first."""
+
+Kind = Literal["in", "out", "error", "note"]
+
+
+class Asked(Protocol):
+    """A command that was sent, and its answers as they come."""
+
+    @property
+    def accepted(self) -> Accepted | None: ...  # noqa: D102
+    @property
+    def result(self) -> Result | None: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class ConsoleLine:
+    """One line of the session, fit for a terminal."""
+
+    kind: Kind
+    text: str
+
+
+class ConsoleSession:
+    """The session with one rank. What a rank prints is untrusted: it is made harmless here, line by line."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.lines: list[ConsoleLine] = []
+        self.place = ""
+        """The frame the console is in, as the rank said it last."""
+        self.history: list[str] = []
+        self.version = 0
+        self._waiting: dict[str, float] = {}
+        """Commands without a result, and when they were sent."""
+        self._from_history: int | None = None
+        self._draft = ""
+
+    @property
+    def waiting_since(self) -> float:
+        """When the code was sent whose result has not come yet; 0 when nothing is waited for."""
+        return min(self._waiting.values(), default=0.0)
+
+    def sent(self, number: str, code: str, now: float) -> None:
+        """Note that code was sent as a command."""
+        self.history = [one for one in self.history if one != code] + [code]
+        self._from_history = None
+        for index, line in enumerate(code.splitlines()):
+            self._add("in", ("... " if index else ">>> ") + line)
+        self._waiting[number] = now
+
+    def note(self, text: str, kind: Kind = "note") -> None:
+        """Say something in the session that no rank said."""
+        for line in text.splitlines():
+            self._add(kind, line)
+
+    def take(self, commands: Mapping[str, Asked]) -> None:
+        """Take over the answers that have come."""
+        for number in list(self._waiting):
+            record = commands.get(number)
+            if record is None:
+                continue
+            if record.result is not None:
+                del self._waiting[number]
+                self._show(record.result)
+            elif record.accepted is not None and not record.accepted.ok:
+                del self._waiting[number]
+                self.note(f"refused: {record.accepted.text}", "error")
+
+    def _show(self, result: Result) -> None:
+        output, failed = (result.data.get(name) for name in ("output", "error"))
+        output, failed = (value if isinstance(value, str) else "" for value in (output, failed))
+        for line in output.splitlines():
+            self._add("out", line)
+        # A traceback in the output ends with the error already.
+        if failed and failed not in output:
+            self.note(failed, "error")
+        if not result.ok:
+            self.note(result.text or "failed", "error")
+        elif not output and not failed:
+            self.note("(no output)")
+        place = result.data.get("place")
+        if isinstance(place, str):
+            self.place = sanitize(place, 300)
+        self.version += 1
+
+    def _add(self, kind: Kind, text: str) -> None:
+        self.lines.append(ConsoleLine(kind, sanitize(text)))
+        if len(self.lines) > MOST_LINES:
+            del self.lines[: len(self.lines) - MOST_LINES]
+        self.version += 1
+
+    def recall(self, direction: int, now: str) -> str:
+        """Go back (-1) or forth (1) through what was typed before; past the newest is what was being typed."""
+        if not self.history:
+            return now
+        if self._from_history is None:
+            if direction > 0:
+                return now
+            self._draft, self._from_history = now, len(self.history)
+        self._from_history = max(0, self._from_history + direction)
+        if self._from_history >= len(self.history):
+            self._from_history = None
+            return self._draft
+        return self.history[self._from_history]
+
+
+def is_complete(code: str) -> bool:
+    """Tell whether Python would run this now: not in the middle of a bracket or a block. What is wrong is complete.
+
+    The code is compiled here and never run; the rank compiles it again.
+    """
+    try:
+        return codeop.compile_command(code, "<console>", "single") is not None
+    except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError):
+        return True

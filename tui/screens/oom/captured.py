@@ -1,0 +1,67 @@
+"""The snapshot that was captured at an out-of-memory error: where it is, and the explorer opened on it."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from textual.binding import BindingType
+
+from ....protocol.snapshot.reader import open_snapshot
+from ....protocol.snapshot.replay import Replay
+from ....protocol.telemetry import Oom
+from ....protocol.text import sanitize
+from ...model.run import RunModel
+from ...model.snapshot_explorer import Explorer
+from ...widgets.stage import Stage
+from ..base import key
+from ..snapshot.screen import SnapshotScreen
+
+
+class CapturedScreen(SnapshotScreen, inherit_bindings=False):
+    """The explorer on a run's own snapshot; escape goes back to where it was opened from."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        key("escape", "app.back", "back", "back to the report"),
+        *SnapshotScreen.BINDINGS,
+    ]
+
+    def __init__(self, stage: Stage, explorer: Explorer, view: str) -> None:
+        super().__init__(stage, explorer)
+        if not explorer.before:
+            explorer.show(view)
+
+
+def file_of(oom: Oom, folder: Path | None) -> Path | None:
+    """Find the snapshot of an error; None where there is none, or it is not on this host.
+
+    The name is what a rank said: nothing outside of the run's directory is opened for it.
+    """
+    if folder is None or not oom.snapshot:
+        return None
+    home = folder.resolve()
+    path = (home / oom.snapshot).resolve()
+    return path if path.is_relative_to(home) and path.is_file() else None
+
+
+def place_words(oom: Oom, folder: Path | None, model: RunModel) -> str:
+    """Say where the snapshot is, or why there is none."""
+    if not oom.snapshot:
+        return "none was captured" + ("" if oom.measure == "cuda" else ": the CPU has no allocator that records")
+    name = sanitize(oom.snapshot, 300)
+    if file_of(oom, folder) is not None:
+        return f"{folder}/{name}: 2 opens its timeline and live stacks, 4 the segment map"
+    rank = model.ranks.get(oom.rank)
+    host = f" on {sanitize(rank.hello.host, 100)}" if rank is not None and rank.hello is not None else ""
+    run = f"{model.info.id}/" if model.info.id else ""
+    if folder is not None:
+        return f"{name} is not in {folder} any more, or is{host or ' on another host'}: ftmon snapshot FILE opens it"
+    return f"{run}{name} in the directory of runs{host}: copy it here, then: ftmon snapshot {Path(name).name}"
+
+
+def open_explorer(path: Path) -> Explorer:
+    """Read a snapshot; takes seconds for a large one.
+
+    Raises:
+        SnapshotError: it cannot be read.
+    """
+    snapshot = open_snapshot(path)
+    return Explorer([Replay(snapshot, device) for device in snapshot.devices()])

@@ -1,0 +1,109 @@
+"""The dialog that lets held ranks go: what follows is said beforehand; the default is no."""
+
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from ...model.oom import OomCase, held_cases
+from ...source.base import CommandRecord
+from ...widgets.alert_lines import wrap
+from ...widgets.line import Line
+from ...widgets.stage import Stage
+from ..answers import answer_lines, button_line
+from ..dialog import Dialog
+
+
+class ReleaseDialog(Dialog):
+    """Asks whether to let the rank in view go, or all that are held; afterwards shows what came of it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,n", "close", "no", tooltip="do nothing"),
+        Binding("left,right,tab", "other", "choose", tooltip="between no and yes"),
+        Binding("a,space", "all", "all", tooltip="this rank, or all that are held"),
+        Binding("enter", "answer", "answer", tooltip="do what is chosen"),
+        Binding("y", "yes", "yes", tooltip="let go"),
+        Binding("q", "leave", "leave", tooltip="close"),
+    ]
+    WIDTH = 74
+    yes = False
+    sent = ""
+    all_of_them = False
+
+    def __init__(self, stage: Stage, case: OomCase) -> None:
+        super().__init__(stage)
+        self.case = case
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that would be let go."""
+        if not self.all_of_them:
+            return [self.case.oom.rank]
+        return sorted({case.oom.rank for case in held_cases(self.stage.model)} | {self.case.oom.rank})
+
+    @property
+    def record(self) -> CommandRecord | None:
+        """The command, once it was sent."""
+        source = self.stage.source
+        return source.commands.get(self.sent) if source is not None and self.sent else None
+
+    def lines(self, width: int, height: int) -> list[Line]:
+        """Draw question or progress."""
+        del height
+        look, model = self.look, self.stage.model
+        ranks = self.ranks
+        words = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+        lines = [Line(f"Let {words} go", look.style("text", bold=True)), Line()]
+        if self.record is not None:
+            lines += answer_lines(self.record, model, width, look)
+            return [*lines, Line(), Line("escape: close", look.style("dim"))]
+        lines += [Line(row, look.base) for text in self._what_follows() for row in wrap(text, width)]
+        held = len({case.oom.rank for case in held_cases(model)})
+        if held > 1:
+            mark = look.glyphs.marked if self.all_of_them else look.glyphs.unmarked
+            lines += [Line(), Line(f"{mark} ", look.style("accent")).add(f"all {held} held ranks (a)", look.base)]
+        return [*lines, Line(), button_line("No", f"Yes, let {words} go", self.yes, look)]
+
+    def _what_follows(self) -> list[str]:
+        model = self.stage.model
+        told = [
+            "The error is raised in the failing frame, as it would have been without ftmon. A script that catches it "
+            "goes on; otherwise the rank ends. The console in it ends with it."
+        ]
+        if model.info.framework == "deepspeed" or model.info.kind in ("demo", "train"):
+            told.append("When a rank ends, DeepSpeed's launcher ends every rank of its node: the run is over then.")
+        elif model.world_size > 1:
+            told.append("When a rank ends, the others wait in their next collective until its timeout, or are ended.")
+        return told
+
+    def tick(self) -> None:
+        """Show progress."""
+        if self.sent:
+            self.fit()
+        super().tick()
+
+    def action_other(self) -> None:
+        """Choose the other answer."""
+        self.yes = not self.yes
+        self.panel.tick()
+
+    def action_all(self) -> None:
+        """Mean all ranks that are held, or one."""
+        if not self.sent:
+            self.all_of_them = not self.all_of_them
+            self.fit()
+            self.panel.tick(force=True)
+
+    def action_answer(self) -> None:
+        """Do what is chosen."""
+        if self.sent or not self.yes:
+            self.dismiss(None)
+        else:
+            self.action_yes()
+
+    def action_yes(self) -> None:
+        """Let go."""
+        source = self.stage.source
+        if source is not None and not self.sent:
+            self.sent = source.send("release", {"ranks": self.ranks})
+            self.fit()
+            self.panel.tick(force=True)

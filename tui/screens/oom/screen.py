@@ -1,0 +1,251 @@
+"""The out-of-memory screen: the report, the snapshot of that moment, and a console in the failing frame."""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import ClassVar
+
+from textual.binding import BindingType
+from textual.widget import Widget
+
+from ....protocol.errors import FtmonError
+from ...model.console import ConsoleSession
+from ...model.oom import CaseKey, OomCase, first_to_show, held_since
+from ...model.snapshot_explorer import Explorer
+from ...widgets.console_input import ConsoleInput
+from ...widgets.oom_panes import VIEWS, ConsoleOutput, OomHead, OomReportView
+from ...widgets.stage import Stage
+from ..base import MonitorScreen, key
+from .captured import CapturedScreen, file_of, open_explorer, place_words
+from .release import ReleaseDialog
+
+
+class OomScreen(MonitorScreen):
+    """Everything of one out-of-memory error; ``rank``: the latest of that rank."""
+
+    NAME = "out of memory"
+    WHAT = (
+        "An allocation that failed: why, judged from the numbers of that moment; what to try, in order, with the bytes "
+        "it would free; the figures, the batch against the largest so far, all ranks then, and where it failed. 2 to 4 "
+        "open the memory snapshot captured then. Of a run started with --on-oom hold the rank waits in the failing "
+        "frame: r lets it go, k kills; with --allow-console too, c is a console in that frame."
+    )
+    TITLE_LINES = 1
+    LEGEND = ("states",)
+    BINDINGS: ClassVar[list[BindingType]] = [
+        key("escape", "leave", "back", "back; from the console to the report"),
+        key("up", "scroll(-1)", "up", "one line up", show=False),
+        key("down", "scroll(1)", "down", "one line down", show=False),
+        key("pageup", "page(-1)", "page up", "a screen up", show=False),
+        key("pagedown", "page(1)", "page down", "a screen down", show=False),
+        key("c,5", "console", "console", "run code in the failing frame of a rank that is held", bar="c"),
+        key("r", "release", "let go", "let a held rank go; asks first"),
+        key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
+        key("2", "explore('stacks')", "stacks", "the timeline of that moment's snapshot, and what was live", bar="2"),
+        key("3", "explore('blocks')", "blocks", "the largest blocks of it", show=False),
+        key("4", "explore('segments')", "segments", "the map of its segments and blocks", bar="4"),
+        key("1", "report", "report", "the report", show=False),
+        key("left", "case(-1)", "previous", "the error before", show=False),
+        key("right", "case(1)", "next", "the next error", show=False),
+        key("s", "app.stacks", "threads", "Python stacks of the rank's threads, as of now", show=False),
+        key("enter", "type", "type", "type into the console", show=False),
+    ]
+
+    def __init__(self, stage: Stage, rank: int | None = None) -> None:
+        super().__init__(stage)
+        found = first_to_show(stage.model, rank)
+        self.case_key: CaseKey | None = found.key if found is not None else None
+        # Kept, and not asked for: the app ticks a screen that is being taken down, too.
+        self._head = OomHead(stage, name="oom-head")
+        self._report = OomReportView(stage, name="oom-report")
+        self._output = ConsoleOutput(stage, name="console-output")
+        self._field = ConsoleInput(stage, "console-input")
+        self._explorers: dict[Path, Explorer] = {}
+        self._reading: Path | None = None
+
+    @property
+    def case(self) -> OomCase | None:
+        """The error in view."""
+        return self.stage.model.ooms.get(self.case_key)
+
+    def body(self) -> Iterable[Widget]:
+        """Give head, report and console."""
+        return self._head, self._report, self._output, self._field
+
+    def tick(self) -> None:
+        """Draw what changed; take over answers to what was typed."""
+        model, source = self.stage.model, self.stage.source
+        if self.case is None:
+            # A replay stands before it, or the first one has just come.
+            found = first_to_show(model)
+            self.case_key = found.key if found is not None else self.case_key
+        case = self.case
+        if case is not None:
+            self.stage.select(case.oom.rank)
+            self._report.place = place_words(case.oom, source.folder if source else None, model)
+            self._report.acts = source is not None and source.can_command and not self.stage.read_only
+            session = self._session(case.oom.rank)
+            if source is not None:
+                session.take(source.commands)
+            self._output.session = self._field.session = session
+            self._output.refusal = self._why_no_console(case)
+            self.set_class(bool(self._output.refusal), "no-console")
+            if self._output.refusal and self._field.has_focus:
+                self.set_focus(None)
+        for canvas in (self._head, self._report, self._output):
+            canvas.case_key = self.case_key
+        self._head.view = "console" if self.has_class("console") else VIEWS[0]
+        super().tick()
+
+    def in_question(self) -> set[int]:
+        """A kill asked for here means the rank in view."""
+        case = self.case
+        return {case.oom.rank} if case is not None else super().in_question()
+
+    def _session(self, rank: int) -> ConsoleSession:
+        return self.stage.consoles.setdefault(rank, ConsoleSession(rank))
+
+    def _why_no_console(self, case: OomCase) -> str:
+        """Say why no code can be run in that frame now; empty when it can."""
+        stage, oom = self.stage, case.oom
+        if stage.source is None or stage.source.transport.mode == "replay":
+            return "no console: this is a recording, its processes are gone"
+        if not oom.held:
+            return "no console: this rank was not held; start the run with --on-oom hold --allow-console"
+        if not oom.console:
+            return (
+                "no console: this run was started without --allow-console, so nobody may run code in its ranks; "
+                "ftmon run --on-oom hold --allow-console ... allows it"
+            )
+        if not held_since(stage.model, case):
+            return f"no console: rank {oom.rank} waits no longer"
+        if stage.read_only:
+            return "no console: this terminal is attached read-only"
+        if not stage.source.can_command:
+            return "no console: the run has no hub that takes commands"
+        return ""
+
+    # Views.
+
+    def action_leave(self) -> None:
+        """Go back: from the console to the report, from the report to the screen before."""
+        if self.has_class("console"):
+            self.action_report()
+        else:
+            self.app.call_later(self.run_action, "app.back")
+
+    def action_report(self) -> None:
+        """Show the report."""
+        self.remove_class("console")
+        self.set_focus(None)
+        self.call_after_refresh(self.tick)
+
+    def action_console(self) -> None:
+        """Show the console, ready to type where there is one."""
+        self.add_class("console")
+        self.tick()
+        self.call_after_refresh(self._begin_to_type)
+
+    def _begin_to_type(self) -> None:
+        if self.case is not None and not self._output.refusal:
+            self._field.focus()
+        self.tick()
+
+    def action_type(self) -> None:
+        """Type into the console, where it is in view."""
+        if self.has_class("console"):
+            self._begin_to_type()
+
+    def on_console_input_entered(self, event: ConsoleInput.Entered) -> None:
+        """Run what was typed."""
+        case, source = self.case, self.stage.source
+        if case is None or source is None:
+            return
+        session = self._session(case.oom.rank)
+        if refusal := self._why_no_console(case):
+            session.note(refusal, "error")
+        else:
+            number = source.send("console", {"rank": case.oom.rank, "code": event.code})
+            session.sent(number, event.code, time.time())
+        self._output.back = 0
+        self.tick()
+
+    def on_console_input_left(self) -> None:
+        """Leave the line, so that keys are the screen's again."""
+        self.action_report()
+
+    def on_console_input_scrolled(self, event: ConsoleInput.Scrolled) -> None:
+        """Scroll the output."""
+        self.action_page(event.direction)
+
+    def action_scroll(self, lines: int) -> None:
+        """Scroll what is in view."""
+        shown = self._output if self.has_class("console") else self._report
+        shown.scroll(lines)
+
+    def action_page(self, direction: int) -> None:
+        """Scroll by a screen."""
+        shown = self._output if self.has_class("console") else self._report
+        self.action_scroll(direction * max(1, shown.size.height - 2))
+
+    def action_case(self, delta: int) -> None:
+        """Go to another error."""
+        keys = [case.key for case in self.stage.model.ooms.ordered()]
+        if self.case_key in keys:
+            self.case_key = keys[max(0, min(keys.index(self.case_key) + delta, len(keys) - 1))]
+            self._report.top = 0
+            self.tick()
+
+    # Acting.
+
+    def action_release(self) -> None:
+        """Ask whether to let the rank go."""
+        case, stage = self.case, self.stage
+        if case is None or not held_since(stage.model, case):
+            stage.say("no rank waits at this error", "warning")
+        elif stage.read_only:
+            stage.say("read-only: release is refused", "warning")
+        elif stage.source is None or not stage.source.can_command:
+            stage.say("cannot let it go: the run has no hub that takes commands", "warning")
+        else:
+            self.app.push_screen(ReleaseDialog(stage, case))
+        self.tick()
+
+    # The snapshot.
+
+    def action_explore(self, view: str) -> None:
+        """Open the snapshot of that moment."""
+        case, stage = self.case, self.stage
+        if case is None:
+            return
+        folder = stage.source.folder if stage.source is not None else None
+        path = file_of(case.oom, folder)
+        if path is None:
+            stage.say(place_words(case.oom, folder, stage.model), "warning")
+            self.tick()
+        elif path in self._explorers:
+            self.app.push_screen(CapturedScreen(stage, self._explorers[path], view))
+        elif self._reading is None:
+            self._reading = path
+            stage.say(f"reading {path.name} ...")
+            self.tick()
+            self.run_worker(lambda: self._read(path, view), thread=True, exit_on_error=False)
+
+    def _read(self, path: Path, view: str) -> None:
+        """Read a snapshot, on a thread of its own."""
+        try:
+            found: Explorer | str = open_explorer(path)
+        except FtmonError as error:
+            found = str(error)
+        self.app.call_from_thread(self._opened, path, view, found)
+
+    def _opened(self, path: Path, view: str, found: Explorer | str) -> None:
+        self._reading = None
+        if isinstance(found, str):
+            self.stage.say(found, "error")
+            self.tick()
+            return
+        self._explorers[path] = found
+        self.stage.say("")
+        if self.is_current:
+            self.app.push_screen(CapturedScreen(self.stage, found, view))

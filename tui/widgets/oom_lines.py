@@ -1,0 +1,188 @@
+"""The report of an out-of-memory error, drawn: verdict, mends, figures, batch, the other ranks, where it failed."""
+
+import re
+from collections.abc import Iterator
+
+from ...protocol.memory import PARTS
+from ...protocol.oom import Mend, RankMoment
+from ...protocol.oomreport.words import shape_words
+from ...protocol.snapshot.stacks import library_of
+from ...protocol.telemetry import Oom
+from ...protocol.text import gib, sanitize
+from ..model.oom import OomCase, hold_words, numbers
+from ..model.run import RunModel
+from ..model.waterfall import CPU_LABELS, LABELS
+from .line import Line, cut
+from .look import Look
+from .peak_bars import PART_FILLS
+from .wrapping import wrap
+
+_FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<name>.*)")
+_MOST_WIDE = 118
+"""Sentences get no longer than this: longer lines are hard to read."""
+_FRAMES, _HOLDERS = 16, 8
+_WIDE = 100
+"""From this width on there is room for reserved memory beside the collective a rank was in."""
+
+
+def report_lines(case: OomCase, model: RunModel, place: str, acts: bool, width: int, look: Look) -> list[Line]:
+    """Draw a report, top to bottom.
+
+    Args:
+        case: the error.
+        model: the run, for what is going on now.
+        place: where its snapshot is, in words.
+        acts: whether anything can be done to the rank from here.
+        width: cells.
+        look: how.
+    """
+    oom = case.oom
+    lines = [Line(" " + row, look.base) for row in wrap(case.verdict.text, min(width, _MOST_WIDE) - 2)]
+    sure = "the numbers leave no other reading" if case.verdict.sure else "the likeliest reading of the numbers"
+    lines.append(Line(f" {sure}", look.style("dim")))
+    if held := hold_words(model, case):
+        lines += [Line(), _head(f"{look.glyphs.states['held']} held", look, "error")]
+        lines += [Line("  " + row, look.base) for words in held for row in wrap(words, min(width, _MOST_WIDE) - 3)]
+        if acts:
+            console = "c: a console in that frame   " if oom.console else ""
+            lines.append(Line(f"  {console}r: let it go   k: kill", look.style("accent")))
+    lines += [Line(), *_section("what to try, in this order", _mends(case.mends, width, look), look)]
+    lines += [Line(), *_section("the numbers at that moment", _numbers(oom, width, look), look)]
+    if oom.parts:
+        note = f" ({sanitize(oom.parts_note)})" if oom.parts_note else ""
+        lines += [Line(), *_section(f"allocated was{note}", _parts(oom, width, look), look)]
+    if oom.batch_shape:
+        lines += [Line(), *_section("batch", [_batch(oom, look)], look)]
+    if oom.holders:
+        lines += [Line(), *_section("who held most", _holders(oom, width, look), look)]
+    if case.ranks:
+        lines += [Line(), *_section("all ranks at that moment", _ranks(case, width, look), look)]
+    if oom.stack:
+        of = " (of the training thread)" if oom.stack_of == "training" else ""
+        lines += [Line(), *_section(f"where it failed{of}, innermost first", _stack(oom, width, look), look)]
+    lines += [Line(), _head("snapshot", look)]
+    lines += [Line("  " + row, look.base) for row in wrap(place, min(width, _MOST_WIDE) - 3)]
+    if oom.snapshot_note:
+        lines += [Line("  " + row, look.style("dim")) for row in wrap(oom.snapshot_note, min(width, _MOST_WIDE) - 3)]
+    return lines
+
+
+def _head(text: str, look: Look, tone: str = "accent") -> Line:
+    return Line(f" {text}", look.style(tone, bold=True))
+
+
+def _section(title: str, rows: "list[Line] | Iterator[Line]", look: Look) -> list[Line]:
+    return [_head(title, look), *rows]
+
+
+def _mends(mends: list[Mend], width: int, look: Look) -> Iterator[Line]:
+    if not mends:
+        yield Line("  the numbers suggest nothing", look.style("dim"))
+    for number, mend in enumerate(mends, 1):
+        frees = f"{mend.bound + ' ' if mend.bound else ''}{gib(mend.frees_bytes)}" if mend.frees_bytes else ""
+        room = min(width, _MOST_WIDE) - 5
+        for index, row in enumerate(wrap(mend.text, room)):
+            mark = f"  {number} " if not index else "    "
+            yield Line(mark, look.style("accent", bold=True)).add(row, look.base)
+        if not mend.setting and not frees:
+            continue
+        line = Line("    ", look.base)
+        if frees:
+            line.add(f"frees {frees}", look.style("good", bold=True)).add("   " if mend.setting else "", look.base)
+        line.add(cut(sanitize(mend.setting), width - line.width - 1, look.glyphs.ellipsis), look.style("dim"))
+        yield line
+
+
+def _numbers(oom: Oom, width: int, look: Look) -> Iterator[Line]:
+    for index, (name, size, remark) in enumerate(numbers(oom)):
+        line = Line(f"  {name:<24}", look.style("dim"))
+        line.add(f"{gib(size):>12}", look.style("error" if index == 0 else "text", bold=index == 0))
+        yield line.add(cut(f"  {sanitize(remark)}", width - line.width, look.glyphs.ellipsis), look.style("dim"))
+
+
+def _parts(oom: Oom, width: int, look: Look) -> Iterator[Line]:
+    """Draw what was allocated by part, a bar each against the largest."""
+    total = max(1, sum(oom.parts.values()))
+    largest = max(1, *oom.parts.values())
+    labels = LABELS | (CPU_LABELS if oom.measure != "cuda" else {})
+    names = [name for name in PARTS if oom.parts.get(name)] + sorted(set(oom.parts) - set(PARTS))
+    room = max(8, min(width, _MOST_WIDE) - 50)
+    for name in names:
+        size = oom.parts[name]
+        line = Line(f"  {sanitize(labels.get(name, name))[:22]:<22}", look.style("dim"))
+        line.add(f"{gib(size):>12} {size / total * 100:>4.0f} %  ", look.base)
+        cells = max(1, round(size / largest * room)) if size > 0 else 0
+        fill = PART_FILLS.get(name, "#") if look.plain_graphs else " "
+        yield line.add(fill * cells, look.style("on_color", look.part(name)))
+
+
+def _batch(oom: Oom, look: Look) -> Line:
+    line = Line(f"  {shape_words(oom.batch_shape)}", look.style("text", bold=True))
+    if oom.micro_step:
+        line.add(f", micro-step {oom.micro_step}", look.base)
+    if not oom.largest_shape:
+        return line.add("; there was none before in this process", look.style("dim"))
+    step = f" in step {oom.largest_shape_step:,}" if oom.largest_shape_step else ""
+    return line.add(f"; the largest before was {shape_words(oom.largest_shape)}{step}", look.style("dim"))
+
+
+def _holders(oom: Oom, width: int, look: Look) -> Iterator[Line]:
+    for group in oom.holders[:_HOLDERS]:
+        blocks = f"{group.count:>6,} " + ("block " if group.count == 1 else "blocks")
+        line = Line(f"  {gib(group.bytes):>12}", look.style("text", bold=True)).add(f" {blocks}  ", look.style("dim"))
+        yield line.add(cut(_place(group.frames), width - line.width - 1, look.glyphs.ellipsis), look.base)
+
+
+def _place(frames: list[str]) -> str:
+    """Name a stack by its innermost frame, and the innermost of the person's own code."""
+    parts = [_parts_of(frame) for frame in reversed(frames)]
+    if not parts:
+        return "no Python stack recorded"
+    own = next((part for part in parts if not library_of(part[0])), None)
+    words = _frame_words(*parts[0])
+    return words if own is None or own == parts[0] else f"{words} (from {_frame_words(*own)})"
+
+
+def _parts_of(frame: str) -> tuple[str, str, str]:
+    found = _FRAME.match(sanitize(frame, 1000))
+    return (found["file"], found["line"], found["name"]) if found else ("", "", sanitize(frame, 300))
+
+
+def _frame_words(filename: str, line: str, name: str) -> str:
+    return f"{name} {filename.replace(chr(92), '/').rpartition('/')[2]}:{line}" if filename else name
+
+
+def _ranks(case: OomCase, width: int, look: Look) -> Iterator[Line]:
+    reserved = f"{'reserved':>11}" if width >= _WIDE else ""
+    head = f"  {'rank':<6}{'state':<13}{'step':>8}  {'phase':<11}{'allocated':>11}{reserved}{'batch':>11}"
+    yield Line(cut(head, width, ""), look.style("dim"))
+    for moment in case.ranks:
+        yield _rank(moment, moment.rank == case.oom.rank, width, look)
+
+
+def _rank(moment: RankMoment, failed: bool, width: int, look: Look) -> Line:
+    glyph, tone = look.state(moment.state)
+    line = Line(f"{look.glyphs.error if failed else ' '} {moment.rank:<6}", look.style("error" if failed else "text"))
+    line.add(f"{glyph} ", look.style(tone)).add(f"{sanitize(moment.state)[:10]:<11}", look.base)
+    line.add(f"{moment.step:>8,}  {sanitize(moment.phase)[:10]:<11}", look.base)
+    reserved = f"{gib(moment.reserved_bytes):>11}" if width >= _WIDE else ""
+    line.add(f"{gib(moment.allocated_bytes):>11}{reserved}", look.base)
+    line.add(f"{shape_words(moment.batch_shape):>11}", look.style("dim"))
+    if moment.collective:
+        words = f"  in {sanitize(moment.collective)}"
+        line.add(cut(words, width - line.width, look.glyphs.ellipsis), look.style("warning"))
+    return line
+
+
+def _stack(oom: Oom, width: int, look: Look) -> Iterator[Line]:
+    frames = [_parts_of(frame) for frame in reversed(oom.stack)]
+    for filename, number, name in frames[:_FRAMES]:
+        own = bool(filename) and not library_of(filename)
+        line = Line(f"  {name}", look.style("text" if own else "dim", bold=own))
+        room = width - line.width - 3
+        where = f"{filename}:{number}" if filename else ""
+        if len(where) > room > 1:
+            where = look.glyphs.ellipsis + where[-(room - 1) :]
+        yield line.add(f"  {where}", look.style("dim"))
+    if len(frames) > _FRAMES:
+        yield Line(f"  and {len(frames) - _FRAMES} more", look.style("faint"))
