@@ -58,6 +58,9 @@ def hub_socket(context: "zmq.Context[Any]", channel: str) -> "zmq.Socket[Any]":
     if _HUB_KINDS[channel] == zmq.ROUTER:
         # A send to a peer that left fails (EHOSTUNREACH) and one to a full queue says so (EAGAIN): neither is silent.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    if channel == "telemetry":
+        # Of each sender, in 18 KiB pieces of which a message may hold one alone.
+        socket.setsockopt(zmq.RCVHWM, SEND_HIGH_WATER)
     if channel in REQUEST_CHANNELS:
         socket.setsockopt(zmq.RCVHWM, REQUEST_HIGH_WATER)
         socket.setsockopt(zmq.SNDHWM, REQUEST_HIGH_WATER)
