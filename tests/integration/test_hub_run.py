@@ -123,7 +123,7 @@ def test_peers_of_another_version_and_unknown_types_are_counted_and_told():
 def test_a_read_only_hub_refuses_every_verb_that_acts():
     with started(fake_ranks({"workers": 1}), read_only=True) as run, App(run) as app:
         app.wait_for(Step)
-        for verb in ("kill", "stop", "stacks", "snapshot", "arm", "shutdown"):
+        for verb in ("kill", "stop", "stacks", "snapshot", "arm", "compose", "shutdown"):
             assert "--read-only" in app.refused(verb)
         assert app.command("ping").ok
         assert hub_of(run).read_only

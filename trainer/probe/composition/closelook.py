@@ -117,7 +117,8 @@ class CloseLook:
         self._walk()
         if self.on_cuda:
             self.hooked = not compiles()
-            self._tap()
+            if self.hooked:
+                self._tap()
 
     def _boundary(self, ending: str, beginning: str) -> None:
         if not self.on_cuda:
@@ -127,7 +128,7 @@ class CloseLook:
             self._backwards += 1
             if self._backwards == 1:
                 self._walk()
-            elif self._backwards <= MOST_GRADIENT_WALKS:
+            elif self._backwards <= MOST_GRADIENT_WALKS or beginning == "optimizer":
                 self._glance(walk_gradients)
         elif beginning == "optimizer":
             self._glance(walk_gradients)
