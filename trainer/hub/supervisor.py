@@ -8,12 +8,14 @@ import contextlib
 import os
 import re
 import select
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
 from .. import processes
+from .kernelkills import KernelKills
 from .states import ProcessFact
 
 _LOOK_SECONDS = 0.2
@@ -50,6 +52,7 @@ class Supervisor(threading.Thread):
         self._watched: dict[int, _Watched] = {}
         self._facts: deque[ProcessFact] = deque()
         self._poller = select.poll()
+        self._kills = KernelKills()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wakeup, select.POLLIN)
         self._ending = threading.Event()
@@ -126,18 +129,24 @@ class Supervisor(threading.Thread):
             fact = ProcessFact(watched.rank, watched.pid, watched.start_ticks, False)
         elif not process.alive:
             exit_code, number = processes.exit_of(process.wait_status)
-            fact = ProcessFact(watched.rank, watched.pid, watched.start_ticks, False, process.state, exit_code, number)
+            kill = self._kills.find(watched.pid, now) if number == signal.SIGKILL else None
+            fact = ProcessFact(
+                watched.rank, watched.pid, watched.start_ticks, False, process.state, exit_code, number, kill
+            )
         else:
             fact = ProcessFact(watched.rank, watched.pid, watched.start_ticks, True, process.state)
         before = watched.fact
         changed = before is None or before.alive != fact.alive or _stopped(before) != _stopped(fact)
         if changed or now - watched.told_at >= _REPEAT_SECONDS:
+            if fact.alive:
+                self._kills.look(watched.pid, now)
             watched.fact = fact
             watched.told_at = now
             self._facts.append(fact)
             if changed:
                 self._notify()
         if not fact.alive:
+            self._kills.forget(watched.pid)
             self._forget(watched)
 
     def _forget(self, watched: _Watched) -> None:

@@ -195,7 +195,10 @@ class Detectors:
         self._hang.held(state.rank, self._oom.standing(state.rank) if state.state == "held" else None)
         alerts += self._oom.held(now, state.rank, state.state == "held")
         if state.state == "gone":
-            alerts += self._death.gone(now, state, self._tracker.kill_asked)
+            tracked = self._tracker.ranks.get(state.rank)
+            kill = tracked.fact.kernel_kill if tracked is not None and tracked.fact is not None else None
+            pressure = self._moments.pressure(now, state.rank)
+            alerts += self._death.gone(now, state, self._tracker.kill_asked, kill, pressure)
         if state.state in ("gone", "finished"):
             alerts += self._slow.drop(now, state.rank)
             alerts += self._leak.drop(now, state.rank)

@@ -14,6 +14,7 @@
 """
 
 import re
+import signal as signals
 from collections import deque
 
 from ....protocol.control import Alert, RankState
@@ -43,6 +44,37 @@ _FOLLOWING_SIGNALS = {2, 6, 9, 15}
 _FOLLOWING_CODES = {128 + number for number in _FOLLOWING_SIGNALS}
 _LEFT_BEHIND = re.compile(r"ftmon: the job ended \(([\w ]+)\) and left (\d+) processes, ending them: ")
 _LAUNCHER: Key = ("died", None, "", "launcher")
+
+
+def _by_kernel(kill: KernelKill | None) -> bool:
+    return kill is not None and bool(kill.text)
+
+
+def _killer(how: str, hint: str, kill: KernelKill | None, pressure: str) -> tuple[str, str]:
+    """Say who sent a SIGKILL, as far as the evidence goes: for the title, and in a sentence."""
+    mend = "Give it more memory (the limit, the host), or hold less: fewer workers, smaller batches, no offload."
+    if kill is not None and kill.text:
+        why = "; ".join(kill.evidence)
+        if kill.sure:
+            return f"{how} by the kernel for want of memory", f"{kill.text.capitalize()}: {why}. {mend}"
+        return f"{how}, probably by the kernel for want of memory", f"{kill.text.capitalize()}: {why}. {mend}"
+    if kill is not None:
+        return how, f"Not by the kernel for memory: {'; '.join(kill.evidence)}. Somebody or a job scheduler sent it."
+    if pressure:
+        return (
+            f"{how}, probably by the kernel for want of memory",
+            f"Neither log nor counter could be read; {pressure}.",
+        )
+    return how, hint
+
+
+def _kernel_evidence(kill: KernelKill | None, pressure: str) -> dict[str, object]:
+    found: dict[str, object] = {}
+    if kill is not None:
+        found["kernel_kill"] = {"sure": kill.sure, "text": kill.text, "why": kill.evidence}
+    if pressure:
+        found["memory_before"] = pressure
+    return found
 
 
 def _lost_peer(error: str) -> bool:
@@ -114,8 +146,23 @@ class DeathDetector:
             return []
         return self._raise_failure(t, failure)
 
-    def gone(self, t: float, state: RankState, kill_asked: set[int]) -> list[Alert]:
-        """Take in that a rank's process is gone."""
+    def gone(
+        self,
+        t: float,
+        state: RankState,
+        kill_asked: set[int],
+        kill: KernelKill | None = None,
+        pressure: str = "",
+    ) -> list[Alert]:
+        """Take in that a rank's process is gone.
+
+        Args:
+            t: seconds since the epoch.
+            state: the rank's state.
+            kill_asked: ranks whose end was asked for.
+            kill: what is known of the kernel's part in it.
+            pressure: how full the host's memory was just before, in words; empty: not full, or not known.
+        """
         rank = state.rank
         ending = ending_in_words(state.exit_code, state.signal)
         known = self._failed.get(rank)
@@ -128,14 +175,22 @@ class DeathDetector:
             return []
         asked = rank in kill_asked
         died: Key = ("died", rank, "", "process")
-        if self._book.get(died) is None and not asked and self._recent(t) and self._follows(state):
+        if (
+            self._book.get(died) is None
+            and not asked
+            and not _by_kernel(kill)
+            and self._recent(t)
+            and self._follows(state)
+        ):
             return self._followed(t, rank, ending)
         if self._first is None or t - self._first[0] > CONSEQUENCE_S:
             self._first = (t, died)
             self._followers = {}
         signal = state.signal or (-state.exit_code if state.exit_code is not None and state.exit_code < 0 else None)
-        hint = signal_hint(signal) if signal else ""
+        hint = f"Possibly: {signal_hint(signal)}." if signal and signal_hint(signal) else ""
         how = ending if ending.startswith("killed") else f"ended: {ending}"
+        if signal == signals.SIGKILL and not asked:
+            how, hint = _killer(how, hint, kill, pressure)
         self._awaiting_logs[rank] = (t, died)
         alerts = self._book.raise_alert(
             t,
@@ -146,7 +201,7 @@ class DeathDetector:
             rank=rank,
             text=(
                 f"The process of rank {rank} (pid {state.pid}) is gone: {state.text or ending}."
-                f"{f' Possibly: {hint}.' if hint and not asked else ''} The other ranks cannot go on without it; "
+                f"{f' {hint}' if hint and not asked else ''} The other ranks cannot go on without it; "
                 "DeepSpeed's launcher ends them too."
             ),
             evidence={
@@ -154,6 +209,7 @@ class DeathDetector:
                 "exit_code": state.exit_code,
                 "signal": state.signal,
                 "log": list(self._logs.get(rank, ())),
+                **_kernel_evidence(kill, pressure),
             },
             repeat=False,
         )

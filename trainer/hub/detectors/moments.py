@@ -7,9 +7,12 @@ from ....protocol.oom import OomReport, RankMoment
 from ....protocol.oomreport.mends import mends
 from ....protocol.oomreport.verdict import Around, explain
 from ....protocol.telemetry import DeviceSample, Heartbeat, Hello, Oom, ProcessMemory, Step
+from ....protocol.text import gib
 
 _RANKS = 512
 _PROCESSES = 32
+_FULL = 0.95
+_FRESH_S = 5.0
 
 
 class Moments:
@@ -67,6 +70,18 @@ class Moments:
             ranks=[self._moment(t, rank, states.get(rank), oom) for rank in ranks],
             processes=processes,
             device_used_bytes=sample.used_bytes if sample is not None else 0,
+        )
+
+    def pressure(self, t: float, rank: int) -> str:
+        """Say how full the memory of a rank's host was just before ``t``; empty where it was not, or nobody looked."""
+        hello = self._hellos.get(rank)
+        sample = self._hosts.get(hello.host) if hello is not None else None
+        if sample is None or t - sample.time > _FRESH_S or sample.used_bytes < _FULL * sample.total_bytes:
+            return ""
+        held = next((process.used_bytes for process in sample.processes if process.rank == rank), 0)
+        return (
+            f"{max(0.0, t - sample.time):.1f} s before, {gib(sample.used_bytes)} of {gib(sample.total_bytes)} of the "
+            f"host's (or control group's) memory were in use, {gib(held)} of it by this rank"
         )
 
     def _moment(self, t: float, rank: int, state: RankState | None, oom: Oom) -> RankMoment:

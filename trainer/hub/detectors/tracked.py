@@ -14,6 +14,16 @@ ASKING_SIGNALS = (2, 15)
 ASKED_LATER_S = 1.0
 
 
+class KernelKill(msgspec.Struct, frozen=True):
+    """What speaks for a process having been killed by the kernel for want of memory."""
+
+    sure: bool
+    """The kernel's own log names the process."""
+    text: str
+    """Whose memory it was, in words; empty: what could be read speaks against it."""
+    evidence: list[str]
+
+
 class ProcessFact(msgspec.Struct, frozen=True):
     """What the supervisor saw of one rank's process, at most a second ago.
 
@@ -31,6 +41,8 @@ class ProcessFact(msgspec.Struct, frozen=True):
     """Exit code, when the process has ended and its parent told us."""
     signal: int | None = None
     """The signal that ended it, likewise."""
+    kernel_kill: KernelKill | None = None
+    """Of a process that SIGKILL ended: what is known of the kernel's part in it; None: nothing."""
 
 
 class TrackedRank:
@@ -97,7 +109,9 @@ class TrackedRank:
             return "finished", goodbye.text
         if goodbye is None and code == 0 and not signal:
             return "finished", "exit code 0, without a goodbye"
-        return "gone", ending_in_words(code, signal)
+        kill = fact.kernel_kill if fact is not None else None
+        by_kernel = f" by the kernel for want of memory: {kill.text}" if kill is not None and kill.sure else ""
+        return "gone", ending_in_words(code, signal) + by_kernel
 
     def view(self, now: float) -> RankView:
         """Show this rank to the judge as it stands at ``now``."""
