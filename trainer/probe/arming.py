@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...protocol import wire
 from ...protocol.memory import Cause
@@ -25,11 +25,20 @@ if TYPE_CHECKING:
     from .probe import Probe
 
 MOST_STEPS = 3
+MOST_WANTS = 4
 USUAL_STEPS = 8
 AHEAD_STEPS = 3
 """Nobody else uses the recorder from so many steps before the one that is to be recorded."""
 LEAST_SECONDS, MOST_SECONDS = 20.0, 900.0
 REASONS = ("asked", "spike", "leak", "oom")
+
+
+class _Want(NamedTuple):
+    armed: Armed
+    reason: Any
+    answer: Answer
+    patience: float
+    """Seconds to wait for its step, once it has the recorder or (doubled) until it gets it."""
 
 
 class Arming:
@@ -40,11 +49,11 @@ class Arming:
         self._recording = recording
         self._send = send
         self._usual: dict[str, deque[int]] = {}
-        self._armed: Armed | None = None
-        self._reason: Any = "asked"
-        self._answer: Answer | None = None
+        self._wants: list[_Want] = []
+        self._now: _Want | None = None
+        """The one that has the recorder."""
         self._deadline = 0.0
-        self._begun = self._was_off = False
+        self._was_off = False
         self._step: Step | None = None
 
     def want(self, phase: str, steps: int, from_step: int, reason: str, answer: Answer) -> None:
@@ -62,19 +71,19 @@ class Arming:
             answer(False, "this rank computes on the CPU: its allocations leave no trace to read", {})
         elif recording.by_script:
             answer(False, "the script records memory history itself; it is left alone", {})
-        elif self._armed is not None:
-            answer(False, "stacks are being recorded already", {})
+        elif len(self._wants) >= MOST_WANTS:
+            answer(False, f"{len(self._wants)} recordings of stacks are waiting already", {})
         else:
             leak = reason == "leak"
-            self._armed = Armed(recording, probe.tracker, phase, min(MOST_STEPS, max(1, steps)), from_step, long=leak)
-            self._reason, self._answer = reason if reason in REASONS else "asked", answer
+            armed = Armed(recording, probe.tracker, phase, min(MOST_STEPS, max(1, steps)), from_step, long=leak)
             seconds = (PATIENCE_STEPS + max(0, from_step - probe.tracker.step)) * probe.step_seconds
-            self._deadline = time.monotonic() + min(MOST_SECONDS, max(LEAST_SECONDS, seconds))
-            self._begin(self._armed)
+            patience = min(MOST_SECONDS, max(LEAST_SECONDS, seconds))
+            self._wants.append(_Want(armed, reason if reason in REASONS else "asked", answer, patience))
+            self._begin()
 
     def note(self, step: Step) -> None:
         """A step's message has been sent: either the armed one, or one more to know the usual from."""
-        armed = self._armed
+        armed = self._now.armed if self._now is not None else None
         if armed is not None and armed.borders and step.step >= armed.borders[0][0]:
             if armed.done and step.step == armed.borders[-1][0]:
                 self._step = step
@@ -85,31 +94,43 @@ class Arming:
 
     def tick(self) -> None:
         """Read what an armed step has left, once that step's message has been sent; give up what never came."""
-        armed = self._armed
-        if armed is None:
+        if not self._wants:
             return
+        self._begin()
+        want = self._now
+        if want is None:
+            return
+        armed = want.armed
         try:
-            self._begin(armed)
             if armed.done and self._step is not None:
-                cause = self._find(armed, self._step)
+                cause = self._find(armed, want.reason, self._step)
                 self._send(cause)
-                self._finish(armed, True, _in_words(cause))
+                self._finish(want, True, _in_words(cause))
             elif armed.failed:
-                self._finish(armed, False, armed.failed)
+                self._finish(want, False, armed.failed)
             elif time.monotonic() >= self._deadline:
                 what = f"phase {armed.phase!r} did not come" if armed.phase else "no step ended"
-                self._finish(armed, False, f"{what} in {time.monotonic() - armed.since:.0f} s")
+                self._finish(want, False, f"{what} in {want.patience:.0f} s")
         except Exception as error:
             guard.log_error("finding a cause", error)
-            self._finish(armed, False, f"{type(error).__name__}: {error}")
+            self._finish(want, False, f"{type(error).__name__}: {error}")
 
-    def _begin(self, armed: Armed) -> None:
-        """Take the recorder when the step is near, and nobody else has it; until then, others may use it."""
-        tracker = self._probe.tracker
-        if self._begun or tracker.step + AHEAD_STEPS < armed.from_step or not self._recording.claim("arm"):
+    def _begin(self) -> None:
+        """Take the recorder for a step that is near, when nobody else has it; until then, others may use it."""
+        tracker, now = self._probe.tracker, time.monotonic()
+        for want in [
+            want for want in self._wants if now > want.armed.since + 2 * want.patience and want is not self._now
+        ]:
+            self._wants.remove(want)
+            want.answer(False, f"the recorder was not free in {2 * want.patience:.0f} s", {})
+        if self._now is not None:
             return
-        self._begun, self._was_off, self._step = True, self._recording.mode == "off", None
-        tracker.watchers = (*tracker.watchers, armed)
+        near = next((want for want in self._wants if tracker.step + AHEAD_STEPS >= want.armed.from_step), None)
+        if near is None or not self._recording.claim("arm"):
+            return
+        self._now, self._was_off, self._step = near, self._recording.mode == "off", None
+        self._deadline = now + near.patience
+        tracker.watchers = (*tracker.watchers, near.armed)
 
     def _keep(self, phase: str, host_us: int) -> None:
         known = self._usual.get(phase)
@@ -117,25 +138,20 @@ class Arming:
             known = self._usual[phase] = deque(maxlen=USUAL_STEPS)
         known.append(host_us)
 
-    def _finish(self, armed: Armed, ok: bool, text: str) -> None:
-        answer, self._answer, self._armed, self._step = self._answer, None, None, None
-        armed.withdraw()
-        if self._begun:
-            self._begun = False
-            self._give_back(armed)
-        if answer is not None:
-            answer(ok, text, {})
-
-    def _give_back(self, armed: Armed) -> None:
-        if self._was_off or armed.long:
+    def _finish(self, want: _Want, ok: bool, text: str) -> None:
+        self._now, self._step = None, None
+        self._wants.remove(want)
+        want.armed.withdraw()
+        if self._was_off or want.armed.long:
             self._recording.off()  # the reader of the numbers, if there is one, switches it on again
         elif self._recording.mode == "stacks":
             self._recording.numbers()
         self._recording.release()
+        want.answer(ok, text, {})
 
-    def _find(self, armed: Armed, step: Step) -> Cause:
+    def _find(self, armed: Armed, reason: Any, step: Step) -> Cause:
         start = time.perf_counter_ns()
-        probe, leak = self._probe, self._reason == "leak"
+        probe, leak = self._probe, reason == "leak"
         trace = self._recording.read(probe.device.memory.device_index)
         notes: list[str] = []
         begin = armed.spans[0].begin_us
@@ -163,7 +179,7 @@ class Arming:
             step=step.step,
             phase=armed.phase,
             time=time.time(),
-            reason=self._reason,
+            reason=reason,
             transient_bytes=transient,
             groups=groups,
             peak_bytes=peak,

@@ -207,13 +207,38 @@ def test_arming_is_refused_in_words_where_it_cannot_be() -> None:
     rig.memory.measure = "glibc"
     rig.want("optimizer")
     rig.memory.measure = "cuda"
-    rig.want("optimizer")
-    rig.want("forward")
+    for _ in range(5):
+        rig.want("optimizer")
     assert [text for _, text in rig.answers] == [
         "this rank computes on the CPU: its allocations leave no trace to read",
-        "stacks are being recorded already",
+        "4 recordings of stacks are waiting already",
     ]
     script = Rig()
     script.recorder.by_script = True
     script.want("optimizer")
     assert script.answers == [(False, "the script records memory history itself; it is left alone")]
+
+
+def test_what_is_asked_for_meanwhile_waits_and_what_is_near_goes_first() -> None:
+    rig = Rig()
+    rig.want("optimizer", from_step=9)
+    rig.want("optimizer")
+    rig.want("", steps=2, reason="leak")
+    assert rig.recorder.owner == "arm"
+    for _ in range(12):
+        rig.step(left=8)
+    assert [(cause.step, cause.reason) for cause in rig.sent] == [(2, "spike"), (6, "leak"), (9, "spike")]
+    assert rig.recorder.owner == ""
+    assert rig.recorder.mode in ("numbers", "off")
+
+
+def test_the_recorder_is_free_for_others_until_the_step_is_near() -> None:
+    rig = Rig()
+    rig.want("optimizer", from_step=20)
+    rig.step()
+    assert rig.recorder.owner == ""
+    assert rig.tracker.watchers == ()
+    while rig.tracker.step < 17:
+        rig.step()
+    rig.arming.tick()
+    assert rig.recorder.owner == "arm"
