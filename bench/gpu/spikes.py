@@ -151,7 +151,7 @@ def plain_fused(found: Found) -> list[tuple[str, bool]]:
 def zero_foreach(found: Found) -> list[tuple[str, bool]]:
     """Under ZeRO-2 the states are fp32: one fp32 copy of temporaries, on top of the upcast gradients.
 
-    Which moment is the peak, the copy being made or the update with it, depends on what DeepSpeed has let go of by then.
+    Which moment is the peak, the copy being made or the update with it, depends on what DeepSpeed has let go of.
     """
     alert, copy = found.alert("spike", "steady"), 2 * found.parameter_bytes
     parts = alert.evidence.get("cause_parts", {}) if alert is not None else {}
