@@ -22,6 +22,7 @@ from ....protocol.telemetry import Failure, LogLine
 from ....protocol.text import duration
 from .book import RANKS_LISTED, AlertBook, Key
 from .oom import TRACEBACK_LIMIT, OomDetector
+from .tracked import KernelKill
 from .words import ending_in_words, first_line, signal_hint
 
 LOG_LINES = 12
