@@ -15,6 +15,8 @@ MAX_WHOLE = 2**53
 """What a double still holds exactly; far above any count of bytes, and sums of many fit SQLite's 64 bits."""
 
 Rank = Annotated[int, Meta(ge=-1, lt=MAX_RANKS)]
+Stage = Annotated[int, Meta(ge=0, le=3)]
+"""A ZeRO stage."""
 Time = Annotated[float, Meta(ge=0.0, lt=1e11)]
 """Seconds since the epoch, up to the year 5138; no infinity, and a number."""
 Sequence = Annotated[int, Meta(ge=0, le=MAX_WHOLE)]

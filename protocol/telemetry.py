@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from .blocks import SegmentUse, StackGroup
-from .bounds import Rank, Time
+from .bounds import Rank, Stage, Time
 
 PHASES = ("init", "data", "forward", "backward", "optimizer", "eval", "checkpoint", "idle")
 """Every phase a rank can be in, in the order they are drawn."""
@@ -125,7 +125,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
     versions: dict[str, str] = {}
     """Installed versions of ``python``, ``torch``, ``deepspeed``, ``transformers``, ``ftmon``, where present."""
     deepspeed_config: dict[str, Any] | None = None
-    zero_stage: int | None = None
+    zero_stage: Stage | None = None
     micro_batch: int | None = None
     grad_accumulation: int | None = None
     precision: str = ""

@@ -1,6 +1,7 @@
 """Telemetry from the ranks: decode each message once, count what was lost, unknown or refused, hand the rest on."""
 
 import contextlib
+import heapq
 import re
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from ...protocol.control import Accepted, Alert, Answer, Command, HubStats, Quer
 from ...protocol.errors import ProtocolError, VersionError
 from ...protocol.hosts import AgentAck, AgentBeat, HostState
 from ...protocol.telemetry import Goodbye, Heartbeat, Step
+from ...protocol.text import sanitize
 from ...protocol.wire import Header, LossCounter, Message, decode_body, decode_header
 
 _NOT_FROM_RANKS = frozenset(
@@ -20,7 +22,10 @@ _NOT_FROM_RANKS = frozenset(
 )
 
 MAX_SENDERS = 4 * MAX_RANKS
-"""Each process of a rank is a sender of its own; so many are listened to in the life of a hub."""
+MAX_OTHERS = 64
+"""Each process of a rank is a sender of its own; so many of them are listened to in the life of a hub, and so many
+that call themselves something else."""
+LOSSES_LISTED = 1_000
 
 _OF_RANK = re.compile(r"rank-(\d{1,9})-\d+-\d+")
 
@@ -46,6 +51,7 @@ class Intake:
         self._loss = LossCounter()
         self._seen: dict[str, int | None] = {}
         """Whom messages came from, and which rank each may speak for; None: any."""
+        self._others = 0
         self._told: set[str] = set()
         self._says_dropped: dict[str, int] = {}
         self.received = 0
@@ -58,7 +64,10 @@ class Intake:
         total = dict(self._loss.lost)
         for sender, dropped in self._says_dropped.items():
             total[sender] = total.get(sender, 0) + dropped
-        return {sender: min(count, MAX_WHOLE) for sender, count in total.items() if count}
+        found = {sender: min(count, MAX_WHOLE) for sender, count in total.items() if count}
+        if len(found) > LOSSES_LISTED:
+            found = dict(heapq.nlargest(LOSSES_LISTED, found.items(), key=lambda entry: entry[1]))
+        return found
 
     def drain(self, socket: "zmq.Socket[Any]", limit: int) -> int:
         """Take up to ``limit`` messages that are waiting; return how many there were."""
@@ -87,10 +96,9 @@ class Intake:
             header = decode_header(frames[0])
             sender = header.src
             if sender not in self._seen:
-                if len(self._seen) >= MAX_SENDERS:
-                    self._no("more", f"more than {MAX_SENDERS} senders: {sender} is not listened to")
+                if not self._meet(header):
+                    self._no("a stranger", f"{sanitize(sender, 80)} is not listened to: it is no rank, or there are too many")
                     return
-                self._meet(header)
             self._loss.see(sender, header.seq)
             message = decode_body(frames[1])
         except VersionError as error:
@@ -115,11 +123,20 @@ class Intake:
             return
         self._accept(message, now, sender, frames[1])
 
-    def _meet(self, header: Header) -> None:
+    def _meet(self, header: Header) -> bool:
+        """Note a sender; False when it is not to be listened to."""
         found = _OF_RANK.fullmatch(header.src)
-        self._seen[header.src] = int(found.group(1)) if found else None
+        rank = int(found.group(1)) if found else None
+        if len(self._seen) >= MAX_SENDERS or (rank is None and self._others >= MAX_OTHERS):
+            return False
+        if rank is None:
+            self._others += 1
+        elif rank >= MAX_RANKS:
+            return False
+        self._seen[header.src] = rank
         if self._fresh:
             self._loss.see(header.src, 0)  # so that a first number above 1 counts as loss
+        return True
 
     def _no(self, sender: str, reason: str) -> None:
         self.refused += 1

@@ -135,12 +135,16 @@ def test_a_number_that_cannot_be_is_refused(line, field, value):
 
 
 def test_names_without_end_are_not_kept(line, monkeypatch):
-    monkeypatch.setattr("ftmon.trainer.hub.intake.MAX_SENDERS", 3)
+    monkeypatch.setattr("ftmon.trainer.hub.intake.MAX_SENDERS", 6)
+    monkeypatch.setattr("ftmon.trainer.hub.intake.MAX_OTHERS", 3)
     for number in range(10):
         line.send(1, src=f"stranger {number}")
+    for number in range(10):
+        line.send(1, src=f"rank-0-{number}-1")
+    line.send(1, src="rank-99999-1-1")
     line.drain()
-    assert len(line.accepted) == 3
-    assert line.intake.refused == 7
+    assert len(line.accepted) == 6
+    assert line.intake.refused == 15
     assert len(line.refusals) == 1
 
 
