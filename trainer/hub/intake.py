@@ -95,10 +95,9 @@ class Intake:
         try:
             header = decode_header(frames[0])
             sender = header.src
-            if sender not in self._seen:
-                if not self._meet(header):
-                    self._no("a stranger", f"{sanitize(sender, 80)} is not listened to: it is no rank, or there are too many")
-                    return
+            if sender not in self._seen and not self._meet(header):
+                self._no("a stranger", f"{sanitize(sender, 80)} is no rank, or one too many: it is not listened to")
+                return
             self._loss.see(sender, header.seq)
             message = decode_body(frames[1])
         except VersionError as error:
