@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from ...protocol.snapshot.analysis import NO_STACK, difference, find_oom, largest, live_stacks, place
 from ...protocol.snapshot.layout import fragmentation, layout_at
-from ...protocol.snapshot.model import Snapshot
 from ...protocol.snapshot.replay import Replay
-from ...protocol.snapshot.stacks import Node, frame_words, node_words, stack_tree
+from ...protocol.snapshot.stacks import frame_words
+from ...protocol.snapshot.tree import Node, node_words, stack_tree
 from ...protocol.snapshot.words import fragmentation_words
 from ...protocol.text import gib
 
@@ -44,21 +44,21 @@ def _device(replay: Replay, top: int) -> Iterator[str]:
     yield from (f"  {line}" for line in fragmentation_words(fragmentation(layout_at(replay, replay.last))))
     yield ""
     yield f"live at the highest point, {gib(replay.peak_bytes)}, by stack (library frames folded)"
-    yield from _tree(snapshot, stack_tree(snapshot, live_stacks(replay, replay.peak_index)), top)
+    yield from _tree(stack_tree(snapshot, live_stacks(replay, replay.peak_index)), top)
     yield ""
     yield "largest blocks then"
     for number in largest(replay, replay.peak_index, min(top, _STACKS_SHOWN)):
         yield f"  {gib(of.sizes[number]):>12}  {place(snapshot, of.stacks[number])}"
 
 
-def _tree(snapshot: Snapshot, root: Node, most: int) -> Iterator[str]:
+def _tree(root: Node, most: int) -> Iterator[str]:
     """Walk the heaviest branches, ``most`` lines altogether."""
     left = most
     waiting = [(node, 0) for node in reversed(root.ordered())]
     while waiting and left:
         node, depth = waiting.pop()
         left -= 1
-        words = node_words(snapshot, node)
+        words = node_words(node)
         yield f"  {gib(node.bytes):>12} {node.blocks:>7,}  {'  ' * depth}{words}"
         waiting += [(child, depth + 1) for child in reversed(node.ordered())]
     if root.bytes and not root.children:

@@ -2,9 +2,10 @@
 
 from bisect import bisect_right
 
-from ...protocol.snapshot.analysis import Between, Change, Oom, between, difference, find_oom
+from ...protocol.snapshot.analysis import Between, Change, Oom, between, difference, find_oom, live_stacks
 from ...protocol.snapshot.model import ACTIONS
 from ...protocol.snapshot.replay import Replay
+from ...protocol.snapshot.tree import Node, StackTree
 from ...protocol.text import gib
 
 VIEWS = ("stacks", "blocks", "between", "segments", "report", "difference")
@@ -30,6 +31,7 @@ class Explorer:
         self.version = 0
         """Grows with every change of what is to be drawn."""
         self._number = next((number for number, replay in enumerate(replays) if replay.ooms), 0)
+        self._trees: dict[bool, StackTree] = {}
         self._oom: dict[int, Oom | None] = {}
         self._difference: dict[tuple[int, int], list[Change]] = {}
         self.mark: int | None = None
@@ -122,6 +124,13 @@ class Explorer:
         if key not in self._difference:
             self._difference = {key: difference(old, old.last, self.replay, self.cursor)}
         return self._difference[key]
+
+    def tree(self) -> Node:
+        """Weigh the tree of stacks at the cursor."""
+        tree = self._trees.get(self.fold)
+        if tree is None or tree.snapshot is not self.replay.snapshot:
+            tree = self._trees[self.fold] = StackTree(self.replay.snapshot, self.fold)
+        return tree.weigh(live_stacks(self.replay, self.cursor), self.find)
 
     def entry_words(self) -> str:
         """Say what happened at the cursor: ``alloc 4.64 GiB``."""

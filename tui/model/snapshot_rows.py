@@ -1,17 +1,19 @@
 """The rows of each view of the explorer, from its state: what a list then draws."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
-from ...protocol.snapshot.analysis import NO_STACK, largest, live_stacks, place, tally
+from ...protocol.snapshot.analysis import NO_STACK, largest, place, tally
 from ...protocol.snapshot.layout import Piece, fragmentation, layout_at
-from ...protocol.snapshot.stacks import Node, frame_words, library_of, matches, node_words, stack_tree
+from ...protocol.snapshot.stacks import frame_words, library_of, matches
+from ...protocol.snapshot.tree import Key, Node, node_words
 from ...protocol.snapshot.words import fragmentation_words
 from ...protocol.text import gib
 from .snapshot_explorer import Explorer
 
 MOST_BLOCKS = 500
+_OPEN_FOUND_FROM = 0.001
 _OPEN_FROM = 0.02
 """A branch is open at first when it holds this share of everything, unless all below it is library code."""
 
@@ -34,52 +36,81 @@ class Row(NamedTuple):
     head: bool = False
 
 
-def rows_of(explorer: Explorer, width: int) -> list[Row]:
+class Rows(Sequence[Row]):
+    """Rows that are made when they are looked at: of thousands a screen shows a few dozen."""
+
+    def __init__(self, parts: Sequence[Any], make: Callable[[Any], Row]) -> None:
+        self._parts, self._make = parts, make
+
+    def __len__(self) -> int:
+        """Count the rows."""
+        return len(self._parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        """Make a row, or several."""
+        if isinstance(index, slice):
+            return [self._make(part) for part in self._parts[index]]
+        return self._make(self._parts[index])
+
+
+def rows_of(explorer: Explorer, width: int) -> Sequence[Row]:
     """List the rows of the view that is chosen.
 
     Args:
         explorer: the state.
         width: cells a row has, to break sentences at.
     """
-    make = {
-        "stacks": _stacks,
-        "blocks": _blocks,
-        "between": _between,
-        "segments": _segments,
-        "difference": _difference,
-    }.get(explorer.view)
+    if explorer.view == "stacks":
+        return _stacks(explorer)
+    if explorer.view == "segments":
+        return _segments(explorer)
+    make = {"blocks": _blocks, "between": _between, "difference": _difference}.get(explorer.view)
     return list(make(explorer) if make is not None else _report(explorer, width))
 
 
-def _stacks(explorer: Explorer) -> Iterator[Row]:
-    replay = explorer.replay
-    tallies = live_stacks(replay, explorer.cursor)
-    root = stack_tree(replay.snapshot, tallies, explorer.fold, explorer.find)
+class _Branch(NamedTuple):
+    node: Node
+    depth: int
+    path: tuple[Key, ...]
+    shown: bool
+
+
+def _stacks(explorer: Explorer) -> Sequence[Row]:
+    root = explorer.tree()
     if root.bytes and not root.children:
-        yield Row("no stacks were recorded for these", root.bytes, root.blocks, 1.0, tone="dim")
-    else:
-        yield from _branches(explorer, root, (), 0, max(1, root.bytes))
-        rest = root.bytes - sum(node.bytes for node in root.children.values())
-        if rest and root.children:
-            blocks = root.blocks - sum(node.blocks for node in root.children.values())
-            yield Row(NO_STACK, rest, blocks, rest / root.bytes, tone="dim")
+        return [Row("no stacks were recorded for these", root.bytes, root.blocks, 1.0, tone="dim")]
+    total = max(1, root.bytes)
+    branches: list[_Branch | Row] = list(_branches(explorer, root, (), 0, total))
+    rest = root.bytes - sum(node.bytes for node in root.children)
+    if rest:
+        blocks = root.blocks - sum(node.blocks for node in root.children)
+        branches.append(Row(NO_STACK, rest, blocks, rest / total, tone="dim"))
+    return Rows(branches, lambda part: part if isinstance(part, Row) else _branch_row(part, total))
 
 
-def _branches(
-    explorer: Explorer, node: Node, path: tuple[tuple[int, ...], ...], depth: int, total: int
-) -> Iterator[Row]:
-    snapshot = explorer.replay.snapshot
+def _branches(explorer: Explorer, node: Node, path: tuple[Key, ...], depth: int, total: int) -> Iterator[_Branch]:
+    # While a search is on, all it found is open, but for branches that hold next to nothing.
+    open_from = total * (_OPEN_FOUND_FROM if explorer.find else _OPEN_FROM)
     for child in node.ordered():
         below = (*path, child.frames)
-        opened = bool(explorer.find) or child.bytes >= total * _OPEN_FROM
-        shown = explorer.opened.get(below, opened)
-        library = bool(library_of(snapshot.frames[child.frames[-1]].filename))
-        yield Row(
-            node_words(snapshot, child), child.bytes, child.blocks, child.bytes / total, depth, below,
-            bool(child.children), shown and bool(child.children), "dim" if library else "text",
-        )  # fmt: skip
+        shown = explorer.opened.get(below, child.bytes >= open_from)
+        yield _Branch(child, depth, below, shown)
         if shown:
             yield from _branches(explorer, child, below, depth + 1, total)
+
+
+def _branch_row(branch: _Branch, total: int) -> Row:
+    node = branch.node
+    library = bool(library_of(node.of.tree.snapshot.frames[node.frames[-1]].filename))
+    has_more = bool(node.children)
+    return Row(
+        node_words(node), node.bytes, node.blocks, node.bytes / total, branch.depth, branch.path,
+        has_more, branch.shown and has_more, "dim" if library else "text",
+    )  # fmt: skip
 
 
 def _blocks(explorer: Explorer) -> Iterator[Row]:
@@ -119,13 +150,17 @@ def _between(explorer: Explorer) -> Iterator[Row]:
             yield Row(place(replay.snapshot, stack), sign * one.bytes, one.blocks, share, 1, signed=True)
 
 
-def _segments(explorer: Explorer) -> Iterator[Row]:
+def _segments(explorer: Explorer) -> Sequence[Row]:
     pieces = layout_at(explorer.replay, explorer.cursor)
-    for piece in sorted(pieces, key=lambda piece: (-piece.size, piece.address)):
-        kind = "small" if piece.small else "large"
-        words = [kind, "expandable" if piece.expandable else "", f"pool {piece.pool}" if piece.pool else ""]
-        stream = f"stream {piece.stream:#x}" if piece.stream else ""
-        yield Row(" ".join(filter(None, [*words, stream])), piece.size, len(piece.blocks), piece=piece)
+    return Rows(sorted(pieces, key=lambda piece: (-piece.size, piece.address)), _segment_row)
+
+
+def _segment_row(piece: Piece) -> Row:
+    kind = "small" if piece.small else "large"
+    words = [kind, "expandable" if piece.expandable else "", f"pool {piece.pool}" if piece.pool else ""]
+    stream = f"stream {piece.stream:#x}" if piece.stream else ""
+    blocks = piece.taken_blocks + len(piece.free_sizes)
+    return Row(" ".join(filter(None, [*words, stream])), piece.size, blocks, piece=piece)
 
 
 def _difference(explorer: Explorer) -> Iterator[Row]:

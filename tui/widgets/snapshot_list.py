@@ -1,5 +1,7 @@
 """The list below the timeline: the rows of the view that is chosen."""
 
+from collections.abc import Sequence
+
 from ...protocol.snapshot.layout import Piece
 from ...protocol.snapshot.model import FREE, PENDING
 from ...protocol.text import gib
@@ -35,14 +37,14 @@ class SnapshotList(Listing):
     def __init__(self, stage: Stage, explorer: Explorer, name: str) -> None:
         super().__init__(stage, name=name)
         self.explorer = explorer
-        self._rows: list[Row] = []
+        self._rows: Sequence[Row] = []
         self._made_of: object = None
 
     def key(self) -> object:
         """Change with the explorer and the selection."""
         return self.explorer.version, self.selected, self.top
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> Sequence[Row]:
         """Give the rows, made again only when the explorer changed."""
         made_of = (self.explorer.version, self.size.width)
         if made_of != self._made_of:

@@ -14,7 +14,7 @@ from ftmon.protocol.snapshot.replay import Replay
 from ftmon.protocol.snapshot.report import difference_report, report
 from ftmon.protocol.snapshot.rooms import size_large
 from ftmon.protocol.snapshot.rounding import SMALL_MOST, round_size
-from ftmon.protocol.snapshot.stacks import stack_tree
+from ftmon.protocol.snapshot.tree import stack_tree
 
 DATA = Path(__file__).parents[2] / "data"
 NAMES = ["oom_backward", "step_zero3"]
