@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 from ...protocol.control import Alert, Severity
 
+CAPACITY = 5_000
+"""Alerts kept; the hub raises 40 a minute at the most. Beyond it the one heard of longest ago goes."""
+
 SEVERITIES: dict[Severity, int] = {"info": 0, "warning": 1, "error": 2}
 
 
@@ -22,6 +25,8 @@ class AlertBook:
 
     def put(self, alert: Alert) -> None:
         """Add an alert, or replace the one with its id."""
+        if alert.id not in self._by_id and len(self._by_id) >= CAPACITY:
+            del self._by_id[next(iter(self._by_id))]
         self._by_id[alert.id] = alert
         self.version += 1
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from ...protocol import control, memory, telemetry
 from ...protocol.oom import OomReport
+from ...protocol.bounds import MAX_RANKS
 from ...protocol.wire import Frame
 from .alerts import AlertBook
 from .fit import Fit, fit
@@ -20,6 +21,9 @@ from .timeline import Mark
 
 DeviceKey = tuple[str, str, int]
 """Host, kind (``gpu`` or ``host``) and index."""
+
+_FAR_FUTURE = 1e11
+"""No time of a message is beyond it, in seconds since the epoch."""
 
 _ALL_STEPS = 20_000
 _FEWEST_STEPS = 40
@@ -85,6 +89,8 @@ class RunModel:
         self.last_seq = 0
         self.version = 0
         """Moves with every frame."""
+        self.damaged = 0
+        """Messages with figures that cannot be (an infinite time, a rank beyond all ranks); they are left out."""
         self._by_uuid: dict[str, DeviceKey] = {}
 
     def apply(self, frame: Frame) -> bool:
@@ -93,6 +99,9 @@ class RunModel:
         if seq <= self.last_seq:
             return False
         self.last_seq = seq
+        if not 0.0 <= frame.t < _FAR_FUTURE:
+            self.damaged += 1
+            return True
         t = self.last_t = frame.t
         if t > self.now:
             self.now = t
@@ -100,7 +109,10 @@ class RunModel:
             self.first_t = frame.t
         handler = self._HANDLERS.get(type(frame.message))
         if handler is not None:
-            handler(self, frame.message, frame)
+            try:
+                handler(self, frame.message, frame)
+            except (ArithmeticError, ValueError):
+                self.damaged += 1
         self.version += 1
         return True
 
@@ -110,9 +122,15 @@ class RunModel:
             self.now = now
 
     def rank(self, rank: int) -> RankModel:
-        """Return the state of a rank, making it when it is first heard of."""
+        """Return the state of a rank, making it when it is first heard of.
+
+        Raises:
+            ValueError: it is no rank.
+        """
         found = self.ranks.get(rank)
         if found is None:
+            if not 0 <= rank < MAX_RANKS:
+                raise ValueError(f"{rank} is no rank")
             keep = min(RECENT_STEPS, max(_FEWEST_STEPS, _ALL_STEPS // max(self.info.world_size, 1)))
             found = self.ranks[rank] = RankModel(rank, keep)
             if len(self.ranks) > 1 and rank != max(self.ranks):

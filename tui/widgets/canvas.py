@@ -55,7 +55,11 @@ class Canvas(Widget, can_focus=False):
         self._last_key = key
         before = self._lines if len(self._lines) == height else []
         base = self.look.base
-        lines = [line.fit(width, base) for line in self.draw(width, height)[:height]]
+        try:
+            lines = [line.fit(width, base) for line in self.draw(width, height)[:height]]
+        except (ArithmeticError, ValueError, OSError) as error:
+            # A recording may hold figures that no calendar and no graph has; the rest of the screen can do without.
+            lines = [Line(f" cannot be drawn: {type(error).__name__}: {error}", base).fit(width, base)]
         lines.extend(Line(" " * width, base) for _ in range(height - len(lines)))
         if not before or self._strips[0].cell_length != width:
             self._strips = [line.strip() for line in lines]

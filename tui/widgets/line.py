@@ -7,6 +7,8 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
+from ...protocol.text import sanitize
+
 
 def width_of(text: str) -> int:
     """Measure text in terminal cells."""
@@ -34,8 +36,10 @@ class Line:
             self.add(text, style)
 
     def add(self, text: str, style: Style) -> "Line":
-        """Append text."""
+        """Append text; what a terminal would obey is taken out of it, wherever it came from."""
         if text:
+            if not text.isprintable():
+                text = sanitize(text)
             if self.parts and self.parts[-1][1] is style:
                 self.parts[-1] = (self.parts[-1][0] + text, style)
             else:
