@@ -258,6 +258,8 @@ class RunModel:
 
     def _device(self, sample: telemetry.DeviceSample, frame: Frame) -> None:
         key = (sample.host, sample.kind, sample.index)
+        if key not in self.devices and len(self.devices) >= MAX_RANKS:
+            raise ValueError("more devices than ranks can be")
         self.devices[key] = sample
         if sample.uuid:
             self._by_uuid[sample.uuid] = key

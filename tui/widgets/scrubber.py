@@ -26,7 +26,10 @@ class Playback:
 
 def time_of_day(seconds: float) -> str:
     """Format a moment as ``10:12:03``, local time."""
-    return clock.strftime("%H:%M:%S", clock.localtime(seconds))
+    try:
+        return clock.strftime("%H:%M:%S", clock.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "??:??:??"
 
 
 def speed_words(speed: float) -> str:
