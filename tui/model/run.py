@@ -7,8 +7,8 @@ from math import isfinite
 from typing import Any, ClassVar
 
 from ...protocol import control, memory, telemetry
-from ...protocol.oom import OomReport
 from ...protocol.bounds import MAX_RANKS
+from ...protocol.oom import OomReport
 from ...protocol.wire import Frame
 from .alerts import AlertBook
 from .fit import Fit, fit
