@@ -43,6 +43,8 @@ class Allocations:
         self.different_stacks = len(snapshot.stacks)
         is_alloc = self.trace.actions.translate(_IS_ALLOC)
         self.begins = array("i", compress(range(self.entries), is_alloc))
+        self.in_window = len(self.begins)
+        """How many began within the window: these have the first numbers, in the order in which they began."""
         self.freed = array("i", [self.entries]) * len(self.begins)
         self.ends = self.freed[:]
         self.addresses = array("Q", compress(columns(self.trace.addresses, "Q"), is_alloc))

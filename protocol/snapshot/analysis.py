@@ -1,12 +1,13 @@
 """What a person asks of a snapshot: whose is the memory, what came and went, what changed, why did it fail."""
 
+from bisect import bisect_right
 from heapq import nlargest
 from itertools import compress
 from operator import neg
 from typing import NamedTuple
 
 from ..text import gib
-from .allocations import BEFORE, BEGINS, FREED, FREED_AND_ENDS, columns
+from .allocations import BEFORE, FREED, FREED_AND_ENDS, columns
 from .layout import Piece, layout_at
 from .live import Totals, sums
 from .model import Frame, Snapshot
@@ -14,7 +15,7 @@ from .replay import Replay
 from .rounding import SMALL_MOST
 from .stacks import Tally, frame_words, library_of
 
-_BEGINS = bytes(event == BEGINS for event in range(256))
+_NOT = bytes(not value for value in range(256))
 _FREES = bytes(event in (FREED, FREED_AND_ENDS) for event in range(256))
 NO_STACK = "no Python stack recorded"
 """Of what was allocated before the window, by C++ threads such as the backward pass has, or without stacks."""
@@ -69,16 +70,17 @@ def between(replay: Replay, one: int, other: int) -> Between:
     """Compare two moments; their order does not matter."""
     first, last = sorted((max(BEFORE, one), max(BEFORE, other)))
     of = replay.allocations
+    low, high = (bisect_right(of.begins, moment, 0, of.in_window) for moment in (first, last))
+    held = bytes(map(last.__lt__, of.freed[low:high]))
     part = slice(first + 1, last + 1)
-    begun = list(compress(of.numbers[part], of.events[part].translate(_BEGINS)))
     freed = list(compress(of.numbers[part], of.events[part].translate(_FREES)))
     freed += [odd.number for odd in of.odd if odd.frees and first < odd.at <= last]
     return Between(
         first,
         last,
-        stayed=[number for number in begun if of.freed[number] > last],
-        gone=[number for number in freed if of.begins[number] <= first],
-        came_and_went=[number for number in begun if of.freed[number] <= last],
+        stayed=list(compress(range(low, high), held)),
+        gone=[number for number in freed if number < low or number >= of.in_window],
+        came_and_went=list(compress(range(low, high), held.translate(_NOT))),
     )
 
 
