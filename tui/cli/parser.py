@@ -77,15 +77,21 @@ def _add_starting(commands: "Commands") -> None:
         usage="ftmon run [options] -- COMMAND ...",
     )
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="such as: deepspeed train.py")
+    run.add_argument(
+        "--join", metavar="FILE|RUN", help="be a part of a run begun on another host: its join.json, or its name"
+    )
     run.add_argument("--no-logs", action="store_true", help="leave the ranks' output where the script sends it")
     _start_options(run)
 
 
 def _add_looking(commands: "Commands") -> None:
     attach = _command(commands, "attach", "view:attach", "watch a run that is on, with its whole history")
-    _run_argument(attach, optional=True, more=", or tcp://HOST:PORT of a run started with --listen")
+    _run_argument(attach, optional=True, more=", ssh://[USER@]HOST[:PORT][/RUN], or tcp://HOST:PORT (--listen)")
     attach.add_argument("--key", metavar="KEY|FILE", help="for tcp://: the hub's public key, or a file that holds it")
     _view_options(attach)
+
+    relay = _command(commands, "relay", "relay:relay", "pass a run on over stdin and stdout ('attach ssh://' runs it)")
+    _run_argument(relay, optional=True)
 
     listing = _command(commands, "ls", "runs:list_runs", "list live and recorded runs")
     listing.add_argument("--json", action="store_true", help="one JSON array for scripts")

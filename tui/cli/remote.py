@@ -4,6 +4,7 @@ import re
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
@@ -78,6 +79,17 @@ def read_server_key(text: str | None) -> str:
 def attach_remote(arguments: Namespace) -> int:
     """Watch a run of another host, in the app or in plain lines."""
     source = RemoteSource(parse_address(arguments.run), read_server_key(arguments.key))
+    return watch_remote(source, arguments, lambda: _no_answer(arguments.run))
+
+
+def watch_remote(source: LiveSource, arguments: Namespace, no_answer: Callable[[], UsageError]) -> int:
+    """Watch a run of another host, in the app or in plain lines.
+
+    Args:
+        source: gathers it; started here.
+        arguments: ``plain``, ``ascii`` and ``read_only`` as given.
+        no_answer: what to raise when nothing comes for ``CONNECT_SECONDS``.
+    """
     if not (arguments.plain or terminal.why_no_app()):
         from ..app import run_app
 
@@ -95,7 +107,7 @@ def attach_remote(arguments: Namespace) -> int:
                 if interrupts.count:
                     return INTERRUPTED
                 if not source.model.last_seq and time.monotonic() > deadline:
-                    raise _no_answer(arguments.run)
+                    raise no_answer()
                 time.sleep(LOOK_SECONDS)
         finally:
             source.close()

@@ -2,11 +2,15 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
 
+from ...protocol import rundir
 from ...protocol.errors import UsageError
+from ...protocol.join import JOIN_NAME, join_path
 from ...protocol.rundir import RunDir
 from .outcome import attach_line
-from .trainer import RECIPE, SCRIPT, print_config, require_training, start_run
+from .trainer import RECIPE, SCRIPT, become, print_config, require_training, start_run
 
 
 def demo(arguments: Namespace) -> int:
@@ -35,10 +39,20 @@ def run(arguments: Namespace) -> int:
     """Watch a script that knows nothing of ftmon."""
     if not arguments.command:
         raise UsageError("run needs a command after '--', as in: ftmon run -- deepspeed train.py")
+    if arguments.join:
+        join(arguments.join, arguments.command)
     words = ["run", *_common(arguments)]
     if arguments.no_logs:
         words.append("--no-logs")
     return _start_and_watch(arguments, lambda: start_run(SCRIPT, [*words, "--", *arguments.command]))
+
+
+def join(target: str, command: list[str]) -> NoReturn:
+    """Become a command that is a part of a run begun on another host."""
+    path = Path(target)
+    if not path.is_file():
+        path = path / JOIN_NAME if path.is_dir() else rundir.find(target).path / JOIN_NAME
+    become(SCRIPT, ["join", str(path), "--", *command])
 
 
 def _common(arguments: Namespace) -> Iterator[str]:
@@ -60,6 +74,8 @@ def _common(arguments: Namespace) -> Iterator[str]:
 
 def _start_and_watch(arguments: Namespace, start: Callable[[], RunDir]) -> int:
     started = start()
+    if (started.read_run().options.get("several") or {}).get("by_hand"):
+        print(f"on each other host: ftmon run --join {join_path(started)} -- COMMAND", flush=True)
     if arguments.listen:
         from .remote import listen_line
 

@@ -79,6 +79,12 @@ def start_run(module: str, words: Sequence[str]) -> RunDir:
     return _started_run(output)
 
 
+def become(module: str, words: Sequence[str]) -> NoReturn:
+    """Become ``python -m module words``: its exit status, its signals and its terminal are this command's."""
+    sys.stdout.flush()
+    os.execve(sys.executable, [*_PYTHON, module, *words], _with_own_programs())
+
+
 def _with_own_programs() -> dict[str, str]:
     """Return the environment with the programs beside this Python (``deepspeed``, ``ninja``) findable, last.
 

@@ -24,11 +24,15 @@ def choose(arguments: Namespace) -> int:
 
 
 def attach(arguments: Namespace) -> int:
-    """Watch a run of this user, or one of another host that listens."""
+    """Watch a run of this user, or one of another host: over ssh, or one that listens."""
     if arguments.run is not None and arguments.run.startswith("tcp://"):
         from .remote import attach_remote
 
         return attach_remote(arguments)
+    if arguments.run is not None and arguments.run.startswith("ssh://"):
+        from .ssh import attach_ssh
+
+        return attach_ssh(arguments)
     run = rundir.find(arguments.run)
     if run.read_exit() is None:
         _bring_back_hub(run)

@@ -34,6 +34,11 @@ class Endpoint:
         """Whether the hub's process can be looked at."""
         return self._run is not None
 
+    @property
+    def trouble(self) -> str:
+        """Why no hub is found, where it is not that the hub is gone; else empty."""
+        return ""
+
     def hub(self) -> Hub | None:
         """Return the living hub, or None while there is none."""
         if self._run is None:

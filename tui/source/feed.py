@@ -115,7 +115,7 @@ class Feed(threading.Thread):
                 self._finish()
                 return
             elif self._joined:
-                self._tell_gone(_GONE)
+                self._tell_gone(self._endpoint.trouble or _GONE)
             self._refuse_commands()
             self._closing.wait(_LOOK_S)
 
@@ -210,7 +210,7 @@ class Feed(threading.Thread):
                 silent = not self._endpoint.local and now - heard > _SILENCE_S
                 if silent or not self._endpoint.is_alive(hub):
                     self._drain(stream, history)
-                    self._tell_gone(_GONE)
+                    self._tell_gone(self._endpoint.trouble or _GONE)
                     return
 
     def _drain(self, stream: "zmq.Socket[Any]", history: History) -> None:

@@ -33,15 +33,24 @@ class LiveSource:
 
     Args:
         run: the run's directory on this host; or
-        addresses: the hub's channels (``sockets.CHANNELS``), when it is elsewhere.
+        addresses: the hub's channels (``sockets.CHANNELS``), when it is elsewhere; or
+        endpoint: whatever else finds the hub.
+        info: what is known of the run beforehand, where there is no directory to tell.
     """
 
-    def __init__(self, run: RunDir | None = None, addresses: Mapping[str, str] | None = None) -> None:
-        self._endpoint = Endpoint(run, addresses)
+    def __init__(
+        self,
+        run: RunDir | None = None,
+        addresses: Mapping[str, str] | None = None,
+        *,
+        endpoint: Endpoint | None = None,
+        info: RunInfo | None = None,
+    ) -> None:
+        self._endpoint = endpoint or Endpoint(run, addresses)
         self._folder = run.path if run is not None else None
         self._context: zmq.Context[Any] = zmq.Context()
-        self._live = RunModel(_info(run))
-        self._feed = Feed(self._context, self._endpoint, _info(run))
+        self._live = RunModel(info or _info(run))
+        self._feed = Feed(self._context, self._endpoint, info or _info(run))
         self._transport = Transport("live", self._request)
         self._playback: Playback | None = None
         self._connection = Connection("connecting", "waiting for the run's hub", time.time())

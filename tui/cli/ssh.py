@@ -1,0 +1,106 @@
+"""``ftmon attach ssh://[USER@]HOST[:PORT][/RUN]``: a run of another host over plain ssh, without open ports."""
+
+import os
+import re
+import shlex
+from argparse import Namespace
+from typing import NamedTuple
+
+from ...protocol.errors import FtmonError, UsageError
+from ..source.live import LiveSource
+from ..source.relayed import RelayedEndpoint, RelayError
+from .remote import watch_remote
+
+SSH_ENV = "FTMON_SSH"
+"""The ssh command with options of one's own, where it is not ``ssh``."""
+REMOTE_ENV = "FTMON_REMOTE"
+"""The ftmon there, where it is not on the PATH that ssh gives a command: ``~/venv/bin/ftmon``."""
+
+_URL = re.compile(
+    r"ssh://(?:([^@/\s-][^@/\s]*)@)?(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]-][^\s:/@\[\]]*)(?::(\d{1,5}))?(?:/([^/\s]*))?/?"
+)
+_ALIVE = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
+_UNATTENDED = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_NOT_FOUND, _SSH_FAILED, _USAGE = 127, 255, 2
+
+
+class Place(NamedTuple):
+    """A run on another host; an empty ``run`` is the newest there."""
+
+    host: str
+    user: str
+    port: str
+    run: str
+
+
+class RelayedSource(LiveSource):
+    """Follows a run through a relay; ``close`` ends that too."""
+
+    def __init__(self, endpoint: RelayedEndpoint) -> None:
+        """Take an endpoint that has been opened."""
+        super().__init__(endpoint=endpoint, info=endpoint.info)
+        self._relayed = endpoint
+
+    def close(self) -> None:
+        """End the threads, close the sockets, end the relay; the run goes on."""
+        super().close()
+        self._relayed.close()
+
+
+def parse_place(text: str) -> Place:
+    """Read ``ssh://[USER@]HOST[:PORT][/RUN]``.
+
+    Raises:
+        UsageError: it is not of that form.
+    """
+    found = _URL.fullmatch(text)
+    if found is None or (found[3] and not 0 < int(found[3]) <= 65535):
+        raise UsageError(f"{text}: must be ssh://[USER@]HOST[:PORT][/RUN]")
+    return Place(found[2].strip("[]"), found[1] or "", found[3] or "", found[4] or "")
+
+
+def commands(place: Place) -> tuple[list[str], list[str]]:
+    """Give the words of the first attempt, which may ask for a password, and those of later ones, which may not."""
+    ssh = shlex.split(os.environ.get(SSH_ENV) or "ssh")
+    remote = f"{os.environ.get(REMOTE_ENV) or 'ftmon'} relay {shlex.quote(place.run) if place.run else ''}".strip()
+    target = [
+        *(("-p", place.port) if place.port else ()),
+        *(("-l", place.user) if place.user else ()),
+        "--",
+        place.host,
+    ]
+    return [*ssh, "-T", *_ALIVE, *target, remote], [*ssh, "-T", *_ALIVE, *_UNATTENDED, *target, remote]
+
+
+def attach_ssh(arguments: Namespace) -> int:
+    """Watch a run of another host, in the app or in plain lines."""
+    place = parse_place(arguments.run)
+    endpoint = RelayedEndpoint(*commands(place))
+    try:
+        endpoint.open()
+    except RelayError as error:
+        endpoint.close()
+        raise UsageError(_explain(place, error)) from None
+    except FtmonError as error:
+        endpoint.close()
+        raise UsageError(f"{place.host}: {error}") from None
+    source = RelayedSource(endpoint)
+    try:
+        return watch_remote(source, arguments, lambda: UsageError(f"{arguments.run}: the hub there says nothing"))
+    finally:
+        source.close()
+
+
+def _explain(place: Place, error: RelayError) -> str:
+    """Say in one line why nothing was relayed."""
+    words = str(error).removeprefix("ftmon: ")
+    if error.status == _NOT_FOUND:
+        return (
+            f"{place.host}: no 'ftmon' there on the PATH of a command ({words or 'not found'}); "
+            f"name it: {REMOTE_ENV}='~/venv/bin/ftmon'"
+        )
+    if error.status == _SSH_FAILED:
+        return f"{place.host}: {words or 'ssh failed'}"
+    if error.status == _USAGE and "invalid choice" in words:
+        return f"{place.host}: the ftmon there knows no relay; install the same version on both sides"
+    return f"{place.host}: {words or f'the relay ended with status {error.status}'}"
