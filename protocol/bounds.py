@@ -19,5 +19,7 @@ Stage = Annotated[int, Meta(ge=0, le=3)]
 """A ZeRO stage."""
 Time = Annotated[float, Meta(ge=0.0, lt=1e11)]
 """Seconds since the epoch, up to the year 5138; no infinity, and a number."""
+Gauge = Annotated[float, Meta(ge=-1e6, le=1e9)]
+"""What an instrument shows: a temperature, a power, a share."""
 Sequence = Annotated[int, Meta(ge=0, le=MAX_WHOLE)]
 Name = Annotated[str, Meta(max_length=256)]

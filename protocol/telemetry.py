@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from .blocks import SegmentUse, StackGroup
-from .bounds import Rank, Stage, Time
+from .bounds import Gauge, Rank, Stage, Time
 
 PHASES = ("init", "data", "forward", "backward", "optimizer", "eval", "checkpoint", "idle")
 """Every phase a rank can be in, in the order they are drawn."""
@@ -441,11 +441,11 @@ class DeviceSample(msgspec.Struct, tag="device", frozen=True, omit_defaults=True
     used_bytes: int
     total_bytes: int
     uuid: str = ""
-    utilization_percent: float | None = None
+    utilization_percent: Gauge | None = None
     """Share of the last sampling period in which a kernel ran (NVML), or busy CPU share (host)."""
-    power_w: float | None = None
-    power_limit_w: float | None = None
-    temperature_c: float | None = None
+    power_w: Gauge | None = None
+    power_limit_w: Gauge | None = None
+    temperature_c: Gauge | None = None
     sm_clock_mhz: int | None = None
     memory_clock_mhz: int | None = None
     throttle_reasons: list[str] = []

@@ -104,7 +104,10 @@ class FtmonApp(App[None]):
                 source.transport.message = ""
         tick: Callable[[], None] | None = getattr(self.screen, "tick", None)
         if tick is not None and self.screen.is_mounted:
-            tick()
+            try:
+                tick()
+            except (ArithmeticError, ValueError) as error:  # a figure that cannot be; the next one may be better
+                self.stage.say(f"cannot be drawn: {type(error).__name__}: {error}", "warning")
         self._show_held()
 
     def _show_held(self) -> None:
