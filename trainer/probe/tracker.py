@@ -169,6 +169,7 @@ class Tracker:
         after = self.phase if self.depth and self.phase not in STEP_PHASES else "idle"
         self._ended_in_scope = self.depth > 0
         mark = self._mark(after, start)
+        ended = time()
         marks, notes = self.marks, self.notes
         marks.append(mark)
         self.marks, self.notes = [mark], Notes()
@@ -179,7 +180,7 @@ class Tracker:
             watcher(before, "end")
         spent = self.cost_ns + perf_counter_ns() - start
         self.cost_ns = 0
-        self._finish(StepRaw(self.step, marks, time(), notes, spent))
+        self._finish(StepRaw(self.step, marks, ended, notes, spent))
 
     def switch(self, memory: MemoryBackend, mark_event: Callable[[], Any], blank: Any) -> None:
         """Change the memory back end.
