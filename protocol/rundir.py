@@ -89,7 +89,7 @@ class ExitFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """``finished``, ``failed`` or ``stopped``."""
     text: str = ""
     cause: str = ""
-    """``hang`` or ``exit-timeout`` where ftmon itself ended the run (``--on-hang``, ``--exit-timeout``)."""
+    """``hang`` or ``hang-at-exit`` where ftmon itself ended the run (``--on-hang``, ``--exit-timeout``)."""
 
 
 class RunDir:

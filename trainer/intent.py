@@ -5,6 +5,7 @@ the job ended knows why, whatever died in between.
 """
 
 import time
+from typing import Literal
 
 import msgspec
 
@@ -18,11 +19,21 @@ class Intent(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request to end the run, or some ranks of it."""
 
     verb: str
-    """``kill``, ``stop``, or the name of a signal the launcher received."""
+    """``kill``, ``stop``, the name of a signal the launcher received, or the option by which ftmon itself ended it:
+    ``--on-hang`` or ``--exit-timeout``."""
     time: float
     by: str = ""
     ranks: list[int] = []
     """The ranks to end; empty for the whole run."""
+    why: str = ""
+    """Why ftmon ended it, in words."""
+    cause: str = ""
+    """``hang`` or ``hang-at-exit`` where ftmon ended it."""
+
+    @property
+    def state(self) -> Literal["failed", "stopped"]:
+        """The state of a run that ended so: one that hung in its training has failed."""
+        return "failed" if self.cause == "hang" else "stopped"
 
     def explains(self, exit_code: int, ended: float) -> bool:
         """Tell whether the job's end is what was asked for."""
@@ -32,6 +43,8 @@ class Intent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def text(self) -> str:
         """Say it in words, ``killed on request``."""
+        if self.cause:
+            return f"ended by {self.verb}: {self.why}"
         if self.verb == "kill":
             return f"ended after {ranks_text(self.ranks)} killed on request" if self.ranks else "killed on request"
         return "stopped on request" if self.verb == "stop" else f"stopped by {self.verb}"
@@ -43,9 +56,11 @@ def ranks_text(ranks: list[int]) -> str:
     return f"rank {numbers} was" if len(ranks) == 1 else f"ranks {numbers} were"
 
 
-def write_intent(run: RunDir, verb: str, by: str = "", ranks: list[int] | None = None) -> Intent:
+def write_intent(
+    run: RunDir, verb: str, by: str = "", ranks: list[int] | None = None, why: str = "", cause: str = ""
+) -> Intent:
     """Write the request down; one for the whole run is never replaced by one for some ranks."""
-    intent = Intent(verb, time.time(), by, ranks or [])
+    intent = Intent(verb, time.time(), by, ranks or [], why, cause)
     before = read_intent(run)
     if before is not None and not before.ranks and intent.ranks:
         return before

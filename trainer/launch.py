@@ -186,14 +186,15 @@ class Launcher:
         code = 127 if self._status is None else self._status
         text = problem or _how_it_ended(code)
         intent = read_intent(self._run)
+        cause = ""
         if intent is not None and intent.explains(code, now):
-            state, text = "stopped", f"{intent.text()} ({text})"
+            state, text, cause = intent.state, f"{intent.text()} ({text})", intent.cause
         else:
             state = "finished" if code == 0 else "failed"
         if left:
             text += "; still there: " + ", ".join(f"pid {process.pid} in state {process.state}" for process in left)
         with _disk_trouble("exit.json"):
-            self._run.write_exit(ExitFile(code, now, state, text))
+            self._run.write_exit(ExitFile(code, now, state, text, cause))
         print(f"ftmon: the run {state}: {text}", flush=True)
 
 

@@ -20,6 +20,7 @@ from ..protocol.errors import FtmonError, UsageError
 from ..protocol.join import read_join
 from ..protocol.rundir import RunDir
 from .environment import joined_environment, monitor_environment
+from .hanging import add_hang_options, hang_options
 from .holding import add_hold_options, hold_options
 from .joining import free_listen, prepare
 from .listen import check_free, parse_listen
@@ -115,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--no-logs", action="store_true", help="leave the ranks' output where it goes")
     run.add_argument("--no-allocator-events", action="store_true", help="do not sample the allocator's own trace")
     add_hold_options(run)
+    add_hang_options(run)
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     join = commands.add_parser("join", help="become a command that is a part of another host's run")
     join.add_argument("file", metavar="JOIN.json", help="from the run's directory on the hub's host")
@@ -149,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "allocator_events": not arguments.no_allocator_events,
     }
     try:
-        options |= hold_options(arguments)
+        options |= hold_options(arguments) | hang_options(arguments)
         run = start_run("run", arguments.name or default_name(command), command, options)
     except FtmonError as error:
         print(error, file=sys.stderr)

@@ -23,9 +23,10 @@ from .killer import Outcome, Target
 from .killing import Killing, interrupted_on
 from .rankbook import RankBook
 from .ranklink import Answers, RankLink
+from .stacking import Stacking
 
 STACKS_BEFORE_KILL_SECONDS = 1.0
-_STACKS_SECONDS = 5.0
+_STACKS_SECONDS = 2.0
 _SNAPSHOT_SECONDS = 60.0
 _STOP_SECONDS = 3.0
 _RELEASE_SECONDS = 3.0
@@ -74,12 +75,20 @@ class Commands:
     """Takes commands from ROUTER sockets. Main loop only."""
 
     def __init__(
-        self, run: RunDir, host: Host, book: RankBook, link: RankLink, killing: Killing, read_only: bool
+        self,
+        run: RunDir,
+        host: Host,
+        book: RankBook,
+        link: RankLink,
+        stacking: Stacking,
+        killing: Killing,
+        read_only: bool,
     ) -> None:
         self._run = run
         self._host = host
         self._book = book
         self._link = link
+        self._stacking = stacking
         self._killing = killing
         self._read_only = read_only
         self._under_way = 0
@@ -141,14 +150,18 @@ class Commands:
             return self._prepare_kill(caller)
         if command.verb == "stop":
             return "asking the ranks to stop", lambda: self._stop(caller)
-        if command.verb in ("stacks", "snapshot", "arm", "compose"):
+        if command.verb == "stacks":
             ranks = self._ranks(command) or self._book.ranks
-            seconds = _STACKS_SECONDS if command.verb == "stacks" else _SNAPSHOT_SECONDS
+            return f"asking {len(ranks)} ranks", lambda: self._stacking.take(
+                ranks, _STACKS_SECONDS, command.args, lambda answers: self._answered(caller, ranks, answers)
+            )
+        if command.verb in ("snapshot", "arm", "compose"):
+            ranks = self._ranks(command) or self._book.ranks
             if command.verb == "arm":
                 check_arm(command.args)
             args = {key: value for key, value in command.args.items() if key != "ranks"}
             return f"asking {len(ranks)} ranks", lambda: self._link.ask(
-                command.verb, ranks, seconds, lambda answers: self._answered(caller, ranks, answers), args
+                command.verb, ranks, _SNAPSHOT_SECONDS, lambda answers: self._answered(caller, ranks, answers), args
             )
         if command.verb == "release":
             return self._prepare_release(caller)
@@ -194,7 +207,7 @@ class Commands:
             self._killing.start(ranks, number, done)
 
         reason = {"reason": f"kill asked by {caller.source}"}
-        self._link.ask("stacks", ranks or self._book.ranks, STACKS_BEFORE_KILL_SECONDS, start, reason)
+        self._stacking.take(ranks or self._book.ranks, STACKS_BEFORE_KILL_SECONDS, reason, start)
 
     # stop
 
@@ -295,9 +308,10 @@ class Commands:
         good = sorted(rank for rank, answer in answers.items() if answer.ok)
         sentences = [f"{verb} of {_span(good)}"] if good else []
         sentences += [f"rank {rank}: {answer.text or 'refused'}" for rank, answer in answers.items() if not answer.ok]
-        silent = [rank for rank in ranks if rank not in answers]
-        if silent:
-            sentences.append(f"no answer from {_span(silent)}: stuck in native code, stopped or gone")
+        absent = [rank for rank in ranks if rank not in answers]
+        if absent:
+            sentences.append(f"no answer from {_span(absent)}: stuck in native code, stopped or gone")
+        silent = sorted([*absent, *(rank for rank, answer in answers.items() if answer.data.pop("silent", False))])
         data = {"answers": {str(rank): answer.data for rank, answer in answers.items()}, "silent": silent}
         self._finish(caller, len(good) == len(ranks) > 0, "; ".join(sentences) or "no rank is known yet", data)
 

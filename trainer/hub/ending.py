@@ -93,8 +93,9 @@ class Ending:
         reasons = set(self._goodbyes.values())
         clean = bool(reasons) and "failed" not in reasons
         intent = read_intent(self._run)
+        cause = ""
         if intent is not None and intent.explains(int(not clean), now):
-            state, text = "stopped", intent.text()
+            state, text, cause = intent.state, intent.text(), intent.cause
         elif clean:
             state = "finished" if reasons == {"finished"} else "stopped"
             text = "every rank said goodbye"
@@ -103,7 +104,8 @@ class Ending:
         if self._kind != "watch":
             text += "; the launcher died before it could tell the exit status"
         # Only a goodbye tells that a rank came to its end; of what was killed none does.
-        found = ExitFile(0 if clean and (intent is None or intent.verb != "kill") else 1, now, state, text)
+        killed = intent is not None and (intent.verb == "kill" or bool(intent.cause))
+        found = ExitFile(0 if clean and not killed else 1, now, state, text, cause)
         with contextlib.suppress(OSError):  # a full disk; the recording's reader will miss it, the apps are told
             self._run.write_exit(found)
         return found

@@ -34,8 +34,10 @@ from .logtail import LogTail
 from .looking import Looking
 from .mailbox import Mailbox
 from .oomfiles import keeper
+from .policy import Policy
 from .rankbook import RankBook
 from .ranklink import RankLink
+from .stacking import Stacking
 from .stats import Stats
 from .stream import Stream
 from .supervisor import Supervisor
@@ -91,7 +93,9 @@ class Hub:
         self._agents = Agents(self._channels.of("agents"), self._intake.take, self._judging.fact)
         self._looking = Looking(run, self._judging.tracker, self._book, self._link, self.emit, self.post)
         killing = Killing(run, self._book, self._link, self._agents, self.post)
-        self._commands = Commands(run, self, self._book, self._link, killing, self._read_only)
+        self._policy = Policy(run, self._file.options, self._judging, self._looking, killing, self._book, self.emit)
+        stacking = Stacking(self._judging.tracker, self._book, self._link, self._looking, self.emit, self.post)
+        self._commands = Commands(run, self, self._book, self._link, stacking, killing, self._read_only)
         self._supervisor = Supervisor(lambda: self._mailbox.post(self._take_facts))
         self._devices = DeviceSampler(host_sockets.gethostname(), self._rank_pids)
         self._logs = LogTail(run, history.log_offsets)
@@ -191,6 +195,7 @@ class Hub:
             self._hub_message(state)
         self._judging.tick(time.time())
         self._looking.tick()
+        self._policy.tick(now)
         self._link.expire()
         self._commit()
         if self._end is None:

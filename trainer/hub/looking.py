@@ -22,6 +22,7 @@ from ..activity import Activity
 from . import dumping
 from .detectors.evidence import NOWHERE, Evidence, read_calls
 from .detectors.verdicts import Verdict
+from .detectors.view import ranks_in_words
 from .dumping import DumpTarget
 from .rankbook import RankBook
 from .ranklink import Answers, RankLink
@@ -185,24 +186,42 @@ class Looking:
         if verdict.hung and dumping.py_spy():
             self.read_native(list(verdict.hung[:NATIVE_RANKS]), verdict.title, lambda _: None)
 
-    def read_native(self, ranks: list[int], reason: str, done: Callable[[dict[int, str]], object]) -> None:
-        """Have py-spy read native frames of ranks on this host; ``done`` gets why not, by rank, in the main loop."""
+    def read_native(self, ranks: list[int], reason: str, done: Callable[[dict[int, tuple[str, str]]], object]) -> None:
+        """Have py-spy read native frames of ranks on this host.
+
+        Args:
+            ranks: the ranks.
+            reason: why.
+            done: gets, in the main loop, for each rank its stacks, or an empty string and why not.
+        """
         targets = [target for target in self._book.targets() if target.rank in ranks]
 
         def read() -> None:
-            problems = dict.fromkeys(ranks, "not on this host")
+            found = dict.fromkeys(ranks, ("", "not on this host"))
             for target in targets:
                 process = processes.read(target.pid)
                 if process is None or process.start_ticks != target.start_ticks:
-                    problems[target.rank] = "gone"
-                    continue
-                text, problems[target.rank] = dumping.native(process)
+                    found[target.rank] = "", "gone"
+                else:
+                    found[target.rank] = dumping.native(process)
+            self._post(lambda: tell(found))
+
+        def tell(found: dict[int, tuple[str, str]]) -> None:
+            for rank, (text, _) in found.items():
                 if text:
-                    stacks = Stacks(target.rank, time.time(), text, reason, "", "py-spy")
-                    self._post(lambda stacks=stacks: self._emit(stacks))
-            self._post(lambda: done({rank: why for rank, why in problems.items() if why}))
+                    self._emit(Stacks(rank, time.time(), text, reason, "", "py-spy"))
+            done(found)
 
         threading.Thread(target=read, name="py-spy", daemon=True).start()
+
+    def latest(self) -> dict[int, Stacks]:
+        """Give the stacks of the last looks, by rank; empty while no stall is suspected."""
+        return dict(self._stacks)
+
+    def grouped(self) -> list[str]:
+        """Say where the ranks are, those with the same stack in one line."""
+        groups = pystacks.group({rank: (one.text, one.thread) for rank, one in self._stacks.items()})
+        return [f"{ranks_in_words(one.ranks)}: {one.place.text or 'no stack'}" for one in groups]
 
     def launcher(self) -> str:
         """Say how the run's launcher is: ``alive``, ``stopped``, ``gone`` or, where there is none, an empty string."""
@@ -215,11 +234,6 @@ class Looking:
                 return "gone"
             return "stopped" if process.state in ("T", "t") else "alive"
         return ""
-
-
-def silent_stacks(targets: list[DumpTarget]) -> dict[int, str]:
-    """Have ranks that did not answer write their stacks; waits, for a thread that may."""
-    return dumping.by_signal(targets)
 
 
 def _look_here(targets: list[DumpTarget], silent: set[int]) -> _Local:

@@ -15,6 +15,7 @@ from typing import Any
 from ...protocol.errors import FtmonError, UsageError
 from ...protocol.rundir import RunDir
 from .. import start
+from ..hanging import add_hang_options, hang_options
 from ..holding import add_hold_options, hold_options
 from . import check, command, describe, faults, hardware
 from .decode import Loaded, load
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "logs": True,
             "allocator_events": not arguments.no_allocator_events,
             **hold_options(arguments),
+            **hang_options(arguments),
         }
         run = start_trainer(arguments.what, loaded, arguments.name or "", options)
     except FtmonError as error:
@@ -122,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--read-only", action="store_true", help="refuse every command that acts on the run")
         one.add_argument("--no-allocator-events", action="store_true", help="do not sample the allocator's own trace")
         add_hold_options(one)
+        add_hang_options(one)
     commands.add_parser("print-config", help="write a commented default configuration")
     return parser
 

@@ -10,6 +10,8 @@ from ..model.run import RunModel
 
 INTERRUPTED = 130
 WRONG_USAGE = 2
+HUNG = 3
+HUNG_AT_EXIT = 4
 _LOG_LINES = 15
 _LINE_LENGTH = 400
 _LOG_TAIL_BYTES = 16_384
@@ -25,8 +27,11 @@ def exit_status(end: ExitFile, kind: str = "run") -> int:
             configuration, found out where the model or the data were loaded.
 
     Returns:
-        0 done, 1 failed, 2 wrong configuration, 130 ended by somebody's wish before it was done.
+        0 done, 1 failed, 2 wrong configuration, 3 it hung and ftmon ended it (``--on-hang``), 4 it hung at exit after
+        its work was done and ftmon ended it (``--exit-timeout``), 130 ended by somebody's wish before it was done.
     """
+    if end.cause:
+        return HUNG_AT_EXIT if end.cause == "hang-at-exit" else HUNG
     if end.state == "stopped":
         return INTERRUPTED
     if end.exit_code == WRONG_USAGE and kind in ("demo", "train"):

@@ -14,7 +14,8 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 _EPILOG = """\
 RUN is a run's identifier or the beginning of one ('ftmon ls' lists them); without it, the newest live run.
-Exit status: 0 done, 1 the run failed, 2 wrong usage or configuration, 130 interrupted."""
+Exit status: 0 done, 1 the run failed, 2 wrong usage or configuration, 3 it hung and --on-hang ended it, 4 its work was
+done but it did not end and --exit-timeout ended it, 130 interrupted."""
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
@@ -149,6 +150,21 @@ def _add_acting(commands: "Commands") -> None:
     kill.add_argument("--signal", choices=SIGNALS, help="send this one only (default: INT, TERM, KILL in steps)")
     kill.add_argument("--yes", "-y", action="store_true", help="do not ask")
 
+    stacks = _command(commands, "stacks", "stacks:show_stacks", "show where the ranks of a run are, line by line")
+    _run_argument(stacks)
+    stacks.add_argument(
+        "--rank", type=_rank, action="append", default=[], metavar="R", help="this rank; may be repeated"
+    )
+    stacks.add_argument("--all-threads", action="store_true", help="all threads, not only the one that trains")
+    stacks.add_argument(
+        "--native", action="store_true", help="native frames too, where py-spy is installed and allowed"
+    )
+    stacks.add_argument("--json", action="store_true", help="one JSON object for scripts")
+
+    cleanup = _command(commands, "cleanup", "cleanup:cleanup", "find and end what runs that are over left running here")
+    cleanup.add_argument("--yes", "-y", action="store_true", help="do not ask")
+    cleanup.add_argument("--json", action="store_true", help="list what was found as JSON, and end nothing")
+
     stop = _command(commands, "stop", "act:stop", "let a run save a checkpoint and end after the step it is in")
     _run_argument(stop)
 
@@ -228,7 +244,28 @@ def _start_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hold-timeout", type=_seconds, metavar="SECONDS", help="let go by itself after so long (default: never)"
     )
+    _hang_options(parser)
     _view_options(parser)
+
+
+def _hang_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--on-hang",
+        choices=("warn", "stacks", "stop", "kill"),
+        default="warn",
+        help="what to do about a hang that has stood for --hang-grace: an alert alone (default); write all stacks to a "
+        "file too; then interrupt the ranks, and kill what has not ended a minute later; or kill. Ends with status 3",
+    )
+    parser.add_argument(
+        "--hang-grace", type=_seconds, metavar="SECONDS", help="how long a hang must have stood (default: 30)"
+    )
+    parser.add_argument(
+        "--exit-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help="once a rank has finished, kill the rest after so long without progress (default: never). Ends with "
+        "status 4",
+    )
 
 
 def _view_options(parser: argparse.ArgumentParser) -> None:

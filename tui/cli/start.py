@@ -70,6 +70,12 @@ def _common(arguments: Namespace) -> Iterator[str]:
         yield "--allow-console"
     if arguments.hold_timeout:
         yield from ("--hold-timeout", str(arguments.hold_timeout))
+    if arguments.on_hang != "warn":
+        yield from ("--on-hang", arguments.on_hang)
+    if arguments.hang_grace:
+        yield from ("--hang-grace", str(arguments.hang_grace))
+    if arguments.exit_timeout:
+        yield from ("--exit-timeout", str(arguments.exit_timeout))
 
 
 def _start_and_watch(arguments: Namespace, start: Callable[[], RunDir]) -> int:

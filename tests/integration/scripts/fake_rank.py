@@ -3,7 +3,7 @@
 Options come as a JSON object in argv[1]: ``rank``, ``world``, ``rate`` (steps a second), ``steps`` (0: for ever),
 ``workers`` (child processes in sessions of their own), ``deaf`` (ignores INT and TERM), ``native`` (after the first
 step, holds the GIL in C for ever), ``agrees`` (answers ``stop`` with yes), ``silent`` (never answers), ``exit``
-(its exit status), ``gpu_bytes`` (CUDA memory it holds).
+(its exit status), ``gpu_bytes`` (CUDA memory it holds), ``lingers`` (lives on after its goodbye).
 """
 
 import ctypes
@@ -121,6 +121,8 @@ def main():
     print(f"rank {rank.rank} trains", flush=True)
     rank.train()
     rank.push.close(linger=2000)
+    if options.get("lingers"):
+        time.sleep(600)
     status = int(options.get("exit", 0))
     sys.stdout.flush()
     os._exit(status) if status else sys.exit(0)

@@ -94,12 +94,12 @@ def deadlock(graph: Waits, waiting: list[RankView], age: float) -> Verdict:
 
 
 def of_group(group: str, views: list[RankView], *, always: bool = False) -> str:
-    """Name a process group by its ranks, unless it is all of them."""
+    """Name a process group by its ranks, unless it is all of them; ``always``: by PyTorch's name for it too."""
     members = all_members(view.evidence for view in views).get(group, ())
-    everybody = {view.rank for view in views}
-    if not members:
-        return f" of group {group}" if always else ""
-    return "" if everybody <= set(members) and not always else f" of the group of {ranks_in_words(members)}"
+    ranks = ranks_in_words(members) if members else ""
+    if always:
+        return f" of group {group} ({ranks})" if ranks else f" of group {group}"
+    return f" of the group of {ranks}" if members and not {view.rank for view in views} <= set(members) else ""
 
 
 def unreachable(waiting: list[RankView], cut: list[RankView]) -> Verdict | None:

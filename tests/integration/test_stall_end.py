@@ -1,0 +1,94 @@
+"""What is done about a hang in an unattended run, and how the stacks of a rank that holds the lock come out."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+import pytest
+from ftmon.protocol.control import Alert
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.telemetry import Stacks
+from ftmon.trainer import cleanup
+from ftmon.tui.cli.outcome import HUNG, HUNG_AT_EXIT, exit_status
+from hub_client import App, exit_of, fake_ranks, hub_gone, members, started, until
+
+HOLDS_THE_LOCK = """
+import ctypes, time, torch, torch.distributed as dist
+from torch.utils.data import DataLoader
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def native_code():
+    ctypes.PyDLL(None).sleep(600)
+for step, rows in enumerate(DataLoader(torch.ones(4000, 4), batch_size=4)):
+    loss = model(rows).sum()
+    if step == 8 and rank == 1:
+        native_code()
+    loss.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("FTMON_RUN", raising=False)
+
+
+def test_a_rank_that_holds_pythons_lock_is_named_with_its_line_and_the_run_is_ended_as_a_hang(tmp_path):
+    script = tmp_path / "locked.py"
+    script.write_text(HOLDS_THE_LOCK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    with started(command, on_hang="kill", hang_grace=3.0) as run:
+        end = exit_of(run, 120)
+        assert (end.state, end.cause) == ("failed", "hang")
+        assert "--on-hang kill" in end.text
+        assert exit_status(end) == HUNG
+        until(lambda: members(run) == [], what="the end of all")
+        hub_gone(run)
+        with Reader(run.recording) as reader:
+            hang = next(alert for alert in reader.alerts() if alert.kind == "hang")
+            saved = [frame.message for frame in reader.frames(0, 100_000) if isinstance(frame.message, Stacks)]
+        assert (hang.evidence["rule"], hang.evidence["hung"]) == ("missing", [1])
+        assert "in native_code" in hang.evidence["ranks"]["1"]["at"]
+        assert hang.evidence["ranks"]["1"]["stacks_by"] == "signal"
+        assert any(one.rank == 1 and one.taken_by == "signal" and "in native_code" in one.text for one in saved)
+        (text,) = [path.read_text() for path in (run.path / "stacks").iterdir()]
+        assert "==== rank 1 (signal)" in text
+
+
+def test_a_rank_that_does_not_end_after_the_others_finished_is_ended_and_told_apart_from_a_failure():
+    with started(fake_ranks({"steps": 3}, {"steps": 3, "lingers": True}), exit_timeout=2.0) as run, App(run) as app:
+        alert = app.wait_for(Alert, lambda alert: alert.evidence.get("rule") == "on-hang")
+        assert "2 of 2 ranks finished" in alert.title
+        end = exit_of(run)
+        assert (end.state, end.cause) == ("stopped", "hang-at-exit")
+        assert "--exit-timeout 2" in end.text
+        assert exit_status(end) == HUNG_AT_EXIT
+        assert members(run) == []
+
+
+def test_what_a_run_without_launcher_and_hub_left_is_found_and_ended_and_a_living_run_is_left_alone():
+    with started(fake_ranks({"workers": 1})) as living, started(fake_ranks({"workers": 1})) as run:
+        with App(living), App(run):
+            left = until(lambda: len(found := members(run)) == 3 and found, what="rank, worker and launcher")
+        os.kill(run.read_run().launcher.pid, signal.SIGKILL)
+        hub = until(run.living_hub, what="the hub")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(hub.process.pid, signal.SIGKILL)
+        until(lambda: run.living_hub() is None, what="the hub's death")
+        orphans = [one for one in cleanup.find() if one.run == str(run.path)]
+        assert {one.pid for one in orphans} == {process.pid for process in left}
+        assert all("whose launcher and hub are gone" in one.line for one in orphans)
+        assert not [one for one in cleanup.find() if one.run == str(living.path)]
+        began = time.monotonic()
+        assert cleanup.end(orphans) == []
+        assert time.monotonic() - began < 15
+        assert members(run) == []
+        assert len(members(living)) == 3

@@ -1,0 +1,208 @@
+"""What is done about a hang when nobody is there: ``--on-hang`` and ``--exit-timeout``.
+
+- A verdict that has stood for ``--hang-grace`` (30 s) is acted on once: ``stacks`` writes the stacks of all ranks to a
+  file of the run, ``stop`` interrupts the ranks as ctrl-c does and kills what has not ended 60 s later, ``kill`` kills.
+  Ranks that are held at an out-of-memory error do not hang, and neither does a run all of whose ranks are stopped by a
+  signal: somebody paused it.
+- Once a rank has finished, the rest of the run may go on for ``--exit-timeout`` after the last progress of any rank
+  (in evaluation and checkpointing as long as that phase may last), then it is killed. The work was done, so this is
+  told apart from a hang.
+
+Stacks are saved first in every case.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from ...protocol.control import Command, Result
+from ...protocol.rundir import RunDir, write_private
+from ...protocol.text import duration, sanitize
+from ...protocol.wire import Message
+from ..hanging import GRACE_SECONDS
+from ..intent import read_intent, write_intent
+from .detectors.verdicts import Verdict
+from .interrupting import interrupt_ranks
+from .judging import Judging
+from .killer import Outcome
+from .killing import Killing
+from .looking import Looking
+from .rankbook import RankBook
+
+STOP_SECONDS = 60.0
+"""How long ranks that were interrupted may take to end before they are killed."""
+SURE_SECONDS = 3.0
+"""A time that is over must have been over for this long by the hub's own clock."""
+_LONG_PHASES = ("eval", "checkpoint")
+
+Cause = Literal["hang", "hang-at-exit"]
+
+
+class Policy:
+    """Acts on hangs as the run's options say. Main loop only.
+
+    Args:
+        run: the run.
+        options: ``run.json``'s options.
+        judging: holds the tracker, whose verdict is acted on, and raises alerts.
+        looking: has the stacks.
+        killing: kills.
+        book: which ranks run on this host.
+        emit: appends a message to the stream.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        options: dict[str, Any],
+        judging: Judging,
+        looking: Looking,
+        killing: Killing,
+        book: RankBook,
+        emit: Callable[[Message], object],
+    ) -> None:
+        self._run = run
+        self._on_hang = str(options.get("on_hang", "warn"))
+        self._grace = float(options.get("hang_grace", GRACE_SECONDS))
+        self._exit_timeout = float(options.get("exit_timeout", 0.0))
+        self._judging = judging
+        self._tracker = judging.tracker
+        self._looking = looking
+        self._killing = killing
+        self._book = book
+        self._emit = emit
+        self._standing: tuple[object, float] | None = None
+        """The verdict that stands, by its kind and those named, and since when."""
+        self._acted: object = None
+        self._kill_at: float | None = None
+        self._killed = False
+        self._why = ""
+        self._cause: Cause = "hang"
+        self._quiet_since: float | None = None
+
+    def tick(self, now: float) -> None:
+        """Act when it is time; ``now`` is ``time.monotonic``."""
+        if self._killed or self._being_ended():
+            return
+        if self._kill_at is not None:
+            if now >= self._kill_at:
+                self._kill(now)
+            return
+        self._look_at_hang(now)
+        if self._exit_timeout and self._kill_at is None:
+            self._look_at_exit(now)
+
+    def _being_ended(self) -> bool:
+        """Tell whether somebody else has asked for the run's end, or it has come."""
+        state = self._tracker.run_state
+        if state is not None and state.state in ("finished", "failed", "stopped"):
+            return True
+        return self._kill_at is None and state is not None and state.state == "stopping"
+
+    def _look_at_hang(self, now: float) -> None:
+        verdict = self._tracker.verdict
+        if self._on_hang == "warn" or verdict is None or self._is_wanted(verdict):
+            self._standing = None
+            return
+        # Who waits may change while the same rank holds them up.
+        matter = (verdict.kind, verdict.hung)
+        if self._standing is None or self._standing[0] != matter:
+            self._standing = (matter, now)
+        if now - self._standing[1] < self._grace or self._acted == matter:
+            return
+        self._acted = matter
+        cause: Cause = "hang-at-exit" if verdict.kind == "exit" else "hang"
+        self._act(now, self._on_hang, "--on-hang", verdict.title, cause)
+
+    def _is_wanted(self, verdict: Verdict) -> bool:
+        states = {rank: t.state.state for rank, t in self._tracker.ranks.items() if t.state is not None}
+        held = bool(verdict.hung) and all(states.get(rank) == "held" for rank in verdict.hung)
+        paused = all(state in ("stopped", "finished", "gone") for state in states.values())
+        return held or paused
+
+    def _look_at_exit(self, now: float) -> None:
+        ranks = list(self._tracker.ranks.values())
+        finished = [
+            tracked for tracked in ranks if tracked.goodbye is not None and tracked.goodbye.reason == "finished"
+        ]
+        known = max((rank.hello.world_size for rank in ranks if rank.hello is not None), default=0) <= len(ranks)
+        if not finished or not known:
+            self._quiet_since = None
+            return
+        clock = time.time()
+        moved = [tracked.goodbye_at for tracked in finished]
+        patience = self._exit_timeout
+        for tracked in ranks:
+            if not tracked.ended and tracked.goodbye is None:
+                moved.append(tracked.progress.moved_at)
+                if tracked.progress.phase in _LONG_PHASES:
+                    patience = max(patience, tracked.progress.limit())
+        quiet = clock - max(moved)
+        if quiet < patience:
+            self._quiet_since = None
+            return
+        # A clock that jumped, or a hub that was frozen or restarted, finds everything late at once: nobody is killed
+        # for that.
+        if self._quiet_since is None:
+            self._quiet_since = now
+        if now - self._quiet_since < min(SURE_SECONDS, patience):
+            return
+        left = [tracked.rank for tracked in ranks if tracked.fact is not None and tracked.fact.alive]
+        still = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left[:8]))}" if left else "the launcher"
+        why = f"{len(finished)} of {len(ranks)} ranks finished, and after {duration(quiet)} {still} still lived"
+        self._act(now, "kill", "--exit-timeout", why, "hang-at-exit")
+
+    # Acting.
+
+    def _act(self, now: float, what: str, option: str, why: str, cause: Cause) -> None:
+        path = self._save(why)
+        where = f" Stacks: {path}." if path else ""
+        if what == "stacks":
+            self._looking.read_native(self._book.ranks, why, lambda _: None)
+            self._judging.alert("note", "warning", f"stacks saved: {why}", "on-hang", where.strip())
+            return
+        option = f"{option} {what}" if option == "--on-hang" else f"{option} {self._exit_timeout:g}"
+        self._why, self._cause = why, cause
+        with contextlib.suppress(OSError):  # a full disk must not keep a hung run alive
+            write_intent(self._run, option, "hub", why=why, cause=cause)
+        verb = "stop" if what == "stop" else "kill"
+        self._judging.alert("note", "error", f"ending the run ({option}): {why}", "on-hang", where.strip())
+        self._emit(Command("hub-policy", verb, {"reason": why}))
+        if what == "stop":
+            told = interrupt_ranks(self._book.targets())
+            self._kill_at = now + (STOP_SECONDS if told else 0.0)
+        else:
+            self._kill_at = now
+
+    def _kill(self, now: float) -> None:
+        del now
+        self._killed = True
+        intent = read_intent(self._run)
+        if intent is None or not intent.cause:
+            with contextlib.suppress(OSError):
+                write_intent(self._run, "--on-hang", "hub", why=self._why, cause=self._cause)
+
+        def done(outcome: Outcome) -> None:
+            data = {**outcome.data, "asked_by": "hub"}
+            self._emit(Result("hub-policy", outcome.ok, "kill", outcome.text, data, time.time()))
+
+        self._killing.start([], None, done)
+
+    def _save(self, why: str) -> str:
+        """Write the latest stacks of all ranks to a file of the run; return its path, or nothing."""
+        stacks = self._looking.latest()
+        if not stacks:
+            return ""
+        folder = self._run.path / "stacks"
+        path: Path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        parts = [sanitize(why), *self._looking.grouped(), ""]
+        for rank, one in sorted(stacks.items()):
+            parts += [f"==== rank {rank} ({one.taken_by or 'asked'})", one.text, ""]
+        with contextlib.suppress(OSError):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            write_private(path, "\n".join(parts).encode())
+            return str(path)
+        return ""
