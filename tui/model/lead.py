@@ -6,12 +6,16 @@ on them (an optimizer step, say), and from some length on another, whose peak do
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ...protocol.phasepeaks import PeakMark, bucket_of
 from ...protocol.text import gib
 
 FLAT_SHARE = 0.01
 """A phase whose peaks differ by less than this over all lengths does not depend on them."""
+
+STEADY_SHARE = 0.7
+"""A peak grows with the batch when at least this share of the next longer batches has a higher one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +128,9 @@ def _crossing_ahead(sizes: list[dict[str, PeakMark]]) -> Crossing | None:
     leader = _top(sizes[-1])
     found: Crossing | None = None
     for phase, mark in sizes[-1].items():
-        gain = _slope(sizes[-2:], phase) - _slope(sizes[-2:], leader.phase)
-        if phase == leader.phase or gain <= 0:
+        slope = _slope(sizes[-2:], phase)
+        gain = slope - max(0.0, _slope(sizes[-2:], leader.phase))
+        if phase == leader.phase or slope <= 0 or gain <= 0:
             continue
         size = mark.size + (leader.bytes - mark.bytes) / gain
         if size <= 8 * mark.size and (found is None or size < found.size):
@@ -146,14 +151,15 @@ def _slopes(sizes: list[dict[str, PeakMark]], crossing: Crossing | None) -> dict
 
 
 def _slope(sizes: Sequence[dict[str, PeakMark]], phase: str) -> float:
-    """Give bytes an element of the batch; 0 where the peaks are alike."""
+    """Give bytes an element of the batch; 0 where the peaks are alike, or rise and fall as they like."""
     marks = [phases[phase] for phases in sizes if phase in phases]
     if len(marks) < 2 or marks[-1].size <= marks[0].size:
         return 0.0
     highest, lowest = max(mark.bytes for mark in marks), min(mark.bytes for mark in marks)
-    if highest - lowest <= FLAT_SHARE * highest:
+    rising = sum(after.bytes >= before.bytes for before, after in pairwise(marks))
+    if highest - lowest <= FLAT_SHARE * highest or rising < STEADY_SHARE * (len(marks) - 1):
         return 0.0
-    return (marks[-1].bytes - marks[0].bytes) / (marks[-1].size - marks[0].size)
+    return max(0.0, (marks[-1].bytes - marks[0].bytes) / (marks[-1].size - marks[0].size))
 
 
 def _changes(marks: Sequence[PeakMark]) -> tuple[tuple[int, str], ...]:
@@ -189,7 +195,7 @@ def lead_sentences(lead: Lead) -> list[str]:
         )
     elif lead.slopes is not None:
         slope = lead.slopes.get(lead.first.phase, 0.0)
-        why = "is the same at every length" if not slope else f"grows {_rate(slope)}"
+        why = "does not grow with them" if not slope else f"grows {_rate(slope)}"
         found.append(f"{phase_words(lead.first.phase)} leads at every length so far; its peak {why}")
         if crossing is not None:
             ahead = f"{phase_words(crossing.above)} grows {_rate(lead.slopes.get(crossing.above, 0.0))}"

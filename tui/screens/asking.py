@@ -7,6 +7,12 @@ from ...protocol.text import sanitize
 from ..source.base import CommandRecord
 from ..widgets.stage import Stage
 
+_DONE = {
+    "compose": "a step was taken apart",
+    "arm": "stacks were recorded: the cause is below",
+}
+"""What to say when these were done."""
+
 
 class Asking:
     """Sends commands and says on the screen's foot how each stands."""
@@ -53,6 +59,8 @@ def result_words(verb: str, result: Result) -> str:
     paths = snapshot_paths(result)
     if verb == "snapshot" and result.ok and paths:
         return f"snapshot written: {paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+    if result.ok and verb in _DONE:
+        return _DONE[verb]
     return sanitize(result.text or f"{verb}: {'done' if result.ok else 'failed'}", 300)
 
 

@@ -10,6 +10,7 @@ from ..widgets.canvas import Canvas
 from ..widgets.card import name
 from ..widgets.events_view import course_lines, free_line, phase_lines, rank_lines, retry_line, title_line, unused_lines
 from ..widgets.line import Line
+from ..widgets.wrapping import wrap
 from .base import TALL, MonitorScreen, key
 
 _HIGH = 46
@@ -37,10 +38,10 @@ class EventsCanvas(Canvas):
         view = self.stage.views.rank(model, rank, several_hosts=True)
         lines = [title_line(rank, name(view, look), width, look)]
         if rank.on_cpu:
-            text = " On a CPU there is no caching allocator to watch: m shows the resident set by phase."
-            return [*lines, Line(text, look.style("dim"))]
+            text = "On a CPU there is no caching allocator to watch: m shows the resident set by phase."
+            return [*lines, *(Line(f" {row}", look.style("dim")) for row in wrap(text, width - 2))]
         if rank.allocator.last is None:
-            lines += [Line(f" {text}", look.style("dim")) for text in self._empty()]
+            lines += [Line(f" {row}", look.style("dim")) for row in wrap(self._empty(), width - 2)]
         high = 5 if height >= _HIGH else 2 if height >= TALL else 1
         lines += phase_lines(rank, width, look)
         lines += course_lines(rank, width, high, look)
@@ -49,13 +50,13 @@ class EventsCanvas(Canvas):
         lines.append(retry_line(rank, width, look))
         return [*lines, *rank_lines(list(model.ranks.values()), rank.rank, height - len(lines), look)]
 
-    def _empty(self) -> tuple[str, ...]:
+    def _empty(self) -> str:
         source = self.stage.source
         if source is not None and source.transport.mode == "replay":
-            return ("No step was sampled up to here.",)
+            return "No step was sampled up to here."
         return (
-            "No step is sampled yet. The probe reads the allocator's own trace of a step now and then (numbers only,",
-            "within its budget); a run started with --no-allocator-events has none.",
+            "No step is sampled yet. The probe reads the allocator's own trace of a step now and then (numbers only, "
+            "within its budget); a run started with --no-allocator-events has none."
         )
 
 
@@ -73,8 +74,8 @@ class EventsScreen(MonitorScreen):
     TITLE_LINES = 1
     BINDINGS: ClassVar[list[BindingType]] = [
         key("escape", "app.back", "back", "back to the overview"),
-        key("up,left", "rank(-1)", "previous", "the rank before", show=False),
-        key("down,right", "rank(1)", "rank", "the next rank", bar="up down"),
+        key("up,left", "rank(-1)", "previous", "the rank before"),
+        key("down,right", "rank(1)", "next rank", "the rank after"),
         key("m", "app.memory", "memory", "where the memory of a step's peak goes"),
         key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
     ]

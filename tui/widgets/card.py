@@ -8,7 +8,7 @@ from .figures import gib, step_time
 from .line import Line, cut, spread, width_of
 from .look import Look
 from .memory_graph import Column, Scale, memory_graph
-from .phase_bar import phase_bar
+from .phase_bar import SHORT, phase_bar
 from .rank_view import RankView
 
 FIXED_LINES = 4
@@ -72,7 +72,14 @@ def figures(view: RankView, width: int, look: Look) -> Line:
         line.add(" GiB", look.style("dim"))
         if line.width <= width:
             break
-    right = Line(f"{view.share * 100:.0f} %" if view.capacity else "", look.style("dim"))
+    share = f"{view.share * 100:.0f} %" if view.capacity else ""
+    right = Line(share, look.style("dim"))
+    phase = sanitize(view.peak_phase, 12)
+    for name in (phase, SHORT.get(phase, phase)) if phase and share else ():
+        words = f"in {name} {look.glyphs.dot} {share}"
+        if line.width + len(words) < width - 3:
+            right = Line(words, look.style("dim"))
+            break
     return spread(line, right, width, look.base) if line.width + right.width < width - 1 else line.fit(width, look.base)
 
 

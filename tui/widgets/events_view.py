@@ -13,7 +13,7 @@ from .line import Line, cut
 from .look import Look
 from .memory_graph import Column, Scale, memory_graph
 
-_LABEL = 30
+_LABEL = 33
 """Cells before a graph: what it shows, and its latest figure."""
 
 
@@ -58,7 +58,10 @@ def _figures(line: Line, row: PhaseRates, wide: bool, look: Look) -> Line:
     line.add(f"{row.allocations:>12,}{rate:>10}{speed:>9}{gib_words(row.largest):>13}", look.base)
     line.add(f"{_grown(row.segment_bytes):>15}", look.style("warning") if row.segment_bytes else look.style("dim"))
     if wide:
-        line.add(f"{row.frees:>10,}{gib_words(row.allocated_bytes):>13}{row.segments:>+10,}", look.style("dim"))
+        line.add(
+            f"{row.frees:>10,}{gib_words(row.allocated_bytes):>13}{f'{row.segments:+,}' if row.segments else '0':>10}",
+            look.style("dim"),
+        )
     return line
 
 
@@ -173,8 +176,8 @@ def pooled(values: Sequence[int], width: int) -> list[int]:
 
 
 def stretched(values: Sequence[int], width: int) -> list[int]:
-    """Draw each value over as many cells as fill most of ``width``, four at the most."""
-    cells = max(1, min(4, width // max(1, len(values))))
+    """Draw each value over as many cells as fill most of ``width``, eight at the most."""
+    cells = max(1, min(8, width // max(1, len(values))))
     return [value for value in values for _ in range(cells)]
 
 

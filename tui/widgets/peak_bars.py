@@ -25,7 +25,7 @@ PART_FILLS = {
 """What fills a part where colour cannot tell the parts apart."""
 
 _AXIS = 8
-_WIDEST = 12
+_WIDEST = 20
 
 
 def peak_bars(

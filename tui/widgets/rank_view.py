@@ -24,6 +24,8 @@ class RankView:
     capacity: int = 0
     allocated: int = 0
     peak: int = 0
+    peak_phase: str = ""
+    """The phase that made it."""
     behind: int = 0
     """Reserved on a GPU, resident on a CPU."""
     spikes: int = 0

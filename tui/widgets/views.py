@@ -44,6 +44,7 @@ class Views:
             capacity=rank.capacity_bytes,
             allocated=_steady(rank.allocated_bytes),
             peak=rank.peak.bytes if rank.peak else 0,
+            peak_phase=rank.peak.phase if rank.peak else "",
             behind=_steady(rank.resident_bytes if cpu else rank.reserved_bytes),
             spikes=sum(mark.kind == "spike" for mark in rank.timeline.marks),
             shares=self.shares(rank),

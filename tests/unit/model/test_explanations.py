@@ -1,0 +1,199 @@
+"""What explains memory, folded: waterfalls that add up, causes, allocator samples; the same after a seek."""
+
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.control import Alert
+from ftmon.protocol.memory import Cause, Composition, PhaseComposition, StackGroup
+from ftmon.protocol.recording.reader import Reader
+from ftmon.tui.model import RunModel
+from ftmon.tui.model.cause import cause_of_alert, evidence_groups, group_parts, other_evidence, shown_bytes, verdict_of
+from ftmon.tui.model.events import phase_rates
+from ftmon.tui.model.memory import RankMemory
+from ftmon.tui.model.waterfall import next_phase, rank_bars, untaken, waterfall
+from ftmon.tui.source.load import adopt, describe, load
+from ftmon.tui.source.overview import read_overview
+from peaks import MIB, Explained, explained
+
+GIB = 2**30
+
+
+def folded(**options: object) -> RunModel:
+    model = RunModel()
+    for frame in Explained(**options).frames():  # type: ignore[arg-type]
+        model.apply(frame)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> RunModel:
+    return folded(ranks=2)
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer"])
+def test_a_waterfall_s_parts_add_up_to_its_peak_each_beginning_where_the_last_ends(model: RunModel, phase: str) -> None:
+    rank = model.ranks[0]
+    assert rank.memory.latest is not None
+    fall = waterfall(rank, rank.memory.latest, phase, model.device_of(rank))
+    assert fall is not None
+    assert fall.phase == phase
+    at = 0
+    for part in fall.parts:
+        assert part.begin == at
+        at += part.bytes
+    assert at == fall.peak
+
+
+def test_with_what_the_device_holds_besides_it_adds_up_to_what_nvml_counts(model: RunModel) -> None:
+    rank = model.ranks[0]
+    assert rank.memory.latest is not None
+    fall = waterfall(rank, rank.memory.latest, "", model.device_of(rank))
+    assert fall is not None
+    assert None not in (fall.unused, fall.context, fall.others, fall.unexplained)
+    total = fall.extent + fall.since + (fall.unexplained or 0)
+    assert total == fall.used
+    assert fall.others == 640 * MIB
+
+
+def test_rows_keep_their_place_from_phase_to_phase(model: RunModel) -> None:
+    rank = model.ranks[0]
+    assert rank.memory.latest is not None
+    names = {
+        tuple(part.name for part in fall.parts)
+        for phase in ("forward", "optimizer")
+        if (fall := waterfall(rank, rank.memory.latest, phase, None)) is not None
+    }
+    assert len(names) == 1
+    assert "unattributed" in next(iter(names))
+
+
+def test_a_part_that_a_later_version_adds_is_shown_and_counted(model: RunModel) -> None:
+    parts = {"parameters": GIB, "holograms": GIB}
+    composition = Composition(0, 1, 1.0, "cuda", [PhaseComposition("forward", 2 * GIB, parts)])
+    fall = waterfall(model.ranks[0], composition, "", None)
+    assert fall is not None
+    assert sum(part.bytes for part in fall.parts) == fall.peak
+    assert "holograms" in [part.label for part in fall.parts]
+
+
+def test_before_a_step_was_taken_apart_its_peaks_are_shown_whole() -> None:
+    rank = folded(taken_apart=False).ranks[0]
+    assert rank.memory.latest is None
+    fall = untaken(rank, "", None)
+    assert fall is not None
+    assert (fall.taken_apart, fall.parts[0].bytes) == (False, fall.peak)
+
+
+def test_on_a_cpu_nothing_is_reserved() -> None:
+    rank = folded(cuda=False).ranks[0]
+    assert rank.memory.latest is not None
+    fall = waterfall(rank, rank.memory.latest, "", None)
+    assert fall is not None
+    assert (fall.measure, fall.unused, fall.used) == ("glibc", None, None)
+
+
+def test_phases_go_round_in_the_order_they_run() -> None:
+    names = ["optimizer", "backward", "forward"]
+    assert next_phase(names, "forward", 1) == "backward"
+    assert next_phase(names, "optimizer", 1) == "forward"
+    assert next_phase(names, "forward", -1) == "optimizer"
+
+
+def test_each_rank_has_a_bar_as_high_as_its_reserved_memory(model: RunModel) -> None:
+    bars = rank_bars(model.ranks.values(), "")
+    assert [bar.rank for bar in bars] == [0, 1]
+    assert all(sum(size for name, size in bar.parts if name != "unused") == bar.peak for bar in bars)
+
+
+def test_the_latest_and_the_highest_composition_are_kept_whatever_their_order() -> None:
+    memory = RankMemory()
+    for step, size in ((8, 5), (2, 9), (4, 7)):
+        memory.on_composition(Composition(0, step, 0.0, "cuda", [PhaseComposition("forward", size, {})]))
+    assert memory.latest is not None
+    assert memory.highest is not None
+    assert (memory.latest.step, memory.highest.step) == (8, 2)
+
+
+def test_rates_are_counted_over_the_phase_s_own_time(model: RunModel) -> None:
+    last = model.ranks[0].allocator.last
+    assert last is not None
+    rates = {row.name: row for row in phase_rates(last, ())}
+    assert list(rates) == ["data", "forward", "backward", "optimizer"]
+    assert rates["optimizer"].allocations_per_second == pytest.approx(410 / (0.31 * 0.18), rel=0.01)
+
+
+def test_retries_are_noted_with_the_step_they_came_in(model: RunModel) -> None:
+    allocator = model.ranks[0].allocator
+    assert allocator.retries == 3
+    assert list(allocator.retry_steps) == [(30, 1), (41, 2)]
+
+
+def test_a_late_join_shows_what_one_who_was_there_sees(tmp_path: Path) -> None:
+    whole = folded(ranks=2, steps=420)
+    with Reader(explained(tmp_path / "r.sqlite", 2, steps=420)) as reader:
+        info = reader.info()
+        late = load(reader, info.last_t, describe(info), quick=True)
+        adopt(late, read_overview(reader, info))
+    assert len(late.ranks[1].steps) < 420
+    for number, rank in whole.ranks.items():
+        seen = late.ranks[number]
+        assert seen.memory.latest == rank.memory.latest
+        assert seen.memory.highest == rank.memory.highest
+        assert seen.memory.causes == rank.memory.causes
+        assert seen.allocator.last == rank.allocator.last
+        assert [each.step for each in seen.allocator.samples] == [each.step for each in rank.allocator.samples]
+        assert seen.memory.lead is not None
+        assert rank.memory.lead is not None
+        assert seen.memory.lead.standing == rank.memory.lead.standing
+        assert seen.memory.lead.crossing == rank.memory.lead.crossing
+
+
+def test_marks_after_the_moment_shown_are_left_out(tmp_path: Path) -> None:
+    with Reader(explained(tmp_path / "r.sqlite", 1, steps=300)) as reader:
+        info = reader.info()
+        overview = read_overview(reader, info)
+        early = load(reader, reader.step_time(40) or 0.0, describe(info), overview, quick=True)
+    assert {mark.step <= 40 for mark in early.ranks[0].memory.marks} == {True}
+
+
+STACKS = [{"bytes": 900, "count": 2, "frames": ["/home/u/train.py:3 main", "/x/torch/optim/adamw.py:5 step"]}]
+
+
+def spike(**evidence: object) -> Alert:
+    return Alert(1, "spike", "warning", 1.0, "t", rank=0, phase="optimizer", evidence=dict(evidence))
+
+
+def test_the_hub_s_verdict_is_read_from_an_alert() -> None:
+    found = verdict_of(spike(cause_pattern="foreach_temporaries", mend="fused=True", saves_bytes=900, stacks=STACKS))
+    assert found is not None
+    assert (found.pattern, found.mend, found.saves_bytes) == ("foreach temporaries", "fused=True", 900)
+    assert verdict_of(spike(transient_bytes=1)) is None
+
+
+def test_what_is_told_as_the_cause_is_not_told_again_as_evidence() -> None:
+    alert = spike(transient_bytes=1, cause_where="x", mend="y", stacks=STACKS, armed_us=3)
+    assert other_evidence(alert) == {"transient_bytes": 1}
+
+
+@pytest.mark.parametrize("stacks", ["no", [1], [{"bytes": "x"}], None])
+def test_stacks_that_cannot_be_read_are_none(stacks: object) -> None:
+    assert evidence_groups(spike(stacks=stacks)) == []
+
+
+def test_a_group_names_its_innermost_call_and_one_s_own() -> None:
+    group = evidence_groups(spike(stacks=STACKS))[0]
+    assert group_parts(group) == ("step  adamw.py:5", "main  train.py:3")
+    assert group_parts(StackGroup(1, 1, [])) == ("allocated by native code", "")
+    assert group_parts(StackGroup(1, 1, ["evil\x1b[2J:1 \x07f"]))[0] == "\ufffdf  evil:1"
+
+
+def test_of_a_spike_s_blocks_only_what_came_and_went_counts() -> None:
+    cause = Cause(0, 5, "optimizer", 1.0, "spike", 700, [])
+    assert shown_bytes(cause, StackGroup(1000, 1, [], kept_bytes=300)) == 700
+
+
+def test_an_alert_finds_the_cause_of_its_rank_and_phase() -> None:
+    cause = Cause(0, 5, "optimizer", 1.0, "spike", 700, [])
+    assert cause_of_alert(spike(), {0: {"optimizer": cause}}) is cause
+    assert cause_of_alert(spike(), {1: {"optimizer": cause}}) is None
+    assert cause_of_alert(spike(cause_rank=1), {1: {"optimizer": cause}}) is cause
