@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from ...protocol.errors import FtmonError
 from .parser import build_parser, split_command
+from .printable import guard_terminal
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -40,6 +41,7 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one ``ftmon`` command and return its exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    guard_terminal()
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         status = _handler(arguments.handler)(arguments)
