@@ -21,6 +21,10 @@ STATES = ("inactive", "active_allocated", "active_pending_free")
 FREE, ALLOCATED, PENDING = 0, 1, 2
 
 
+OWN_SPAN = "ftmon "
+"""How the names of the steps and phases begin that ftmon's probe writes beside the trace."""
+
+
 class Frame(NamedTuple):
     """One call of a stack."""
 

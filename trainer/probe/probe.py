@@ -22,6 +22,7 @@ from .device import Device
 from .hold import Hold
 from .oom import report_failed_allocation, watch_cuda
 from .oomhistory import OomHistory
+from .phasemarks import PhaseMarks
 from .raw import StepRaw
 from .tracker import Tracker
 
@@ -100,6 +101,7 @@ class Probe:
         """How its stacks are had from outside, once that is prepared."""
         self.hold = Hold()
         self.oom_history = OomHistory()
+        self.phase_marks = PhaseMarks()
         self.steps_done = 0
         """Steps this process has finished, whatever their numbers."""
         self.ooms = 0

@@ -161,6 +161,7 @@ class Publisher(threading.Thread):
         probe.step_seconds = (raw.marks[-1].ns - raw.marks[0].ns) / 1e9
         self._arming.note(step)
         probe.oom_history.note(step)
+        probe.phase_marks.note(raw.number, raw.marks)
         events = probe.device.events
         if events is not None:
             for mark in raw.marks[:-1]:  # the last one begins the next step

@@ -91,7 +91,10 @@ class Snapshots:
         import torch
 
         found: Any = torch.cuda.memory._snapshot()
-        rank, step = self._probe.about.rank, self._probe.tracker.step
+        probe = self._probe
+        rank, step = probe.about.rank, probe.tracker.step
+        memory: Any = probe.device.memory
+        probe.phase_marks.annotate(found, memory.device_index, step + 1, list(probe.tracker.marks))
         path = self._run.snapshots / f"rank-{rank}-step-{step}-{time.strftime('%H%M%S')}.pickle"
         size = _write(path, pickle.dumps(found, protocol=4))
         entries = sum(len(trace) for trace in found["device_traces"])
