@@ -12,7 +12,7 @@ from ftmon.tui.cli.remote import parse_address, read_server_key
 def test_an_address_gives_a_port_for_each_channel() -> None:
     found = parse_address("tcp://gpu7:7420")
     assert found["telemetry"] == "tcp://gpu7:7420"
-    assert len(set(found.values())) == 5
+    assert len(set(found.values())) == 6
     assert parse_address("tcp://[::1]:7420")["ranks"] == "tcp://[::1]:7421"
 
 

@@ -1,0 +1,268 @@
+"""An agent's uplink and the hub's end of it, over real TCP with CURVE: nothing twice, nothing lost that was kept."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from ftmon.protocol import keys, rundir, sockets, wire
+from ftmon.protocol.hosts import AgentBeat, ProcessState
+from ftmon.protocol.join import JoinFile
+from ftmon.protocol.telemetry import LogLine
+from ftmon.trainer.agent import uplink as uplink_module
+from ftmon.trainer.agent.uplink import Uplink
+from ftmon.trainer.hub import agents as agents_module
+from ftmon.trainer.hub.agents import Agents
+from ftmon.trainer.hub.detectors.tracked import ProcessFact
+
+NAME = "agent-nodeb-7-70"
+
+
+class Hub:
+    """The hub's end: a bound socket, and what came over it."""
+
+    def __init__(self, context: "zmq.Context[Any]", run: rundir.RunDir, port: int = 0) -> None:
+        self.authenticator = keys.start_authenticator(context, keys.agent_pair(run).public)
+        self.socket = sockets.hub_socket(context, "agents")
+        sockets.secure_server(self.socket, keys.server_pair(run), keys.AGENT_DOMAIN)
+        sockets.bind(self.socket, f"tcp://127.0.0.1:{port or '*'}")
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.texts: list[str] = []
+        self.facts: list[ProcessFact] = []
+        self.agents = Agents([self.socket], self._take, self.facts.append)
+
+    def _take(self, frames: list[bytes]) -> None:
+        message = wire.decode_body(frames[1])
+        assert isinstance(message, LogLine)
+        self.texts.append(message.text)
+
+    def turn(self) -> None:
+        self.agents.receive(self.socket, 10_000)
+        self.agents.confirm()
+
+    def close(self) -> None:
+        self.socket.close()
+        self.authenticator.stop()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    return rundir.create("hosts", ["train.py"], "run")
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[Any]"]:
+    made: zmq.Context[Any] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def hub(context: "zmq.Context[Any]", run: rundir.RunDir) -> Iterator[Hub]:
+    made = Hub(context, run)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def uplink(context: "zmq.Context[Any]", run: rundir.RunDir) -> Uplink:
+    return make_uplink(context, run)
+
+
+def make_uplink(context: "zmq.Context[Any]", run: rundir.RunDir, **options: Any) -> Uplink:
+    pair = keys.agent_pair(run)
+    join = JoinFile(
+        str(run.path), run.id, "nodea", "", [], 0, keys.server_pair(run).public, pair.public, pair.secret, "1"
+    )
+    return Uplink(context, join, NAME, **options)
+
+
+def put(uplink: Uplink, *texts: str) -> None:
+    for text in texts:
+        line = LogLine(0, 1.0, "out", text)
+        uplink.put(wire.encode_header("rank-0-1-2", 1, 1.0), wire.encode_body(line))
+
+
+def beat(**fields: Any) -> AgentBeat:
+    return AgentBeat("nodeb", 7, 70, "1", time.time(), **fields)
+
+
+def turning(hub: Hub, uplink: Uplink, condition: Callable[[], object], seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        uplink.pump()
+        hub.turn()
+        uplink.receive()
+        assert time.monotonic() < deadline, (hub.texts[-3:], uplink.waiting)
+        time.sleep(0.005)
+
+
+def test_what_is_passed_on_comes_in_order_and_is_forgotten_once_confirmed(hub: Hub, uplink: Uplink) -> None:
+    uplink.connect(hub.address)
+    put(uplink, *map(str, range(10_000)))
+    turning(hub, uplink, lambda: not uplink.waiting)
+    assert hub.texts == list(map(str, range(10_000)))
+    assert uplink.waiting_bytes == 0
+    assert uplink.connected
+
+
+def test_a_cut_link_costs_nothing_and_repeats_nothing(hub: Hub, uplink: Uplink) -> None:
+    uplink.connect(hub.address)
+    put(uplink, *map(str, range(500)))
+    deadline = time.monotonic() + 10
+    while len(hub.texts) < 200 and time.monotonic() < deadline:
+        uplink.pump()
+        hub.agents.receive(hub.socket, 50)  # taken, and not confirmed
+        time.sleep(0.005)
+    uplink.disconnect()
+    put(uplink, *map(str, range(500, 900)))
+    assert uplink.waiting == 900
+    uplink.connect(hub.address)
+    turning(hub, uplink, lambda: not uplink.waiting)
+    assert hub.texts == list(map(str, range(900)))
+
+
+def test_a_new_hub_is_sent_what_the_old_one_did_not_confirm(
+    context: "zmq.Context[Any]", run: rundir.RunDir, uplink: Uplink
+) -> None:
+    old = Hub(context, run)
+    uplink.connect(old.address)
+    put(uplink, "one", "two")
+    turning(old, uplink, lambda: not uplink.waiting)
+    old.close()
+    put(uplink, "three")
+    other: zmq.Context[Any] = zmq.Context()
+    new = Hub(other, run)
+    try:
+        uplink.connect(new.address)
+        turning(new, uplink, lambda: not uplink.waiting)
+        assert new.texts == ["three"]
+    finally:
+        new.close()
+        other.destroy(linger=0)
+
+
+def test_when_too_much_waits_the_oldest_go_and_are_counted(context: "zmq.Context[Any]", run: rundir.RunDir) -> None:
+    uplink = make_uplink(context, run, kept_bytes=30_000)
+    put(uplink, *map(str, range(1_000)))
+    assert uplink.waiting_bytes <= 30_000
+    assert uplink.dropped == 1_000 - uplink.waiting > 0
+    hub = Hub(context, run)
+    try:
+        uplink.connect(hub.address)
+        turning(hub, uplink, lambda: not uplink.waiting)
+        assert hub.texts == list(map(str, range(uplink.dropped, 1_000)))
+    finally:
+        hub.close()
+
+
+def test_what_was_lost_on_the_way_is_waited_for(hub: Hub, uplink: Uplink, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uplink_module, "SILENT_SECONDS", 0.3)
+    uplink.connect(hub.address)
+    put(uplink, "one", "two", "three")
+    turning(hub, uplink, lambda: not uplink.waiting)
+    put(uplink, "four", "five", "six")
+    lost = uplink._waiting.popleft()
+    uplink._flying.append(lost)  # sent, as far as it knows
+    with contextlib.suppress(AssertionError):
+        turning(hub, uplink, lambda: False, 0.5)
+    assert hub.texts == ["one", "two", "three"], "taken although one before it is missing"
+    assert uplink.silent
+    uplink.connect(hub.address)
+    turning(hub, uplink, lambda: not uplink.waiting)
+    assert hub.texts == ["one", "two", "three", "four", "five", "six"]
+
+
+def test_a_beat_introduces_the_host_measures_its_clock_and_tells_of_its_ranks(hub: Hub, uplink: Uplink) -> None:
+    uplink.connect(hub.address)
+    deadline = time.monotonic() + 10
+    while uplink.clock_offset is None:
+        uplink.say(beat(processes=[ProcessState(3, 12, 99, True, "S")]))
+        hub.turn()
+        uplink.receive()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert abs(uplink.clock_offset) < 0.05
+    assert hub.facts[0] == ProcessFact(3, 12, 99, True, "S")
+    (state,) = hub.agents.tick()
+    assert (state.host, state.state, state.ranks) == ("nodeb", "reachable", [3])
+    found = hub.agents.of(3)
+    assert found is not None
+    assert found.identity == NAME.encode()
+    hub.agents.run_is_over(2.0)
+    turning(hub, uplink, lambda: uplink.over)
+    assert uplink.over is not None
+    assert uplink.over.grace == 2.0
+
+
+def test_a_host_that_is_not_heard_is_cut_off_until_it_is(
+    hub: Hub, uplink: Uplink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents_module, "CUT_OFF_SECONDS", 0.3)
+    uplink.connect(hub.address)
+    turning(hub, uplink, lambda: uplink.say(beat()) or hub.agents.all())
+    assert [state.state for state in hub.agents.tick()] == ["reachable"]
+    time.sleep(0.4)
+    (state,) = hub.agents.tick()
+    assert state.state == "cut off"
+    assert time.time() - state.since > 0.3
+    assert hub.agents.reachable() == []
+    turning(hub, uplink, lambda: uplink.say(beat()) or hub.agents.tick())
+    assert [agent.state for agent in hub.agents.all()] == ["reachable"]
+
+
+def test_an_agent_started_again_takes_the_place_of_the_one_before(hub: Hub) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    try:
+        for pid in (7, 8):
+            frames = wire.encode("agent", 0, 1.0, AgentBeat("nodeb", pid, 70, "1", 1.0, boot_id="b"))
+            agent = agents_module.Agent(f"agent-nodeb-{pid}-70".encode(), hub.socket, time.monotonic())
+            hub.agents._by_identity[agent.identity] = agent
+            hub.agents._said(agent, frames)
+        assert [agent.identity for agent in hub.agents.all()] == [b"agent-nodeb-8-70"]
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("who", ["an app", "a stranger", "nobody's key"])
+def test_only_the_runs_own_agents_come_in(context: "zmq.Context[Any]", run: rundir.RunDir, hub: Hub, who: str) -> None:
+    pair = keys.client_pair() if who == "an app" else keys.make_pair()
+    made = sockets.peer_socket(context, "agents", b"agent-x-1-1")
+    watch = made.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED)
+    if who != "nobody's key":
+        sockets.secure_client(made, pair, keys.server_pair(run).public)
+    made.connect(hub.address)
+    made.send_multipart(wire.encode("agent-x-1-1", 0, 1.0, beat()))
+    assert watch.poll(10_000), "the connection was not refused"
+    assert not hub.socket.poll(100)
+
+
+def test_an_agents_key_opens_no_app_channel(context: "zmq.Context[Any]", run: rundir.RunDir) -> None:
+    authenticator = keys.start_authenticator(context, keys.agent_pair(run).public)
+    try:
+        control = sockets.hub_socket(context, "control")
+        sockets.secure_server(control, keys.server_pair(run))
+        sockets.bind(control, "tcp://127.0.0.1:*")
+        made = sockets.peer_socket(context, "control")
+        watch = made.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED)
+        sockets.secure_client(made, keys.agent_pair(run), keys.server_pair(run).public)
+        made.connect(control.getsockopt_string(zmq.LAST_ENDPOINT))
+        assert watch.poll(10_000), "the connection was not refused"
+    finally:
+        authenticator.stop()
+
+
+def test_a_silent_address_is_given_up(context: "zmq.Context[Any]", run: rundir.RunDir, monkeypatch: Any) -> None:
+    monkeypatch.setattr(uplink_module, "SILENT_SECONDS", 0.2)
+    uplink = make_uplink(context, run)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        uplink.connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        assert not uplink.silent
+        time.sleep(0.3)
+        assert uplink.silent
+        assert not uplink.connected
