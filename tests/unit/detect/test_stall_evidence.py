@@ -35,7 +35,7 @@ def found(
 
 
 def view(rank: int, evidence: Evidence | None = None, **fields: Any) -> RankView:
-    given = {"step": 12, "phase": "backward", "age": 6.0, "limit": 8.0, "asleep_limit": 5.0, **fields}
+    given = {"step": 12, "phase": "backward", "age": 7.5, "limit": 8.0, "asleep_limit": 7.0, **fields}
     return RankView(rank, evidence=evidence, **given)
 
 
@@ -58,6 +58,21 @@ def test_work_is_not_sleep_and_has_the_patience_of_its_phase():
     assert judge([*waiting, view(2, works, phase="forward")]) is None
     evaluates = found(("0", 8, "all_reduce", 0, True), frames=SLEEPS, asleep=50.0)
     assert judge([*waiting, view(2, evaluates, phase="eval", age=52.0, limit=300.0, asleep_limit=60.0)]) is None
+
+
+def test_a_receive_that_nobody_sends_to_is_a_mismatch_with_the_collective_the_others_are_in():
+    apart = view(0, found(("0", 8, "all_reduce", 0, True)), inside="recv")
+    verdict = must(judge([apart, view(1, found(("0", 9, "all_reduce")), inside="all_reduce", group="0")]))
+    assert (verdict.kind, verdict.hung, verdict.differs) == ("mismatch", (), (0,))
+    assert "rank 0: recv; rank 1: all_reduce #9" in verdict.title
+
+
+def test_a_rank_that_receives_from_the_one_asleep_is_not_named():
+    members = {"0": (0, 1, 2)}
+    waiting = view(2, found(("0", 9, "all_reduce"), members=members), inside="all_reduce", group="0")
+    receives = view(0, found(("0", 8, "all_reduce", 0, True), members=members), inside="recv")
+    asleep = view(1, found(("0", 8, "all_reduce", 0, True), members=members, frames=SLEEPS), phase="forward")
+    assert must(judge([receives, asleep, waiting])).hung == (1,)
 
 
 def test_two_groups_that_wait_for_each_other_are_a_deadlock_and_nobody_is_named():
@@ -155,7 +170,7 @@ def test_all_in_the_same_collective_still_cannot_be_told():
         evidence = found(("0", 9, "all_reduce", 5))
         return [view(rank, evidence, inside="all_reduce", group="0", age=age) for rank in range(4)]
 
-    assert judge(views(6.0)) is None, "nobody would be named: the ordinary patience holds"
+    assert judge(views(7.5)) is None, "nobody would be named: the ordinary patience holds"
     assert must(judge(views(9.0))).kind == "unclear"
 
 

@@ -16,8 +16,8 @@ collective) for longer than ``limit``::
 Evidence shortens that patience. A stall is *suspected* after ``suspect_after`` seconds, and then the ranks' stacks,
 processes and collectives are looked at (which says nothing yet). A training thread that is found asleep at the same
 line of Python for 2 s and more, in a process that with all its children neither computes nor reads nor writes, is
-stuck after ``asleep_limit``: the same rule with lower floors, 5 s for ordinary phases and within a step, 10 s between
-steps, 20 s in the second and third step, 60 s for eval and checkpoint, 120 s for init and the first step. Work that
+stuck after ``asleep_limit``: the same rule with lower floors, 7 s for ordinary phases and within a step, 10 s between
+steps, 20 s for checkpoint and in the second and third step, 60 s for eval, 120 s for init and the first step. Work that
 takes long is never asleep by this measure, unless it is done on another machine.
 
 Durations of ordinary phases come from steps (mean of a phase's occurrences); those of eval, checkpoint, idle and data
@@ -38,12 +38,12 @@ FLOOR_S = {
 }
 """Shortest time without progress, by phase, after which a stall may be suspected."""
 
-ASLEEP_FLOOR_S = {"init": 120.0, "eval": 60.0, "checkpoint": 60.0, "idle": 10.0}
-ASLEEP_ORDINARY_S = 5.0
+ASLEEP_FLOOR_S = {"init": 120.0, "eval": 60.0, "checkpoint": 20.0, "idle": 10.0}
+ASLEEP_ORDINARY_S = 7.0
 ASLEEP_EARLY_S = 20.0
 ASLEEP_FIRST_S = 120.0
 SUSPECT_S = 3.0
-SUSPECT_LONG_S = 15.0
+SUSPECT_LONG_S = 12.0
 SUSPECT_FACTOR = 2.0
 IDLE_WITHIN_STEP_S = 10.0
 FIRST_STEP_FLOOR_S = 300.0

@@ -32,7 +32,19 @@ from ....protocol.telemetry import STEP_PHASES
 from ....protocol.text import duration
 from .calls import difference, waits
 from .evidence import all_members
-from .verdicts import Verdict, alone, deadlock, has_stacks, mismatch, missing, of_group, ranks_of, unclear, unreachable
+from .verdicts import (
+    Verdict,
+    alone,
+    crossed,
+    deadlock,
+    has_stacks,
+    mismatch,
+    missing,
+    of_group,
+    ranks_of,
+    unclear,
+    unreachable,
+)
 from .view import Counts, RankView, ranks_in_words
 
 __all__ = ["EXIT_LIMIT_S", "EXIT_SURE_S", "MOVING_S", "Verdict", "judge"]
@@ -42,6 +54,9 @@ EXIT_LIMIT_S = 30.0
 
 EXIT_SURE_S = 12.0
 """The same where it is certain that the rank waits for a finished one, or that its process sleeps after its goodbye."""
+
+POINT_TO_POINT = frozenset(("send", "recv", "batch_isend_irecv"))
+"""Calls that wait for one other rank; which one is not known."""
 
 MOVING_S = 3.0
 """Progress within this many seconds proves that a rank moves."""
@@ -136,12 +151,16 @@ def _by_calls(stuck: list[RankView], present: list[RankView]) -> "Verdict | Lite
         return None
     if graph.circle:
         return deadlock(graph, waiting, age) if all(view.stuck for view in waiting) else None
-    roots = [by_rank[rank] for rank in graph.roots]
+    awaited = [by_rank[rank] for rank in graph.roots]
+    roots = [view for view in awaited if not view.inside or view.absent] or awaited
     late = [view for view in roots if view.absent or view.stuck]
     if len(late) < len(roots):
         return None  # who is awaited may be at work
     if any(view.inside and not view.absent for view in late):
-        return "cannot say"  # it has entered what the others left already: the network, or the collective itself
+        # It is in what is no collective, a recv that nobody sends to; or in one that the others have left already,
+        # and then it is the network, or the collective itself.
+        apart = all(view.inside in POINT_TO_POINT for view in late)
+        return crossed(late, waiting, graph, age) if apart else "cannot say"
     call = next(wait.call for view in waiting for wait in graph.of[view.rank] if wait.blockers & set(graph.roots))
     example = next(view for view in waiting if any(wait.call is call for wait in graph.of[view.rank]))
     name = example.call if example.inside else f"{call.name} #{call.number}"

@@ -68,6 +68,29 @@ def mismatch(found: Difference, present: list[RankView], age: float) -> Verdict:
     )
 
 
+def crossed(apart: list[RankView], waiting: list[RankView], graph: Waits, age: float) -> Verdict:
+    """Say that ranks wait in a collective for ranks that wait in a send or a receive."""
+    call = graph.of[waiting[0].rank][0].call
+    who, others = ranks_in_words(ranks_of(apart)), ranks_in_words(ranks_of(waiting))
+    inside = " and ".join(sorted({view.inside for view in apart}))
+    calls = f"{who}: {inside}; {others}: {call.name} #{call.number}"
+    return Verdict(
+        kind="mismatch",
+        waiting=ranks_of([*apart, *waiting]),
+        hung=(),
+        sure=True,
+        title=f"mismatched calls for {duration(age)}: {calls}",
+        text=(
+            f"{who} {'waits' if len(apart) == 1 else 'wait'} in {inside} for another rank, and {others} in "
+            f"{call.name} for {who}. Look for a send without its receive, or a branch that only some ranks take."
+        ),
+        age=age,
+        collective=f"{call.name} #{call.number}",
+        where={view.rank: view.where() for view in (*apart, *waiting)},
+        differs=ranks_of(apart),
+    )
+
+
 def deadlock(graph: Waits, waiting: list[RankView], age: float) -> Verdict:
     """Say that ranks wait for each other in different groups."""
     ways: dict[str, list[int]] = {}
