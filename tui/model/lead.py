@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...protocol.phasepeaks import PeakMark, bucket_of
-from ...protocol.text import gib
+from ...protocol.text import gib, sanitize
 
 FLAT_SHARE = 0.01
 """A phase whose peaks differ by less than this over all lengths does not depend on them."""
@@ -64,7 +64,7 @@ class Lead:
 
 def phase_words(phase: str) -> str:
     """Call a phase as in a sentence: ``the optimizer step``, ``backward``."""
-    return {"optimizer": "the optimizer step", "data": "data loading"}.get(phase, phase)
+    return {"optimizer": "the optimizer step", "data": "data loading"}.get(phase) or sanitize(phase, 20)
 
 
 def lead_of(marks: Iterable[PeakMark]) -> Lead | None:

@@ -63,7 +63,8 @@ def used_line(fall: Waterfall, width: int, look: Look) -> Line:
     line = Line(f" {'used (NVML)':<{_LABEL - 1}}", look.style(bold=True))
     if fall.used is None:
         line.add(f"{'-':>{_FIGURE}}", look.style("dim"))
-        return line.add("  NVML has not been asked yet, or does not answer", look.style("dim"))
+        words = "  NVML has not been asked yet, or does not answer"
+        return line.add(cut(words, width - line.width, look.glyphs.ellipsis), look.style("dim"))
     line.add(f"{size_words(fall, fall.used):>{_FIGURE}}", look.style(bold=True))
     line.add(f" of {size_words(fall, fall.total)} {unit_of(fall)}", look.style("dim"))
     if fall.total:

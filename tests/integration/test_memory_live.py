@@ -1,0 +1,127 @@
+"""Explanations of memory of a run that is on: shown as they come, asked for by keys, followed on the command line."""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.protocol.control import RunState
+from ftmon.protocol.rundir import ExitFile, RunDir
+from ftmon.protocol.telemetry import AllocatorEvents
+from ftmon.protocol.wire import Frame
+from ftmon.tui.app import FtmonApp
+from ftmon.tui.screens.events import EventsScreen
+from ftmon.tui.screens.memory import MemoryScreen
+from ftmon.tui.source.live import LiveSource
+from ftmon.tui.widgets.canvas import Canvas
+from ftmon_process import Ftmon, wait_until
+from peaks import Explained
+from scenes import until
+from small_hub import SmallHub
+from streams import RUN
+
+FRAMES = list(Explained(2, steps=24).frames())
+HALF = next(index for index, frame in enumerate(FRAMES) if getattr(frame.message, "step", 0) == 12)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    run = RunDir(tmp_path / "runs" / RUN.id)
+    run.path.mkdir(parents=True, mode=0o700)
+    for folder in (run.logs, run.snapshots):
+        folder.mkdir()
+    run.write_run(RUN)
+    return run
+
+
+@pytest.fixture
+def hub(run: RunDir) -> Iterator[SmallHub]:
+    with SmallHub(run) as hub:
+        yield hub
+
+
+def put(hub: SmallHub, frames: list[Frame]) -> None:
+    for frame in frames:
+        hub.put(frame.message)
+
+
+def shown(app: Any) -> str:
+    return "\n".join(widget.plain for widget in app.screen.query(Canvas) if widget.display)
+
+
+async def test_what_comes_is_shown_and_what_is_asked_for_is_told(run: RunDir, hub: SmallHub) -> None:
+    put(hub, FRAMES[:HALF])
+    source = LiveSource(run)
+    app = FtmonApp(source)
+    try:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda: len(app.stage.model.ranks) == 2 and source.can_command, "both ranks")
+            await pilot.press("m")
+            assert isinstance(app.screen, MemoryScreen)
+            await until(pilot, lambda: "of step 8" in shown(app), "the composition recorded before")
+            put(hub, FRAMES[HALF:])
+            await until(pilot, lambda: "of step 24" in shown(app), "the composition that came")
+            assert "c parts" in shown(app)
+            for key, verb, words in (
+                ("c", "compose", "a step was taken apart"),
+                ("x", "arm", "stacks were recorded"),
+                ("t", "snapshot", "done"),
+            ):
+                await pilot.press("down" if key == "x" else "up", key)
+                await until(pilot, lambda v=verb: hub.commands and hub.commands[-1].verb == v, verb)
+                await until(pilot, lambda w=words: w in shown(app).splitlines()[-1], words)
+            asked = {command.verb: command.args for command in hub.commands}
+            assert asked["compose"] == {"ranks": [0]}
+            assert asked["arm"] == {"ranks": [1], "phase": asked["arm"]["phase"], "steps": 1, "reason": "asked"}
+            assert asked["arm"]["phase"] in ("backward", "optimizer")
+            await pilot.press("e")
+            assert isinstance(app.screen, EventsScreen)
+            await until(pilot, lambda: "step 24: 9,120 entries" in shown(app), "the sampled step")
+    finally:
+        source.close()
+
+
+async def test_a_read_only_app_asks_for_nothing(run: RunDir, hub: SmallHub) -> None:
+    put(hub, FRAMES[:HALF])
+    source = LiveSource(run)
+    app = FtmonApp(source, read_only=True)
+    try:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda: app.stage.model.ranks, "a rank")
+            await pilot.press("m", "x")
+            await until(pilot, lambda: "read-only: arm is refused" in shown(app), "the refusal")
+            assert hub.commands == []
+    finally:
+        source.close()
+
+
+def test_followed_events_come_through_a_pipe_and_end_with_the_run(run: RunDir, tmp_path: Path) -> None:
+    hub = SmallHub(run)
+    put(hub, FRAMES[:HALF])
+    with Ftmon(tmp_path).start("events", run.id, "--follow", "--json") as process:
+        assert process.stdout is not None
+        first = json.loads(process.stdout.readline())
+        assert (first["rank"], first["step"]) == (0, 1)
+        put(hub, FRAMES[HALF:])
+        seen = [json.loads(process.stdout.readline()) for _ in range(2 * 5 - 1)]
+        assert sorted((each["step"], each["rank"]) for each in seen)[-1] == (24, 1)
+        hub.put(RunState(state="failed", time=RUN.created + 60, exit_code=1))
+        run.write_exit(ExitFile(1, RUN.created + 60, "failed"))
+        hub.close()
+        assert process.wait(timeout=30) == 1
+        assert process.stdout.read() == ""
+
+
+def test_ctrl_c_ends_following_with_130(run: RunDir, hub: SmallHub, tmp_path: Path) -> None:
+    put(hub, FRAMES[:HALF])
+    with Ftmon(tmp_path).start("events", run.id, "--follow") as process:
+        assert process.stdout is not None
+        assert "rank 0 step 1" in process.stdout.readline()
+        # The events that follow are those of the source, which is up once the first of them came.
+        hub.put(AllocatorEvents(rank=0, step=99, time=1.0, phases=[], retries=2))
+        wait_until("the live event", lambda: "2 retries" in process.stdout.readline(), 30)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130

@@ -1,0 +1,125 @@
+"""The views of memory as lines: never wider than asked, bars that add up, nothing a peer sent reaches the terminal."""
+
+from collections.abc import Iterator
+
+import pytest
+from ftmon.protocol.control import Alert
+from ftmon.protocol.memory import Cause, Composition, PhaseComposition, StackGroup
+from ftmon.protocol.telemetry import AllocatorEvents, AllocatorPhase
+from ftmon.protocol.wire import Frame
+from ftmon.tui.cli.events import event_lines
+from ftmon.tui.cli.memory import rank_lines as text_lines
+from ftmon.tui.model import RunModel
+from ftmon.tui.model.cause import Verdict
+from ftmon.tui.model.waterfall import rank_bars
+from ftmon.tui.widgets import events_view
+from ftmon.tui.widgets.alert_lines import alert_detail
+from ftmon.tui.widgets.glyphs import ASCII, UNICODE
+from ftmon.tui.widgets.line import Line
+from ftmon.tui.widgets.look import Look
+from ftmon.tui.widgets.memory_view import MemoryChoice, body_lines, fall_of, head_lines, title_line
+from ftmon.tui.widgets.palette import DARK, LIGHT
+from ftmon.tui.widgets.peak_bars import grouped, peak_bars
+from ftmon.tui.widgets.waterfall import bar
+from peaks import Explained
+
+MIB = 2**20
+EVIL = "\x1b[2J\x07\x9bevil\r\n\u202e" + "x" * 300
+LOOKS = [Look(), Look(LIGHT), Look(DARK, ASCII), Look(DARK, UNICODE, color=False)]
+
+
+def model_of(**options: object) -> RunModel:
+    model = RunModel()
+    for frame in Explained(**options).frames():  # type: ignore[arg-type]
+        model.apply(frame)
+    return model
+
+
+def hostile() -> RunModel:
+    model = model_of(ranks=1, steps=4)
+    t, seq = model.last_t, model.last_seq
+    phase = PhaseComposition(EVIL, 20 * MIB, {"parameters": 15 * MIB, EVIL: 5 * MIB}, -5, -5)
+    messages = [
+        Composition(0, 99, t, "cuda", [phase], reason="asked", note=EVIL),
+        Cause(0, 99, EVIL, t, "spike", 5, [StackGroup(5, 1, [EVIL, f"{EVIL}:3 {EVIL}"])], note=EVIL),
+        AllocatorEvents(0, 99, t, [AllocatorPhase(EVIL, 5, host_us=3)], retries=1, reserved_bytes=9),
+    ]
+    for number, message in enumerate(messages, 1):
+        model.apply(Frame(seq + number, t, message))
+    return model
+
+
+def every_line(model: RunModel, width: int, look: Look) -> Iterator[Line]:
+    for rank in model.ranks.values():
+        for phase in ("", "forward", "optimizer"):
+            choice = MemoryChoice(phase, unfolded=True)
+            fall = fall_of(rank, choice, model.device_of(rank))
+            assert fall is not None
+            yield title_line(rank, "GPU 0", width, look)
+            yield from head_lines(rank, fall, choice, width, look)
+            yield from body_lines(rank, fall, choice, Verdict(EVIL[8:], "", "try", 5), "why", width, look)
+        yield events_view.title_line(rank, "GPU 0", width, look)
+        yield from events_view.phase_lines(rank, width, look)
+        yield from events_view.course_lines(rank, width, 2, look)
+        yield from events_view.unused_lines(rank, width, 1, look)
+        yield events_view.retry_line(rank, width, look)
+    bars = rank_bars(model.ranks.values(), "")
+    yield from peak_bars(bars, EVIL, 0, 2**37, width, 20, look)
+
+
+def is_safe(text: str) -> bool:
+    return not any(ord(char) < 32 or 127 <= ord(char) < 160 or char == "\u202e" for char in text)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_nothing_that_a_rank_sends_reaches_the_terminal_as_control(look: Look, width: int) -> None:
+    lines = list(every_line(hostile(), width, look))
+    assert any("evil" in line.plain for line in lines)
+    assert all(is_safe(line.plain) for line in lines)
+
+
+def test_nor_on_the_command_line_or_in_an_alert() -> None:
+    model = hostile()
+    assert all(is_safe(line) for line in text_lines(model, model.ranks[0]))
+    last = model.ranks[0].allocator.last
+    assert last is not None
+    assert all(is_safe(line) for line in event_lines(last))
+    alert = Alert(1, "spike", "warning", 1.0, EVIL, rank=0, phase=EVIL, evidence={"mend": EVIL, "cause_pattern": EVIL})
+    cause = model.ranks[0].memory.causes[EVIL]
+    assert all(is_safe(line.plain) for line in alert_detail(alert, 80, Look(), cause, unfolded=True))
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_row_of_the_waterfall_is_wider_than_the_screen(look: Look, width: int) -> None:
+    rank = model_of(ranks=1, steps=8).ranks[0]
+    fall = fall_of(rank, MemoryChoice(), None)
+    assert fall is not None
+    lines = body_lines(rank, fall, MemoryChoice(), None, "", width, look)
+    assert max(line.width for line in lines) <= width
+
+
+@pytest.mark.parametrize("look", [Look(), Look(DARK, ASCII)])
+def test_a_bar_is_as_wide_as_its_room_and_never_invisible(look: Look) -> None:
+    for begin, length in ((0, 1), (0, 1000), (999, 1), (333, 5), (500, 250), (124, 2)):
+        line = bar(begin, length, 1000, 40, look, "accent")
+        assert line.width == 40
+        marked = any(style.bgcolor != look.base.bgcolor or text.strip() for text, style in line.parts)
+        assert marked, (begin, length)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64, 512])
+@pytest.mark.parametrize("size", [(80, 20), (200, 56)])
+def test_bars_of_any_number_of_ranks_fit(ranks: int, size: tuple[int, int]) -> None:
+    width, height = size
+    bars = rank_bars(model_of(ranks=ranks, steps=2).ranks.values(), "")
+    lines = peak_bars(bars, "", ranks - 1, 2**37, width, height, Look())
+    assert len(lines) <= height
+    assert all(line.width <= width for line in lines[1:-2])
+
+
+def test_groups_of_ranks_lose_nobody() -> None:
+    bars = rank_bars(model_of(ranks=30, steps=2).ranks.values(), "")
+    assert [bar.rank for group in grouped(bars, 7) for bar in group] == list(range(30))
+    assert len(grouped(bars, 7)) <= 7
