@@ -3,10 +3,11 @@
 from bisect import bisect_right
 
 from ...protocol.snapshot.analysis import Between, Change, Oom, between, difference, find_oom, live_stacks
-from ...protocol.snapshot.model import ACTIONS
+from ...protocol.snapshot.model import ACTIONS, OWN_SPAN, Annotation
 from ...protocol.snapshot.replay import Replay
 from ...protocol.snapshot.tree import Node, StackTree
 from ...protocol.text import gib
+from .snapshot_bands import Band, bands_of
 
 VIEWS = ("stacks", "blocks", "between", "segments", "report", "difference")
 NARROWEST_WINDOW = 16
@@ -32,6 +33,8 @@ class Explorer:
         """Grows with every change of what is to be drawn."""
         self._number = next((number for number, replay in enumerate(replays) if replay.ooms), 0)
         self._trees: dict[bool, StackTree] = {}
+        self._bands: dict[int, list[list[Band]]] = {}
+        self._spans: dict[int, list[Annotation]] = {}
         self._oom: dict[int, Oom | None] = {}
         self._difference: dict[tuple[int, int], list[Change]] = {}
         self.mark: int | None = None
@@ -141,13 +144,22 @@ class Explorer:
         name = ACTIONS[replay.trace.actions[self.cursor]].replace("_", " ")
         return f"{name} {gib(size)}" if size else name
 
+    @property
+    def bands(self) -> list[list[Band]]:
+        """What was recorded beside the trace of the device in view, as rows of bands."""
+        if self._number not in self._bands:
+            self._bands[self._number] = bands_of(self.replay)
+        return self._bands[self._number]
+
     def annotation_words(self) -> str:
         """Name the recorded spans that the cursor is in, outermost first, and the entry's own note."""
         replay = self.replay
         time = replay.time_of(self.cursor)
-        spans = [span for span in replay.snapshot.annotations if span.device == replay.device]
+        if self._number not in self._spans:
+            self._spans[self._number] = [one for one in replay.snapshot.annotations if one.device == replay.device]
+        spans = self._spans[self._number]
         until = bisect_right(spans, time, key=lambda span: span.begin_us)
-        names = [span.name for span in spans[:until] if time and span.end_us >= time]
+        names = [span.name.removeprefix(OWN_SPAN) for span in spans[:until] if time and span.end_us >= time]
         if self.cursor >= 0 and (note := memoryview(replay.trace.notes).cast("I")[self.cursor]):
             names.append(replay.snapshot.notes[note])
         return " > ".join(names[-4:])

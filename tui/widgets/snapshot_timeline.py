@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from ...protocol.text import duration
 from ..model.snapshot_explorer import Explorer
+from .band_row import band_row
 from .canvas import Canvas
 from .figures import gib
 from .line import Line, beside, cut, spread
@@ -13,6 +14,8 @@ from .stage import Stage
 from .views import nice_top
 
 _AXIS = 7
+_BANDS, _BANDS_TALL, _TALL = 1, 3, 14
+"""Rows of bands there is room for, and from which height on there is room for more."""
 
 
 class _Pooled(NamedTuple):
@@ -57,9 +60,14 @@ class SnapshotTimeline(Canvas):
         explorer = self.explorer
         if not explorer.first <= moment <= explorer.last:
             return -1
-        span = explorer.last - explorer.first + 1
         # The last column that begins at or before the moment.
-        return min(width - 1, ((moment - explorer.first + 1) * width - 1) // span)
+        return min(width - 1, self._column(moment, width))
+
+    def _column(self, moment: int, width: int) -> int:
+        """Find a moment's column wherever it is: below 0 or beyond ``width`` when it is out of view."""
+        explorer = self.explorer
+        span = explorer.last - explorer.first + 1
+        return ((moment - explorer.first + 1) * width - 1) // span
 
     def moment_beside(self, columns: int) -> int:
         """Give the moment that lies some columns from the cursor: at least one entry further."""
@@ -73,13 +81,18 @@ class SnapshotTimeline(Canvas):
         """Draw curves, marks and the figures at the cursor."""
         look, explorer = self.look, self.explorer
         replay = explorer.replay
-        room, rows = width - _AXIS, height - 3
+        bands = explorer.bands[: _BANDS_TALL if height >= _TALL else _BANDS]
+        room, rows = width - _AXIS, height - 3 - len(bands)
         top = nice_top(max(replay.reserved))
         lines = [self._head(width)]
         graph = memory_graph(self.pooled(room).columns, room, rows, Scale(top, replay.peak_bytes), look)
         for index, line in enumerate(graph):
             label = gib(top, short=True) if index == 0 else gib(0, short=True)[0] if index == rows - 1 else ""
             lines.append(Line(f"{label:>{_AXIS - 1}} ", look.style("dim")).join(line))
+        for row in bands:
+            lines.append(
+                Line(" " * _AXIS, look.base).join(band_row(row, lambda at: self._column(at, room), room, look))
+            )
         lines.append(self._marks(room))
         lines.append(self._figures(width))
         return lines
@@ -124,8 +137,6 @@ class SnapshotTimeline(Canvas):
         left.add(f"{cursor:,} {explorer.entry_words()}" if cursor >= 0 else explorer.entry_words(), look.base)
         if seconds is not None:
             left.add(f"  at {duration(seconds)}", look.style("dim"))
-        if words := explorer.annotation_words():
-            left.add(f"  {cut(words, 40, look.glyphs.ellipsis)}", look.style("accent"))
         figures = [
             Line(f" {name} {gib(replay.at(curve, cursor))}", look.style("text" if name == "alloc" else "dim"))
             for name, curve in (
@@ -136,6 +147,11 @@ class SnapshotTimeline(Canvas):
             )
         ]
         room = width - left.width - len(" GiB ")
+        if words := explorer.annotation_words():
+            # The figures at the ends are always there.
+            most = min(40, room - figures[0].width - figures[-1].width - 3)
+            left.add(f"  {cut(words, most, look.glyphs.ellipsis)}", look.style("accent"))
+            room = width - left.width - len(" GiB ")
         # The two in the middle give way first: they hardly differ from allocated.
         for optional in (2, 1):
             if sum(figure.width for figure in figures) > room:

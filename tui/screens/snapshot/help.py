@@ -25,6 +25,7 @@ class SnapshotHelp(HelpScreen):
         for glyph, tone, words in (
             (look.glyphs.eighths[8], "allocated", "allocated; the lighter tone behind it is reserved"),
             (look.glyphs.peak, "peak", "the highest allocated figure of the window; P below the graph is where"),
+            ("fwd", "text", "bands under the graph: phases of the steps, recorded spans, user metadata"),
             (look.glyphs.spike, "accent", "the cursor: everything below is as of then"),
             ("m", "warning", "the mark that 3 compares the cursor with"),
             (look.glyphs.error, "error", "an allocation failed: out of memory"),

@@ -1,0 +1,81 @@
+"""What was recorded beside a trace as bands over its entries: ftmon's steps and phases, named spans, user metadata."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from itertools import groupby
+from typing import NamedTuple
+
+from ...protocol.snapshot.allocations import columns
+from ...protocol.snapshot.model import OWN_SPAN, Annotation
+from ...protocol.snapshot.replay import Replay
+from ...protocol.telemetry import PHASES
+
+MOST_BANDS = 20_000
+"""Bands of a row; a profiler's annotations may be more, and no screen could show them."""
+
+
+class Band(NamedTuple):
+    """A stretch of the trace, from the state right after entry ``first`` to that right after ``last``."""
+
+    first: int
+    last: int
+    name: str
+    phase: str = ""
+    """The phase it is, where it is one of ftmon's."""
+
+
+def bands_of(replay: Replay) -> list[list[Band]]:
+    """List the bands of a device, the row of phases first; rows without any are left out.
+
+    Of spans that lie in each other the outermost are taken: what the cursor is in is told in words.
+    """
+    spans = [span for span in replay.snapshot.annotations if span.device == replay.device]
+    own = [span for span in spans if span.name.startswith(OWN_SPAN)]
+    phases = [span for span in own if span.name.removeprefix(OWN_SPAN) in PHASES]
+    steps = [span for span in own if span.name.removeprefix(OWN_SPAN) not in PHASES]
+    others = [span for span in spans if not span.name.startswith(OWN_SPAN)]
+    rows = [_row(replay, phases), _row(replay, steps), _row(replay, _outermost(others)), _notes(replay)]
+    return [row for row in rows if row]
+
+
+def _row(replay: Replay, spans: Iterable[Annotation]) -> list[Band]:
+    """Turn times into entries; what lies outside of the trace is left out."""
+    times = columns(replay.trace.times, "q")
+    if not replay.entries or not times[0]:
+        return []
+    found: list[Band] = []
+    for span in spans:
+        first, last = bisect_left(times, span.begin_us), bisect_right(times, span.end_us) - 1
+        if first <= last:
+            name = span.name.removeprefix(OWN_SPAN)
+            found.append(Band(first, last, name, name if name in PHASES and name != span.name else ""))
+    return found[:MOST_BANDS]
+
+
+def _outermost(spans: list[Annotation]) -> list[Annotation]:
+    """Keep spans that lie in no other; where one holds all the others, what lies right in it."""
+    # By their beginnings, longer ones first: as long as the first reaches furthest, it holds all that follow.
+    furthest = max((span.end_us for span in spans[1:]), default=0)
+    first = 0
+    while first < len(spans) - 1 and spans[first].end_us >= furthest:
+        first += 1
+    found: list[Annotation] = []
+    for span in spans[first:]:
+        if not found or span.end_us > found[-1].end_us:
+            found.append(span)
+    return found
+
+
+def _notes(replay: Replay) -> list[Band]:
+    """Join neighbouring entries with the same user metadata."""
+    notes = replay.snapshot.notes
+    if len(notes) < 2:
+        return []
+    found: list[Band] = []
+    at = 0
+    for note, run in groupby(columns(replay.trace.notes, "I")):
+        length = sum(1 for _ in run)
+        if note:
+            found.append(Band(at, at + length - 1, notes[note]))
+        at += length
+    return found[:MOST_BANDS]
