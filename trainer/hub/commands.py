@@ -63,6 +63,8 @@ class _Caller:
         self._identity = identity
         self.source = source
         self.command = command
+        self.away = socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
+        """It came over TCP."""
 
     def answer(self, message: Accepted | Result) -> None:
         """Send an answer; a caller that has gone is passed over."""
@@ -280,6 +282,8 @@ class Commands:
         self._finish(caller, bool(let_go) and not missing, text, {"released": let_go})
 
     def _prepare_console(self, caller: _Caller) -> tuple[str, Callable[[], None]]:
+        if caller.away:
+            raise UsageError("console: not over TCP; attach on the run's host, or by ssh://")
         if not self._run.read_run().options.get("allow_console"):
             raise UsageError("console: this run was not started with --allow-console")
         rank, code = caller.command.args.get("rank"), caller.command.args.get("code")

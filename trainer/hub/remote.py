@@ -13,6 +13,9 @@ from ...protocol.errors import FtmonError
 from ...protocol.rundir import RunDir
 from ..listen import parse_listen
 
+_OF_AGENTS = (*sockets.AGENT_CHANNELS, "telemetry")
+"""Whoever may watch may not speak for a rank."""
+
 
 class Remote:
     """The TCP sockets of a hub. One that cannot listen says so in ``problem``; the run goes on without.
@@ -54,7 +57,7 @@ class Remote:
         for channel, address in addresses.items():
             socket = sockets.hub_socket(context, channel)
             self.sockets[channel] = socket
-            domain = keys.AGENT_DOMAIN if channel in sockets.AGENT_CHANNELS else keys.ZAP_DOMAIN
+            domain = keys.AGENT_DOMAIN if channel in _OF_AGENTS else keys.ZAP_DOMAIN
             sockets.secure_server(socket, pair, domain)
             sockets.bind(socket, address)
         self.addresses = addresses
