@@ -2,7 +2,9 @@ import random
 from typing import Any
 
 import pytest
+from ftmon.protocol.telemetry import DeviceInfo, DeviceSample, Hello, ProcessMemory
 from ftmon.trainer.hub.detectors import slow
+from ftmon.trainer.hub.detectors.hindered import Hindered
 
 
 def cpu_step(sim: Any, works: dict[int, float], noise: random.Random, slow_at: str = "forward") -> Any:
@@ -126,3 +128,38 @@ def test_a_rank_that_ended_no_longer_holds_the_comparison_up(make_sim: Any):
             sim.feed(sim.step(rank, step, make(rank, step)))
         sim.tick()
     assert [alert.rank for alert in sim.alerts("slow")] == [3]
+
+
+def gpu(rank: int, **fields: Any) -> DeviceSample:
+    given = {"uuid": f"GPU-{rank}", "sm_clock_mhz": 1980, "processes": [ProcessMemory(100 + rank, 1, rank)], **fields}
+    return DeviceSample("host", "gpu", rank, "H200", 1.0, 1, 2, **given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"throttle_reasons": ["thermal (hardware)"]}, "its GPU is throttled: thermal (hardware)"),
+        ({"sm_clock_mhz": 1200}, "its GPU is clocked at 1200 MHz, others 1980"),
+        ({"processes": [ProcessMemory(7, 1)]}, "its GPU is shared with 1 process of others"),
+        ({}, ""),
+    ],
+)
+def test_a_slow_rank_is_told_with_what_hinders_its_gpu(fields: dict[str, Any], words: str):
+    hindered = Hindered()
+    for rank in range(3):
+        hindered.hello(
+            Hello(rank, rank, 3, "host", 1, 1, DeviceInfo("cuda", rank, "H200", 1, f"GPU-{rank}"), "cuda", 1.0)
+        )
+        hindered.sample(gpu(rank, **(fields if rank == 1 else {})))
+    assert hindered.why(1).words == words
+    assert hindered.why(0).words == ""
+
+
+def test_what_holds_all_devices_down_alike_is_no_reason_for_one():
+    hindered = Hindered()
+    for rank in range(2):
+        hindered.hello(
+            Hello(rank, rank, 2, "host", 1, 1, DeviceInfo("cuda", rank, "H200", 1, f"GPU-{rank}"), "cuda", 1.0)
+        )
+        hindered.sample(gpu(rank, throttle_reasons=["power cap"]))
+    assert hindered.why(1).words == ""

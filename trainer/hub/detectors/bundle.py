@@ -174,6 +174,7 @@ class Detectors:
 
     def _sample(self, _t: float, sample: DeviceSample) -> list[Alert]:
         self._moments.sample(sample)
+        self._slow.sample(sample)
         return []
 
     def _out_of_memory(self, t: float, oom: Oom) -> list[Message]:

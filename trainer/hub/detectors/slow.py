@@ -8,15 +8,17 @@ rank may go unseen, but none is blamed wrongly.
 Rule: over the last 5 steps (the first two of the run left out) a rank's median is compared with the median of the other
 ranks' medians. It is slow when that is more than 1.35 times as much (1.75 on the CPU, where ranks share cores with each
 other and with everything else on the host), and more by 10 % of its steps and 2 ms, at 4 steps in a row; it is over
-when it was below 1.15 times at 5 steps in a row.
+when it was below 1.15 times at 5 steps in a row. The alert says at which phase it is slow, and what hinders its GPU
+where NVML shows that it is throttled, clocked lower than the others', or shared (``hindered``).
 """
 
 from collections import deque
 
 from ....protocol.control import Alert
-from ....protocol.telemetry import Hello, Step
+from ....protocol.telemetry import DeviceSample, Hello, Step
 from ....protocol.text import duration
 from .book import AlertBook, Key
+from .hindered import Hindered
 
 WINDOW = 5
 WARM_UP_STEPS = 2
@@ -64,9 +66,15 @@ class SlowDetector:
         self._book = book
         self._ranks: dict[int, _Rank] = {}
         self._arrived: dict[int, int] = {}
+        self._hindered = Hindered()
+
+    def sample(self, sample: DeviceSample) -> None:
+        """Note how a device is: a slow one is slow for a reason."""
+        self._hindered.sample(sample)
 
     def hello(self, hello: Hello) -> None:
         """Learn whether a rank's device times are to be used."""
+        self._hindered.hello(hello)
         self._ranks.setdefault(hello.rank, _Rank()).cuda = hello.device.kind == "cuda"
 
     def drop(self, t: float, rank: int) -> list[Alert]:
@@ -152,18 +160,22 @@ class SlowDetector:
         worst = max(range(4), key=lambda place: mine[place] - theirs[place])
         phase = PARTS[worst]
         excess = own - others
+        device = self._hindered.why(key) if phase != "data" else None
+        why = device.words if device is not None else ""
         return self._book.raise_alert(
             t,
             "slow",
             "warning",
-            f"rank {key} is slow at {phase}: {duration(mine[worst] * 1e-6)}, others {duration(theirs[worst] * 1e-6)}",
+            f"rank {key} is slow at {phase}: {duration(mine[worst] * 1e-6)}, others {duration(theirs[worst] * 1e-6)}"
+            + (f"; {why}" if why else ""),
             rule="own-work",
             rank=key,
             step=number,
             text=(
                 f"Before its collectives rank {key} works {duration(own * 1e-6)} a step, the others "
                 f"{duration(others * 1e-6)} (median of {WINDOW} steps). They wait for it, about "
-                f"{duration(excess * 1e-6)} of a step of {duration(usual_step * 1e-6)}. {_CAUSES[phase]}"
+                f"{duration(excess * 1e-6)} of a step of {duration(usual_step * 1e-6)}. "
+                + (f"{why[0].upper()}{why[1:]}." if why else _CAUSES[phase])
             ),
             evidence={
                 "own_ms": round(own / 1e3, 3),
@@ -174,6 +186,7 @@ class SlowDetector:
                 "own_ms_by_phase": {name: round(mine[place] / 1e3, 3) for name, place in _PLACE.items()},
                 "others_ms_by_phase": {name: round(theirs[place] / 1e3, 3) for name, place in _PLACE.items()},
                 "window_steps": WINDOW,
+                **({"device": device.evidence} if device is not None and device.evidence else {}),
             },
             repeat=False,
         )
