@@ -133,6 +133,7 @@ def living_hub(run: RunDir) -> HubFile:
         found = _wait_for_hub(run, _LAUNCHER_SECONDS)
         if found is not None:
             return found
+    run.check()
     found = run.living_hub()
     if found is None:
         _spawn_hub(run)

@@ -35,6 +35,7 @@ def attach(arguments: Namespace) -> int:
         return attach_ssh(arguments)
     run = rundir.find(arguments.run)
     if run.read_exit() is None:
+        run.check()
         _bring_back_hub(run)
     return watch(run, arguments, owned=False)
 

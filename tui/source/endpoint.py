@@ -45,6 +45,7 @@ class Endpoint:
             assert self._addresses is not None
             return Hub(self._addresses)
         try:
+            self._run.check()
             found = self._run.living_hub()
         except FtmonError:
             return None
