@@ -33,7 +33,7 @@ class PhaseRates:
 class AllocatorHistory:
     """The sampled steps of one rank, oldest first, and its retries."""
 
-    __slots__ = ("_past", "_recent", "last", "retries", "retry_steps", "version")
+    __slots__ = ("_past", "_recent", "_step", "last", "retries", "retry_steps", "version")
 
     def __init__(self) -> None:
         self._recent: deque[AllocatorEvents] = deque(maxlen=KEPT)
@@ -46,11 +46,14 @@ class AllocatorHistory:
         self.retry_steps: deque[tuple[int, int]] = deque(maxlen=64)
         """Steps in which there were retries, and how many, as far back as every step was folded."""
         self.version = 0
+        self._step = 0
 
     def on_step(self, step: Step) -> None:
         """Fold a finished step."""
         before, self.retries = self.retries, step.retries
-        if before is not None and step.retries > before:
+        follows, self._step = step.step == self._step + 1, step.step
+        # Between steps that are apart (after a seek) it is not known in which one they were.
+        if before is not None and step.retries > before and follows:
             self.retry_steps.append((step.step, step.retries - before))
             self.version += 1
 

@@ -141,7 +141,7 @@ class KeyBar(Canvas):
         return Line(key, self.look.style("accent", bold=True)).add(f" {label}  ", self.look.style("dim"))
 
 
-_ACTING = ("app.kill", "app.stop", "app.stacks")
+_ACTING = ("app.kill", "app.stop", "app.stacks", "compose", "arm", "take")
 """Actions that need a hub."""
 
 

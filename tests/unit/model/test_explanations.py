@@ -128,6 +128,16 @@ def test_retries_are_noted_with_the_step_they_came_in(model: RunModel) -> None:
     assert list(allocator.retry_steps) == [(30, 1), (41, 2)]
 
 
+def test_retries_between_steps_that_are_apart_are_counted_and_put_on_no_step() -> None:
+    model = RunModel()
+    for frame in Explained(1, 48).frames():
+        if getattr(frame.message, "step", 48) in (5, 48):
+            model.apply(frame)
+    allocator = model.ranks[0].allocator
+    assert allocator.retries == 3
+    assert list(allocator.retry_steps) == []
+
+
 def test_a_late_join_shows_what_one_who_was_there_sees(tmp_path: Path) -> None:
     whole = folded(ranks=2, steps=420)
     with Reader(explained(tmp_path / "r.sqlite", 2, steps=420)) as reader:
