@@ -13,6 +13,8 @@ from ..protocol.rundir import RunDir, write_private
 
 _RANK_KILL_REACH_SECONDS = 180.0
 """A job that ends this soon after one of its ranks was killed ended because of it."""
+LEFT_OVER = "still there"
+"""In how a run ended: the launcher could not end all of it."""
 
 
 class Intent(msgspec.Struct, frozen=True, omit_defaults=True):

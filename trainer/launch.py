@@ -24,7 +24,7 @@ from ..protocol.rundir import ExitFile, RunDir, RunFile
 from . import processes
 from .environment import job_environment
 from .hubkeeper import HubKeeper
-from .intent import read_intent, write_intent
+from .intent import LEFT_OVER, read_intent, write_intent
 from .joining import push
 from .several import Several
 from .sweep import sweep
@@ -192,7 +192,7 @@ class Launcher:
         else:
             state = "finished" if code == 0 else "failed"
         if left:
-            text += "; still there: " + ", ".join(f"pid {process.pid} in state {process.state}" for process in left)
+            text += f"; {LEFT_OVER}: " + ", ".join(f"pid {process.pid} in state {process.state}" for process in left)
         with _disk_trouble("exit.json"):
             self._run.write_exit(ExitFile(code, now, state, text, cause))
         print(f"ftmon: the run {state}: {text}", flush=True)

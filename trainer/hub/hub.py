@@ -19,6 +19,8 @@ from ...protocol.process import this_process
 from ...protocol.rundir import ExitFile, HubFile, RunDir
 from ...protocol.telemetry import Goodbye, Hello
 from ...protocol.wire import Frame, Message
+from .. import processes
+from ..intent import LEFT_OVER
 from .actions import Actions
 from .adopt import open_recording, read_history
 from .agents import Agents
@@ -30,6 +32,7 @@ from .history import History
 from .intake import Intake
 from .judging import Judging
 from .killing import Killing
+from .leftovers import Leftovers
 from .logtail import LogTail
 from .looking import Looking
 from .mailbox import Mailbox
@@ -91,8 +94,13 @@ class Hub:
         self._book = RankBook()
         self._ending = Ending(run, self._file)
         self._agents = Agents(self._channels.of("agents"), self._intake.take, self._judging.fact)
-        self._looking = Looking(run, self._judging.tracker, self._book, self._link, self.emit, self.post)
-        killing = Killing(run, self._book, self._link, self._agents, self.post)
+        tracker = self._judging.tracker
+        reach = Reach(tracker, self._book, self._link, self._agents, self.post)
+        self._looking = Looking(run, tracker, self._book, self._link, reach, self.emit, self.post)
+        self._leftovers = Leftovers(
+            self._judging, lambda: processes.of_run(run.path, [], [os.getpid()]), lambda: self._book.on_gpu
+        )
+        killing = Killing(run, self._book, self._link, self._agents, self.post, self._leftovers.note)
         self._policy = Policy(run, self._file.options, self._judging, self._looking, killing, self._book, self.emit)
         stacking = Stacking(self._judging.tracker, self._book, self._link, self._looking, self.emit, self.post)
         self._commands = Commands(run, self, self._book, self._link, stacking, killing, self._read_only)
@@ -197,6 +205,7 @@ class Hub:
         self._looking.tick()
         self._policy.tick(now)
         self._link.expire()
+        self._leftovers.tick(now)
         self._commit()
         if self._end is None:
             self._end = self._look_for_end()
@@ -211,7 +220,7 @@ class Hub:
         if self._leave_at is None:
             self._leave_at = now + LINGER_SECONDS
             self._finish(self._end)
-        elif now >= self._leave_at and not self._commands.busy:
+        elif now >= self._leave_at and not self._commands.busy and not self._leftovers.waiting(now):
             self._over = True
 
     def _look_for_end(self) -> ExitFile | None:
@@ -243,6 +252,8 @@ class Hub:
             severity = "error" if end.state == "failed" else "warning"
             self._judging.alert("exit", severity, title, "before_first_step", text, last_lines=last)
         self._judging.ended(end)
+        if LEFT_OVER in end.text:
+            self._leftovers.look_at_end()
         self._report()
         self._commit()
 

@@ -28,6 +28,7 @@ class Killing:
         agents: the agents of other hosts.
         post: has the main loop make a call; any thread.
     """
+        left: is told, in the main loop, the pids of this host that a kill could not end.
 
     def __init__(
         self,
@@ -37,7 +38,9 @@ class Killing:
         agents: Agents,
         post: Callable[[Callable[[], object]], None],
     ) -> None:
+        left: Callable[[list[int]], object] = lambda _: None,
         self._run = run
+        self._left = left
         self._book = book
         self._link = link
         self.agents = agents
@@ -90,6 +93,10 @@ class Killing:
             part({agent.host: _outcome_of(answers.get(place)) for place, agent in reachable.items()})
 
         if here:
+        def killed(outcome: Outcome) -> None:
+            self._left(outcome.data.get("left", []))
+            part({"": outcome})
+
             roots, spared = self.launcher_and_spared()
             finished = lambda outcome: self._post(lambda: part({"": outcome}))  # noqa: E731
             Kill(self._run.path, targets, not ranks, roots, spared, number, self._book.on_gpu, finished).start()

@@ -1,0 +1,100 @@
+"""Processes that a kill could not end: said so, and watched until they are gone.
+
+One in uninterruptible sleep (D) waits for the kernel, a dead disk or file server, and no signal reaches it before that
+returns. The hub stays for ``STAY_SECONDS`` after the run's end to say when it is gone; ``ftmon cleanup`` finds it
+later.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from ...protocol.text import sanitize
+from .. import activity, processes
+from ..processes import Process
+from .gpumemory import look
+from .judging import Judging
+
+STAY_SECONDS = 600.0
+_LOOK_SECONDS = 1.0
+_RULE = "leftover"
+
+
+class Leftovers:
+    """Watches what is left. Main loop only.
+
+    Args:
+        judging: raises and resolves the alert.
+        find: lists the living processes of the run.
+        on_gpu: whether the run computes on GPUs.
+    """
+
+    def __init__(self, judging: Judging, find: Callable[[], Iterable[Process]], on_gpu: Callable[[], bool]) -> None:
+        self._judging = judging
+        self._find = find
+        self._on_gpu = on_gpu
+        self._left: dict[tuple[int, int], Process] = {}
+        self._since = 0.0
+        self._next = 0.0
+        self._looked = False
+
+    def note(self, pids: Sequence[int]) -> None:
+        """Watch those of the processes that a kill left over which no signal reaches now."""
+        found = [process for pid in pids if (process := processes.read(pid)) is not None]
+        self._take([process for process in found if process.state == "D"])
+
+    def look_at_end(self) -> None:
+        """Look, once, for what the run has left now that it is over."""
+        if not self._looked:
+            self._looked = True
+            self._take(self._find())
+
+    def waiting(self, now: float) -> bool:
+        """Tell whether the hub should stay for them; ``now`` is ``time.monotonic``."""
+        return bool(self._left) and now - self._since < STAY_SECONDS
+
+    def tick(self, now: float) -> None:
+        """See whether they are gone; ``now`` is ``time.monotonic``."""
+        if not self._left or now < self._next:
+            return
+        self._next = now + _LOOK_SECONDS
+        before = len(self._left)
+        for key, process in list(self._left.items()):
+            current = processes.same(process)
+            if current is None or not current.alive:
+                del self._left[key]
+        if not self._left:
+            self._judging.resolve("note", _RULE, "All of them are gone now.")
+        elif len(self._left) != before:
+            self._tell()
+
+    def _take(self, found: Iterable[Process]) -> None:
+        new = {(process.pid, process.start_ticks): process for process in found}
+        if new.keys() - self._left.keys():
+            self._left |= new
+            self._since = time.monotonic()
+            self._tell()
+
+    def _tell(self) -> None:
+        left = list(self._left.values())
+        held = look([process.pid for process in left]) if self._on_gpu() else None
+        words = [describe(process) for process in left[:8]]
+        gpu = f" They hold {sum(held.held.values()) / 2**30:.2f} GiB of GPU memory." if held and held.held else ""
+        self._judging.alert(
+            "note",
+            "error",
+            f"{len(left)} process{'es' if len(left) > 1 else ''} of the run could not be ended: {words[0]}",
+            _RULE,
+            f"{'; '.join(words)}.{gpu} They are watched; 'ftmon cleanup' finds them later.",
+            pids=[process.pid for process in left[:64]],
+            gpu_bytes=held.held if held else {},
+        )
+
+
+def describe(process: Process) -> str:
+    """Say what a process that would not end is doing."""
+    current = processes.same(process) or process
+    name = f"pid {current.pid} ({sanitize(current.name, 40)})"
+    if current.state == "D":
+        where = activity.wchan(current.pid, current.pid)
+        return f"{name} is in uninterruptible sleep{f' in {where}' if where else ''}: it ends when the kernel returns"
+    return f"{name} is still alive in state {current.state}"
