@@ -124,7 +124,9 @@ def living_hub(run: RunDir) -> HubFile:
 
     Raises:
         HubError: no hub came up in time; its log says why.
+        RunDirError: others could have made the run's directory, or can read it.
     """
+    run.check()
     content = run.read_run()
     if content.host != socket.gethostname():
         raise HubError(f"{run.id} runs on {content.host}: give this command there, or attach to its --listen address")
@@ -133,7 +135,6 @@ def living_hub(run: RunDir) -> HubFile:
         found = _wait_for_hub(run, _LAUNCHER_SECONDS)
         if found is not None:
             return found
-    run.check()
     found = run.living_hub()
     if found is None:
         _spawn_hub(run)
