@@ -46,11 +46,18 @@ def read_pickle(path: Path, most_bytes: int = MOST_BYTES) -> Any:
     # A million dictionaries without a cycle among them: the collector would walk them again and again.
     gc.disable()
     try:
-        return _PlainUnpickler(io.BytesIO(_unpacked(path, most_bytes))).load()
+        with _opened(path, most_bytes) as file:
+            found = _PlainUnpickler(file).load()
+            # What is packed is checked at its very end only.
+            while file.read(_CHUNK):
+                pass
+        return found
     except _WantsCodeError as error:
         raise SnapshotError(
             f"{path}: refused: this pickle would run code (it names {str(error)!r}); a snapshot holds plain data only"
         ) from None
+    except (gzip.BadGzipFile, zlib.error):
+        raise SnapshotError(f"{path}: its gzip data is damaged: copy the file again") from None
     except EOFError:
         raise SnapshotError(f"{path}: cut short: copy the file again") from None
     except MemoryError:
@@ -67,29 +74,34 @@ def read_pickle(path: Path, most_bytes: int = MOST_BYTES) -> Any:
             gc.enable()
 
 
-def _unpacked(path: Path, most_bytes: int) -> bytes:
+def _opened(path: Path, most_bytes: int) -> io.BufferedReader:
+    """Open a file to be unpickled as it is read: a copy of it in memory would cost as much again."""
     with path.open("rb") as file:
         magic = file.read(2)
-        file.seek(0)
-        if magic == _GZIP:
-            try:
-                with gzip.GzipFile(fileobj=file) as packed:
-                    return _bounded(packed, path, most_bytes)
-            except (gzip.BadGzipFile, zlib.error):
-                raise SnapshotError(f"{path}: its gzip data is damaged: copy the file again") from None
-        if magic == b"PK":
-            raise SnapshotError(f"{path}: not a memory snapshot but a zip file (as torch.save writes): {_DUMP}")
-        return _bounded(file, path, most_bytes)
-
-
-def _bounded(file: io.BufferedIOBase | io.BufferedReader, path: Path, most_bytes: int) -> bytes:
-    pieces: list[bytes] = []
-    size = 0
-    while piece := file.read(_CHUNK):
-        size += len(piece)
-        if size > most_bytes:
-            raise SnapshotError(f"{path}: refused: it unpacks to more than {most_bytes / 2**30:.3g} GiB")
-        pieces.append(piece)
-    if not size:
+    if not magic:
         raise SnapshotError(f"{path}: empty: {_DUMP}")
-    return b"".join(pieces)
+    if magic == b"PK":
+        raise SnapshotError(f"{path}: not a memory snapshot but a zip file (as torch.save writes): {_DUMP}")
+    raw = gzip.GzipFile(path) if magic == _GZIP else path.open("rb", buffering=0)
+    return io.BufferedReader(_Bounded(raw, path, most_bytes), _CHUNK)
+
+
+class _Bounded(io.RawIOBase):
+    """Gives a file's bytes, up to a limit."""
+
+    def __init__(self, file: io.FileIO | gzip.GzipFile, path: Path, most_bytes: int) -> None:
+        self._file, self._path, self._most, self._read = file, path, most_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = self._file.readinto(buffer) or 0
+        self._read += count
+        if self._read > self._most:
+            raise SnapshotError(f"{self._path}: refused: it unpacks to more than {self._most / 2**30:.3g} GiB")
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

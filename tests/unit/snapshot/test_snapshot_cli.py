@@ -20,6 +20,20 @@ def test_json_is_one_object_with_devices_stacks_and_the_error(capsys: pytest.Cap
     assert told["oom"]["device_free_bytes"] == 128973930496
 
 
+def test_json_has_every_field_that_scripts_may_count_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["snapshot", OOM, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    device = "device allocated_bytes active_bytes requested_bytes reserved_bytes segments blocks free_bytes peak_index"
+    device += " largest_free_block_bytes trace_entries peak_allocated_bytes"
+    oom = (
+        "device requested_bytes device_free_bytes allocated_bytes reserved_bytes largest_free_block_bytes verdict stack"
+    )
+    assert set(device.split()) <= told["devices"][0].keys()
+    assert set(oom.split()) <= told["oom"].keys()
+    assert {"bytes", "count", "frames"} <= told["top_stacks"][0].keys()
+    assert sum(stack["bytes"] for stack in told["top_stacks"]) <= told["devices"][0]["peak_allocated_bytes"]
+
+
 def test_json_of_two_files_has_their_difference(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["snapshot", STEP, OOM, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

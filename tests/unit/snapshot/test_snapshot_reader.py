@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 from caching_allocator import MIB, CachingAllocator
+from ftmon.protocol.snapshot.analysis import live_stacks
 from ftmon.protocol.snapshot.columns import compact
 from ftmon.protocol.snapshot.errors import SnapshotError
+from ftmon.protocol.snapshot.layout import fragmentation, layout_at
 from ftmon.protocol.snapshot.reader import open_snapshot
 from ftmon.protocol.snapshot.replay import Replay
 from ftmon.protocol.snapshot.unpickle import read_pickle
@@ -137,7 +139,7 @@ def test_pickles_made_to_break_the_reader_are_refused(tmp_path: Path, name: str)
 
 def test_a_file_that_unpacks_to_more_than_the_bound_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bomb.gz"
-    path.write_bytes(gzip.compress(bytes(3 * MIB)))
+    path.write_bytes(gzip.compress(pickle.dumps("x" * 3 * MIB)))
     with pytest.raises(SnapshotError, match="unpacks to more than"):
         read_pickle(path, most_bytes=2 * MIB)
 
@@ -155,6 +157,36 @@ def test_a_damaged_snapshot_is_read_or_refused_but_never_anything_else(
     path.write_bytes(content)
     with contextlib.suppress(SnapshotError):
         Replay(compact(read_pickle(path), "fuzzed"), 0)
+
+
+KEYS = (
+    "segments", "device_traces", "blocks", "frames", "address", "addr", "total_size", "size", "requested_size", "state",
+    "action", "stream", "device", "time_us", "user_metadata", "external_annotations", "stage", "name", "filename",
+    "line", "history", "segment_pool_id", "allocator_settings",
+    "roundup_power2_divisions", "max_split_size", "is_expandable",
+)  # fmt: skip
+WORDS = ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_map", "segment_unmap", "segment_free",
+         "oom", "active_allocated", "active_pending_free", "inactive", "START", "END", "small")  # fmt: skip
+PLAIN = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.integers(0, 2**40), st.sampled_from(WORDS), st.floats()),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=6),
+    max_leaves=25,
+)
+
+
+@given(PLAIN, st.lists(st.dictionaries(st.sampled_from(KEYS), PLAIN, max_size=8), max_size=6))
+@settings(deadline=None, max_examples=150)
+def test_any_plain_data_is_read_or_refused_and_what_is_read_is_consistent(
+    segments: Any, entries: list[dict[str, Any]]
+) -> None:
+    with contextlib.suppress(SnapshotError):
+        read = compact({"segments": segments, "device_traces": [entries]}, "made")
+        for device in read.devices():
+            replay = Replay(read, device)
+            for index in range(-1, replay.entries):
+                live = live_stacks(replay, index)
+                assert sum(tally.bytes for tally in live.values()) == replay.at(replay.allocated, index)
+                fragmentation(layout_at(replay, index))
 
 
 def test_missing_keys_of_older_versions_are_no_error() -> None:

@@ -187,3 +187,44 @@ def test_live_sets_are_the_same_from_checkpoints_close_together(steps: list[tupl
     for index in range(-1, replay.entries):
         assert kept.taken_at(index) == replay.taken_at(index)
         assert kept.totals_at(index) == replay.totals_at(index)
+
+
+ENTRIES = st.lists(
+    st.tuples(
+        st.sampled_from(["alloc", "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"]),
+        st.integers(0, 3), st.integers(1, 3 * MIB),
+    ),
+    max_size=30,
+)  # fmt: skip
+BLOCKS = st.lists(st.sampled_from(["inactive", "active_allocated", "active_pending_free"]), min_size=4, max_size=4)
+
+
+@given(ENTRIES, BLOCKS)
+@settings(deadline=None, max_examples=300)
+def test_a_trace_that_contradicts_itself_is_replayed_without_contradictions(
+    entries: list[tuple[str, int, int]], states: list[str]
+) -> None:
+    """Frees that are missing, doubled or of nothing: the live blocks still add up to the figure at every entry."""
+    base, room = 2**40, 4 * MIB
+    trace = [{"action": what, "addr": base + at * room, "size": size, "stream": 0} for what, at, size in entries]
+    blocks = [
+        {"address": base + at * room, "size": room, "requested_size": room - 5, "state": state, "frames": []}
+        for at, state in enumerate(states)
+    ]
+    segment = {"device": 0, "address": base, "total_size": 4 * room, "segment_type": "large", "blocks": blocks}
+    replay = Replay(compact({"segments": [segment], "device_traces": [trace]}, "made"), 0)
+    of = replay.allocations
+    for index in range(-1, replay.entries):
+        active = {n for n in range(len(of.begins)) if of.begins[n] <= index < of.ends[n]}
+        held = {n for n in active if of.freed[n] > index}
+        assert set(replay.active_at(index)) == active
+        assert set(replay.live_at(index)) == held
+        assert replay.at(replay.allocated, index) == sum(of.sizes[n] for n in held)
+        assert replay.at(replay.active, index) == sum(of.sizes[n] for n in active)
+        assert replay.at(replay.requested, index) == sum(of.requested[n] for n in active)
+        assert sum(tally.bytes for tally in live_stacks(replay, index).values()) == sum(of.sizes[n] for n in held)
+        part = between(replay, -1, index)
+        assert sorted(part.stayed) == sorted(n for n in held if of.begins[n] > -1)
+        layout = layout_at(replay, index)
+        assert all(piece.free_bytes >= 0 and piece.largest_free_bytes <= piece.size for piece in layout)
+    assert replay.allocated[-1] == sum(room for state in states if state == "active_allocated")
