@@ -230,7 +230,7 @@ class FtmonApp(App[None]):
         self.show(LogsScreen(self.stage))
 
     def action_stacks(self) -> None:
-        """Ask for the selected rank's stacks and show them."""
+        """Ask for the stacks of all ranks and show them."""
         from .screens.stacks import StacksScreen
 
         self.show(StacksScreen(self.stage))

@@ -61,8 +61,12 @@ def test_a_stop_asks_first(asks: Callable[..., bool], size: tuple[int, int]) -> 
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_the_stacks_of_a_rank(asks: Callable[..., bool], size: tuple[int, int]) -> None:
-    assert asks(size, "down", "right", "s")
+def test_the_stacks_of_all_ranks_with_equal_ones_together(asks: Callable[..., bool], size: tuple[int, int]) -> None:
+    assert asks(size, "s")
+
+
+def test_the_stacks_of_one_group_with_all_its_threads(asks: Callable[..., bool]) -> None:
+    assert asks(SMALL, "s", "right", "enter")
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])

@@ -15,18 +15,28 @@ from streams import Stream, write
 
 HANG_SECONDS = 34.0
 COLLECTIVE = "all_gather_into_tensor"
-STACKS = """Thread 0x00007f5a3c2d1700 (most recent call first):
+_SITE = "/usr/lib/python3.11/site-packages"
+STACKS = f"""Thread 0x00007f5a3c2d1700 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 324 in wait
   File "/usr/lib/python3.11/queue.py", line 180 in get
 
-Current thread 0x00007f5a41b0a740 (most recent call first):
+Thread 0x00007f5a41b0a740 (most recent call first):
   File "/usr/lib/python3.11/multiprocessing/connection.py", line 930 in wait
   File "/usr/lib/python3.11/multiprocessing/connection.py", line 256 in poll
-  File "torch/utils/data/dataloader.py", line 1251 in _try_get_data
-  File "torch/utils/data/dataloader.py", line 1410 in _get_data
-  File "torch/utils/data/dataloader.py", line 732 in __next__
-  File "train.py", line 41 in main
-  File "train.py", line 77 in <module>
+  File "{_SITE}/torch/utils/data/dataloader.py", line 1251 in _try_get_data
+  File "{_SITE}/torch/utils/data/dataloader.py", line 1410 in _get_data
+  File "{_SITE}/torch/utils/data/dataloader.py", line 732 in __next__
+  File "/home/user/train.py", line 41 in main
+  File "/home/user/train.py", line 77 in <module>
+"""
+WAITS = f"""Thread 0x00007f5a41b0a740 (most recent call first):
+  File "{_SITE}/torch/distributed/distributed_c10d.py", line 3843 in all_gather_into_tensor
+  File "{_SITE}/torch/distributed/c10d_logger.py", line 81 in wrapper
+  File "{_SITE}/deepspeed/comm/torch.py", line 218 in all_gather_into_tensor
+  File "{_SITE}/deepspeed/comm/comm.py", line 117 in log_wrapper
+  File "{_SITE}/deepspeed/runtime/zero/stage3.py", line 582 in fetch
+  File "/home/user/train.py", line 44 in main
+  File "/home/user/train.py", line 77 in <module>
 """
 
 
@@ -52,7 +62,10 @@ def hanging(path: Path, ranks: int = 4, hung: int = 3) -> Path:
         )
         for rank in range(ranks)
     ]
-    found.append(Stacks(rank=hung, time=t, text=STACKS, reason="hang"))
+    found += [
+        Stacks(rank=rank, time=t, text=STACKS if rank == hung else WAITS, reason="hang", taken_by="probe")
+        for rank in range(ranks)
+    ]
     found.append(
         Alert(
             id=900,

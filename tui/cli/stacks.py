@@ -8,6 +8,7 @@ from ...protocol import pystacks, rundir
 from ...protocol.control import Result
 from ...protocol.errors import UsageError
 from ...protocol.text import sanitize
+from ..model.stacks import ranks_in_short
 from .control import ask
 from .trainer import living_hub
 
@@ -52,7 +53,7 @@ def as_lines(result: Result, *, all_threads: bool = False) -> list[str]:
     answers: dict[str, dict[str, Any]] = result.data.get("answers", {})
     lines: list[str] = []
     for group in pystacks.group(stacks):
-        lines += [f"{ranks_and_count(group.ranks)}: {group.place.text or 'no Python frames'}"]
+        lines += [f"{ranks_in_short(group.ranks)}: {group.place.text or 'no Python frames'}"]
         if not all_threads:
             lines += [f"    {frame.place} in {frame.function}" for frame in group.frames]
             continue
@@ -67,18 +68,6 @@ def as_lines(result: Result, *, all_threads: bool = False) -> list[str]:
     if not result.ok:
         lines += [sanitize(result.text)]
     return lines
-
-
-def ranks_and_count(ranks: list[int]) -> str:
-    """Say ``1 rank (3)`` or ``7 ranks (0-2, 4-7)``."""
-    parts: list[str] = []
-    begin = 0
-    for index in range(1, len(ranks) + 1):
-        if index == len(ranks) or ranks[index] != ranks[index - 1] + 1:
-            first, last = ranks[begin], ranks[index - 1]
-            parts.append(str(first) if first == last else f"{first}-{last}")
-            begin = index
-    return f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'} ({', '.join(parts)})"
 
 
 def _stacks_of(result: Result) -> dict[int, tuple[str, str]]:

@@ -73,6 +73,9 @@ class RankModel:
         self.failure: Failure | None = None
         self.goodbye: Goodbye | None = None
         self.stacks: Stacks | None = None
+        """The latest as faulthandler writes them."""
+        self.native_stacks: Stacks | None = None
+        """The latest that py-spy read."""
         self.snapshots: deque[SnapshotTaken] = deque(maxlen=50)
         self.allocated_bytes = 0
         """Latest known allocated bytes."""

@@ -290,7 +290,11 @@ class RunModel:
         self._touch(failure.rank).failure = failure
 
     def _stacks(self, stacks: telemetry.Stacks, frame: Frame) -> None:
-        self._touch(stacks.rank).stacks = stacks
+        rank = self._touch(stacks.rank)
+        if stacks.taken_by == "py-spy":
+            rank.native_stacks = stacks
+        else:
+            rank.stacks = stacks
 
     def _goodbye(self, goodbye: telemetry.Goodbye, frame: Frame) -> None:
         self._touch(goodbye.rank).goodbye = goodbye

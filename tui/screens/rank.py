@@ -124,7 +124,7 @@ class RankScreen(MonitorScreen):
         key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
         key("m", "app.memory", "memory", "where the memory of a step's peak goes"),
         key("l", "app.logs", "logs", "the output of all ranks"),
-        key("s", "app.stacks", "stacks", "Python stacks of this rank"),
+        key("s", "app.stacks", "stacks", "where every rank is: Python stacks, equal ones together"),
         key("e", "app.events", "events", "what the allocator does, as it does it", show=False),
         key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
         key("S", "app.stop", "stop", "save a checkpoint and end the run; asks first", show=False),

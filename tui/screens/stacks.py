@@ -1,4 +1,4 @@
-"""Python stacks of a rank: asked for when the screen opens, shown when they come."""
+"""Where all ranks are: asked for when the screen opens, ranks with the same stack together."""
 
 from collections.abc import Iterable
 from typing import ClassVar
@@ -6,7 +6,8 @@ from typing import ClassVar
 from textual.binding import BindingType
 from textual.widget import Widget
 
-from ...protocol.text import sanitize
+from ...protocol.telemetry import Stacks
+from ..model.stacks import Row, rows
 from ..widgets.line import Line, cut
 from ..widgets.listing import Listing
 from ..widgets.scrubber import time_of_day
@@ -14,68 +15,89 @@ from .base import MonitorScreen, key
 
 
 class StackList(Listing):
-    """The stacks of the selected rank, a line each."""
+    """Groups of ranks, and their frames."""
 
     empty = "no stacks yet"
     waiting = False
+    unfolded: frozenset[int] = frozenset()
+    """Ranks whose group is shown with all threads."""
+    _made: tuple[object, list[Row]] = (None, [])
 
     def key(self) -> object:
         """Change with the stacks."""
-        return self.stage.selected, id(self._stacks), self.selected, self.waiting
+        return self._taken(), self.selected, self.waiting, self.unfolded
 
-    @property
-    def _stacks(self) -> object:
-        rank = self.stage.model.ranks.get(self.stage.selected)
-        return rank.stacks if rank else None
+    def _taken(self) -> object:
+        ranks = self.stage.model.ranks
+        return tuple((rank, id(one.stacks), id(one.native_stacks)) for rank, one in ranks.items() if one.stacks)
 
-    def lines(self) -> list[str]:
-        """Give the text by lines."""
-        rank = self.stage.model.ranks.get(self.stage.selected)
-        return rank.stacks.text.splitlines() if rank and rank.stacks else []
+    def stacks(self) -> dict[int, Stacks]:
+        """Give the latest stacks by rank."""
+        return {rank: one.stacks for rank, one in self.stage.model.ranks.items() if one.stacks is not None}
+
+    def rows(self) -> list[Row]:
+        """Give the rows, made anew when stacks came or a group was folded."""
+        made_for = (self._taken(), self.unfolded)
+        if self._made[0] != made_for:
+            ranks = self.stage.model.ranks
+            native = {rank: one.native_stacks for rank, one in ranks.items() if one.native_stacks is not None}
+            self._made = (made_for, rows(self.stacks(), native, self.unfolded))
+        return self._made[1]
+
+    def row(self) -> Row | None:
+        """Give the selected row."""
+        found = self.rows()
+        return found[min(self.selected, len(found) - 1)] if found else None
 
     def count(self) -> int:
-        """Count the lines."""
-        return len(self.lines())
+        """Count the rows."""
+        return len(self.rows())
 
     def item(self, index: int, width: int, selected: bool) -> Line:
-        """Draw one line: threads stand out, frames are plain."""
-        text = self.lines()[index]
-        look = self.look
+        """Draw one row: groups stand out, frames are plain."""
+        row, look = self.rows()[index], self.look
         ground = "raised" if selected else "background"
-        head = not text.startswith((" ", "\t"))
-        style = look.style("accent" if head else "text", ground, bold=head)
-        line = Line(cut(" " + sanitize(text), width, look.glyphs.ellipsis), style)
-        return line.fit(width, look.style("text", ground))
+        indent = {"group": " ", "thread": "   "}.get(row.kind, "     ")
+        tone = {"group": "accent", "thread": "text"}.get(row.kind, "text" if selected else "dim")
+        style = look.style(tone, ground, bold=row.kind == "group")
+        return Line(cut(indent + row.text, width, look.glyphs.ellipsis), style).fit(width, look.style("text", ground))
 
     def head(self, width: int) -> list[Line]:
         """Say whose stacks these are and of when."""
-        look = self.look
-        rank = self.stage.model.ranks.get(self.stage.selected)
-        stacks = rank.stacks if rank else None
+        look, stacks = self.look, self.stacks()
         line = Line(look.glyphs.rule, look.style("rule"))
-        line.add(f" stacks of rank {self.stage.selected} ", look.style("text", bold=True))
-        if stacks is not None:
-            why = f", {stacks.reason}" if stacks.reason else ""
-            line.add(f"taken at {time_of_day(stacks.time)}{why} ", look.style("dim"))
+        total = len(self.stage.model.ranks)
+        line.add(f" stacks of {len(stacks)} of {total} ranks ", look.style("text", bold=True))
+        if stacks:
+            newest = max(stacks.values(), key=lambda one: one.time)
+            why = f", {newest.reason}" if newest.reason else ""
+            text = cut(
+                f"taken at {time_of_day(newest.time)}{why} ", max(0, width - line.width - 1), look.glyphs.ellipsis
+            )
+            line.add(text, look.style("dim"))
         elif self.waiting:
             line.add("asked for ", look.style("dim"))
         return [line.add(look.glyphs.rule * max(0, width - line.width), look.style("rule"))]
 
 
 class StacksScreen(MonitorScreen):
-    """Where every thread of a rank is."""
+    """Where every rank is."""
 
     NAME = "stacks"
     WHAT = (
-        "Where each thread of the rank is, as faulthandler writes it: the innermost call first. The rank answers even "
-        "when its training thread is stuck in Python; s asks again."
+        "Where the training thread of each rank is, the innermost call first; ranks at the same place are one group, "
+        "the largest first. Enter shows all threads of a group's first rank. A rank answers even when its training "
+        "thread is stuck; one that holds Python's lock in native code is made to write its stacks by a signal. s asks "
+        "again; t has py-spy read native frames too, where it is installed and allowed."
     )
     TITLE_LINES = 1
     BINDINGS: ClassVar[list[BindingType]] = [
         key("escape", "app.back", "back", "back to the overview"),
-        key("s", "again", "again", "ask for the stacks again"),
-        key("left", "rank(-1)", "previous", "the rank before"),
-        key("right", "rank(1)", "next rank", "the rank after"),
+        key("s", "again", "again", "ask for the stacks of all ranks again"),
+        key("enter", "unfold", "all threads", "all threads of this group's first rank, or only the ones that train"),
+        key("t", "native", "native", "native frames of this group's first rank, by py-spy"),
+        key("left", "group(-1)", "group before", "the group before", show=False),
+        key("right", "group(1)", "next group", "the group after"),
         key("up", "move(-1)", "up", "one line up", show=False),
         key("down", "move(1)", "down", "one line down", show=False),
         key("pageup", "page(-1)", "page up", "a screen up", show=False),
@@ -92,26 +114,56 @@ class StacksScreen(MonitorScreen):
         self.action_again()
 
     def action_again(self) -> None:
-        """Ask for the stacks."""
+        """Ask all ranks."""
+        self._ask({"ranks": []})
+
+    def action_native(self) -> None:
+        """Ask for native frames of the first rank of the group in view."""
+        row = self.query_one(StackList).row()
+        if row is not None:
+            self.query_one(StackList).unfolded |= {row.ranks[0]}
+            self._ask({"ranks": [row.ranks[0]], "native": True})
+
+    def _ask(self, args: dict[str, object]) -> None:
         source, lines = self.stage.source, self.query_one(StackList)
         if source is not None and source.can_command and not self.stage.read_only:
-            source.send("stacks", {"ranks": [self.stage.selected]})
+            source.send("stacks", args)
             lines.waiting = True
         elif lines.count() == 0:
             self.stage.say("none were recorded, and there is no hub to ask", "warning")
         self.tick()
 
-    def action_rank(self, delta: int) -> None:
-        """Go to a neighbouring rank."""
-        ranks = list(self.stage.model.ranks)
-        if self.stage.selected in ranks:
-            index = ranks.index(self.stage.selected) + delta
-            self.stage.select(ranks[max(0, min(index, len(ranks) - 1))])
-            self.action_again()
+    def action_unfold(self) -> None:
+        """Show all threads of a group's ranks, or fold them again."""
+        lines = self.query_one(StackList)
+        row = lines.row()
+        if row is None:
+            return
+        ranks = frozenset(row.ranks)
+        lines.unfolded = lines.unfolded - ranks if lines.unfolded & ranks else lines.unfolded | {row.ranks[0]}
+        self._go_to_group(row.ranks)
+
+    def action_group(self, delta: int) -> None:
+        """Go to the head of a neighbouring group."""
+        lines = self.query_one(StackList)
+        row = lines.row()
+        if row is None:
+            return
+        heads = [one.ranks for one in lines.rows() if one.kind == "group"]
+        index = max(0, min(heads.index(row.ranks) + delta, len(heads) - 1))
+        self.stage.select(heads[index][0])
+        self._go_to_group(heads[index])
+
+    def _go_to_group(self, ranks: tuple[int, ...]) -> None:
+        lines = self.query_one(StackList)
+        found = [index for index, one in enumerate(lines.rows()) if one.kind == "group" and one.ranks == ranks]
+        if found:
+            lines.go_to(found[0])
 
     def in_question(self) -> set[int]:
-        """A kill asked for here means the rank in view."""
-        return {self.stage.selected}
+        """A kill asked for here means the rank of the group in view, where it is one alone."""
+        row = self.query_one(StackList).row()
+        return set(row.ranks) if row is not None and len(row.ranks) == 1 else super().in_question()
 
     def action_move(self, delta: int) -> None:
         """Scroll by lines."""

@@ -23,7 +23,7 @@ from ....protocol.text import duration
 from .book import RANKS_LISTED, AlertBook, Key
 from .oom import TRACEBACK_LIMIT, OomDetector
 from .tracked import KernelKill
-from .words import ending_in_words, first_line, signal_hint
+from .words import ending_in_words, first_line, library_hint, signal_hint
 
 LOG_LINES = 12
 HELD_S = 3.0
@@ -227,7 +227,9 @@ class DeathDetector:
         for rank, (since, key) in list(self._awaiting_logs.items()):
             if now - since > HELD_S:
                 del self._awaiting_logs[rank]
-                alerts += self._book.annotate(now, key, {"log": list(self._logs.get(rank, ()))})
+                log = list(self._logs.get(rank, ()))
+                hint = library_hint("\n".join(log))
+                alerts += self._book.annotate(now, key, {"log": log}, f"{hint[0].upper()}{hint[1:]}." if hint else "")
         return alerts
 
     def restore(self, alert: Alert) -> None:
@@ -257,7 +259,8 @@ class DeathDetector:
             rank=failure.rank,
             step=failure.step,
             phase=failure.phase,
-            text=f"An exception left the script in step {failure.step}: {first_line(failure.error, 1000)}.",
+            text=f"An exception left the script in step {failure.step}: {first_line(failure.error, 1000)}."
+            + (f" {hint[0].upper()}{hint[1:]}." if (hint := library_hint(failure.error)) else ""),
             evidence={
                 "error": failure.error,
                 "traceback": failure.traceback[-TRACEBACK_LIMIT:],

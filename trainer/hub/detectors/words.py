@@ -35,6 +35,13 @@ def signal_hint(number: int) -> str:
     return _SIGNAL_HINTS.get(signal_name(number), "")
 
 
+def library_hint(text: str) -> str:
+    """Say what a communication library's own last words mean, where that is known; empty otherwise."""
+    if "op.preamble.length" in text:  # gloo: a peer sent more than was expected
+        return "gloo gave up because ranks entered one collective with tensors of different sizes (shapes)"
+    return ""
+
+
 def ending_in_words(exit_code: int | None, signal: int | None) -> str:
     """Say how a process ended: ``killed by SIGKILL``, ``exit code 1``, ``exit status unknown``.
 

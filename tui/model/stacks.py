@@ -1,0 +1,71 @@
+"""The stacks of all ranks as rows: ranks that are at the same place together, the largest group first."""
+
+from collections.abc import Collection, Mapping
+from typing import Literal, NamedTuple
+
+from ...protocol import pystacks
+from ...protocol.telemetry import Stacks
+from ...protocol.text import sanitize
+
+RowKind = Literal["group", "frame", "thread", "native"]
+
+
+class Row(NamedTuple):
+    """One line. ``ranks`` are those of its group."""
+
+    kind: RowKind
+    text: str
+    ranks: tuple[int, ...]
+
+
+def rows(
+    stacks: Mapping[int, Stacks], native: Mapping[int, Stacks] | None = None, unfolded: Collection[int] = ()
+) -> list[Row]:
+    """Lay out the stacks: a head for each group, then its training thread's frames, innermost first.
+
+    Args:
+        stacks: the latest stacks by rank, as faulthandler writes them.
+        native: what py-spy read, by rank.
+        unfolded: ranks that are shown with all threads, and with native frames where there are any, in place of the
+            frames of their group.
+    """
+    found: list[Row] = []
+    for group in pystacks.group({rank: (one.text, one.thread) for rank, one in stacks.items()}):
+        ranks = tuple(group.ranks)
+        what = group.place.text or "no Python frames"
+        by_signal = any(stacks[rank].taken_by == "signal" for rank in ranks)
+        held = " (could not answer: native code holds Python's lock)" if by_signal else ""
+        found.append(Row("group", f"{ranks_in_short(group.ranks)}: {what}{held}", ranks))
+        if not set(ranks) & set(unfolded):
+            found += [Row("frame", f"{frame.place}  {frame.function}", ranks) for frame in group.frames]
+            continue
+        for rank in sorted(set(ranks) & set(unfolded)):
+            found += _whole(rank, stacks[rank], (native or {}).get(rank), ranks)
+    return found
+
+
+def ranks_in_short(ranks: list[int]) -> str:
+    """Say ``rank 3`` or ``7 ranks (0-2, 4-7)``; ``ranks`` ascend."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    parts: list[str] = []
+    begin = 0
+    for index in range(1, len(ranks) + 1):
+        if index == len(ranks) or ranks[index] != ranks[index - 1] + 1:
+            first, last = ranks[begin], ranks[index - 1]
+            parts.append(str(first) if first == last else f"{first}-{last}")
+            begin = index
+    return f"{len(ranks)} ranks ({', '.join(parts)})"
+
+
+def _whole(rank: int, stacks: Stacks, native: Stacks | None, ranks: tuple[int, ...]) -> list[Row]:
+    found = [Row("thread", f"rank {rank}, all threads", ranks)]
+    found += _lines("frame", stacks.text, ranks)
+    if native is not None:
+        found.append(Row("thread", f"rank {rank}, native frames by py-spy", ranks))
+        found += _lines("native", native.text, ranks)
+    return found
+
+
+def _lines(kind: RowKind, text: str, ranks: tuple[int, ...]) -> list[Row]:
+    return [Row(kind, sanitize(line), ranks) for line in text.splitlines() if line.strip()]
