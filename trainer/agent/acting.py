@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from ...protocol.errors import ProtocolError
 from ...protocol.join import JoinFile
 from ..hub.interrupting import interrupt_job, interrupt_ranks
 from ..hub.killer import Kill, Outcome, Target
+from ..hub.reach import look_as_asked
 
 
 class _KillArgs(msgspec.Struct):
@@ -96,6 +98,10 @@ class Acting:
             self._answer(Accepted(command.id, True))
             self._stop(command)
             return
+        if command.verb == "look":
+            self._answer(Accepted(command.id, True))
+            threading.Thread(target=self._look, args=(command,), name="look", daemon=True).start()
+            return
         known = command.verb == "ping"
         self._answer(Accepted(command.id, known, "" if known else f"an agent does not know {command.verb!r}"))
         if known:
@@ -113,6 +119,14 @@ class Acting:
     def _killed(self, command: Command, outcome: Outcome) -> None:
         self.under_way -= 1
         self._answer(Result(command.id, outcome.ok, "kill", outcome.text, outcome.data, time.time()))
+
+    def _look(self, command: Command) -> None:
+        """Look at ranks that do not answer; a thread of its own, because they are waited for."""
+        try:
+            result = Result(command.id, True, "look", "", look_as_asked(command.args), time.time())
+        except Exception as error:  # what the process table gives while it changes, or arguments of another version
+            result = Result(command.id, False, "look", f"{type(error).__name__}: {error}", {}, time.time())
+        self._post(lambda: self._answer(result))
 
     def _stop(self, command: Command) -> None:
         told = interrupt_ranks(self._targets())

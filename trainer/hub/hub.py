@@ -40,6 +40,7 @@ from .oomfiles import keeper
 from .policy import Policy
 from .rankbook import RankBook
 from .ranklink import RankLink
+from .reach import Reach
 from .stacking import Stacking
 from .stats import Stats
 from .stream import Stream
@@ -102,7 +103,7 @@ class Hub:
         )
         killing = Killing(run, self._book, self._link, self._agents, self.post, self._leftovers.note)
         self._policy = Policy(run, self._file.options, self._judging, self._looking, killing, self._book, self.emit)
-        stacking = Stacking(self._judging.tracker, self._book, self._link, self._looking, self.emit, self.post)
+        stacking = Stacking(tracker, self._link, reach, self._looking, self.emit)
         self._commands = Commands(run, self, self._book, self._link, stacking, killing, self._read_only)
         self._supervisor = Supervisor(lambda: self._mailbox.post(self._take_facts))
         self._devices = DeviceSampler(host_sockets.gethostname(), self._rank_pids)
@@ -204,8 +205,8 @@ class Hub:
         self._judging.tick(time.time())
         self._looking.tick()
         self._policy.tick(now)
-        self._link.expire()
         self._leftovers.tick(now)
+        self._link.expire()
         self._commit()
         if self._end is None:
             self._end = self._look_for_end()
@@ -251,9 +252,9 @@ class Hub:
             title, text, last = silent
             severity = "error" if end.state == "failed" else "warning"
             self._judging.alert("exit", severity, title, "before_first_step", text, last_lines=last)
-        self._judging.ended(end)
         if LEFT_OVER in end.text:
             self._leftovers.look_at_end()
+        self._judging.ended(end)
         self._report()
         self._commit()
 

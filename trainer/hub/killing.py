@@ -10,6 +10,7 @@ from ...protocol.errors import UsageError
 from ...protocol.process import is_alive
 from ...protocol.rundir import RunDir
 from .agents import Agent, Agents
+from .interrupting import interrupt_ranks
 from .killer import Kill, Outcome
 from .rankbook import RankBook
 from .ranklink import Answers, RankLink
@@ -27,8 +28,8 @@ class Killing:
         link: the line to the agents.
         agents: the agents of other hosts.
         post: has the main loop make a call; any thread.
-    """
         left: is told, in the main loop, the pids of this host that a kill could not end.
+    """
 
     def __init__(
         self,
@@ -37,10 +38,10 @@ class Killing:
         link: RankLink,
         agents: Agents,
         post: Callable[[Callable[[], object]], None],
-    ) -> None:
         left: Callable[[list[int]], object] = lambda _: None,
-        self._run = run
+    ) -> None:
         self._left = left
+        self._run = run
         self._book = book
         self._link = link
         self.agents = agents
@@ -92,13 +93,13 @@ class Killing:
         def answered(answers: Answers) -> None:
             part({agent.host: _outcome_of(answers.get(place)) for place, agent in reachable.items()})
 
-        if here:
         def killed(outcome: Outcome) -> None:
             self._left(outcome.data.get("left", []))
             part({"": outcome})
 
+        if here:
             roots, spared = self.launcher_and_spared()
-            finished = lambda outcome: self._post(lambda: part({"": outcome}))  # noqa: E731
+            finished = lambda outcome: self._post(lambda: killed(outcome))  # noqa: E731
             Kill(self._run.path, targets, not ranks, roots, spared, number, self._book.on_gpu, finished).start()
         if reachable:
             args = {"ranks": ranks, "signal": number.name if number else "", "on_gpu": self._book.on_gpu}
@@ -106,6 +107,14 @@ class Killing:
             self._link.ask_peers("kill", peers, _AGENT_SECONDS, answered, args)
         if not awaited:
             done(_together(parts))
+
+    def interrupt(self) -> bool:
+        """Send INT to all ranks, wherever they run; tell whether any was there to get it, as far as can be known."""
+        told = interrupt_ranks(self._book.targets())
+        agents = self.agents.reachable()
+        peers = {agent.identity: place for place, agent in enumerate(agents)}
+        self._link.ask_peers("stop", peers, _AGENT_SECONDS, lambda _: None)
+        return bool(told or any(agent.alive for agent in agents))
 
     def launcher_and_spared(self) -> tuple[list[int], list[int]]:
         """Give the launcher's pid, when it lives, and the pids that no kill touches."""

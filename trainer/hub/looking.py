@@ -1,6 +1,6 @@
 """A closer look at the ranks while a stall is suspected: stacks, collectives, processes; again, until it ends.
 
-The ranks are asked; one on this host that does not answer is made to write its stacks by a signal. Nothing of it is
+The ranks are asked; one that does not answer is made to write its stacks by a signal. Nothing of it is
 recorded unless a verdict comes of it: then the stacks it rests on are saved first.
 """
 
@@ -17,15 +17,15 @@ from ...protocol.pystacks import Frame
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import DeviceSample, Stacks
 from ...protocol.wire import Message
-from .. import activity, processes
+from .. import processes
 from ..activity import Activity
 from . import dumping
 from .detectors.evidence import NOWHERE, Evidence, read_calls
 from .detectors.verdicts import Verdict
 from .detectors.view import ranks_in_words
-from .dumping import DumpTarget
 from .rankbook import RankBook
 from .ranklink import Answers, RankLink
+from .reach import Reach, Seen
 from .states import RankTracker
 
 ANSWER_SECONDS = 1.0
@@ -46,13 +46,6 @@ class _Seen(NamedTuple):
     """When it was first seen so, ``time.monotonic`` of its host."""
 
 
-class _Local(NamedTuple):
-    """What was found without the ranks' help, in a thread of its own."""
-
-    stacks: dict[int, str]
-    activities: dict[int, Activity]
-
-
 class Looking:
     """Looks at the ranks and gives the tracker what it found. Main loop only.
 
@@ -61,6 +54,7 @@ class Looking:
         tracker: tells when a stall is suspected, and gets the evidence.
         book: which ranks run on this host.
         link: the line to the ranks.
+        reach: looks at what does not answer.
         emit: appends a message to the stream.
         post: has the main loop make a call; any thread.
     """
@@ -71,6 +65,7 @@ class Looking:
         tracker: RankTracker,
         book: RankBook,
         link: RankLink,
+        reach: Reach,
         emit: Callable[[Message], object],
         post: Callable[[Callable[[], object]], None],
     ) -> None:
@@ -78,6 +73,7 @@ class Looking:
         self._tracker = tracker
         self._book = book
         self._link = link
+        self._reach = reach
         self._emit = emit
         self._post = post
         self._under_way = False
@@ -116,23 +112,10 @@ class Looking:
         self._link.ask("stacks", ranks, ANSWER_SECONDS, lambda answers: self._answered(ranks, answers), args)
 
     def _answered(self, asked: list[int], answers: Answers) -> None:
-        targets: list[DumpTarget] = []
-        for target in self._book.targets():
-            tracked = self._tracker.ranks.get(target.rank)
-            dump = tracked.hello.self_dump if tracked is not None and tracked.hello is not None else None
-            targets.append(DumpTarget(target.rank, target.pid, target.start_ticks, dump))
         silent = {rank for rank in asked if rank not in answers}
+        self._reach.look(silent, lambda seen: self._found(answers, seen))
 
-        def look() -> None:
-            try:
-                found = _look_here(targets, silent)
-            except Exception:  # a process table that changes while it is read
-                found = _Local({}, {})
-            self._post(lambda: self._found(answers, found))
-
-        threading.Thread(target=look, name="look", daemon=True).start()
-
-    def _found(self, answers: Answers, local: _Local) -> None:
+    def _found(self, answers: Answers, local: Seen) -> None:
         self._under_way = False
         self._looks += 1
         longer = max(0, self._looks - QUICK_LOOKS)
@@ -197,7 +180,7 @@ class Looking:
         targets = [target for target in self._book.targets() if target.rank in ranks]
 
         def read() -> None:
-            found = dict.fromkeys(ranks, ("", "not on this host"))
+            found: dict[int, tuple[str, str]] = dict.fromkeys(ranks, ("", "not on this host"))
             for target in targets:
                 process = processes.read(target.pid)
                 if process is None or process.start_ticks != target.start_ticks:
@@ -234,18 +217,6 @@ class Looking:
                 return "gone"
             return "stopped" if process.state in ("T", "t") else "alive"
         return ""
-
-
-def _look_here(targets: list[DumpTarget], silent: set[int]) -> _Local:
-    stacks = dumping.by_signal([target for target in targets if target.rank in silent])
-    table = processes.table()
-    now = time.monotonic()
-    activities: dict[int, Activity] = {}
-    for target in targets:
-        process = table.get(target.pid)
-        if process is not None and process.start_ticks == target.start_ticks and process.alive:
-            activities[target.rank] = activity.look(target.pid, target.dump, table, now)
-    return _Local(stacks, activities)
 
 
 def _text_of(answer: Result | None) -> tuple[str, str, str]:

@@ -25,7 +25,6 @@ from ...protocol.wire import Message
 from ..hanging import GRACE_SECONDS
 from ..intent import read_intent, write_intent
 from .detectors.verdicts import Verdict
-from .interrupting import interrupt_ranks
 from .judging import Judging
 from .killer import Outcome
 from .killing import Killing
@@ -121,7 +120,8 @@ class Policy:
         states = {rank: t.state.state for rank, t in self._tracker.ranks.items() if t.state is not None}
         held = bool(verdict.hung) and all(states.get(rank) == "held" for rank in verdict.hung)
         paused = all(state in ("stopped", "finished", "gone") for state in states.values())
-        return held or paused
+        # A host that is cut off is no hang: what its ranks do is not known, and they may go on by themselves.
+        return held or paused or verdict.kind == "unreachable"
 
     def _look_at_exit(self, now: float) -> None:
         ranks = list(self._tracker.ranks.values())
@@ -172,7 +172,7 @@ class Policy:
         self._judging.alert("note", "error", f"ending the run ({option}): {why}", "on-hang", where.strip())
         self._emit(Command("hub-policy", verb, {"reason": why}))
         if what == "stop":
-            told = interrupt_ranks(self._book.targets())
+            told = self._killing.interrupt()
             self._kill_at = now + (STOP_SECONDS if told else 0.0)
         else:
             self._kill_at = now
