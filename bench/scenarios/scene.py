@@ -171,7 +171,7 @@ class Scene:
             now = time.monotonic()
             if judgement.verdict == "right" and settled is None:
                 settled = now + SETTLE_SECONDS
-            over = end is not None and not self._living(run)
+            over = end is not None and not named_processes(run)
             if judgement.verdict in ("wrong", "false alarm") or over or now > min(deadline, settled or deadline):
                 self._read_alerts(run)
                 return judge(self.kind, self.culprit, self.history, end)
@@ -205,25 +205,16 @@ class Scene:
             found = {"kill_status": done.returncode, "kill_s": round(time.monotonic() - begun, 1)}
             found["kill"] = (done.stdout + done.stderr).strip().splitlines()[-1:]
         deadline = time.monotonic() + END_SECONDS
-        while self._living(run) and time.monotonic() < deadline:
+        while named_processes(run) and time.monotonic() < deadline:
             time.sleep(0.1)
-        left = [f"pid {process.pid} {process.name} {process.state}" for process in self._living(run)]
-        left += [f"socket {path}" for path in _sockets(run)]
+        left = [f"pid {process.pid} {process.name} {process.state}" for process in named_processes(run)]
+        left += [f"socket {path}" for path in sockets_of(run)]
         if gpus_before is not None:
             left += gpus.left(gpus_before)
         end = run.read_exit()
         if end is None:
             left.append("no exit.json")
         return {**found, "left": left, "end": f"{end.state}: {end.text}" if end else ""}
-
-    def _living(self, run: RunDir) -> list[processes.Process]:
-        """List what lives of the run: by its mark, and its launcher and hub."""
-        table = processes.table()
-        found = {process.pid: process for process in processes.marked(run.path, table.values())}
-        for process in table.values():
-            if process.alive and process.pid != os.getpid() and _names(process.pid, str(run.path)):
-                found[process.pid] = process
-        return list(found.values())
 
     def _wait(self, condition: Callable[[], Any], seconds: float, run: RunDir) -> None:
         deadline = time.monotonic() + seconds
@@ -238,7 +229,7 @@ class Scene:
             self._reader = None
         if run is not None:
             for _ in range(20):
-                living = self._living(run)
+                living = named_processes(run)
                 for process in living:
                     with contextlib.suppress(OSError):
                         processes.send_signal(process, signal.SIGKILL)
@@ -249,13 +240,23 @@ class Scene:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def named_processes(run: RunDir) -> list[processes.Process]:
+    """List what lives of a run: by its mark, and its launcher and hub."""
+    table = processes.table()
+    found = {process.pid: process for process in processes.marked(run.path, table.values())}
+    for process in table.values():
+        if process.alive and process.pid != os.getpid() and _names(process.pid, str(run.path)):
+            found[process.pid] = process
+    return list(found.values())
+
+
 def _names(pid: int, path: str) -> bool:
     with contextlib.suppress(OSError):
         return os.fsencode(path) in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
-def _sockets(run: RunDir) -> Iterator[Path]:
+def sockets_of(run: RunDir) -> Iterator[Path]:
     for channel in CHANNELS:
         path = Path(run.ipc_address(channel).removeprefix("ipc://"))
         if path.exists():
