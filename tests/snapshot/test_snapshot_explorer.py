@@ -1,16 +1,14 @@
 """The snapshot explorer as it looks: the two real snapshots in the real app, compared as SVG."""
 
-import gzip
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.snapshot.columns import compact
 from ftmon.protocol.snapshot.reader import open_snapshot
 from ftmon.protocol.snapshot.replay import Replay
 from ftmon.tui.screens.snapshot.app import SnapshotApp
+from phasesnapshot import step_with_phases
 
 DATA = Path(__file__).parents[1] / "data"
 SMALL, LARGE = (80, 24), (200, 60)
@@ -20,21 +18,6 @@ OOM, STEP = "oom_backward", "step_zero3"
 @pytest.fixture(scope="module")
 def replays() -> dict[str, list[Replay]]:
     return {name: [Replay(open_snapshot(DATA / f"{name}.pickle.gz"), 0)] for name in (OOM, STEP)}
-
-
-def with_bands() -> Replay:
-    """Give the real step as the probe would have written it, with its phases, and with a span of the script's."""
-    with gzip.open(DATA / f"{STEP}.pickle.gz") as file:
-        snapshot: dict[str, Any] = pickle.load(file)
-    times = [entry["time_us"] for entry in snapshot["device_traces"][0]]
-    shares = {"step 12": (0, 1), "forward": (0, 0.28), "backward": (0.28, 0.75), "optimizer": (0.75, 0.97)}
-    spans = {"ftmon " + name: share for name, share in shares.items()} | {"evaluate": (0.1, 0.4)}
-    snapshot["external_annotations"] = [
-        {"name": name, "stage": stage, "device": 0, "time_us": times[0] + round(share * (times[-1] - times[0]))}
-        for name, ends in spans.items()
-        for stage, share in zip(("START", "END"), ends, strict=True)
-    ]
-    return Replay(compact(snapshot, "rank-0-step-12.pickle"), 0)
 
 
 @pytest.fixture
@@ -124,7 +107,7 @@ def test_too_small_a_terminal_says_so(shows: Callable[..., bool]) -> None:
 
 @pytest.mark.parametrize(("size", "options"), [(SMALL, {}), (LARGE, {}), (SMALL, {"ascii": True})])
 def test_phases_and_spans_as_bands(snap_compare: Any, size: tuple[int, int], options: dict[str, bool]) -> None:
-    app = SnapshotApp([with_bands()], **options)
+    app = SnapshotApp([step_with_phases()], **options)
 
     async def play(pilot: Any) -> None:
         await pilot.pause()

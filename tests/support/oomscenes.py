@@ -21,6 +21,12 @@ SNAPSHOT = Path(__file__).parents[1] / "data" / "oom_backward.pickle.gz"
 NAME = "snapshots/rank-1-step-45-oom.pickle"
 HELD_SECONDS = 134.0
 MIB = 2**20
+TENSORS = """\
+   61.00 GiB  bfloat16  4 x 4736 x 14336 x 32   hidden      model.py:88 forward
+    9.06 GiB  float32   4 x 4736 x 128256       logits      loss_utils.py:59 ForCausalLMLoss
+    2.26 GiB  bfloat16  1235814400              flat_params stage2.py:310
+"""
+"""What a rank's ``tensors(3)`` may print."""
 
 
 def oom_of(rank: int = 1, t: float = 0.0, *, held: bool = True, console: bool = True) -> Oom:

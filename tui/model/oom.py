@@ -163,8 +163,8 @@ def hold_words(model: "RunModel", case: OomCase) -> list[str]:
     if oom.peer_timeout_s:
         left = oom.time + oom.peer_timeout_s - model.now
         lines.append(
-            f"their process group gives up {duration(oom.peer_timeout_s)} after it began to wait: "
-            + (f"in {duration(left)}, about" if left > 0 else "that time is over, and they may be gone")
+            f"their process group gives up {duration(oom.peer_timeout_s)} after it began to wait, "
+            + (f"in about {duration(left)}" if left > 0 else "and that time is over: they may be gone")
         )
     elif not oom.others and model.world_size > 1:
         lines.append("the other ranks wait in their next collective until their process group's timeout ends them")

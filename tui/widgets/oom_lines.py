@@ -1,7 +1,7 @@
 """The report of an out-of-memory error, drawn: verdict, mends, figures, batch, the other ranks, where it failed."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ...protocol.memory import PARTS
 from ...protocol.oom import Mend, RankMoment
@@ -21,12 +21,14 @@ _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<name>.*)")
 _MOST_WIDE = 118
 """Sentences get no longer than this: longer lines are hard to read."""
 _FRAMES, _HOLDERS = 16, 8
+_TWO_COLUMNS = 150
+"""From this width on what the report rests on stands beside what it means."""
 _WIDE = 100
 """From this width on there is room for reserved memory beside the collective a rank was in."""
 
 
 def report_lines(case: OomCase, model: RunModel, place: str, acts: bool, width: int, look: Look) -> list[Line]:
-    """Draw a report, top to bottom.
+    """Draw a report, top to bottom; in a wide terminal in two columns: what it means, and what it rests on.
 
     Args:
         case: the error.
@@ -36,43 +38,67 @@ def report_lines(case: OomCase, model: RunModel, place: str, acts: bool, width: 
         width: cells.
         look: how.
     """
-    oom = case.oom
+    if width < _TWO_COLUMNS:
+        return [
+            *_meaning(case, model, acts, width, look),
+            *_numbers(case.oom, width, look),
+            *_rest(case, place, width, look),
+        ]
+    room = (width - 3) // 2
+    left = [*_meaning(case, model, acts, room, look), *_numbers(case.oom, room, look)]
+    right = _rest(case, place, width - room - 3, look)[1:]
+    blank = [Line()] * abs(len(left) - len(right))
+    left, right = (left + blank, right) if len(left) < len(right) else (left, right + blank)
+    bar = Line(f" {look.glyphs.bar} ", look.style("rule"))
+    return [one.fit(room, look.base).join(bar).join(other) for one, other in zip(left, right, strict=True)]
+
+
+def _meaning(case: OomCase, model: RunModel, acts: bool, width: int, look: Look) -> list[Line]:
+    """Say why, what is going on now, and what to try."""
     lines = [Line(" " + row, look.base) for row in wrap(case.verdict.text, min(width, _MOST_WIDE) - 2)]
     sure = "the numbers leave no other reading" if case.verdict.sure else "the likeliest reading of the numbers"
     lines.append(Line(f" {sure}", look.style("dim")))
     if held := hold_words(model, case):
         lines += [Line(), _head(f"{look.glyphs.states['held']} held", look, "error")]
-        lines += [Line("  " + row, look.base) for words in held for row in wrap(words, min(width, _MOST_WIDE) - 3)]
+        lines += _sentences(held, width, look)
         if acts:
-            console = "c: a console in that frame   " if oom.console else ""
+            console = "c: a console in that frame   " if case.oom.console else ""
             lines.append(Line(f"  {console}r: let it go   k: kill", look.style("accent")))
-    lines += [Line(), *_section("what to try, in this order", _mends(case.mends, width, look), look)]
-    lines += [Line(), *_section("the numbers at that moment", _numbers(oom, width, look), look)]
+    return lines + _section("what to try, in this order", _mends(case.mends, width, look), look)
+
+
+def _rest(case: OomCase, place: str, width: int, look: Look) -> list[Line]:
+    """List what it was made of, and where everybody was."""
+    oom, lines = case.oom, list[Line]()
     if oom.parts:
         note = f" ({sanitize(oom.parts_note)})" if oom.parts_note else ""
-        lines += [Line(), *_section(f"allocated was{note}", _parts(oom, width, look), look)]
+        lines += _section(f"allocated was{note}", _parts(oom, width, look), look)
     if oom.batch_shape:
-        lines += [Line(), *_section("batch", [_batch(oom, look)], look)]
+        lines += _section("batch", [_batch(oom, look)], look)
     if oom.holders:
-        lines += [Line(), *_section("who held most", _holders(oom, width, look), look)]
+        lines += _section("who held most", _holders(oom, width, look), look)
     if case.ranks:
-        lines += [Line(), *_section("all ranks at that moment", _ranks(case, width, look), look)]
+        lines += _section("all ranks at that moment", _ranks(case, width, look), look)
     if oom.stack:
         of = " (of the training thread)" if oom.stack_of == "training" else ""
-        lines += [Line(), *_section(f"where it failed{of}, innermost first", _stack(oom, width, look), look)]
-    lines += [Line(), _head("snapshot", look)]
-    lines += [Line("  " + row, look.base) for row in wrap(place, min(width, _MOST_WIDE) - 3)]
+        lines += _section(f"where it failed{of}, innermost first", _stack(oom, width, look), look)
+    lines += _section("snapshot", _sentences([place], width, look), look)
     if oom.snapshot_note:
-        lines += [Line("  " + row, look.style("dim")) for row in wrap(oom.snapshot_note, min(width, _MOST_WIDE) - 3)]
+        lines += _sentences([oom.snapshot_note], width, look, "dim")
     return lines
+
+
+def _sentences(texts: list[str], width: int, look: Look, tone: str = "text") -> list[Line]:
+    rows = [row for text in texts for row in wrap(text, min(width, _MOST_WIDE) - 3)]
+    return [Line("  " + row, look.style(tone)) for row in rows]
 
 
 def _head(text: str, look: Look, tone: str = "accent") -> Line:
     return Line(f" {text}", look.style(tone, bold=True))
 
 
-def _section(title: str, rows: "list[Line] | Iterator[Line]", look: Look) -> list[Line]:
-    return [_head(title, look), *rows]
+def _section(title: str, rows: Iterable[Line], look: Look) -> list[Line]:
+    return [Line(), _head(title, look), *rows]
 
 
 def _mends(mends: list[Mend], width: int, look: Look) -> Iterator[Line]:
@@ -93,7 +119,11 @@ def _mends(mends: list[Mend], width: int, look: Look) -> Iterator[Line]:
         yield line
 
 
-def _numbers(oom: Oom, width: int, look: Look) -> Iterator[Line]:
+def _numbers(oom: Oom, width: int, look: Look) -> list[Line]:
+    return _section("the numbers at that moment", _number_rows(oom, width, look), look)
+
+
+def _number_rows(oom: Oom, width: int, look: Look) -> Iterator[Line]:
     for index, (name, size, remark) in enumerate(numbers(oom)):
         line = Line(f"  {name:<24}", look.style("dim"))
         line.add(f"{gib(size):>12}", look.style("error" if index == 0 else "text", bold=index == 0))

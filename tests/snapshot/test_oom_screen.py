@@ -1,0 +1,65 @@
+"""The out-of-memory screen as it looks: a held rank's report, its console, the question before it is let go."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.tui.app import FtmonApp
+from ftmon.tui.screens.oom import captured
+from ftmon.tui.screens.oom.screen import OomScreen
+from oomscenes import TENSORS, HeldRun
+from scenes import until
+
+SMALL, LARGE = (80, 24), (200, 60)
+
+
+@pytest.fixture
+def shows(snap_compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Compare the screen of a held rank after some keys; what is typed is answered."""
+    # Where the run lies differs from machine to machine.
+    monkeypatch.setattr(captured, "place_words", lambda *_: "~/ftmon/runs/llama3/snapshots/rank-1-oom.pickle")
+    monkeypatch.setattr("ftmon.tui.screens.oom.screen.place_words", captured.place_words)
+
+    def compare(size: tuple[int, int], *keys: str, answers: tuple[str, ...] = (), **options: Any) -> bool:
+        source = HeldRun(tmp_path)
+        app = FtmonApp(source, **options)
+
+        async def play(pilot: Any) -> None:
+            await until(pilot, lambda: isinstance(app.screen, OomScreen), "the screen of a held rank")
+            waiting = list(answers)
+            for key in keys:
+                await pilot.press(key)
+                await pilot.pause(0.05)
+                for number, record in source.commands.items():
+                    if record.verb == "console" and record.result is None:
+                        source.answer(number, waiting.pop(0), place="model.py:143 forward")
+            app.pump()
+            await pilot.pause(0.1)
+
+        return snap_compare(app, terminal_size=size, run_before=play)
+
+    return compare
+
+
+def _key(character: str) -> str:
+    names = {"(": "left_parenthesis", ")": "right_parenthesis", "'": "apostrophe"}
+    return names.get(character, character)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_the_report_of_a_held_rank(shows: Any, size: tuple[int, int]) -> None:
+    assert shows(size)
+
+
+def test_further_down_the_report_in_ascii(shows: Any) -> None:
+    assert shows(SMALL, "pagedown", "pagedown", ascii=True)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_the_console(shows: Any, size: tuple[int, int]) -> None:
+    typed = [*map(_key, "tensors(2)"), "enter", *map(_key, "free('hidden')"), "enter", *map(_key, "retry()")]
+    assert shows(size, "c", *typed, answers=(TENSORS, "freed 61.00 GiB"))
+
+
+def test_letting_go_is_asked_first(shows: Any) -> None:
+    assert shows(SMALL, "r")
