@@ -48,6 +48,7 @@ class Explained:
         self._numbers: dict[Key, Explanation] = {}
         self._stacks: dict[Key, Explanation] = {}
         self._settled: set[Key] = set()
+        self._recorded: list[Cause] = []
         self._tails: dict[Key, str] = {}
         """What each alert's text ends with: the part that a better explanation replaces."""
 
@@ -112,11 +113,8 @@ class Explained:
         return key in self._settled
 
     def restore(self, cause: Cause) -> None:
-        """Take in a cause of the recording: what it told stays told."""
-        for key in self._keys(cause):
-            known = self._book.get(key)
-            if known is not None:
-                self._stacks[key] = self._by_stacks(cause, known)
+        """Take in a cause of the recording: what it told stays told, once its alert has been taken in too."""
+        self._recorded.append(cause)
 
     def tail(self, key: Key, otherwise: str) -> tuple[str, dict[str, Any], str]:
         """Give what an alert's text ends with, its evidence, and what its title ends with.
@@ -125,6 +123,12 @@ class Explained:
             key: the alert's.
             otherwise: the sentence where nothing is known.
         """
+        while self._recorded:
+            cause = self._recorded.pop(0)
+            for own in self._keys(cause):
+                known = self._book.get(own)
+                if known is not None:
+                    self._stacks[own] = self._by_stacks(cause, known)
         parts = [found for found in (self._numbers.get(key), self._stacks.get(key)) if found is not None]
         text = " ".join(part.sentence for part in parts) or otherwise
         self._tails[key] = text

@@ -13,13 +13,16 @@ window shows a leak when, twice in a row,
 - the rise is at least 16 MiB and 0.02 % of the device; on the CPU 64 MiB and 0.5 % of the host's memory (512 MiB are
   always enough), with glibc's own count of what is in use rising by half of it or more: the resident set alone also
   grows by fragmentation;
-- the level is higher than any before the window: what comes down again (garbage collected now and then) is told at most
-  once, while its first rise is longer than a window;
+- half of the rise or more lies above all that was before the window: what wanders, or comes down again (garbage that is
+  collected now and then), does not get there; it is told at most while its first rise is longer than a window;
 - the batches do not grow with it: S of their sizes is below 56, else what is kept of them cannot be told from a leak.
+
+Values that hang together over some ten steps make a false alarm likelier than that: 2 in 2,500 runs of 2,500 steps,
+measured with noise that has 0.9 of its last value in the next.
 
 **The rate** is the median of all pairs' slopes (Theil-Sen). The device is full when the highest peak of the last step,
 growing at that rate, meets its capacity. One alert for all ranks; a warning, or information when the run's plan ends
-before. A leak has stopped when the last four blocks grow at less than a fifth of the rate.
+before. A leak has stopped when, twice in a row, the last eight blocks grow at less than a fifth of the rate.
 """
 
 from typing import Any
@@ -37,7 +40,6 @@ from .patterns import place_of
 MIB = 2**20
 FIRST = 5
 MOST_FLOOR = 512 * MIB
-STOPPED_SHARE = 0.2
 KEY: Key = ("leak", None, "", "trend")
 ORDINARY = len(STEP_PHASES)
 _RETOLD_BLOCKS = 8
@@ -47,12 +49,14 @@ _NONE: list[Alert] = []
 class _Open:
     """A leak that was told of one rank."""
 
-    __slots__ = ("blocks", "rate", "series")
+    __slots__ = ("blocks", "rate", "series", "slow")
 
     def __init__(self, series: Series, rate: float) -> None:
         self.series = series
         self.rate = rate
         self.blocks = 0
+        self.slow = 0
+        """How many times in a row it was found to have stopped."""
 
 
 class _Rank:
@@ -188,7 +192,8 @@ class LeakDetector:
             if opened.series not in rank.levels.series[:new]:
                 return []
             opened.blocks += 1
-            if opened.blocks >= 4 and opened.series.recent_rate() < STOPPED_SHARE * opened.rate:
+            opened.slow = 0 if opened.series.goes_on(opened.rate) else opened.slow + 1
+            if opened.slow > 1:
                 return self._close(t, rank, f"It stopped growing by step {step.step}.")
             if opened.blocks % _RETOLD_BLOCKS or len(opened.series.levels) < 2:
                 return []

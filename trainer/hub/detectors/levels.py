@@ -12,6 +12,10 @@ from .trend import LENGTH, LIKELY, SURE, climbs, mann_kendall, theil_sen
 SIZES = (4, 16, 64)
 """Steps in a block, of each series."""
 _JOINED = 4
+RECENT = 8
+STOPPED_SHARE = 0.2
+NEW_SHARE = 0.5
+"""Of a leak, so much of the rise lies above all that was before the window: what wanders does not get far above."""
 
 
 class Series:
@@ -43,7 +47,8 @@ class Series:
         levels = self.levels
         rise = levels[-1] - levels[0]
         # The cheap question first: most of the time, the answer is no.
-        if len(levels) < LENGTH or rise < floor or levels[-1] <= self.highest or not self._is_trend(rise):
+        new_high = levels[-1] - self.highest >= NEW_SHARE * rise
+        if len(levels) < LENGTH or rise < floor or not new_high or not self._is_trend(rise):
             self.sure = 0
             return False
         self.sure += 1
@@ -62,11 +67,13 @@ class Series:
         """Bytes a step, by the median of all slopes."""
         return theil_sen(list(self.levels)) / self.size
 
-    def recent_rate(self, blocks: int = 4) -> float:
-        """Bytes a step over the last few blocks."""
-        levels = self.levels
-        blocks = min(blocks, len(levels) - 1)
-        return (levels[-1] - levels[-1 - blocks]) / (blocks * self.size) if blocks > 0 else 0.0
+    def goes_on(self, rate: float) -> bool:
+        """Tell whether the last blocks still grow at a good part of a rate (bytes a step)."""
+        recent = list(self.levels)[-RECENT:]
+        least = STOPPED_SHARE * rate * self.size
+        if len(recent) < RECENT or recent[-1] - recent[0] >= 2 * least * (RECENT - 1):
+            return True
+        return theil_sen(recent) >= least
 
 
 class Levels:

@@ -216,7 +216,7 @@ class SpikeDetector:
         if record.allocations:
             evidence |= {"allocations": record.allocations, "allocated_bytes": record.allocated_bytes}
         self._explained.by_numbers(key, step, name, transient, usual.typical)
-        cause, more, ending = self._explained.tail(key, _cause(name, None))
+        cause, more, ending = self._explained.tail(key, _cause(name, None, rank.cpu))
         if own and not self._explained.settled(key):
             self._asks.spike(t, number, name, steps)
         title = f"{who}{'' if own else f' rank {number},'} {name} +{gib(transient, 1)} for {duration(seconds)}"
@@ -257,7 +257,7 @@ class SpikeDetector:
         seconds = (record.device_us if record.device_us is not None else record.host_us) * 1e-6
         key: Key = ("spike", None, name, "steady")
         known = self._book.get(key)
-        cause, more, ending = self._explained.tail(key, _cause(name, rank.zero_stage))
+        cause, more, ending = self._explained.tail(key, _cause(name, rank.zero_stage, rank.cpu))
         self._asks.steady(step.rank, name)
         size = max(typical, known.evidence.get("transient_bytes", 0) if known is not None else 0)
         return self._book.raise_alert(
@@ -334,16 +334,14 @@ def _phase_words(name: str) -> str:
     return "optimizer step" if name == "optimizer" else f"{name} phase"
 
 
-def _cause(name: str, zero_stage: int | None) -> str:
+def _cause(name: str, zero_stage: int | None, cpu: bool) -> str:
+    """Name common causes, where neither the numbers nor stacks have named one yet."""
+    common = ""
     if name == "optimizer":
         zero = "the fp32 copy of the gradients that ZeRO makes for the update, or " if zero_stage else ""
-        return (
-            f"Common causes: {zero}foreach temporaries of torch.optim (a fused AdamW takes none). The stacks of such a "
-            "step tell which."
-        )
-    if name in ("forward", "backward"):
-        return (
-            "Common causes: a longer batch, logits in fp32, or a gather of parameters. The stacks of such a step tell "
-            "which."
-        )
-    return "The stacks of such a step tell what it was."
+        common = f"Common causes: {zero}foreach temporaries of torch.optim (a fused AdamW takes none). "
+    elif name in ("forward", "backward"):
+        common = "Common causes: a longer batch, logits in fp32, or a gather of parameters. "
+    if cpu:
+        return f"{common}Cannot tell which here: on the CPU allocations leave no trace."
+    return f"{common}The stacks of such a step tell which."
