@@ -115,7 +115,7 @@ def of_run(run: Path, roots: Iterable[int], spared: Collection[int]) -> list[Pro
     """List every living process of a run: below ``roots``, or carrying the run's mark. ``spared`` pids are left out.
 
     ``roots`` themselves are included unless spared. What descends from a marked process is included too: it may have
-    been started with an environment of its own.
+    been started with an environment of its own. Agents of the hub are left out: they end by themselves.
     """
     processes = table()
     start = {pid for pid in roots if pid in processes}
@@ -123,7 +123,15 @@ def of_run(run: Path, roots: Iterable[int], spared: Collection[int]) -> list[Pro
     start.difference_update(spared)
     below = descendants(start, processes)
     members = {pid: processes[pid] for pid in start} | {process.pid: process for process in below}
-    return [process for process in members.values() if process.alive and process.pid not in spared]
+    return [p for p in members.values() if p.alive and p.pid not in spared and not is_agent(p.pid)]
+
+
+def is_agent(pid: int) -> bool:
+    """Tell whether a process is an agent: one of "another host" that shares our pids (a container, say) is no rank."""
+    try:
+        return b"ftmon.trainer.agent" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def send_signal(process: Process, number: signal.Signals) -> bool:
