@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from .text import sanitize
 
-Doing = Literal["collective", "data", "backward", "saving", "device", "waiting", "code", ""]
+Doing = Literal["collective", "data", "backward", "saving", "device", "exiting", "waiting", "code", ""]
 """What a thread is doing as far as its Python frames tell; empty: it has none."""
 
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-fA-F]+)")
@@ -30,6 +30,12 @@ _BELOW_CALLER = (
 _INNER = frozenset(
     ("wrapper", "call", "decorate_context", "_call_impl", "_wrapped_call_impl", "wrapped_fn", "log_wrapper")
 )
+_ENDINGS = (
+    ("/threading.py", "_shutdown"),
+    ("/concurrent/futures/thread.py", "_python_exit"),
+    ("/multiprocessing/util.py", "_exit_function"),
+)
+"""Where the interpreter waits for threads and children once the script itself is over."""
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", "<string>")
 
 
@@ -125,6 +131,8 @@ def where(frames: Sequence[Frame]) -> Place:
             return Place("backward", "backward", _at(_script(frames, index)))
         if name.endswith("/torch/serialization.py"):
             return Place("saving", f"torch.{frame.function.lstrip('_')}", _at(_script(frames, index)))
+        if any(name.endswith(file) and frame.function == function for file, function in _ENDINGS):
+            return Place("exiting", "the end of the script: waits for a thread or a child", "")
         if "/torch/cuda/" in name and "synchronize" in frame.function:
             return Place("device", "a wait for the device", _at(_script(frames, index)))
     inner, script = frames[0], _script(frames, -1)

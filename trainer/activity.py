@@ -1,7 +1,8 @@
 """Whether a rank's process does anything: processor time, reads and writes of it and of all its children, from /proc.
 
-A training thread that sleeps at one line of Python in a process that does nothing is stuck. One that sleeps while a
-child works, or while the disk is busy for it, waits for honest work. (proc(5): stat, io, wchan.)
+A training thread that sleeps at one line of Python and does not wake up, in a process that does nothing, is stuck. One
+that sleeps while a child works, or while the disk is busy for it, waits for honest work; one that wakes up time and
+again does work in small pieces. (proc(5): stat, status, io, wchan.)
 """
 
 import os
@@ -17,6 +18,9 @@ BUSY_SHARE = 0.03
 """More processor time than this share of one core is work."""
 BUSY_SECONDS = 0.03
 """And more than this: the clock ticks in hundredths."""
+WAKES_PER_SECOND = 0.2
+"""PyTorch's dataloader looks every five seconds whether its worker still lives: that is no work either."""
+SPARE_WAKES = 0.5
 _OWN_THREADS = ("ZMQbg", "ftmon", "pt_")
 """Threads of ftmon's sockets and of PyTorch's watchdogs look around many times a second: that is no work of the
 script."""
@@ -36,16 +40,20 @@ class Activity(NamedTuple):
     io_bytes: int
     on_disk: bool
     """A thread of it or of a child is in uninterruptible sleep (D): it waits for a disk, most likely."""
+    switches: int = 0
+    """How often the training thread was switched to another: each time it woke up and went to sleep again."""
 
     def rested_since(self, before: "Activity") -> bool:
         """Tell whether nothing was done between an earlier look and this one."""
+        passed = self.time - before.time
         used = self.cpu_seconds - before.cpu_seconds
         return (
             self.state == before.state == "S"
             and not self.on_disk
             and not before.on_disk
             and self.io_bytes == before.io_bytes
-            and used <= max(BUSY_SECONDS, BUSY_SHARE * (self.time - before.time))
+            and used <= max(BUSY_SECONDS, BUSY_SHARE * passed)
+            and self.switches - before.switches <= SPARE_WAKES + passed * WAKES_PER_SECOND
         )
 
 
@@ -66,7 +74,7 @@ def look(pid: int, dump: SelfDump | None, table: Mapping[int, Process], now: flo
         seconds += below.seconds
         moved += below.io_bytes
         waits = waits or below.on_disk
-    return Activity(now, found.state, wchan(pid, training), seconds, moved, waits)
+    return Activity(now, found.state, wchan(pid, training), seconds, moved, waits, _switches(pid, training))
 
 
 def wchan(pid: int, thread: int) -> str:
@@ -75,6 +83,14 @@ def wchan(pid: int, thread: int) -> str:
         return Path(f"/proc/{pid}/task/{thread}/wchan").read_text().strip().strip("0")
     except OSError:
         return ""
+
+
+def _switches(pid: int, thread: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/task/{thread}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.partition(":")[2]) for line in lines if "ctxt_switches:" in line)
 
 
 class _Threads(NamedTuple):

@@ -41,9 +41,9 @@ NATIVE_RANKS = 2
 
 class _Seen(NamedTuple):
     frames: tuple[Frame, ...]
-    activity: Activity
-    since: float
-    """When it was first seen so, ``time.monotonic`` of its host."""
+    first: Activity
+    """When it was first seen so."""
+    last: Activity
 
 
 class Looking:
@@ -151,10 +151,10 @@ class Looking:
         if action is None:
             self._seen.pop(rank, None)
             return 0.0
-        rested = before is not None and before.frames == frames and action.rested_since(before.activity)
-        since = before.since if before is not None and rested else action.time
-        self._seen[rank] = _Seen(frames, action, since)
-        return action.time - since
+        rests = before is not None and before.frames == frames and action.rested_since(before.last)
+        first = before.first if before is not None and rests and action.rested_since(before.first) else action
+        self._seen[rank] = _Seen(frames, first, action)
+        return action.time - first.time
 
     # Saving.
 

@@ -180,6 +180,8 @@ def test_a_rank_that_waits_in_a_collective_with_a_finished_one_hangs_at_exit_soo
     assert must(judge([done, inside])).kind == "exit"
     other = found(("5", 9, "barrier"), members={"0": (0, 1, 2), "5": (1, 2)})
     assert judge([done, view(1, other, inside="barrier", group="5", age=EXIT_SURE_S + 1)]) is None
+    over = found(members={}, frames=[Frame("/usr/lib/python3.11/threading.py", 1583, "_shutdown")])
+    assert must(judge([done, view(1, over, phase="idle", age=EXIT_SURE_S + 1)])).hung == (1,)
     lingers = view(1, found(), phase="exit", age=EXIT_SURE_S + 1, limit=EXIT_LIMIT_S)
     assert must(judge([done, lingers])).kind == "exit"
 

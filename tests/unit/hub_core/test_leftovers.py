@@ -80,9 +80,15 @@ def test_a_process_that_waits_for_the_kernel_is_not_asleep(sleeper: processes.Pr
     assert "uninterruptible" in describe(sleeper)
 
 
-def test_a_sleeping_process_rests_and_one_that_computes_or_whose_child_does_does_not():
+def test_a_sleeping_process_rests_and_one_that_computes_or_wakes_up_or_whose_child_does_does_not():
     code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'while True: pass']); time.sleep(60)"
-    for script, rests in (("import time; time.sleep(60)", True), (code, False), ("while True: pass", False)):
+    wakes = "import time\nwhile True: time.sleep(0.1)"
+    for script, rests in (
+        ("import time; time.sleep(60)", True),
+        (code, False),
+        ("while True: pass", False),
+        (wakes, False),
+    ):
         process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
         try:
             time.sleep(1.0 if rests else 0.5)  # past the interpreter's own start

@@ -57,6 +57,11 @@ def test_code_of_the_script_is_its_innermost_line():
     assert where([]).text == ""
 
 
+def test_a_script_that_is_over_and_waits_for_a_thread_is_told():
+    place = where([Frame("/usr/lib/python3.11/threading.py", 1583, "_shutdown")])
+    assert (place.doing, place.text) == ("exiting", "the end of the script: waits for a thread or a child")
+
+
 def test_the_training_thread_is_the_one_that_is_named_else_the_last():
     threads = parse(COLLECTIVE)
     named = training_thread(threads, "0x7f0000000001")

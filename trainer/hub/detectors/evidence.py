@@ -8,7 +8,7 @@ import msgspec
 
 from ....protocol.pystacks import Frame, Place
 
-ASLEEP_S = 2.0
+ASLEEP_S = 3.0
 """A thread that was seen asleep at the same line for so long, in a process that does nothing, is taken for asleep."""
 
 STACK_LINES = 8

@@ -14,11 +14,11 @@ collective) for longer than ``limit``::
   third step.
 
 Evidence shortens that patience. A stall is *suspected* after ``suspect_after`` seconds, and then the ranks' stacks,
-processes and collectives are looked at (which says nothing yet). A training thread that is found asleep at the same
-line of Python for 2 s and more, in a process that with all its children neither computes nor reads nor writes, is
-stuck after ``asleep_limit``: the same rule with lower floors, 7 s for ordinary phases and within a step, 10 s between
-steps, 20 s for checkpoint and in the second and third step, 60 s for eval, 120 s for init and the first step. Work that
-takes long is never asleep by this measure, unless it is done on another machine.
+processes and collectives are looked at (which says nothing yet). A training thread that is found asleep
+at the same line of Python for 3 s and more, without waking up, in a process that with all its children neither computes
+nor reads nor writes, is stuck after ``asleep_limit``: the same rule with lower floors, 7 s for ordinary phases and
+within a step, 15 s between steps, 20 s for checkpoint and in the second and third step, 60 s for eval, 120 s for init
+and the first step. Work that takes long is never asleep by this measure, unless it is done on another machine.
 
 Durations of ordinary phases come from steps (mean of a phase's occurrences); those of eval, checkpoint, idle and data
 also from heartbeats, as the time from one phase's start to the next one's.
@@ -38,7 +38,7 @@ FLOOR_S = {
 }
 """Shortest time without progress, by phase, after which a stall may be suspected."""
 
-ASLEEP_FLOOR_S = {"init": 120.0, "eval": 60.0, "checkpoint": 20.0, "idle": 10.0}
+ASLEEP_FLOOR_S = {"init": 120.0, "eval": 60.0, "checkpoint": 20.0, "idle": 15.0}
 ASLEEP_ORDINARY_S = 7.0
 ASLEEP_EARLY_S = 20.0
 ASLEEP_FIRST_S = 120.0

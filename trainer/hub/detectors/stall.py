@@ -18,7 +18,7 @@
    of the same micro-step, or beyond, are named, as likely only.
 4. Some ranks have finished and others live on past ``EXIT_LIMIT_S`` (or their limit, in eval and checkpoint):
    a **hang at exit**, whatever the counts say. ``EXIT_SURE_S`` is enough where a rank sits in a collective of a group
-   with a finished rank in it, or where its process sleeps after its goodbye.
+   with a finished rank in it, or where its process sleeps after its goodbye or after the end of its script.
 
 Where the ranks have been looked at (``RankView.evidence``), what their collectives say when laid side by side
 (``calls``) goes before rules 2 and 3: a collective entered differently is a **mismatch**; who waits for whom leads to
@@ -126,8 +126,9 @@ def _hang_at_exit(living: list[RankView], finished: list[RankView]) -> Verdict |
 
 
 def _exit_limit(view: RankView, finished_peers: set[int]) -> float:
-    asleep = view.evidence is not None and view.evidence.is_asleep
-    if (view.inside and finished_peers) or (view.phase == "exit" and asleep):
+    found = view.evidence
+    over = view.phase == "exit" or (found is not None and found.place.doing == "exiting")
+    if (view.inside and finished_peers) or (over and found is not None and found.is_asleep):
         return EXIT_SURE_S
     return max(EXIT_LIMIT_S, view.limit) if view.phase in ("eval", "checkpoint", "init") else EXIT_LIMIT_S
 
