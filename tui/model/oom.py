@@ -154,7 +154,7 @@ def hold_words(model: "RunModel", case: OomCase) -> list[str]:
     since, oom = held_since(model, case), case.oom
     if not since:
         return []
-    lines = [f"rank {oom.rank} waits in the failing frame, for {duration(max(0.0, model.now - since))} now"]
+    lines = [f"rank {oom.rank} waits in the failing frame, for {duration(max(1, int(model.now - since)))} now"]
     if oom.hold_seconds:
         left = since + oom.hold_seconds - model.now
         lines[0] += f"; it lets go by itself in {duration(max(0.0, left))} (--hold-timeout)"

@@ -71,8 +71,8 @@ def _rest(case: OomCase, place: str, width: int, look: Look) -> list[Line]:
     """List what it was made of, and where everybody was."""
     oom, lines = case.oom, list[Line]()
     if oom.parts:
-        note = f" ({sanitize(oom.parts_note)})" if oom.parts_note else ""
-        lines += _section(f"allocated was{note}", _parts(oom, width, look), look)
+        lines += _section("allocated was", _parts(oom, width, look), look)
+        lines += _sentences([oom.parts_note], width, look, "dim") if oom.parts_note else []
     if oom.batch_shape:
         lines += _section("batch", [_batch(oom, look)], look)
     if oom.holders:

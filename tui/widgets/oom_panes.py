@@ -61,7 +61,7 @@ class OomHead(OomCanvas):
         look, model = self.look, self.stage.model
         right = Line()
         if since := held_since(model, case):
-            words = f" {look.glyphs.states['held']} held {duration(max(0, int(model.now - since)))} "
+            words = f" {look.glyphs.states['held']} held {duration(max(1, int(model.now - since)))} "
             right.add(words, look.style("on_color", "error", bold=True, reverse=not look.color))
         left = Line(f" {look.glyphs.error} ", look.style("error", bold=True))
         title = cut(sanitize(case.verdict.title), width - left.width - right.width - 1, look.glyphs.ellipsis)
