@@ -45,6 +45,7 @@ from .stacking import Stacking
 from .stats import Stats
 from .stream import Stream
 from .supervisor import Supervisor
+from .unheard import Unheard
 
 TICK_SECONDS = 0.25
 STATS_SECONDS = 2.0
@@ -105,6 +106,7 @@ class Hub:
         self._policy = Policy(run, self._file.options, self._judging, self._looking, killing, self._book, self.emit)
         stacking = Stacking(tracker, self._link, reach, self._looking, self.emit)
         self._commands = Commands(run, self, self._book, self._link, stacking, killing, self._read_only)
+        self._unheard = Unheard(self._judging, self._book, str(self._file.options.get("listen") or ""))
         self._supervisor = Supervisor(lambda: self._mailbox.post(self._take_facts))
         self._devices = DeviceSampler(host_sockets.gethostname(), self._rank_pids)
         self._logs = LogTail(run, history.log_offsets)
@@ -203,6 +205,7 @@ class Hub:
         for state in self._agents.tick():
             self._hub_message(state)
         self._judging.tick(time.time())
+        self._unheard.tick(now)
         self._looking.tick()
         self._policy.tick(now)
         self._leftovers.tick(now)

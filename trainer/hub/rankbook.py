@@ -30,6 +30,11 @@ class RankBook:
         return sorted(self._hellos)
 
     @property
+    def world_size(self) -> int:
+        """How many ranks the run has, as the known ones say; 0 before the first."""
+        return max((hello.world_size for hello in self._hellos.values()), default=0)
+
+    @property
     def on_gpu(self) -> bool:
         """Whether any rank computes on a GPU."""
         return any(hello.device.kind == "cuda" for hello in self._hellos.values())

@@ -43,7 +43,7 @@ class FakeRank:
             time=time.time(),
         )
         self.src = f"rank-{self.rank}-{me.pid}-{me.start_ticks}"
-        run = RunDir(os.environ["FTMON_RUN"])
+        run = RunDir(os.environ.get("FTMON_PLACE") or os.environ["FTMON_RUN"])
         self.context = zmq.Context()
         self.push = peer_socket(self.context, "telemetry")
         self.push.connect(run.ipc_address("telemetry"))
