@@ -12,9 +12,11 @@ MAX_RANKS = 16_384
 """Ranks are below this; -1 stands for the launcher, or for none."""
 
 MAX_WHOLE = 2**53
-"""What a double still holds exactly; far above any count of bytes, and sums of many fit SQLite's 64 bits."""
+"""What a double still holds exactly: sums of many such numbers fit 64 bits."""
 
 Rank = Annotated[int, Meta(ge=-1, lt=MAX_RANKS)]
+Whole = Annotated[int, Meta(ge=-(2**63), lt=2**63)]
+"""Any count or number of bytes: what a column of SQLite holds. (A script may ask for 2**62 bytes, and be refused.)"""
 Stage = Annotated[int, Meta(ge=0, le=3)]
 """A ZeRO stage."""
 Time = Annotated[float, Meta(ge=0.0, lt=1e11)]

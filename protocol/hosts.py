@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from .bounds import Rank, Time
+from .bounds import Rank, Time, Whole
 from .errors import ProtocolError
 
 HostStateName = Literal["reachable", "cut off", "left"]
@@ -21,30 +21,30 @@ class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an agent saw of one rank's process, at most a second ago."""
 
     rank: Rank
-    pid: int
-    start_ticks: int
+    pid: Whole
+    start_ticks: Whole
     alive: bool
     """The very process (pid and start time) exists and is no zombie."""
     proc_state: str = ""
     """The state letter of /proc/PID/stat."""
-    exit_code: int | None = None
-    signal: int | None = None
+    exit_code: Whole | None = None
+    signal: Whole | None = None
 
 
 class AgentBeat(msgspec.Struct, tag="agent_beat", frozen=True, omit_defaults=True):
     """An agent's introduction and sign of life: once a second, and when a process of its ranks changed."""
 
     host: str
-    pid: int
-    start_ticks: int
+    pid: Whole
+    start_ticks: Whole
     version: str
     time: Time
     """Seconds since the epoch on the agent's clock."""
     processes: list[ProcessState] = []
-    waiting: int = 0
+    waiting: Whole = 0
     """Messages that the hub has not confirmed."""
-    waiting_bytes: int = 0
-    dropped: int = 0
+    waiting_bytes: Whole = 0
+    dropped: Whole = 0
     """Messages given up because too many were waiting."""
     clock_offset: float | None = None
     """Seconds to add to this host's clock to get the hub's; None before it was measured."""
@@ -59,7 +59,7 @@ class AgentBeat(msgspec.Struct, tag="agent_beat", frozen=True, omit_defaults=Tru
 class AgentAck(msgspec.Struct, tag="agent_ack", frozen=True, omit_defaults=True):
     """The hub's word to an agent: an answer to each beat, and whenever more of its messages are on disk."""
 
-    number: int
+    number: Whole
     """Everything up to this number of the agent's is recorded."""
     time: Time
     """Seconds since the epoch on the hub's clock."""
@@ -88,7 +88,7 @@ class HostState(msgspec.Struct, tag="host", frozen=True, omit_defaults=True):
     clock_offset: float | None = None
     """Seconds to add to that host's times to get the hub's."""
     round_trip: float | None = None
-    dropped: int = 0
+    dropped: Whole = 0
     """Messages that its agent gave up, in all; the numbering of their senders shows which."""
 
 

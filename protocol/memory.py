@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from .blocks import StackGroup as StackGroup
-from .bounds import Rank, Time
+from .bounds import Rank, Time, Whole
 from .telemetry import MemoryMeasure
 
 PARTS = (
@@ -35,13 +35,13 @@ class PhaseComposition(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one phase's peak is made of. The values of ``parts`` add up to ``peak_bytes`` exactly."""
 
     name: str
-    peak_bytes: int
+    peak_bytes: Whole
     """``allocated`` at its highest in the phase (CUDA), or the highest resident set (CPU)."""
-    parts: dict[str, int]
+    parts: dict[str, Whole]
     """Bytes by part (``PARTS``); parts of nothing are left out."""
-    at_us: int = 0
+    at_us: Whole = 0
     """When the peak was, from the step's start."""
-    reserved_bytes: int = 0
+    reserved_bytes: Whole = 0
     """``reserved`` at the moment of the peak."""
 
 
@@ -49,21 +49,21 @@ class Composition(msgspec.Struct, tag="composition", frozen=True, omit_defaults=
     """What the peaks of one step of one rank are made of."""
 
     rank: Rank
-    step: int
+    step: Whole
     time: Time
     measure: MemoryMeasure
     phases: list[PhaseComposition]
     reason: Reason = "periodic"
-    known: dict[str, int] = {}
+    known: dict[str, Whole] = {}
     """Bytes of the storages that were found by walking engine, model and optimizer, by part; what there is at all."""
-    allocated_bytes: int = 0
+    allocated_bytes: Whole = 0
     """When it was read, just after the step's end."""
-    reserved_bytes: int = 0
-    entries: int = 0
+    reserved_bytes: Whole = 0
+    entries: Whole = 0
     """Trace entries replayed."""
-    walk_us: int = 0
+    walk_us: Whole = 0
     """What walking cost the training thread."""
-    read_us: int = 0
+    read_us: Whole = 0
     """What reading and replaying cost the publisher thread."""
     note: str = ""
     """What limits it, in words; empty while nothing does."""
@@ -78,27 +78,27 @@ class Cause(msgspec.Struct, tag="cause", frozen=True, omit_defaults=True):
     """Which code the transient of one phase of one step came from, or (``reason`` ``leak``) what stayed."""
 
     rank: Rank
-    step: int
+    step: Whole
     phase: str
     time: Time
     reason: Reason
-    transient_bytes: int
+    transient_bytes: Whole
     """Bytes above the larger of the phase's start and end at its peak; for a leak, what the step left behind."""
     groups: list[StackGroup]
     """What was allocated in the phase and live at its peak, by stack; most bytes that came and went first."""
-    peak_bytes: int = 0
-    attributed_bytes: int = 0
+    peak_bytes: Whole = 0
+    attributed_bytes: Whole = 0
     """Of the transient, what has stacks; groups that were cut off for room included."""
-    parameter_bytes: int = 0
+    parameter_bytes: Whole = 0
     """One copy of this rank's parameters as the model computes with them (ZeRO-3: gathered)."""
-    trainable: int = 0
+    trainable: Whole = 0
     """How many numbers this rank's optimizer updates (its partition under ZeRO)."""
-    armed_us: int = 0
+    armed_us: Whole = 0
     """Host time of the phase with stacks armed."""
-    usual_us: int = 0
+    usual_us: Whole = 0
     """Host time the phase takes without: the difference is what arming cost."""
     note: str = ""
-    read_us: int = 0
+    read_us: Whole = 0
     """What reading the trace cost the publisher thread, the interpreter's lock held for most of it."""
-    vocabulary: int = 0
+    vocabulary: Whole = 0
     """How many tokens the model knows: logits are that many numbers for each position of a batch."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from .bounds import Rank, Time
+from .bounds import Rank, Time, Whole
 from .telemetry import Oom, ProcessMemory
 
 OomKind = Literal[
@@ -46,7 +46,7 @@ class OomVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
     """The numbers leave no other reading; otherwise it is the likeliest one."""
     evidence: list[str] = []
     """The figures it rests on, one in a line."""
-    short_bytes: int = 0
+    short_bytes: Whole = 0
     """What was missing for this request."""
 
 
@@ -59,7 +59,7 @@ class Mend(msgspec.Struct, frozen=True, omit_defaults=True):
     setting: str = ""
     """What to write where, such as ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``; empty where it is up to the
     script."""
-    frees_bytes: int = 0
+    frees_bytes: Whole = 0
     """What it would free at the moment of the error; 0: the numbers do not say."""
     bound: Literal["", "about", "at most"] = ""
     """How ``frees_bytes`` is meant."""
@@ -70,15 +70,15 @@ class RankMoment(msgspec.Struct, frozen=True, omit_defaults=True):
 
     rank: Rank
     state: str
-    step: int
+    step: Whole
     """The step in the making."""
     phase: str
-    micro_step: int = 0
-    allocated_bytes: int = 0
-    reserved_bytes: int = 0
-    peak_bytes: int = 0
+    micro_step: Whole = 0
+    allocated_bytes: Whole = 0
+    reserved_bytes: Whole = 0
+    peak_bytes: Whole = 0
     """Highest allocated of its last finished step (CPU: highest resident set)."""
-    batch_shape: list[int] = []
+    batch_shape: list[Whole] = []
     """Of its last finished step."""
     collective: str = ""
     """The collective it was inside of."""
@@ -86,15 +86,15 @@ class RankMoment(msgspec.Struct, frozen=True, omit_defaults=True):
     """How old these figures were."""
     device: str = ""
     """Host and index of its device."""
-    device_used_bytes: int = 0
-    device_total_bytes: int = 0
+    device_used_bytes: Whole = 0
+    device_total_bytes: Whole = 0
 
 
 class OomReport(msgspec.Struct, tag="oom_report", frozen=True, omit_defaults=True):
     """Everything known of one out-of-memory error."""
 
     rank: Rank
-    step: int
+    step: Whole
     phase: str
     time: Time
     oom: Oom
@@ -105,7 +105,7 @@ class OomReport(msgspec.Struct, tag="oom_report", frozen=True, omit_defaults=Tru
     """All ranks at that moment, the failing one included."""
     processes: list[ProcessMemory] = []
     """Who held memory of the rank's device (NVML; on the CPU the ranks' resident memory)."""
-    device_used_bytes: int = 0
+    device_used_bytes: Whole = 0
     """By everybody, at the sample before; 0 where nothing sampled it."""
     path: str = ""
     """Where this report is kept, relative to the run directory."""

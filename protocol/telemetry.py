@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from .blocks import SegmentUse, StackGroup
-from .bounds import Gauge, Rank, Stage, Time
+from .bounds import Gauge, Rank, Stage, Time, Whole
 
 PHASES = ("init", "data", "forward", "backward", "optimizer", "eval", "checkpoint", "idle")
 """Every phase a rank can be in, in the order they are drawn."""
@@ -28,9 +28,9 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     Encoded as an array of three integers: a step carries up to twenty of them.
     """
 
-    start: int
-    end: int
-    peak: int
+    start: Whole
+    end: Whole
+    peak: Whole
 
     @property
     def transient(self) -> int:
@@ -51,28 +51,28 @@ class PhaseRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     name: str
-    start_us: int
+    start_us: Whole
     """First start of the phase, from the step's start."""
-    host_us: int
+    host_us: Whole
     """Host time spent in the phase, summed over micro-steps."""
     allocated: Span
     reserved: Span
-    device_us: int | None = None
+    device_us: Whole | None = None
     """Device time between CUDA events at the phase's ends; None on the CPU or when the events were not read."""
     active: Span | None = None
     requested: Span | None = None
     resident: Span | None = None
     """Resident set size of the process (CPU only)."""
-    count: int = 1
+    count: Whole = 1
     """How many occurrences were folded (micro-steps)."""
-    allocations: int = 0
+    allocations: Whole = 0
     """Blocks allocated during the phase (CUDA only)."""
-    frees: int = 0
-    allocated_bytes: int = 0
+    frees: Whole = 0
+    allocated_bytes: Whole = 0
     """Bytes allocated during the phase, whether or not they were freed again (CUDA only)."""
-    collective_us: int = 0
+    collective_us: Whole = 0
     """Host time spent inside collective calls during the phase."""
-    collectives: int = 0
+    collectives: Whole = 0
     """Collective calls entered during the phase."""
 
     @property
@@ -85,9 +85,9 @@ class DeviceInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """The device a rank computes on. ``capacity_bytes`` is what a memory graph is scaled to."""
 
     kind: Literal["cuda", "cpu"]
-    index: int
+    index: Whole
     name: str
-    capacity_bytes: int
+    capacity_bytes: Whole
     uuid: str = ""
 
 
@@ -98,14 +98,14 @@ class SelfDump(msgspec.Struct, frozen=True, omit_defaults=True):
     to be sent only while the process still catches it and ``descriptor`` is still open on that very file.
     """
 
-    signal: int
-    receiver: int
+    signal: Whole
+    receiver: Whole
     """Kernel thread id of the probe's own thread: no other thread's system call is interrupted."""
-    descriptor: int
+    descriptor: Whole
     path: str
     thread: str
     """The training thread as faulthandler names it, ``0x00007f2a5c3fe740``."""
-    training: int
+    training: Whole
     """The training thread's kernel thread id."""
 
 
@@ -114,10 +114,10 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
 
     rank: Rank
     local_rank: Rank
-    world_size: int
+    world_size: Whole
     host: str
-    pid: int
-    start_ticks: int
+    pid: Whole
+    start_ticks: Whole
     """Process start time in clock ticks since boot (field 22 of /proc/PID/stat): with the pid it names a process."""
     device: DeviceInfo
     memory_measure: MemoryMeasure
@@ -126,12 +126,12 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
     """Installed versions of ``python``, ``torch``, ``deepspeed``, ``transformers``, ``ftmon``, where present."""
     deepspeed_config: dict[str, Any] | None = None
     zero_stage: Stage | None = None
-    micro_batch: int | None = None
-    grad_accumulation: int | None = None
+    micro_batch: Whole | None = None
+    grad_accumulation: Whole | None = None
     precision: str = ""
     model: str = ""
-    parameters: int = 0
-    trainable_parameters: int = 0
+    parameters: Whole = 0
+    trainable_parameters: Whole = 0
     framework: str = ""
     """What is being watched: ``deepspeed``, ``transformers``, ``ddp``, ``fsdp`` or ``pytorch``."""
     argv: list[str] = []
@@ -147,7 +147,7 @@ class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
     """How long the run means to go on; sent by whoever knows (ftmon's trainer, the TrainerCallback)."""
 
     rank: Rank
-    total_steps: int
+    total_steps: Whole
     epochs: float | None = None
     output_dir: str = ""
 
@@ -156,14 +156,14 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """One optimizer update of one rank, all its phases in one message, sent once its device times are known."""
 
     rank: Rank
-    step: int
+    step: Whole
     """1 for the first optimizer update; continues after a resume."""
     started: Time
-    host_us: int
+    host_us: Whole
     """Host time of the whole step, between-phase time included."""
     phases: list[PhaseRecord]
-    device_us: int | None = None
-    micro_steps: int = 1
+    device_us: Whole | None = None
+    micro_steps: Whole = 1
     loss: float | None = None
     """Mean over the step's micro-steps, as the rank saw it."""
     lr: float | None = None
@@ -171,20 +171,20 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     loss_scale: float | None = None
     overflow: bool = False
     """The loss scaler skipped this update."""
-    batch_shape: list[int] = []
+    batch_shape: list[Whole] = []
     """Shape of the largest micro-batch's input ids (or first tensor), such as [micro_batch, sequence_length]."""
-    samples: int = 0
-    tokens: int = 0
+    samples: Whole = 0
+    tokens: Whole = 0
     """Tokens of all micro-batches, without padding where a mask says so."""
-    padded_tokens: int = 0
+    padded_tokens: Whole = 0
     """Tokens of all micro-batches, padding included."""
-    retries: int = 0
+    retries: Whole = 0
     """cudaMalloc retries (allocator flushes) since the process began."""
-    ooms: int = 0
+    ooms: Whole = 0
     """Out-of-memory errors the allocator raised since the process began."""
-    probe_us: int = 0
+    probe_us: Whole = 0
     """What ftmon itself cost the training thread in this step."""
-    dropped: int = 0
+    dropped: Whole = 0
     """Messages this probe has dropped since it began."""
 
     def phase(self, name: str) -> PhaseRecord | None:
@@ -208,31 +208,31 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
     """
 
     rank: Rank
-    step: int
+    step: Whole
     """The step in the making: the last finished step plus one."""
     phase: str
     phase_started: Time
-    progress: int
+    progress: Whole
     time: Time
-    micro_step: int = 0
-    collectives: int = 0
+    micro_step: Whole = 0
+    collectives: Whole = 0
     """Collective calls entered since the process group was made."""
     collective: str = ""
     """The collective whose call has not returned, such as ``all_gather_into_tensor``; empty outside of one."""
     last_collective: str = ""
-    step_collectives: int = 0
+    step_collectives: Whole = 0
     """Of ``collectives``, those entered since the step in the making began. Ranks whose totals differ for good (one
     did more during start-up) are still comparable by it: it tells who has not entered which collective."""
     group: str = ""
     """The process group of ``collective``, or of ``last_collective`` outside of one, by PyTorch's name for it."""
-    group_sequence: int = 0
+    group_sequence: Whole = 0
     """How many collectives of that group this rank has entered; the same number names the same one on all its ranks."""
-    size: int = 0
+    size: Whole = 0
     """Elements of the tensor given to that collective; 0 where there is none, or a list of them."""
-    allocated: int = 0
-    reserved: int = 0
-    resident: int = 0
-    dropped: int = 0
+    allocated: Whole = 0
+    reserved: Whole = 0
+    resident: Whole = 0
+    dropped: Whole = 0
     held_since: Time = 0.0
     """Since when it waits at an out-of-memory error (``--on-oom hold``), seconds since the epoch; 0: it does not."""
 
@@ -241,17 +241,17 @@ class AllocatorPhase(msgspec.Struct, frozen=True, omit_defaults=True):
     """Allocator events of one phase within a window of the flight recorder."""
 
     name: str
-    allocations: int = 0
-    frees: int = 0
-    allocated_bytes: int = 0
-    freed_bytes: int = 0
-    largest: list[int] = []
+    allocations: Whole = 0
+    frees: Whole = 0
+    allocated_bytes: Whole = 0
+    freed_bytes: Whole = 0
+    largest: list[Whole] = []
     """The largest single allocations, bytes, descending."""
-    segment_allocations: int = 0
-    segment_frees: int = 0
-    segment_bytes: int = 0
+    segment_allocations: Whole = 0
+    segment_frees: Whole = 0
+    segment_bytes: Whole = 0
     """Growth of reserved memory by cudaMalloc minus cudaFree."""
-    host_us: int = 0
+    host_us: Whole = 0
     """Host time of the phase, all its occurrences: what a rate is counted over."""
 
 
@@ -259,42 +259,42 @@ class AllocatorEvents(msgspec.Struct, tag="events", frozen=True, omit_defaults=T
     """Numbers from the allocator's own trace of one sampled step; never stacks."""
 
     rank: Rank
-    step: int
+    step: Whole
     time: Time
     phases: list[AllocatorPhase]
-    entries: int = 0
+    entries: Whole = 0
     """Trace entries read."""
-    read_us: int = 0
+    read_us: Whole = 0
     """What reading them cost (on the publisher thread)."""
-    host_us: int = 0
+    host_us: Whole = 0
     """Host time of the whole step."""
-    retries: int = 0
+    retries: Whole = 0
     """Times in the step that the allocator gave everything back to find room (cudaMalloc retries)."""
-    allocated_bytes: int = 0
+    allocated_bytes: Whole = 0
     """When it was read, as everything below."""
-    reserved_bytes: int = 0
-    reserved_growth_bytes: int = 0
+    reserved_bytes: Whole = 0
+    reserved_growth_bytes: Whole = 0
     """Since the sampled step before this one; 0 for the first."""
-    free_bytes: int = 0
+    free_bytes: Whole = 0
     """Reserved, in blocks that nobody uses."""
-    largest_free_block_bytes: int = 0
-    rounding_bytes: int = 0
+    largest_free_block_bytes: Whole = 0
+    rounding_bytes: Whole = 0
     """Of allocated blocks, what was not asked for."""
-    pending_bytes: int = 0
+    pending_bytes: Whole = 0
     """Freed by the program, and waiting for a stream that still uses it."""
-    segments: int = 0
+    segments: Whole = 0
 
 
 class SnapshotTaken(msgspec.Struct, tag="snapshot", frozen=True, omit_defaults=True):
     """A memory snapshot was written into the run directory."""
 
     rank: Rank
-    step: int
+    step: Whole
     time: Time
     path: str
-    bytes: int
+    bytes: Whole
     reason: str
-    entries: int = 0
+    entries: Whole = 0
 
 
 class LogLine(msgspec.Struct, tag="log", frozen=True, omit_defaults=True):
@@ -310,15 +310,15 @@ class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
     """An allocation failed for want of memory: the allocator's numbers at that moment."""
 
     rank: Rank
-    step: int
+    step: Whole
     phase: str
     time: Time
-    requested_bytes: int
-    device_free_bytes: int
-    device_total_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    batch_shape: list[int] = []
+    requested_bytes: Whole
+    device_free_bytes: Whole
+    device_total_bytes: Whole
+    allocated_bytes: Whole
+    reserved_bytes: Whole
+    batch_shape: list[Whole] = []
     message: str = ""
     stack: list[str] = []
     """Python frames, innermost last, as ``file:line function``."""
@@ -326,40 +326,40 @@ class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
     """Whose memory it was: the CUDA allocator's, or the host's."""
     stack_of: Literal["failing", "training"] = "failing"
     """``training``: the allocating thread had no Python frames (a backward pass): they are the training thread's."""
-    micro_step: int = 0
+    micro_step: Whole = 0
     """Micro-steps of this step that were done or begun."""
-    steps_done: int = 0
+    steps_done: Whole = 0
     """Steps this process has finished."""
-    capacity_bytes: int = 0
+    capacity_bytes: Whole = 0
     """The device's memory; ``device_total_bytes`` is less where a limit is set on this process."""
     limit: str = ""
     """The limit set on this process, in words."""
-    room_bytes: int = 0
+    room_bytes: Whole = 0
     """What this process could still have got from the driver (or the host), its limits minded."""
-    reserved_free_bytes: int = 0
+    reserved_free_bytes: Whole = 0
     """Free in reserved memory, in ``free_blocks`` pieces; ``usable_free_bytes`` of it for a request of this size."""
-    free_blocks: int = 0
-    largest_free_bytes: int = 0
+    free_blocks: Whole = 0
+    largest_free_bytes: Whole = 0
     """The largest free block of reserved memory for a request of this size."""
-    usable_free_bytes: int = 0
+    usable_free_bytes: Whole = 0
     expandable: bool = False
     """There are expandable segments."""
-    largest_shape: list[int] = []
+    largest_shape: list[Whole] = []
     """The largest batch of the steps before, by its elements, and the step that had it."""
-    largest_shape_step: int = 0
-    peak_bytes: int = 0
+    largest_shape_step: Whole = 0
+    peak_bytes: Whole = 0
     """The highest peak of the steps before: allocated (CUDA), or resident (CPU)."""
-    starts: list[int] = []
+    starts: list[Whole] = []
     """Allocated at the beginning of each of the last steps, oldest first."""
-    parts: dict[str, int] = {}
+    parts: dict[str, Whole] = {}
     """What was allocated, by part (``memory.PARTS``); adds up to ``allocated_bytes`` where ``parts_note`` is empty."""
     parts_note: str = ""
     """What limits ``parts``, in words."""
-    parameter_bytes: int = 0
+    parameter_bytes: Whole = 0
     """One copy of this rank's parameters."""
-    trainable: int = 0
+    trainable: Whole = 0
     """How many numbers this rank's optimizer updates."""
-    vocabulary: int = 0
+    vocabulary: Whole = 0
     """Words the model tells apart; 0 where its configuration does not say."""
     optimizer: str = ""
     """The optimizer's class, and ``foreach``, ``fused`` or ``for-loop`` where that is known: ``AdamW foreach``."""
@@ -389,7 +389,7 @@ class Failure(msgspec.Struct, tag="failure", frozen=True, omit_defaults=True):
     """An exception left the script's main thread."""
 
     rank: Rank
-    step: int
+    step: Whole
     phase: str
     time: Time
     error: str
@@ -415,17 +415,17 @@ class Goodbye(msgspec.Struct, tag="goodbye", frozen=True, omit_defaults=True):
 
     rank: Rank
     time: Time
-    step: int
+    step: Whole
     reason: Literal["finished", "failed", "stopped"]
     text: str = ""
-    dropped: int = 0
+    dropped: Whole = 0
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, omit_defaults=True):
     """One process that holds memory of a device. ``rank`` is None when it is not of this run."""
 
-    pid: int
-    used_bytes: int
+    pid: Whole
+    used_bytes: Whole
     rank: Rank | None = None
     name: str = ""
 
@@ -435,18 +435,18 @@ class DeviceSample(msgspec.Struct, tag="device", frozen=True, omit_defaults=True
 
     host: str
     kind: Literal["gpu", "host"]
-    index: int
+    index: Whole
     name: str
     time: Time
-    used_bytes: int
-    total_bytes: int
+    used_bytes: Whole
+    total_bytes: Whole
     uuid: str = ""
     utilization_percent: Gauge | None = None
     """Share of the last sampling period in which a kernel ran (NVML), or busy CPU share (host)."""
     power_w: Gauge | None = None
     power_limit_w: Gauge | None = None
     temperature_c: Gauge | None = None
-    sm_clock_mhz: int | None = None
-    memory_clock_mhz: int | None = None
+    sm_clock_mhz: Whole | None = None
+    memory_clock_mhz: Whole | None = None
     throttle_reasons: list[str] = []
     processes: list[ProcessMemory] = []

@@ -3,6 +3,7 @@
 Conclusions are messages too; they go into the stream. Tracker and detectors know their own and are not fed them.
 """
 
+import contextlib
 import sys
 import time
 import traceback
@@ -96,7 +97,9 @@ class Judging:
 
     def _conclude(self, messages: Iterable[Message]) -> None:
         for message in messages:
-            self._emit(message)
+            # What a rank says may add up to more than a message holds: then there is nothing to be said of it.
+            with contextlib.suppress(OverflowError):
+                self._emit(message)
         actions = self._detectors.take_actions()
         if actions:
             self._act(actions)
