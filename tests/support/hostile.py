@@ -177,7 +177,8 @@ class Frames:
         draw = chance.random()
         if draw < 0.02:
             return [chance.randbytes(chance.randrange(60)) for _ in range(chance.randrange(1, 6))]
-        rank = chance.randrange(8) if draw < 0.95 else chance.randrange(10**9)
+        # The examples speak for rank 3; a sender that speaks for another is refused.
+        rank = 3 if draw < 0.7 else chance.randrange(8) if draw < 0.95 else chance.randrange(10**9)
         source = f"rank-{rank}-{1000 + rank}-{5000 + rank}" if draw < 0.97 else self._text()
         sequence = next(self._sequence) if draw < 0.98 else self._pick(_NUMBERS[:10])
         t = 1.78e9 if draw < 0.98 else self._pick(_NUMBERS)
