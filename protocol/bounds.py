@@ -15,7 +15,7 @@ MAX_WHOLE = 2**53
 """What a double still holds exactly: sums of many such numbers fit 64 bits."""
 
 Rank = Annotated[int, Meta(ge=-1, lt=MAX_RANKS)]
-Whole = Annotated[int, Meta(ge=-(2**63), lt=2**63)]
+Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """Any count or number of bytes: what a column of SQLite holds. (A script may ask for 2**62 bytes, and be refused.)"""
 Stage = Annotated[int, Meta(ge=0, le=3)]
 """A ZeRO stage."""
