@@ -25,6 +25,8 @@ _SEGMENT = 2 * 2**20
 """The allocator asks the driver for multiples of this, and says that size when it fails."""
 _PART_OF_DEVICE = 0.05
 """Memory of others, or outside, matters from this share of the device on."""
+_PIECES = 0.02
+"""Less than this share of the device in pieces is not why it is full."""
 _OUTSIDE_USUAL = 2 * 2**30
 """A CUDA context and NCCL's buffers take this much without anything being wrong."""
 _RISING = 0.8
@@ -177,7 +179,7 @@ def _kind(oom: Oom, around: Around, short: int) -> tuple[OomKind, list[OomKind],
         weights["fragmentation"] = oom.usable_free_bytes
     elif not oom.free_blocks and oom.measure == "cuda" and _unused(oom) >= oom.requested_bytes:
         weights["fragmentation"] = _unused(oom)  # nobody looked at the pieces, but one piece would have served
-    elif short and found.get("fragmented", 0) >= short:
+    elif oom.largest_free_bytes < oom.requested_bytes and found.get("fragmented", 0) >= max(short, _PIECES * capacity):
         weights["fragmentation"] = found["fragmented"]  # with what the driver had left it would have been enough
     if found.get("others", 0) >= max(short, _PART_OF_DEVICE * capacity):
         weights["other_process"] = found["others"]

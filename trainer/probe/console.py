@@ -9,6 +9,7 @@ from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, TextIO
 
+from ...protocol.snapshot.stacks import library_of
 from ...protocol.text import gib
 from .consoletensors import TensorTable, find_tensors, storage_bytes
 
@@ -17,10 +18,10 @@ OUTPUT_LIMIT = 64 * 1024
 _CUT = "\n... (cut)"
 
 HELP = """\
-frame             where this console is; up() and down() move along the stack
+frame             where this console is; up() and down() move along the stack, own() goes to your own innermost code
 tensors(n=20)     the largest live tensors that Python knows, with their names in the frames
 memory()          what is allocated, reserved, free, and the largest free piece
-free('name')      set a name of this frame to None, collect, and say what that freed;
+free('name')      set a name of this frame to None, in every frame that has that object, and say what that freed;
                   storage=True empties the tensor's storage under whoever else holds it
 retry()           try the failed allocation again, and say whether it fits now (nothing is kept)
 Any other Python runs in the frame: an expression is shown, names that are assigned stay in it."""
@@ -40,6 +41,8 @@ class Console:
         self._at = len(frames) - 1
         self._requested = requested
         self._device = device
+        self._running: list[dict[str, Any]] = []
+        """The names that running code sees: they hold what they name."""
 
     @property
     def place(self) -> str:
@@ -78,6 +81,7 @@ class Console:
         helpers = self._helpers()
         names: dict[str, Any] = {**(frame.f_globals if frame is not None else {}), **helpers, **local}
         before = dict(names)
+        self._running = [names, before]
         try:
             exec(code, names)
             if last is not None:
@@ -93,6 +97,7 @@ class Console:
                 local[name] = None
             names.clear()
             before.clear()
+            self._running = []
             if frame is not None:
                 _write_back(frame)
 
@@ -103,6 +108,7 @@ class Console:
             "frame": self.place,
             "up": self._up,
             "down": self._down,
+            "own": self._own,
             "tensors": self._tensors,
             "memory": self._memory,
             "retry": self._retry,
@@ -116,6 +122,11 @@ class Console:
 
     def _down(self, count: int = 1) -> None:
         self._at = min(len(self._frames) - 1, self._at + count)
+        print(self.place)
+
+    def _own(self) -> None:
+        own = [at for at, frame in enumerate(self._frames) if not library_of(frame.f_code.co_filename)]
+        self._at = own[-1] if own else self._at
         print(self.place)
 
     def _tensors(self, most: int = 20) -> TensorTable:
@@ -169,11 +180,23 @@ class Console:
         if name not in place:
             raise NameError(f"this frame has no name {name!r}; tensors() lists names with their frames")
         before = self._allocated()
-        size = storage_bytes(place[name]) if storage else 0
+        found = place[name]
+        size = storage_bytes(found) if storage else 0
         if storage:
-            place[name].untyped_storage().resize_(0)
+            found.untyped_storage().resize_(0)
         place[name] = None
         _write_back(frame)
+        for other in self._frames:  # callers often hold what they passed on
+            names: Any = other.f_locals
+            same = [known for known, value in list(names.items()) if value is found]
+            for known in same:
+                names[known] = None
+            if same:
+                _write_back(other)
+        for names in self._running:
+            for known in [known for known, value in names.items() if value is found]:
+                names[known] = None
+        del found, place
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

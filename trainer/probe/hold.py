@@ -21,6 +21,9 @@ from .redirect import read_options
 Answer = Callable[[bool, str, dict[str, Any]], None]
 
 
+_LET_GO = "console: the rank was let go"
+
+
 class _Job(NamedTuple):
     code: str
     answer: Answer
@@ -42,6 +45,8 @@ class Hold:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._answers: deque[tuple[Answer, bool, str, dict[str, Any]]] = deque()
         self._entering = threading.Lock()
+        self._lock = threading.Lock()
+        self._leaving = False
 
     @property
     def here(self) -> bool:
@@ -62,10 +67,18 @@ class Hold:
             console = Console(frames, requested, device) if self.console_allowed else None
             self._jobs = queue.SimpleQueue()
             self._thread = threading.get_ident()
+            self._leaving = False
             self.since = time.time()
             self._serve(console)
+        except KeyboardInterrupt:
+            if not self._leaving:
+                raise
         finally:
             self.since, self._thread, self._busy = 0.0, 0, False
+            while not self._jobs.empty():
+                job = self._jobs.get()
+                if job is not None:
+                    self._answers.append((job.answer, False, _LET_GO, {}))
             frames.clear()
             self._entering.release()
 
@@ -79,12 +92,17 @@ class Hold:
                 return
             if job is None or console is None:
                 return
-            self._busy = True
+            with self._lock:
+                if self._leaving:
+                    self._answers.append((job.answer, False, _LET_GO, {}))
+                    return
+                self._busy = True
             try:
                 output, failed = console.run(job.code)
             except KeyboardInterrupt:
                 output, failed = "", "interrupted"
-            self._busy = False
+            with self._lock:
+                self._busy = False
             self._answers.append((job.answer, True, "", {"output": output, "error": failed, "place": console.place}))
 
     def run(self, code: str, answer: Answer) -> str:
@@ -102,10 +120,11 @@ class Hold:
         """Let the rank go, interrupting what a console is running; False when it is not held."""
         if not self.since:
             return False
-        if self._busy:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(self._thread), ctypes.py_object(KeyboardInterrupt)
-            )
+        with self._lock:
+            self._leaving = True
+            if self._busy:
+                kind = ctypes.py_object(KeyboardInterrupt)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), kind)
         self._jobs.put(None)
         return True
 

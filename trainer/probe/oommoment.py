@@ -178,11 +178,8 @@ def _optimizer_words(optimizer: Any, measure: str) -> str:
 
 def _add_memory(probe: "Probe", failed: Failed, oom: Oom) -> Oom:
     if failed.device is None:
-        return msgspec.structs.replace(oom, snapshot_note="the CPU has no allocator that could be recorded")
+        return _add_host_memory(probe, oom)
     import torch
-
-    from .composition.storages import Storages
-    from .composition.walk import Roots, walk
 
     capacity = probe.device.info.capacity_bytes
     limited = failed.total < capacity - _LIMIT_SLACK
@@ -199,13 +196,12 @@ def _add_memory(probe: "Probe", failed: Failed, oom: Oom) -> Oom:
     trace = traces[failed.device] if failed.device < len(traces) else []
     stream = torch.cuda.current_stream(failed.device).cuda_stream
     free = oomblocks.pieces(segments, failed.requested, stream)
-    storages = Storages(failed.device)
-    walk(Roots(probe.engine(), probe.model(), probe.primary), storages)
-    known = {address: held.part for address, held in storages.held.items()}
+    known = {address: held.part for address, held in _storages(probe, failed.device).held.items()}
     offset_ns = time.time_ns() - time.perf_counter_ns()
     parts, note = oomblocks.parts(segments, trace, known, probe.tracker.marks, offset_ns, oom.phase)
     step = probe.tracker.step + 1
     run = RunDir(os.environ["FTMON_RUN"])
+    probe.phase_marks.annotate(found, failed.device, step, list(probe.tracker.marks))
     path, size, trouble = write_snapshot(run.snapshots, probe.about.rank, step, found)
     if path is not None:
         entries = sum(map(len, found["device_traces"]))
@@ -224,6 +220,30 @@ def _add_memory(probe: "Probe", failed: Failed, oom: Oom) -> Oom:
         snapshot=f"snapshots/{path.name}" if path is not None else "",
         snapshot_note=trouble,
     )
+
+
+def _add_host_memory(probe: "Probe", oom: Oom) -> Oom:
+    note = "the CPU has no allocator that could be recorded"
+    parts = _storages(probe, None).by_part()
+    rest = oom.allocated_bytes - sum(parts.values())
+    if rest < 0:  # tensors that are mapped from files, or shared, are none of malloc's
+        return msgspec.structs.replace(oom, snapshot_note=note)
+    return msgspec.structs.replace(
+        oom,
+        snapshot_note=note,
+        parts={**parts, "unattributed": rest} if rest else parts,
+        parts_note="the CPU has no trace of allocations: what is no known storage is not attributed",
+    )
+
+
+def _storages(probe: "Probe", cuda_index: int | None) -> Any:
+    """Find what engine, model and optimizer hold on a device."""
+    from .composition.storages import Storages
+    from .composition.walk import Roots, walk
+
+    found = Storages(cuda_index)
+    walk(Roots(probe.engine(), probe.model(), probe.primary), found)
+    return found
 
 
 def _skip_memory(_probe: "Probe", _failed: Failed, oom: Oom) -> Oom:

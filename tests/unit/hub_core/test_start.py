@@ -22,6 +22,10 @@ def home(tmp_path, monkeypatch):
         (["run", "--", "no-such-program-here"], "no-such-program-here: command not found"),
         (["run", "--listen", "nonsense", "--", "true"], "must be HOST:PORT"),
         (["run", "--listen", "127.0.0.1:99999", "--", "true"], "must be HOST:PORT"),
+        (["run", "--allow-console", "--", "true"], "need --on-oom hold"),
+        (["run", "--hold-timeout", "5", "--", "true"], "need --on-oom hold"),
+        (["run", "--on-oom", "hold", "--hold-timeout", "nan", "--", "true"], "must be seconds"),
+        (["run", "--on-oom", "hold", "--allow-console", "--read-only", "--", "true"], "runs nobody's code"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2_and_leaves_no_run(words, said, home, capsys):

@@ -1,0 +1,73 @@
+"""A real failed allocation in a real run: held in its frame, looked at through a console, let go, and told later."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon_process import Ftmon, follow_to_end, ftmon_home, processes_of, wait_until, wait_until_nothing_is_left
+
+SCRIPT = Path(__file__).parent / "scripts/oom_loop.py"
+TOO_MUCH = 1 << 55
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Ftmon]:
+    with ftmon_home(tmp_path / "home") as ftmon:
+        yield ftmon
+
+
+def start_held(home: Ftmon, *options: str) -> tuple[Any, str]:
+    """Start the script and wait until its rank is held; return the command and the run's identifier."""
+    process = home.start("run", "--plain", "--on-oom", "hold", *options, "--", sys.executable, str(SCRIPT))
+    run = home.newest()
+    wait_until("a recording", run.recording.exists)
+    wait_until("a held rank", lambda: home.status(run.id)["rank_states"] == {"held": 1}, every=0.5)
+    return process, run.id
+
+
+def test_a_rank_is_held_looked_at_and_let_go_and_the_report_is_there_afterwards(home: Ftmon) -> None:
+    process, run = start_held(home, "--allow-console")
+    console = ("console", run, "--rank", "0", "-c")
+    shown = home.run(*console, "print(frame.rpartition(' ')[2]); count, tuple(keep.shape)")
+    assert shown.stdout == f"allocate\n({TOO_MUCH}, (8, 256))\n", shown.stderr
+    assert home.run(*console, "up()").stdout.endswith(" main\n")
+    failed = home.run(*console, "print(step); 1 / 0")
+    assert failed.returncode == 1
+    assert failed.stdout.startswith("4\n")
+    assert "ZeroDivisionError" in failed.stdout
+    live = home.run("oom", run)
+    assert "verdict: simply too large" in live.stdout, live.stderr
+
+    released = home.run("release", run)
+    assert (released.returncode, released.stdout) == (0, "rank 0 let go\n")
+    status, text, errors = follow_to_end(process)
+    assert status == 1, text + errors
+    assert "can't allocate memory" in text + errors  # the original error, as without ftmon
+
+    found = json.loads(home.run("oom", run, "--json").stdout)
+    (report,) = found["reports"]
+    oom = report["oom"]
+    assert (report["verdict"]["kind"], report["verdict"]["sure"]) == ("too_large", True)
+    assert (oom["requested_bytes"], oom["step"], oom["phase"]) == (TOO_MUCH, 4, "forward")
+    assert (oom["held"], oom["console"], oom["steps_done"]) == (True, True, 3)
+    assert oom["stack"][-1].endswith("oom_loop.py:9 allocate")
+    assert oom["batch_shape"] == oom["largest_shape"] == [8, 256]
+    assert oom["parts"]["parameters"] >= 256 * 257 * 4
+    assert sum(oom["parts"].values()) == oom["allocated_bytes"]
+    assert [moment["rank"] for moment in report["ranks"]] == [0]
+    assert json.loads((home.newest().path / report["path"]).read_text())["verdict"] == report["verdict"]
+
+
+def test_without_allow_console_nobody_runs_code_and_a_kill_ends_what_is_held(home: Ftmon) -> None:
+    process, run = start_held(home)
+    refused = home.run("console", run, "--rank", "0", "-c", "1")
+    assert refused.returncode == 1
+    assert "not started with --allow-console" in refused.stderr
+    killed = home.run("kill", run, "--yes", seconds=60)
+    assert killed.returncode == 0, killed.stdout + killed.stderr
+    follow_to_end(process)
+    wait_until_nothing_is_left(home.newest())
+    assert processes_of(home.newest()) == []

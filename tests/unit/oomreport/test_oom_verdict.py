@@ -1,0 +1,266 @@
+"""Why an allocation failed: each cause is told from its own numbers, and nothing is claimed that they do not say."""
+
+import msgspec
+import pytest
+from ftmon.protocol.oom import OomKind
+from ftmon.protocol.oomreport.mends import mends
+from ftmon.protocol.oomreport.verdict import Around, explain, logits_bytes, steady_growth
+from ftmon.protocol.telemetry import DeviceInfo, Hello, Oom, ProcessMemory
+from ftmon.protocol.text import gib
+from hypothesis import given
+from hypothesis import strategies as st
+
+GIB = 2**30
+MIB = 2**20
+FULL = Oom(
+    rank=0,
+    step=201,
+    phase="backward",
+    time=1.0,
+    requested_bytes=2 * GIB,
+    device_free_bytes=GIB,
+    device_total_bytes=80 * GIB,
+    allocated_bytes=77 * GIB,
+    reserved_bytes=int(77.5 * GIB),
+    batch_shape=[4, 2048],
+    steps_done=200,
+    capacity_bytes=80 * GIB,
+    room_bytes=GIB,
+    reserved_free_bytes=GIB // 2,
+    free_blocks=40,
+    largest_free_bytes=64 * MIB,
+    usable_free_bytes=GIB // 2,
+    largest_shape=[4, 2048],
+    largest_shape_step=17,
+    peak_bytes=76 * GIB,
+    starts=[30 * GIB] * 20,
+    stack_of="training",
+)
+HELLO = Hello(0, 0, 4, "node", 11, 1, DeviceInfo("cuda", 0, "GPU", 80 * GIB), "cuda", 0.0, zero_stage=1)
+
+
+def of(**fields: object) -> Oom:
+    return msgspec.structs.replace(FULL, **fields)
+
+
+def kind(oom: Oom, around: Around = Around(HELLO)) -> OomKind:  # noqa: B008
+    return explain(oom, around).kind
+
+
+def test_enough_that_lies_in_pieces_is_fragmentation_and_expandable_segments_mend_it() -> None:
+    oom = of(allocated_bytes=65 * GIB, usable_free_bytes=12 * GIB, reserved_free_bytes=12 * GIB, free_blocks=900)
+    verdict = explain(oom, Around(HELLO))
+    assert (verdict.kind, verdict.sure) == ("fragmentation", True)
+    assert "12.00 GiB of reserved memory was free for it, but the largest piece was 64.0 MiB" in verdict.text
+    first = mends(oom, verdict, Around(HELLO))[0]
+    assert (first.kind, first.frees_bytes) == ("expandable_segments", 12 * GIB - 64 * MIB)
+    assert kind(msgspec.structs.replace(oom, largest_free_bytes=3 * GIB)) != "fragmentation"
+
+
+def test_expandable_segments_are_not_proposed_to_who_has_them() -> None:
+    oom = of(usable_free_bytes=12 * GIB, free_blocks=900, expandable=True)
+    assert "expandable_segments" not in [mend.kind for mend in mends(oom, explain(oom))]
+
+
+def test_a_batch_longer_than_any_before_is_told_with_both_and_what_it_adds() -> None:
+    oom = of(batch_shape=[4, 8192], parts={"activations": 50 * GIB, "parameters": 27 * GIB})
+    verdict = explain(oom, Around(HELLO))
+    assert (verdict.kind, verdict.sure) == ("longer_batch", True)
+    assert "4 x 8192 is larger than any of the 200 steps before: the largest was 4 x 2048 in step 17" in verdict.text
+    assert f"{gib(3 * GIB)} more than the highest peak so far" in verdict.text
+    found = {mend.kind: mend for mend in mends(oom, verdict, Around(HELLO))}
+    assert next(iter(found)) == "sequence"
+    assert found["micro_batch"].frees_bytes == 25 * GIB
+    assert "2 instead of 4, with 2 times the accumulation" in found["micro_batch"].text
+    assert (found["checkpointing"].frees_bytes, found["checkpointing"].bound) == (50 * GIB, "at most")
+
+
+def test_a_batch_like_those_before_is_not_called_longer() -> None:
+    oom = of(parts={"activations": 45 * GIB, "parameters": 32 * GIB})
+    verdict = explain(oom, Around(HELLO))
+    assert verdict.kind == "activations"
+    assert "no larger than those before" in verdict.text
+    assert kind(of(batch_shape=[], largest_shape=[])) == "activations"
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_request_of_the_size_of_the_logits_is_for_them(width: int) -> None:
+    size = 4 * 2048 * 152_064 * width
+    oom = of(requested_bytes=-(-size // (2 * MIB)) * 2 * MIB, vocabulary=152_064)
+    verdict = explain(oom, Around(HELLO))
+    assert verdict.kind == "logits"
+    assert "4 x 2048 x 152,064 words" in verdict.text
+    first = mends(oom, verdict)[0]
+    assert (first.kind, first.frees_bytes) == ("chunked_loss", 4 * 2048 * 152_064 * 4)
+
+
+def test_a_request_from_the_loss_is_for_the_logits() -> None:
+    stack = ["train.py:9 main", "loss_utils.py:40 fixed_cross_entropy", "functional.py:3504 cross_entropy"]
+    assert kind(of(phase="forward", stack=stack, stack_of="failing")) == "logits"
+
+
+def test_the_first_optimizer_step_creates_states_and_later_ones_temporaries() -> None:
+    stack = ["train.py:80 main", "optim/adamw.py:200 step", "optim/adamw.py:140 _init_group"]
+    oom = of(
+        phase="optimizer", steps_done=0, stack=stack, stack_of="failing", trainable=10**9, optimizer="AdamW foreach"
+    )
+    verdict = explain(oom, Around(HELLO))
+    assert (verdict.kind, verdict.sure) == ("optimizer_states", True)
+    assert "two numbers for each of 1,000,000,000" in verdict.text
+    found = {mend.kind: mend.frees_bytes for mend in mends(oom, verdict, Around(HELLO))}
+    assert found["offload"] == 8 * 10**9
+    assert found["eight_bit"] == 6 * 10**9
+    later = of(phase="optimizer", stack=[*stack[:2], "optim/adamw.py:500 _multi_tensor_adamw"], stack_of="failing")
+    assert kind(later) == "optimizer_temporaries"
+
+
+def test_foreach_temporaries_cost_one_parameter_size_that_a_fused_optimizer_spares() -> None:
+    oom = of(phase="optimizer", optimizer="AdamW foreach", parameter_bytes=7 * GIB)
+    verdict = explain(oom, Around(HELLO))
+    first = mends(oom, verdict, Around(HELLO))[0]
+    assert (verdict.kind, first.kind, first.frees_bytes) == ("optimizer_temporaries", "fused", 7 * GIB)
+    fused = msgspec.structs.replace(oom, optimizer="AdamW fused")
+    assert "fused" not in [mend.kind for mend in mends(fused, explain(fused))]
+
+
+def test_buffers_of_communication_are_told_by_who_asks_for_them() -> None:
+    stack = [
+        "engine.py:2000 backward",
+        "stage_1_and_2.py:1100 reduce_ipg_grads",
+        "stage_1_and_2.py:1000 average_tensor",
+    ]
+    assert kind(of(stack=stack, stack_of="failing")) == "buckets"
+
+
+def test_steps_that_begin_with_ever_more_are_a_leak_with_its_rate() -> None:
+    starts = [20 * GIB, 30 * GIB, *(30 * GIB + step * 200 * MIB for step in range(60))]
+    verdict = explain(of(starts=starts), Around(HELLO))
+    assert verdict.kind == "leak"
+    assert gib(59 * 200 * MIB) in verdict.text
+    assert not verdict.sure
+
+
+def test_growth_that_came_at_once_or_that_falls_back_is_no_leak() -> None:
+    assert steady_growth([10, 20, 30, 30, 30, 30, 30, 30, 30, 30, 30, 90]) is None
+    assert steady_growth([10, 20, *[30, 40] * 8]) is None
+    assert steady_growth([0, 50, *range(50, 60)]) == 9
+
+
+def test_memory_of_another_process_is_told_only_where_the_rank_itself_is_listed() -> None:
+    other = ProcessMemory(77, 40 * GIB, None, "python")
+    oom = of(allocated_bytes=37 * GIB, reserved_bytes=37 * GIB, peak_bytes=37 * GIB)
+    listed = Around(HELLO, [other, ProcessMemory(11, 38 * GIB, 0)])
+    verdict = explain(oom, listed)
+    assert verdict.kind == "other_process"
+    first = mends(oom, verdict, listed)[0]
+    assert (first.kind, first.frees_bytes) == ("processes", 40 * GIB)
+    assert "pid 77" in first.text
+    unlisted = explain(oom, Around(HELLO, [other]))
+    assert (unlisted.kind, unlisted.sure) == ("outside", False)
+    assert "whose it is could not be seen" in unlisted.text
+
+
+def test_memory_of_this_process_outside_the_allocator_is_told_as_that() -> None:
+    oom = of(allocated_bytes=60 * GIB, reserved_bytes=60 * GIB, peak_bytes=60 * GIB)
+    assert kind(oom, Around(HELLO, [ProcessMemory(11, 79 * GIB, 0)])) == "outside"
+    driver = of(requested_bytes=0, message="NCCL error: Cuda failure 2 'out of memory'")
+    verdict = explain(driver, Around(HELLO))
+    assert (verdict.kind, verdict.sure) == ("outside", True)
+    assert "NCCL error" in verdict.text
+
+
+def test_a_request_larger_than_the_device_is_simply_too_large() -> None:
+    verdict = explain(of(requested_bytes=160 * GIB), Around(HELLO))
+    assert (verdict.kind, verdict.sure) == ("too_large", True)
+    assert [mend.kind for mend in mends(of(requested_bytes=160 * GIB), verdict)] == ["request"]
+
+
+def test_a_model_that_fills_the_device_is_too_large_and_more_sharding_is_tried_first() -> None:
+    oom = of(
+        parts={"parameters": 20 * GIB, "gradients": 20 * GIB, "optimizer_states": 35 * GIB, "activations": 2 * GIB}
+    )
+    verdict = explain(oom, Around(HELLO))
+    assert verdict.kind == "too_large"
+    first = mends(oom, verdict, Around(HELLO))[0]
+    assert (first.kind, first.setting) == ("zero", "zero_optimization.stage: 2")
+    assert first.frees_bytes == 15 * GIB  # the gradients, three quarters of them
+
+
+def test_a_limit_on_the_process_is_named_and_what_lies_beyond_it() -> None:
+    limit = "torch.cuda.set_per_process_memory_fraction allows 20.00 GiB"
+    oom = of(phase="idle", device_free_bytes=58 * GIB, device_total_bytes=20 * GIB, room_bytes=0, limit=limit,
+             allocated_bytes=19 * GIB, reserved_bytes=20 * GIB, starts=[], peak_bytes=0)  # fmt: skip
+    verdict = explain(oom, Around(HELLO))
+    assert (verdict.kind, verdict.sure) == ("limit", True)
+    assert limit in verdict.text
+    assert mends(oom, verdict)[0].frees_bytes == 58 * GIB
+    longer = msgspec.structs.replace(oom, phase="backward", batch_shape=[4, 9000], peak_bytes=15 * GIB)
+    assert kind(longer) == "longer_batch"
+    assert mends(longer, explain(longer))[-1].kind == "limit"
+
+
+def test_on_the_host_a_limit_is_told_from_a_full_host() -> None:
+    host = of(measure="glibc", device_free_bytes=15 * GIB, room_bytes=15 * GIB, limit="RLIMIT_AS is 9 GiB")
+    assert explain(host).kind == "limit"
+    assert kind(msgspec.structs.replace(host, device_free_bytes=GIB, limit="", phase="")) == "unknown"
+
+
+def test_without_numbers_the_verdict_is_that_it_cannot_tell() -> None:
+    verdict = explain(Oom(0, 1, "", 0.0, 0, 0, 0, 0, 0))
+    assert (verdict.kind, verdict.sure) == ("unknown", False)
+    assert verdict.title == "cannot tell why"
+
+
+SIZES = st.integers(0, 200 * GIB)
+OOMS = st.builds(
+    Oom,
+    rank=st.just(0),
+    step=st.integers(0, 10),
+    phase=st.sampled_from(["", "init", "forward", "backward", "optimizer", "eval", "checkpoint"]),
+    time=st.just(0.0),
+    requested_bytes=SIZES,
+    device_free_bytes=SIZES,
+    device_total_bytes=SIZES,
+    allocated_bytes=SIZES,
+    reserved_bytes=SIZES,
+    batch_shape=st.lists(st.integers(0, 9000), max_size=3),
+    measure=st.sampled_from(["cuda", "glibc"]),
+    steps_done=st.integers(0, 1000),
+    capacity_bytes=SIZES,
+    limit=st.sampled_from(["", "a limit"]),
+    room_bytes=SIZES,
+    free_blocks=st.integers(0, 9),
+    largest_free_bytes=SIZES,
+    usable_free_bytes=SIZES,
+    largest_shape=st.lists(st.integers(0, 9000), max_size=3),
+    peak_bytes=SIZES,
+    starts=st.lists(SIZES, max_size=70),
+    parts=st.dictionaries(st.sampled_from(["parameters", "activations", "gradients", "other"]), SIZES),
+    trainable=st.integers(0, 10**12),
+    vocabulary=st.integers(0, 300_000),
+    optimizer=st.sampled_from(["", "AdamW foreach", "FusedAdam"]),
+    stack=st.lists(st.sampled_from(["a.py:1 step", "x.py:2 cross_entropy", "b.py:3 _init_group"]), max_size=3),
+)
+
+
+@given(OOMS, st.lists(st.builds(ProcessMemory, st.just(1), SIZES, st.sampled_from([0, 1, None])), max_size=3))
+def test_any_numbers_have_a_verdict_with_evidence_and_no_mend_frees_less_than_nothing(
+    oom: Oom, processes: list[ProcessMemory]
+) -> None:
+    around = Around(HELLO, processes)
+    verdict = explain(oom, around)
+    assert verdict.title
+    assert verdict.text
+    assert verdict.evidence
+    assert 0 <= verdict.short_bytes <= oom.requested_bytes
+    found = mends(oom, verdict, around)
+    assert found
+    assert all(mend.frees_bytes >= 0 and bool(mend.bound) == bool(mend.frees_bytes) for mend in found)
+    if verdict.kind == "fragmentation":
+        assert max(oom.usable_free_bytes, oom.reserved_bytes - oom.allocated_bytes) + oom.room_bytes > 0
+
+
+@given(OOMS)
+def test_the_logits_are_only_seen_where_the_request_has_their_size(oom: Oom) -> None:
+    size = logits_bytes(oom)
+    assert size == 0 or abs(oom.requested_bytes - size) <= 2 * MIB or abs(oom.requested_bytes - size // 2) <= 2 * MIB
