@@ -158,6 +158,29 @@ def test_only_a_key_that_is_let_in_is_answered(listening: RunDir, context: "zmq.
     assert commands(listening) == []
 
 
+def test_who_may_watch_may_neither_run_code_nor_speak_for_a_rank(
+    listening: RunDir, context: "zmq.Context[Any]"
+) -> None:
+    hub = hub_of(listening)
+    line = peer_socket(context, "control")
+    secure_client(line, keys.client_pair(), hub.server_key)
+    line.connect(hub.listen["control"])
+    command = Command("c", "console", {"rank": 0, "code": "1"})
+    line.send_multipart(wire.encode("app", 1, time.time(), command))
+    assert line.poll(10_000)
+    answer = wire.decode_body(line.recv_multipart()[1])
+    assert isinstance(answer, Accepted)
+    assert (answer.ok, "not over TCP" in answer.text) == (False, True)
+    for channel in ("telemetry", "ranks", "agents"):
+        rank = peer_socket(context, channel, b"rank-0-1-1" if channel != "telemetry" else None)
+        watch = rank.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        secure_client(rank, keys.client_pair(), hub.server_key)
+        rank.connect(hub.listen[channel])
+        assert watch.poll(10_000), f"{channel} let an app in"
+        rank.disable_monitor()
+        rank.close()
+
+
 class Relay:
     """Passes one connection on to the hub and keeps what the near side said; ``again`` says the last of it twice."""
 
