@@ -29,6 +29,8 @@ from .reach import Reach, Seen
 from .states import RankTracker
 
 ANSWER_SECONDS = 1.0
+AGAIN_SECONDS = 0.5
+"""How long ranks have to answer; and how long once one of them did not."""
 LOOK_SECONDS = 1.0
 QUICK_LOOKS = 6
 LONGEST_SECONDS = 15.0
@@ -77,6 +79,8 @@ class Looking:
         self._emit = emit
         self._post = post
         self._under_way = False
+        self._unanswered = False
+        """A rank did not answer at the last look."""
         self._looks = 0
         self._next = 0.0
         self._seen: dict[int, _Seen] = {}
@@ -109,10 +113,12 @@ class Looking:
         self._under_way = True
         ranks = [rank for rank, tracked in self._tracker.ranks.items() if not tracked.ended and tracked.goodbye is None]
         args = {"calls": True, "quiet": True, "activity": self._book.any_elsewhere, "reason": "a stall is suspected"}
-        self._link.ask("stacks", ranks, ANSWER_SECONDS, lambda answers: self._answered(ranks, answers), args)
+        seconds = AGAIN_SECONDS if self._unanswered else ANSWER_SECONDS
+        self._link.ask("stacks", ranks, seconds, lambda answers: self._answered(ranks, answers), args)
 
     def _answered(self, asked: list[int], answers: Answers) -> None:
         silent = {rank for rank in asked if rank not in answers}
+        self._unanswered = bool(silent)
         self._reach.look(silent, lambda seen: self._found(answers, seen))
 
     def _found(self, answers: Answers, local: Seen) -> None:
