@@ -1,0 +1,40 @@
+"""Ranks of other hosts that nobody hears of."""
+
+from typing import Any
+
+import pytest
+from ftmon.protocol.rundir import RunFile
+from ftmon.protocol.telemetry import DeviceInfo, Hello
+from ftmon.trainer.hub.judging import Judging
+from ftmon.trainer.hub.rankbook import RankBook
+from ftmon.trainer.hub.unheard import PATIENCE_SECONDS, Unheard
+
+
+def hello(rank: int, world: int) -> Hello:
+    return Hello(rank, 0, world, "node", 10 + rank, 5, DeviceInfo("cpu", 0, "x", 1), "glibc", 1.0)
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:7420", ""])
+def test_ranks_that_are_missing_for_a_minute_are_told_of_until_they_come(listen: str) -> None:
+    said: list[Any] = []
+    judging = Judging(RunFile("r", "r", 1.0, [], "/", "node", "run"), lambda message: said.append(message) or (1, 1.0))
+    book = RankBook()
+    unheard = Unheard(judging, book, listen)
+    unheard.tick(0.0)
+    book.know(hello(0, 3))
+    book.know(hello(2, 3), away=True)
+    unheard.tick(10.0)
+    unheard.tick(10.0 + PATIENCE_SECONDS)
+    assert not said
+    unheard.tick(11.0 + PATIENCE_SECONDS)
+    unheard.tick(12.0 + PATIENCE_SECONDS)
+    if not listen:
+        assert not said
+        return
+    (alert,) = said
+    assert alert.title == "1 of 3 ranks are not heard of"
+    assert alert.evidence["missing"] == [1]
+    assert listen in alert.text
+    book.know(hello(1, 3), away=True)
+    unheard.tick(20.0 + PATIENCE_SECONDS)
+    assert said[-1].resolved is not None
