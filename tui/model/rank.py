@@ -85,6 +85,8 @@ class RankModel:
         self.spike_step: int | None = None
         """The step of the latest spike alert."""
         self.dropped = 0
+        self.clock_offset = 0.0
+        """Seconds to add to its host's times to get the hub's."""
         """Messages its probe says it has dropped."""
         self.version = 0
 
@@ -136,7 +138,7 @@ class RankModel:
         last = self.last
         if last is not None and step.step <= last.step and any(known.started == step.started for known in self.steps):
             return
-        started = step.started
+        started = step.started + self.clock_offset
         highest = self.peak.bytes if self.peak is not None else -1
         # Most steps lie in one column, which then needs one look; this runs for every step of every rank.
         column = int(started)
@@ -195,7 +197,7 @@ class RankModel:
         self.dropped = beat.dropped
         if beat.reserved or beat.allocated:
             self._now(beat.allocated, beat.reserved, beat.resident)
-            self.timeline.add(beat.time, beat.allocated, beat.reserved, beat.resident or EMPTY)
+            self.timeline.add(beat.time + self.clock_offset, beat.allocated, beat.reserved, beat.resident or EMPTY)
         self.version += 1
 
     def on_state(self, state: RankState) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, ClassVar
 
-from ...protocol import control, memory, telemetry
+from ...protocol import control, hosts, memory, telemetry
 from ...protocol.bounds import MAX_RANKS
 from ...protocol.oom import OomReport
 from ...protocol.wire import Frame
@@ -76,6 +76,8 @@ class RunModel:
         self.logs = LogBook()
         self.ooms = OomBook()
         self.hub: control.HubStats | None = None
+        self.hosts: dict[str, hosts.HostState] = {}
+        """The run's other hosts, by name."""
         self.results: deque[control.Result] = deque(maxlen=100)
         """What commands came to, newest last."""
         self.losses = StepSeries()
@@ -321,6 +323,13 @@ class RunModel:
             if alert.kind == "spike":
                 found.spike_step = alert.step
 
+    def _host(self, host: hosts.HostState, frame: Frame) -> None:
+        if host.host in self.hosts or len(self.hosts) < MAX_RANKS:
+            self.hosts[host.host] = host
+        for rank in host.ranks:
+            if rank in self.ranks:
+                self._touch(rank).clock_offset = host.clock_offset or 0.0
+
     def _hub_stats(self, stats: control.HubStats, frame: Frame) -> None:
         self.hub = stats
 
@@ -353,5 +362,6 @@ class RunModel:
         control.RunState: _run_state,
         control.Alert: _alert,
         control.HubStats: _hub_stats,
+        hosts.HostState: _host,
         control.Result: _result,
     }

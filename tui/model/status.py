@@ -47,6 +47,7 @@ def status(model: RunModel) -> dict[str, Any]:
         "rank_states": dict(model.rank_states()),
         "ranks": [_rank(rank, model.device_of(rank)) for rank in model.ranks.values()],
         "alerts": [msgspec.to_builtins(alert) for alert in model.alerts.unresolved()],
+        "hosts": [msgspec.to_builtins(host) for host in model.hosts.values()],
         "hub": None if model.hub is None else msgspec.to_builtins(model.hub),
     }
 

@@ -43,7 +43,11 @@ def label(view: RankView, width: int, height: int, look: Look, selected: bool) -
         line.add(cut(state_words(view), width - line.width - 1), look.style(tone, bold=view.in_trouble))
     elif height == 1:
         line.join(spikes)
+        if view.host:
+            line.add(cut(view.host, max(0, width - line.width - 1), look.glyphs.ellipsis), look.style("dim"))
     below = Line(f"    {view.device} ", look.style("dim")).join(spikes)
+    if view.host and height > 1:
+        below.add(cut(view.host, max(0, width - below.width - 1), look.glyphs.ellipsis), look.style("dim"))
     return fill([line, below], width, height, look)
 
 
