@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import limits
+from . import gpus, limits
 from .kinds import BY_NAME, KINDS, Kind
 from .scene import Scene
 
@@ -35,25 +35,29 @@ def main() -> int:
         print(table(known))
         return 0
     kinds = chosen(args)
-    waiting: queue.Queue[tuple[Kind, int, int]] = queue.Queue()
+    waiting: queue.Queue[tuple[Kind, int]] = queue.Queue()
+    world = args.gpus if args.cuda else 0
+    # A set of GPUs plays one scene at a time: their memory is compared before and after.
+    sets = [tuple(range(n, n + world)) for n in range(0, gpus.count() - world + 1, world)] if world else []
+    parallel = min(args.parallel, len(sets)) if world else args.parallel
     have = {(row["kind"], row.get("gpus", 0), row["run"]) for row in known if row["verdict"] != "not played"}
     scenes = [(kind, number) for kind in kinds for number in range(args.runs)]
     random.Random(args.seed).shuffle(scenes)
     for kind, number in scenes:
-        if (kind.name, args.gpus if args.cuda else 0, number) not in have:
-            waiting.put((kind, number, args.gpus if args.cuda else 0))
-    print(f"{waiting.qsize()} scenes of {len(kinds)} kinds, {args.parallel} at a time", flush=True)
+        if (kind.name, world, number) not in have:
+            waiting.put((kind, number))
+    print(f"{waiting.qsize()} scenes of {len(kinds)} kinds, {parallel} at a time", flush=True)
     deadline = time.monotonic() + args.budget
     lock = threading.Lock()
 
-    def work() -> None:
+    def work(devices: tuple[int, ...]) -> None:
         while time.monotonic() + LONGEST_SECONDS < deadline:
             try:
-                kind, number, world = waiting.get_nowait()
+                kind, number = waiting.get_nowait()
             except queue.Empty:
                 return
-            row = Scene(kind, number, args.seed, cuda=args.cuda, keep=args.keep, ranks=world).play()
-            if args.cuda:
+            row = Scene(kind, number, args.seed, devices=devices, keep=args.keep).play()
+            if world:
                 row["gpus"] = world
             with lock:
                 known.append(row)
@@ -61,7 +65,8 @@ def main() -> int:
                     file.write(json.dumps(row) + "\n")
                 print(line(row), flush=True)
 
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(args.parallel)]
+    places = sets[:parallel] if world else [()] * parallel
+    workers = [threading.Thread(target=work, args=(place,), daemon=True) for place in places]
     for worker in workers:
         worker.start()
         time.sleep(0.3)
@@ -128,8 +133,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     groups = sorted({row.get("gpus", 0) for row in rows})
     totals = dict.fromkeys(("runs", "right", "cannot tell", "wrong", "none", "left"), 0)
     for kind in KINDS:
-        for gpus in groups:
-            played = [r for r in rows if r["kind"] == kind.name and r.get("gpus", 0) == gpus]
+        for world in groups:
+            played = [r for r in rows if r["kind"] == kind.name and r.get("gpus", 0) == world]
             played = [r for r in played if r["verdict"] != "not played"]
             if not played:
                 continue
@@ -138,7 +143,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             seconds = [r["seconds"] for r in played if "seconds" in r and r["verdict"] in ("right", "cannot tell")]
             median = f"{statistics.median(seconds):.1f}" if seconds else "-"
             left = sum(bool(r.get("left")) for r in played)
-            name = f"{kind.title} ({gpus} GPUs)" if gpus else kind.title
+            name = f"{kind.title} ({world} GPUs)" if world else kind.title
             lines.append(
                 f"| {name} | {len(played)} | {counts['right']} | {counts['cannot tell']} | {counts['wrong']} "
                 f"| {counts['none']} | {median} | {left} |"

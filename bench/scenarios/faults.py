@@ -177,6 +177,8 @@ class Fault:
         self.now()
         ctypes.PyDLL(None).sleep(FOR_EVER)
 
+    _kill_hung = _native_gil
+
     def _lock(self):
         lock = threading.Lock()
         lock.acquire()

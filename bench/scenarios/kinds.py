@@ -12,13 +12,16 @@
 - ``exit``: a hang at exit, with the rank that lives on;
 - ``honest``: nothing is called a hang, and the run finishes;
 - ``resolves``: a hang may be called while it lasts, of that rank alone, and is said to be over;
-- ``ended``: the run is said to have failed, and how.
+- ``ended``: the run is said to have failed, and how;
+- ``killed``: nothing is called a hang, the kill says that all is gone, and it is.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-Expect = Literal["stall", "tangle", "sizes", "death", "failure", "slow", "exit", "honest", "resolves", "ended"]
+Expect = Literal[
+    "stall", "tangle", "sizes", "death", "failure", "slow", "exit", "honest", "resolves", "ended", "killed"
+]
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Kind:
 
 KINDS = (
     Kind("sleep-before-collective", "sleeps before a collective", "stall", cuda=True),
-    Kind("sleep-of-four", "one of four sleeps before a collective", "stall", ranks=4, cuda=True),
+    Kind("sleep-of-four", "one of four sleeps before a collective", "stall", ranks=4),
     Kind("sleep-in-loader", "sleeps in its data set", "stall", cuda=True),
     Kind("loader-worker", "its dataloader worker hangs", "stall"),
     Kind("dead-disk", "reads a file that never answers", "stall"),
@@ -90,6 +93,8 @@ KINDS = (
     Kind("long-first-step", "takes 14 s for its first step", "honest", steps=15, cuda=True),
     Kind("long-batch", "fetches one batch for 6 s", "honest", steps=40),
     Kind("long-step", "every rank computes one step for 6 s", "honest", steps=40, culprit=False),
+    Kind("kill", "is killed on request while it trains", "killed", culprit=False, cuda=True),
+    Kind("kill-hung", "is killed on request while a rank holds the GIL in native code", "killed", cuda=True),
     Kind("nothing", "trains and finishes", "honest", steps=60, culprit=False, cuda=True),
 )
 

@@ -42,12 +42,14 @@ class SceneError(Exception):
 class Scene:
     """One run of one kind. ``play`` returns its figures."""
 
-    def __init__(self, kind: Kind, number: int, seed: int, *, cuda: bool, keep: bool, ranks: int = 0) -> None:
+    def __init__(self, kind: Kind, number: int, seed: int, *, devices: tuple[int, ...] = (), keep: bool) -> None:
+        """``devices``: the GPUs to use, a rank on each; none: gloo on the CPU."""
         draw = random.Random(f"{seed}/{kind.name}/{number}")
         self.kind = kind
         self.number = number
-        self.cuda = cuda
-        self.world = ranks or kind.ranks
+        self.devices = devices
+        self.cuda = bool(devices)
+        self.world = len(devices) or kind.ranks
         self.culprit = draw.randrange(self.world) if kind.culprit else None
         self.at = draw.randrange(16, 24)
         if kind.name.startswith("checkpoint-") or kind.name == "long-checkpoint":
@@ -68,10 +70,12 @@ class Scene:
         run: RunDir | None = None
         try:
             with limits.allowed(self.kind.needs, self.environment):
-                before = gpus.used() if self.cuda else None
+                before = gpus.used(self.devices) if self.cuda else None
                 run = self._start()
                 found |= self._act(run)
                 found |= self._end(run, before)
+                if self.kind.expect == "killed" and (found.get("kill_status") != 0 or found["left"]):
+                    found |= {"verdict": "wrong", "said": str(found.get("kill"))}
         except (SceneError, FtmonError, OSError, subprocess.SubprocessError) as error:
             found |= {"verdict": "not played", "said": f"{type(error).__name__}: {error}"}
         finally:
@@ -94,7 +98,9 @@ class Scene:
         }
         environment = {key: value for key, value in os.environ.items() if not key.startswith("FTMON_")}
         environment |= {"SCENE": json.dumps(scene), "FTMON_HOME": str(self.folder / "home"), "OMP_NUM_THREADS": "1"}
-        if not self.cuda:
+        if self.cuda:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices))
+        else:
             environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         return environment
 
@@ -124,11 +130,15 @@ class Scene:
         fault_file = self.folder / "fault.json"
         self._wait(lambda: self._ready() or fault_file.exists() or run.read_exit(), START_SECONDS, run)
         fault = self._strike(run)
-        if fault is None and self.kind.name != "nothing":
+        if fault is None and self.kind.name not in ("nothing", "kill"):
             self._wait(lambda: fault_file.exists() or run.read_exit(), START_SECONDS, run)
             if not fault_file.exists():
                 raise SceneError(f"the run ended before its fault: {run.read_exit()}; {_tail(run)}")
             fault = json.loads(fault_file.read_text())["time"]
+        if self.kind.expect == "killed":
+            time.sleep(SETTLE_SECONDS)
+            self._read_alerts(run)
+            return {"verdict": "false alarm" if self.history else "right", "said": ""}
         judgement = self._await_verdict(run)
         found: dict[str, Any] = {"verdict": judgement.verdict, "said": judgement.title}
         if judgement.at is not None and fault is not None:
