@@ -127,6 +127,7 @@ class Looking:
         longer = max(0, self._looks - QUICK_LOOKS)
         self._next = time.monotonic() + min(LONGEST_SECONDS, LOOK_SECONDS * 2**longer)
         now = time.time()
+        self._tracker.launcher = self.launcher()
         for rank, tracked in self._tracker.ranks.items():
             answer = answers.get(rank)
             action = local.activities.get(rank) or _activity_of(answer)

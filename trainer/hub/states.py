@@ -60,6 +60,8 @@ class RankTracker:
         self.suspected = False
         """Some rank shows no progress for long enough to look at all of them (``detectors.progress``)."""
         self.run_state: RunState | None = None
+        self.launcher = ""
+        """How the run's launcher was at the last look: ``alive``, ``stopped``, ``gone``; empty: there is none."""
         self.stepped = False
         """Some rank has finished an optimizer step."""
         self.kill_asked: set[int] = set()

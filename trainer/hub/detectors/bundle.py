@@ -101,7 +101,7 @@ class Detectors:
         run = self._tracker.run_state
         over = run is not None and run.state in _OVER
         ending = over or (run is not None and run.state == "stopping")
-        alerts += self._hang.tick(now, self._tracker.verdict, ending, self._tracker.found())
+        alerts += self._hang.tick(now, self._tracker.verdict, ending, self._tracker.found(), self._tracker.launcher)
         alerts += self._death.tick(now)
         alerts += self._book.tick(now, everything=over)
         return alerts

@@ -34,6 +34,7 @@ class HangDetector:
         """Ranks that are held at an out-of-memory error, with its alert: what waits for one is no hang."""
         self._unreachable: set[int] = set()
         self._found: Mapping[int, Evidence] = {}
+        self._launcher = ""
         self._looked = False
         """The alert as it was sent last has what a look at the ranks found."""
 
@@ -43,6 +44,7 @@ class HangDetector:
         verdict: Verdict | None,
         run_over: bool = False,
         found: Mapping[int, Evidence] | None = None,
+        launcher: str = "",
     ) -> list[Alert]:
         """Compare the present verdict with what was raised; return the alerts to send.
 
@@ -51,8 +53,10 @@ class HangDetector:
             verdict: the judge's.
             run_over: the run has ended, or is about to.
             found: what a look at the ranks found, by rank.
+            launcher: how the run's launcher is, in a word.
         """
         self._found = found or {}
+        self._launcher = launcher
         known = self._stopped | self._held
         if verdict is not None and verdict.hung and set(verdict.hung) <= known.keys():
             alerts = self._end(now, run_over)
@@ -146,7 +150,8 @@ class HangDetector:
             rank=rank,
             ranks=list((verdict.hung or verdict.waiting)[:RANKS_LISTED]),
             text=verdict.text,
-            evidence=_evidence(verdict, self._since, self._found),
+            evidence=_evidence(verdict, self._since, self._found)
+            | ({"launcher": self._launcher} if self._launcher else {}),
             repeat=not renewed,
         )
 
