@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import msgspec
+
 from ..oom import Mend, OomKind, OomVerdict
 from ..telemetry import Hello, Oom
 from .verdict import ALONE, Around, elements, facts
@@ -32,13 +34,17 @@ _ORDER: dict[OomKind, tuple[str, ...]] = {
 
 def mends(oom: Oom, verdict: OomVerdict, around: Around = ALONE) -> list[Mend]:
     """List what to try, in the order a person should; what does not apply, or is done already, is left out."""
-    found = {mend.kind: mend for mend in _possible(oom, verdict, around)}
+    found = {mend.kind: _plain(mend) for mend in _possible(oom, verdict, around)}
     if verdict.kind == "too_large" and oom.requested_bytes > (oom.capacity_bytes or oom.device_total_bytes):
         return [found["request"]]
     names = list(_ORDER[verdict.kind])
     if oom.limit and "limit" not in names and oom.measure == "cuda":
         names.append("limit")
     return [found[name] for name in names if name in found]
+
+
+def _plain(mend: Mend) -> Mend:
+    return mend if mend.frees_bytes else msgspec.structs.replace(mend, bound="")
 
 
 def _possible(oom: Oom, verdict: OomVerdict, around: Around) -> Iterator[Mend]:
