@@ -104,14 +104,11 @@ def _segment(base: int, slot: int, slots: range, taken: set[int], sizes: list[in
 def measure(path: Path) -> dict[str, object]:
     """Open a snapshot, and move the cursor about in each view."""
     begun = time.perf_counter()
-    from ftmon.protocol.snapshot.reader import open_snapshot
-    from ftmon.protocol.snapshot.replay import Replay
+    from ftmon.protocol.snapshot.reader import open_replays
     from ftmon.tui.model.snapshot_explorer import Explorer
     from ftmon.tui.model.snapshot_rows import rows_of
 
-    snapshot = open_snapshot(path)
-    read = time.perf_counter()
-    replay = Replay(snapshot, snapshot.devices()[0])
+    replay = open_replays(path)[0]
     done = time.perf_counter()
     own, child = (resource.getrusage(who).ru_maxrss * 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     explorer = Explorer([replay])
@@ -132,7 +129,6 @@ def measure(path: Path) -> dict[str, object]:
     return {
         "entries": replay.entries,
         "file_bytes": path.stat().st_size,
-        "read_s": round(read - begun, 2),
         "open_s": round(done - begun, 2),
         "most_resident_bytes": own,
         "reading_process_most_resident_bytes": child,

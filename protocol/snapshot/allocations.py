@@ -40,7 +40,6 @@ class Allocations:
         trace = snapshot.trace(device)
         self.trace = trace if trace is not None else Trace(device, b"", b"", b"", b"", b"", b"", b"")
         self.entries = len(self.trace)
-        self.different_stacks = len(snapshot.stacks)
         is_alloc = self.trace.actions.translate(_IS_ALLOC)
         self.begins = array("i", compress(range(self.entries), is_alloc))
         self.in_window = len(self.begins)
@@ -50,7 +49,10 @@ class Allocations:
         self.addresses = array("Q", compress(columns(self.trace.addresses, "Q"), is_alloc))
         self.requested = array("q", compress(columns(self.trace.sizes, "q"), is_alloc))
         self.sizes = array("q")
-        self.stacks = array("I", compress(columns(self.trace.stacks, "I"), is_alloc))
+        self.stacks = array("I")
+        """Empty until ``take_stacks``; a snapshot may be replayed before its stacks are there."""
+        self.different_stacks = 0
+        self._block_of: dict[int, int] = {}
         self.numbers = array("i", [-1]) * self.entries
         """Of each entry, the allocation that it begins, frees or ends; -1 for other entries."""
         self.events = bytearray(self.trace.actions.translate(_EVENT_OF))
@@ -69,6 +71,20 @@ class Allocations:
         self._meet_the_end(snapshot)
         self.odd.sort()
         self._size(snapshot)
+        if snapshot.stacks:
+            self.take_stacks(snapshot)
+
+    def take_stacks(self, snapshot: Snapshot) -> None:
+        """Take over the stacks of the whole snapshot."""
+        self.trace = snapshot.trace(self.device) or self.trace
+        self.different_stacks = len(snapshot.stacks)
+        is_alloc = self.trace.actions.translate(_IS_ALLOC)
+        stacks = array("I", compress(columns(self.trace.stacks, "I"), is_alloc))
+        stacks += array("I", bytes(4 * (len(self.begins) - len(stacks))))
+        of_block = columns(snapshot.block_stacks, "I")
+        for number, block in self._block_of.items():
+            stacks[number] = of_block[block] or stacks[number]
+        self.stacks = stacks
 
     def _walk(self) -> None:
         """Pair allocations with frees by address, oldest first."""
@@ -104,15 +120,14 @@ class Allocations:
 
     def _from_before(self, address: int, index: int) -> int:
         """Add what the window's entry ``index`` frees and no entry of it allocated."""
-        return self._add(address, columns(self.trace.sizes, "q")[index], 0)
+        return self._add(address, columns(self.trace.sizes, "q")[index])
 
-    def _add(self, address: int, requested: int, stack: int) -> int:
+    def _add(self, address: int, requested: int) -> int:
         self.begins.append(BEFORE)
         self.freed.append(self.entries)
         self.ends.append(self.entries)
         self.addresses.append(address)
         self.requested.append(requested)
-        self.stacks.append(stack)
         return len(self.begins) - 1
 
     def _lose(self, number: int, index: int) -> None:
@@ -124,7 +139,7 @@ class Allocations:
     def _meet_the_end(self, snapshot: Snapshot) -> None:
         """Take over the sizes of blocks that stand at the end, and add those that the trace never mentions."""
         block_sizes, requested = columns(snapshot.block_sizes, "q"), columns(snapshot.block_requested, "q")
-        block_addresses, stacks = columns(snapshot.block_addresses, "Q"), columns(snapshot.block_stacks, "I")
+        block_addresses = columns(snapshot.block_addresses, "Q")
         segments = [segment for segment in snapshot.segments if segment.device == self.device]
         taken = [
             block
@@ -136,7 +151,7 @@ class Allocations:
             state, address = snapshot.block_states[block], block_addresses[block]
             number = self._open.pop(address, None)
             if number is None:
-                number = self._add(address, requested[block], stacks[block])
+                number = self._add(address, requested[block])
                 if state == PENDING:
                     self.freed[number] = BEFORE
             elif state == ALLOCATED and self.freed[number] < self.entries:
@@ -146,7 +161,7 @@ class Allocations:
                 self.freed[number] = self.entries - 1
                 self.odd.append(Odd(self.entries - 1, number, True, False))
             self.requested[number] = requested[block]
-            self.stacks[number] = stacks[block] or self.stacks[number]
+            self._block_of[number] = block
             self.known[number] = block_sizes[block]
         if segments and self.entries:
             # Trace and segments are read one after the other: what has no block any more was freed in between.

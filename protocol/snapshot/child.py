@@ -1,4 +1,4 @@
-"""The process that unpickles: ``python -m ftmon.protocol.snapshot.child FILE`` writes the columns to stdout.
+"""The process that unpickles: ``python -m ftmon.protocol.snapshot.child FILE`` writes its columns to stdout.
 
 Restricting what a pickle may name does not bound what it may cost: one opcode can ask for gigabytes, and a tuple nested
 a million times overflows the C stack when it is hashed. Here either ends this process alone. It also gives the memory
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from .columns import compact
+from .columns import Compactor
 from .errors import SnapshotError
 from .unpickle import read_pickle
 
@@ -31,18 +31,26 @@ def main() -> int:
     gc.disable()
     try:
         _limit_memory(path)
-        data = msgspec.msgpack.encode(compact(read_pickle(path), str(path)))
+        made = Compactor(str(path))
+        _write(made.snapshot(read_pickle(path)))
+        # The reader works on the first part meanwhile.
+        _write(made.stack_columns())
     except (SnapshotError, OSError) as error:
         print(error, file=sys.stderr)
         return REFUSED
     except (MemoryError, RecursionError):
         print(f"{path}: refused: it asks for far more memory than its size justifies", file=sys.stderr)
         return REFUSED
-    with open(sys.stdout.fileno(), "wb", closefd=False) as out:
-        out.write(data)
-        out.flush()
     # The interpreter would first take a million dictionaries apart.
     os._exit(0)
+
+
+def _write(part: msgspec.Struct) -> None:
+    """Write one part: its length in eight bytes, then msgpack."""
+    data = msgspec.msgpack.encode(part)
+    with open(sys.stdout.fileno(), "wb", closefd=False) as out:
+        out.write(len(data).to_bytes(8, "little"))
+        out.write(data)
 
 
 def _limit_memory(path: Path) -> None:

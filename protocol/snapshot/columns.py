@@ -5,13 +5,15 @@ keep a ``history`` in place of ``requested_size`` and ``frames``. A missing key 
 """
 
 from array import array
+from collections.abc import Generator
+from contextlib import contextmanager
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 from ..text import sanitize
 from . import model
 from .errors import SnapshotError
-from .model import Annotation, Segment, Snapshot, Trace
+from .model import Annotation, Segment, Snapshot, StackColumns, Trace
 from .stackcolumn import Stacks
 
 _LARGEST = 2**47
@@ -27,20 +29,52 @@ def compact(raw: Any, path: str) -> Snapshot:
     Raises:
         SnapshotError: it has not the shape of a snapshot.
     """
+    made = Compactor(path)
+    return made.snapshot(raw).with_stacks(made.stack_columns())
+
+
+@contextmanager
+def _checked(path: str) -> Generator[None, None, None]:
     try:
-        return _Compactor(path).snapshot(raw)
+        yield
     except (TypeError, ValueError, OverflowError, AttributeError, KeyError, IndexError) as error:
         raise SnapshotError(f"{path}: not a memory snapshot: {sanitize(str(error), 80)}") from None
 
 
-class _Compactor:
+class Compactor:
+    """Makes the columns in two parts, so that whoever needs no stacks yet can begin with the first."""
+
     def __init__(self, path: str) -> None:
         self.path = path
-        self.stacks = Stacks()
+        self._trace_frames: list[list[Any]] = []
+        self._block_frames: list[Any] = []
+        self._segment_frames: list[Any] = []
         self.notes: list[str] = [""]
         self._note_of: dict[str, int] = {"": 0}
 
     def snapshot(self, raw: Any) -> Snapshot:
+        """Give everything but the stacks.
+
+        Raises:
+            SnapshotError: it has not the shape of a snapshot.
+        """
+        with _checked(self.path):
+            return self._snapshot(raw)
+
+    def stack_columns(self) -> StackColumns:
+        """Give the stacks of the snapshot that was made.
+
+        Raises:
+            SnapshotError: what stands for a stack is none.
+        """
+        with _checked(self.path):
+            stacks = Stacks()
+            traces = [stacks.column(frames).tobytes() for frames in self._trace_frames]
+            blocks = stacks.column(self._block_frames).tobytes()
+            segments = [stacks.number(frames) for frames in self._segment_frames]
+            return StackColumns(stacks.frames, stacks.stacks, traces, blocks, segments)
+
+    def _snapshot(self, raw: Any) -> Snapshot:
         if isinstance(raw, list):
             raw = {"segments": raw}
         if not isinstance(raw, dict) or not isinstance(raw.get("segments"), list):
@@ -54,7 +88,7 @@ class _Compactor:
         divisions = settings.get("roundup_power2_divisions") or {}
         return Snapshot(
             self.path, segments, blocks.addresses.tobytes(), blocks.sizes.tobytes(), blocks.requested.tobytes(),
-            blocks.states, blocks.stacks.tobytes(), traces, self.stacks.frames, self.stacks.stacks, self.notes,
+            blocks.states, b"", traces, [], [], self.notes,
             _annotations(raw.get("external_annotations") or []),
             [_size(divisions.get(str(2**power), 0)) for power in range(_DIVISIONS)],
             int(settings.get("max_split_size", -1)),
@@ -66,6 +100,7 @@ class _Compactor:
         names = [entry.get("action") for entry in entries]
         number = {name: _ACTIONS.get(str(name), 0) for name in set(names)}
         actions = bytes(map(number.__getitem__, names))
+        self._trace_frames.append([entry.get("frames") or () for entry in entries])
         oom = [index for index, action in enumerate(actions) if action == model.OOM]
         return Trace(
             device,
@@ -74,7 +109,7 @@ class _Compactor:
             _sizes([entry.get("size") or 0 for entry in entries]).tobytes(),
             array("q", [entry.get("stream") or 0 for entry in entries]).tobytes(),
             array("q", [entry.get("time_us") or 0 for entry in entries]).tobytes(),
-            self.stacks.column([entry.get("frames") or () for entry in entries]).tobytes(),
+            b"",
             self._note_column([entry.get("user_metadata") for entry in entries]).tobytes(),
             # Some versions keep what was free in the entry's address.
             {i: _size(entries[i].get("device_free", entries[i].get("addr")) or 0) for i in oom},
@@ -91,8 +126,9 @@ class _Compactor:
                 int(segment.get("stream") or 0), segment.get("segment_type") == "small",
                 bool(segment.get("is_expandable")),
                 "" if tuple(pool) == (0, 0) else ".".join(str(int(part)) for part in pool[:2]),
-                self.stacks.number(segment.get("frames") or ()), first, len(blocks),
+                0, first, len(blocks),
             ))  # fmt: skip
+            self._segment_frames.append(segment.get("frames") or ())
         return segments, self._blocks(segments, list(chain.from_iterable(of_segment)))
 
     def _blocks(self, segments: list[Segment], raw: list[dict[str, Any]]) -> "_Blocks":
@@ -121,8 +157,8 @@ class _Compactor:
             ]
             frames = [old.get("frames") if found is None else found for found, old in zip(frames, history, strict=True)]
         wanted = [0 if state == model.FREE else size for state, size in zip(states, asked, strict=True)]
-        stacks = self.stacks.column([found or () for found in frames])
-        return _Blocks(array("Q", addresses), sizes, _sizes(wanted), states, stacks)
+        self._block_frames = [found or () for found in frames]
+        return _Blocks(array("Q", addresses), sizes, _sizes(wanted), states)
 
     def _note_column(self, notes: list[Any]) -> "array[int]":
         number = {note: self._note(note) for note in set(notes)}
@@ -141,7 +177,6 @@ class _Blocks(NamedTuple):
     sizes: "array[int]"
     requested: "array[int]"
     states: bytes
-    stacks: "array[int]"
 
 
 def _size(value: Any) -> int:

@@ -84,8 +84,24 @@ class Annotation(msgspec.Struct, frozen=True):
     end_us: int
 
 
+class StackColumns(msgspec.Struct, frozen=True):
+    """The stacks of a snapshot: the part of it that takes longest to make."""
+
+    frames: list[Frame]
+    stacks: list[list[int]]
+    """Each the indices of its frames, innermost first; 0 is the empty stack."""
+    traces: list[bytes]
+    """``I``, for each trace."""
+    blocks: bytes
+    """``I``"""
+    segments: list[int]
+
+
 class Snapshot(msgspec.Struct, frozen=True):
-    """One snapshot: the allocator as it stood at the end, and what led there as far as it was recorded."""
+    """One snapshot: the allocator as it stood at the end, and what led there as far as it was recorded.
+
+    While it is being read it may be without its stacks: ``stacks`` is empty then, as are the columns of indices to it.
+    """
 
     path: str
     segments: list[Segment]
@@ -109,6 +125,18 @@ class Snapshot(msgspec.Struct, frozen=True):
     """``roundup_power2_divisions`` for requests of 1, 2, 4 ... MiB; empty or below 2: none."""
     max_split_size: int = -1
     """Blocks of this size and more were not split, bytes; -1: no limit."""
+
+    def with_stacks(self, found: StackColumns) -> "Snapshot":
+        """Give the whole snapshot."""
+        replace = msgspec.structs.replace
+        return replace(
+            self,
+            segments=[replace(one, stack=stack) for one, stack in zip(self.segments, found.segments, strict=True)],
+            traces=[replace(one, stacks=stacks) for one, stacks in zip(self.traces, found.traces, strict=True)],
+            block_stacks=found.blocks,
+            frames=found.frames,
+            stacks=found.stacks,
+        )
 
     def devices(self) -> list[int]:
         """List the devices that have segments or trace entries; device 0 where there is nothing at all."""

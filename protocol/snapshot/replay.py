@@ -40,6 +40,12 @@ class Replay:
         self.ooms = [index for index, action in enumerate(self.trace.actions) if action == OOM]
         self._live = LiveSets(self.allocations)
 
+    def complete(self, snapshot: Snapshot) -> None:
+        """Take over the stacks of the whole snapshot, where this was made of one without."""
+        self.snapshot = snapshot
+        self.allocations.take_stacks(snapshot)
+        self.trace = self.allocations.trace
+
     @cached_property
     def segments(self) -> SegmentHistory:
         """The segments at any moment."""

@@ -59,7 +59,8 @@ class _Rooms:
                 if is_large[numbers[index]]:
                     self._remove(numbers[index])
             elif action == SEGMENT_ALLOC:
-                insort(self.starts, self.addresses[index])
+                if self.addresses[index] not in self.segments:
+                    insort(self.starts, self.addresses[index])
                 self.segments[self.addresses[index]] = self.bytes[index]
             elif action == SEGMENT_FREE and self.segments.pop(self.addresses[index], None) is not None:
                 self.starts.remove(self.addresses[index])

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import msgspec
 
 from ...protocol.errors import UsageError
-from ...protocol.snapshot.reader import open_snapshot
+from ...protocol.snapshot.reader import open_replays
 from ...protocol.snapshot.replay import Replay
 from ...protocol.snapshot.report import difference_report, report
 from . import terminal
@@ -54,12 +54,13 @@ def explore(arguments: Namespace) -> int:
 
 
 def _replays(file: str, device: int | None) -> list[Replay]:
+    def choose(devices: list[int]) -> list[int]:
+        if device is not None and device not in devices:
+            raise UsageError(f"{file}: no device {device} in it, only {', '.join(map(str, devices))}")
+        return [one for one in devices if device in (None, one)]
+
     with _patience(file):
-        snapshot = open_snapshot(file)
-    devices = snapshot.devices()
-    if device is not None and device not in devices:
-        raise UsageError(f"{file}: no device {device} in it, only {', '.join(map(str, devices))}")
-    return [Replay(snapshot, one) for one in devices if device in (None, one)]
+        return open_replays(file, choose)
 
 
 @contextmanager

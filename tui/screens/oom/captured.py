@@ -5,8 +5,7 @@ from typing import ClassVar
 
 from textual.binding import BindingType
 
-from ....protocol.snapshot.reader import open_snapshot
-from ....protocol.snapshot.replay import Replay
+from ....protocol.snapshot.reader import open_replays
 from ....protocol.telemetry import Oom
 from ....protocol.text import sanitize
 from ...model.run import RunModel
@@ -63,5 +62,4 @@ def open_explorer(path: Path) -> Explorer:
     Raises:
         SnapshotError: it cannot be read.
     """
-    snapshot = open_snapshot(path)
-    return Explorer([Replay(snapshot, device) for device in snapshot.devices()])
+    return Explorer(open_replays(path))
