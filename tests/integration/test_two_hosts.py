@@ -68,6 +68,13 @@ def test_a_training_on_two_hosts_is_watched_cut_joined_and_killed(hosts: TwoHost
         app.wait_for(Step, lambda step: step.rank == 1 and step.step > last + 2, 60)
         app.wait_for(Alert, lambda alert: alert.kind == "hang" and alert.resolved is not None, 30)
         assert not [state for state in app.of(RankState) if state.rank == 1 and state.state == "hung"]
+        steps = [frame.message.step for frame in app.history() if is_step_of(frame.message, 1)]
+        assert steps == list(range(1, len(steps) + 1)), "a step of the host that was cut off is missing"
+
+        agent = hosts.kill_on_b("ftmon.trainer.agent")
+        app.wait_for(HostState, lambda host: host.state == "reachable" and host.since > back.since, 30)
+        app.wait_for(Step, lambda step: step.rank == 1 and step.step > steps[-1] + 10, 30)
+        assert hosts.kill_on_b("ftmon.trainer.agent", 0) != agent, "no rank started another agent"
 
         result = app.command("kill", ranks=[1])
         assert result.ok, result.text
@@ -75,8 +82,6 @@ def test_a_training_on_two_hosts_is_watched_cut_joined_and_killed(hosts: TwoHost
         assert result.data["ranks"] == [1]
         assert 1 in result.data["stacks_saved"]
         exit_of(run, 60)
-        steps = [frame.message.step for frame in app.history() if is_step_of(frame.message, 1)]
-        assert steps == list(range(1, len(steps) + 1)), "a step of the host that was cut off is missing"
     until(lambda: not hosts.processes_on_b(), 60, f"the end of {hosts.processes_on_b()}")
     left = subprocess.run([*hosts.enter_b(), "ls", str(run.path)], capture_output=True, text=True, timeout=30).stdout
     assert left.split() == ["hosts"], "the key was left behind"

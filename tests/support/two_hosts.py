@@ -130,6 +130,21 @@ class TwoHosts:
         ours = ("sleep 600", "sh -c for p", "tr ")
         return [line.strip() for line in done.stdout.splitlines() if line.strip() and not line.startswith(ours)]
 
+    def kill_on_b(self, word: str, number: int = signal.SIGKILL) -> int:
+        """Signal the process on ``nodeb`` with this word in its command line; return its pid there."""
+        script = (
+            f"for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline | grep -q -- '-m {word}' && echo ${{p#/proc/}}; done"
+        )
+        found = subprocess.run([*self.enter_b(), "sh", "-c", script], capture_output=True, text=True, timeout=30)
+        pids = [pid for pid in found.stdout.split() if not self._is_shell(pid)]
+        assert len(pids) == 1, pids
+        subprocess.run([*self.enter_b(), "kill", f"-{number}", pids[0]], check=True, timeout=30)
+        return int(pids[0])
+
+    def _is_shell(self, pid: str) -> bool:
+        words = [*self.enter_b(), "cat", f"/proc/{pid}/comm"]
+        return subprocess.run(words, capture_output=True, text=True, timeout=30).stdout.strip() in ("sh", "", "grep")
+
     def _hold(self, words: list[str]) -> int:
         holder = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._holders.append(holder)
