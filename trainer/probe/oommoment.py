@@ -13,7 +13,7 @@ import msgspec
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import Oom, SnapshotTaken
 from ...protocol.text import gib
-from . import guard, oomblocks
+from . import guard, oomblocks, place
 from .memory_cpu import available_bytes, total_bytes
 from .oomfile import write_snapshot
 from .oompeers import peers
@@ -200,7 +200,7 @@ def _add_memory(probe: "Probe", failed: Failed, oom: Oom) -> Oom:
     offset_ns = time.time_ns() - time.perf_counter_ns()
     parts, note = oomblocks.parts(segments, trace, known, probe.tracker.marks, offset_ns, oom.phase)
     step = probe.tracker.step + 1
-    run = RunDir(os.environ["FTMON_RUN"])
+    run = RunDir(place.folder())
     probe.phase_marks.annotate(found, failed.device, step, list(probe.tracker.marks))
     path, size, trouble = write_snapshot(run.snapshots, probe.about.rank, step, found)
     if path is not None:
