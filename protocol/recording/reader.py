@@ -192,6 +192,14 @@ class Reader:
         return [frame for _, table, row in found[:limit] if (frame := self._frame(table, row))]
 
     def _frame(self, table: str, row: Row) -> Frame | None:
+        """Make a row a frame again; None for what is damaged, or of a type that a newer version added."""
+        try:
+            message = self._message(table, row)
+        except (RecordingError, msgspec.MsgspecError, ArithmeticError, LookupError, TypeError, ValueError):
+            return None
+        return None if message is None else Frame(row[0], row[1], message)
+
+    def _message(self, table: str, row: Row) -> Message | None:
         message: Message | None
         if table == "steps":
             message = step_from_row(row)
@@ -201,7 +209,7 @@ class Reader:
             message = log_from_row(row)
         else:
             message = unpack_body(row[BODY_COLUMN[table]])
-        return None if message is None else Frame(row[0], row[1], message)
+        return message
 
     def _sample(self, row: Row) -> Message | None:
         if row[2] not in self._devices:

@@ -32,6 +32,7 @@ NO_RANK = -1
 
 _COMPRESS_ABOVE = 512
 _ZLIB_MAGIC = 0x78
+_LARGEST = 64 * 1024 * 1024
 _encode = msgspec.msgpack.Encoder().encode
 _decode_processes = msgspec.msgpack.Decoder(list[int]).decode
 
@@ -49,7 +50,12 @@ def unpack_body(body: bytes) -> Message | None:
         RecordingError: it is damaged.
     """
     try:
-        found = decode_body(zlib.decompress(body) if body[:1] == bytes([_ZLIB_MAGIC]) else body)
+        if body[:1] == bytes([_ZLIB_MAGIC]):
+            inflater = zlib.decompressobj()
+            body = inflater.decompress(body, _LARGEST)  # a few bytes of a hostile file may stand for gigabytes
+            if not inflater.eof:
+                raise RecordingError("a message in the recording is cut off, or larger than any that is sent")
+        found = decode_body(body)
     except (zlib.error, TypeError, ProtocolError) as error:
         raise RecordingError(f"a damaged message in the recording: {error}") from None
     return found

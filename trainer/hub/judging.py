@@ -10,7 +10,9 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ...protocol import wire
 from ...protocol.control import AlertKind, Severity
+from ...protocol.errors import ProtocolError
 from ...protocol.oom import OomReport
 from ...protocol.rundir import ExitFile, RunFile
 from ...protocol.wire import Frame, Message
@@ -98,7 +100,8 @@ class Judging:
     def _conclude(self, messages: Iterable[Message]) -> None:
         for message in messages:
             # What a rank says may add up to more than a message holds: then there is nothing to be said of it.
-            with contextlib.suppress(OverflowError):
+            with contextlib.suppress(OverflowError, ProtocolError):
+                wire.decode_body(wire.encode_body(message))
                 self._emit(message)
         actions = self._detectors.take_actions()
         if actions:
