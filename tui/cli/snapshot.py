@@ -3,8 +3,9 @@
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from importlib import import_module
 
 import msgspec
 
@@ -31,8 +32,9 @@ def explore(arguments: Namespace) -> int:
         if sys.stderr.isatty():
             print(f"ftmon: {reason}; text instead", file=sys.stderr)
     files = [arguments.file, *([arguments.second] if arguments.second else [])]
-    opened = [_replays(file, arguments.device) for file in files]
-    if not arguments.json and not as_text:
+    in_app = not arguments.json and not as_text
+    opened = [_replays(file, arguments.device, _load_app if in_app else None) for file in files]
+    if in_app:
         from ..screens.snapshot.app import run_explorer
 
         run_explorer(opened[-1], opened[0] if len(opened) > 1 else [], ascii_only=_ascii(arguments))
@@ -53,14 +55,19 @@ def explore(arguments: Namespace) -> int:
     return 0
 
 
-def _replays(file: str, device: int | None) -> list[Replay]:
+def _load_app() -> None:
+    """Import the app, which takes as long as reading a small file."""
+    import_module("..screens.snapshot.app", __package__)
+
+
+def _replays(file: str, device: int | None, meanwhile: Callable[[], None] | None) -> list[Replay]:
     def choose(devices: list[int]) -> list[int]:
         if device is not None and device not in devices:
             raise UsageError(f"{file}: no device {device} in it, only {', '.join(map(str, devices))}")
         return [one for one in devices if device in (None, one)]
 
     with _patience(file):
-        return open_replays(file, choose)
+        return open_replays(file, choose, meanwhile)
 
 
 @contextmanager
