@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.control import Result
+from ftmon.protocol.snapshot.reader import open_snapshot
+from ftmon.protocol.snapshot.replay import Replay
 from ftmon.protocol.telemetry import AllocatorEvents, Heartbeat, Hello, Oom, SnapshotTaken, Step
+from ftmon.tui.model.snapshot_bands import bands_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
 from probe_collector import SCRIPTS, Collector
@@ -122,6 +125,8 @@ def test_allocator_events_are_numbers_of_a_whole_step_and_a_snapshot_is_taken_on
     found = torch_load(taken.path)
     frames = {frame["name"] for trace in found["device_traces"] for entry in trace for frame in entry["frames"]}
     assert {"main", "forward"} <= frames, "the stacks of a whole step are in it"
+    bands = bands_of(Replay(open_snapshot(taken.path), 0))[0]
+    assert {"forward", "backward", "optimizer"} <= {band.phase for band in bands}, "its phases lie over its entries"
     collector.collect(lambda c: any(isinstance(answer, Result) and answer.ok for answer in c.answers), 10)
 
 
