@@ -1,8 +1,13 @@
 """Parts of messages about blocks of memory: who allocated them, and the segments they lie in. Bytes are bytes."""
 
+from typing import Literal
+
 import msgspec
 
 from .bounds import Whole
+
+MemoryMeasure = Literal["cuda", "glibc"]
+"""Whose figures ``allocated`` and ``reserved`` are: PyTorch's CUDA allocator's, or glibc's own (mallinfo2)."""
 
 
 class StackGroup(msgspec.Struct, frozen=True, omit_defaults=True):
