@@ -3,6 +3,8 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,16 @@ def test_where_the_directory_is_shared_the_file_stays(run: RunDir, tmp_path: Pat
 
 def test_free_ports_are_found() -> None:
     assert parse_listen(free_listen()).host == "0.0.0.0"
+
+
+def test_a_further_host_becomes_its_command_as_a_part_of_the_run(run: RunDir, tmp_path: Path) -> None:
+    path = prepare(run, "0.0.0.0:7420")
+    words = [sys.executable, "-P", "-m", "ftmon.trainer.start", "join", str(path), "--", "sh", "-c", "env; exit 7"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7, done.stderr
+    assert f"FTMON_RUN={run.path}" in done.stdout.splitlines()
+    assert f"joining {run.id}" in done.stderr
+    words[5] = str(tmp_path / "none.json")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
