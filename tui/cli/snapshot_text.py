@@ -8,7 +8,7 @@ from ...protocol.snapshot.replay import Replay
 from ...protocol.snapshot.stacks import frame_words
 from ...protocol.snapshot.tree import Node, node_words, stack_tree
 from ...protocol.snapshot.words import fragmentation_words
-from ...protocol.text import gib
+from ...protocol.text import gib, sanitize
 
 _STACKS_SHOWN, _DEPTH = 8, 12
 
@@ -20,7 +20,7 @@ def lines(replays: list[Replay], top: int) -> list[str]:
 
 def _device(replay: Replay, top: int) -> Iterator[str]:
     snapshot = replay.snapshot
-    yield f"{snapshot.path}  device {replay.device}"
+    yield f"{sanitize(snapshot.path)}  device {replay.device}"
     yield (
         f"at its end: allocated {gib(replay.allocated[-1])}, active {gib(replay.active[-1])}, "
         f"requested {gib(replay.requested[-1])}, reserved {gib(replay.reserved[-1])}"
@@ -69,7 +69,7 @@ def _tree(root: Node, most: int) -> Iterator[str]:
 
 def difference_lines(before: list[Replay], after: list[Replay], top: int) -> list[str]:
     """Describe what the second snapshot's end has more or less than the first's, by stack."""
-    told = [f"from {before[0].snapshot.path} to {after[0].snapshot.path}"]
+    told = [f"from {sanitize(before[0].snapshot.path)} to {sanitize(after[0].snapshot.path)}"]
     for old in before:
         new = next((replay for replay in after if replay.device == old.device), None)
         if new is None:

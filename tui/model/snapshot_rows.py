@@ -9,7 +9,7 @@ from ...protocol.snapshot.layout import Piece, fragmentation, layout_at
 from ...protocol.snapshot.stacks import frame_words, library_of, matches
 from ...protocol.snapshot.tree import Key, Node, node_words
 from ...protocol.snapshot.words import fragmentation_words
-from ...protocol.text import gib
+from ...protocol.text import gib, sanitize
 from .snapshot_explorer import Explorer
 
 MOST_BLOCKS = 500
@@ -166,10 +166,15 @@ def _segment_row(piece: Piece) -> Row:
 def _difference(explorer: Explorer) -> Iterator[Row]:
     old = next((replay for replay in explorer.before if replay.device == explorer.replay.device), None)
     if old is None:
-        yield Row(f"{Path(explorer.before[0].snapshot.path).name} has no device {explorer.replay.device}", tone="dim")
+        yield Row(
+            f"{sanitize(Path(explorer.before[0].snapshot.path).name)} has no device {explorer.replay.device}",
+            tone="dim",
+        )
         return
     change = explorer.replay.at(explorer.replay.allocated, explorer.cursor) - old.allocated[-1]
-    yield Row(f"more or less than at the end of {Path(old.snapshot.path).name}", change, signed=True, head=True)
+    yield Row(
+        f"more or less than at the end of {sanitize(Path(old.snapshot.path).name)}", change, signed=True, head=True
+    )
     find = explorer.find.lower()
     for one in explorer.difference():
         if find and not any(find in frame.name.lower() or find in frame.filename.lower() for frame in one.frames):

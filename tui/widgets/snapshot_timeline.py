@@ -3,7 +3,7 @@
 from itertools import pairwise
 from typing import NamedTuple
 
-from ...protocol.text import duration
+from ...protocol.text import duration, sanitize
 from ..model.snapshot_explorer import Explorer
 from .band_row import band_row
 from .canvas import Canvas
@@ -100,7 +100,9 @@ class SnapshotTimeline(Canvas):
     def _head(self, width: int) -> Line:
         look, explorer = self.look, self.explorer
         replay = explorer.replay
-        left = Line(" ", look.base).add(replay.snapshot.path.rpartition("/")[2], look.style("text", bold=True))
+        left = Line(" ", look.base).add(
+            sanitize(replay.snapshot.path).rpartition("/")[2], look.style("text", bold=True)
+        )
         if len(explorer.replays) > 1:
             left.add(f"  device {replay.device} of {len(explorer.replays)}", look.style("accent"))
         else:

@@ -95,3 +95,13 @@ def test_one_device_of_several_can_be_looked_at(tmp_path: Path, capsys: pytest.C
     assert [one["device"] for one in json.loads(capsys.readouterr().out)["devices"]] == [1]
     assert main(["snapshot", str(path), "--json"]) == 0
     assert [one["device"] for one in json.loads(capsys.readouterr().out)["devices"]] == [0, 1]
+
+
+def test_a_files_own_name_does_not_write_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "\x1b]0;title\x07\x1b[31mred.pickle"
+    path.write_bytes(Path(STEP).read_bytes())
+    for words in ([str(path)], [str(path), STEP], [STEP, str(path)]):
+        assert main(["snapshot", *words]) == 0
+        out = capsys.readouterr().out
+        assert "\x1b" not in out
+        assert "\x07" not in out

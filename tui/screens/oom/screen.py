@@ -9,6 +9,7 @@ from textual.binding import BindingType
 from textual.widget import Widget
 
 from ....protocol.errors import FtmonError
+from ....protocol.text import sanitize
 from ...model.console import ConsoleSession
 from ...model.oom import CaseKey, OomCase, first_to_show, held_since
 from ...model.snapshot_explorer import Explorer
@@ -221,7 +222,7 @@ class OomScreen(MonitorScreen):
         folder = stage.source.folder if stage.source is not None else None
         path = file_of(case.oom, folder)
         if path is None:
-            stage.say(place_words(case.oom, folder, stage.model), "warning")
+            stage.say(sanitize(place_words(case.oom, folder, stage.model)), "warning")
             self.tick()
         elif path in self._explorers:
             self.app.push_screen(CapturedScreen(stage, self._explorers[path], view))
@@ -242,7 +243,7 @@ class OomScreen(MonitorScreen):
     def _opened(self, path: Path, view: str, found: Explorer | str) -> None:
         self._reading = None
         if isinstance(found, str):
-            self.stage.say(found, "error")
+            self.stage.say(sanitize(found), "error")
             self.tick()
             return
         self._explorers[path] = found
