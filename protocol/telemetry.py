@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from .blocks import MemoryMeasure as MemoryMeasure
-from .bounds import Gauge, Rank, Stage, Time, Whole
+from .bounds import Gauge, Name, Rank, Stage, Time, Whole
 from .oomevent import Oom as Oom
 
 PHASES = ("init", "data", "forward", "backward", "optimizer", "eval", "checkpoint", "idle")
@@ -113,7 +113,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
     rank: Rank
     local_rank: Rank
     world_size: Whole
-    host: str
+    host: Name
     pid: Whole
     start_ticks: Whole
     """Process start time in clock ticks since boot (field 22 of /proc/PID/stat): with the pid it names a process."""
@@ -352,14 +352,14 @@ class ProcessMemory(msgspec.Struct, frozen=True, omit_defaults=True):
 class DeviceSample(msgspec.Struct, tag="device", frozen=True, omit_defaults=True):
     """One look at a device: NVML for a GPU; /proc for the host itself (``kind`` ``host``). None: cannot be read."""
 
-    host: str
+    host: Name
     kind: Literal["gpu", "host"]
     index: Whole
-    name: str
+    name: Name
     time: Time
     used_bytes: Whole
     total_bytes: Whole
-    uuid: str = ""
+    uuid: Name = ""
     utilization_percent: Gauge | None = None
     """Share of the last sampling period in which a kernel ran (NVML), or busy CPU share (host)."""
     power_w: Gauge | None = None

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from ...protocol.telemetry import LogLine
 
 CAPACITY = 10_000
+LONGEST = 4_096
+"""Characters kept of a line: as many as are ever shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class LogBook:
 
     def put(self, seq: int, line: LogLine) -> None:
         """Add a line; the oldest goes when the ring is full."""
-        self._entries.append(LogEntry(seq, line.time, line.rank, line.stream, line.text))
+        self._entries.append(LogEntry(seq, line.time, line.rank, line.stream, line.text[:LONGEST]))
         self.version += 1
 
     def put_older(self, entries: list[LogEntry]) -> None:

@@ -22,6 +22,7 @@ from .timeline import Mark
 DeviceKey = tuple[str, str, int]
 """Host, kind (``gpu`` or ``host``) and index."""
 
+_MOST_DEVICES = 4_096
 _FAR_FUTURE = 1e11
 """No time of a message is beyond it, in seconds since the epoch."""
 
@@ -260,8 +261,8 @@ class RunModel:
 
     def _device(self, sample: telemetry.DeviceSample, frame: Frame) -> None:
         key = (sample.host, sample.kind, sample.index)
-        if key not in self.devices and len(self.devices) >= MAX_RANKS:
-            raise ValueError("more devices than ranks can be")
+        if key not in self.devices and len(self.devices) >= _MOST_DEVICES:
+            raise ValueError("more devices than a run can have")
         self.devices[key] = sample
         if sample.uuid:
             self._by_uuid[sample.uuid] = key
