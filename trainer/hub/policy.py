@@ -119,7 +119,7 @@ class Policy:
     def _is_wanted(self, verdict: Verdict) -> bool:
         states = {rank: t.state.state for rank, t in self._tracker.ranks.items() if t.state is not None}
         held = bool(verdict.hung) and all(states.get(rank) == "held" for rank in verdict.hung)
-        paused = all(state in ("stopped", "finished", "gone") for state in states.values())
+        paused = bool(states) and all(state in ("stopped", "finished", "gone") for state in states.values())
         # A host that is cut off is no hang: what its ranks do is not known, and they may go on by themselves.
         return held or paused or verdict.kind == "unreachable"
 

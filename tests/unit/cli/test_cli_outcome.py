@@ -82,3 +82,8 @@ def test_a_failed_run_shows_the_last_words_of_the_rank_that_failed_first(tmp_pat
     assert not any("rank 0|" in line for line in lines)
     told = list(outcome.closing_lines(run, ExitFile(2, 0.0, "failed", "exit code 2"), model, output_told=True))
     assert told[0] == f"{run.id} failed: exit code 2"
+
+
+@pytest.mark.parametrize(("cause", "status"), [("hang", 3), ("hang-at-exit", 4)])
+def test_a_run_that_ftmon_ended_itself_has_a_status_of_its_own(cause: str, status: int) -> None:
+    assert outcome.exit_status(ExitFile(-9, 1.0, "failed", "", cause)) == status

@@ -1,0 +1,176 @@
+"""What is done about a hang that nobody looks at: when, what, and when not."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.protocol import rundir
+from ftmon.protocol.control import Command, RankState
+from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.telemetry import DeviceInfo, Goodbye, Hello, Stacks
+from ftmon.trainer.hub.detectors.verdicts import Verdict
+from ftmon.trainer.hub.judging import Judging
+from ftmon.trainer.hub.policy import STOP_SECONDS, SURE_SECONDS, Policy
+from ftmon.trainer.intent import read_intent
+
+HANG = Verdict("missing", (0,), (1,), True, "rank 1 has not entered all_reduce #5; rank 0 waits 9 s", "", 9.0)
+
+
+class Hands:
+    """Everything a policy acts through: keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.killed = 0
+        self.interrupted = 0
+
+    def start(self, ranks: list[int], number: Any, done: Any) -> None:
+        assert (ranks, number) == ([], None)
+        self.killed += 1
+
+    def interrupt(self) -> list[int]:
+        self.interrupted += 1
+        return [1]
+
+    def latest(self) -> dict[int, Stacks]:
+        return {1: Stacks(1, 1.0, "Thread 0x1 (most recent call first):", taken_by="probe")}
+
+    def grouped(self) -> list[str]:
+        return ["rank 1: train.py:5 in main"]
+
+    def read_native(self, ranks: list[int], reason: str, done: Any) -> None:
+        del ranks, reason, done
+
+    ranks = (0, 1)
+
+
+class Bench:
+    """A policy with a clock."""
+
+    def __init__(self, run: RunDir, **options: Any) -> None:
+        self.sent: list[Any] = []
+        self.run = run
+        self.judging = Judging(run.read_run(), self._emit)
+        self.hands: Any = Hands()
+        emit = lambda message: self.judging.feed(*self._emit(message), message)  # noqa: E731
+        self.policy = Policy(run, options, self.judging, self.hands, self.hands, self.hands, emit)
+        self.now = 100.0
+        self.tracker = self.judging.tracker
+
+    def _emit(self, message: Any) -> tuple[int, float]:
+        self.sent.append(message)
+        return len(self.sent), time.time()
+
+    def hello(self, rank: int, world: int = 2) -> None:
+        device = DeviceInfo("cpu", 0, "cpu", 1)
+        self.judging.feed(1, time.time(), Hello(rank, rank, world, "h", 1, 1, device, "glibc", 1.0))
+
+    def wait(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.25
+            self.policy.tick(self.now)
+
+    @property
+    def saved(self) -> list[str]:
+        folder = self.run.path / "stacks"
+        return [path.read_text() for path in folder.iterdir()] if folder.exists() else []
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    return rundir.create("test", ["x"], "run", {})
+
+
+def test_a_hang_is_acted_on_once_it_has_stood_and_its_stacks_are_saved_first(run: RunDir):
+    bench = Bench(run, on_hang="kill", hang_grace=10.0)
+    bench.tracker.verdict = HANG
+    bench.wait(9.0)
+    assert (bench.hands.killed, bench.saved) == (0, [])
+    bench.wait(2.0)
+    assert bench.hands.killed == 1
+    assert "rank 1 has not entered" in bench.saved[0]
+    assert "rank 1: train.py:5 in main" in bench.saved[0]
+    intent = read_intent(run)
+    assert intent is not None
+    assert (intent.verb, intent.cause, intent.state) == ("--on-hang kill", "hang", "failed")
+    assert any(isinstance(message, Command) and message.verb == "kill" for message in bench.sent)
+    bench.wait(100.0)
+    assert bench.hands.killed == 1
+
+
+def test_a_stall_that_ends_in_time_is_left_alone(run: RunDir):
+    bench = Bench(run, on_hang="kill", hang_grace=10.0)
+    for _ in range(5):
+        bench.tracker.verdict = HANG
+        bench.wait(8.0)
+        bench.tracker.verdict = None
+        bench.wait(1.0)
+    assert bench.hands.killed == 0
+
+
+def test_stop_interrupts_and_kills_what_has_not_ended(run: RunDir):
+    bench = Bench(run, on_hang="stop", hang_grace=1.0)
+    bench.tracker.verdict = HANG
+    bench.wait(3.0)
+    assert (bench.hands.interrupted, bench.hands.killed) == (1, 0)
+    bench.wait(STOP_SECONDS)
+    assert (bench.hands.interrupted, bench.hands.killed) == (1, 1)
+
+
+def test_stacks_are_all_that_is_saved_where_no_more_is_wanted(run: RunDir):
+    bench = Bench(run, on_hang="stacks", hang_grace=1.0)
+    bench.tracker.verdict = HANG
+    bench.wait(60.0)
+    assert len(bench.saved) == 1
+    assert (bench.hands.killed, read_intent(run)) == (0, None)
+
+
+@pytest.mark.parametrize("state", ["stopped", "held"])
+def test_what_somebody_paused_is_no_hang(run: RunDir, state: Any):
+    bench = Bench(run, on_hang="kill", hang_grace=1.0)
+    for rank in (0, 1):
+        bench.hello(rank)
+        bench.tracker.ranks[rank].state = RankState(rank, state, 1.0)
+    bench.tracker.verdict = HANG
+    bench.wait(20.0)
+    assert bench.hands.killed == 0
+    bench.tracker.ranks[0].state = RankState(0, "waiting", 1.0)
+    bench.wait(20.0)
+    assert bench.hands.killed == (1 if state == "stopped" else 0), "one rank that is stopped holds the others up"
+
+
+def test_the_rest_may_go_on_for_so_long_after_a_rank_has_finished(run: RunDir):
+    bench = Bench(run, exit_timeout=20.0)
+    bench.hello(0)
+    bench.judging.feed(2, time.time() - 60.0, Goodbye(0, 1.0, 9, "finished"))
+    bench.wait(10.0)
+    assert bench.hands.killed == 0, "rank 1 has not begun"
+    bench.hello(1)
+    bench.wait(10.0)
+    assert bench.hands.killed == 0, "rank 1 was heard a moment ago"
+    bench.tracker.ranks[1].progress.moved_at = time.time() - 30.0
+    bench.wait(SURE_SECONDS - 1.0)
+    assert bench.hands.killed == 0
+    bench.wait(3.0)
+    assert bench.hands.killed == 1
+    intent = read_intent(run)
+    assert intent is not None
+    assert (intent.cause, intent.state) == ("hang-at-exit", "stopped")
+
+
+def test_a_checkpoint_at_the_end_keeps_its_own_patience(run: RunDir):
+    bench = Bench(run, exit_timeout=20.0)
+    for rank in (0, 1):
+        bench.hello(rank)
+    bench.judging.feed(2, time.time() - 60.0, Goodbye(0, 1.0, 9, "finished"))
+    progress = bench.tracker.ranks[1].progress
+    progress.moved_at, progress.phase, progress.has_stepped, progress.steps_seen = (
+        time.time() - 60,
+        "checkpoint",
+        True,
+        9,
+    )
+    bench.wait(20.0)
+    assert bench.hands.killed == 0
