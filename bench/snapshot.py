@@ -110,7 +110,8 @@ def measure(path: Path) -> dict[str, object]:
 
     replay = open_replays(path)[0]
     done = time.perf_counter()
-    own, child = (resource.getrusage(who).ru_maxrss * 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own, child = (each.ru_maxrss * 1024 for each in used)
     explorer = Explorer([replay])
     chosen = random.Random(1)
     moves: dict[str, dict[str, float]] = {}
@@ -119,17 +120,23 @@ def measure(path: Path) -> dict[str, object]:
         if view == "between":
             explorer.set_mark()
         times: list[float] = []
+        cpu = time.process_time()
         for _ in range(MOVES):
             at = time.perf_counter()
             explorer.move(chosen.randrange(replay.entries))
             rows_of(explorer, 80)[:60]
             explorer.annotation_words()
             times.append((time.perf_counter() - at) * 1e3)
-        moves[view] = {"median_ms": round(statistics.median(times), 1), "worst_ms": round(max(times), 1)}
+        moves[view] = {
+            "median_ms": round(statistics.median(times), 1),
+            "worst_ms": round(max(times), 1),
+            "mean_cpu_ms": round((time.process_time() - cpu) * 1e3 / MOVES, 1),
+        }
     return {
         "entries": replay.entries,
         "file_bytes": path.stat().st_size,
         "open_s": round(done - begun, 2),
+        "open_cpu_s": [round(each.ru_utime + each.ru_stime, 2) for each in used],
         "most_resident_bytes": own,
         "reading_process_most_resident_bytes": child,
         "cursor": moves,

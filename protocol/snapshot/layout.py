@@ -98,8 +98,11 @@ class Layout(Sequence[Piece]):
         ends = map(add, self.addresses, self.sizes)
         self.gaps = [*map(sub, self.addresses[1:], ends), 0][: len(self.numbers)]
         """Behind each allocation the free bytes up to the next one, where both lie in the same piece."""
+        self.exact = True
+        """Whether every active allocation lies in it with its whole size, as in any file that is sound."""
         # A block never reaches into the next: only blocks of unsure size could seem to.
         if self.gaps and min(self.gaps) < 0:
+            self.exact = False
             for place in [place for place, gap in enumerate(self.gaps) if gap < 0]:
                 self.sizes[place], self.gaps[place] = max(0, self.sizes[place] + self.gaps[place]), 0
         spans = self._lay_out(replay.segments.at(index))
@@ -116,12 +119,15 @@ class Layout(Sequence[Piece]):
             last = bisect_left(addresses, one.end, first)
             if last > first:
                 self.gaps[last - 1] = 0
-                sizes[last - 1] = min(sizes[last - 1], one.end - addresses[last - 1])
+                room = one.end - addresses[last - 1]
+                if sizes[last - 1] > room:
+                    sizes[last - 1], self.exact = room, False
             spans.append((one, first, last))
         return spans
 
     def _only(self, spans: list[tuple[Range, int, int]]) -> list[tuple[Range, int, int]]:
         """Leave out allocations that lie in no range: the file contradicts itself there."""
+        self.exact = False
         places = [place for _, first, last in spans for place in range(first, last)]
         self.numbers, self.addresses, self.sizes, self.gaps = (
             [column[place] for place in places] for column in (self.numbers, self.addresses, self.sizes, self.gaps)
@@ -175,11 +181,16 @@ class Fragmentation(NamedTuple):
 
 def fragmentation(layout: Layout) -> Fragmentation:
     """Sum a layout up."""
-    of, sizes = layout.replay.allocations, layout.sizes
+    replay, sizes = layout.replay, layout.sizes
+    of = replay.allocations
     reserved, taken = sum(piece.size for piece in layout), sum(sizes)
-    requested = sum(map(of.requested.__getitem__, layout.numbers))
-    let_go = map(layout.moment.__ge__, map(of.freed.__getitem__, layout.numbers))
-    pending = sum(compress(sizes, let_go))
+    if layout.exact:
+        requested = replay.at(replay.requested, layout.moment)
+        pending = taken - replay.at(replay.allocated, layout.moment)
+    else:
+        requested = sum(map(of.requested.__getitem__, layout.numbers))
+        let_go = map(layout.moment.__ge__, map(of.freed.__getitem__, layout.numbers))
+        pending = sum(compress(sizes, let_go))
     edges = [size for piece in layout for size in piece.edges]
     return Fragmentation(
         reserved=reserved,

@@ -57,11 +57,6 @@ class LiveSets:
             numbers, addresses = [numbers[at] for at in order], [addresses[at] for at in order]
         return Taken(numbers, addresses)
 
-    def totals_at(self, index: int) -> Totals:
-        """Sum up by stack what the program holds right after entry ``index``."""
-        of = self._of
-        return sums(of, [number for number in self.taken_at(index).numbers if of.freed[number] > index])
-
     def _advance(self, owner: "array[int]", begin: int, end: int) -> None:
         """Apply the entries ``begin`` up to but not including ``end`` to the owners of addresses."""
         of, slots = self._of, self._slots

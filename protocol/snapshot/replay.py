@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from .allocations import BEFORE, BEGINS, FREED, FREED_AND_ENDS, NOTHING, Allocations, columns
-from .live import LiveSets, Taken, Totals
+from .live import LiveSets, Taken, Totals, sums
 from .model import ALLOCATED, OOM, PENDING, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Snapshot
 from .segments import SegmentHistory
 
@@ -115,13 +115,15 @@ class Replay:
 
     def totals_at(self, index: int) -> Totals:
         """Sum up by stack what the program holds right after entry ``index``: bytes and blocks."""
-        return self._live.totals_at(max(BEFORE, min(index, self.last)))
+        return sums(self.allocations, self.live_at(index))
 
     def live_at(self, index: int) -> list[int]:
         """List the allocations that the program holds right after entry ``index``."""
         index = max(BEFORE, min(index, self.last))
-        freed = self.allocations.freed
-        return [number for number in self.active_at(index) if freed[number] > index]
+        freed, active = self.allocations.freed, self.active_at(index)
+        if self.at(self.active, index) == self.at(self.allocated, index):
+            return active  # nothing waits for a stream
+        return [number for number in active if freed[number] > index]
 
     def state_at(self, number: int, index: int) -> int:
         """Tell whether an active allocation is ``ALLOCATED`` or ``PENDING`` right after entry ``index``."""
