@@ -87,6 +87,7 @@ def peer_socket(context: "zmq.Context[Any]", channel: str, identity: bytes | Non
     if identity is not None:
         socket.setsockopt(zmq.IDENTITY, identity)
     if channel == "stream":
+        socket.setsockopt(zmq.RCVHWM, SEND_HIGH_WATER)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
     return socket
 

@@ -43,6 +43,10 @@ _MAX_FETCHED = 40_000
 
 _GONE = "the hub is gone; the ranks train on, and a new hub is looked for"
 _MAX_BATCH = 500
+_MOST_WAITING = 40
+"""Batches not yet folded. Beyond it the rest stays in ZeroMQ's queue; what that drops is seen by its numbers, and asked
+for or loaded anew."""
+_PAUSE_S = 0.02
 _CONNECT_MS = 1000
 
 
@@ -199,7 +203,10 @@ class Feed(threading.Thread):
             now = time.monotonic()
             if stream in ready:
                 heard = now
-                self._take(stream, history)
+                if len(self.arrivals) < _MOST_WAITING:
+                    self._take(stream, history)
+                else:
+                    self._closing.wait(_PAUSE_S)
             if control in ready:
                 self._hear(control)
             if self._woken.fileno() in ready:
