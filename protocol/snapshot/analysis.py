@@ -2,12 +2,11 @@
 
 from bisect import bisect_right
 from heapq import nlargest
-from itertools import compress
 from operator import neg
 from typing import NamedTuple
 
 from ..text import gib
-from .allocations import BEFORE, FREED, FREED_AND_ENDS, columns
+from .allocations import BEFORE, columns
 from .layout import Piece, layout_at
 from .live import Totals, sums
 from .model import Frame, Snapshot
@@ -15,25 +14,19 @@ from .replay import Replay
 from .rounding import SMALL_MOST
 from .stacks import Tally, frame_words, library_of
 
-_NOT = bytes(not value for value in range(256))
-_FREES = bytes(event in (FREED, FREED_AND_ENDS) for event in range(256))
 NO_STACK = "no Python stack recorded"
 """Of what was allocated before the window, by C++ threads such as the backward pass has, or without stacks."""
 
 
-def tally(replay: Replay, numbers: list[int]) -> dict[int, Tally]:
-    """Sum allocations up by stack, most bytes first."""
-    return _by_size(sums(replay.allocations, numbers))
-
-
-def _by_size(totals: Totals) -> dict[int, Tally]:
+def by_size(totals: Totals) -> dict[int, Tally]:
+    """Order totals by their bytes, most first."""
     order = sorted(totals, key=lambda stack: (-totals[stack][0], stack))
     return {stack: Tally(*totals[stack]) for stack in order}
 
 
 def live_stacks(replay: Replay, index: int) -> dict[int, Tally]:
     """Sum up by stack what the program holds right after entry ``index``; the bytes add up to allocated memory."""
-    return _by_size(replay.totals_at(index))
+    return by_size(replay.totals_at(index))
 
 
 def largest(replay: Replay, index: int, most: int) -> list[int]:
@@ -46,42 +39,37 @@ def largest(replay: Replay, index: int, most: int) -> list[int]:
 
 
 class Between(NamedTuple):
-    """What happened from right after entry ``first`` to right after entry ``last``; allocations by number."""
+    """What happened from right after entry ``first`` to right after entry ``last``, by stack."""
 
     first: int
     last: int
-    stayed: list[int]
+    stayed: Totals
     """Allocated in between and still held at the end of it."""
-    gone: list[int]
+    gone: Totals
     """Held at its beginning and freed in between."""
-    came_and_went: list[int]
+    came_and_went: Totals
     """Both allocated and freed in between."""
 
-    def sizes(self, replay: Replay) -> tuple[int, int, int]:
-        """Sum each of the three up, bytes."""
-        sizes = replay.allocations.sizes
-        stayed, gone, passed = (
-            sum(sizes[number] for number in part) for part in (self.stayed, self.gone, self.came_and_went)
-        )
-        return stayed, gone, passed
+
+def total(of: Totals) -> Tally:
+    """Sum totals up over all stacks."""
+    return Tally(sum(size for size, _ in of.values()), sum(blocks for _, blocks in of.values()))
 
 
 def between(replay: Replay, one: int, other: int) -> Between:
     """Compare two moments; their order does not matter."""
-    first, last = sorted((max(BEFORE, one), max(BEFORE, other)))
+    first, last = sorted(max(BEFORE, min(moment, replay.last)) for moment in (one, other))
     of = replay.allocations
     low, high = (bisect_right(of.begins, moment, 0, of.in_window) for moment in (first, last))
-    held = bytes(map(last.__lt__, of.freed[low:high]))
-    part = slice(first + 1, last + 1)
-    freed = list(compress(of.numbers[part], of.events[part].translate(_FREES)))
-    freed += [odd.number for odd in of.odd if odd.frees and first < odd.at <= last]
-    return Between(
-        first,
-        last,
-        stayed=list(compress(range(low, high), held)),
-        gone=[number for number in freed if number < low or number >= of.in_window],
-        came_and_went=list(compress(range(low, high), held.translate(_NOT))),
-    )
+    # Far fewer live at a moment than come and go in between: only the former are looked at one by one.
+    stayed = sums(of, [number for number in replay.live_at(last) if low <= number < high])
+    gone = sums(of, [number for number in replay.live_at(first) if of.freed[number] <= last])
+    passed = replay.begun_sums(low, high)
+    for stack, (size, blocks) in stayed.items():
+        all_size, all_blocks = passed.pop(stack)
+        if all_blocks > blocks:
+            passed[stack] = all_size - size, all_blocks - blocks
+    return Between(first, last, stayed, gone, passed)
 
 
 class Change(NamedTuple):

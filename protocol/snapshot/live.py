@@ -16,6 +16,9 @@ _MOST_KEPT = 8_000_000
 """Owners kept in all checkpoints together, 4 bytes each."""
 _MOST_CHECKPOINTS = 256
 
+_MOST_SUMS = 32
+"""How often the sums of what began are kept."""
+
 Totals = dict[int, tuple[int, int]]
 """Bytes and blocks by stack."""
 
@@ -78,6 +81,39 @@ def sums(of: Allocations, numbers: list[int]) -> Totals:
         size[stack] += one
         blocks[stack] += 1
     return {stack: (size[stack], found) for stack, found in enumerate(blocks) if found}
+
+
+class Begun:
+    """Sums by stack of the allocations that began in the window, up to any number, kept every so many numbers."""
+
+    def __init__(self, of: Allocations) -> None:
+        self._of = of
+        self._stride = max(1, -(-of.in_window // _MOST_SUMS))
+        size, blocks = array("q", bytes(8 * of.different_stacks)), array("q", bytes(8 * of.different_stacks))
+        self._kept: list[tuple[array[int], array[int]]] = []
+        for begin in range(0, of.in_window + 1, self._stride):
+            self._kept.append((size[:], blocks[:]))
+            self._add(size, blocks, begin, min(begin + self._stride, of.in_window))
+
+    def sums(self, low: int, high: int) -> Totals:
+        """Sum up the allocations with the numbers from ``low`` up to but not including ``high``."""
+        (less, fewer), (size, blocks) = self._up_to(low), self._up_to(high)
+        return {
+            stack: (size[stack] - less[stack], count - fewer[stack])
+            for stack, count in enumerate(blocks)
+            if count > fewer[stack]
+        }
+
+    def _up_to(self, number: int) -> "tuple[array[int], array[int]]":
+        nearest = number // self._stride
+        size, blocks = (kept[:] for kept in self._kept[nearest])
+        self._add(size, blocks, nearest * self._stride, number)
+        return size, blocks
+
+    def _add(self, size: "array[int]", blocks: "array[int]", begin: int, end: int) -> None:
+        for stack, one in zip(self._of.stacks[begin:end], self._of.sizes[begin:end], strict=True):
+            size[stack] += one
+            blocks[stack] += 1
 
 
 def _slots(of: Allocations) -> tuple[list[int], list[int]]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from .allocations import BEFORE, BEGINS, FREED, FREED_AND_ENDS, NOTHING, Allocations, columns
-from .live import LiveSets, Taken, Totals, sums
+from .live import Begun, LiveSets, Taken, Totals, sums
 from .model import ALLOCATED, OOM, PENDING, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Snapshot
 from .segments import SegmentHistory
 
@@ -39,6 +39,7 @@ class Replay:
         """The first entry at which allocated memory is at its highest; -1 for before the first."""
         self.ooms = [index for index, action in enumerate(self.trace.actions) if action == OOM]
         self._live = LiveSets(self.allocations)
+        self._begun: Begun | None = None
 
     def complete(self, snapshot: Snapshot) -> None:
         """Take over the stacks of the whole snapshot, where this was made of one without."""
@@ -116,6 +117,12 @@ class Replay:
     def totals_at(self, index: int) -> Totals:
         """Sum up by stack what the program holds right after entry ``index``: bytes and blocks."""
         return sums(self.allocations, self.live_at(index))
+
+    def begun_sums(self, low: int, high: int) -> Totals:
+        """Sum up by stack the allocations of the window with the numbers from ``low`` up to but not ``high``."""
+        if self._begun is None:
+            self._begun = Begun(self.allocations)
+        return self._begun.sums(low, high)
 
     def live_at(self, index: int) -> list[int]:
         """List the allocations that the program holds right after entry ``index``."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
-from ...protocol.snapshot.analysis import NO_STACK, largest, place, tally
+from ...protocol.snapshot.analysis import NO_STACK, by_size, largest, place, total
 from ...protocol.snapshot.layout import Piece, fragmentation, layout_at
 from ...protocol.snapshot.stacks import frame_words, library_of, matches
 from ...protocol.snapshot.tree import Key, Node, node_words
@@ -135,18 +135,17 @@ def _between(explorer: Explorer) -> Iterator[Row]:
     replay = explorer.replay
     change = replay.at(replay.allocated, found.last) - replay.at(replay.allocated, found.first)
     yield Row(f"from entry {found.first:,} to {found.last:,}: allocated", change, signed=True, head=True)
-    for words, numbers, sign in (
+    for words, part, sign in (
         ("allocated and still held", found.stayed, 1),
         ("held before, freed in between", found.gone, -1),
         ("allocated and freed again in between", found.came_and_went, 1),
     ):
-        stacks = tally(replay, numbers)
-        total = sum(one.bytes for one in stacks.values())
-        yield Row(words, sign * total, len(numbers), head=True, signed=True)
-        for stack, one in list(stacks.items())[:MOST_BLOCKS]:
+        whole = total(part)
+        yield Row(words, sign * whole.bytes, whole.blocks, head=True, signed=True)
+        for stack, one in list(by_size(part).items())[:MOST_BLOCKS]:
             if explorer.find and not matches(replay.snapshot, stack, explorer.find):
                 continue
-            share = one.bytes / max(1, total)
+            share = one.bytes / max(1, whole.bytes)
             yield Row(place(replay.snapshot, stack), sign * one.bytes, one.blocks, share, 1, signed=True)
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 from caching_allocator import MIB, CachingAllocator, Figures
 from ftmon.protocol.snapshot import live
-from ftmon.protocol.snapshot.analysis import between, find_oom, live_stacks
+from ftmon.protocol.snapshot.analysis import between, find_oom, live_stacks, total
 from ftmon.protocol.snapshot.columns import compact
 from ftmon.protocol.snapshot.layout import fragmentation, layout_at
 from ftmon.protocol.snapshot.replay import Replay
@@ -101,8 +101,9 @@ def test_between_two_marks_what_stayed_less_what_went_is_the_change(
     replay = Replay(compact(allocator.snapshot(), "made"), 0)
     one, other = min(one, replay.last), min(other, replay.last)
     part = between(replay, one, other)
-    stayed, gone, _ = part.sizes(replay)
-    assert stayed - gone == replay.at(replay.allocated, part.last) - replay.at(replay.allocated, part.first)
+    assert total(part.stayed).bytes - total(part.gone).bytes == replay.at(replay.allocated, part.last) - replay.at(
+        replay.allocated, part.first
+    )
 
 
 def test_checkpoints_give_the_same_live_set_as_walking_from_the_start() -> None:
@@ -222,8 +223,14 @@ def test_a_trace_that_contradicts_itself_is_replayed_without_contradictions(
         assert replay.at(replay.active, index) == sum(of.sizes[n] for n in active)
         assert replay.at(replay.requested, index) == sum(of.requested[n] for n in active)
         assert sum(tally.bytes for tally in live_stacks(replay, index).values()) == sum(of.sizes[n] for n in held)
-        part = between(replay, -1, index)
-        assert sorted(part.stayed) == sorted(n for n in held if of.begins[n] > -1)
+        for other in (-1, index // 2):
+            low, high = min(other, index), max(other, index)
+            begun = {n for n in range(len(of.begins)) if low < of.begins[n] <= high}
+            part = between(replay, other, index)
+            assert total(part.stayed).blocks == sum(of.freed[n] > high for n in begun)
+            assert total(part.came_and_went).blocks == sum(of.freed[n] <= high for n in begun)
+            before = [n for n in range(len(of.begins)) if of.begins[n] <= low < of.freed[n] <= high]
+            assert total(part.gone) == (sum(of.sizes[n] for n in before), len(before))
         layout = layout_at(replay, index)
         assert all(piece.free_bytes >= 0 and piece.largest_free_bytes <= piece.size for piece in layout)
     assert replay.allocated[-1] == sum(room for state in states if state == "active_allocated")
