@@ -151,7 +151,7 @@ def test_names_without_end_are_not_kept(line, monkeypatch):
 def test_losses_beyond_all_numbers_stay_a_number(line):
     for number in range(4):
         line.send(1, src=f"s{number}")
-    huge = Goodbye(rank=0, time=1.0, step=1, reason="finished", dropped=2**64 - 1)
+    huge = Goodbye(rank=0, time=1.0, step=1, reason="finished", dropped=2**63 - 1)
     for number in range(4):
         line.send(2, huge, src=f"s{number}")
     line.drain()
