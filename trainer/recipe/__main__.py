@@ -28,10 +28,9 @@ def main(arguments: list[str]) -> int:
         from .ranks import World
 
         world = World()
-        try:
-            train(config, world)
-        finally:
-            world.leave()
+        train(config, world)
+        # Not after a failure: NCCL would wait here for collectives that the other ranks are still in, for ever.
+        world.leave()
     except UsageError as error:
         # Every rank finds the same mistake; once is enough.
         if rank == "0":
