@@ -1,6 +1,6 @@
 """``ftmon demo`` and its faults on the GPUs that are there: what is said of each, how it ends, what is left.
 
-    python bench/gpu/demo.py --out demo.md [--pictures FOLDER]
+    python bench/gpu/demo.py --out demo.md [--pictures FOLDER] [--only oom,hang]
 
 Prints a Markdown table. Runs that end by themselves go first, the demo alone, then its faults side by side; a hung and
 a stopped one are killed while the app (without a terminal) looks on; its screen goes to ``--pictures``.
@@ -25,6 +25,7 @@ from ftmon.protocol.telemetry import Hello
 FTMON = [sys.executable, "-m", "ftmon.tui.cli"]
 ENDING = ("spike", "slow", "oom", "crash")
 STANDING = ("hang", "stop")
+ENDING_SECONDS = 100
 KIND = {"spike": "spike", "slow": "slow", "oom": "oom", "crash": "died", "hang": "hang", "stop": "hang"}
 """Which alert each fault is to bring; a crash may also be told as ``failure``."""
 
@@ -90,7 +91,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--pictures", type=Path)
-    parser.add_argument("--steps", default="40")
+    parser.add_argument("--steps", default="60")
+    parser.add_argument("--only", default=",".join(("none", *ENDING, *STANDING)), help="none: the demo without a fault")
     options = parser.parse_args()
     os.environ.setdefault("FTMON_HOME", tempfile.mkdtemp())
     before = used_mib()
@@ -105,29 +107,40 @@ def main() -> None:
         lines.append("| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in cells) + " |")
         print(lines[-1], flush=True)
 
-    began = time.monotonic()
-    job = start("demo", "--steps", options.steps)
-    first = None
-    text: list[str] = []
-    assert job.stdout is not None
-    for line in job.stdout:
-        text.append(line.rstrip())
-        if first is None and " step " in f" {line}":
-            first = time.monotonic() - began
-    code = job.wait(300)
-    alerts, pids = recorded("demo")
-    say("demo", code, told(alerts), f"{len(pids)} ranks; first step after {first or -1:.1f} s; {' '.join(text[-2:])}")
-
-    jobs = {kind: start(kind, "--steps", options.steps, "--fault", kind) for kind in ENDING}
+    only = options.only.split(",")
+    if "none" in only:
+        began = time.monotonic()
+        job = start("demo", "--steps", options.steps)
+        first = None
+        text: list[str] = []
+        assert job.stdout is not None
+        for line in job.stdout:
+            text.append(line.rstrip())
+            if first is None and " step " in f" {line}":
+                first = time.monotonic() - began
+        code = job.wait(300)
+        alerts, pids = recorded("demo")
+        say(
+            "demo",
+            code,
+            told(alerts),
+            f"{len(pids)} ranks; first step after {first or -1:.1f} s; {' '.join(text[-2:])}",
+        )
+    jobs = {kind: start(kind, "--steps", options.steps, "--fault", kind) for kind in ENDING if kind in only}
     for kind, job in jobs.items():
-        output = job.communicate(timeout=300)[0]
+        try:
+            output = job.communicate(timeout=ENDING_SECONDS)[0]
+        except subprocess.TimeoutExpired:
+            print(subprocess.run([*FTMON, "stacks", kind], capture_output=True, text=True, check=False).stdout)
+            subprocess.run([*FTMON, "kill", kind, "--yes"], check=False)
+            output = f"DID NOT END in {ENDING_SECONDS} s"
         alerts, pids = recorded(kind)
         kinds = {alert.kind for alert in alerts}
         right = KIND[kind] in kinds or (kind == "crash" and "failure" in kinds)
         words = f"{'right' if right else 'NOT NAMED'}; {output.splitlines()[-1]}"
         say(f"--fault {kind}", job.returncode, told(alerts), words)
 
-    jobs = {kind: start(kind, "--fault", kind) for kind in STANDING}
+    jobs = {kind: start(kind, "--fault", kind) for kind in STANDING if kind in only}
     for kind, job in jobs.items():
         deadline = time.monotonic() + 120
         alerts, pids = [], []
