@@ -61,15 +61,20 @@ def between(replay: Replay, one: int, other: int) -> Between:
     first, last = sorted(max(BEFORE, min(moment, replay.last)) for moment in (one, other))
     of = replay.allocations
     low, high = (bisect_right(of.begins, moment, 0, of.in_window) for moment in (first, last))
-    # Far fewer live at a moment than come and go in between: only the former are looked at one by one.
-    stayed = sums(of, [number for number in replay.live_at(last) if low <= number < high])
-    gone = sums(of, [number for number in replay.live_at(first) if of.freed[number] <= last])
-    passed = replay.begun_sums(low, high)
-    for stack, (size, blocks) in stayed.items():
-        all_size, all_blocks = passed.pop(stack)
+    # Far fewer live at a moment than come and go in between, and fewer still from the one moment to the other.
+    kept = sums(of, [number for number in replay.live_at(first) if of.freed[number] > last])
+    stayed, gone = _less(replay.totals_at(last), kept), _less(replay.totals_at(first), kept)
+    return Between(first, last, stayed, gone, _less(replay.begun_sums(low, high), stayed))
+
+
+def _less(whole: Totals, part: Totals) -> Totals:
+    """Take away what is part of it; stacks with nothing left are left out."""
+    left = dict(whole)
+    for stack, (size, blocks) in part.items():
+        all_size, all_blocks = left.pop(stack)
         if all_blocks > blocks:
-            passed[stack] = all_size - size, all_blocks - blocks
-    return Between(first, last, stayed, gone, passed)
+            left[stack] = all_size - size, all_blocks - blocks
+    return left
 
 
 class Change(NamedTuple):

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from itertools import compress
 from typing import NamedTuple
 
-from .allocations import BEFORE, BEGINS, ENDS, Allocations
+from .allocations import BEFORE, BEGINS, ENDS, FREED, FREED_AND_ENDS, Allocations
 
 _LEAST_STRIDE = 2048
 _MOST_KEPT = 8_000_000
@@ -40,6 +40,7 @@ class LiveSets:
         kept = max(1, min(_MOST_CHECKPOINTS, _MOST_KEPT // max(1, len(self._addresses))))
         self._stride = max(_LEAST_STRIDE, -(-of.entries // kept))
         self._owners: list[array[int]] = []
+        self._sums: dict[int, tuple[list[int], list[int]]] = {}
         owner = array("I", bytes(4 * len(self._addresses)))
         for number, begin in enumerate(of.begins):
             if begin == BEFORE:
@@ -60,6 +61,33 @@ class LiveSets:
             numbers, addresses = [numbers[at] for at in order], [addresses[at] for at in order]
         return Taken(numbers, addresses)
 
+    def totals_at(self, index: int) -> Totals:
+        """Sum up by stack what the program holds right after entry ``index``.
+
+        The sums at a checkpoint are kept once they were asked for: a cursor that moves stays near the same ones.
+        """
+        of = self._of
+        nearest = min((index + 1) // self._stride, len(self._owners) - 1)
+        begin, end = nearest * self._stride, index + 1
+        kept = self._sums.get(nearest)
+        if kept is None:
+            owners = (owner - 1 for owner in self._owners[nearest] if owner)
+            kept = self._sums[nearest] = _by_stack(of, [number for number in owners if of.freed[number] >= begin])
+        size, blocks = kept[0][:], kept[1][:]
+        stacks, sizes = of.stacks, of.sizes
+        for event, number in zip(of.events[begin:end], of.numbers[begin:end], strict=True):
+            if event == BEGINS:
+                size[stacks[number]] += sizes[number]
+                blocks[stacks[number]] += 1
+            elif event in (FREED, FREED_AND_ENDS):
+                size[stacks[number]] -= sizes[number]
+                blocks[stacks[number]] -= 1
+        for odd in of.odd[bisect_left(of.odd, (begin,)) : bisect_left(of.odd, (end,))]:
+            if odd.frees:
+                size[stacks[odd.number]] -= sizes[odd.number]
+                blocks[stacks[odd.number]] -= 1
+        return _totals(size, blocks)
+
     def _advance(self, owner: "array[int]", begin: int, end: int) -> None:
         """Apply the entries ``begin`` up to but not including ``end`` to the owners of addresses."""
         of, slots = self._of, self._slots
@@ -75,11 +103,19 @@ class LiveSets:
 
 def sums(of: Allocations, numbers: list[int]) -> Totals:
     """Sum allocations up by stack."""
+    return _totals(*_by_stack(of, numbers))
+
+
+def _by_stack(of: Allocations, numbers: list[int]) -> tuple[list[int], list[int]]:
     size, blocks = [0] * of.different_stacks, [0] * of.different_stacks
     of_stack = map(of.stacks.__getitem__, numbers)
     for stack, one in zip(of_stack, map(of.sizes.__getitem__, numbers), strict=True):
         size[stack] += one
         blocks[stack] += 1
+    return size, blocks
+
+
+def _totals(size: list[int], blocks: list[int]) -> Totals:
     return {stack: (size[stack], found) for stack, found in enumerate(blocks) if found}
 
 

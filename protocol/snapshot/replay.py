@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from .allocations import BEFORE, BEGINS, FREED, FREED_AND_ENDS, NOTHING, Allocations, columns
-from .live import Begun, LiveSets, Taken, Totals, sums
+from .live import Begun, LiveSets, Taken, Totals
 from .model import ALLOCATED, OOM, PENDING, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Snapshot
 from .segments import SegmentHistory
 
@@ -39,6 +39,7 @@ class Replay:
         """The first entry at which allocated memory is at its highest; -1 for before the first."""
         self.ooms = [index for index, action in enumerate(self.trace.actions) if action == OOM]
         self._live = LiveSets(self.allocations)
+        self._taken: dict[int, Taken] = {}
         self._begun: Begun | None = None
 
     def complete(self, snapshot: Snapshot) -> None:
@@ -108,7 +109,13 @@ class Replay:
 
     def taken_at(self, index: int) -> Taken:
         """Find the allocations, active right after entry ``index`` (allocated or pending), by address."""
-        return self._live.taken_at(max(BEFORE, min(index, self.last)))
+        index = max(BEFORE, min(index, self.last))
+        if index not in self._taken:
+            # The mark's and the cursor's: one of the two rests while the other moves.
+            self._taken = {**dict(list(self._taken.items())[-1:]), index: self._live.taken_at(index)}
+        else:
+            self._taken[index] = self._taken.pop(index)
+        return self._taken[index]
 
     def active_at(self, index: int) -> list[int]:
         """List the allocations whose blocks are taken right after entry ``index``: allocated, or pending."""
@@ -116,7 +123,7 @@ class Replay:
 
     def totals_at(self, index: int) -> Totals:
         """Sum up by stack what the program holds right after entry ``index``: bytes and blocks."""
-        return sums(self.allocations, self.live_at(index))
+        return self._live.totals_at(max(BEFORE, min(index, self.last)))
 
     def begun_sums(self, low: int, high: int) -> Totals:
         """Sum up by stack the allocations of the window with the numbers from ``low`` up to but not ``high``."""

@@ -1,6 +1,7 @@
 """The tree of stacks, built once and weighed anew for each moment: a cursor that moves adds up, and builds nothing."""
 
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from .model import Snapshot
@@ -16,8 +17,9 @@ class StackTree:
     def __init__(self, snapshot: Snapshot, fold: bool = True) -> None:
         self.snapshot, self.fold = snapshot, fold
         self.keys: list[Key] = [()]
-        self.children: list[list[int]] = [[]]
-        self._parents = [0]
+        # Whole numbers alone: a hundred thousand lists would be walked again and again by the garbage collector.
+        self._first_child, self._next_sibling = array("I", [0]), array("I", [0])
+        self._parents = array("I", [0])
         self._node_of: dict[tuple[int, Key], int] = {}
         self._leaf_of: dict[int, int] = {0: 0}
         self._library = [bool(library_of(frame.filename)) for frame in snapshot.frames] if fold else []
@@ -44,7 +46,14 @@ class StackTree:
             if count := blocks[node]:
                 sizes[parents[node]] += sizes[node]
                 blocks[parents[node]] += count
-        return Node(Weighed(self, sizes, blocks), 0)
+        return Node(Weighed(self, sizes, blocks, tallies.get(0, Tally(0, 0))), 0)
+
+    def children(self, node: int) -> Iterator[int]:
+        """List the nodes right below one."""
+        child = self._first_child[node]
+        while child:
+            yield child
+            child = self._next_sibling[child]
 
     def _stack(self, stack: int) -> list[int]:
         return self.snapshot.stacks[stack]
@@ -71,8 +80,9 @@ class StackTree:
         if found is None:
             found = self._node_of[parent, key] = len(self.keys)
             self.keys.append(key)
-            self.children.append([])
-            self.children[parent].append(found)
+            self._first_child.append(0)
+            self._next_sibling.append(self._first_child[parent])
+            self._first_child[parent] = found
             self._parents.append(parent)
         return found
 
@@ -98,6 +108,8 @@ class Weighed(NamedTuple):
     tree: StackTree
     bytes: list[int]
     blocks: list[int]
+    without: Tally
+    """What has no stack: it is in the root alone."""
 
 
 class Node(NamedTuple):
@@ -125,12 +137,16 @@ class Node(NamedTuple):
     def children(self) -> list["Node"]:
         """What lies below and holds something, in no order."""
         weighed = self.of
-        return [Node(weighed, child) for child in weighed.tree.children[self.number] if weighed.blocks[child]]
+        return [Node(weighed, child) for child in weighed.tree.children(self.number) if weighed.blocks[child]]
 
     def ordered(self) -> list["Node"]:
         """List what lies below, most bytes first (for a difference: furthest from zero)."""
         sizes, blocks = self.of.bytes, self.of.blocks
-        return sorted(self.children, key=lambda node: (-abs(sizes[node.number]), -blocks[node.number]))
+        of = self.of
+        live = [child for child in of.tree.children(self.number) if blocks[child]]
+        return [
+            Node(of, child) for child in sorted(live, key=lambda child: (-abs(sizes[child]), -blocks[child], child))
+        ]
 
 
 def stack_tree(snapshot: Snapshot, tallies: Mapping[int, Tally], fold: bool = True, find: str = "") -> Node:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple, overload
 
 from ...protocol.snapshot.analysis import NO_STACK, by_size, largest, place, total
 from ...protocol.snapshot.layout import Piece, fragmentation, layout_at
-from ...protocol.snapshot.stacks import frame_words, library_of, matches
+from ...protocol.snapshot.replay import Replay
+from ...protocol.snapshot.stacks import Tally, frame_words, library_of, matches
 from ...protocol.snapshot.tree import Key, Node, node_words
 from ...protocol.snapshot.words import fragmentation_words
 from ...protocol.text import gib, sanitize
@@ -68,7 +69,9 @@ def rows_of(explorer: Explorer, width: int) -> Sequence[Row]:
         return _stacks(explorer)
     if explorer.view == "segments":
         return _segments(explorer)
-    make = {"blocks": _blocks, "between": _between, "difference": _difference}.get(explorer.view)
+    if explorer.view == "between":
+        return _between(explorer)
+    make = {"blocks": _blocks, "difference": _difference}.get(explorer.view)
     return list(make(explorer) if make is not None else _report(explorer, width))
 
 
@@ -81,14 +84,13 @@ class _Branch(NamedTuple):
 
 def _stacks(explorer: Explorer) -> Sequence[Row]:
     root = explorer.tree()
-    if root.bytes and not root.children:
+    without = root.of.without
+    if root.bytes and root.bytes == without.bytes:
         return [Row("no stacks were recorded for these", root.bytes, root.blocks, 1.0, tone="dim")]
     total = max(1, root.bytes)
     branches: list[_Branch | Row] = list(_branches(explorer, root, (), 0, total))
-    rest = root.bytes - sum(node.bytes for node in root.children)
-    if rest:
-        blocks = root.blocks - sum(node.blocks for node in root.children)
-        branches.append(Row(NO_STACK, rest, blocks, rest / total, tone="dim"))
+    if without.bytes:
+        branches.append(Row(NO_STACK, without.bytes, without.blocks, without.bytes / total, tone="dim"))
     return Rows(branches, lambda part: part if isinstance(part, Row) else _branch_row(part, total))
 
 
@@ -127,26 +129,38 @@ def _blocks(explorer: Explorer) -> Iterator[Row]:
         yield Row(f"{since:<16} {place(replay.snapshot, of.stacks[number])}{more}", size, 1, size / total)
 
 
-def _between(explorer: Explorer) -> Iterator[Row]:
+class _Part(NamedTuple):
+    stack: int
+    tally: Tally
+    sign: int
+    whole: int
+
+
+def _between(explorer: Explorer) -> Sequence[Row]:
     found = explorer.between()
     if found is None:
-        yield Row("no mark is set: m marks the cursor's moment, then move the cursor", tone="dim")
-        return
+        return [Row("no mark is set: m marks the cursor's moment, then move the cursor", tone="dim")]
     replay = explorer.replay
     change = replay.at(replay.allocated, found.last) - replay.at(replay.allocated, found.first)
-    yield Row(f"from entry {found.first:,} to {found.last:,}: allocated", change, signed=True, head=True)
+    rows: list[Row | _Part] = [
+        Row(f"from entry {found.first:,} to {found.last:,}: allocated", change, signed=True, head=True)
+    ]
     for words, part, sign in (
         ("allocated and still held", found.stayed, 1),
         ("held before, freed in between", found.gone, -1),
         ("allocated and freed again in between", found.came_and_went, 1),
     ):
         whole = total(part)
-        yield Row(words, sign * whole.bytes, whole.blocks, head=True, signed=True)
+        rows.append(Row(words, sign * whole.bytes, whole.blocks, head=True, signed=True))
         for stack, one in list(by_size(part).items())[:MOST_BLOCKS]:
-            if explorer.find and not matches(replay.snapshot, stack, explorer.find):
-                continue
-            share = one.bytes / max(1, whole.bytes)
-            yield Row(place(replay.snapshot, stack), sign * one.bytes, one.blocks, share, 1, signed=True)
+            if not explorer.find or matches(replay.snapshot, stack, explorer.find):
+                rows.append(_Part(stack, one, sign, max(1, whole.bytes)))
+    return Rows(rows, lambda row: row if isinstance(row, Row) else _part_row(replay, row))
+
+
+def _part_row(replay: Replay, part: _Part) -> Row:
+    words, one = place(replay.snapshot, part.stack), part.tally
+    return Row(words, part.sign * one.bytes, one.blocks, one.bytes / part.whole, 1, signed=True)
 
 
 def _segments(explorer: Explorer) -> Sequence[Row]:
