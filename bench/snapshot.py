@@ -105,13 +105,14 @@ def measure(path: Path) -> dict[str, object]:
     """Open a snapshot, and move the cursor about in each view."""
     begun = time.perf_counter()
     from ftmon.protocol.snapshot.reader import open_replays
-    from ftmon.tui.model.snapshot_explorer import Explorer
+    from ftmon.tui.model.snapshot_explorer import Explorer, spare_the_collector
     from ftmon.tui.model.snapshot_rows import rows_of
 
     replay = open_replays(path)[0]
     done = time.perf_counter()
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     own, child = (each.ru_maxrss * 1024 for each in used)
+    spare_the_collector()
     explorer = Explorer([replay])
     chosen = random.Random(1)
     moves: dict[str, dict[str, float]] = {}

@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
 from ....protocol.snapshot.replay import Replay
-from ...model.snapshot_explorer import Explorer
+from ...model.snapshot_explorer import Explorer, spare_the_collector
 from ...themes import PALETTES, theme_of
 from ...widgets.glyphs import ASCII, choose
 from ...widgets.look import Look
@@ -96,4 +96,5 @@ class SnapshotApp(App[None]):
 
 def run_explorer(replays: list[Replay], before: list[Replay] | None = None, *, ascii_only: bool = False) -> None:
     """Explore until the person leaves."""
+    spare_the_collector()
     SnapshotApp(replays, before, ascii=ascii_only).run()
