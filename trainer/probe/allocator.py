@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...protocol import wire
+from ...protocol.memory import Composition
+from ...protocol.telemetry import AllocatorEvents
 from . import guard
 from .composition.closelook import CloseLook
 from .composition.messages import of_cpu, of_cuda
@@ -45,6 +47,8 @@ class AllocatorWatch:
         self._reserved = 0
         self._reason: Any = ""
         self._answers: list[Answer] = []
+        self._ready: list[AllocatorEvents | Composition] = []
+        """What was found, until its step's own message, which waits for the device, has been sent."""
         self._deadline = 0.0
 
     def want(self, reason: str, answer: Answer) -> None:
@@ -71,6 +75,8 @@ class AllocatorWatch:
             self._drop()
             self._answer(False, f"{type(error).__name__}: {error}")
             guard.log_error("a closer look at a step", error)
+        while self._ready and self._ready[0].step <= self._probe.step_sent:
+            self._send(self._ready.pop(0))
 
     def _tick(self) -> None:
         recording = self._recording
@@ -151,11 +157,11 @@ class AllocatorWatch:
                 recording.off()
             self._reserved = made.events.reserved_bytes
             if made.events.phases:
-                self._send(made.events)
+                self._ready.append(made.events)
         else:
             made = of_cpu(look, rank, read)
         if made.composition.phases:
-            self._send(made.composition)
+            self._ready.append(made.composition)
         self._taken += 1
         spent = (made.composition.read_us + made.composition.walk_us) / 1e6
         self._next = time.monotonic() + max(MIN_SECONDS, spent / TIME_SHARE)

@@ -23,8 +23,8 @@ def calls(counts: Counts) -> dict[str, Any]:
     """Tell which collectives were entered, as plain data for a message.
 
     Returns:
-        ``source``: ``recorder`` or ``calls``; ``counted``: how many the probe counted of each group; ``ranks``: the global ranks of each process group, by its name;
-        ``recent``: (group, number within the group, name, elements, done) of the last collectives, oldest first, where
+        ``source``: ``recorder`` or ``calls``; ``counted``: how many the probe counted of each group; ``ranks``: the
+        global ranks of each process group, by its name; ``recent``: (group, number within the group, name, elements, done) of the last collectives, oldest first, where
         done is None when it is not known.
     """
     recorded = _in_time()

@@ -106,6 +106,8 @@ class Probe:
         """Steps this process has finished, whatever their numbers."""
         self.ooms = 0
         """Allocations that failed so far."""
+        self.step_sent = 0
+        """The last step whose message has been sent; for the publisher thread."""
         self.step_seconds = 0.0
         """How long the last step took, as far as the publisher knows."""
         self._unscaled: tuple[int, Any] | None = None

@@ -158,6 +158,7 @@ class Publisher(threading.Thread):
         dropped = self.dropped + probe.overflowed
         step = fold(raw, probe.about.rank, probe.device.memory.read, dropped)
         self.send(step)
+        probe.step_sent = raw.number
         probe.step_seconds = (raw.marks[-1].ns - raw.marks[0].ns) / 1e9
         self._arming.note(step)
         probe.oom_history.note(step)

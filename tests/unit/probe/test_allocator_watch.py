@@ -71,6 +71,7 @@ def rank(monkeypatch):
         model=lambda: None,
         primary=None,
         step_seconds=0.01,
+        step_sent=1 << 62,
     )
     recorder = Recorder(device)
     watch = AllocatorWatch(probe, recorder, sent.append)
@@ -194,3 +195,15 @@ def test_an_asker_hears_when_no_step_ends(rank, monkeypatch):
     time.sleep(0.01)
     rank.watch.tick()
     assert answers == [(False, "no step ended in time", {})]
+
+
+def test_what_is_found_in_a_step_follows_the_step_s_own_message(rank):
+    rank.probe.step_sent = 0
+    rank.watch.tick()
+    rank.step()
+    for _ in range(3):
+        rank.watch.tick()
+    assert rank.sent == []
+    rank.probe.step_sent = 1
+    rank.watch.tick()
+    assert [(type(message), message.step) for message in rank.sent] == [(AllocatorEvents, 1), (Composition, 1)]
