@@ -24,8 +24,8 @@ def calls(counts: Counts) -> dict[str, Any]:
 
     Returns:
         ``source``: ``recorder`` or ``calls``; ``counted``: how many the probe counted of each group; ``ranks``: the
-        global ranks of each process group, by its name; ``recent``: (group, number within the group, name, elements, done) of the last collectives, oldest first, where
-        done is None when it is not known.
+        global ranks of each process group, by its name; ``recent``: (group, number within the group, name, elements,
+        done) of the last collectives, oldest first, where done is None when it is not known.
     """
     recorded = _in_time()
     recent = recorded or _newest([[group, number, name, size, None] for group, number, name, size in _copy(counts)])
