@@ -22,16 +22,19 @@ class OomHistory:
 
     def note(self, step: Step) -> None:
         """Take in a finished step."""
-        shape = step.batch_shape
-        size = math.prod(shape) if shape else 0
-        if size > self._largest:
-            self._largest, self.largest_shape, self.largest_shape_step = size, shape, step.step
+        self.note_shape(step.batch_shape, step.step)
         peak = step.peak_phase
         if peak is not None:
             self.peak_bytes = max(self.peak_bytes, peak.peak_span.peak)
             if self._seen % self._stride == 0:
                 self._add(step.phases[0].allocated.start)
             self._seen += 1
+
+    def note_shape(self, shape: list[int], step: int) -> None:
+        """Take in the batch of a finished step; a second time changes nothing."""
+        size = math.prod(shape) if shape else 0
+        if size > self._largest:
+            self._largest, self.largest_shape, self.largest_shape_step = size, shape, step
 
     def starts(self) -> list[int]:
         """Return bytes allocated as steps began, oldest first, evenly spaced."""

@@ -139,6 +139,8 @@ def _plain(probe: "Probe", failed: Failed) -> Oom:
 
 def _add_history(probe: "Probe", _failed: Failed, oom: Oom) -> Oom:
     history = probe.oom_history
+    for raw in probe.unsent_steps():
+        history.note_shape(raw.notes.shape, raw.number)
     return msgspec.structs.replace(
         oom,
         largest_shape=list(history.largest_shape),

@@ -4,6 +4,7 @@ Methods that hooks call are guarded: whatever goes wrong in them switches the pr
 ``logs/probe.log``, and the training never notices.
 """
 
+import contextlib
 import functools
 import weakref
 from collections import deque
@@ -73,6 +74,8 @@ class Probe:
         self.thread = get_ident()
         """The training thread. Only it moves phases."""
         self.outbox: deque[Any] = deque()
+        self.folding: deque[StepRaw] = deque()
+        """Steps the publisher has taken and not sent yet: the device has not come past their ends."""
         self.overflowed = 0
         self.device = Device(self._note_script_reset)
         self.tracker = Tracker(self.device.memory, self.device.mark_event, active.counts, self._finish_step)
@@ -361,6 +364,13 @@ class Probe:
             self.outbox.append(item)
         else:
             self.overflowed += 1
+
+    def unsent_steps(self) -> list[StepRaw]:
+        """List the finished steps that nobody has made a message of yet, oldest first; any thread."""
+        for _ in range(5):
+            with contextlib.suppress(RuntimeError):  # the publisher took one meanwhile
+                return [*self.folding, *(item for item in self.outbox if isinstance(item, StepRaw))]
+        return []
 
     def hand_over_line(self, stream: Any, text: str, time: float) -> None:
         """Give a line of output to the publisher."""

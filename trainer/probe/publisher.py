@@ -7,7 +7,6 @@ training thread that is stuck in the driver.
 
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -44,7 +43,7 @@ class Publisher(threading.Thread):
         """Messages that found the queue full."""
         self._probe = probe
         self._run = RunDir(run)
-        self._steps: deque[StepRaw] = deque()
+        self._steps = probe.folding
         self._sequence = 0
         self._beaten: tuple[float, float] = (0, 0.0)
         self._ending = threading.Event()
