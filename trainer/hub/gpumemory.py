@@ -21,8 +21,10 @@ class GpuLook(NamedTuple):
 
     held: dict[int, int]
     """Bytes held by those of the asked pids that NVML lists."""
-    used_bytes: int
-    """Memory in use on all GPUs together, by anybody."""
+    used: dict[int, int]
+    """Memory in use on each GPU, by anybody."""
+    devices: frozenset[int] = frozenset()
+    """The GPUs on which they hold it."""
 
 
 def look(pids: Collection[int]) -> GpuLook | None:
@@ -32,20 +34,22 @@ def look(pids: Collection[int]) -> GpuLook | None:
     except pynvml.NVMLError:
         return None
     held: dict[int, int] = {}
-    used = 0
+    used: dict[int, int] = {}
+    devices: set[int] = set()
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            used += int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+            used[index] = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
             for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
                 if process.pid in pids:
+                    devices.add(index)
                     held[process.pid] = held.get(process.pid, 0) + int(process.usedGpuMemory or 0)
     except pynvml.NVMLError:
         return None
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
-    return GpuLook(held, used)
+    return GpuLook(held, used, frozenset(devices))
 
 
 def look_until_free(pids: Collection[int], seconds: float) -> GpuLook | None:
@@ -65,7 +69,10 @@ def verdict(before: GpuLook | None, after: GpuLook | None) -> tuple[bool, str]:
     if after.held:
         listed = ", ".join(f"{gib(size)} of pid {pid}" for pid, size in after.held.items())
         return True, f"NVML still lists {listed}"
-    fell = f"the GPUs' memory in use went from {gib(before.used_bytes)} to {gib(after.used_bytes)}"
+    # Other GPUs are other people's: what begins there meanwhile would speak against a kill that worked.
+    theirs = before.devices or before.used.keys()
+    was, now = (sum(look.used.get(device, 0) for device in theirs) for look in (before, after))
+    fell = f"the GPUs' memory in use went from {gib(was)} to {gib(now)}"
     if before.held:
         return False, f"no GPU memory of theirs is left: {fell}"
     return False, f"NVML does not list this host's processes (another pid namespace?), but {fell}"

@@ -136,13 +136,13 @@ def test_another_process_with_that_pid_is_never_touched(run, spawn):
 
 def test_gpu_memory_is_called_free_only_where_the_processes_were_seen_holding_it():
     gib = 2**30
-    seen = GpuLook({7: 3 * gib}, 5 * gib)
-    free = GpuLook({}, 2 * gib)
+    seen = GpuLook({7: 3 * gib}, {0: 5 * gib, 1: gib}, frozenset({0}))
+    free = GpuLook({}, {0: 2 * gib, 1: 9 * gib})
     assert verdict(seen, free) == (
         False,
         "no GPU memory of theirs is left: the GPUs' memory in use went from 5.00 GiB to 2.00 GiB",
     )
     assert verdict(seen, seen)[0] is True
-    assert "does not list" in verdict(GpuLook({}, 5 * gib), free)[1]
+    assert "does not list" in verdict(GpuLook({}, {0: 5 * gib}), free)[1]
     assert "cannot tell" in verdict(None, free)[1]
     assert "cannot tell" in verdict(seen, None)[1]
