@@ -73,6 +73,8 @@ class Waterfall:
     """By how much reserved memory has grown from the peak until the device was looked at."""
     total: int = 0
     """What the device has; 0 where it is not known."""
+    ended: bool = False
+    """The rank has ended: what its device has in use now says nothing of the peak."""
     taken_apart: bool = True
     """False: only the peak itself is known."""
 
@@ -180,9 +182,10 @@ def _on_device(
         standing=standing,
         unused=max(0, reserved - peak),
         total=rank.capacity_bytes,
+        ended=not rank.alive,
         taken_apart=taken_apart,
     )
-    if sample is None or sample.kind != "gpu":
+    if sample is None or sample.kind != "gpu" or made.ended:
         return made
     made = replace(made, used=sample.used_bytes, total=sample.total_bytes)
     # The device is looked at now and not at the peak: what the process holds besides is told by what is reserved now.

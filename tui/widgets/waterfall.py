@@ -64,6 +64,8 @@ def used_line(fall: Waterfall, width: int, look: Look) -> Line:
     if fall.used is None:
         line.add(f"{'-':>{_FIGURE}}", look.style("dim"))
         words = "  NVML has not been asked yet, or does not answer"
+        if fall.ended:
+            words = "  the rank has ended: go back in time to see it"
         return line.add(cut(words, width - line.width, look.glyphs.ellipsis), look.style("dim"))
     line.add(f"{size_words(fall, fall.used):>{_FIGURE}}", look.style(bold=True))
     line.add(f" of {size_words(fall, fall.total)} {unit_of(fall)}", look.style("dim"))

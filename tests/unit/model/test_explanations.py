@@ -55,6 +55,16 @@ def test_with_what_the_device_holds_besides_it_adds_up_to_what_nvml_counts(model
     assert fall.others == 640 * MIB
 
 
+def test_a_device_looked_at_after_the_rank_s_end_is_not_laid_beside_its_peak() -> None:
+    model = folded(ranks=1)
+    rank = model.ranks[0]
+    rank.state = "finished"
+    assert rank.memory.latest is not None
+    fall = waterfall(rank, rank.memory.latest, "", model.device_of(rank))
+    assert fall is not None
+    assert (fall.used, fall.context, fall.others, fall.ended) == (None, None, None, True)
+
+
 def test_rows_keep_their_place_from_phase_to_phase(model: RunModel) -> None:
     rank = model.ranks[0]
     assert rank.memory.latest is not None
