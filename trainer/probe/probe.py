@@ -5,14 +5,13 @@ Methods that hooks call are guarded: whatever goes wrong in them switches the pr
 """
 
 import contextlib
-import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from threading import get_ident
 from time import perf_counter_ns
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,15 +19,13 @@ from ...protocol.telemetry import LogLine, Plan, SelfDump
 from . import active, batch, guard, values
 from .about import About
 from .device import Device
+from .guarded import guarded
 from .hold import Hold
 from .oom import report_failed_allocation, watch_cuda
 from .oomhistory import OomHistory
 from .phasemarks import PhaseMarks
 from .raw import StepRaw
 from .tracker import Tracker
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 OUTBOX_LIMIT = 20_000
 """Items waiting for the publisher; beyond it they are dropped and counted: a stuck publisher costs no memory."""
@@ -39,24 +36,6 @@ _is_grad_enabled = torch.is_grad_enabled
 
 def _nothing() -> None:
     return None
-
-
-def guarded(
-    method: "Callable[Concatenate[Probe, P], R]",
-) -> "Callable[Concatenate[Probe, P], R | None]":
-    """Make a method of the probe harmless: nothing when it is off, and off once it has failed."""
-
-    @functools.wraps(method)
-    def safe(self: "Probe", *args: P.args, **kwargs: P.kwargs) -> R | None:
-        if not self.enabled:
-            return None
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            self.disable(error)
-            return None
-
-    return safe
 
 
 class Probe:
