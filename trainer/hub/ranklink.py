@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,6 +16,10 @@ from ...protocol.telemetry import Hello
 
 Answers = dict[int, Result]
 """Results by rank; a rank that did not answer in time is absent."""
+
+_CONNECTING_SECONDS = 10.0
+"""A rank's hello may be here before its command socket is: for so long after it, one that cannot be reached yet is
+tried again until the question's time is up. Later on it is gone."""
 
 _IDENTIFY_SECONDS = 1.0
 """A sender is asked who it is at most this often."""
@@ -31,6 +36,9 @@ class _Ask:
         self.deadline = deadline
         self.done = done
         self.answers: Answers = {}
+        self.command = Command("", "")
+        self.unsent: set[bytes] = set()
+        """Of those waited for, the ones that could not be reached yet."""
 
 
 class RankLink:
@@ -42,6 +50,7 @@ class RankLink:
         self._asks: dict[str, _Ask] = {}
         self._numbers = itertools.count(1)
         self._identified: dict[str, float] = {}
+        self._known_at: dict[bytes, float] = {}
 
     @property
     def busy(self) -> bool:
@@ -50,7 +59,9 @@ class RankLink:
 
     def know(self, hello: Hello) -> None:
         """Note where a rank is to be reached."""
-        self._identities[hello.rank] = identity_of(hello).encode()
+        identity = identity_of(hello).encode()
+        self._identities[hello.rank] = identity
+        self._known_at.setdefault(identity, time.monotonic())
 
     def identify(self, sender: str) -> None:
         """Ask an unknown sender to introduce itself (again)."""
@@ -83,11 +94,15 @@ class RankLink:
         """Send a command to peers by their identities; ``done`` gets the answers by the numbers that stand for them."""
         number = f"hub-{next(self._numbers)}"
         command = Command(number, verb, args or {})
-        waiting = {identity: peer for identity, peer in peers.items() if self._send(identity, command)}
+        now = time.monotonic()
+        unsent = {identity for identity in peers if not self._send(identity, command)}
+        young = {identity for identity in unsent if now - self._known_at.get(identity, -math.inf) < _CONNECTING_SECONDS}
+        waiting = {identity: peer for identity, peer in peers.items() if identity in young or identity not in unsent}
         if not waiting:
             done({})
             return
-        self._asks[number] = _Ask(waiting, time.monotonic() + timeout, done)
+        ask = self._asks[number] = _Ask(waiting, now + timeout, done)
+        ask.command, ask.unsent = command, young
 
     def receive(self, socket: "zmq.Socket[Any]") -> None:
         """Take every answer that is waiting on one of the sockets."""
@@ -101,8 +116,10 @@ class RankLink:
                     self._answer(frames[0], wire.decode_body(frames[2]))
 
     def expire(self) -> None:
-        """Close the questions whose time is up."""
+        """Put the questions to those that can be reached now, and close the questions whose time is up."""
         now = time.monotonic()
+        for ask in self._asks.values():
+            ask.unsent -= {identity for identity in ask.unsent if self._send(identity, ask.command)}
         for number in [number for number, ask in self._asks.items() if now >= ask.deadline]:
             ask = self._asks.pop(number)
             ask.done(ask.answers)

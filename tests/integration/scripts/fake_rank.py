@@ -120,7 +120,7 @@ def main():
     threading.Thread(target=rank.answer_commands, daemon=True).start()
     print(f"rank {rank.rank} trains", flush=True)
     rank.train()
-    rank.push.close(linger=2000)
+    rank.push.close(linger=20_000)  # the hub may not be there yet
     if options.get("lingers"):
         time.sleep(600)
     status = int(options.get("exit", 0))

@@ -10,6 +10,7 @@ from ftmon.protocol import sockets, wire
 from ftmon.protocol.control import Accepted, Command, Result
 from ftmon.protocol.rundir import RunFile
 from ftmon.protocol.telemetry import DeviceInfo, Hello, PhaseRecord, Span, Step
+from ftmon.trainer.hub import ranklink
 from ftmon.trainer.hub.actions import Actions
 from ftmon.trainer.hub.judging import Judging
 from ftmon.trainer.hub.ranklink import RankLink, identity_of
@@ -89,3 +90,37 @@ def test_a_hub_that_may_not_act_asks_nothing() -> None:
         assert rig.received() == []
     finally:
         rig.context.destroy(linger=0)
+
+
+def test_a_rank_whose_command_socket_comes_late_is_asked_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    try:
+        router = sockets.hub_socket(context, "ranks")
+        router.bind("inproc://late")
+        link = RankLink([router])
+        link.know(HELLO)
+        answers: list[Any] = []
+        link.ask("stop", [0], 5.0, answers.append)
+        assert answers == []
+        rank = sockets.peer_socket(context, "ranks", identity_of(HELLO).encode())
+        rank.connect("inproc://late")
+        deadline = time.monotonic() + 5
+        while not rank.poll(20) and time.monotonic() < deadline:
+            link.expire()
+        command = wire.decode_body(rank.recv_multipart()[1])
+        assert isinstance(command, Command)
+        rank.send_multipart(wire.encode(identity_of(HELLO), 1, time.time(), Result(command.id, True, "stop")))
+        while not answers and time.monotonic() < deadline:
+            router.poll(20)
+            link.receive(router)
+        assert list(answers[0]) == [0]
+        rank.close(linger=0)
+        monkeypatch.setattr(ranklink, "_CONNECTING_SECONDS", 0.0)
+        while len(answers) < 2 and time.monotonic() < deadline:
+            link.ask("stop", [0], 5.0, answers.append)
+            time.sleep(0.02)
+        assert answers[1] == {}, "one that is gone holds nobody up"
+    finally:
+        context.destroy(linger=0)
