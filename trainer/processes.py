@@ -16,6 +16,11 @@ RANK_PID_ENV = "FTMON_RANK_PID"
 """Set by a rank in its own environment, so that every process it starts carries the pid of its rank."""
 
 
+_KILLS_KEPT = 4096
+_killed: dict[tuple[int, int], None] = {}
+"""Pid and start time of processes that were sent SIGKILL, the last ones."""
+
+
 class Process(NamedTuple):
     """One line of the process table."""
 
@@ -150,6 +155,7 @@ def send_signal(process: Process, number: signal.Signals) -> bool:
         if same(process) is None:
             return False
         os.kill(process.pid, number)
+        _note(process, number)
         return True
     try:
         if same(process) is None:
@@ -159,7 +165,20 @@ def send_signal(process: Process, number: signal.Signals) -> bool:
         return False
     finally:
         os.close(descriptor)
+    _note(process, number)
     return True
+
+
+def was_killed(pid: int, start_ticks: int) -> bool:
+    """Tell whether this process (of ours) sent that one SIGKILL: how it ended is known, whoever reaped it first."""
+    return (pid, start_ticks) in _killed
+
+
+def _note(process: Process, number: signal.Signals) -> None:
+    if number == signal.SIGKILL:
+        _killed[process.pid, process.start_ticks] = None
+        while len(_killed) > _KILLS_KEPT:
+            _killed.pop(next(iter(_killed)), None)
 
 
 def exit_of(wait_status: int) -> tuple[int | None, int | None]:

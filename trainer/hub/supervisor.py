@@ -126,7 +126,8 @@ class Supervisor(threading.Thread):
     def _look(self, watched: _Watched, now: float) -> None:
         process = processes.read(watched.pid)
         if process is None or process.start_ticks != watched.start_ticks:
-            fact = ProcessFact(watched.rank, watched.pid, watched.start_ticks, False)
+            ours = signal.SIGKILL.value if processes.was_killed(watched.pid, watched.start_ticks) else None
+            fact = ProcessFact(watched.rank, watched.pid, watched.start_ticks, False, signal=ours)
         elif not process.alive:
             exit_code, number = processes.exit_of(process.wait_status)
             kill = self._kills.find(watched.pid, now) if number == signal.SIGKILL else None

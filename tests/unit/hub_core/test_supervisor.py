@@ -6,6 +6,7 @@ import signal
 
 import pytest
 from ftmon.protocol.process import start_ticks
+from ftmon.trainer import processes
 from ftmon.trainer.hub.states import ProcessFact
 from ftmon.trainer.hub.supervisor import Supervisor
 
@@ -77,6 +78,17 @@ def test_a_process_that_was_gone_before_the_look_is_dead_without_a_reason_until_
     assert (fact.alive, fact.exit_code, fact.signal) == (False, None, None)
     watch.supervisor.read_words(f"E1121 failed (exitcode: -9) local_rank: 0 (pid: {child.pid}) of binary: python")
     assert watch.supervisor.poll()[-1].signal == 9
+
+
+def test_a_process_that_ftmon_itself_killed_was_killed_though_its_parent_reaped_it_first(watch, spawn):
+    child = spawn(SLEEP)
+    process = processes.read(child.pid)
+    assert process is not None
+    assert processes.send_signal(process, signal.SIGKILL)
+    child.wait()
+    watch.supervisor.watch(3, child.pid, process.start_ticks)
+    fact = watch.change()
+    assert (fact.alive, fact.exit_code, fact.signal) == (False, None, 9)
 
 
 def test_a_pid_that_was_reused_is_not_the_rank(watch, spawn):
