@@ -73,33 +73,44 @@ def steps_of(name: str) -> list[telemetry.Step]:
 
 
 def cost(pairs: int) -> None:
-    """Pairs of runs, without and with ftmon, in turn; the first block of each is warm-up and dropped."""
-    arguments = ["--model", "llama-0.7b", "--stage", "0", "--seq", "2048", "--micro-batch", "2"]
-    arguments += ["--steps", "200", "--block", "10"]
+    """Pairs of runs, without and with ftmon, in turn; the first blocks of each are warm-up and dropped."""
+    say("| probe cost, Llama-shaped 0.7B, 2 x 2048 tokens, one GPU | ZeRO-0 | ZeRO-2 |\n| --- | --- | --- |")
+    columns = [cost_of(stage, pairs) for stage in (0, 2)]
+    for label in columns[0]:
+        say(f"| {label} | {' | '.join(column[label] for column in columns)} |")
+
+
+def cost_of(stage: int, pairs: int) -> dict[str, str]:
+    """Measure one ZeRO stage; returns its column of the table."""
+    arguments = ["--model", "llama-0.7b", "--stage", str(stage), "--seq", "2048", "--micro-batch", "2"]
+    arguments += ["--steps", "140", "--block", "10"]
     ratios: list[float] = []
     times: dict[bool, list[float]] = {False: [], True: []}
     probe_us: list[int] = []
     for pair in range(pairs):
         medians = {}
         for watched in (False, True) if pair % 2 == 0 else (True, False):
-            name = f"cost{pair}"
+            name = f"cost-z{stage}-{pair}"
             result = run(1, watched, name, *arguments)[0]
             medians[watched] = statistics.median(result["step_ms"][2:])
             times[watched].extend(result["step_ms"][2:])
             if watched:
                 probe_us += [step.probe_us for step in steps_of(name)[10:]]
         ratios.append(medians[True] / medians[False])
-        print(f"pair {pair}: {medians[False]:.3f} ms without, {medians[True]:.3f} ms with", flush=True)
-    raw["cost"] = {"ratios": ratios, "without_ms": times[False], "with_ms": times[True], "probe_us": probe_us}
-    say("| probe cost, Llama-shaped 0.7B, ZeRO-0, 2 x 2048 tokens, one GPU | |\n| --- | --- |")
-    say(f"| step without ftmon, median of {len(times[False])} blocks | {statistics.median(times[False]):.2f} ms |")
-    say(f"| step with ftmon, allocator events on | {statistics.median(times[True]):.2f} ms |")
-    say(f"| ratio with/without by pair | {', '.join(f'{ratio:.4f}' for ratio in ratios)} |")
-    say(f"| median ratio | {statistics.median(ratios):.4f} |")
-    say(
-        f"| hook time on the training thread, a step (probe_us) | median {statistics.median(probe_us):.0f} us, "
-        f"95 % {sorted(probe_us)[int(len(probe_us) * 0.95)]} us |"
-    )
+        print(f"ZeRO-{stage}, pair {pair}: {medians[False]:.3f} ms without, {medians[True]:.3f} ms with", flush=True)
+    raw[f"cost-z{stage}"] = {
+        "ratios": ratios, "without_ms": times[False], "with_ms": times[True], "probe_us": probe_us
+    }  # fmt: skip
+    ordered = sorted(probe_us)
+    return {
+        f"step without ftmon, median of {len(times[False])} blocks": f"{statistics.median(times[False]):.2f} ms",
+        "step with ftmon, allocator events on": f"{statistics.median(times[True]):.2f} ms",
+        "ratio with/without by pair": ", ".join(f"{ratio:.4f}" for ratio in ratios),
+        "median ratio": f"{statistics.median(ratios):.4f}",
+        "hook time on the training thread, a step (probe_us)": (
+            f"median {statistics.median(ordered):.0f} us, 95 % {ordered[int(len(ordered) * 0.95)]} us"
+        ),
+    }
 
 
 def peaks(gpus: int) -> None:

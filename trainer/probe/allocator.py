@@ -151,6 +151,8 @@ class AllocatorWatch:
                 recording.entries,
                 self._reserved,
             )
+            if made.events.phases:
+                recording.fit(sum(phase.allocations + phase.frees for phase in made.events.phases))
             if self._wanted:
                 recording.numbers()
             else:

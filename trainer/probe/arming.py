@@ -144,7 +144,7 @@ class Arming:
         want.armed.withdraw()
         if self._was_off or want.armed.long:
             self._recording.off()  # the reader of the numbers, if there is one, switches it on again
-        elif self._recording.mode == "stacks":
+        elif self._recording.mode != "off":
             self._recording.numbers()
         self._recording.release()
         want.answer(ok, text, {})

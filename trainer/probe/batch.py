@@ -1,5 +1,6 @@
 """What a batch is made of: its shape, samples, and tokens with and without the pads."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
@@ -9,6 +10,8 @@ from . import values
 from .raw import Notes
 
 _IDS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
+_OF_TOKENS = ("input_ids", "inputs_embeds")
+_NOTHING: tuple[Any, Any, bool] = (None, None, False)
 
 
 def note(notes: Notes, found: Any, is_forward: bool, later: bool = False, fetched: Any = None) -> None:
@@ -28,12 +31,12 @@ def note(notes: Notes, found: Any, is_forward: bool, later: bool = False, fetche
     shape = list(ids.shape)
     if not shape:
         return
-    if _count(shape) >= _count(notes.shape):
+    if not notes.shape or math.prod(shape) >= math.prod(notes.shape):
         notes.shape = shape
     notes.samples += shape[0]
     if not is_tokens:
         return
-    padded = _count(shape[:2])
+    padded = math.prod(shape[:2])
     notes.padded_tokens += padded
     if mask is not None and list(mask.shape) == shape[:2]:
         if mask.is_cuda and fetched is not None:
@@ -46,15 +49,8 @@ def note(notes: Notes, found: Any, is_forward: bool, later: bool = False, fetche
         notes.tokens.append(padded)  # no mask, or one that is no list of pads: every position counts
 
 
-def _count(shape: list[int]) -> int:
-    count = 1 if shape else 0
-    for size in shape:
-        count *= size
-    return count
-
-
 def _find_in_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, bool]:
-    found = _find(kwargs)
+    found = _find(kwargs) if kwargs else _NOTHING
     for argument in args:
         if found[0] is not None:
             break
@@ -69,21 +65,21 @@ def _find(value: Any) -> tuple[Any, Any, bool]:
     """Find (ids or first tensor, mask or None, whether it holds tokens)."""
     if _is_tensor(value):
         return value, None, _looks_like_ids(value)
-    if isinstance(value, Mapping):
+    if type(value) is dict or isinstance(value, Mapping):
         for key in _IDS:
             ids: Any = value.get(key)
-            if _is_tensor(ids):
+            if ids is not None and _is_tensor(ids):
                 mask = value.get("attention_mask")
-                return ids, mask if _is_tensor(mask) else None, key in ("input_ids", "inputs_embeds")
+                return ids, mask if mask is not None and _is_tensor(mask) else None, key in _OF_TOKENS
         items: Any = value.values()
     elif isinstance(value, list | tuple):
         items = value
     else:
-        return None, None, False
+        return _NOTHING
     for item in items:
         if _is_tensor(item):
             return item, None, _looks_like_ids(item)
-    return None, None, False
+    return _NOTHING
 
 
 def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:

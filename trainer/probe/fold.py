@@ -60,9 +60,17 @@ class _Folded:
         self.frees += max(0, end.frees - start.frees)
         self.collectives += last.collectives - first.collectives
         self.collective_ns += last.collective_ns - first.collective_ns
-        for place, figure in zip(_FIGURES, self.figures, strict=True):
-            figure[1] = end[place]
-            figure[2] = max(figure[2], start[place], end[place], end[place + 1])
+        place = 0
+        for figure in self.figures:
+            figure[1] = now = end[place]
+            highest = end[place + 1]  # ifs, not max(): this is most of what the publisher does all day
+            if now > highest:
+                highest = now
+            if start[place] > highest:
+                highest = start[place]
+            if highest > figure[2]:
+                figure[2] = highest
+            place += 2
         for between in readings[1:-1]:
             for place, figure in zip(_FIGURES, self.figures, strict=True):
                 figure[2] = max(figure[2], between[place + 1])
@@ -146,7 +154,7 @@ def lend_events(marks: list[Mark]) -> list[Mark]:
     found = list(marks)
     for place in range(len(found) - 2, -1, -1):
         if found[place].memory is None:
-            found[place] = found[place]._replace(event=found[place + 1].event)
+            found[place] = Mark(*found[place][:3], found[place + 1].event, *found[place][4:])
     return found
 
 

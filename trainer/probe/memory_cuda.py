@@ -16,6 +16,8 @@ _READ = ("_cuda_memoryStats", "_accelerator_getDeviceStats")
 _RESET = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
 _FOLD_AT_LATEST = 4096
 
+_UNKNOWN = {"all": {"current": -1, "peak": -1}}
+
 Stats = dict[str, Any]
 
 
@@ -25,6 +27,9 @@ class ScriptPeaks:
     def __init__(self) -> None:
         self._samples: deque[Stats] = deque()
         self._places: list[tuple[str, str]] = []
+        self._pooled: list[str] = []
+        self._plain: list[str] = []
+        """What has a peak in every pool, and what has one alone: the order of ``_places``, and of the dicts."""
         self._highest: list[int] = []
         self._lock = threading.Lock()
 
@@ -56,18 +61,19 @@ class ScriptPeaks:
             while self._samples:
                 stats = self._samples.popleft()
                 if not self._places:
-                    self._places = _places_of_peaks(stats)
-                peaks = [stats[name][pool]["peak"] if pool else stats[name]["peak"] for name, pool in self._places]
-                self._highest = list(map(max, self._highest, peaks)) if self._highest else peaks
+                    self._learn(stats)
+                peaks = [pool["peak"] for name in self._pooled for pool in stats[name].values()]
+                peaks += [stats[name]["peak"] for name in self._plain]
+                if self._highest != peaks:
+                    self._highest = list(map(max, self._highest, peaks)) if self._highest else peaks
 
-
-def _places_of_peaks(stats: Stats) -> list[tuple[str, str]]:
-    """List where an allocator's statistics have peaks, as (name, pool); the pool is empty where there are none."""
-    places: list[tuple[str, str]] = []
-    for name, group in stats.items():
-        if isinstance(group, dict):
-            places += [(name, "")] if "peak" in group else [(name, pool) for pool in group]
-    return places
+    def _learn(self, stats: Stats) -> None:
+        """Find where an allocator's statistics have peaks: by pool, or without pools."""
+        groups = {name: group for name, group in stats.items() if isinstance(group, dict)}
+        self._plain = [name for name, group in groups.items() if "peak" in group]
+        self._pooled = [name for name in groups if name not in self._plain]
+        self._places = [(name, pool) for name in self._pooled for pool in groups[name]]
+        self._places += [(name, "") for name in self._plain]
 
 
 class CudaMemory:
@@ -104,7 +110,7 @@ class CudaMemory:
             return Reading(0, 0, 0, 0, 0, 0, 0, 0)
         allocated, reserved = sample["allocated_bytes"]["all"], sample["reserved_bytes"]["all"]
         active, blocks = sample["active_bytes"]["all"], sample["allocation"]["all"]
-        requested = sample.get("requested_bytes", {}).get("all")
+        requested = sample.get("requested_bytes", _UNKNOWN)["all"]
         return Reading(
             allocated["current"],
             allocated["peak"],
@@ -112,13 +118,15 @@ class CudaMemory:
             reserved["peak"],
             active["current"],
             active["peak"],
-            requested["current"] if requested else -1,
-            requested["peak"] if requested else -1,
-            allocations=blocks["allocated"],
-            frees=blocks["freed"],
-            allocated_bytes=allocated["allocated"],
-            retries=sample.get("num_alloc_retries", 0),
-            ooms=sample.get("num_ooms", 0),
+            requested["current"],
+            requested["peak"],
+            -1,
+            -1,
+            blocks["allocated"],
+            blocks["freed"],
+            allocated["allocated"],
+            sample.get("num_alloc_retries", 0),
+            sample.get("num_ooms", 0),
         )
 
     def tidy(self) -> None:

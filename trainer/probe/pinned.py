@@ -115,7 +115,7 @@ def _find_copy() -> Any:
         device = tensor.get_device()
         if device != current() or (shape is not _SCALAR and not tensor.is_contiguous()):
             return False
-        size = dtype.itemsize * shape.numel()
+        size = dtype.itemsize if shape is _SCALAR else dtype.itemsize * shape.numel()
         return copy(buffer.address, tensor.data_ptr(), size, stream_of(device)) == 0
 
     return by_driver

@@ -1,6 +1,6 @@
 """The publisher: one daemon thread that turns what the training thread left behind into messages.
 
-It sleeps in a poll of the command socket, 20 times a second, and does little when awake: it shares the interpreter's
+It sleeps in a poll of the command socket, 10 times a second, and does little when awake: it shares the interpreter's
 lock with the training. It never asks the allocator for its figures, because the lock it would need may be held by a
 training thread that is stuck in the driver.
 """
@@ -28,10 +28,12 @@ from .snapshots import Snapshots
 if TYPE_CHECKING:
     from .probe import Probe
 
-POLL_MS = 50
+POLL_MS = 100
 YIELD_SECONDS = 0.0002
 BEAT_SECONDS = 1.0
 CHANGED_BEAT_SECONDS = 0.1
+"""Of silence, before a heartbeat says that something has changed: steps that follow each other faster need none."""
+TEND_SECONDS = 1.0
 
 
 class Publisher(threading.Thread):
@@ -45,7 +47,11 @@ class Publisher(threading.Thread):
         self._run = RunDir(run)
         self._steps = probe.folding
         self._sequence = 0
-        self._beaten: tuple[float, float] = (0, 0.0)
+        self._changes = 0.0
+        """What the latest heartbeat told of."""
+        self._spoken = 0.0
+        """When the latest heartbeat or step was sent."""
+        self._tended = 0.0
         self._ending = threading.Event()
         self._flush_seconds = 0.0
         self._recording = Recording()
@@ -92,19 +98,29 @@ class Publisher(threading.Thread):
             context.term()
 
     def _work(self, ranks: Any) -> None:
+        poller = zmq.Poller()
+        poller.register(ranks, zmq.POLLIN)
         while not self._ending.is_set():
-            if ranks.poll(POLL_MS):
+            if poller.poll(POLL_MS):
                 self._commands.take(ranks)
             self._drain()
             self._send_steps()
-            self._beat()
+            now = time.time()
+            self._beat(now)
             self._probe.device.memory.tidy()
             self._allocator.tick()
             self._snapshots.tick()
-            place.tend()
             self._probe.hold.tick()
             self._arming.tick()
+            if not 0 <= now - self._tended < TEND_SECONDS:
+                self._tended = now
+                self._tend()
         self._drain(before_goodbye=self._send_last_steps)
+
+    def _tend(self) -> None:
+        place.tend()
+        if self._dumper.lost(self._probe.thread):
+            self.say_hello()
 
     def _drain(self, before_goodbye: Any = None) -> None:
         outbox = self._probe.outbox
@@ -139,8 +155,9 @@ class Publisher(threading.Thread):
                 # The device is in an error state: what it has not told by now it never will.
                 raw = without_device(self._steps.popleft())
             self._send_step(raw)
-            # Lets the training thread have the interpreter's lock: it waits for one step's work at most.
-            time.sleep(YIELD_SECONDS)
+            if self._steps:
+                # Lets the training thread have the interpreter's lock: it waits for one step's work at most.
+                time.sleep(YIELD_SECONDS)
 
     def _send_last_steps(self) -> None:
         """Give the device a moment to pass the last events; what has not passed then goes without device figures."""
@@ -157,6 +174,7 @@ class Publisher(threading.Thread):
         dropped = self.dropped + probe.overflowed
         step = fold(raw, probe.about.rank, probe.device.memory.read, dropped)
         self.send(step)
+        self._spoken = time.time()
         probe.step_sent = raw.number
         probe.step_seconds = (raw.marks[-1].ns - raw.marks[0].ns) / 1e9
         self._arming.note(step)
@@ -167,17 +185,15 @@ class Publisher(threading.Thread):
             for mark in raw.marks[:-1]:  # the last one begins the next step
                 events.recycle(mark.event)
 
-    def _beat(self) -> None:
-        probe, now = self._probe, time.time()
+    def _beat(self, now: float) -> None:
+        probe = self._probe
         tracker, counts = probe.tracker, probe.tracker.counts
         progress = tracker.progress + counts.entered
         changes = progress + probe.hold.since  # a rank that is held, or let go, says so at once
-        wait = CHANGED_BEAT_SECONDS if changes != self._beaten[0] else BEAT_SECONDS
-        if now - self._beaten[1] < wait:
+        wait = CHANGED_BEAT_SECONDS if changes != self._changes else BEAT_SECONDS
+        if 0 <= now - self._spoken < wait:
             return
-        self._beaten = (changes, now)
-        if self._dumper.lost(probe.thread):
-            self.say_hello()
+        self._changes, self._spoken = changes, now
         reading = probe.device.memory.read(tracker.sample)
         self.send(
             Heartbeat(

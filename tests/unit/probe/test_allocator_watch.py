@@ -42,13 +42,16 @@ class Recorder:
 
     def __init__(self, device):
         self.device, self.mode, self.owner, self.by_script = device, "off", "", False
-        self.cleared, self.entries, self.begun, self.whole = 0, 0, 0, False
+        self.cleared, self.entries, self.begun, self.whole, self.fitted = 0, 0, 0, False, 0
 
     def numbers(self, *, whole=False):
         self.mode, self.whole, self.entries = "numbers", whole, 100_000 if whole else 25_000
         self.cleared += 1
         self.begun = len(self.device.trace)
         return True
+
+    def fit(self, entries):
+        self.fitted = entries
 
     def off(self):
         self.mode = "off"
@@ -123,6 +126,7 @@ def test_the_first_steps_are_looked_at_each_by_one_read_that_serves_both_message
         "backward": 1,
         "optimizer": 1,
     }
+    assert rank.recorder.fitted == 2 * (51 + 1 + 1), "every allocation and free of a step"
     assert rank.tracker.watchers == () or rank.watch._look in rank.tracker.watchers
 
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.trainer.probe.recording import LONG_ENTRIES, MAX_ENTRIES, Recording
+from ftmon.trainer.probe.recording import LONG_ENTRIES, MAX_ENTRIES, MIN_ENTRIES, Recording
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -64,6 +64,25 @@ def test_a_ring_of_another_size_is_cleared_first_and_keeps_every_action(calls: C
     recording.numbers()
     assert [call[0][0] for call in calls[3:]] == [None, "all"]
     assert recording.cleared == 3
+
+
+def test_the_ring_is_as_large_as_a_step_asks_for_except_while_stacks_are_read(calls: Calls) -> None:
+    recording = Recording()
+    recording.fit(4_000)
+    recording.numbers()
+    assert recording.entries == 6_000
+    recording.stacks()
+    cleared = recording.cleared
+    recording.numbers()
+    assert (recording.entries, recording.cleared) == (MAX_ENTRIES, cleared), "what was recorded is still to be read"
+    recording.numbers()
+    assert recording.entries == calls[-1][0][3] == 6_000
+    recording.fit(1)
+    recording.numbers()
+    assert recording.entries == MIN_ENTRIES
+    recording.fit(1_000_000)
+    recording.numbers()
+    assert recording.entries == MAX_ENTRIES
 
 
 def test_an_older_torch_clears_at_every_switch_and_is_known_to(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

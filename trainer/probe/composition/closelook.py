@@ -133,6 +133,7 @@ class CloseLook:
         elif beginning == "optimizer":
             self._glance(walk_gradients)
         if beginning == "backward" and self.hooked and self.on_cuda:
+            self._seen_buckets = False  # ZeRO takes new ones for every backward
             self._watch_modules()
         if beginning == "end":
             if self.on_cuda:
