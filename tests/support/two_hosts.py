@@ -1,7 +1,8 @@
-"""Two hosts on one machine, for tests: network namespaces, a cable between them, names, pids and files of their own.
+"""Two hosts on one machine: network namespaces, a cable between them, names, users, pids and files of their own.
 
-``nodea`` shares files and process table with the test; ``nodeb`` has its own pids, and an empty file system where
-``private`` is. Stand-ins for ``ssh`` and ``pdsh`` on ``nodea``'s PATH reach both by entering their namespaces.
+``nodea`` shares files and process table with whoever made it; ``nodeb`` has its own pids, and an empty file system
+where ``private`` is. Each has users of its own, so neither can look into processes of the other, or signal them.
+Stand-ins for ``ssh`` and ``pdsh`` on ``nodea``'s PATH reach both. Tests use this, and benches do.
 """
 
 import contextlib
@@ -13,50 +14,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from remote_shell import RemoteShell
+
 NODES = {"nodea": "10.77.0.1", "nodeb": "10.77.0.2"}
 _TOOLS = ("unshare", "nsenter", "ip", "mount")
-
-_SSH = """\
-#!/bin/sh
-# Stands in for ssh: options, a host, a command line for its shell.
-while :; do
-  case "$1" in
-    -o|-p|-i|-l) shift 2 ;;
-    -*) shift ;;
-    *) break ;;
-  esac
-done
-host=${{1##*@}}; shift
-clean="env -i HOME={home} PATH={path} LANG=C.UTF-8"
-case "$host" in
-  nodea) exec $clean sh -c "$*" ;;
-  nodeb) exec nsenter -t {pid} -n -u -m -p -- $clean sh -c "$*" ;;
-  *) echo "ssh: Could not resolve hostname $host: Name or service not known" >&2; exit 255 ;;
-esac
-"""
-
-_PDSH = """\
-#!{python}
-# Stands in for pdsh: runs the command on every host of -w, %n being the host's number.
-import subprocess, sys
-words = sys.argv[1:]
-hosts, command = [], []
-while words:
-    word = words.pop(0)
-    if word in ("-f", "-w"):
-        value = words.pop(0)
-        hosts = value.split(",") if word == "-w" else hosts
-    elif word.startswith("-") and not command:
-        continue
-    else:
-        command = [word, *words]
-        break
-line = " ".join(command)
-if line.startswith("pkill"):
-    sys.exit(0)
-started = [subprocess.Popen(["ssh", host, line.replace("%n", str(place))]) for place, host in enumerate(hosts)]
-sys.exit(max(abs(process.wait()) for process in started))
-"""
+_LIFE_SECONDS = 900
+_USERS = ["--user", "--map-root-user"]
 
 
 class TwoHosts:
@@ -67,7 +30,9 @@ class TwoHosts:
         self.private = private
         self.a = 0
         self.b = 0
+        self._over = 0
         self._holders: list[subprocess.Popen[str]] = []
+        self._shell: RemoteShell | None = None
 
     def open(self) -> None:
         """Make namespaces, cable and stand-ins.
@@ -78,13 +43,18 @@ class TwoHosts:
         missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
         if missing:
             raise RuntimeError(f"no {missing[0]} here")
-        flags = ["--user", "--map-root-user", "--net", "--uts"]
-        self.a = self._hold(["unshare", *flags, "sh", "-c", "hostname nodea && echo up && exec sleep 600"])
-        script = f"hostname nodeb && mount -t tmpfs -o mode=0700 tmpfs {self.private} && echo up && exec sleep 600"
+        # A shell stays, not what it waits for: a host's first process has to bury others.
+        stay = f"{{ echo up; sleep {_LIFE_SECONDS} & wait $!; }}"
+        self._over = self._hold(["unshare", *_USERS, "sh", "-c", stay])
+        over = ["nsenter", "-t", str(self._over), "-U", "--preserve-credentials", "--"]
+        a = ["unshare", *_USERS, "--net", "--uts", "sh", "-c", f"hostname nodea && {stay}"]
+        self.a = self._hold([*over, *a])
         flags = ["--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
-        outer = self._hold([*self.enter_a(), "unshare", *flags, "sh", "-c", script])
+        script = f"hostname nodeb && mount -t tmpfs -o mode=0700 tmpfs {self.private} && {stay}"
+        outer = self._hold([*over, "unshare", *_USERS, *flags, "sh", "-c", script])
         self.b = int(Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0])
-        self._must("ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(self.b))
+        cable = ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(self.b)]
+        self._check([*over, "nsenter", "-t", str(self.a), "-n", "--", *cable])
         for enter, name in ((self.enter_a(), "nodea"), (self.enter_b(), "nodeb")):
             for words in (("addr", "add", f"{NODES[name]}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
                 self._check([*enter, "ip", *words])
@@ -93,24 +63,83 @@ class TwoHosts:
         tools.mkdir()
         home = Path.home()  # its caches: DeepSpeed compiles a part of itself the first time
         path = f"{tools}:{os.path.dirname(sys.executable)}:/usr/sbin:/usr/bin:/sbin:/bin"
-        for name, text in (("ssh", _SSH), ("pdsh", _PDSH)):
-            (tools / name).write_text(text.format(home=home, path=path, pid=self.b, python=sys.executable))
-            (tools / name).chmod(0o755)
         self.environ = {"HOME": str(home), "PATH": path, "LANG": "C.UTF-8"}
+        self._shell = RemoteShell(tools, {"nodea": self.enter_a(), "nodeb": self.enter_b()}, self.environ)
 
     def close(self) -> None:
         """End whatever lives on the two, and them."""
+        if self._shell is not None:
+            self._shell.close()
+        left = self._inhabitants()
         for holder in reversed(self._holders):
             holder.kill()
             holder.wait()
-        for pid in self._inhabitants():
+        for pid in left:  # those of nodeb end with their first
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def on_a(self, *words: str, **environ: str) -> "subprocess.Popen[str]":
         """Start a command on ``nodea``."""
+        return self._start([*self.enter_a(), *words], environ)
+
+    def on_b(self, *words: str, **environ: str) -> "subprocess.Popen[str]":
+        """Start a command on ``nodeb``."""
+        return self._start([*self.enter_b(), *words], environ)
+
+    def cable(self, state: str, host: str = "nodea") -> None:
+        """Pull the cable out (``down``) or put it back (``up``), at one of its ends."""
+        enter = self.enter_a() if host == "nodea" else self.enter_b()
+        self._check([*enter, "ip", "link", "set", "eth0", state])
+
+    def pids_on_b(self, word: str = "") -> list[int]:
+        """List what lives on ``nodeb``, but for what holds it, by the pids of who made the hosts.
+
+        Args:
+            word: only those with this word in their command line.
+        """
+        space = os.readlink(f"/proc/{self.b}/ns/pid")
+        holding = {self.b, *map(int, Path(f"/proc/{self.b}/task/{self.b}/children").read_text().split()[:1])}
+        found: list[int] = []
+        for entry in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if entry.isdigit() and int(entry) not in holding and os.readlink(f"/proc/{entry}/ns/pid") == space:
+                    words = _command_line(int(entry))
+                    if words and (not word or word in words):
+                        found.append(int(entry))
+        return sorted(found)
+
+    def processes_on_b(self) -> list[str]:
+        """List the command lines of what lives on ``nodeb``, but for what holds it."""
+        return [" ".join(_command_line(pid)) for pid in self.pids_on_b()]
+
+    def pid_from_b(self, there: int) -> int:
+        """Give the pid here of a process that has the pid ``there`` on ``nodeb``; 0: there is none."""
+        for pid in self.pids_on_b():
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{pid}/status").read_text()
+                pids = next(line for line in text.splitlines() if line.startswith("NSpid:")).split()
+                if int(pids[-1]) == there:
+                    return pid
+        return 0
+
+    def kill_on_b(self, word: str, number: int = signal.SIGKILL) -> int:
+        """Signal the one process on ``nodeb`` with this word in its command line; return its pid here."""
+        pids = self.pids_on_b(word)
+        assert len(pids) == 1, pids
+        os.kill(pids[0], number)
+        return pids[0]
+
+    def enter_a(self) -> list[str]:
+        """Give the words that start a command on ``nodea``."""
+        return ["nsenter", "-t", str(self.a), "-U", "-n", "-u", "--preserve-credentials", "--"]
+
+    def enter_b(self) -> list[str]:
+        """Give the words that start a command on ``nodeb``."""
+        return ["nsenter", "-t", str(self.b), "-U", "-n", "-u", "-m", "-p", "--preserve-credentials", "--"]
+
+    def _start(self, words: list[str], environ: dict[str, str]) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            [*self.enter_a(), *words],
+            words,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -118,32 +147,6 @@ class TwoHosts:
             env={**self.environ, **environ},
             cwd=self.folder,
         )
-
-    def cable(self, state: str) -> None:
-        """Pull the cable out (``down``) or put it back (``up``)."""
-        self._must("ip", "link", "set", "eth0", state)
-
-    def processes_on_b(self) -> list[str]:
-        """List the command lines of what lives on ``nodeb``, but for what holds it."""
-        script = "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline; echo; done"
-        done = subprocess.run([*self.enter_b(), "sh", "-c", script], capture_output=True, text=True, timeout=30)
-        ours = ("sleep 600", "sh -c for p", "tr ")
-        return [line.strip() for line in done.stdout.splitlines() if line.strip() and not line.startswith(ours)]
-
-    def kill_on_b(self, word: str, number: int = signal.SIGKILL) -> int:
-        """Signal the process on ``nodeb`` with this word in its command line; return its pid there."""
-        script = (
-            f"for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline | grep -q -- '-m {word}' && echo ${{p#/proc/}}; done"
-        )
-        found = subprocess.run([*self.enter_b(), "sh", "-c", script], capture_output=True, text=True, timeout=30)
-        pids = [pid for pid in found.stdout.split() if not self._is_shell(pid)]
-        assert len(pids) == 1, pids
-        subprocess.run([*self.enter_b(), "kill", f"-{number}", pids[0]], check=True, timeout=30)
-        return int(pids[0])
-
-    def _is_shell(self, pid: str) -> bool:
-        words = [*self.enter_b(), "cat", f"/proc/{pid}/comm"]
-        return subprocess.run(words, capture_output=True, text=True, timeout=30).stdout.strip() in ("sh", "", "grep")
 
     def _hold(self, words: list[str]) -> int:
         holder = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -154,32 +157,25 @@ class TwoHosts:
             raise RuntimeError(f"{words[0]} was refused: {holder.stderr.read().strip()}")
         return holder.pid
 
-    def enter_a(self) -> list[str]:
-        """Give the words that start a command on ``nodea``."""
-        return ["nsenter", "-t", str(self.a), "-U", "-n", "-u", "--preserve-credentials", "--"]
-
-    def enter_b(self) -> list[str]:
-        """Give the words that start a command on ``nodeb``."""
-        return ["nsenter", "-t", str(self.b), "-U", "-n", "-u", "-m", "-p", "--preserve-credentials", "--"]
-
-    def _must(self, *words: str) -> None:
-        self._check([*self.enter_a(), *words])
-
     def _check(self, words: list[str]) -> None:
         done = subprocess.run(words, capture_output=True, text=True, timeout=30)
         if done.returncode:
             raise RuntimeError(f"{' '.join(words[-6:])} was refused: {done.stderr.strip()}")
 
     def _inhabitants(self) -> list[int]:
-        """List the processes in ``nodea``'s network namespace (those of ``nodeb`` end with their first)."""
+        """List the processes in the user namespaces of ``nodea`` and of what is over both."""
         found: list[int] = []
         with contextlib.suppress(OSError):
-            space = os.readlink(f"/proc/{self.a}/ns/net")
+            spaces = {os.readlink(f"/proc/{pid}/ns/user") for pid in (self._over, self.a) if pid}
             for entry in os.listdir("/proc"):
                 with contextlib.suppress(OSError):
-                    if entry.isdigit() and os.readlink(f"/proc/{entry}/ns/net") == space:
+                    if entry.isdigit() and os.readlink(f"/proc/{entry}/ns/user") in spaces:
                         found.append(int(entry))
         return found
+
+
+def _command_line(pid: int) -> list[str]:
+    return [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if word]
 
 
 @contextlib.contextmanager
