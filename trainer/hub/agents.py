@@ -18,6 +18,8 @@ from .detectors.tracked import ProcessFact
 
 CUT_OFF_SECONDS = 5.0
 """An agent says something every second; unheard for so long, its host is cut off."""
+BACK_SECONDS = 600.0
+"""How long after a run's end the hub is there for a host that was cut off: nobody else can tell its agent."""
 _PAUSE_SECONDS = 2.0
 """Looks farther apart than this: the hub itself was not looking, and nobody is cut off for that."""
 _OFFSET_STEP = 0.05
@@ -39,6 +41,8 @@ class Agent:
         self.beat: AgentBeat | None = None
         self.facts: dict[int, ProcessFact] = {}
         self.told: HostState | None = None
+        self.missed = False
+        """It was cut off after the run had ended, and ranks lived there as far as was known."""
 
     @property
     def host(self) -> str:
@@ -111,6 +115,10 @@ class Agents:
         """List the agents that are heard."""
         return [agent for agent in self.all() if agent.state == "reachable"]
 
+    def missed(self) -> list[Agent]:
+        """List the agents that could not be told, or not at once, that the run is over, and have not left since."""
+        return [agent for agent in self.all() if agent.missed]
+
     def of(self, rank: int) -> Agent | None:
         """Find the agent of a rank; None when it has none (it runs on the hub's own host)."""
         return next((agent for agent in self.all() if rank in agent.facts), None)
@@ -157,6 +165,8 @@ class Agents:
             state: HostStateName = "cut off" if now - agent.heard > CUT_OFF_SECONDS else "reachable"
             if agent.beat is not None and agent.beat.leaving:
                 state = "left"
+            if self._over_grace is not None and state == "cut off" and agent.alive:
+                agent.missed = True
             if state != agent.state:
                 agent.state = state
                 agent.since = time.time() - (now - agent.heard if state == "cut off" else 0.0)

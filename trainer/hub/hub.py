@@ -23,7 +23,7 @@ from .. import processes
 from ..intent import LEFT_OVER
 from .actions import Actions
 from .adopt import open_recording, read_history
-from .agents import Agents
+from .agents import BACK_SECONDS, Agents
 from .channels import Channels
 from .commands import Commands
 from .devices import DeviceSampler
@@ -81,6 +81,7 @@ class Hub:
         self._failing_since = 0.0
         self._finish_at = 0.0
         self._agents_until = 0.0
+        self._missed_until = 0.0
         self._leave_at: float | None = None
         self._end: ExitFile | None = None
         self._disk_trouble = False
@@ -218,6 +219,7 @@ class Hub:
                 self._finish_at = now + (SETTLE_SECONDS if failed else 0.0)
                 clean = self._end.state == "finished"
                 self._agents_until = now + (AGENTS_FINISH_SECONDS if clean else AGENTS_END_SECONDS)
+                self._missed_until = now + BACK_SECONDS
                 self._agents.run_is_over(AGENTS_FINISH_SECONDS - AGENTS_END_SECONDS if clean else SETTLE_SECONDS)
         if self._end is None or now < self._finish_at or (now < self._agents_until and self._agents.reachable()):
             return
@@ -225,7 +227,7 @@ class Hub:
             self._leave_at = now + LINGER_SECONDS
             self._finish(self._end)
         elif now >= self._leave_at and not self._commands.busy and not self._leftovers.waiting(now):
-            self._over = True
+            self._over = now >= self._missed_until or not self._agents.missed()
 
     def _look_for_end(self) -> ExitFile | None:
         if not self._run_dir.path.exists():

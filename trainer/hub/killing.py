@@ -9,7 +9,7 @@ from ...protocol.control import Result
 from ...protocol.errors import UsageError
 from ...protocol.process import is_alive
 from ...protocol.rundir import RunDir
-from .agents import Agent, Agents
+from .agents import BACK_SECONDS, Agent, Agents
 from .interrupting import interrupt_ranks
 from .killer import Kill, Outcome
 from .rankbook import RankBook
@@ -17,6 +17,10 @@ from .ranklink import Answers, RankLink
 
 _AGENT_SECONDS = 30.0
 """An escalation and its look at the GPUs take less than this."""
+_CUT_OFF = (
+    "cut off: what runs there could not be reached; "
+    f"it is ended once the host is back, if that is within {BACK_SECONDS / 60:.0f} minutes"
+)
 
 
 class Killing:
@@ -76,9 +80,7 @@ class Killing:
         agents = [agent for agent in self.agents.all() if not ranks or set(ranks) & set(agent.ranks)]
         reachable = {number: agent for number, agent in enumerate(agents) if agent.state == "reachable"}
         parts: dict[str, Outcome] = {
-            agent.host: Outcome(False, "cut off: what runs there could not be reached", {})
-            for agent in agents
-            if agent.state != "reachable"
+            agent.host: Outcome(False, _CUT_OFF, {}) for agent in agents if agent.state != "reachable"
         }
         here = bool(targets) or not ranks
         awaited = int(here) + int(bool(reachable))

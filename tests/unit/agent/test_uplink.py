@@ -216,6 +216,31 @@ def test_a_host_that_is_not_heard_is_cut_off_until_it_is(
     assert [agent.state for agent in hub.agents.all()] == ["reachable"]
 
 
+def test_a_host_that_is_cut_off_when_the_run_ends_is_told_once_it_is_back(
+    hub: Hub, uplink: Uplink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def speak(leaving: bool = False) -> None:
+        uplink.say(beat(processes=[ProcessState(3, 12, 99, True, "S")], leaving=leaving))
+
+    uplink.connect(hub.address)
+    turning(hub, uplink, lambda: speak() or hub.agents.all())
+    hub.agents.run_is_over(2.0)
+    hub.agents.tick()
+    assert not hub.agents.missed(), "it is heard, so it has been told"
+    uplink.disconnect()
+    monkeypatch.setattr(agents_module, "CUT_OFF_SECONDS", -1.0)
+    hub.agents.tick()
+    assert [agent.host for agent in hub.agents.missed()] == ["nodeb"]
+    monkeypatch.setattr(agents_module, "CUT_OFF_SECONDS", 60.0)
+    uplink.connect(hub.address)
+    uplink.over = None
+    turning(hub, uplink, lambda: speak() or uplink.over)
+    assert [state.state for state in hub.agents.tick()] == ["reachable"]
+    assert hub.agents.missed(), "it has been told, and still has to end what is there"
+    turning(hub, uplink, lambda: speak(leaving=True) or "left" in [state.state for state in hub.agents.tick()])
+    assert not hub.agents.missed()
+
+
 def test_an_agent_started_again_takes_the_place_of_the_one_before(hub: Hub) -> None:
     context: zmq.Context[Any] = zmq.Context()
     try:
