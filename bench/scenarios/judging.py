@@ -43,6 +43,8 @@ def judge(kind: Kind, culprit: int | None, history: list[tuple[float, Alert]], e
     """
     accused = [(t, alert) for t, alert in history if alert.kind in ACCUSING and alert.severity != "info"]
     guilty = set() if culprit is None else {culprit}
+    if kind.expect == "cut":
+        return _cut_off(guilty, history, accused)
     for t, alert in accused:
         who = named(alert)
         if kind.expect == "honest":
@@ -80,6 +82,20 @@ def _says(kind: Kind, guilty: set[int], alert: Alert) -> bool:
         return alert.kind == "hang" and who == guilty and rule == "exit"
     wanted = {"death": "died", "failure": "failure", "slow": "slow"}[kind.expect]
     return alert.kind == wanted and who == guilty and kind.words in text
+
+
+def _cut_off(ranks: set[int], history: list[tuple[float, Alert]], accused: list[tuple[float, Alert]]) -> Judgement:
+    """A host that is cut off: what its ranks do is not known, so that is what has to be said, and nobody is named."""
+    wrong = next(((t, alert) for t, alert in accused if named(alert) or alert.kind != "hang"), None)
+    if wrong is not None:
+        return Judgement("wrong", wrong[0], wrong[1].title)
+    said = [(t, a) for t, a in history if a.evidence.get("rule") == "unreachable" and "is cut off" in a.title]
+    told = next(((t, alert.title) for t, alert in said if alert.kind == "note" and set(alert.ranks) == ranks), None)
+    waits = next(((t, alert.title) for t, alert in said if alert.kind == "hang"), None)
+    if told and waits:
+        return Judgement("right", *told)
+    vague = told or next(((t, alert.title) for t, alert in accused), None)
+    return Judgement("cannot tell", *vague) if vague else Judgement("none")
 
 
 def _resolved(accused: list[tuple[float, Alert]], end: Any) -> Judgement:

@@ -13,14 +13,16 @@
 - ``honest``: nothing is called a hang, and the run finishes;
 - ``resolves``: a hang may be called while it lasts, of that rank alone, and is said to be over;
 - ``ended``: the run is said to have failed, and how;
-- ``killed``: nothing is called a hang, the kill says that all is gone, and it is.
+- ``killed``: nothing is called a hang, the kill says that all is gone, and it is;
+- ``cut``: the rank whose host is cut off is told as unreachable, what the others wait for is that host, and nobody is
+  called hung; a kill says what it could not reach, ends the rest, and that too once the host is back.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 Expect = Literal[
-    "stall", "tangle", "sizes", "death", "failure", "slow", "exit", "honest", "resolves", "ended", "killed"
+    "stall", "tangle", "sizes", "death", "failure", "slow", "exit", "honest", "resolves", "ended", "killed", "cut"
 ]
 
 
@@ -84,7 +86,7 @@ KINDS = (
     Kind("exit-hang", "lives on after the others finished", "exit", limit_s=45.0, steps=30, cuda=True),
     Kind("straggler", "computes four times as long as the others", "slow", words="forward"),
     Kind("slow-disk", "its disk answers slowly", "slow", words="data"),
-    Kind("network-cut", "the network between two hosts is cut", "stall", needs="netns"),
+    Kind("network-cut", "the network between two hosts is cut", "cut", needs="netns"),
     Kind("pause-and-resume", "stopped for 4 s, then goes on", "resolves", steps=100),
     Kind("stall-that-ends", "its data set answers after 14 s", "resolves", steps=40),
     Kind("long-evaluation", "evaluates for 14 s while the others wait", "honest", steps=40),

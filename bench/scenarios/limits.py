@@ -1,10 +1,12 @@
-"""What some scenes need of the machine: a memory cgroup of their own. Where it cannot be had, the scene says why."""
+"""What some scenes need of the machine: a memory cgroup, or two hosts. Where it cannot be had, the scene says why."""
 
 import contextlib
 import os
 import uuid
 from collections.abc import Generator
 from pathlib import Path
+
+from .. import hosts
 
 MEMORY_LIMIT = 192 << 20
 
@@ -19,23 +21,32 @@ def why_not(needs: str) -> str:
         folder.rmdir()
         return ""
     if needs == "netns":
-        return "the bench of two network namespaces plays it (tests of several hosts)"
+        return hosts.why_not()
     return ""
 
 
 @contextlib.contextmanager
-def allowed(needs: str, environment: dict[str, str]) -> Generator[None]:
-    """Provide what is needed, for the length of a scene."""
-    if needs != "cgroup":
-        yield
-        return
-    folder = _make_cgroup()
-    environment["SCENE_CGROUP"] = str(folder)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+def allowed(
+    needs: str, environment: dict[str, str], folder: Path, culprit: int | None
+) -> Generator[hosts.Hosts | None]:
+    """Provide what is needed, for the length of a scene; where two hosts are, those, the culprit's rank on the other.
+
+    Raises:
+        RuntimeError: two hosts cannot be made.
+    """
+    if needs == "netns":
+        with hosts.made(folder, environment, culprit or 0) as made:
+            yield made
+    elif needs == "cgroup":
+        group = _make_cgroup()
+        environment["SCENE_CGROUP"] = str(group)
+        try:
+            yield None
+        finally:
+            with contextlib.suppress(OSError):
+                group.rmdir()
+    else:
+        yield None
 
 
 def _make_cgroup() -> Path:

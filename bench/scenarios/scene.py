@@ -21,17 +21,20 @@ from ftmon.protocol.rundir import RunDir
 from ftmon.protocol.sockets import CHANNELS
 from ftmon.trainer import processes
 
+from .. import hosts
+from ..hosts import FTMON
 from . import gpus, limits
 from .judging import Judgement, judge
 from .kinds import Kind
 
 HERE = Path(__file__).parent
-FTMON = [sys.executable, "-m", "ftmon.tui.cli"]
 START_SECONDS = 120.0
 SETTLE_SECONDS = 2.0
 """A right verdict must stand so long: what follows it may be wrong."""
 END_SECONDS = 40.0
 PAUSE_SECONDS = 4.0
+REJOIN_SECONDS = 30.0
+"""So long after a kill, at most, a host that was cut off is back."""
 LOOK_SECONDS = 0.25
 
 
@@ -56,9 +59,12 @@ class Scene:
             self.at = 20
         if kind.expect in ("honest", "resolves"):
             self.at = min(self.at, kind.steps - 8)
+        self.rejoined_after = draw.uniform(0.0, REJOIN_SECONDS)
         self.keep = keep
         self.folder = Path(tempfile.mkdtemp(prefix=f"scene-{kind.name}-"))
         self.environment = self._environment()
+        self.hosts: hosts.Hosts | None = None
+        """Where the scene has two."""
         self.history: list[tuple[float, Alert]] = []
         self._last_seq = 0
         self._reader: Reader | None = None
@@ -69,14 +75,14 @@ class Scene:
         found: dict[str, Any] = {"kind": self.kind.name, "run": self.number, "culprit": self.culprit, "step": self.at}
         run: RunDir | None = None
         try:
-            with limits.allowed(self.kind.needs, self.environment):
+            with limits.allowed(self.kind.needs, self.environment, self.folder, self.culprit) as self.hosts:
                 before = gpus.used(self.devices) if self.cuda else None
                 run = self._start()
                 found |= self._act(run)
                 found |= self._end(run, before)
                 if self.kind.expect == "killed" and (found.get("kill_status") != 0 or found["left"]):
                     found |= {"verdict": "wrong", "said": str(found.get("kill"))}
-        except (SceneError, FtmonError, OSError, subprocess.SubprocessError) as error:
+        except (SceneError, FtmonError, OSError, RuntimeError, subprocess.SubprocessError) as error:
             found |= {"verdict": "not played", "said": f"{type(error).__name__}: {error}"}
         finally:
             self._clean(run)
@@ -105,6 +111,8 @@ class Scene:
         return environment
 
     def _start(self) -> RunDir:
+        if self.hosts is not None:
+            return self.hosts.start(self.kind.name, HERE / "ranks.py")
         script = str(HERE / "ranks.py")
         if self.kind.engine == "deepspeed":
             program = shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))
@@ -119,8 +127,9 @@ class Scene:
         return RunDir(runs[0])
 
     def _ftmon(self, *words: str, seconds: float = 90.0) -> "subprocess.CompletedProcess[str]":
+        line = [*FTMON, *words] if self.hosts is None else self.hosts.words(*words)
         return subprocess.run(
-            [*FTMON, *words], env=self.environment, capture_output=True, text=True, timeout=seconds, check=False,
+            line, env=self.environment, capture_output=True, text=True, timeout=seconds, check=False,
             stdin=subprocess.DEVNULL, cwd=self.folder,
         )  # fmt: skip
 
@@ -143,9 +152,10 @@ class Scene:
         found: dict[str, Any] = {"verdict": judgement.verdict, "said": judgement.title}
         if judgement.at is not None and fault is not None:
             found["seconds"] = round(judgement.at - fault, 2)
-        if self.kind.expect in ("stall", "tangle", "exit"):
+        if self.kind.expect in ("stall", "tangle", "exit", "cut"):
             found |= self._status(run)
-            if found["verdict"] == "right" and found["hung"] not in ([], [self.culprit]):
+            named = [] if self.kind.expect == "cut" else [self.culprit]
+            if found["verdict"] == "right" and found["hung"] not in ([], named):
                 found |= {"verdict": "wrong", "said": f"ftmon status calls ranks {found['hung']} hung"}
         return found
 
@@ -155,6 +165,10 @@ class Scene:
     def _strike(self, run: RunDir) -> float | None:
         """Do what is done from outside; return when, or None where the script does it itself."""
         name = self.kind.name
+        if name == "network-cut" and self.hosts is not None:
+            self._wait(self._ready, START_SECONDS, run)
+            self.hosts.two.cable("down")
+            return time.time()
         if name not in ("sigstop", "deepspeed-sigstop", "sigkill", "pause-and-resume", "launcher-killed"):
             return None
         self._wait(self._ready, START_SECONDS, run)
@@ -214,17 +228,38 @@ class Scene:
             done = self._ftmon("kill", run.id, "--yes")
             found = {"kill_status": done.returncode, "kill_s": round(time.monotonic() - begun, 1)}
             found["kill"] = (done.stdout + done.stderr).strip().splitlines()[-1:]
-        deadline = time.monotonic() + END_SECONDS
-        while named_processes(run) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        left = [f"pid {process.pid} {process.name} {process.state}" for process in named_processes(run)]
+        left: list[str] = []
+        if self.hosts is not None:
+            left += self._end_of_the_cut(found, run, self.hosts)
+        left += _left(lambda: named_processes(run))
         left += [f"socket {path}" for path in sockets_of(run)]
+        if self.hosts is not None:
+            left += [f"socket {path} on the other host" for path in self.hosts.sockets_there()]
         if gpus_before is not None:
             left += gpus.left(gpus_before)
         end = run.read_exit()
         if end is None:
             left.append("no exit.json")
         return {**found, "left": left, "end": f"{end.state}: {end.text}" if end else ""}
+
+    def _end_of_the_cut(self, found: dict[str, Any], run: RunDir, two: hosts.Hosts) -> list[str]:
+        """See that the kill told what it could not reach and ended the rest; then join the hosts again."""
+        there = set(two.two.pids_on_b())
+        marked = lambda: processes.marked(run.path, processes.table().values())  # noqa: E731
+        left = _left(lambda: [process for process in marked() if process.pid not in there])
+        if found.get("kill_status") == 0 or not any("nodeb" in line for line in found.get("kill", [])):
+            left.append(f"the kill did not tell what it could not reach: {found.get('kill')}")
+        time.sleep(self.rejoined_after)
+        two.two.cable("up")
+        begun = time.monotonic()
+        _left(lambda: named_processes(run))
+        self._read_alerts(run)
+        later = judge(self.kind, self.culprit, self.history, None)
+        if later.verdict == "wrong":
+            found |= {"verdict": "wrong", "said": later.title}
+        found["rejoined_after_s"] = round(self.rejoined_after, 1)
+        found["rejoined_end_s"] = round(time.monotonic() - begun, 1)
+        return left
 
     def _wait(self, condition: Callable[[], Any], seconds: float, run: RunDir) -> None:
         deadline = time.monotonic() + seconds
@@ -248,6 +283,14 @@ class Scene:
                 time.sleep(0.2)
         if not self.keep:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _left(find: Callable[[], list[processes.Process]]) -> list[str]:
+    """Wait until these processes have ended; list those that do not."""
+    deadline = time.monotonic() + END_SECONDS
+    while find() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return [f"pid {process.pid} {process.name} {process.state}" for process in find()]
 
 
 def named_processes(run: RunDir) -> list[processes.Process]:
