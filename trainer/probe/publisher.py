@@ -32,7 +32,10 @@ POLL_MS = 100
 YIELD_SECONDS = 0.0002
 BEAT_SECONDS = 1.0
 CHANGED_BEAT_SECONDS = 0.1
-"""Of silence, before a heartbeat says that something has changed: steps that follow each other faster need none."""
+"""Of silence, before a heartbeat says that something has changed."""
+FLOWING_BEAT_SECONDS = 0.5
+"""Between two heartbeats where steps leave no such silence: a rank that can say no more was last heard of in a phase
+that it was in lately."""
 TEND_SECONDS = 1.0
 
 
@@ -49,8 +52,9 @@ class Publisher(threading.Thread):
         self._sequence = 0
         self._changes = 0.0
         """What the latest heartbeat told of."""
+        self._beaten = 0.0
         self._spoken = 0.0
-        """When the latest heartbeat or step was sent."""
+        """When the latest heartbeat, and the latest heartbeat or step, was sent."""
         self._tended = 0.0
         self._ending = threading.Event()
         self._flush_seconds = 0.0
@@ -190,10 +194,13 @@ class Publisher(threading.Thread):
         tracker, counts = probe.tracker, probe.tracker.counts
         progress = tracker.progress + counts.entered
         changes = progress + probe.hold.since  # a rank that is held, or let go, says so at once
-        wait = CHANGED_BEAT_SECONDS if changes != self._changes else BEAT_SECONDS
-        if 0 <= now - self._spoken < wait:
+        quiet, since = now - self._spoken, now - self._beaten
+        if changes == self._changes:
+            if 0 <= quiet < BEAT_SECONDS:
+                return
+        elif 0 <= quiet < CHANGED_BEAT_SECONDS and 0 <= since < FLOWING_BEAT_SECONDS:
             return
-        self._changes, self._spoken = changes, now
+        self._changes, self._spoken, self._beaten = changes, now, now
         reading = probe.device.memory.read(tracker.sample)
         self.send(
             Heartbeat(

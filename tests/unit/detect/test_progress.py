@@ -51,6 +51,19 @@ def test_a_long_evaluation_seen_in_heartbeats_is_learned(make_sim: Any):
     assert progress.limit() == pytest.approx(2000, rel=0.1)
 
 
+def test_heartbeats_with_steps_in_between_teach_nothing_of_the_time_that_passed(make_sim: Any):
+    sim = make_sim()
+    progress = learned(make_sim, [0.1] * 5)
+    for number in range(3):
+        at = sim.now + number * 1000
+        progress.beat(at, sim.beat(0, 6, "idle", moved=True, phase_started=at))
+        progress.step_done(at + 300, sim.step(0, 6, [sim.phase("forward", ms=100)]))
+        progress.beat(at + 400, sim.beat(0, 7, "forward", moved=True, phase_started=at + 400))
+        progress.step_done(at + 401, sim.step(0, 7, [sim.phase("forward", ms=100)]))
+    progress.beat(sim.now, sim.beat(0, 8, "idle", moved=True))
+    assert progress.limit() == FLOOR_S["idle"]
+
+
 @given(st.lists(st.floats(0.001, 100.0), min_size=4, max_size=80))
 def test_a_duration_that_was_usual_all_along_is_never_past_the_limit(make_sim: Any, seconds: list[float]):
     steady = [max(seconds)] * 8

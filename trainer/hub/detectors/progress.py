@@ -21,7 +21,7 @@ within a step, 15 s between steps, 20 s for checkpoint and in the second and thi
 and the first step. Work that takes long is never asleep by this measure, unless it is done on another machine.
 
 Durations of ordinary phases come from steps (mean of a phase's occurrences); those of eval, checkpoint, idle and data
-also from heartbeats, as the time from one phase's start to the next one's.
+also from heartbeats, as the time from one phase's start to the next one's, where no step came in between.
 """
 
 from ....protocol.telemetry import Heartbeat, PhaseRecord, Step
@@ -98,6 +98,7 @@ class RankProgress:
         self.has_stepped = False
         self.phase = "init"
         self.phase_started = 0.0
+        """Of the phase that the latest heartbeat told of; 0 once a step came after it: nobody knows when it ended."""
         self.micro_step = 0
         self.collective = ""
         self.last_collective = ""
@@ -115,6 +116,7 @@ class RankProgress:
         self.heard_at = self.moved_at = t
         self.has_stepped = True
         self.steps_seen += 1
+        self.phase_started = 0.0
         self.step_seconds = step.host_us * 1e-6
         if step.step >= self.step:
             self.step = step.step + 1
