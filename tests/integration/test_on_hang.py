@@ -1,0 +1,94 @@
+"""``ftmon run --on-hang stacks`` and ``stop`` from the command line, on real ranks; ``kill`` is in test_stall_end."""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.recording.reader import Reader
+from ftmon.tui.cli.outcome import HUNG
+from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
+
+SLEEPS = """
+import sys, time, torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+class Rows(Dataset):
+    def __len__(self):
+        return 160
+    def __getitem__(self, row):
+        if row == 80 and dist.get_rank() == 1:
+            fetch_from_a_store_that_is_away(float(sys.argv[1]))
+        return torch.ones(4)
+
+def fetch_from_a_store_that_is_away(seconds):
+    time.sleep(seconds)
+
+def main():
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for rows in DataLoader(Rows(), batch_size=4):
+        model(rows).pow(2).sum().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+    print("all rows seen", flush=True)
+
+try:
+    main()
+except KeyboardInterrupt:
+    print("interrupted: the script puts its affairs in order", flush=True)
+    sys.exit(1)
+"""
+WHERE = "in fetch_from_a_store_that_is_away"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Ftmon]:
+    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
+        yield ftmon
+
+
+def job(tmp_path: Path, seconds: float) -> list[str]:
+    script = tmp_path / "sleeps.py"
+    script.write_text(SLEEPS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [*torchrun, str(script), str(seconds)]
+
+
+def test_stacks_are_saved_and_the_run_goes_on_when_the_stall_is_over(home: Ftmon, tmp_path: Path) -> None:
+    done = home.run("run", "--on-hang", "stacks", "--hang-grace", "1", "--", *job(tmp_path, 16), seconds=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all rows seen") == 2
+    run = home.newest()
+    (saved,) = [path.read_text() for path in (run.path / "stacks").iterdir()]
+    assert WHERE in saved
+    assert "==== rank 0" in saved
+    with Reader(run.recording) as reader:
+        (hang,) = [alert for alert in reader.alerts() if alert.kind == "hang"]
+        (note,) = [alert for alert in reader.alerts() if alert.evidence.get("rule") == "on-hang"]
+    assert hang.evidence["hung"] == [1]
+    assert hang.resolved is not None
+    assert note.title.startswith("stacks saved: rank 1 ")
+    assert "stacks saved" in done.stdout
+    wait_until_nothing_is_left(run)
+
+
+def test_stop_interrupts_the_ranks_so_that_they_can_end_by_themselves(home: Ftmon, tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = home.run("run", "--on-hang", "stop", "--hang-grace", "1", "--", *job(tmp_path, 600), seconds=150)
+    assert done.returncode == HUNG, done.stdout + done.stderr
+    assert time.monotonic() - began < 80, "nobody had to be killed a minute later"
+    assert "interrupted: the script puts its affairs in order" in done.stdout
+    run = home.newest()
+    end = run.read_exit()
+    assert end is not None
+    assert (end.state, end.cause) == ("failed", "hang")
+    assert "--on-hang stop" in end.text
+    (saved,) = [path.read_text() for path in (run.path / "stacks").iterdir()]
+    assert WHERE in saved
+    wait_until_nothing_is_left(run)
