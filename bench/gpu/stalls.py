@@ -4,12 +4,14 @@
 
 About 25 s a kind. Every kind is a run of ``stall_loop.py`` under torchrun, watched by ftmon in a home of its own; the
 last rank is at fault. Four of the kinds are ended by ``ftmon kill``, ``exit`` by ``--exit-timeout``. A line is printed
-for each as it comes, then a Markdown table; the exit status is 0 when everything came out as it should.
+for each as it comes, then a Markdown table; the exit status is 0 when everything came out as it should. Where it did not,
+the recording and the logs of that run are kept beside ``--json``'s file.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ftmon.protocol.errors import FtmonError
 from ftmon.protocol.process import is_alive
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.rundir import RunDir
@@ -52,11 +55,13 @@ def hang_of(run: RunDir) -> Any:
     try:
         with Reader(run.recording) as reader:
             return next((alert for alert in reader.alerts() if alert.kind == "hang"), None)
-    except Exception:
-        return None  # it is being written
+    except FtmonError as error:
+        print(f"{run.recording} cannot be read yet: {error}", file=sys.stderr)
+        return None
 
 
-def play(kind: str, gpus: int) -> dict[str, Any]:
+def play(kind: str, gpus: int, keep: Path | None = None) -> dict[str, Any]:
+    """Play one kind; the row of the table. ``keep``: where the run goes when it did not come out as it should."""
     row: dict[str, Any] = {"kind": kind, "gpus": gpus, "culprit": gpus - 1}
     before = used_mib()
     with tempfile.TemporaryDirectory(prefix="stall-") as folder:
@@ -89,6 +94,8 @@ def play(kind: str, gpus: int) -> dict[str, Any]:
             row["left"] = len(until_none_left(run))
         finally:
             end_everything(run)
+            if keep is not None and not row.get("right"):
+                shutil.copytree(run.path, keep / f"{run.id}-{gpus}-gpus", ignore=shutil.ignore_patterns("*.sock"))
         back = until(lambda: all(a <= b + SAME_MIB for a, b in zip(used_mib(), before, strict=True)), 10.0)
         row |= {"before_mib": before, "after_mib": used_mib(), "memory_back": bool(back)}
     row["ok"] = bool(row["right"] and row["left"] == 0 and back and row.get("kill_status", 0) == 0)
@@ -158,7 +165,7 @@ def main() -> int:
     gpus = arguments.gpus or len(used_mib())
     rows: list[dict[str, Any]] = []
     for kind in arguments.kinds.split(","):
-        row = play(kind, gpus)
+        row = play(kind, gpus, arguments.json.parent if arguments.json else None)
         rows.append(row)
         print(json.dumps(row), flush=True)
         if arguments.json:
