@@ -4,8 +4,8 @@
 
 About 25 s a kind. Every kind is a run of ``stall_loop.py`` under torchrun, watched by ftmon in a home of its own; the
 last rank is at fault. Four of the kinds are ended by ``ftmon kill``, ``exit`` by ``--exit-timeout``. A line is printed
-for each as it comes, then a Markdown table; the exit status is 0 when everything came out as it should. Where it did not,
-the recording and the logs of that run are kept beside ``--json``'s file.
+for each as it comes, then a Markdown table; the exit status is 0 when everything came out as it should. Where a verdict
+did not, the run's recording and logs are kept beside ``--json``'s file.
 """
 
 import argparse
