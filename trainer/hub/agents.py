@@ -6,14 +6,17 @@ that was cut, or a hub that was restarted, costs nothing but what an agent had t
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
 
 from ...protocol import wire
+from ...protocol.control import RankState
 from ...protocol.errors import ProtocolError
 from ...protocol.hosts import AgentAck, AgentBeat, HostState, HostStateName, decode_numbers
+from ...protocol.telemetry import Hello
+from ...protocol.wire import Message
 from .detectors.tracked import ProcessFact
 
 CUT_OFF_SECONDS = 5.0
@@ -41,13 +44,20 @@ class Agent:
         self.beat: AgentBeat | None = None
         self.facts: dict[int, ProcessFact] = {}
         self.told: HostState | None = None
+        self.restored = False
+        """An earlier hub heard it; this one has not."""
         self.missed = False
-        """It was cut off after the run had ended, and ranks lived there as far as was known."""
+        """It was not heard when the run had ended, and ranks lived there as far as was known."""
 
     @property
     def host(self) -> str:
         """The host's name; empty before its first beat."""
         return self.beat.host if self.beat is not None else ""
+
+    @property
+    def heard_of(self) -> bool:
+        """Whether it is heard at present, by this hub."""
+        return self.state == "reachable" and not self.restored
 
     @property
     def ranks(self) -> list[int]:
@@ -107,13 +117,38 @@ class Agents:
         self.speaking: Agent | None = None
         """Whose message is being taken."""
 
+    def restore(self, history: Iterable[Message]) -> None:
+        """Take over the hosts that an earlier hub knew: each is cut off too unless its agent is heard in time."""
+        messages = list(history)
+        hellos = {message.rank: message for message in messages if isinstance(message, Hello)}
+        states = {message.rank: message.state for message in messages if isinstance(message, RankState)}
+        ended = {rank for rank, state in states.items() if state in ("gone", "finished")}
+        hosts = [message for message in messages if isinstance(message, HostState) and message.ranks]
+        taken: set[int] = set()
+        for told in sorted(hosts, key=lambda host: -host.time):  # the history has one of each lowest rank there was
+            if taken & set(told.ranks) or not self.sockets:
+                continue
+            taken.update(told.ranks)
+            if told.state == "left":
+                continue
+            identity = f"restored-{told.host}-{told.rank}".encode()
+            agent = self._by_identity[identity] = Agent(identity, self.sockets[0], time.monotonic())
+            agent.beat = AgentBeat(
+                *(told.host, 0, 0, told.version, told.time), dropped=told.dropped, clock_offset=told.clock_offset
+            )
+            agent.told, agent.state, agent.since, agent.restored = told, told.state, told.since, True
+            ranks = [hellos[rank] for rank in told.ranks if rank in hellos]
+            agent.facts = {
+                each.rank: ProcessFact(each.rank, each.pid, each.start_ticks, each.rank not in ended) for each in ranks
+            }
+
     def all(self) -> list[Agent]:
         """List the agents that have introduced themselves and not left."""
         return [agent for agent in self._by_identity.values() if agent.beat is not None and agent.state != "left"]
 
     def reachable(self) -> list[Agent]:
         """List the agents that are heard."""
-        return [agent for agent in self.all() if agent.state == "reachable"]
+        return [agent for agent in self.all() if agent.heard_of]
 
     def missed(self) -> list[Agent]:
         """List the agents that could not be told, or not at once, that the run is over, and have not left since."""
@@ -163,9 +198,11 @@ class Agents:
             if paused > _PAUSE_SECONDS:
                 agent.heard += paused
             state: HostStateName = "cut off" if now - agent.heard > CUT_OFF_SECONDS else "reachable"
+            if agent.restored and agent.state == "cut off":
+                state = "cut off"
             if agent.beat is not None and agent.beat.leaving:
                 state = "left"
-            if self._over_grace is not None and state == "cut off" and agent.alive:
+            if self._over_grace is not None and (state == "cut off" or agent.restored) and agent.alive:
                 agent.missed = True
             if state != agent.state:
                 agent.state = state
@@ -223,7 +260,11 @@ class Agents:
         """Forget an agent of the same host that this one was started in place of."""
         for identity, other in list(self._by_identity.items()):
             known = other.beat
-            if other is not agent and known is not None and (known.host, known.boot_id) == (beat.host, beat.boot_id):
+            if other is agent or known is None or known.host != beat.host:
+                continue
+            ranks = {process.rank for process in beat.processes}
+            same = not ranks or bool(ranks & other.facts.keys()) if other.restored else known.boot_id == beat.boot_id
+            if same:
                 del self._by_identity[identity]
 
     def _answer(self, agent: Agent, beat: float) -> None:

@@ -356,6 +356,7 @@ class Hub:
                 self._meet(frame.message)
             self._ending.note(frame.message)
         self._judging.restore(history)
+        self._agents.restore(frame.message for frame in history)
         if history:
             last = history[-1].t
             self._judging.alert(

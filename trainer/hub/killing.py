@@ -60,7 +60,7 @@ class Killing:
         here = {target.rank for target in self._book.targets()}
         for rank in ranks:
             agent = self.agents.of(rank)
-            if rank in here or (agent is not None and agent.state == "reachable"):
+            if rank in here or (agent is not None and agent.heard_of):
                 continue
             if agent is not None:
                 raise UsageError(
@@ -78,10 +78,8 @@ class Killing:
         """
         targets = [target for target in self._book.targets() if not ranks or target.rank in ranks]
         agents = [agent for agent in self.agents.all() if not ranks or set(ranks) & set(agent.ranks)]
-        reachable = {number: agent for number, agent in enumerate(agents) if agent.state == "reachable"}
-        parts: dict[str, Outcome] = {
-            agent.host: Outcome(False, _CUT_OFF, {}) for agent in agents if agent.state != "reachable"
-        }
+        reachable = {place: agent for place, agent in enumerate(agents) if agent.heard_of}
+        parts: dict[str, Outcome] = {agent.host: Outcome(False, _CUT_OFF, {}) for agent in agents if not agent.heard_of}
         here = bool(targets) or not ranks
         awaited = int(here) + int(bool(reachable))
 
@@ -93,7 +91,7 @@ class Killing:
                 done(_together(parts))
 
         def answered(answers: Answers) -> None:
-            part({agent.host: _outcome_of(answers.get(place)) for place, agent in reachable.items()})
+            part({agent.host: _outcome_of(answers.get(place), agent) for place, agent in reachable.items()})
 
         def killed(outcome: Outcome) -> None:
             self._left(outcome.data.get("left", []))
@@ -106,7 +104,7 @@ class Killing:
         if reachable:
             args = {"ranks": ranks, "signal": number.name if number else "", "on_gpu": self._book.on_gpu}
             peers = {agent.identity: place for place, agent in reachable.items()}
-            self._link.ask_peers("kill", peers, _AGENT_SECONDS, answered, args)
+            self._link.ask_peers("kill", peers, _AGENT_SECONDS, answered, args, lambda n: reachable[n].state == "left")
         if not awaited:
             done(_together(parts))
 
@@ -134,7 +132,9 @@ def interrupted_on(agents: list[Agent], answers: Answers) -> list[str]:
     ]
 
 
-def _outcome_of(result: Result | None) -> Outcome:
+def _outcome_of(result: Result | None, agent: Agent) -> Outcome:
+    if result is None and agent.state == "left":
+        return Outcome(True, "ended with the run, and its agent after it", {})
     if result is None:
         return Outcome(False, f"no answer of the agent there in {_AGENT_SECONDS:.0f} s", {})
     return Outcome(result.ok, result.text, result.data)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import zmq
 from ftmon.protocol import keys, rundir, sockets, wire
-from ftmon.protocol.hosts import AgentBeat, ProcessState
+from ftmon.protocol.hosts import AgentBeat, HostState, ProcessState
 from ftmon.protocol.join import JoinFile
-from ftmon.protocol.telemetry import LogLine
+from ftmon.protocol.telemetry import DeviceInfo, Hello, LogLine
 from ftmon.trainer.agent import uplink as uplink_module
 from ftmon.trainer.agent.uplink import Uplink
 from ftmon.trainer.hub import agents as agents_module
@@ -20,6 +20,7 @@ from ftmon.trainer.hub.agents import Agents
 from ftmon.trainer.hub.detectors.tracked import ProcessFact
 
 NAME = "agent-nodeb-7-70"
+HELLO = Hello(3, 0, 4, "nodeb", 12, 99, DeviceInfo("cpu", 0, "x", 1), "glibc", 1.0)
 
 
 class Hub:
@@ -291,3 +292,28 @@ def test_a_silent_address_is_given_up(context: "zmq.Context[Any]", run: rundir.R
         time.sleep(0.3)
         assert uplink.silent
         assert not uplink.connected
+
+
+def test_a_hub_that_was_restarted_while_a_host_was_cut_off_knows_of_it(hub: Hub, uplink: Uplink) -> None:
+    states = [HostState("nodeb", "reachable", 1.0), HostState("nodeb", "cut off", 2.0, 3, [3])]
+    hub.agents.restore([HELLO, *states])
+    hub.agents.tick()
+    (known,) = hub.agents.all()
+    assert (known.host, known.state, known.ranks, known.alive) == ("nodeb", "cut off", [3], 1)
+    assert not hub.agents.reachable()
+    hub.agents.run_is_over(2.0)
+    hub.agents.tick()
+    assert hub.agents.missed() == [known]
+    uplink.connect(hub.address)
+    turning(hub, uplink, lambda: uplink.say(beat(processes=[ProcessState(3, 12, 99, True, "S")])) or uplink.over)
+    assert [agent.identity for agent in hub.agents.all()] == [NAME.encode()]
+    assert [state.state for state in hub.agents.tick()] == ["reachable"]
+
+
+def test_a_hub_that_was_restarted_gives_a_host_it_has_not_heard_yet_some_seconds(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.agents.restore([HELLO, HostState("nodeb", "reachable", time.time(), 3, [3])])
+    assert hub.agents.tick() == []
+    monkeypatch.setattr(agents_module, "CUT_OFF_SECONDS", -1.0)
+    assert [state.state for state in hub.agents.tick()] == ["cut off"]
