@@ -289,7 +289,8 @@ class Agent:
         self._drain()
         self._put_logs(last=True)
         self._take_facts()
-        while self._uplink.connected and self._uplink.waiting and time.monotonic() < deadline:
+        busy = lambda: self._acting.under_way or (self._uplink.connected and self._uplink.waiting)  # noqa: E731
+        while busy() and time.monotonic() < deadline:
             self._turn(50)
         self._beat(time.monotonic(), leaving=not self._told_to_end)
 

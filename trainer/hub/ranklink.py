@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,7 +18,8 @@ Answers = dict[int, Result]
 
 _CONNECTING_SECONDS = 10.0
 """A rank's hello may be here before its command socket is: for so long after it, one that cannot be reached yet is
-tried again until the question's time is up. Later on it is gone."""
+tried again until the question's time is up. Later on it is gone. An agent connects anew after every cut: it is tried
+again always."""
 
 _IDENTIFY_SECONDS = 1.0
 """A sender is asked who it is at most this often."""
@@ -39,6 +39,7 @@ class _Ask:
         self.command = Command("", "")
         self.unsent: set[bytes] = set()
         """Of those waited for, the ones that could not be reached yet."""
+        self.left: Callable[[int], bool] = lambda _: False
 
 
 class RankLink:
@@ -90,19 +91,23 @@ class RankLink:
         timeout: float,
         done: Callable[[Answers], None],
         args: dict[str, Any] | None = None,
+        left: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        """Send a command to peers by their identities; ``done`` gets the answers by the numbers that stand for them."""
+        """Send a command to peers by their identities; ``done`` gets the answers by the numbers that stand for them.
+
+        ``left`` tells of such a number that no answer will come any more.
+        """
         number = f"hub-{next(self._numbers)}"
         command = Command(number, verb, args or {})
         now = time.monotonic()
         unsent = {identity for identity in peers if not self._send(identity, command)}
-        young = {identity for identity in unsent if now - self._known_at.get(identity, -math.inf) < _CONNECTING_SECONDS}
+        young = {identity for identity in unsent if now - self._known_at.get(identity, now) < _CONNECTING_SECONDS}
         waiting = {identity: peer for identity, peer in peers.items() if identity in young or identity not in unsent}
         if not waiting:
             done({})
             return
         ask = self._asks[number] = _Ask(waiting, now + timeout, done)
-        ask.command, ask.unsent = command, young
+        ask.command, ask.unsent, ask.left = command, young, left
 
     def receive(self, socket: "zmq.Socket[Any]") -> None:
         """Take every answer that is waiting on one of the sockets."""
@@ -119,8 +124,9 @@ class RankLink:
         """Put the questions to those that can be reached now, and close the questions whose time is up."""
         now = time.monotonic()
         for ask in self._asks.values():
-            ask.unsent -= {identity for identity in ask.unsent if self._send(identity, ask.command)}
-        for number in [number for number, ask in self._asks.items() if now >= ask.deadline]:
+            ask.waiting = {identity: peer for identity, peer in ask.waiting.items() if not ask.left(peer)}
+            ask.unsent = {i for i in ask.unsent if i in ask.waiting and not self._send(i, ask.command)}
+        for number in [number for number, ask in self._asks.items() if now >= ask.deadline or not ask.waiting]:
             ask = self._asks.pop(number)
             ask.done(ask.answers)
 

@@ -1,0 +1,59 @@
+"""Questions to peers over a real ROUTER: who is not there yet is asked when it is; who has left is not waited for."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from ftmon.protocol import sockets, wire
+from ftmon.protocol.control import Command, Result
+from ftmon.trainer.hub.ranklink import Answers, RankLink
+
+AGENT = b"agent-nodeb-7-70"
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[Any]"]:
+    made: zmq.Context[Any] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def test_an_agent_that_connects_anew_is_asked_when_it_is_there(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    hub = sockets.hub_socket(context, "ranks")
+    hub.bind(f"ipc://{tmp_path}/r")
+    link = RankLink([hub])
+    done: list[Answers] = []
+    link.ask_peers("kill", {AGENT: 0}, 20.0, done.append)
+    link.expire()
+    assert not done, "given up at once"
+    agent = sockets.peer_socket(context, "ranks", AGENT)
+    agent.connect(f"ipc://{tmp_path}/r")
+    deadline = time.monotonic() + 15
+    while not done:
+        assert time.monotonic() < deadline
+        link.expire()
+        if agent.poll(20):
+            command = wire.decode_body(agent.recv_multipart()[1])
+            assert isinstance(command, Command)
+            agent.send_multipart(wire.encode("agent", 0, 1.0, Result(command.id, True, "kill", "killed")))
+        if hub.poll(20):
+            link.receive(hub)
+    assert done[0][0].text == "killed"
+
+
+def test_who_has_left_is_not_waited_for(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    hub = sockets.hub_socket(context, "ranks")
+    hub.bind(f"ipc://{tmp_path}/r")
+    link = RankLink([hub])
+    left: set[int] = set()
+    done: list[Answers] = []
+    link.ask_peers("kill", {AGENT: 0}, 20.0, done.append, left=left.__contains__)
+    link.expire()
+    assert not done
+    left.add(0)
+    link.expire()
+    assert done == [{}]
+    assert not link.busy
