@@ -5,9 +5,10 @@ agent's own, and is kept by the agent until the hub says that it has that number
 """
 
 import struct
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from .bounds import Rank, Time, Whole
 from .errors import ProtocolError
@@ -15,6 +16,19 @@ from .errors import ProtocolError
 HostStateName = Literal["reachable", "cut off", "left"]
 
 _NUMBERS = struct.Struct(">QQ")
+
+
+Line = Annotated[str, Meta(max_length=1024)]
+
+
+class KernelKill(msgspec.Struct, frozen=True):
+    """What speaks for a process having been killed by the kernel for want of memory."""
+
+    sure: bool
+    """The kernel's own log names the process."""
+    text: Line
+    """Whose memory it was, in words; empty: what could be read speaks against it."""
+    evidence: Annotated[list[Line], Meta(max_length=16)]
 
 
 class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -29,6 +43,8 @@ class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state letter of /proc/PID/stat."""
     exit_code: Whole | None = None
     signal: Whole | None = None
+    kernel_kill: KernelKill | None = None
+    """Of a process that SIGKILL ended: what is known there of the kernel's part in it."""
 
 
 class AgentBeat(msgspec.Struct, tag="agent_beat", frozen=True, omit_defaults=True):

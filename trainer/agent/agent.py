@@ -209,7 +209,7 @@ class Agent:
         self._next_beat = now + BEAT_SECONDS
         uplink = self._uplink
         states = [
-            ProcessState(f.rank, f.pid, f.start_ticks, f.alive, f.proc_state, f.exit_code, f.signal)
+            ProcessState(f.rank, f.pid, f.start_ticks, f.alive, f.proc_state, f.exit_code, f.signal, f.kernel_kill)
             for f in self._facts.values()
         ]
         uplink.say(

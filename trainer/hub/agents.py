@@ -14,8 +14,9 @@ import zmq
 from ...protocol import wire
 from ...protocol.control import RankState
 from ...protocol.errors import ProtocolError
-from ...protocol.hosts import AgentAck, AgentBeat, HostState, HostStateName, decode_numbers
+from ...protocol.hosts import AgentAck, AgentBeat, HostState, HostStateName, KernelKill, decode_numbers
 from ...protocol.telemetry import Hello
+from ...protocol.text import sanitize
 from ...protocol.wire import Message
 from .detectors.tracked import ProcessFact
 
@@ -251,6 +252,7 @@ class Agents:
                 process.proc_state,
                 process.exit_code,
                 process.signal,
+                _clean(process.kernel_kill),
             )
             agent.facts[process.rank] = fact
             self._fact(fact)
@@ -282,3 +284,8 @@ def _differ(told: HostState, now: HostState) -> bool:
         return True
     before, after = told.clock_offset, now.clock_offset
     return after is not None and (before is None or abs(after - before) > _OFFSET_STEP)
+
+
+def _clean(kill: KernelKill | None) -> KernelKill | None:
+    """Take what another host read from its kernel's log: nothing in it may reach a terminal as a command."""
+    return None if kill is None else KernelKill(kill.sure, sanitize(kill.text), list(map(sanitize, kill.evidence)))

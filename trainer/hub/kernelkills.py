@@ -12,8 +12,8 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
+from ...protocol.hosts import KernelKill
 from ...protocol.text import gib, sanitize
-from .detectors.tracked import KernelKill
 
 RECENT_SECONDS = 30.0
 """A large process takes its time to die: a kill this long before its death still explains it."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq
 from ftmon.protocol import keys, rundir, sockets, wire
-from ftmon.protocol.hosts import AgentBeat, HostState, ProcessState
+from ftmon.protocol.hosts import AgentBeat, HostState, KernelKill, ProcessState
 from ftmon.protocol.join import JoinFile
 from ftmon.protocol.telemetry import DeviceInfo, Hello, LogLine
 from ftmon.trainer.agent import uplink as uplink_module
@@ -199,6 +199,20 @@ def test_a_beat_introduces_the_host_measures_its_clock_and_tells_of_its_ranks(hu
     turning(hub, uplink, lambda: uplink.over)
     assert uplink.over is not None
     assert uplink.over.grace == 2.0
+
+
+def test_the_kernel_s_part_in_a_death_on_another_host_is_known_here_and_cannot_command_a_terminal(
+    hub: Hub, uplink: Uplink
+) -> None:
+    kill = KernelKill(True, "the host's memory was exhausted", ["the kernel's log says so: it killed \x1b]0;x\x07py"])
+    uplink.connect(hub.address)
+    dead = ProcessState(3, 12, 99, False, "Z", None, 9, kill)
+    turning(hub, uplink, lambda: uplink.say(beat(processes=[dead])) or hub.agents.of(3))
+    (fact,) = [agent.facts[3] for agent in hub.agents.all()]
+    assert (fact.signal, fact.kernel_kill is not None and fact.kernel_kill.sure) == (9, True)
+    assert fact.kernel_kill is not None
+    assert fact.kernel_kill.text == kill.text
+    assert "\x1b" not in fact.kernel_kill.evidence[0]
 
 
 def test_a_host_that_is_not_heard_is_cut_off_until_it_is(

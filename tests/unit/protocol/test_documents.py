@@ -30,6 +30,7 @@ PARTS = (
     rundir.HubFile,
     rundir.ExitFile,
     process.ProcessId,
+    hosts.KernelKill,
     hosts.ProcessState,
     join.JoinFile,
     results.RecordingInfo,

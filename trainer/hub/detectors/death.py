@@ -18,11 +18,11 @@ import signal as signals
 from collections import deque
 
 from ....protocol.control import Alert, RankState
+from ....protocol.hosts import KernelKill
 from ....protocol.telemetry import Failure, LogLine
 from ....protocol.text import duration
 from .book import RANKS_LISTED, AlertBook, Key
 from .oom import TRACEBACK_LIMIT, OomDetector
-from .tracked import KernelKill
 from .words import ending_in_words, first_line, library_hint, signal_hint
 
 LOG_LINES = 12

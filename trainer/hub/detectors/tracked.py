@@ -3,6 +3,7 @@
 import msgspec
 
 from ....protocol.control import RankState, RankStateName
+from ....protocol.hosts import KernelKill
 from ....protocol.telemetry import Goodbye, Hello
 from .evidence import Evidence
 from .progress import SILENT_S, SUSPECT_S, RankProgress
@@ -12,16 +13,6 @@ from .words import ending_in_words, first_line
 
 ASKING_SIGNALS = (2, 15)
 ASKED_LATER_S = 1.0
-
-
-class KernelKill(msgspec.Struct, frozen=True):
-    """What speaks for a process having been killed by the kernel for want of memory."""
-
-    sure: bool
-    """The kernel's own log names the process."""
-    text: str
-    """Whose memory it was, in words; empty: what could be read speaks against it."""
-    evidence: list[str]
 
 
 class ProcessFact(msgspec.Struct, frozen=True):
