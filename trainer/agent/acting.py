@@ -20,6 +20,8 @@ from ..hub.interrupting import interrupt_job, interrupt_ranks
 from ..hub.killer import Kill, Outcome, Target
 from ..hub.reach import look_as_asked
 
+_ASKED_KEPT = 64
+
 
 class _KillArgs(msgspec.Struct):
     """The arguments of ``kill``: no ranks means all of the run on this host; an empty signal escalates."""
@@ -56,6 +58,8 @@ class Acting:
         self._run = Path(join.run)
         self.socket: zmq.Socket[Any] | None = None
         self.under_way = 0
+        self._asked: dict[str, Result | None] = {}
+        """What the hub has asked for, and the answers: it asks again until it has one, and nothing is done twice."""
 
     def connect(self, address: str) -> None:
         """Connect anew."""
@@ -84,6 +88,13 @@ class Acting:
                     self._act(command)
 
     def _act(self, command: Command) -> None:
+        if command.id in self._asked:
+            answer = self._asked[command.id]
+            self._answer(Accepted(command.id, True) if answer is None else answer)
+            return
+        self._asked[command.id] = None
+        while len(self._asked) > _ASKED_KEPT:
+            self._asked.pop(next(iter(self._asked)))
         if command.verb == "kill":
             try:
                 args = msgspec.convert(command.args, _KillArgs)
@@ -137,6 +148,8 @@ class Acting:
         self._answer(Result(command.id, True, "stop", text, data, time.time()))
 
     def _answer(self, message: Accepted | Result) -> None:
+        if isinstance(message, Result) and message.id in self._asked:
+            self._asked[message.id] = message
         if self.socket is not None:
             with contextlib.suppress(zmq.ZMQError):
                 self.socket.send_multipart(wire.encode(self._identity, 0, time.time(), message), zmq.NOBLOCK)

@@ -47,6 +47,7 @@ class Agent:
         self.told: HostState | None = None
         self.restored = False
         """An earlier hub heard it; this one has not."""
+        self.successor: Agent | None = None
         self.missed = False
         """It was not heard when the run had ended, and ranks lived there as far as was known."""
 
@@ -56,9 +57,9 @@ class Agent:
         return self.beat.host if self.beat is not None else ""
 
     @property
-    def heard_of(self) -> bool:
-        """Whether it is heard at present, by this hub."""
-        return self.state == "reachable" and not self.restored
+    def now(self) -> "Agent":
+        """The agent of its host at present: itself, or the one that was started after it."""
+        return self if self.successor is None else self.successor.now
 
     @property
     def ranks(self) -> list[int]:
@@ -115,6 +116,8 @@ class Agents:
         self._by_identity: dict[bytes, Agent] = {}
         self._looked = time.monotonic()
         self._over_grace: float | None = None
+        self.replaced: Callable[[bytes, bytes], object] = lambda _before, _now: None
+        """Called when one agent takes another's place, with both identities."""
         self.speaking: Agent | None = None
         """Whose message is being taken."""
 
@@ -149,7 +152,7 @@ class Agents:
 
     def reachable(self) -> list[Agent]:
         """List the agents that are heard."""
-        return [agent for agent in self.all() if agent.heard_of]
+        return [agent for agent in self.all() if agent.state == "reachable" and not agent.restored]
 
     def missed(self) -> list[Agent]:
         """List the agents that could not be told, or not at once, that the run is over, and have not left since."""
@@ -268,6 +271,8 @@ class Agents:
             same = not ranks or bool(ranks & other.facts.keys()) if other.restored else known.boot_id == beat.boot_id
             if same:
                 del self._by_identity[identity]
+                other.successor = agent
+                self.replaced(identity, agent.identity)
 
     def _answer(self, agent: Agent, beat: float) -> None:
         over, grace = self._over_grace is not None, self._over_grace or 0.0

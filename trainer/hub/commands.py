@@ -236,7 +236,7 @@ class Commands:
         self._interrupted = {target.pid for target in told}
         agents = self._killing.agents.reachable()
         peers = {agent.identity: place for place, agent in enumerate(agents)}
-        self._link.ask_peers(
+        self._link.ask_agents(
             "stop", peers, _STOP_SECONDS, lambda away: self._interrupted_away(caller, told, agents, away)
         )
 

@@ -97,6 +97,7 @@ class Hub:
         self._book = RankBook()
         self._ending = Ending(run, self._file)
         self._agents = Agents(self._channels.of("agents"), self._intake.take, self._judging.fact)
+        self._agents.replaced = self._link.rename
         tracker = self._judging.tracker
         reach = Reach(tracker, self._book, self._link, self._agents, self.post)
         self._looking = Looking(run, tracker, self._book, self._link, reach, self.emit, self.post)

@@ -60,7 +60,7 @@ class Killing:
         here = {target.rank for target in self._book.targets()}
         for rank in ranks:
             agent = self.agents.of(rank)
-            if rank in here or (agent is not None and agent.heard_of):
+            if rank in here or (agent is not None and agent.state == "reachable"):
                 continue
             if agent is not None:
                 raise UsageError(
@@ -78,8 +78,9 @@ class Killing:
         """
         targets = [target for target in self._book.targets() if not ranks or target.rank in ranks]
         agents = [agent for agent in self.agents.all() if not ranks or set(ranks) & set(agent.ranks)]
-        reachable = {place: agent for place, agent in enumerate(agents) if agent.heard_of}
-        parts: dict[str, Outcome] = {agent.host: Outcome(False, _CUT_OFF, {}) for agent in agents if not agent.heard_of}
+        reachable = {place: agent for place, agent in enumerate(agents) if agent.state == "reachable"}
+        away = [agent for agent in agents if agent.state != "reachable"]
+        parts: dict[str, Outcome] = {agent.host: Outcome(False, _CUT_OFF, {}) for agent in away}
         here = bool(targets) or not ranks
         awaited = int(here) + int(bool(reachable))
 
@@ -91,7 +92,7 @@ class Killing:
                 done(_together(parts))
 
         def answered(answers: Answers) -> None:
-            part({agent.host: _outcome_of(answers.get(place), agent) for place, agent in reachable.items()})
+            part({agent.host: _outcome_of(answers.get(place), agent.now) for place, agent in reachable.items()})
 
         def killed(outcome: Outcome) -> None:
             self._left(outcome.data.get("left", []))
@@ -104,7 +105,8 @@ class Killing:
         if reachable:
             args = {"ranks": ranks, "signal": number.name if number else "", "on_gpu": self._book.on_gpu}
             peers = {agent.identity: place for place, agent in reachable.items()}
-            self._link.ask_peers("kill", peers, _AGENT_SECONDS, answered, args, lambda n: reachable[n].state == "left")
+            gone = lambda place: reachable[place].now.state != "reachable"  # noqa: E731
+            self._link.ask_agents("kill", peers, _AGENT_SECONDS, answered, args, gone)
         if not awaited:
             done(_together(parts))
 
@@ -113,7 +115,7 @@ class Killing:
         told = interrupt_ranks(self._book.targets())
         agents = self.agents.reachable()
         peers = {agent.identity: place for place, agent in enumerate(agents)}
-        self._link.ask_peers("stop", peers, _AGENT_SECONDS, lambda _: None)
+        self._link.ask_agents("stop", peers, _AGENT_SECONDS, lambda _: None)
         return bool(told or any(agent.alive for agent in agents))
 
     def launcher_and_spared(self) -> tuple[list[int], list[int]]:
@@ -135,6 +137,8 @@ def interrupted_on(agents: list[Agent], answers: Answers) -> list[str]:
 def _outcome_of(result: Result | None, agent: Agent) -> Outcome:
     if result is None and agent.state == "left":
         return Outcome(True, "ended with the run, and its agent after it", {})
+    if result is None and agent.state == "cut off":
+        return Outcome(False, _CUT_OFF, {})
     if result is None:
         return Outcome(False, f"no answer of the agent there in {_AGENT_SECONDS:.0f} s", {})
     return Outcome(result.ok, result.text, result.data)

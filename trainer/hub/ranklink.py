@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ _CONNECTING_SECONDS = 10.0
 tried again until the question's time is up. Later on it is gone. An agent connects anew after every cut: it is tried
 again always."""
 
+_AGAIN_SECONDS = 1.0
+"""An agent that owes an answer is asked again this often: where its connection was new, the question may have gone to
+the one before. It does once what comes twice."""
 _IDENTIFY_SECONDS = 1.0
 """A sender is asked who it is at most this often."""
 
@@ -39,7 +43,8 @@ class _Ask:
         self.command = Command("", "")
         self.unsent: set[bytes] = set()
         """Of those waited for, the ones that could not be reached yet."""
-        self.left: Callable[[int], bool] = lambda _: False
+        self.left: Callable[[int], bool] | None = None
+        self.asked = time.monotonic()
 
 
 class RankLink:
@@ -50,6 +55,8 @@ class RankLink:
         self._identities: dict[int, bytes] = {}
         self._asks: dict[str, _Ask] = {}
         self._numbers = itertools.count(1)
+        self._name = f"hub-{secrets.token_hex(3)}"
+        """No other hub of the run asks by the same numbers."""
         self._identified: dict[str, float] = {}
         self._known_at: dict[bytes, float] = {}
 
@@ -70,7 +77,7 @@ class RankLink:
         if now - self._identified.get(sender, -_IDENTIFY_SECONDS) < _IDENTIFY_SECONDS:
             return
         self._identified[sender] = now
-        self._send(sender.encode(), Command(f"hub-{next(self._numbers)}", "identify"))
+        self._send(sender.encode(), Command(f"{self._name}-{next(self._numbers)}", "identify"))
 
     def ask(
         self,
@@ -82,22 +89,40 @@ class RankLink:
     ) -> None:
         """Send a command to ``ranks`` and call ``done`` with their answers, after ``timeout`` seconds at the latest."""
         known = {identity: rank for rank in ranks if (identity := self._identities.get(rank)) is not None}
-        self.ask_peers(verb, known, timeout, done, args)
+        self._put(verb, known, timeout, done, args, None)
 
-    def ask_peers(
+    def ask_agents(
         self,
         verb: str,
-        peers: dict[bytes, int],
+        agents: dict[bytes, int],
         timeout: float,
         done: Callable[[Answers], None],
         args: dict[str, Any] | None = None,
         left: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        """Send a command to peers by their identities; ``done`` gets the answers by the numbers that stand for them.
+        """Send a command to agents by their identities; ``done`` gets the answers by the numbers that stand for them.
 
         ``left`` tells of such a number that no answer will come any more.
         """
-        number = f"hub-{next(self._numbers)}"
+        self._put(verb, agents, timeout, done, args, left)
+
+    def rename(self, before: bytes, now: bytes) -> None:
+        """Have another agent asked in place of one that it was started after."""
+        for ask in self._asks.values():
+            if before in ask.waiting:
+                ask.waiting[now] = ask.waiting.pop(before)
+                ask.unsent = ask.unsent - {before} | {now}
+
+    def _put(
+        self,
+        verb: str,
+        peers: dict[bytes, int],
+        timeout: float,
+        done: Callable[[Answers], None],
+        args: dict[str, Any] | None,
+        left: Callable[[int], bool] | None,
+    ) -> None:
+        number = f"{self._name}-{next(self._numbers)}"
         command = Command(number, verb, args or {})
         now = time.monotonic()
         unsent = {identity for identity in peers if not self._send(identity, command)}
@@ -124,7 +149,10 @@ class RankLink:
         """Put the questions to those that can be reached now, and close the questions whose time is up."""
         now = time.monotonic()
         for ask in self._asks.values():
-            ask.waiting = {identity: peer for identity, peer in ask.waiting.items() if not ask.left(peer)}
+            if ask.left is not None:
+                ask.waiting = {identity: peer for identity, peer in ask.waiting.items() if not ask.left(peer)}
+                if now - ask.asked >= _AGAIN_SECONDS:
+                    ask.asked, ask.unsent = now, set(ask.waiting)
             ask.unsent = {i for i in ask.unsent if i in ask.waiting and not self._send(i, ask.command)}
         for number in [number for number, ask in self._asks.items() if now >= ask.deadline or not ask.waiting]:
             ask = self._asks.pop(number)

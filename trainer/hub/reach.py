@@ -89,7 +89,7 @@ class Reach:
         def answered(answers: Answers) -> None:
             self._look_here(here, silent, lambda seen: done(_together(seen, answers)))
 
-        self._link.ask_peers("look", peers, AWAY_SECONDS, answered, args)
+        self._link.ask_agents("look", peers, AWAY_SECONDS, answered, args)
 
     def targets(self) -> list[DumpTarget]:
         """List the ranks of this host, with how they are made to write their stacks."""

@@ -9,6 +9,7 @@ import pytest
 import zmq
 from ftmon.protocol import sockets, wire
 from ftmon.protocol.control import Command, Result
+from ftmon.trainer.hub import ranklink
 from ftmon.trainer.hub.ranklink import Answers, RankLink
 
 AGENT = b"agent-nodeb-7-70"
@@ -26,7 +27,7 @@ def test_an_agent_that_connects_anew_is_asked_when_it_is_there(context: "zmq.Con
     hub.bind(f"ipc://{tmp_path}/r")
     link = RankLink([hub])
     done: list[Answers] = []
-    link.ask_peers("kill", {AGENT: 0}, 20.0, done.append)
+    link.ask_agents("kill", {AGENT: 0}, 20.0, done.append)
     link.expire()
     assert not done, "given up at once"
     agent = sockets.peer_socket(context, "ranks", AGENT)
@@ -50,10 +51,43 @@ def test_who_has_left_is_not_waited_for(context: "zmq.Context[Any]", tmp_path: P
     link = RankLink([hub])
     left: set[int] = set()
     done: list[Answers] = []
-    link.ask_peers("kill", {AGENT: 0}, 20.0, done.append, left=left.__contains__)
+    link.ask_agents("kill", {AGENT: 0}, 20.0, done.append, left=left.__contains__)
     link.expire()
     assert not done
     left.add(0)
     link.expire()
     assert done == [{}]
     assert not link.busy
+
+
+def test_an_agent_that_owes_an_answer_is_asked_again_and_another_in_its_place(
+    context: "zmq.Context[Any]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranklink, "_AGAIN_SECONDS", 0.1)
+    hub = sockets.hub_socket(context, "ranks")
+    hub.bind(f"ipc://{tmp_path}/r")
+    link = RankLink([hub])
+    done: list[Answers] = []
+    link.ask_agents("kill", {AGENT: 0}, 20.0, done.append)
+    first, later = (sockets.peer_socket(context, "ranks", name) for name in (AGENT, b"agent-nodeb-8-80"))
+    first.connect(f"ipc://{tmp_path}/r")
+    asked = {command(link, first).id for _ in range(3)}
+    assert len(asked) == 1, "one question under several numbers"
+    link.rename(AGENT, b"agent-nodeb-8-80")
+    later.connect(f"ipc://{tmp_path}/r")
+    again = command(link, later)
+    assert {again.id} == asked
+    later.send_multipart(wire.encode("agent", 0, 1.0, Result(again.id, True, "kill", "killed")))
+    assert hub.poll(5000)
+    link.receive(hub)
+    assert done[0][0].text == "killed"
+
+
+def command(link: RankLink, agent: "zmq.Socket[Any]") -> Command:
+    deadline = time.monotonic() + 15
+    while not agent.poll(20):
+        link.expire()
+        assert time.monotonic() < deadline
+    found = wire.decode_body(agent.recv_multipart()[1])
+    assert isinstance(found, Command)
+    return found
