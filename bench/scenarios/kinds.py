@@ -87,6 +87,7 @@ KINDS = (
     Kind("straggler", "computes four times as long as the others", "slow", words="forward"),
     Kind("slow-disk", "its disk answers slowly", "slow", words="data"),
     Kind("network-cut", "the network between two hosts is cut", "cut", needs="netns"),
+    Kind("network-cut-hub", "the network between two hosts is cut, and the hub killed", "cut", needs="netns"),
     Kind("pause-and-resume", "stopped for 4 s, then goes on", "resolves", steps=100),
     Kind("stall-that-ends", "its data set answers after 14 s", "resolves", steps=40),
     Kind("long-evaluation", "evaluates for 14 s while the others wait", "honest", steps=40),

@@ -35,6 +35,8 @@ END_SECONDS = 40.0
 PAUSE_SECONDS = 4.0
 REJOIN_SECONDS = 30.0
 """So long after a kill, at most, a host that was cut off is back."""
+HUB_KILLED_SECONDS = 10.0
+"""So long after a cut, at most, the hub is killed: before or after it knows of the cut."""
 LOOK_SECONDS = 0.25
 
 
@@ -60,6 +62,7 @@ class Scene:
         if kind.expect in ("honest", "resolves"):
             self.at = min(self.at, kind.steps - 8)
         self.rejoined_after = draw.uniform(0.0, REJOIN_SECONDS)
+        self.hub_killed_after = draw.uniform(0.0, HUB_KILLED_SECONDS)
         self.keep = keep
         self.folder = Path(tempfile.mkdtemp(prefix=f"scene-{kind.name}-"))
         self.environment = self._environment()
@@ -165,10 +168,17 @@ class Scene:
     def _strike(self, run: RunDir) -> float | None:
         """Do what is done from outside; return when, or None where the script does it itself."""
         name = self.kind.name
-        if name == "network-cut" and self.hosts is not None:
+        if self.hosts is not None:
             self._wait(self._ready, START_SECONDS, run)
             self.hosts.two.cable("down")
-            return time.time()
+            now = time.time()
+            if name == "network-cut-hub":
+                time.sleep(self.hub_killed_after)
+                hub = run.living_hub()
+                if hub is None:
+                    raise SceneError("no hub")
+                os.kill(hub.process.pid, signal.SIGKILL)
+            return now
         if name not in ("sigstop", "deepspeed-sigstop", "sigkill", "pause-and-resume", "launcher-killed"):
             return None
         self._wait(self._ready, START_SECONDS, run)
