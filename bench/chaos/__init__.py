@@ -1,0 +1,1 @@
+"""What goes wrong around a training that goes on, drawn from a seed: ``python -m bench.chaos``."""
