@@ -73,11 +73,11 @@ class FakeRank:
                 self.send(Stacks(self.rank, time.time(), "Thread main: train()", str(command.args.get("reason", ""))))
             elif command.verb == "stop":
                 ok = bool(self.options.get("agrees"))
-                if ok:
-                    self.stop.set()
             self.dealer.send_multipart(
                 wire.encode(self.src, 0, time.time(), Result(command.id, ok, command.verb, "" if ok else "foreign"))
             )
+            if ok and command.verb == "stop":
+                self.stop.set()  # not before: the process may be gone before its answer is
 
     def train(self):
         rate = float(self.options.get("rate", 20))

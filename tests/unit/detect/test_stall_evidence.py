@@ -156,6 +156,29 @@ def test_a_rank_that_holds_pythons_lock_in_native_code_is_told_with_its_line():
     assert verdict.where[2] == "in forward, in native code that holds Python's lock: train.py:52 in main"
 
 
+def held_up_between_steps(age: float, **of_the_silent_one: Any) -> Verdict | None:
+    """Judge ranks that wait for their devices outside every phase, where patience is long, beside a silent one."""
+    evidence = Evidence(
+        1.0, by="probe", calls=Calls("recorder", (Call("0", 9, "all_reduce", 5, False),), {"0": 9}, WORLD)
+    )
+    patient: dict[str, Any] = {"phase": "idle", "limit": 60.0, "asleep_limit": 15.0}
+    waiting = [view(rank, evidence, age=age, group="0", group_sequence=9, **patient) for rank in (0, 1, 3)]
+    given = {"absent": "silent", "phase": "forward", "age": age, "group": "0", "group_sequence": 8, **of_the_silent_one}
+    return judge([*waiting, view(2, **given)])
+
+
+def test_a_rank_that_sends_nothing_is_likely_at_fault_where_others_wait_in_what_it_has_not_entered():
+    verdict = must(held_up_between_steps(11.0))
+    assert (verdict.kind, verdict.hung, verdict.waiting, verdict.sure) == ("missing", (2,), (0, 1, 3), False)
+    assert "has not entered all_reduce #9" in verdict.title
+    assert "sends nothing" in verdict.where[2]
+    assert held_up_between_steps(9.0) is None
+    assert held_up_between_steps(11.0, group_sequence=9) is None, "it has entered as far as was heard"
+    assert held_up_between_steps(11.0, absent="", limit=60.0) is None, "it is heard, and may be at work"
+    assert held_up_between_steps(11.0, absent="cut off") is None
+    assert held_up_between_steps(11.0, phase="checkpoint", limit=600.0) is None, "it may be writing, the lock held"
+
+
 def test_where_counts_do_not_separate_a_rank_asleep_in_its_own_code_is_likely():
     # DDP without a recorder: no collective is counted, and all others sit in their backward.
     waiting = [view(rank, found(members={}, frames=BACKWARD, asleep=0.0), age=9.0) for rank in (0, 1)]

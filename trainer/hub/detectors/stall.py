@@ -2,7 +2,8 @@
 
 ``judge`` looks at views (one a rank) and gives a verdict or None. Its rules, in this order:
 
-1. Nobody is past its own limit (``progress.limit``), and nobody is stopped, gone or silent: no verdict.
+1. Nobody is past its own limit (``progress.limit``), and nobody is stopped, gone or silent: no verdict. Ranks that were
+   seen to wait for ``WAITED_S`` in a collective that a silent one has not entered are held up by that one.
    While a rank's host is cut off nobody is named: the others wait for a host that is **unreachable**.
 2. Some ranks sit inside a collective call past their limit (a blocking backend such as gloo shows that):
    - ranks outside of it that are stopped, gone, silent or past their *own* limit have not entered it: they are
@@ -55,8 +56,14 @@ EXIT_LIMIT_S = 30.0
 EXIT_SURE_S = 12.0
 """The same where it is certain that the rank waits for a finished one, or that its process sleeps after its goodbye."""
 
+_LONG = ("init", "eval", "checkpoint")
+"""Phases in which native code may well hold Python's lock for long, so that nothing is sent."""
+
 POINT_TO_POINT = frozenset(("send", "recv", "batch_isend_irecv"))
 """Calls that wait for one other rank; which one is not known."""
+
+WAITED_S = 10.0
+"""So long ranks must have waited for one that sends nothing, whatever patience the phase has that they wait in."""
 
 MOVING_S = 3.0
 """Progress within this many seconds proves that a rank moves."""
@@ -71,13 +78,36 @@ def judge(views: list[RankView]) -> Verdict | None:
     if ending and living and (at_exit := _hang_at_exit(living, finished)) is not None:
         return at_exit
     # A rank that finished cannot enter anything any more; while its peers still move that is an ordinary end.
-    if not stuck or ending:
+    if ending:
         return None
-    verdict = _stall(stuck, [view for view in views if not view.finished])
+    present = [view for view in views if not view.finished]
+    if not stuck:
+        return _held_up_by_silence(present)
+    verdict = _stall(stuck, present)
     # A look that finds all asleep in one collective names nobody: then the ordinary patience holds.
     if verdict is not None and verdict.kind == "unclear" and not any(view.age > view.limit for view in stuck):
         return None
     return verdict
+
+
+def _held_up_by_silence(present: list[RankView]) -> Verdict | None:
+    """Name silent ranks that others were found to wait for, though these may stay where they are for long."""
+    if any(view.absent == "cut off" for view in present):
+        return None
+    graph = waits(present)
+    if graph is None or not graph.roots:
+        return None
+    by_rank = {view.rank: view for view in present}
+    roots, waiting = [by_rank[rank] for rank in graph.roots], [by_rank[rank] for rank in sorted(graph.of)]
+    # A call of which nobody knows whether it is over is no wait.
+    open_calls = [wait.call.done is False for waits_of in graph.of.values() for wait in waits_of]
+    if any(root.absent != "silent" for root in roots) or not all(open_calls) or min(v.age for v in waiting) <= WAITED_S:
+        return None
+    if any(root.phase in _LONG and root.age <= root.limit for root in roots):
+        return None
+    call = next(wait.call for view in waiting for wait in graph.of[view.rank] if wait.blockers & set(graph.roots))
+    age = max(view.age for view in waiting)
+    return missing(waiting, roots, f"{call.name} #{call.number}{of_group(call.group, present)}", age)
 
 
 def _stall(stuck: list[RankView], present: list[RankView]) -> Verdict | None:
