@@ -21,6 +21,8 @@ _LAUNCHER_SECONDS = 30.0
 """A launcher writes itself into the run's file well within this."""
 _DRAIN_SECONDS = 5.0
 """How long the stream may lag behind the end of the run before it is no longer waited for."""
+_LATE_SECONDS = 25.0
+"""And so much longer while the launcher lives, which waits for the hub: a job may be over before its hub is up."""
 
 
 class Interrupts:
@@ -94,8 +96,10 @@ def _until_the_end(
             _end_it(source, run, handled)
         end = run.read_exit() or _end_without_launcher(run, source.model)
         if end is not None:
-            drained_by = drained_by or time.monotonic() + _DRAIN_SECONDS
-            if source.model.ended or time.monotonic() > drained_by:
+            now = time.monotonic()
+            drained_by = drained_by or now + _DRAIN_SECONDS
+            late = now > drained_by + _LATE_SECONDS or (now > drained_by and not _launcher_lives(run))
+            if source.model.ended or late:
                 return end
         time.sleep(LOOK_SECONDS)
 
@@ -114,6 +118,11 @@ def _end_it(source: Source, run: RunDir, time_asked: int) -> None:
     launcher = run.read_run().launcher
     if launcher is not None and is_alive(launcher):
         os.kill(launcher.pid, signal.SIGINT if first else signal.SIGTERM)
+
+
+def _launcher_lives(run: RunDir) -> bool:
+    launcher = run.read_run().launcher
+    return launcher is not None and is_alive(launcher)
 
 
 def _end_without_launcher(run: RunDir, model: RunModel) -> ExitFile | None:
