@@ -47,6 +47,20 @@ def test_a_script_that_ends_before_its_first_step_fails_with_its_own_words(home:
     wait_until_nothing_is_left(home.newest())
 
 
+def test_the_words_of_a_script_that_was_over_before_its_hub_was_up_are_told(tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    hub = "'ftmon.trainer.hub' in sys.orig_argv"
+    (slow / "sitecustomize.py").write_text(f"import sys, time\nif {hub}: time.sleep(7)\n")
+    script = tmp_path / "early.py"
+    script.write_text("raise SystemExit('no data at /nowhere')\n")
+    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(slow)) as late:
+        done = late.run("run", "--", sys.executable, str(script), seconds=90)
+        wait_until_nothing_is_left(late.newest())
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "launcher| no data at /nowhere" in done.stdout, "as the hub tells it"
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

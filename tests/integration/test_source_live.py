@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from ftmon.protocol import rundir, sockets
@@ -309,6 +310,24 @@ def test_a_run_that_was_over_before_opens_as_its_recording(run: RunDir, process:
     settle(source)
     assert source.transport.playing
     assert source.model.step < 60
+    source.close()
+
+
+def test_a_hub_that_comes_up_after_the_job_is_waited_for_while_the_launcher_lives(
+    run: RunDir, process: ProcessId
+) -> None:
+    run.write_run(msgspec.structs.replace(run.read_run(), launcher=process))
+    run.write_exit(ExitFile(1, time.time(), "failed"))
+    source = LiveSource(run)
+    source.start()
+    looked_twice = time.monotonic() + 1.2
+    pump(source, lambda: time.monotonic() > looked_twice)
+    assert source.connection.state == "connecting"
+    hub = SmallHub(run)
+    sent = feed(hub, now_frames(60, finished=True))
+    pump(source, lambda: source.model.ended)
+    same(source, sent)
+    hub.close()
     source.close()
 
 

@@ -10,7 +10,7 @@ from types import FrameType
 
 from ...protocol.errors import HubError
 from ...protocol.process import is_alive
-from ...protocol.rundir import ExitFile, RunDir
+from ...protocol.rundir import ExitFile, RunDir, RunFile
 from ..model.run import RunModel
 from ..source.base import Source
 from .narrate import Narrator
@@ -69,7 +69,8 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, owned: bool) -> i
     if end is None:
         print(attach_line(run))
         return INTERRUPTED
-    for line in closing_lines(run, end, source.model, output_told=narrator.with_output):
+    output_told = narrator.with_output and source.model.ended
+    for line in closing_lines(run, end, source.model, output_told=output_told):
         print(line)
     return INTERRUPTED if interrupts.count else exit_status(end, run.read_run().kind)
 
@@ -98,7 +99,7 @@ def _until_the_end(
         if end is not None:
             now = time.monotonic()
             drained_by = drained_by or now + _DRAIN_SECONDS
-            late = now > drained_by + _LATE_SECONDS or (now > drained_by and not _launcher_lives(run))
+            late = now > drained_by + _LATE_SECONDS or (now > drained_by and not _launcher_lives(run.read_run()))
             if source.model.ended or late:
                 return end
         time.sleep(LOOK_SECONDS)
@@ -120,17 +121,15 @@ def _end_it(source: Source, run: RunDir, time_asked: int) -> None:
         os.kill(launcher.pid, signal.SIGINT if first else signal.SIGTERM)
 
 
-def _launcher_lives(run: RunDir) -> bool:
-    launcher = run.read_run().launcher
-    return launcher is not None and is_alive(launcher)
+def _launcher_lives(content: RunFile) -> bool:
+    return content.launcher is not None and is_alive(content.launcher)
 
 
 def _end_without_launcher(run: RunDir, model: RunModel) -> ExitFile | None:
     """Tell how a run ended that has no launcher (any more): as its hub says; None while somebody lives to tell."""
     content = run.read_run()
-    launcher_lives = content.launcher is not None and is_alive(content.launcher)
     starting = content.launcher is None and time.time() - content.created < _LAUNCHER_SECONDS
-    if launcher_lives or starting:
+    if _launcher_lives(content) or starting:
         return None
     if model.ended:
         code = model.exit_code if model.exit_code is not None else int(model.state != "finished")

@@ -56,12 +56,15 @@ class Endpoint:
         return hub.process is None or is_alive(hub.process)
 
     def ended(self) -> bool:
-        """Tell whether the run is over: the job has ended, or its launcher is gone and nobody would start a hub."""
+        """Tell whether the run is over and nobody would start a hub any more.
+
+        A launcher outlives its job until a hub has recorded the end, also one that came up after it.
+        """
         if self._run is None:
             return False
         try:
             launcher = self._run.read_run().launcher
-            return self._run.read_exit() is not None or (launcher is not None and not is_alive(launcher))
+            return self._run.read_exit() is not None if launcher is None else not is_alive(launcher)
         except FtmonError:
             return True
 
