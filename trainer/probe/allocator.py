@@ -75,6 +75,10 @@ class AllocatorWatch:
             self._drop()
             self._answer(False, f"{type(error).__name__}: {error}")
             guard.log_error("a closer look at a step", error)
+        self.send_ready()
+
+    def send_ready(self) -> None:
+        """Send what was found in steps whose own messages have been sent."""
         while self._ready and self._ready[0].step <= self._probe.step_sent:
             self._send(self._ready.pop(0))
 

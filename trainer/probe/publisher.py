@@ -122,6 +122,7 @@ class Publisher(threading.Thread):
         self._drain(before_goodbye=self._send_last_steps)
 
     def _tend(self) -> None:
+        """See, once a second, that what may be lost is there: the agent, and the handler that writes stacks."""
         place.tend()
         if self._dumper.lost(self._probe.thread):
             self.say_hello()
@@ -172,6 +173,7 @@ class Publisher(threading.Thread):
                 time.sleep(0.005)
         while self._steps:
             self._send_step(without_device(self._steps.popleft()))
+        self._allocator.send_ready()
 
     def _send_step(self, raw: StepRaw) -> None:
         probe = self._probe

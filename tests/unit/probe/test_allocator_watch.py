@@ -209,5 +209,5 @@ def test_what_is_found_in_a_step_follows_the_step_s_own_message(rank):
         rank.watch.tick()
     assert rank.sent == []
     rank.probe.step_sent = 1
-    rank.watch.tick()
+    rank.watch.send_ready()
     assert [(type(message), message.step) for message in rank.sent] == [(AllocatorEvents, 1), (Composition, 1)]
