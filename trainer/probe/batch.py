@@ -65,12 +65,12 @@ def _find(value: Any) -> tuple[Any, Any, bool]:
     """Find (ids or first tensor, mask or None, whether it holds tokens)."""
     if _is_tensor(value):
         return value, None, _looks_like_ids(value)
-    if type(value) is dict or isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         for key in _IDS:
             ids: Any = value.get(key)
-            if ids is not None and _is_tensor(ids):
+            if _is_tensor(ids):
                 mask = value.get("attention_mask")
-                return ids, mask if mask is not None and _is_tensor(mask) else None, key in _OF_TOKENS
+                return ids, mask if _is_tensor(mask) else None, key in _OF_TOKENS
         items: Any = value.values()
     elif isinstance(value, list | tuple):
         items = value

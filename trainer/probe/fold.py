@@ -60,8 +60,7 @@ class _Folded:
         self.frees += max(0, end.frees - start.frees)
         self.collectives += last.collectives - first.collectives
         self.collective_ns += last.collective_ns - first.collective_ns
-        place = 0
-        for figure in self.figures:
+        for place, figure in zip(_FIGURES, self.figures, strict=True):
             figure[1] = now = end[place]
             highest = end[place + 1]  # ifs, not max(): this is most of what the publisher does all day
             if now > highest:
@@ -70,7 +69,6 @@ class _Folded:
                 highest = start[place]
             if highest > figure[2]:
                 figure[2] = highest
-            place += 2
         for between in readings[1:-1]:
             for place, figure in zip(_FIGURES, self.figures, strict=True):
                 figure[2] = max(figure[2], between[place + 1])
@@ -154,7 +152,7 @@ def lend_events(marks: list[Mark]) -> list[Mark]:
     found = list(marks)
     for place in range(len(found) - 2, -1, -1):
         if found[place].memory is None:
-            found[place] = Mark(*found[place][:3], found[place + 1].event, *found[place][4:])
+            found[place] = found[place]._replace(event=found[place + 1].event)
     return found
 
 

@@ -27,9 +27,6 @@ class ScriptPeaks:
     def __init__(self) -> None:
         self._samples: deque[Stats] = deque()
         self._places: list[tuple[str, str]] = []
-        self._pooled: list[str] = []
-        self._plain: list[str] = []
-        """What has a peak in every pool, and what has one alone: the order of ``_places``, and of the dicts."""
         self._highest: list[int] = []
         self._lock = threading.Lock()
 
@@ -61,19 +58,18 @@ class ScriptPeaks:
             while self._samples:
                 stats = self._samples.popleft()
                 if not self._places:
-                    self._learn(stats)
-                peaks = [pool["peak"] for name in self._pooled for pool in stats[name].values()]
-                peaks += [stats[name]["peak"] for name in self._plain]
-                if self._highest != peaks:
-                    self._highest = list(map(max, self._highest, peaks)) if self._highest else peaks
+                    self._places = _places_of_peaks(stats)
+                peaks = [stats[name][pool]["peak"] if pool else stats[name]["peak"] for name, pool in self._places]
+                self._highest = list(map(max, self._highest, peaks)) if self._highest else peaks
 
-    def _learn(self, stats: Stats) -> None:
-        """Find where an allocator's statistics have peaks: by pool, or without pools."""
-        groups = {name: group for name, group in stats.items() if isinstance(group, dict)}
-        self._plain = [name for name, group in groups.items() if "peak" in group]
-        self._pooled = [name for name in groups if name not in self._plain]
-        self._places = [(name, pool) for name in self._pooled for pool in groups[name]]
-        self._places += [(name, "") for name in self._plain]
+
+def _places_of_peaks(stats: Stats) -> list[tuple[str, str]]:
+    """List where an allocator's statistics have peaks, as (name, pool); the pool is empty where there are none."""
+    places: list[tuple[str, str]] = []
+    for name, group in stats.items():
+        if isinstance(group, dict):
+            places += [(name, "")] if "peak" in group else [(name, pool) for pool in group]
+    return places
 
 
 class CudaMemory:

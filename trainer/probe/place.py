@@ -10,7 +10,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,7 @@ JOIN_ENV = "FTMON_JOIN"
 PLACE_ENV = "FTMON_PLACE"
 """Set by a rank on another host than the hub's: the directory that stands in for the run's there."""
 
-TEND_SECONDS = 1.0
-
 _agent: "subprocess.Popen[bytes] | None" = None
-_next_look = 0.0
 
 
 def folder() -> str:
@@ -55,10 +51,7 @@ def tend() -> None:
     Raises:
         OSError: it cannot be started.
     """
-    global _next_look
-    now = time.monotonic()
-    if PLACE_ENV in os.environ and now >= _next_look:
-        _next_look = now + TEND_SECONDS
+    if PLACE_ENV in os.environ:
         start_agent()
 
 
