@@ -19,7 +19,7 @@ from ftmon.protocol.rundir import RunDir
 from ftmon.trainer import processes
 
 from ..hosts import FTMON
-from ..scenarios.scene import named_processes, sockets_of
+from ..scenarios.scene import end_all, named_processes, sockets_of
 from .training import SCRIPT, STEP_SECONDS, steps_done
 
 START_SECONDS = 120.0
@@ -176,11 +176,5 @@ class Scene:
             self.app.send_signal(signal.SIGCONT)
             self.app.kill()
             self.app.wait(20)
-        for _ in range(20):
-            living = named_processes(self._run) if self._run is not None else []
-            for process in living:
-                with contextlib.suppress(OSError):
-                    processes.send_signal(process, signal.SIGKILL)
-            if not living:
-                return
-            time.sleep(0.2)
+        if self._run is not None:
+            end_all(self._run)

@@ -283,14 +283,7 @@ class Scene:
             self._reader.close()
             self._reader = None
         if run is not None:
-            for _ in range(20):
-                living = named_processes(run)
-                for process in living:
-                    with contextlib.suppress(OSError):
-                        processes.send_signal(process, signal.SIGKILL)
-                if not living:
-                    break
-                time.sleep(0.2)
+            end_all(run)
         if not self.keep:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -311,6 +304,18 @@ def named_processes(run: RunDir) -> list[processes.Process]:
         if process.alive and process.pid != os.getpid() and _names(process.pid, str(run.path)):
             found[process.pid] = process
     return list(found.values())
+
+
+def end_all(run: RunDir) -> None:
+    """Kill what lives of a run, and what comes up meanwhile."""
+    for _ in range(20):
+        living = named_processes(run)
+        for process in living:
+            with contextlib.suppress(OSError):
+                processes.send_signal(process, signal.SIGKILL)
+        if not living:
+            return
+        time.sleep(0.2)
 
 
 def _names(pid: int, path: str) -> bool:
