@@ -16,9 +16,7 @@ from .errors import ProtocolError
 HostStateName = Literal["reachable", "cut off", "left"]
 
 _NUMBERS = struct.Struct(">QQ")
-
-
-Line = Annotated[str, Meta(max_length=1024)]
+_Text = Annotated[str, Meta(max_length=1024)]
 
 
 class KernelKill(msgspec.Struct, frozen=True):
@@ -26,9 +24,9 @@ class KernelKill(msgspec.Struct, frozen=True):
 
     sure: bool
     """The kernel's own log names the process."""
-    text: Line
+    text: _Text
     """Whose memory it was, in words; empty: what could be read speaks against it."""
-    evidence: Annotated[list[Line], Meta(max_length=16)]
+    evidence: Annotated[list[_Text], Meta(max_length=16)]
 
 
 class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):

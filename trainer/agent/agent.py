@@ -289,10 +289,14 @@ class Agent:
         self._drain()
         self._put_logs(last=True)
         self._take_facts()
-        busy = lambda: self._acting.under_way or (self._uplink.connected and self._uplink.waiting)  # noqa: E731
-        while busy() and time.monotonic() < deadline:
+        while self._owes and time.monotonic() < deadline:
             self._turn(50)
         self._beat(time.monotonic(), leaving=not self._told_to_end)
+
+    @property
+    def _owes(self) -> bool:
+        """Whether the hub is still to get something that it can get."""
+        return bool(self._acting.under_way or (self._uplink.connected and self._uplink.waiting))
 
     def _close(self) -> None:
         self._route.stop()

@@ -94,6 +94,9 @@ class Killing:
         def answered(answers: Answers) -> None:
             part({agent.host: _outcome_of(answers.get(place), agent.now) for place, agent in reachable.items()})
 
+        def gone(place: int) -> bool:
+            return reachable[place].now.state != "reachable"
+
         def killed(outcome: Outcome) -> None:
             self._left(outcome.data.get("left", []))
             part({"": outcome})
@@ -105,7 +108,6 @@ class Killing:
         if reachable:
             args = {"ranks": ranks, "signal": number.name if number else "", "on_gpu": self._book.on_gpu}
             peers = {agent.identity: place for place, agent in reachable.items()}
-            gone = lambda place: reachable[place].now.state != "reachable"  # noqa: E731
             self._link.ask_agents("kill", peers, _AGENT_SECONDS, answered, args, gone)
         if not awaited:
             done(_together(parts))

@@ -53,6 +53,8 @@ LIMIT_FACTOR = 5.0
 FORGET = 0.98
 OUTLIER_FACTOR = 2.0
 OUTLIER_FLOOR_S = 1.0
+LONG_PHASES = ("init", "eval", "checkpoint")
+"""Phases that may last long, and be spent in native code that holds Python's lock."""
 SILENT_S = 5.0
 """A rank not heard of for this long is silent: its figures are old, and nothing is concluded from them alone."""
 
@@ -191,7 +193,7 @@ class RankProgress:
 
     def suspect_after(self) -> float:
         """Return after how many seconds without progress it is worth a look at the ranks."""
-        ordinary = self.steps_seen >= EARLY_STEPS and self.phase not in ("init", "eval", "checkpoint")
+        ordinary = self.steps_seen >= EARLY_STEPS and self.phase not in LONG_PHASES
         floor = SUSPECT_S if ordinary else SUSPECT_LONG_S
         return max(floor, SUSPECT_FACTOR * self.usual_max.get(self.phase, 0.0))
 

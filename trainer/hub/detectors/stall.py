@@ -31,8 +31,9 @@ from typing import Literal
 
 from ....protocol.telemetry import STEP_PHASES
 from ....protocol.text import duration
-from .calls import difference, waits
-from .evidence import all_members
+from .calls import Waits, difference, waits
+from .evidence import Call, all_members
+from .progress import LONG_PHASES
 from .verdicts import (
     Verdict,
     alone,
@@ -55,9 +56,6 @@ EXIT_LIMIT_S = 30.0
 
 EXIT_SURE_S = 12.0
 """The same where it is certain that the rank waits for a finished one, or that its process sleeps after its goodbye."""
-
-_LONG = ("init", "eval", "checkpoint")
-"""Phases in which native code may well hold Python's lock for long, so that nothing is sent."""
 
 POINT_TO_POINT = frozenset(("send", "recv", "batch_isend_irecv"))
 """Calls that wait for one other rank; which one is not known."""
@@ -103,11 +101,17 @@ def _held_up_by_silence(present: list[RankView]) -> Verdict | None:
     open_calls = [wait.call.done is False for waits_of in graph.of.values() for wait in waits_of]
     if any(root.absent != "silent" for root in roots) or not all(open_calls) or min(v.age for v in waiting) <= WAITED_S:
         return None
-    if any(root.phase in _LONG and root.age <= root.limit for root in roots):
+    if any(root.phase in LONG_PHASES and root.age <= root.limit for root in roots):
         return None
-    call = next(wait.call for view in waiting for wait in graph.of[view.rank] if wait.blockers & set(graph.roots))
+    call = _held_up_in(graph)
     age = max(view.age for view in waiting)
     return missing(waiting, roots, f"{call.name} #{call.number}{of_group(call.group, present)}", age)
+
+
+def _held_up_in(graph: Waits) -> Call:
+    """Give a call in which a rank waits for one that waits for nobody."""
+    roots = set(graph.roots)
+    return next(wait.call for rank in sorted(graph.of) for wait in graph.of[rank] if wait.blockers & roots)
 
 
 def _stall(stuck: list[RankView], present: list[RankView]) -> Verdict | None:
@@ -160,7 +164,7 @@ def _exit_limit(view: RankView, finished_peers: set[int]) -> float:
     over = view.phase == "exit" or (found is not None and found.place.doing == "exiting")
     if (view.inside and finished_peers) or (over and found is not None and found.is_asleep):
         return EXIT_SURE_S
-    return max(EXIT_LIMIT_S, view.limit) if view.phase in ("eval", "checkpoint", "init") else EXIT_LIMIT_S
+    return max(EXIT_LIMIT_S, view.limit) if view.phase in LONG_PHASES else EXIT_LIMIT_S
 
 
 def _by_calls(stuck: list[RankView], present: list[RankView]) -> "Verdict | Literal['cannot say'] | None":
@@ -192,7 +196,7 @@ def _by_calls(stuck: list[RankView], present: list[RankView]) -> "Verdict | Lite
         # and then it is the network, or the collective itself.
         apart = all(view.inside in POINT_TO_POINT for view in late)
         return crossed(late, waiting, graph, age) if apart else "cannot say"
-    call = next(wait.call for view in waiting for wait in graph.of[view.rank] if wait.blockers & set(graph.roots))
+    call = _held_up_in(graph)
     example = next(view for view in waiting if any(wait.call is call for wait in graph.of[view.rank]))
     name = example.call if example.inside else f"{call.name} #{call.number}"
     return missing(waiting, late, f"{name}{of_group(call.group, present)}", age)
