@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -89,6 +91,20 @@ def test_a_run_is_followed_commanded_and_found_again_over_ssh() -> None:
         finally:
             source.close()
         assert not relays()
+
+
+def test_who_leaves_is_told_how_to_come_back_to_that_very_run() -> None:
+    with started(fake_ranks({"rank": 0, "rate": 20})) as run:
+        with App(run) as app:
+            app.wait_for(Step, lambda step: step.step > 5)
+        words = [sys.executable, "-m", "ftmon.tui.cli", "attach", "--plain", "ssh://me@there:22"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as attached:
+            assert attached.stdout is not None
+            assert next(line for line in attached.stdout if " step " in line)
+            attached.send_signal(signal.SIGINT)
+            *_, last = attached.stdout
+            assert attached.wait(20) == 130
+        assert last == f"{run.id} goes on; attach again: ftmon attach ssh://me@there:22/{run.id}\n"
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, owned: bool) -> i
         finally:
             source.close()
     if end is None:
-        print(attach_line(run))
+        print(attach_line(run.id))
         return INTERRUPTED
     output_told = narrator.with_output and source.model.ended
     for line in closing_lines(run, end, source.model, output_told=output_told):

@@ -1,7 +1,7 @@
 """How a run ended: as an exit status, and as the last lines a person reads about it."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...protocol.rundir import ExitFile, RunDir
@@ -64,9 +64,9 @@ def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_told: b
         yield f"logs:       {run.logs}"
 
 
-def attach_line(run: RunDir) -> str:
-    """Say that a run goes on, and how to come back to it."""
-    return f"{run.id} goes on; attach again: ftmon attach {shlex.quote(run.id)}"
+def attach_line(run_id: str, words: Sequence[str] = ()) -> str:
+    """Say that a run goes on, and how to come back to it: with ``ftmon attach`` and these words, or its id alone."""
+    return f"{run_id} goes on; attach again: ftmon attach {shlex.join(words or [run_id])}"
 
 
 def _results(output: Path) -> Iterator[str]:

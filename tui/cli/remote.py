@@ -4,7 +4,7 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
@@ -17,7 +17,7 @@ from ..source.live import LiveSource
 from . import terminal
 from .follow import LOOK_SECONDS, counted_interrupts
 from .narrate import Narrator
-from .outcome import INTERRUPTED
+from .outcome import INTERRUPTED, attach_line
 
 CONNECT_SECONDS = 15.0
 """A hub that lets this user in answers at once; one that does not never answers at all."""
@@ -79,22 +79,36 @@ def read_server_key(text: str | None) -> str:
 def attach_remote(arguments: Namespace) -> int:
     """Watch a run of another host, in the app or in plain lines."""
     source = RemoteSource(parse_address(arguments.run), read_server_key(arguments.key))
-    return watch_remote(source, arguments, lambda: _no_answer(arguments.run))
+    again = [arguments.run, "--key", arguments.key]
+    return watch_remote(source, arguments, again, lambda: _no_answer(arguments.run))
 
 
-def watch_remote(source: LiveSource, arguments: Namespace, no_answer: Callable[[], UsageError]) -> int:
+def watch_remote(
+    source: LiveSource, arguments: Namespace, again: Sequence[str], no_answer: Callable[[], UsageError]
+) -> int:
     """Watch a run of another host, in the app or in plain lines.
 
     Args:
         source: gathers it; started here.
         arguments: ``plain``, ``ascii`` and ``read_only`` as given.
+        again: the words after ``ftmon attach`` that lead back to it.
         no_answer: what to raise when nothing comes for ``CONNECT_SECONDS``.
     """
     if not (arguments.plain or terminal.why_no_app()):
         from ..app import run_app
 
         run_app(source, ascii_only=arguments.ascii or terminal.wants_ascii(), read_only=arguments.read_only)
-        return 0
+        status = 0
+    else:
+        status = _tell(source, arguments, no_answer)
+    model = source.live_model
+    if model.last_seq and not model.ended:
+        print(attach_line(model.info.id or "the run", again))
+    return status
+
+
+def _tell(source: LiveSource, arguments: Namespace, no_answer: Callable[[], UsageError]) -> int:
+    """Print a run's lines until it ends or the person leaves; return the exit status."""
     narrator = Narrator(ascii_only=arguments.ascii or terminal.wants_ascii())
     deadline = time.monotonic() + CONNECT_SECONDS
     with counted_interrupts() as interrupts:

@@ -86,9 +86,21 @@ def attach_ssh(arguments: Namespace) -> int:
         raise UsageError(f"{place.host}: {error}") from None
     source = RelayedSource(endpoint)
     try:
-        return watch_remote(source, arguments, lambda: UsageError(f"{arguments.run}: the hub there says nothing"))
+        return watch_remote(
+            source,
+            arguments,
+            [_address(place, endpoint.info.id)],
+            lambda: UsageError(f"{arguments.run}: the hub there says nothing"),
+        )
     finally:
         source.close()
+
+
+def _address(place: Place, run_id: str) -> str:
+    """Write the address of that very run: another may be the newest by then."""
+    user, port = f"{place.user}@" if place.user else "", f":{place.port}" if place.port else ""
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    return f"ssh://{user}{host}{port}/{run_id or place.run}"
 
 
 def _explain(place: Place, error: RelayError) -> str:

@@ -87,7 +87,7 @@ def _start_and_watch(arguments: Namespace, start: Callable[[], RunDir]) -> int:
 
         print(listen_line(started, arguments.listen), flush=True)
     if arguments.detach:
-        print(attach_line(started))
+        print(attach_line(started.id))
         return 0
     from .view import watch
 

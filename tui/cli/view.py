@@ -65,7 +65,7 @@ def watch(run: RunDir, arguments: Namespace, *, owned: bool) -> int:
     run_app(source, ascii_only=_ascii(arguments), read_only=arguments.read_only)
     end = run.read_exit()
     if end is None:
-        print(attach_line(run))
+        print(attach_line(run.id))
         return 0
     for line in closing_lines(run, end, source.model):
         print(line)
