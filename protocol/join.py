@@ -1,7 +1,7 @@
 """``join.json``: what another host of a run needs to join it: where the hub is, its key, and the agents' own.
 
 It holds a secret, so it is 0600 in the 0700 run directory and goes to another host as a file: over a shared file
-system, or over ssh's standard input. A command line or the environment only ever name its path.
+system, or over ssh's or srun's standard input. A command line or the environment only ever name its path.
 """
 
 import os
@@ -44,7 +44,7 @@ class JoinFile(msgspec.Struct, frozen=True, omit_defaults=True):
     options: dict[str, Any] = {}
     """The run's options for probes."""
     pushed: bool = False
-    """This copy was put here for this run, over ssh: whoever ends last removes it."""
+    """This copy was put here for this run, by ssh or srun: whoever ends last removes it."""
 
     @property
     def pair(self) -> KeyPair:

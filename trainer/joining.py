@@ -18,6 +18,7 @@ from ..protocol.join import JoinFile, boot_id, encode_join, join_path, read_join
 from ..protocol.rundir import RunDir
 from ..protocol.sockets import CHANNELS
 from .listen import Listen, check_free, parse_listen
+from .several import Several
 
 SSH_ENV = "FTMON_SSH"
 """The ssh command, where it is not ``ssh``."""
@@ -69,52 +70,64 @@ def prepare(run: RunDir, listen: str) -> Path:
     return write_join(run, join)
 
 
-def push(run: RunDir, hosts: list[str], ssh_port: int | None, environ: Mapping[str, str]) -> list[str]:
-    """Give other hosts the run's key, over ssh's standard input, where they do not share this file system.
+def push(run: RunDir, several: Several, environ: Mapping[str, str]) -> list[str]:
+    """Give other hosts the run's key, where they do not share this file system: over ssh's or srun's standard input.
 
     Args:
         run: the run.
-        hosts: their names, as ssh knows them.
-        ssh_port: as for ssh's -p.
+        several: its hosts.
         environ: ``FTMON_SSH`` names another ssh.
 
     Returns:
-        A line about each host that could not be given it.
+        A line about each host, or about all of a SLURM job's, that could not be given it.
     """
     path = join_path(run)
     content = encode_join(msgspec.structs.replace(read_join(path), pushed=True))
     folder, name = shlex.quote(str(path.parent)), shlex.quote(str(path))
+    # Where the directory is shared the file is there, and what is sent is let be.
     script = f"umask 077; test -e {name} || {{ mkdir -p {folder} && cat > {name}; }}"
-    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *(["-p", str(ssh_port)] if ssh_port else [])]
-    ssh = shlex.split(environ.get(SSH_ENV) or "ssh")
     under_way: dict[str, subprocess.Popen[bytes]] = {}
     problems: dict[str, str] = {}
-    for host in hosts:
-        if host in ("localhost", "127.0.0.1", socket.gethostname()):
-            continue
+    for whom, words in _ways(several, script, environ).items():
         try:
-            under_way[host] = subprocess.Popen(
-                [*ssh, *options, host, script],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=dict(environ),
+            under_way[whom] = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=dict(environ)
             )
         except OSError as error:
-            problems[host] = f"{ssh[0]}: {error.strerror}"
+            problems[whom] = f"{words[0]}: {error.strerror}"
     deadline = time.monotonic() + _PUSH_SECONDS
-    for host, process in under_way.items():
+    for whom, process in under_way.items():
         try:
             _, errors = process.communicate(content, timeout=max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            problems[host] = f"no answer in {_PUSH_SECONDS:.0f} s"
+            problems[whom] = f"no answer in {_PUSH_SECONDS:.0f} s"
             continue
         if process.returncode:
-            words = errors.decode("utf-8", "replace").strip().splitlines()
-            problems[host] = words[-1] if words else f"exit status {process.returncode}"
-    return [f"{host} was not given the run's key over ssh ({why})" for host, why in problems.items()]
+            said = errors.decode("utf-8", "replace").strip().splitlines()
+            problems[whom] = said[-1] if said else f"exit status {process.returncode}"
+    return [f"{whom} ({why})" for whom, why in problems.items()]
+
+
+def _ways(several: Several, script: str, environ: Mapping[str, str]) -> dict[str, list[str]]:
+    """Give the words that run a script on the other hosts, by what to say where they fail."""
+    if several.slurm_nodes:
+        # A step beside the job's own, one task on each node; srun copies its standard input to all of them.
+        nodes = several.slurm_nodes
+        counts = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+        return {
+            "the job's nodes were not given the run's key by srun": ["srun", "--overlap", *counts, "sh", "-c", script]
+        }
+    ssh = shlex.split(environ.get(SSH_ENV) or "ssh")
+    port = ["-p", str(several.ssh_port)] if several.ssh_port else []
+    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *port]
+    here = ("localhost", "127.0.0.1", socket.gethostname())
+    return {
+        f"{host} was not given the run's key over ssh": [*ssh, *options, host, script]
+        for host in several.hosts
+        if host not in here
+    }
 
 
 def _addresses(host: str) -> list[str]:

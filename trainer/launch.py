@@ -71,7 +71,7 @@ class Launcher:
         return 0
 
     def _tell_other_hosts(self, started: RunFile) -> None:
-        """Bring the run's key to the hosts that ssh reaches; say how the others join."""
+        """Bring the run's key to the hosts that ssh or srun reaches; say how the others join."""
         found = started.options.get("several")
         if found is None:
             return
@@ -79,11 +79,11 @@ class Launcher:
         if several.by_hand:
             print(f"ftmon: on each other host: ftmon run --join {join_path(self._run)} -- COMMAND", flush=True)
         try:
-            problems = push(self._run, several.hosts, several.ssh_port, os.environ) if several.hosts else []
+            problems = push(self._run, several, os.environ)
         except (FtmonError, OSError) as error:
             problems = [str(error)]
         for problem in problems:
-            print(f"ftmon: {problem}; its ranks are not watched unless it shares the run's directory", flush=True)
+            print(f"ftmon: {problem}; ranks there are not watched unless the run's directory is shared", flush=True)
 
     def _start_job(self, command: list[str], cwd: str, environment: dict[str, str]) -> str:
         """Start the job; return why it could not be, or an empty string."""

@@ -23,6 +23,8 @@ class Several(msgspec.Struct, frozen=True, omit_defaults=True):
     ssh_port: int | None = None
     by_hand: bool = False
     """Each host's command is started separately."""
+    slurm_nodes: int = 0
+    """How many nodes the SLURM job has that this is in, to which ``srun`` reaches; 0 outside of one."""
 
 
 def several_hosts(command: Sequence[str], environ: Mapping[str, str], folder: str | Path = ".") -> Several | None:
@@ -38,7 +40,7 @@ def several_hosts(command: Sequence[str], environ: Mapping[str, str], folder: st
     for place, name in enumerate(names):
         rest = words[place + 1 :]
         if name in _DEEPSPEED:
-            return _deepspeed(_own(rest), Path(folder)) or _slurm(environ)
+            return _deepspeed(_own(rest), Path(folder), environ) or _slurm(environ)
         if name in _TORCHRUN:
             return _by_number(_own(rest), "--nnodes") or _slurm(environ)
         if name in _ACCELERATE:
@@ -47,11 +49,11 @@ def several_hosts(command: Sequence[str], environ: Mapping[str, str], folder: st
             return Several()
         if name == "srun":
             nodes = _number(_value(rest, "-N", "--nodes"))
-            return Several() if nodes > 1 else _slurm(environ)
+            return _slurm(environ) or (Several() if nodes > 1 else None)
     return _slurm(environ)
 
 
-def _deepspeed(words: list[str], folder: Path) -> Several | None:
+def _deepspeed(words: list[str], folder: Path, environ: Mapping[str, str]) -> Several | None:
     hosts = _read_hostfile(folder / (_value(words, "-H", "--hostfile") or _DEFAULT_HOSTFILE))
     include, exclude = _value(words, "-i", "--include"), _value(words, "-e", "--exclude")
     if include:
@@ -67,7 +69,7 @@ def _deepspeed(words: list[str], folder: Path) -> Several | None:
     if "--no_ssh" in words:
         return Several(by_hand=True)
     if (_value(words, "--launcher") or "pdsh").lower() != "pdsh":
-        return Several()
+        return _slurm(environ) or Several()
     return Several(hosts, _number(_value(words, "--ssh_port")) or None)
 
 
@@ -76,8 +78,8 @@ def _by_number(words: list[str], *options: str) -> Several | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Several | None:
-    nodes = environ.get("SLURM_NNODES") or environ.get("SLURM_JOB_NUM_NODES") or ""
-    return Several() if _number(nodes) > 1 else None
+    nodes = _number(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "")
+    return Several(slurm_nodes=nodes) if nodes > 1 else None
 
 
 def _read_hostfile(path: Path) -> list[str]:

@@ -15,6 +15,7 @@ from ftmon.protocol.rundir import RunDir
 from ftmon.trainer.environment import job_environment, joined_environment, monitor_environment
 from ftmon.trainer.joining import free_listen, prepare, push
 from ftmon.trainer.listen import parse_listen
+from ftmon.trainer.several import Several
 
 SSH = """\
 #!/bin/sh
@@ -85,7 +86,7 @@ def test_hosts_that_share_no_files_are_given_the_key_over_sshs_input(run: RunDir
     program.write_text(SSH.format(other=other, log=log, runs=run.path.parent))
     program.chmod(0o755)
     environ = {"PATH": os.environ["PATH"], "FTMON_SSH": str(program)}
-    problems = push(run, [os.uname().nodename, "there", "broken"], 2222, environ)
+    problems = push(run, Several([os.uname().nodename, "there", "broken"], 2222), environ)
     assert problems == ["broken was not given the run's key over ssh (ssh: connect to host broken: No route to host)"]
     copy = other / run.id / "join.json"
     assert read_join(copy).secret == read_join(path).secret
@@ -101,9 +102,29 @@ def test_where_the_directory_is_shared_the_file_stays(run: RunDir, tmp_path: Pat
     program = tmp_path / "ssh"
     program.write_text('#!/bin/sh\nfor word; do last=$word; done\nsh -c "$last"\n')
     program.chmod(0o755)
-    assert push(run, ["there"], None, {"PATH": os.environ["PATH"], "FTMON_SSH": str(program)}) == []
+    assert push(run, Several(["there"]), {"PATH": os.environ["PATH"], "FTMON_SSH": str(program)}) == []
     assert not read_join(join_path(run)).pushed
     assert path.exists()
+
+
+def test_in_a_slurm_job_srun_brings_the_key_to_every_node(run: RunDir, tmp_path: Path) -> None:
+    path = prepare(run, "0.0.0.0:7420")
+    other, log = tmp_path / "other", tmp_path / "log"
+    program = tmp_path / "srun"
+    there = f"sed 's|{run.path.parent}|{other}|g'"
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {log}\nfor word; do last=$word; done\nsh -c "$(echo "$last" | {there})"\n'
+    )
+    program.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert push(run, Several(slurm_nodes=3), environ) == []
+    copy = read_join(other / run.id / "join.json")
+    assert (copy.secret, copy.pushed) == (read_join(path).secret, True)
+    assert "--overlap --nodes=3 --ntasks=3 --ntasks-per-node=1" in log.read_text()
+    assert copy.secret not in log.read_text()
+    program.write_text("#!/bin/sh\necho srun: error: Invalid job id >&2\nexit 1\n")
+    (problem,) = push(run, Several(slurm_nodes=3), environ)
+    assert problem == "the job's nodes were not given the run's key by srun (srun: error: Invalid job id)"
 
 
 def test_free_ports_are_found() -> None:

@@ -47,6 +47,6 @@ def test_a_commands_words_tell(command: str, found: Several | None, folder: Path
 
 @pytest.mark.parametrize("name", ["SLURM_NNODES", "SLURM_JOB_NUM_NODES"])
 def test_a_slurm_allocation_of_several_nodes_tells(name: str) -> None:
-    assert several_hosts(["./start.sh"], {name: "4"}) == Several()
-    assert several_hosts(["srun", "torchrun", "train.py"], {name: "4"}) == Several()
+    assert several_hosts(["./start.sh"], {name: "4"}) == Several(slurm_nodes=4)
+    assert several_hosts(["srun", "-N", "2", "torchrun", "train.py"], {name: "4"}) == Several(slurm_nodes=4)
     assert several_hosts(["./start.sh"], {name: "1"}) is None
