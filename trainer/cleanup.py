@@ -1,11 +1,13 @@
 """What runs that are over left running on this host: found by the mark in its environment, and ended.
 
-``python -m ftmon.trainer.cleanup [--yes] [--json]``. A process is an orphan when it carries the mark of a run whose
-launcher and hub are both gone, or whose directory is. What may be watched, or belongs to a run of another host, is left
-alone.
+``python -m ftmon.trainer.cleanup [--yes] [--json] [--elsewhere]``. A process is an orphan when it carries the mark of
+a run whose launcher and hub are both gone, or whose directory is. A run of another host may be cut off and come back:
+where its hub does not answer, what it left here is told, and ended only when that is asked for. What may be watched is
+left alone.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -13,11 +15,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from ..protocol.errors import FtmonError
-from ..protocol.join import JOIN_ENV
+from ..protocol.join import JOIN_ENV, read_join
 from ..protocol.process import is_alive
 from ..protocol.rundir import RUN_ENV, RunDir
 from ..protocol.text import duration, gib, sanitize
@@ -28,6 +31,9 @@ from .sweep import sweep
 _MARK = f"{RUN_ENV}=".encode()
 _JOINED = f"{JOIN_ENV}=".encode()
 """A process that joined another host's run carries the mark of a directory there."""
+_SETTLED_SECONDS = 60.0
+"""So long after its end, a run's other hosts have been told to end what is left."""
+_ANSWER_SECONDS = 2.0
 
 
 class Orphan(msgspec.Struct, frozen=True):
@@ -45,6 +51,8 @@ class Orphan(msgspec.Struct, frozen=True):
     """How that run stands, in words."""
     gpu_bytes: int
     """GPU memory it holds, as NVML lists it; 0 where it lists none."""
+    sure: bool = True
+    """False: it belongs to a run of another host that does not answer, which may only be cut off."""
 
     @property
     def line(self) -> str:
@@ -59,19 +67,19 @@ def find() -> list[Orphan]:
     """List the orphans of all runs on this host, oldest first."""
     table = processes.table()
     mine = _ancestors(os.getpid(), table)
-    runs: dict[str, str] = {}
+    runs: dict[str, Standing] = {}
     found: dict[int, tuple[Process, str]] = {}
     for process in table.values():
         if process.pid in mine or not process.alive:
             continue
         variables = processes.environment_of(process.pid)
         mark = next((os.fsdecode(one[len(_MARK) :]) for one in variables if one.startswith(_MARK)), "")
-        elsewhere = any(one.startswith(_JOINED) for one in variables) and not Path(mark).exists()
-        if not mark or elsewhere:
+        if not mark:
             continue
         if mark not in runs:
-            runs[mark] = how_it_stands(RunDir(mark))
-        if runs[mark]:
+            join = next((os.fsdecode(one[len(_JOINED) :]) for one in variables if one.startswith(_JOINED)), "")
+            runs[mark] = how_it_stands(RunDir(mark), join)
+        if runs[mark].why:
             found[process.pid] = (process, mark)
     # What descends from an orphan was started with an environment of its own.
     for process in processes.descendants(found, table):
@@ -90,29 +98,57 @@ def find() -> list[Orphan]:
             process.state,
             max(0.0, time.time() - boot - process.start_ticks / ticks),
             mark,
-            runs[mark],
+            runs[mark].why,
             held.get(process.pid, 0),
+            runs[mark].sure,
         )
         for process, mark in found.values()
     ]
     return sorted(orphans, key=lambda orphan: -orphan.age_s)
 
 
-def how_it_stands(run: RunDir) -> str:
-    """Say why a run's processes are orphans; an empty string where they are not, or where it cannot be told."""
+class Standing(NamedTuple):
+    """Why a run's processes are orphans, in words; empty where they are not, or where it cannot be told."""
+
+    why: str
+    sure: bool = True
+
+
+def how_it_stands(run: RunDir, join: str = "") -> Standing:
+    """Say how a run stands.
+
+    Args:
+        run: its directory, which is on another host or gone where there is none here.
+        join: the file that tells of its hub, where the run is one of several hosts.
+    """
+    if join and not (run.path / "run.json").exists():
+        return _elsewhere(join)
     if not run.path.exists():
-        return "whose directory is gone"
+        return Standing("whose directory is gone")
     try:
         content = run.read_run()
+        end = run.read_exit()
         if content.host != socket.gethostname():
-            return ""
+            over = end is not None and time.time() - end.time > _SETTLED_SECONDS
+            return Standing(f"which {end.state}") if end is not None and over else _elsewhere(join)
         launcher_lives = content.launcher is not None and is_alive(content.launcher)
         if launcher_lives or run.living_hub() is not None:
-            return ""
-        end = run.read_exit()
+            return Standing("")
     except (FtmonError, OSError):
-        return ""
-    return f"which {end.state}" if end is not None else "whose launcher and hub are gone"
+        return Standing("")
+    return Standing(f"which {end.state}" if end is not None else "whose launcher and hub are gone")
+
+
+def _elsewhere(path: str) -> Standing:
+    """Say how a run of another host stands, as far as can be told from here."""
+    try:
+        join = read_join(Path(path))
+    except FtmonError:
+        return Standing(f"of another host, and {path} is gone that told of its hub", sure=False)
+    for address in join.addresses:
+        with contextlib.suppress(OSError), socket.create_connection((address, join.port), _ANSWER_SECONDS):
+            return Standing("")
+    return Standing(f"whose hub on {sanitize(join.host, 64)} does not answer", sure=False)
 
 
 def end(orphans: Sequence[Orphan]) -> list[str]:
@@ -167,13 +203,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ftmon.trainer.cleanup", description=__doc__)
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--json", action="store_true", help="list them, and end nothing")
+    parser.add_argument("--elsewhere", action="store_true", help="also of other hosts' runs whose hub does not answer")
     arguments = parser.parse_args(argv)
     orphans = find()
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(orphans), indent=2))
         return 0
+    unsure = [] if arguments.elsewhere else [orphan for orphan in orphans if not orphan.sure]
+    orphans = [orphan for orphan in orphans if orphan not in unsure]
+    if unsure:
+        for orphan in unsure:
+            print(orphan.line)
+        print(f"{len(unsure)} left alone, as that host may only be cut off; --elsewhere ends these too")
     if not orphans:
-        print("nothing of an earlier run is running here")
+        print(
+            "nothing else of an earlier run is running here" if unsure else "nothing of an earlier run is running here"
+        )
         return 0
     for orphan in orphans:
         print(orphan.line)

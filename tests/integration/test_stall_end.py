@@ -8,6 +8,7 @@ import time
 
 import pytest
 from ftmon.protocol.control import Alert
+from ftmon.protocol.process import is_alive
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.telemetry import Stacks
 from ftmon.trainer import cleanup
@@ -78,11 +79,12 @@ def test_what_a_run_without_launcher_and_hub_left_is_found_and_ended_and_a_livin
     with started(fake_ranks({"workers": 1})) as living, started(fake_ranks({"workers": 1})) as run:
         with App(living), App(run):
             left = until(lambda: len(found := members(run)) == 3 and found, what="rank, worker and launcher")
-        os.kill(run.read_run().launcher.pid, signal.SIGKILL)
+        launcher = run.read_run().launcher
+        os.kill(launcher.pid, signal.SIGKILL)
         hub = until(run.living_hub, what="the hub")
         with contextlib.suppress(ProcessLookupError):
             os.kill(hub.process.pid, signal.SIGKILL)
-        until(lambda: run.living_hub() is None, what="the hub's death")
+        until(lambda: run.living_hub() is None and not is_alive(launcher), what="the death of both")
         orphans = [one for one in cleanup.find() if one.run == str(run.path)]
         assert {one.pid for one in orphans} == {process.pid for process in left}
         assert all("whose launcher and hub are gone" in one.line for one in orphans)

@@ -1,9 +1,11 @@
 """One training on two hosts: watched, one host cut off and joined again, a rank on the other host killed."""
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ftmon.protocol.control import Alert, RankState
@@ -40,6 +42,13 @@ def start(hosts: TwoHosts) -> RunDir:
     return RunDir(path)
 
 
+def orphans_on_b(hosts: TwoHosts) -> list[dict[str, Any]]:
+    there = hosts.on_b("ftmon", "cleanup", "--json")
+    output, errors = there.communicate(timeout=60)
+    assert there.returncode == 0, errors
+    return json.loads(output)
+
+
 def command_lines() -> str:
     found = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
     return b"\n".join(found).decode("utf-8", "replace")
@@ -56,11 +65,15 @@ def test_a_training_on_two_hosts_is_watched_cut_joined_and_killed(hosts: TwoHost
         secret = read_join(join_path(run)).secret
         assert secret not in command_lines(), "the key is on a command line"
         assert secret not in (run.logs / "launcher.log").read_text()
+        assert orphans_on_b(hosts) == []
 
         hosts.cable("down")
         app.wait_for(HostState, lambda host: host.state == "cut off" and host.ranks == [1], 30)
         app.wait_for(RankState, lambda state: state.rank == 1 and state.state == "unreachable", 30)
         app.wait_for(Alert, lambda alert: alert.kind == "hang" and "the host of rank 1 is cut off" in alert.title, 30)
+        orphans = orphans_on_b(hosts)
+        assert orphans
+        assert {(one["why"], one["sure"]) for one in orphans} == {("whose hub on nodea does not answer", False)}
         hosts.cable("up")
         back = app.wait_for(HostState, lambda host: host.state == "reachable" and host.since > host_cut(app), 30)
         assert back.dropped == 0

@@ -7,5 +7,5 @@ from argparse import Namespace
 
 def cleanup(arguments: Namespace) -> int:
     """Hand over to the trainer's own clean-up, which asks on this terminal; return its status."""
-    words = [option for option, given in (("--yes", arguments.yes), ("--json", arguments.json)) if given]
+    words = [f"--{name}" for name in ("yes", "json", "elsewhere") if getattr(arguments, name)]
     return subprocess.run([sys.executable, "-P", "-m", "ftmon.trainer.cleanup", *words], check=False).returncode

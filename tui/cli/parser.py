@@ -164,6 +164,9 @@ def _add_acting(commands: "Commands") -> None:
     cleanup = _command(commands, "cleanup", "cleanup:cleanup", "find and end what runs that are over left running here")
     cleanup.add_argument("--yes", "-y", action="store_true", help="do not ask")
     cleanup.add_argument("--json", action="store_true", help="list what was found as JSON, and end nothing")
+    cleanup.add_argument(
+        "--elsewhere", action="store_true", help="also what is of other hosts' runs whose hub does not answer from here"
+    )
 
     stop = _command(commands, "stop", "act:stop", "let a run save a checkpoint and end after the step it is in")
     _run_argument(stop)

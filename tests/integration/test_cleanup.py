@@ -1,0 +1,88 @@
+"""``ftmon cleanup`` on the other host of a run: what cannot be told apart from a host that is cut off is left alone."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from ftmon.protocol import rundir
+from ftmon.protocol.join import JOIN_ENV, JoinFile, read_join, write_join
+from ftmon.protocol.rundir import RUN_ENV, ExitFile, RunDir
+from ftmon.trainer import cleanup
+from ftmon.trainer.joining import prepare
+
+
+@pytest.fixture
+def hub() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening
+
+
+@pytest.fixture
+def join(tmp_path: Path, hub: socket.socket, monkeypatch: pytest.MonkeyPatch) -> JoinFile:
+    """What another host's run brought here: its file, in a directory of the same name."""
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "there"))
+    run = rundir.create("two", ["train.py"], "run", {})
+    made = read_join(prepare(run, "127.0.0.1:7420"))
+    here = RunDir(tmp_path / "here" / run.id)
+    here.path.mkdir(mode=0o700, parents=True)
+    made = msgspec.structs.replace(made, run=str(here.path), host="nodea", port=hub.getsockname()[1])
+    write_join(here, made)
+    return made
+
+
+@pytest.fixture
+def rank(join: JoinFile) -> Iterator["subprocess.Popen[bytes]"]:
+    environment = {**os.environ, RUN_ENV: join.run, JOIN_ENV: f"{join.run}/join.json"}
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment) as process:
+        deadline = time.monotonic() + 20
+        while f"{RUN_ENV}={join.run}".encode() not in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+            assert time.monotonic() < deadline
+        yield process
+        process.kill()
+
+
+def orphans(join: JoinFile) -> list[cleanup.Orphan]:
+    return [orphan for orphan in cleanup.find() if orphan.run == join.run]
+
+
+def test_ranks_whose_hub_answers_are_no_orphans(join: JoinFile, rank: "subprocess.Popen[bytes]") -> None:
+    assert orphans(join) == []
+
+
+def test_ranks_whose_hub_does_not_answer_are_told_and_ended_only_when_asked_for(
+    join: JoinFile,
+    hub: socket.socket,
+    rank: "subprocess.Popen[bytes]",
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hub.close()
+    (found,) = orphans(join)
+    monkeypatch.setattr(cleanup, "find", lambda: [found])  # of all that runs on this machine, ours alone
+    assert (found.pid, found.sure) == (rank.pid, False)
+    assert found.why == "whose hub on nodea does not answer"
+    assert cleanup.main(["--yes"]) == 0
+    text = capsys.readouterr().out
+    assert found.line in text
+    assert "1 left alone, as that host may only be cut off; --elsewhere ends these too" in text
+    assert rank.poll() is None
+    assert cleanup.main(["--yes", "--elsewhere"]) == 0
+    assert "ended 1 of 1" in capsys.readouterr().out
+    assert rank.wait(20) != 0
+
+
+def test_on_a_shared_file_system_the_end_of_the_run_tells(join: JoinFile, rank: "subprocess.Popen[bytes]") -> None:
+    run = RunDir(join.run)
+    there = rundir.create("other", ["train.py"], "run", {}).read_run()
+    run.write_run(msgspec.structs.replace(there, host="nodea"))
+    run.write_exit(ExitFile(1, time.time(), "failed"))
+    assert orphans(join) == [], "its agents have a moment to end what is left"
+    run.write_exit(ExitFile(1, time.time() - 300, "failed"))
+    (found,) = orphans(join)
+    assert (found.why, found.sure) == ("which failed", True)
