@@ -109,7 +109,10 @@ class Reach:
                 found = Seen({}, {}, {})
             self._post(lambda: done(found))
 
-        threading.Thread(target=look, name="look", daemon=True).start()
+        try:
+            threading.Thread(target=look, name="look", daemon=True).start()
+        except RuntimeError:  # no more threads are to be had: what ranks say of themselves has to do
+            self._post(lambda: done(Seen({}, {}, {})))
 
 
 def look_here(targets: list[DumpTarget], silent: Collection[int]) -> Seen:

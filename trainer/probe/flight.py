@@ -13,9 +13,11 @@ from .tracker import Counts
 
 KEPT = 64
 """Collectives told of each process group, the newest."""
-READ_SECONDS = 1.0
-"""The recorder asks the device whether events have passed. Should the driver not answer, nobody waits for it longer."""
+READ_SECONDS = 0.25
+"""The recorder asks the device whether events have passed. Should the driver not answer, nobody waits for it longer:
+the hub gives a rank half a second (``hub.looking``), and what else the rank knows must be with it by then."""
 
+_reader: threading.Thread | None = None
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
@@ -66,6 +68,7 @@ def parse(trace: bytes | str) -> list[list[Any]]:
 
 
 def _in_time() -> list[list[Any]]:
+    global _reader
     found: list[list[Any]] = []
 
     def read() -> None:
@@ -74,10 +77,12 @@ def _in_time() -> list[list[Any]]:
         except Exception:
             found.clear()
 
-    reader = threading.Thread(target=read, name="ftmon-flight", daemon=True)
-    reader.start()
-    reader.join(READ_SECONDS)
-    return [] if reader.is_alive() else found
+    if _reader is not None and _reader.is_alive():
+        return []  # the one before still waits for the driver
+    _reader = threading.Thread(target=read, name="ftmon-flight", daemon=True)
+    _reader.start()
+    _reader.join(READ_SECONDS)
+    return [] if _reader.is_alive() else found
 
 
 def _read() -> list[list[Any]]:

@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ftmon.trainer.hub import looking
 from ftmon.trainer.probe import flight
 from ftmon.trainer.probe.tracker import Counts
 
@@ -51,6 +54,28 @@ def test_without_a_recorder_the_counted_calls_serve(monkeypatch: pytest.MonkeyPa
     counts.recent.append(("0", 5, "all_reduce", 12))
     found = flight.calls(counts)
     assert (found["source"], found["recent"]) == ("calls", [["0", 5, "all_reduce", 12, None]])
+
+
+def test_a_recorder_that_does_not_answer_costs_an_answer_little_and_holds_one_thread(monkeypatch: pytest.MonkeyPatch):
+    asked, answers = [], threading.Event()
+
+    def dump():
+        asked.append(threading.current_thread())
+        answers.wait(30)
+        return RECORDED
+
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(_dump_fr_trace_json=dump))
+    counts = Counts()
+    counts.recent.append(("0", 5, "all_reduce", 12))
+    began = time.monotonic()
+    assert flight.calls(counts)["source"] == "calls"
+    assert time.monotonic() - began >= flight.READ_SECONDS
+    assert flight.READ_SECONDS < looking.AGAIN_SECONDS
+    assert flight.calls(counts)["source"] == "calls"
+    assert len(asked) == 1, "another one was sent after the one that waits"
+    answers.set()
+    asked[0].join(10)
+    assert flight.calls(counts)["source"] == "recorder"
 
 
 DUMPED = """
