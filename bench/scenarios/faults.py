@@ -1,6 +1,8 @@
 """What goes wrong, and where in the loop. The moment it begins is noted in the scene's folder, for the runner."""
 
+import contextlib
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -162,7 +164,16 @@ class Fault:
         self.now()
         time.sleep(FOR_EVER)
 
-    _sleep_of_four = _deepspeed_sleep = _sleep_before_collective
+    _sleep_of_four = _deepspeed_sleep = _device_wait = _sleep_before_collective
+
+    def _device_wait_mute(self):
+        from ftmon.trainer.probe.publisher import Publisher
+
+        Publisher._beat = lambda *_: time.sleep(FOR_EVER)  # what sends its telemetry and answers for it
+        for number in signal.Signals:
+            with contextlib.suppress(RuntimeError):  # those it dumps on by itself
+                faulthandler.unregister(number)
+        self._sleep_before_collective()
 
     def _busy_python(self):
         self.now()
@@ -177,7 +188,7 @@ class Fault:
         self.now()
         ctypes.PyDLL(None).sleep(FOR_EVER)
 
-    _kill_hung = _native_gil
+    _kill_hung = _device_wait_gil = _native_gil
 
     def _lock(self):
         lock = threading.Lock()

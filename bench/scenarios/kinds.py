@@ -53,6 +53,9 @@ class Kind:
 KINDS = (
     Kind("sleep-before-collective", "sleeps before a collective", "stall", cuda=True),
     Kind("sleep-of-four", "one of four sleeps before a collective", "stall", ranks=4),
+    Kind("device-wait", "sleeps before a collective; the others wait for it in no call, as for a device", "stall", 4),
+    Kind("device-wait-gil", "the same, in native code and holding the GIL", "stall", ranks=4),
+    Kind("device-wait-mute", "the same, and neither it nor its stacks can be had", "stall", ranks=4),
     Kind("sleep-in-loader", "sleeps in its data set", "stall", cuda=True),
     Kind("loader-worker", "its dataloader worker hangs", "stall"),
     Kind("dead-disk", "reads a file that never answers", "stall"),

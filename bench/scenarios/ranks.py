@@ -80,10 +80,12 @@ def plain(fault):
         loss = model(rows.to(device))
         loss.backward()
         fault.before_collective()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
+        late = SCENE["kind"].startswith("device-wait")
+        works = [dist.all_reduce(parameter.grad, async_op=late) for parameter in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
+        if late:  # under NCCL it is the next copy from the device that waits, outside of every collective's call
+            works[-1].get_future().wait()
         print("step", step, float(loss.detach()), flush=True)
         fault.between_steps(model)
         if fault.out_of_batches():
