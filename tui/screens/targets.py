@@ -85,9 +85,10 @@ class Targets:
         numbers = list(self.before)
         if not self.whole:
             glyph, tone = look.state(model.state)
-            lines.append(
-                Line(f"{glyph} ", look.style(tone)).add(f"the run  {model.state} {model.state_text}", look.base)
-            )
+            words = f"the run {model.state}" + (f": {model.state_text}" if model.state_text else "")
+            first, *rest = wrap(words, width - 2)
+            lines.append(Line(f"{glyph} ", look.style(tone)).add(first, look.base))
+            lines += [Line(f"  {row}", look.base) for row in rest]
         for number in numbers[:_NAMED]:
             rank = model.ranks.get(number)
             if rank is None:
