@@ -17,7 +17,7 @@ from ..model.events import phase_rates, segment_bytes
 from ..model.run import RunModel
 from .follow import LOOK_SECONDS, counted_interrupts
 from .outcome import INTERRUPTED, exit_status
-from .view import find_recording
+from .view import check_rank, find_recording
 
 _WHOLE = 1 << 30
 """So many that none of a rank's samples is left out."""
@@ -30,7 +30,10 @@ def show_events(arguments: Namespace) -> int:
     """Print the sampled steps of a run, and with ``--follow`` those to come, until it ends."""
     path = find_recording(arguments.run)
     with Reader(path) as reader:
-        ranks = reader.info().ranks if arguments.rank is None else [arguments.rank]
+        known = reader.info().ranks
+        if known or not arguments.follow:  # those of a run that has just begun are to come
+            check_rank(known, arguments.rank)
+        ranks = known if arguments.rank is None else [arguments.rank]
         frames = [frame for rank in ranks for frame in reader.sampled("events", rank, _WHOLE)]
     told: dict[int, int] = {}
     for frame in sorted(frames, key=lambda frame: frame.seq):

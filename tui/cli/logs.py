@@ -2,16 +2,21 @@
 
 from argparse import Namespace
 
-from ...protocol import rundir
 from ...protocol.recording.reader import Reader
 from ...protocol.telemetry import LogLine
 from ...protocol.text import sanitize
+from .view import check_rank, find_recording
 
 
 def show_logs(arguments: Namespace) -> int:
-    """Print the last lines of all ranks, or of one, that contain a text."""
-    run = rundir.find(arguments.run)
-    with Reader(run.recording) as reader:
+    """Print the last lines of all ranks, or of one, that contain a text.
+
+    Raises:
+        UsageError: the run has no such rank.
+        RecordingError: the recording cannot be read.
+    """
+    with Reader(find_recording(arguments.run)) as reader:
+        check_rank(reader.info().ranks, arguments.rank)
         frames = reader.logs(rank=arguments.rank, text=arguments.text, limit=arguments.lines)
     for frame in sorted(frames, key=lambda frame: frame.seq):
         line = frame.message

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from ...protocol.errors import UsageError
 from ...protocol.memory import Cause
 from ...protocol.phasepeaks import PeakMark
 from ...protocol.recording.reader import Reader
@@ -18,7 +17,7 @@ from ..model.rank import RankModel
 from ..model.run import RunModel
 from ..model.waterfall import REASONS, Waterfall, untaken, waterfall
 from ..source.load import describe, load
-from .view import find_recording
+from .view import check_rank, find_recording
 
 _LABEL = 24
 _CPU_NOTE = "on a CPU a peak is of the resident set; nothing is reserved there"
@@ -66,12 +65,8 @@ def ranks_of(model: RunModel, rank: int | None) -> list[RankModel]:
     Raises:
         UsageError: there is none of that number.
     """
-    if rank is None:
-        return list(model.ranks.values())
-    if rank not in model.ranks:
-        known = f"{min(model.ranks)} to {max(model.ranks)}" if model.ranks else "none yet"
-        raise UsageError(f"no rank {rank} in this run; its ranks: {known}")
-    return [model.ranks[rank]]
+    check_rank(model.ranks, rank)
+    return list(model.ranks.values()) if rank is None else [model.ranks[rank]]
 
 
 def rank_fall(model: RunModel, rank: RankModel) -> Waterfall | None:

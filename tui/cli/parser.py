@@ -102,7 +102,7 @@ def _add_looking(commands: "Commands") -> None:
     status.add_argument("--json", action="store_true", help="one JSON object for scripts")
 
     logs = _command(commands, "logs", "logs:show_logs", "print what the ranks of a run printed")
-    _run_argument(logs)
+    logs.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
     logs.add_argument("--rank", type=_rank, metavar="R", help="of this rank only")
     logs.add_argument("--text", default="", help="only lines that contain it")
     logs.add_argument("--lines", "-n", type=_positive, default=200, metavar="N", help="the last N (default: 200)")

@@ -2,10 +2,11 @@
 
 import sys
 from argparse import Namespace
+from collections.abc import Collection
 from pathlib import Path
 
 from ...protocol import rundir
-from ...protocol.errors import HubError
+from ...protocol.errors import HubError, UsageError
 from ...protocol.rundir import RunDir
 from . import terminal
 from .outcome import attach_line, closing_lines, exit_status
@@ -82,6 +83,17 @@ def replay(arguments: Namespace) -> int:
 
     run_app(ReplaySource(path), ascii_only=_ascii(arguments), read_only=True)
     return 0
+
+
+def check_rank(ranks: Collection[int], rank: int | None) -> None:
+    """See that a run has the rank that was asked for; None is any.
+
+    Raises:
+        UsageError: there is none of that number.
+    """
+    if rank is not None and rank not in ranks:
+        known = f"{min(ranks)} to {max(ranks)}" if ranks else "none yet"
+        raise UsageError(f"no rank {rank} in this run; its ranks: {known}")
 
 
 def find_recording(name: str) -> Path:

@@ -41,9 +41,10 @@ def test_memory_as_json_adds_up(path: Path, capsys: pytest.CaptureFixture[str]) 
     assert ranks[0]["causes"][0]["phase"] == "optimizer"
 
 
-def test_a_rank_that_there_is_not_is_wrong_usage(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["memory", str(path), "--rank", "7"]) == 2
-    assert "no rank 7 in this run" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["memory", "events", "logs"])
+def test_a_rank_that_there_is_not_is_wrong_usage(command: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, str(path), "--rank", "7"]) == 2
+    assert capsys.readouterr().err == "ftmon: no rank 7 in this run; its ranks: 0 to 1\n"
 
 
 def test_events_tell_each_phase_of_each_sampled_step(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
