@@ -29,7 +29,7 @@ def main():
         optimizer.step()
         torch.distributed.barrier()
         time.sleep(0.02)
-    print("stopped after", probe.tracker.step, flush=True)
+    print(f"stopped after {probe.tracker.step}", flush=True)  # in one write: two ranks share the output
 
 
 if __name__ == "__main__":
