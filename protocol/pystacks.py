@@ -133,6 +133,9 @@ def where(frames: Sequence[Frame]) -> Place:
             return Place("saving", f"torch.{frame.function.lstrip('_')}", _at(_script(frames, index)))
         if any(name.endswith(file) and frame.function == function for file, function in _ENDINGS):
             return Place("exiting", "the end of the script: waits for a thread or a child", "")
+        if name.endswith("/torch/utils/file_baton.py") and frame.function == "wait":
+            words = "a wait for another process to build a PyTorch extension, or for the lock file that one left behind"
+            return Place("waiting", words, _at(_script(frames, index)))
         if "/torch/cuda/" in name and "synchronize" in frame.function:
             return Place("device", "a wait for the device", _at(_script(frames, index)))
     inner, script = frames[0], _script(frames, -1)

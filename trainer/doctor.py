@@ -8,16 +8,20 @@ import contextlib
 import ctypes
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+
+from ..protocol.text import duration
 
 State = Literal["ok", "warning", "error"]
 
@@ -33,6 +37,8 @@ _PACKAGES = (
 _GIB = 1 << 30
 _MIN_SHM = _GIB
 _MIN_FILES = 4096
+_BUILD_SECONDS = 900.0
+"""No build of one extension takes longer."""
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -110,6 +116,22 @@ def op_builder() -> Iterator[Check]:
         yield Check("ninja", "ok", _first_line(["ninja", "--version"]))
     yield from _nvcc()
     yield arch_list(os.environ.get("TORCH_CUDA_ARCH_LIST"))
+
+
+def extension_locks() -> Iterator[Check]:
+    """Look for locks that a build left behind when it was killed: every later process waits for them for ever."""
+    name = "extension locks"
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    old: list[tuple[Path, float]] = []
+    for lock in [*root.glob("*/lock"), *root.glob("*/*/lock")]:
+        with contextlib.suppress(OSError):
+            age = time.time() - lock.stat().st_mtime
+            old += [(lock, age)] if age > _BUILD_SECONDS else []
+    if not old:
+        yield Check(name, "ok", "no build was left unfinished")
+    for lock, age in old:
+        text = f"{lock} is {duration(age)} old: runs wait in DeepSpeed's start until it is gone"
+        yield Check(name, "warning", text, f"if nothing is being built: rm {shlex.quote(str(lock))}")
 
 
 def _nvcc() -> Iterator[Check]:
@@ -212,6 +234,7 @@ _ALL: tuple[Callable[[], Iterator[Check]], ...] = (
     gpus,
     process_groups,
     op_builder,
+    extension_locks,
     deepspeed_ops,
     limits,
     cpu_memory,

@@ -62,6 +62,18 @@ def test_a_script_that_is_over_and_waits_for_a_thread_is_told():
     assert (place.doing, place.text) == ("exiting", "the end of the script: waits for a thread or a child")
 
 
+def test_a_wait_for_an_extension_that_another_process_builds_is_told():
+    frames = [
+        Frame(f"{SITE}/torch/utils/file_baton.py", 54, "wait"),
+        Frame(f"{SITE}/torch/utils/cpp_extension.py", 2012, "_jit_compile"),
+        Frame(f"{SITE}/deepspeed/ops/op_builder/builder.py", 560, "jit_load"),
+        Frame("/home/me/train.py", 12, "main"),
+    ]
+    place = where(frames)
+    assert place.doing == "waiting"
+    assert "lock file that one left behind in train.py:12 in main" in place.text
+
+
 def test_the_training_thread_is_the_one_that_is_named_else_the_last():
     threads = parse(COLLECTIVE)
     named = training_thread(threads, "0x7f0000000001")

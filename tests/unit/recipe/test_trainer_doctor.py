@@ -1,9 +1,12 @@
 """What the training side's doctor says, whatever is there."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from ftmon.trainer import doctor
@@ -65,6 +68,18 @@ def test_without_compiler_and_ninja_there_are_mends(monkeypatch: pytest.MonkeyPa
     found = names(list(doctor.op_builder()))
     assert found["compiler"].state == found["ninja"].state == "warning"
     assert found["ninja"].mend == "pip install ninja"
+
+
+def test_a_lock_that_a_killed_build_left_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert [check.state for check in doctor.extension_locks()] == ["ok"]
+    lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert [check.state for check in doctor.extension_locks()] == ["ok"], "it is being built, perhaps"
+    os.utime(lock, (time.time() - 3600, time.time() - 3600))
+    (found,) = doctor.extension_locks()
+    assert (found.state, found.mend) == ("warning", f"if nothing is being built: rm {lock}")
 
 
 def test_a_small_shared_memory_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
