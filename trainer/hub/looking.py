@@ -141,6 +141,11 @@ class Looking:
                 self._stacks[rank] = Stacks(rank, now, text, "", thread, "probe" if by == "probe" else "signal")
             found = pystacks.training_thread(pystacks.parse(text), thread)
             frames = pystacks.visible(found.frames) if found is not None else ()
+            calls = read_calls(answer.data.get("calls") if answer is not None else None)
+            before = tracked.evidence
+            same = before is not None and before.taken >= tracked.progress.moved_at
+            if before is not None and same and before.calls.source == "recorder" != calls.source:
+                calls = before.calls  # it says less than it did, and has made no progress since
             tracked.evidence = Evidence(
                 taken=now,
                 by="probe" if by == "probe" else "signal" if by else "",
@@ -150,7 +155,7 @@ class Looking:
                 process=action.state if action is not None else "",
                 wchan=action.wchan if action is not None else "",
                 utilization=self._utilization.get(rank),
-                calls=read_calls(answer.data.get("calls") if answer is not None else None),
+                calls=calls,
             )
 
     def _asleep(self, rank: int, frames: tuple[Frame, ...], action: Activity | None) -> float:

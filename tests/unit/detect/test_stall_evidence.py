@@ -179,6 +179,26 @@ def test_a_rank_that_sends_nothing_is_likely_at_fault_where_others_wait_in_what_
     assert held_up_between_steps(11.0, phase="checkpoint", limit=600.0) is None, "it may be writing, the lock held"
 
 
+def fallen_silent(**of_the_one_behind: Any) -> Verdict | None:
+    """Judge ranks that all fell silent once they stood still; their last words put one of them behind."""
+    words: dict[str, Any] = {"absent": "silent", "age": 11.0, "stood_s": 3.0, "group": "0", "group_sequence": 9}
+    patient: dict[str, Any] = {"phase": "idle", "limit": 60.0, "last_collective": "all_reduce"}
+    ahead = [view(rank, **words, **patient) for rank in (0, 1, 3)]
+    return judge([*ahead, view(2, **{**words, "phase": "forward", "group_sequence": 8, **of_the_one_behind})])
+
+
+def test_where_all_fell_silent_after_they_stood_still_the_one_behind_is_likely():
+    verdict = must(fallen_silent())
+    assert (verdict.kind, verdict.hung, verdict.waiting, verdict.sure) == ("missing", (2,), (0, 1, 3), False)
+    assert "rank 2 has not entered all_reduce #9" in verdict.title
+    assert fallen_silent(stood_s=0.5) is None, "it was moving when it was heard last: perhaps nobody hears any of them"
+    assert fallen_silent(age=9.0) is None
+    assert fallen_silent(group_sequence=9) is None, "nobody is behind"
+    assert fallen_silent(group="7") is None, "counts of other groups do not compare"
+    assert fallen_silent(phase="eval", limit=300.0) is None
+    assert fallen_silent(absent="", limit=60.0) is None, "it is heard, and may be at work"
+
+
 def test_where_counts_do_not_separate_a_rank_asleep_in_its_own_code_is_likely():
     # DDP without a recorder: no collective is counted, and all others sit in their backward.
     waiting = [view(rank, found(members={}, frames=BACKWARD, asleep=0.0), age=9.0) for rank in (0, 1)]

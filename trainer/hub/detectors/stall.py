@@ -3,7 +3,9 @@
 ``judge`` looks at views (one a rank) and gives a verdict or None. Its rules, in this order:
 
 1. Nobody is past its own limit (``progress.limit``), and nobody is stopped, gone or silent: no verdict. Ranks that were
-   seen to wait for ``WAITED_S`` in a collective that a silent one has not entered are held up by that one.
+   seen to wait for ``WAITED_S`` in a collective that a silent one has not entered are held up by that one. Where all
+   have fallen silent, having stood still for ``STOOD_S`` when they were heard last, their last words are laid side by
+   side: ranks behind the furthest in a group's collectives are named, as likely only.
    While a rank's host is cut off nobody is named: the others wait for a host that is **unreachable**.
 2. Some ranks sit inside a collective call past their limit (a blocking backend such as gloo shows that):
    - ranks outside of it that are stopped, gone, silent or past their *own* limit have not entered it: they are
@@ -63,6 +65,9 @@ POINT_TO_POINT = frozenset(("send", "recv", "batch_isend_irecv"))
 WAITED_S = 10.0
 """So long ranks must have waited for one that sends nothing, whatever patience the phase has that they wait in."""
 
+STOOD_S = 2.0
+"""Ranks that had made no progress for so long when they were heard last did not fall silent while they trained on."""
+
 MOVING_S = 3.0
 """Progress within this many seconds proves that a rank moves."""
 
@@ -80,7 +85,7 @@ def judge(views: list[RankView]) -> Verdict | None:
         return None
     present = [view for view in views if not view.finished]
     if not stuck:
-        return _held_up_by_silence(present)
+        return _held_up_by_silence(present) or _silent_together(present)
     verdict = _stall(stuck, present)
     # A look that finds all asleep in one collective names nobody: then the ordinary patience holds.
     if verdict is not None and verdict.kind == "unclear" and not any(view.age > view.limit for view in stuck):
@@ -106,6 +111,21 @@ def _held_up_by_silence(present: list[RankView]) -> Verdict | None:
     call = _held_up_in(graph)
     age = max(view.age for view in waiting)
     return missing(waiting, roots, f"{call.name} #{call.number}{of_group(call.group, present)}", age)
+
+
+def _silent_together(present: list[RankView]) -> Verdict | None:
+    """Name the ranks that were behind by the last words of all, where all stood still and then fell silent."""
+    if len(present) < 2 or any(view.absent != "silent" or view.stood_s <= STOOD_S for view in present):
+        return None
+    if any(view.age <= (view.limit if view.phase in LONG_PHASES else WAITED_S) for view in present):
+        return None
+    furthest = max(present, key=lambda view: view.group_sequence)
+    late = [view for view in present if view.group_sequence < furthest.group_sequence]
+    if not late or {view.group for view in present} != {furthest.group} or not furthest.group:
+        return None
+    waiting = [view for view in present if view not in late]
+    call = f"{furthest.inside or furthest.last_collective or 'collective'} #{furthest.group_sequence}"
+    return missing(waiting, late, call, max(view.age for view in present))
 
 
 def _held_up_in(graph: Waits) -> Call:

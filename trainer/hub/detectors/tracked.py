@@ -137,6 +137,7 @@ class TrackedRank:
             group=progress.group,
             group_sequence=progress.group_sequence,
             size=progress.size,
+            stood_s=max(0.0, progress.heard_at - progress.moved_at),
             asleep_limit=EXIT_SURE_S if lingers else progress.asleep_limit(),
             evidence=self._fresh(self.goodbye_at if lingers else progress.moved_at),
         )

@@ -54,6 +54,8 @@ class RankView:
     group_sequence: int = 0
     """How many of that group it has entered, as its probe counts."""
     size: int = 0
+    stood_s: float = 0.0
+    """How long it had made no progress when it was heard last."""
     asleep_limit: float = float("inf")
     """How many seconds without progress its phase allows a rank that is found asleep."""
     evidence: Evidence | None = None
