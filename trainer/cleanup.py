@@ -144,7 +144,7 @@ def _elsewhere(path: str) -> Standing:
     try:
         join = read_join(Path(path))
     except FtmonError:
-        return Standing(f"of another host, and {path} is gone that told of its hub", sure=False)
+        return Standing(f"of another host, and {sanitize(path, 200)} is gone that told of its hub", sure=False)
     for address in join.addresses:
         with contextlib.suppress(OSError), socket.create_connection((address, join.port), _ANSWER_SECONDS):
             return Standing("")
