@@ -85,7 +85,7 @@ class Targets:
         numbers = list(self.before)
         if not self.whole:
             glyph, tone = look.state(model.state)
-            words = f"the run {model.state}" + (f": {model.state_text}" if model.state_text else "")
+            words = f"the run  {model.state}" + (f": {model.state_text}" if model.state_text else "")
             first, *rest = wrap(words, width - 2)
             lines.append(Line(f"{glyph} ", look.style(tone)).add(first, look.base))
             lines += [Line(f"  {row}", look.base) for row in rest]
