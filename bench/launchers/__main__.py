@@ -26,7 +26,7 @@ from .nodes import NODES, Nodes
 
 TRAIN = str(Path(__file__).with_name("train.py"))
 FTMON = (sys.executable, "-m", "ftmon.tui.cli")
-FOR_EVER, FEW = "100000", "60"
+FOR_EVER = "100000"
 BEGIN_SECONDS, VERDICT_SECONDS, END_SECONDS = 120.0, 30.0, 60.0
 
 
@@ -68,9 +68,6 @@ class Scene:
         listed = json.loads(self.ftmon("ls", "--json", check=False) or "[]")
         runs = listed["runs"] if isinstance(listed, dict) else listed
         return json.loads(self.ftmon("status", runs[0]["id"], "--json", check=False) or "{}") if runs else {}
-
-    def rank(self, state: dict[str, Any], number: int) -> dict[str, Any]:
-        return next((rank for rank in state.get("ranks", []) if rank["rank"] == number), {})
 
     # What is looked at while it runs.
 
