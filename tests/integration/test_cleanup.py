@@ -39,7 +39,8 @@ def join(tmp_path: Path, hub: socket.socket, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def rank(join: JoinFile) -> Iterator["subprocess.Popen[bytes]"]:
     environment = {**os.environ, RUN_ENV: join.run, JOIN_ENV: f"{join.run}/join.json"}
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment) as process:
+    words = [sys.executable, "-c", "input()"]  # until this test is over, however that comes
+    with subprocess.Popen(words, env=environment, stdin=subprocess.PIPE) as process:
         deadline = time.monotonic() + 20
         while f"{RUN_ENV}={join.run}".encode() not in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
             assert time.monotonic() < deadline

@@ -11,6 +11,15 @@ from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_l
 SCRIPTS = Path(__file__).parents[1] / "support"
 
 
+LATE_HUB = """
+import pathlib, sys, time
+if "ftmon.trainer.hub" in sys.orig_argv:
+    while not pathlib.Path(sys.orig_argv[-1], "exit.json").exists():
+        time.sleep(0.05)
+    time.sleep(2)  # whoever follows has looked meanwhile, and found a job that is over and no hub
+"""
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Ftmon]:
     with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
@@ -50,8 +59,7 @@ def test_a_script_that_ends_before_its_first_step_fails_with_its_own_words(home:
 def test_the_words_of_a_script_that_was_over_before_its_hub_was_up_are_told(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.mkdir()
-    hub = "'ftmon.trainer.hub' in sys.orig_argv"
-    (slow / "sitecustomize.py").write_text(f"import sys, time\nif {hub}: time.sleep(7)\n")
+    (slow / "sitecustomize.py").write_text(LATE_HUB)
     script = tmp_path / "early.py"
     script.write_text("raise SystemExit('no data at /nowhere')\n")
     with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(slow)) as late:
