@@ -95,7 +95,9 @@ class FtmonApp(App[None]):
             self._hurry.pause()
 
     def pump(self) -> None:
-        """Fold what has arrived and paint."""
+        """Fold what has arrived and paint; nothing once the app is being taken down, widgets first and timers last."""
+        if not self.is_running:
+            return
         source = self.stage.source
         if source is not None:
             source.pump()

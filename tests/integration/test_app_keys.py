@@ -1,5 +1,6 @@
 """Keys of the app, pressed in the real app on a real recording: what a person does, and what then stands there."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from ftmon.tui.screens.rank import RankScreen
 from ftmon.tui.screens.runs import RunsScreen
 from ftmon.tui.source.replay import ReplaySource
 from ftmon.tui.widgets.canvas import Canvas
+from ftmon.tui.widgets.fleet import Fleet
 from scenes import hanging, recorded, settled, until
+from textual.widget import Widget
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +93,31 @@ async def test_a_hung_rank_says_what_it_does_in_place_of_its_power(stuck: Replay
         assert "hung 34 s" in text
         assert "in data" in text
         assert " W" not in text
+
+
+async def test_the_timer_that_outlives_the_widgets_while_the_app_is_taken_down_does_no_harm(
+    stuck: ReplaySource,
+) -> None:
+    app = FtmonApp(stuck)
+    bare = 0
+
+    def pump() -> None:
+        nonlocal bare
+        bare += not app.screen.query(Fleet)
+        app.pump()
+
+    class Slow(Widget):
+        async def on_unmount(self) -> None:
+            for _ in range(500):
+                if bare > 1:
+                    return
+                await asyncio.sleep(0.01)
+
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await app.screen.mount(Slow())
+        app.set_interval(0.01, pump)
+    assert bare > 1
 
 
 async def test_alerts_open_with_their_evidence_and_enter_goes_to_the_rank(stuck: ReplaySource) -> None:
