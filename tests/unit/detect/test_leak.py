@@ -80,7 +80,8 @@ def test_a_planted_slope_is_found_with_its_rate(seed: int, rate: float, noise: f
     )
     found = run.sent[-1]
     assert found.kind == "leak"
-    assert found.evidence["bytes_per_step"] == pytest.approx(rate * MIB, rel=0.15)
+    # A slope through 16 noisy values has an error in proportion to the noise: 5 % (1 sigma) at 30 steps' growth.
+    assert found.evidence["bytes_per_step"] == pytest.approx(rate * MIB, rel=0.02 + 0.6 * noise)
     assert found.resolved is None
 
 
