@@ -13,7 +13,8 @@ Rank states, and what each is concluded from (DESIGN's words):
 - ``unreachable``: nothing heard for 15 s and nothing known of its process, or for 30 s although its process lives; or
   its host is cut off, for as long as it is: then nothing else is concluded of it.
 
-A hub that did not look for a while (it was frozen, or the clock jumped) forgives every rank that time.
+A hub that did not look for a while (it was frozen, or the clock jumped) forgives every rank that time, but for what
+the rank's own heartbeats of that time say.
 """
 
 from collections import deque
@@ -107,7 +108,7 @@ class RankTracker:
                 why = "traced by a debugger" if fact.proc_state == "t" else "stopped by a signal (SIGSTOP)"
                 return self._set(tracked, "stopped", f"{why}; signal CONT lets it go on")
             if not stopped and was == "stopped":
-                tracked.progress.moved_at = tracked.progress.heard_at = self.now
+                tracked.progress.moved(self.now)
                 return self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
             return []
         if tracked.died_at is None:
@@ -124,7 +125,7 @@ class RankTracker:
             gap = now - self._last_tick
             if gap > PAUSE_S or gap < 0.0:
                 for tracked in self.ranks.values():
-                    tracked.progress.shift(gap)
+                    tracked.progress.shift(gap, now)
         self._last_tick = self.now = now
         if self.run_state is None:
             messages += self._set_run("starting")
@@ -220,7 +221,7 @@ class RankTracker:
         return self._moves(tracked)
 
     def _let_go(self, tracked: TrackedRank) -> list[Message]:
-        tracked.progress.moved_at = self.now
+        tracked.progress.moved(self.now)
         return self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
 
     def _hello(self, t: float, hello: Hello) -> list[Message]:
@@ -278,7 +279,7 @@ class RankTracker:
                 messages += self._set(tracked, "unreachable", f"its host {host.host} is cut off")
             else:
                 # What nobody could see of it is not held against it; what it sent meanwhile comes now.
-                tracked.progress.heard_at = tracked.progress.moved_at = t
+                tracked.progress.moved(t)
                 if tracked.state is not None and tracked.state.state == "unreachable":
                     messages += self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
         return messages

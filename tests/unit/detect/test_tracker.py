@@ -157,6 +157,55 @@ def test_a_hub_that_was_frozen_blames_nobody(make_sim: Any):
     assert sim.alerts("hang") == [], "nor does one whose clock was set back"
 
 
+def held_up(sim: Any, rounds: int, *, slept: bool = False, first: bool = True) -> None:
+    """Ranks 0 and 2 wait for rank 1, and the hub looks every 6 s only, before or after it takes what was sent."""
+    for rank in range(3):
+        sim.feed(sim.beat(rank, 13, "backward" if rank != 1 else "data", moved=True))
+    for _ in range(rounds):
+        before = sim.now
+        sim.now += 6
+        if first:
+            sim.tick(0)
+        for second in [6] if slept else range(1, 7):
+            for rank in (0, 2):
+                beat = sim.beat(rank, 13, "backward", collective="all_reduce", collectives=100)
+                sim.feed(msgspec.structs.replace(beat, time=before + second))
+            sim.feed(msgspec.structs.replace(sim.beat(1, 13, "data"), time=before + second))
+        if not first:
+            sim.tick(0)
+    sim.tick()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_hub_that_is_kept_from_its_work_again_and_again_still_tells_who_hangs(make_sim: Any, first: bool):
+    sim = make_sim(3, cuda=False)
+    sim.begin()
+    sim.train(1, 12)
+    held_up(sim, 3, first=first)
+    (alert,) = sim.alerts("hang")
+    assert alert.evidence["hung"] == [1]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_ranks_that_slept_with_the_hub_are_not_accused_of_that_time(make_sim: Any, first: bool):
+    sim = make_sim(3, cuda=False)
+    sim.begin()
+    sim.train(1, 12)
+    held_up(sim, 3, slept=True, first=first)
+    assert sim.alerts("hang") == []
+
+
+def test_what_a_rank_did_while_the_hub_did_not_look_counts_as_progress(make_sim: Any):
+    sim = make_sim(3, cuda=False)
+    sim.begin()
+    sim.train(1, 12)
+    held_up(sim, 1, first=False)
+    for rank in range(3):
+        sim.feed(sim.beat(rank, 13, "backward", moved=True))
+    sim.wait(7)
+    assert sim.alerts("hang") == []
+
+
 def test_a_stopped_rank_is_told_at_once_and_what_waits_for_it_is_its_evidence(make_sim: Any):
     sim = make_sim(4, cuda=False)
     sim.begin()

@@ -20,6 +20,10 @@ nor reads nor writes, is stuck after ``asleep_limit``: the same rule with lower 
 within a step, 15 s between steps, 20 s for checkpoint and in the second and third step, 60 s for eval, 120 s for init
 and the first step. Work that takes long is never asleep by this measure, unless it is done on another machine.
 
+A hub that did not look forgives all ranks that time (``shift``), except what a rank itself has seen: heartbeats that it
+sent meanwhile, and that say that it stood still, are taken at their word. So a hub that is kept from its work again and
+again still tells who hangs, and of a host that slept as a whole nobody is accused.
+
 Durations of ordinary phases come from steps (mean of a phase's occurrences); those of eval, checkpoint, idle and data
 also from heartbeats, as the time from one phase's start to the next one's, where no step came in between.
 """
@@ -55,6 +59,8 @@ OUTLIER_FACTOR = 2.0
 OUTLIER_FLOOR_S = 1.0
 LONG_PHASES = ("init", "eval", "checkpoint")
 """Phases that may last long, and be spent in native code that holds Python's lock."""
+WITNESS_S = 2.0
+"""So much at the most two heartbeats that follow each other say of the time between them; they come every second."""
 SILENT_S = 5.0
 """A rank not heard of for this long is silent: its figures are old, and nothing is concluded from them alone."""
 
@@ -67,6 +73,9 @@ class RankProgress:
     """One rank's progress as the hub saw it. Times are seconds on the hub's clock."""
 
     __slots__ = (
+        "_beaten",
+        "_stood",
+        "_unforgiven",
         "collective",
         "collectives",
         "group",
@@ -112,10 +121,16 @@ class RankProgress:
         self.per_step_collectives = -1
         """Collectives of the last finished step; -1 before one was seen."""
         self.usual_max: dict[str, float] = {}
+        self._beaten = 0.0
+        """When the latest heartbeat was sent, on the rank's clock."""
+        self._stood = 0.0
+        """Seconds without progress, as the rank's own heartbeats witness since it moved."""
+        self._unforgiven = 0.0
+        """When it was seen to move last, before any time was forgiven; 0: none was since."""
 
     def step_done(self, t: float, step: Step) -> None:
         """Take in a finished step that the hub received at ``t``."""
-        self.heard_at = self.moved_at = t
+        self.moved(t)
         self.has_stepped = True
         self.steps_seen += 1
         self.phase_started = 0.0
@@ -148,7 +163,10 @@ class RankProgress:
             if beat.phase_started > self.phase_started > 0.0:
                 self._learn(self.phase, beat.phase_started - self.phase_started)
             self.progress = beat.progress
-            self.moved_at = t
+            self.moved(t)
+        else:
+            self._stands(t, beat.time)
+        self._beaten = beat.time
         self.step = beat.step
         self.phase = beat.phase
         self.phase_started = beat.phase_started
@@ -205,7 +223,22 @@ class RankProgress:
         """Return the seconds since anything was heard; never negative."""
         return max(0.0, now - self.heard_at)
 
-    def shift(self, seconds: float) -> None:
-        """Forgive ``seconds`` during which the hub itself did not look (it was frozen, or the clock jumped)."""
-        self.heard_at += seconds
-        self.moved_at += seconds
+    def moved(self, t: float) -> None:
+        """Note progress at ``t``, or forgive what was before."""
+        self.heard_at = self.moved_at = t
+        self._stood = self._unforgiven = 0.0
+
+    def shift(self, seconds: float, now: float) -> None:
+        """Forgive ``seconds`` up to ``now`` during which the hub did not look (it was frozen, or the clock jumped)."""
+        self.heard_at = min(now, self.heard_at + seconds)
+        if seconds < 0.0:
+            self.moved_at += seconds
+            return
+        self._unforgiven = self._unforgiven or self.moved_at
+        self.moved_at = max(self.moved_at, min(self.moved_at + seconds, now - self._stood))
+
+    def _stands(self, t: float, sent: float) -> None:
+        """Take in that the rank had made no progress when it sent a heartbeat, at ``sent`` on its clock."""
+        self._stood += min(max(0.0, sent - self._beaten), WITNESS_S) if self._beaten else 0.0
+        if self._unforgiven:
+            self.moved_at = max(self._unforgiven, min(self.moved_at, t - self._stood))
