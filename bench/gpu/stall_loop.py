@@ -4,7 +4,8 @@
 
 KIND: ``none``, ``missing`` (sleeps before a collective), ``ddp`` (the same under DistributedDataParallel, whose
 collectives run in C++), ``native`` (sleeps in native code and holds Python's lock), ``stop`` (SIGSTOP) or ``exit``
-(finishes, and does not end). When it begins is written to FILE.
+(finishes, and does not end). When it begins is written to FILE. Where there are more ranks than GPUs, they share these:
+NCCL is told that the ranks of one GPU are on hosts of their own, and joins those through sockets.
 """
 
 import ctypes
@@ -44,8 +45,17 @@ def go_wrong():
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def choose_device():
+    """Take the GPU of this rank's number, or share one."""
+    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    gpus = torch.cuda.device_count()
+    if ranks > gpus:
+        os.environ |= {"NCCL_HOSTID": f"share-{rank // gpus}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    torch.cuda.set_device(rank % gpus)
+
+
 def main():
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    choose_device()
     dist.init_process_group("nccl")
     last = dist.get_rank() == dist.get_world_size() - 1
     plain = model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(8)]).cuda()

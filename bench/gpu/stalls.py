@@ -1,11 +1,12 @@
 """Stalls under NCCL: who is named, after how long, and whether the GPUs' memory is back after the kill.
 
-    python bench/gpu/stalls.py [--gpus 2] [--json FILE] [--kinds missing,ddp,native,stop,exit]
+    python bench/gpu/stalls.py [--gpus 2] [--ranks 2] [--json FILE] [--kinds missing,ddp,native,stop,exit]
 
 About 25 s a kind. Every kind is a run of ``stall_loop.py`` under torchrun, watched by ftmon in a home of its own; the
 last rank is at fault. Four of the kinds are ended by ``ftmon kill``, ``exit`` by ``--exit-timeout``. A line is printed
 for each as it comes, then a Markdown table; the exit status is 0 when everything came out as it should. Where a verdict
-did not, the run's recording and logs are kept beside ``--json``'s file.
+did not, the run's recording and logs are kept beside ``--json``'s file. More ranks than GPUs share these, which is not
+what a training does: it shows how more ranks are judged than there are GPUs at hand.
 """
 
 import argparse
@@ -60,15 +61,15 @@ def hang_of(run: RunDir) -> Any:
         return None
 
 
-def play(kind: str, gpus: int, keep: Path | None = None) -> dict[str, Any]:
+def play(kind: str, gpus: int, ranks: int, keep: Path | None = None) -> dict[str, Any]:
     """Play one kind; the row of the table. ``keep``: where the run goes when it did not come out as it should."""
-    row: dict[str, Any] = {"kind": kind, "gpus": gpus, "culprit": gpus - 1}
+    row: dict[str, Any] = {"kind": kind, "gpus": gpus, "ranks": ranks, "culprit": ranks - 1}
     before = used_mib()
     with tempfile.TemporaryDirectory(prefix="stall-") as folder:
         home, fault = Path(folder) / "home", Path(folder) / "fault"
         environment = {**os.environ, "FTMON_HOME": str(home), "NO_COLOR": "1"}
         options = ["--exit-timeout", str(EXIT_TIMEOUT)] if kind == "exit" else []
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         words = [*FTMON, "run", "--detach", "--name", kind, *options, "--", *command, str(LOOP), kind, str(fault)]
         started = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
         if started.returncode:
@@ -85,7 +86,7 @@ def play(kind: str, gpus: int, keep: Path | None = None) -> dict[str, Any]:
                 row["title"] = end.text if end else "did not end"
                 row["right"] = end is not None and end.cause == "hang-at-exit"
             else:
-                row |= verdict(run, kind, began, gpus)
+                row |= verdict(run, kind, began, ranks - 1)
                 kill = subprocess.run(
                     [*FTMON, "kill", run.id, "--yes"], env=environment, capture_output=True, text=True
                 )
@@ -95,22 +96,22 @@ def play(kind: str, gpus: int, keep: Path | None = None) -> dict[str, Any]:
         finally:
             end_everything(run)
             if keep is not None and not row.get("right"):
-                shutil.copytree(run.path, keep / f"{run.id}-{gpus}-gpus", ignore=shutil.ignore_patterns("*.sock"))
+                shutil.copytree(run.path, keep / f"{run.id}-{ranks}-ranks", ignore=shutil.ignore_patterns("*.sock"))
         back = until(lambda: all(a <= b + SAME_MIB for a, b in zip(used_mib(), before, strict=True)), 10.0)
         row |= {"before_mib": before, "after_mib": used_mib(), "memory_back": bool(back)}
     row["ok"] = bool(row["right"] and row["left"] == 0 and back and row.get("kill_status", 0) == 0)
     return row
 
 
-def verdict(run: RunDir, kind: str, began: float, gpus: int) -> dict[str, Any]:
+def verdict(run: RunDir, kind: str, began: float, culprit: int) -> dict[str, Any]:
     alert = until(lambda: hang_of(run), VERDICT_SECONDS)
     if alert is None:
         return {"right": False, "seconds": None, "title": "nothing said"}
     named = alert.evidence.get("hung") or ([alert.rank] if alert.rank is not None else [])
     found = {"seconds": round(alert.time - began, 1), "title": alert.title, "named": named}
-    found["at"] = alert.evidence.get("ranks", {}).get(str(gpus - 1), {}).get("at", "")
+    found["at"] = alert.evidence.get("ranks", {}).get(str(culprit), {}).get("at", "")
     found["groups"] = alert.evidence.get("groups", [])
-    found["right"] = named == [gpus - 1] and (kind == "stop" or bool(found["at"]))
+    found["right"] = named == [culprit] and (kind == "stop" or bool(found["at"]))
     return found
 
 
@@ -145,13 +146,14 @@ def end_everything(run: RunDir) -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| under NCCL | GPUs | verdict | s | memory MiB before, during, after | left | ok |",
+        "| under NCCL | ranks on GPUs | verdict | s | memory MiB before, during, after | left | ok |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         memory = f"{row.get('before_mib')} {row.get('used_mib')} {row.get('after_mib')}"
         words = row.get("error") or row.get("title")
-        cells = (row["kind"], row["gpus"], words, row.get("seconds"), memory, row.get("left"), row.get("ok"))
+        where = f"{row['ranks']} on {row['gpus']}"
+        cells = (row["kind"], where, words, row.get("seconds"), memory, row.get("left"), row.get("ok"))
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
@@ -159,13 +161,14 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=0, help="default: all")
+    parser.add_argument("--ranks", type=int, default=0, help="default: one a GPU")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     gpus = arguments.gpus or len(used_mib())
     rows: list[dict[str, Any]] = []
     for kind in arguments.kinds.split(","):
-        row = play(kind, gpus, arguments.json.parent if arguments.json else None)
+        row = play(kind, gpus, arguments.ranks or gpus, arguments.json.parent if arguments.json else None)
         rows.append(row)
         print(json.dumps(row), flush=True)
         if arguments.json:
