@@ -1,7 +1,7 @@
 """Moves what was committed from the write-ahead log into the recording, in a thread of its own.
 
-A commit only appends to the log and waits for no disk. This thread makes the log durable and folds it into the file
-about once a second: what a crash of the machine can take is that second, and a slow disk never holds up the hub.
+A commit only appends to the log, and waits for the disk only where it begins the log anew. This thread makes the log
+durable and folds it into the file about once a second: what a crash of the machine can take is that second.
 """
 
 import contextlib

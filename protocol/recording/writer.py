@@ -21,34 +21,18 @@ from ..process import this_process
 from ..rundir import RunFile
 from ..telemetry import DeviceSample, Heartbeat, Hello, LogLine, Step
 from ..wire import RESTART_LEAP, VERSION, Message
+from .batch import Batch
 from .checkpoint import Checkpointer
-from .marks import INSERT_EXPLAINED, INSERT_MARK, Marks
+from .marks import Marks
 from .opening import check_continuable
-from .rollup import INSERT_ROLLUP, Rollups
-from .rows import INSERTS, Names, Row, alert_row, event_row, hello_row, log_row
+from .rollup import Rollups
+from .rows import Names, Row, alert_row, event_row, hello_row, log_row
 from .schema import APPLICATION_ID, MARK_TABLES, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES
-from .steprow import INSERT_EXTRA, INSERT_STEP, step_rows
-
-PENDING_LIMIT = 20_000
-"""Rows held back while the disk refuses them (some 40 MB); beyond, steps, samples and log lines are let go."""
+from .steprow import step_rows
 
 RETRY_S = 2.0
 """How long a refusing disk is left alone before the next try."""
 
-_EVENTS_KEPT = 5_000
-"""Of those, states and other events stay as long as they are no more than this."""
-
-_BULKY = ("steps", "device_samples", "logs")
-_INSERTS = {
-    "steps": INSERT_STEP,
-    "extra_phases": INSERT_EXTRA,
-    "rollups": INSERT_ROLLUP,
-    "marks": INSERT_MARK,
-    "explained": INSERT_EXPLAINED,
-    **INSERTS,
-}
-_UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
-"""What SQLite says to a value that no column can hold."""
 _NOT_RECORDED = (Heartbeat, Query, Answer)
 
 
@@ -78,8 +62,6 @@ class Writer:
         """Why nothing can be written at the moment, in one line; empty while all is well."""
         self.recorded = 0
         """Messages taken to disk by this writer."""
-        self.lost = 0
-        """Messages let go since this writer began, because they could not be written."""
         self.last_seq = 0
         """The highest number in the recording, or seen since."""
         self.next_seq = 1
@@ -87,15 +69,17 @@ class Writer:
         self._run = run
         self._connection: sqlite3.Connection | None = None
         self._checkpointer: Checkpointer | None = None
-        self._pending: dict[str, list[Row]] = {table: [] for table in _INSERTS}
-        self._held = 0
+        self._pending = Batch()
+        self._writing = Batch()
+        """What was taken for writing, and is not on disk yet."""
+        self._lost = 0
+        """Messages lost that the recording already tells of."""
         self._names = Names()
-        self._rollups = Rollups(self._pending["rollups"].append)
-        self._marks = Marks(lambda table, row: self._pending[table].append(row))
+        self._rollups = Rollups(lambda row: self._put_row("rollups", row))
+        self._marks = Marks(self._put_row)
         self._second = 0
         self._retry_at = 0.0
         self._taken_up = False
-        self._gap: tuple[float, float, int, str] | None = None
         there = self.path.is_file() and self.path.stat().st_size > 0
         if there:
             check_continuable(self.path)
@@ -117,26 +101,52 @@ class Writer:
             return
         if t >= self._second + 1:
             self._second = int(t)
-            self._pending["clock"].append((self._second, seq))
-        self._held += 1
+            self._put_row("clock", (self._second, seq))
         try:
-            self._take(seq, t, message)
+            self._rows_of(seq, t, message)
         except (OverflowError, TypeError, ValueError, msgspec.MsgspecError):
-            self._lose(1, t, t, "figures that fit no column")
+            self._pending.lose(1, t, t, "figures that fit no column")
+        else:
+            self._pending.held += 1
+
+    @property
+    def lost(self) -> int:
+        """Messages let go since this writer began, because they could not be written."""
+        return self._lost + self._writing.lost + self._pending.lost
 
     def commit(self) -> None:
-        """Write what was appended, in one transaction. Never raises; see ``error`` and ``lost``."""
-        if not self._held and self._gap is None:
+        """Write what was appended, as ``write`` does; see ``error`` and ``lost``."""
+        self.write(self.take())
+
+    def take(self) -> Batch:
+        """Take what was appended, for ``write``: that may be called in another thread, while more is appended."""
+        batch, self._pending = self._pending, Batch()
+        batch.last_seq = self.last_seq
+        return batch
+
+    def write(self, batch: Batch) -> None:
+        """Write what was taken, in one transaction, with what could not be written before.
+
+        No disk makes it raise; see ``error``. A mistake of ftmon's own does, and costs what was to be written.
+        """
+        waiting = self._writing
+        waiting.add(batch)
+        if not waiting:
             return
         now = time.monotonic()
         if now < self._retry_at or not self._try_open():
-            self._let_go()
+            waiting.let_go(self.error)
             return
         try:
             self._write()
         except (sqlite3.Error, OSError) as error:
             self._fail(error)
-            self._let_go()
+            waiting.let_go(self.error)
+        except Exception as error:
+            self._fail(error)
+            self._writing = waiting.names() if waiting.held else Batch()
+            self._writing.lose(waiting.held + waiting.lost, time.time(), time.time(), self.error)
+            raise
 
     def close(self) -> None:
         """Write the rest and leave one self-contained file behind, where the disk allows it."""
@@ -191,6 +201,8 @@ class Writer:
         connection.execute("PRAGMA page_size=8192")
         known = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] > 0
         if not known:
+            # Nothing to lose yet, and a busy disk would keep the hub from its start: the first checkpoint is soon.
+            connection.execute("PRAGMA synchronous=OFF")
             # Before there is a write-ahead log: the file alone says what it is, whatever becomes of the log.
             connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
@@ -200,8 +212,6 @@ class Writer:
             self._put(connection, **_describe(self._run))
             connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode=WAL")
-        # In WAL mode NORMAL keeps the file whole through a crash of the machine; the checkpointer makes it durable.
-        connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint=0")
         if known and not self._taken_up:
             for statement in MARK_TABLES:
@@ -210,12 +220,14 @@ class Writer:
         self._taken_up = True
         process = this_process()
         self._put(connection, writer_pid=process.pid, writer_start_ticks=process.start_ticks, closed="")
+        # In WAL mode NORMAL keeps the file whole through a crash of the machine; the checkpointer makes it durable.
+        connection.execute("PRAGMA synchronous=NORMAL")
 
     def _take_up(self, connection: sqlite3.Connection) -> None:
         """Go on where an earlier writer of this file left off."""
         if self.last_seq:
             # The file could not be opened at first: rows of this writer are waiting, numbered far beyond its own.
-            earlier = Rollups(self._pending["rollups"].append)
+            earlier = Rollups(self._writing.rows["rollups"].append)
             earlier.load(connection)
             earlier.flush()
             return
@@ -229,68 +241,45 @@ class Writer:
         self._rollups.load(connection)
         self._marks.load(connection)
 
-    def _take(self, seq: int, t: float, message: Message) -> None:
-        pending = self._pending
+    def _put_row(self, table: str, row: Row) -> None:
+        self._pending.rows[table].append(row)
+
+    def _rows_of(self, seq: int, t: float, message: Message) -> None:
+        rows = self._pending.rows
         if isinstance(message, Step):
             row, extra = step_rows(seq, t, message)
-            pending["steps"].append(row)
+            rows["steps"].append(row)
             if extra:
-                pending["extra_phases"] += extra
+                rows["extra_phases"] += extra
             self._rollups.add(row)
             self._marks.step(seq, message)
         elif isinstance(message, DeviceSample):
-            row = self._names.sample_row(seq, t, message, lambda table, row: pending[table].append(row))
-            pending["device_samples"].append(row)
+            rows["device_samples"].append(self._names.sample_row(seq, t, message, self._put_row))
         elif isinstance(message, LogLine):
-            pending["logs"].append(log_row(seq, t, message))
+            rows["logs"].append(log_row(seq, t, message))
         elif isinstance(message, Alert):
-            pending["alerts"].append(alert_row(seq, t, message))
+            rows["alerts"].append(alert_row(seq, t, message))
         elif isinstance(message, Hello):
-            pending["ranks"].append(hello_row(seq, t, message))
+            rows["ranks"].append(hello_row(seq, t, message))
         else:
-            pending["events"].append(event_row(seq, t, message))
+            rows["events"].append(event_row(seq, t, message))
             self._marks.message(seq, message)
 
     def _write(self) -> None:
-        connection = self._connection
+        connection, batch = self._connection, self._writing
         assert connection is not None
         connection.execute("BEGIN IMMEDIATE")
-        lost = 0
-        for table, rows in self._pending.items():
-            if rows:
-                lost += self._insert(connection, table, rows)
-        if self._gap is not None:
-            connection.execute("INSERT INTO gaps(first_t, last_t, messages, reason) VALUES (?, ?, ?, ?)", self._gap)
-        self._put(connection, last_seq=self.last_seq)
+        unfit = batch.insert(connection)
+        if batch.gap is not None:
+            connection.execute("INSERT INTO gaps(first_t, last_t, messages, reason) VALUES (?, ?, ?, ?)", batch.gap)
+        self._put(connection, last_seq=batch.last_seq)
         connection.execute("COMMIT")
-        self.recorded += self._held - lost
-        self.lost += lost
-        self._held = 0
-        self._gap = None
+        self.recorded += batch.held - unfit
+        self._lost += batch.lost + unfit
         self.error = ""
-        for rows in self._pending.values():
-            rows.clear()
+        self._writing = Batch()
         if self._checkpointer is not None:
             self._checkpointer.poke()
-
-    def _insert(self, connection: sqlite3.Connection, table: str, rows: list[Row]) -> int:
-        """Insert rows; return how many messages no column could hold (a peer's nonsense) and were passed over."""
-        connection.execute("SAVEPOINT rows")
-        try:
-            connection.executemany(_INSERTS[table], rows)
-        except _UNFIT:
-            connection.execute("ROLLBACK TO rows")
-        else:
-            connection.execute("RELEASE rows")
-            return 0
-        connection.execute("RELEASE rows")
-        lost = 0
-        for row in rows:
-            try:
-                connection.execute(_INSERTS[table], row)
-            except _UNFIT:
-                lost += table in STREAM_TABLES
-        return lost
 
     def _put(self, connection: sqlite3.Connection, **values: Any) -> None:
         connection.executemany(
@@ -316,25 +305,3 @@ class Writer:
         if self._checkpointer is not None:
             self._checkpointer.stop()
             self._checkpointer = None
-
-    def _let_go(self) -> None:
-        """Hold rows back while they are few; beyond that let the bulky ones go, and keep what explains the run."""
-        if self._held <= PENDING_LIMIT:
-            return
-        times: list[float] = []
-        for table in _BULKY:
-            times += (row[1] for row in self._pending[table])
-            self._pending[table].clear()
-        self._pending["extra_phases"].clear()
-        events = self._pending["events"]
-        times += (row[1] for row in events[:-_EVENTS_KEPT])
-        del events[:-_EVENTS_KEPT]
-        if times:
-            self._lose(len(times), min(times), max(times), self.error)
-
-    def _lose(self, count: int, first_t: float, last_t: float, reason: str) -> None:
-        self.lost += count
-        self._held -= count
-        if self._gap is not None:
-            first_t, count = self._gap[0], count + self._gap[2]
-        self._gap = (first_t, last_t, count, reason)

@@ -1,6 +1,5 @@
 """``ftmon run --on-hang stacks`` and ``stop`` from the command line, on real ranks; ``kill`` is in test_stall_end."""
 
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,55 +8,13 @@ import pytest
 from ftmon.protocol.recording.reader import Reader
 from ftmon.tui.cli.outcome import HUNG
 from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
-
-SLEEPS = """
-import sys, time, torch, torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
-
-class Rows(Dataset):
-    def __len__(self):
-        return 160
-    def __getitem__(self, row):
-        if row == 80 and dist.get_rank() == 1:
-            fetch_from_a_store_that_is_away(float(sys.argv[1]))
-        return torch.ones(4)
-
-def fetch_from_a_store_that_is_away(seconds):
-    time.sleep(seconds)
-
-def main():
-    dist.init_process_group("gloo")
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for rows in DataLoader(Rows(), batch_size=4):
-        model(rows).pow(2).sum().backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(0.02)
-    print("all rows seen", flush=True)
-
-try:
-    main()
-except KeyboardInterrupt:
-    print("interrupted: the script puts its affairs in order", flush=True)
-    sys.exit(1)
-"""
-WHERE = "in fetch_from_a_store_that_is_away"
+from sleeping_loader import WHERE, job
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Ftmon]:
     with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
         yield ftmon
-
-
-def job(tmp_path: Path, seconds: float) -> list[str]:
-    script = tmp_path / "sleeps.py"
-    script.write_text(SLEEPS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return [*torchrun, str(script), str(seconds)]
 
 
 def test_stacks_are_saved_and_the_run_goes_on_when_the_stall_is_over(home: Ftmon, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.control import Alert
+from ftmon.protocol.recording import batch as batch_module
 from ftmon.protocol.recording import writer as writer_module
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer
@@ -120,7 +121,7 @@ def test_beyond_the_limit_bulk_is_let_go_and_counted_and_alerts_are_kept(
     tmp_path: Path, frames: list[Frame], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "RETRY_S", 0.0)
-    monkeypatch.setattr(writer_module, "PENDING_LIMIT", 300)
+    monkeypatch.setattr(batch_module, "PENDING_LIMIT", 300)
     writer = Writer(tmp_path / "r.sqlite", RUN)
     for count, frame in enumerate(frames, 1):
         writer.append(frame.seq, frame.t, frame.message)

@@ -185,11 +185,16 @@ class Agents:
                         self._said(agent, frames)
         return count
 
-    def confirm(self) -> None:
-        """Tell every agent what is on disk; to be called after a commit."""
-        for agent in self._by_identity.values():
-            if agent.number > agent.confirmed:
-                agent.confirmed = agent.number
+    def unconfirmed(self) -> dict[bytes, int]:
+        """Give the numbers of the last messages taken, of the agents that wait to hear that these are on disk."""
+        return {who: agent.number for who, agent in self._by_identity.items() if agent.number > agent.confirmed}
+
+    def confirm(self, numbers: dict[bytes, int]) -> None:
+        """Tell agents what is on disk: all up to ``numbers``, which ``unconfirmed`` gave before a commit."""
+        for identity, number in numbers.items():
+            agent = self._by_identity.get(identity)
+            if agent is not None and number > agent.confirmed:
+                agent.confirmed = number
                 self._answer(agent, 0.0)
 
     def tick(self) -> list[HostState]:

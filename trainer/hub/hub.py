@@ -41,6 +41,7 @@ from .policy import Policy
 from .rankbook import RankBook
 from .ranklink import RankLink
 from .reach import Reach
+from .recorder import Recorder
 from .stacking import Stacking
 from .stats import Stats
 from .stream import Stream
@@ -89,7 +90,7 @@ class Hub:
         writer, moved = open_recording(run, self._file)
         self._channels = Channels(run, str(self._file.options.get("listen") or ""))
         self._mailbox = Mailbox()
-        self._stream = Stream(self._channels.of("stream"), writer, writer.next_seq)
+        self._stream = Stream(self._channels.of("stream"), Recorder(writer), writer.next_seq)
         self._link = RankLink(self._channels.of("ranks"))
         actions = Actions(self._link, self.emit, self._may_ask)
         self._judging = Judging(self._file, self._emit, actions.send, keeper(run))
@@ -274,8 +275,8 @@ class Hub:
             self._announced = self._announce()
 
     def _commit(self) -> None:
-        self._stream.commit()
-        self._agents.confirm()
+        numbers = self._agents.unconfirmed()
+        self._stream.commit((lambda: self.post(lambda: self._agents.confirm(numbers))) if numbers else None)
         trouble = bool(self._stream.recorder.error)
         if trouble != self._disk_trouble:  # say so at once, not with the next regular report
             self._disk_trouble = trouble
@@ -283,12 +284,7 @@ class Hub:
 
     def _commit_for(self, done: Any) -> None:
         """Commit everything published so far, then set the event; called by the history thread."""
-
-        def commit() -> None:
-            self._commit()
-            done.set()
-
-        self._mailbox.post(commit)
+        self._mailbox.post(lambda: self._stream.commit(done.set))
 
     # Messages.
 

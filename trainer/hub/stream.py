@@ -3,48 +3,18 @@
 The main loop calls ``flush`` before it waits, and ``commit`` a few times a second.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import zmq
 
 from ...protocol import wire
 from ...protocol.telemetry import Heartbeat
 from ...protocol.wire import Message
+from .recorder import Recorder
 
 _ENOUGH_ROWS = 4_000
 """Uncommitted messages above which a commit is due at once, so that memory stays bounded."""
-
-
-class Recorder(Protocol):
-    """What the stream asks of a recording; ``ftmon.protocol.recording.writer.Writer`` is one."""
-
-    @property
-    def error(self) -> str:
-        """Why nothing is being recorded; empty while all is well."""
-        ...
-
-    @property
-    def recorded(self) -> int:
-        """Messages taken to disk."""
-        ...
-
-    @property
-    def bytes(self) -> int:
-        """Size of the recording on disk."""
-        ...
-
-    def append(self, seq: int, t: float, message: Message) -> None:
-        """Take one message to be written at the next commit."""
-        ...
-
-    def commit(self) -> None:
-        """Write what was appended."""
-        ...
-
-    def close(self) -> None:
-        """Write what was appended and close the file cleanly."""
-        ...
 
 
 class Stream:
@@ -106,10 +76,10 @@ class Stream:
                 send(frame, flags)
                 flags ^= more
 
-    def commit(self) -> None:
-        """Write what was appended since the last commit."""
+    def commit(self, then: Callable[[], object] | None = None) -> None:
+        """Have written what was appended since the last commit; ``then`` is called as by ``Recorder.commit``."""
         self._waiting = 0
-        self._recorder.commit()
+        self._recorder.commit(then)
 
     def close(self) -> None:
         """Commit and close the recording."""

@@ -43,7 +43,7 @@ class Hub:
 
     def turn(self) -> None:
         self.agents.receive(self.socket, 10_000)
-        self.agents.confirm()
+        self.agents.confirm(self.agents.unconfirmed())
 
     def close(self) -> None:
         self.socket.close()

@@ -1,0 +1,141 @@
+"""Rows on their way into a recording: held while the disk takes nothing, thinned out when they become too many."""
+
+import sqlite3
+from itertools import chain
+
+from .marks import INSERT_EXPLAINED, INSERT_MARK
+from .rollup import INSERT_ROLLUP
+from .rows import INSERTS, Row
+from .schema import STREAM_TABLES
+from .steprow import INSERT_EXTRA, INSERT_STEP
+
+PENDING_LIMIT = 20_000
+"""Messages held while the disk takes none (some 40 MB); beyond, steps, samples and log lines are let go."""
+
+_EVENTS_KEPT = 5_000
+"""Of those, states and other events stay as long as they are no more than this."""
+
+_ROWS_A_STATEMENT = 200
+"""So many rows go in with one statement, where there are as many."""
+
+_BULKY = ("steps", "device_samples", "logs")
+_NAMES = ("device_names", "process_names")
+_STATEMENTS = {
+    "steps": INSERT_STEP,
+    "extra_phases": INSERT_EXTRA,
+    "rollups": INSERT_ROLLUP,
+    "marks": INSERT_MARK,
+    "explained": INSERT_EXPLAINED,
+    **INSERTS,
+}
+_UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
+"""What SQLite says to a value that no column can hold."""
+
+
+class Batch:
+    """Rows by table, how many messages they are, and how many were lost before they came here."""
+
+    __slots__ = ("gap", "held", "last_seq", "rows")
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[Row]] = {table: [] for table in _STATEMENTS}
+        self.held = 0
+        """Messages whose rows are here."""
+        self.last_seq = 0
+        """The highest number of a message when the batch was taken."""
+        self.gap: tuple[float, float, int, str] | None = None
+        """Of the messages lost: when the hub had the first and the last, how many they are, and why."""
+
+    def __bool__(self) -> bool:
+        """Tell whether there is something to write."""
+        return bool(self.held or self.gap)
+
+    @property
+    def lost(self) -> int:
+        """Messages lost."""
+        return self.gap[2] if self.gap is not None else 0
+
+    def add(self, later: "Batch") -> None:
+        """Append what came later."""
+        for table, rows in later.rows.items():
+            if rows:
+                self.rows[table] += rows
+        self.held += later.held
+        self.last_seq = max(self.last_seq, later.last_seq)
+        if later.gap is not None:
+            first_t, last_t, count, reason = later.gap
+            self.lose(count, first_t, last_t, reason)
+
+    def lose(self, count: int, first_t: float, last_t: float, reason: str) -> None:
+        """Note that messages were lost.
+
+        Args:
+            count: how many.
+            first_t: when the hub received the first of them, seconds since the epoch.
+            last_t: the same of the last.
+            reason: why, in words.
+        """
+        if self.gap is not None:
+            first_t, count = self.gap[0], count + self.gap[2]
+        self.gap = (first_t, last_t, count, reason)
+
+    def let_go(self, reason: str) -> None:
+        """Hold rows while they are few; beyond that let the bulky ones go, and keep what explains the run."""
+        if self.held <= PENDING_LIMIT:
+            return
+        times: list[float] = []
+        for table in _BULKY:
+            times += (row[1] for row in self.rows[table])
+            self.rows[table].clear()
+        self.rows["extra_phases"].clear()
+        events = self.rows["events"]
+        times += (row[1] for row in events[:-_EVENTS_KEPT])
+        del events[:-_EVENTS_KEPT]
+        if times:
+            self.held -= len(times)
+            self.lose(len(times), min(times), max(times), reason)
+
+    def names(self) -> "Batch":
+        """Give a batch of the names alone that rows to come refer to."""
+        found = Batch()
+        found.last_seq = self.last_seq
+        found.rows |= {table: self.rows[table] for table in _NAMES}
+        return found
+
+    def insert(self, connection: sqlite3.Connection) -> int:
+        """Insert all rows; return how many messages no column could hold (a peer's nonsense) and were passed over.
+
+        Raises:
+            sqlite3.Error: the disk did not take them.
+        """
+        return sum(_insert(connection, table, rows) for table, rows in self.rows.items() if rows)
+
+
+def _insert(connection: sqlite3.Connection, table: str, rows: list[Row]) -> int:
+    connection.execute("SAVEPOINT rows")
+    try:
+        _insert_many(connection, _STATEMENTS[table], rows)
+    except _UNFIT:
+        connection.execute("ROLLBACK TO rows")
+    else:
+        connection.execute("RELEASE rows")
+        return 0
+    connection.execute("RELEASE rows")
+    lost = 0
+    for row in rows:
+        try:
+            connection.execute(_STATEMENTS[table], row)
+        except _UNFIT:
+            lost += table in STREAM_TABLES
+    return lost
+
+
+def _insert_many(connection: sqlite3.Connection, statement: str, rows: list[Row]) -> None:
+    """Insert rows, many with each statement: Python's lock is let go, and must be had again, for every one of these."""
+    whole = len(rows) - len(rows) % _ROWS_A_STATEMENT
+    if whole:
+        values = statement[statement.index("(") :]
+        many = statement + f", {values}" * (_ROWS_A_STATEMENT - 1)
+        for first in range(0, whole, _ROWS_A_STATEMENT):
+            connection.execute(many, list(chain.from_iterable(rows[first : first + _ROWS_A_STATEMENT])))
+    connection.executemany(statement, rows[whole:])

@@ -1,0 +1,48 @@
+"""A job of two ranks, one of which waits in its data loader for a store that is away, for as long as it is told."""
+
+import sys
+from pathlib import Path
+
+SLEEPS = """
+import sys, time, torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+class Rows(Dataset):
+    def __len__(self):
+        return 160
+    def __getitem__(self, row):
+        if row == 80 and dist.get_rank() == 1:
+            print(f"away since {time.time()}", flush=True)
+            fetch_from_a_store_that_is_away(float(sys.argv[1]))
+        return torch.ones(4)
+
+def fetch_from_a_store_that_is_away(seconds):
+    time.sleep(seconds)
+
+def main():
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for rows in DataLoader(Rows(), batch_size=4):
+        model(rows).pow(2).sum().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+    print("all rows seen", flush=True)
+
+try:
+    main()
+except KeyboardInterrupt:
+    print("interrupted: the script puts its affairs in order", flush=True)
+    sys.exit(1)
+"""
+WHERE = "in fetch_from_a_store_that_is_away"
+
+
+def job(tmp_path: Path, seconds: float) -> list[str]:
+    script = tmp_path / "sleeps.py"
+    script.write_text(SLEEPS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [*torchrun, str(script), str(seconds)]

@@ -1,0 +1,108 @@
+"""Takes the stream to disk in a thread of its own: however long a disk takes, the hub goes on looking and answering.
+
+SQLite waits for the disk now and then, also where a commit only appends to the write-ahead log: the first write into a
+log that was folded into the file begins it anew, and makes its header durable first. And a network file system, or a
+disk that others keep busy, may make any write wait.
+"""
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from ...protocol.recording.batch import Batch
+from ...protocol.recording.writer import Writer
+from ...protocol.wire import Message
+
+_STUCK_SECONDS = 5.0
+"""A disk that takes so long for one commit is told of."""
+_CLOSE_SECONDS = 60.0
+"""So long is waited at the end for what is not on disk yet."""
+
+
+class Recorder(threading.Thread):
+    """Has ``writer`` write at each ``commit`` what was appended, in a thread that nobody waits for.
+
+    While the disk takes nothing, rows are held and thinned out as the writer does with a disk that refuses
+    (``Batch.let_go``).
+
+    Args:
+        writer: the recording.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        super().__init__(name="recorder", daemon=True)
+        self._writer = writer
+        self._lock = threading.Lock()
+        self._next = Batch()
+        self._then: list[Callable[[], object]] = []
+        self._last = False
+        self._work = threading.Event()
+        self._since: float | None = None
+        """When the commit that is under way began, monotonic."""
+        self.bytes = 0
+        """Size of the recording on disk."""
+        self.start()
+
+    @property
+    def error(self) -> str:
+        """Why nothing is being recorded; empty while all is well."""
+        since = self._since
+        waits = 0.0 if since is None else time.monotonic() - since
+        if waits > _STUCK_SECONDS:
+            return f"{self._writer.path}: the disk has taken nothing for {waits:.0f} s; recording goes on by itself"
+        return self._writer.error
+
+    @property
+    def recorded(self) -> int:
+        """Messages taken to disk."""
+        return self._writer.recorded
+
+    def append(self, seq: int, t: float, message: Message) -> None:
+        """Take one message to be written at the next commit; the arguments are those of ``Writer.append``."""
+        self._writer.append(seq, t, message)
+
+    def commit(self, then: Callable[[], object] | None = None) -> None:
+        """Have written what was appended. Returns at once.
+
+        Args:
+            then: called when it is on disk, or held back where that refuses it; in the recorder's thread.
+        """
+        self._hand_over(then, last=False)
+
+    def close(self) -> None:
+        """Write what was appended and close the file cleanly; waits for a disk that takes nothing for a minute."""
+        self._hand_over(None, last=True)
+        self.join(_CLOSE_SECONDS)
+
+    def run(self) -> None:
+        """Write until closed."""
+        last = False
+        while not last:
+            self._work.wait()
+            self._work.clear()
+            with self._lock:
+                last = self._last
+                batch, self._next = self._next, Batch()
+                then, self._then = self._then, []
+            self._since = time.monotonic()
+            try:
+                self._writer.write(batch)
+                self.bytes = self._writer.bytes
+            except Exception:  # a mistake here costs a batch, not the recording
+                traceback.print_exc(file=sys.stderr)
+            self._since = None
+            for call in then:
+                call()
+        self._writer.close()
+
+    def _hand_over(self, then: Callable[[], object] | None, *, last: bool) -> None:
+        batch = self._writer.take()
+        with self._lock:
+            self._next.add(batch)
+            self._next.let_go("the disk took nothing for long")
+            if then is not None:
+                self._then.append(then)
+            self._last = last
+        self._work.set()
