@@ -1,4 +1,4 @@
-"""A disk that takes seconds for every write that is to last, as one does that others keep busy."""
+"""A disk that takes seconds to make a write of the recording last, as one does that others keep busy."""
 
 import os
 import re
@@ -14,10 +14,19 @@ from sleeping_loader import job
 
 SYNC_SECONDS = 6
 SLOW = """
+#include <stdio.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-int fsync(int fd) { sleep(SECONDS); return syscall(SYS_fsync, fd); }
-int fdatasync(int fd) { sleep(SECONDS); return syscall(SYS_fdatasync, fd); }
+
+static void wait_for_disk(int fd) {
+    char link[64], path[4096] = {0};
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    if (readlink(link, path, sizeof path - 1) > 0 && strstr(path, "recording.sqlite"))
+        sleep(SECONDS);
+}
+int fsync(int fd) { wait_for_disk(fd); return syscall(SYS_fsync, fd); }
+int fdatasync(int fd) { wait_for_disk(fd); return syscall(SYS_fdatasync, fd); }
 """
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 
