@@ -13,10 +13,19 @@ SCRIPTS = Path(__file__).parents[1] / "support"
 
 LATE_HUB = """
 import pathlib, sys, time
+
+def note(event, arguments):
+    if event == "open" and str(arguments[0]).endswith(("run.json", "exit.json")):
+        run = pathlib.Path(str(arguments[0])).parent
+        if (run / "exit.json").exists():
+            (run / "looked").touch()  # whoever follows finds a job that is over and no hub
+
 if "ftmon.trainer.hub" in sys.orig_argv:
-    while not pathlib.Path(sys.orig_argv[-1], "exit.json").exists():
+    run = pathlib.Path(sys.orig_argv[-1])
+    while not (run / "looked").exists():
         time.sleep(0.05)
-    time.sleep(2)  # whoever follows has looked meanwhile, and found a job that is over and no hub
+elif "ftmon" in [pathlib.Path(word).name for word in sys.orig_argv[:2]]:
+    sys.addaudithook(note)
 """
 
 

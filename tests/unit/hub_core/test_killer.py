@@ -12,16 +12,17 @@ from ftmon.trainer.hub.gpumemory import GpuLook, verdict
 from ftmon.trainer.hub.killer import Kill, Outcome, Target
 
 RANK = """
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, sys
 os.environ['FTMON_RANK_PID'] = str(os.getpid())
-worker = subprocess.Popen([sys.executable, '-c', "print('up', flush=True); import time; time.sleep(100)"],
+worker = subprocess.Popen([sys.executable, '-c', "print('up', flush=True); import sys; sys.stdin.read()"],
                           stdout=subprocess.PIPE, start_new_session=True)
 worker.stdout.readline()
 BEFORE
 print('ready', flush=True)
 BODY
-time.sleep(100)
+sys.stdin.read()
 """
+"""A rank and its worker: whoever is not killed lives until the test closes their standard input."""
 
 
 def rank_code(before: str = "", body: str = "") -> str:
