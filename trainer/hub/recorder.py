@@ -75,6 +75,8 @@ class Recorder(threading.Thread):
         """Write what was appended and close the file cleanly; waits for a disk that takes nothing for a minute."""
         self._hand_over(None, last=True)
         self.join(_CLOSE_SECONDS)
+        if self.is_alive():
+            print(f"left before all was on disk: {self.error}", file=sys.stderr)
 
     def run(self) -> None:
         """Write until closed."""
