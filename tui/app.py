@@ -104,13 +104,19 @@ class FtmonApp(App[None]):
             if source.transport.message:
                 self.stage.say(source.transport.message, "warning")
                 source.transport.message = ""
-        tick: Callable[[], None] | None = getattr(self.screen, "tick", None)
-        if tick is not None and self.screen.is_mounted:
+        for screen in reversed(self.screen_stack):  # what a dialog stands over is in view too
+            self._tick(screen)
+            if not screen.is_modal:
+                break
+        self._show_held()
+
+    def _tick(self, screen: Screen[Any]) -> None:
+        tick: Callable[[], None] | None = getattr(screen, "tick", None)
+        if tick is not None and screen.is_mounted:
             try:
                 tick()
             except (ArithmeticError, ValueError) as error:  # a figure that cannot be; the next one may be better
                 self.stage.say(f"cannot be drawn: {type(error).__name__}: {error}", "warning")
-        self._show_held()
 
     def _show_held(self) -> None:
         """Open the out-of-memory screen once, when a rank begins to wait at such an error; never over a dialog."""

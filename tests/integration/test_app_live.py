@@ -12,6 +12,7 @@ from ftmon.tui.screens.overview import OverviewScreen
 from ftmon.tui.screens.runs import RunsScreen
 from ftmon.tui.source.live import LiveSource
 from ftmon.tui.widgets.canvas import Canvas
+from ftmon.tui.widgets.panes import SummaryBar
 from hub_client import exit_of, fake_ranks, hub_of, members, started
 from scenes import until
 
@@ -55,6 +56,21 @@ async def test_a_kill_asks_first_then_shows_that_nothing_is_left(run: RunDir) ->
             await until(pilot, lambda: "nothing is left of the run" in " ".join(shown(app).split()), "the result", 40)
             await until(pilot, lambda: not [p for p in members(run) if "fake" in str(p)], "the processes' end", 20)
             assert exit_of(run).state in ("stopped", "failed")
+    finally:
+        source.close()
+
+
+async def test_the_screen_behind_a_dialog_goes_on_with_the_run(run: RunDir) -> None:
+    source = LiveSource(run)
+    app = FtmonApp(source)
+    try:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await both_train(pilot)
+            behind = app.screen.query_one(SummaryBar)
+            await pilot.press("k")
+            assert isinstance(app.screen, KillDialog)
+            before = behind.plain
+            await until(pilot, lambda: behind.plain != before, "another step in the bar behind the dialog", 20)
     finally:
         source.close()
 
