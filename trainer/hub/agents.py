@@ -24,6 +24,9 @@ CUT_OFF_SECONDS = 5.0
 """An agent says something every second; unheard for so long, its host is cut off."""
 BACK_SECONDS = 600.0
 """How long after a run's end the hub is there for a host that was cut off: nobody else can tell its agent."""
+_NAMELESS = b"\0"
+"""So begins the identity that ZeroMQ gives a connection once a newer one of the same agent has taken its name. What was
+still under way on it is no word of another agent; what of it counts comes again."""
 _PAUSE_SECONDS = 2.0
 """Looks farther apart than this: the hub itself was not looking, and nobody is cut off for that."""
 _OFFSET_STEP = 0.05
@@ -174,6 +177,8 @@ class Agents:
             while count < limit:
                 identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
                 count += 1
+                if identity.startswith(_NAMELESS):
+                    continue
                 agent = self._by_identity.get(identity)
                 if agent is None:
                     agent = self._by_identity[identity] = Agent(identity, socket, time.monotonic())

@@ -256,6 +256,22 @@ def test_a_host_that_is_cut_off_when_the_run_ends_is_told_once_it_is_back(
     assert not hub.agents.missed()
 
 
+def test_what_is_left_on_a_connection_that_a_newer_one_replaced_is_no_other_agent(hub: Hub, uplink: Uplink) -> None:
+    uplink.connect(hub.address)
+    turning(hub, uplink, lambda: uplink.say(beat()) or hub.agents.all())
+    (known,) = hub.agents.all()
+    for _ in range(50):
+        uplink.say(beat())
+    assert hub.socket.poll(5_000), "words that nobody has read yet"
+    uplink.disconnect()
+    uplink.connect(hub.address)
+    assert uplink.socket is not None
+    assert uplink.socket.poll(5_000, zmq.POLLOUT)
+    turning(hub, uplink, lambda: uplink.say(beat()) or uplink.connected)
+    assert hub.agents.all() == [known]
+    assert hub.agents.all()[0] is known
+
+
 def test_an_agent_started_again_takes_the_place_of_the_one_before(hub: Hub) -> None:
     context: zmq.Context[Any] = zmq.Context()
     try:
