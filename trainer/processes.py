@@ -4,8 +4,11 @@ A process is always named by its pid together with its start time (``Process``):
 time a signal is sent. Everything here is Linux (proc(5), pidfd_open(2)).
 """
 
+import contextlib
+import fcntl
 import os
 import signal
+import struct
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +19,12 @@ RANK_PID_ENV = "FTMON_RANK_PID"
 """Set by a rank in its own environment, so that every process it starts carries the pid of its rank."""
 
 
+_GET_INFO = 0xC040FF0B
+"""PIDFD_GET_INFO of linux/pidfd.h: ``_IOWR(0xFF, 11, struct pidfd_info)``, of the 64 bytes that it had at first."""
+_INFO_EXIT = 1 << 3
+"""PIDFD_INFO_EXIT, Linux 6.15: how a process ended that has been reaped."""
+_INFO_BYTES = 64
+_EXIT_CODE_AT = 60
 _KILLS_KEPT = 4096
 _killed: dict[tuple[int, int], None] = {}
 """Pid and start time of processes that were sent SIGKILL, the last ones."""
@@ -179,6 +188,24 @@ def _note(process: Process, number: signal.Signals) -> None:
         _killed[process.pid, process.start_ticks] = None
         while len(_killed) > _KILLS_KEPT:
             _killed.pop(next(iter(_killed)), None)
+
+
+def status_of_reaped(pidfd: int) -> int | None:
+    """Ask the kernel for the wait(2) status of a process that its parent has reaped.
+
+    Args:
+        pidfd: opened while the process was there (pidfd_open(2)).
+
+    Returns:
+        None when it has not been reaped, or the kernel is older than 6.15 and forgets.
+    """
+    info = bytearray(_INFO_BYTES)  # begins with the mask: what is asked for, and then what was given
+    struct.pack_into("=Q", info, 0, _INFO_EXIT)
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(pidfd, _GET_INFO, info)
+        if struct.unpack_from("=Q", info)[0] & _INFO_EXIT:
+            return int(struct.unpack_from("=i", info, _EXIT_CODE_AT)[0])
+    return None
 
 
 def exit_of(wait_status: int) -> tuple[int | None, int | None]:

@@ -91,9 +91,9 @@ def test_a_stopped_and_a_killed_rank_are_noticed_at_once():
         app.wait_for(Step, lambda step: step.rank == 1)
         pid = app.hellos()[1].pid
         os.kill(pid, signal.SIGSTOP)
-        app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "stopped"), 5)
+        stopped = app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "stopped"), 5)
         os.kill(pid, signal.SIGCONT)
-        app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "training") and s.since > 0, 5)
+        app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "training") and s.time > stopped.time, 5)
         os.kill(pid, signal.SIGKILL)
         gone = app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "gone") and s.signal == 9, 5)
         assert "SIGKILL" in gone.text

@@ -112,7 +112,7 @@ class RankTracker:
                 return self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
             return []
         if tracked.died_at is None:
-            tracked.died_at = self.now
+            tracked.died_at = fact.time or self.now
         late_code = known is None or (known.exit_code is None and known.signal is None)
         if tracked.ended and late_code and (fact.exit_code is not None or fact.signal is not None):
             return self._set(tracked, *tracked.ending())
@@ -130,8 +130,7 @@ class RankTracker:
         if self.run_state is None:
             messages += self._set_run("starting")
         ending = [tracked for tracked in self.ranks.values() if not tracked.ended and tracked.may_end]
-        # In the order of their deaths: the first is where the trouble began, the others follow from it.
-        for tracked in sorted(ending, key=lambda tracked: tracked.death_order(now)):
+        for tracked in _by_death(ending, now):
             ended = self._end_if_dead(tracked, now)
             if not ended and tracked.died_at is not None:
                 break
@@ -159,7 +158,7 @@ class RankTracker:
         self.verdict = None
         self.suspected = False
         messages: list[Message] = []
-        for tracked in self.ranks.values():
+        for tracked in _by_death(self.ranks.values(), now):
             if not tracked.ended and (tracked.fact is None or not tracked.fact.alive):
                 messages += self._set(tracked, *tracked.ending())
         return messages + self._set_run(state, text, exit_code)
@@ -388,3 +387,8 @@ class RankTracker:
         self.run_state = RunState(state, self.now, text, exit_code)
         self._changes.append(self.run_state)
         return [self.run_state]
+
+
+def _by_death(ranks: Iterable[TrackedRank], now: float) -> list[TrackedRank]:
+    """Sort by death: the first is where the trouble began, the others follow from it."""
+    return sorted(ranks, key=lambda tracked: tracked.death_order(now))

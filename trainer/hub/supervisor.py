@@ -113,29 +113,32 @@ class Supervisor(threading.Thread):
     def run(self) -> None:
         """Wait for deaths, look at states."""
         while not self._ending.is_set():
+            ready: set[int] = set()
             with contextlib.suppress(InterruptedError):
-                self._poller.poll(_LOOK_SECONDS * 1000)
+                ready = {descriptor for descriptor, _ in self._poller.poll(_LOOK_SECONDS * 1000)}
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wakeup)
-            now = time.monotonic()
             with self._lock:
-                for watched in self._watched.values():
-                    if watched.fact is None or watched.fact.alive:
-                        self._look(watched, now)
+                self._look(ready)
 
-    def _look(self, watched: _Watched, now: float) -> None:
-        process = processes.read(watched.pid)
-        if process is None or process.start_ticks != watched.start_ticks:
-            ours = signal.SIGKILL.value if processes.was_killed(watched.pid, watched.start_ticks) else None
-            fact = ProcessFact(watched.rank, watched.pid, watched.start_ticks, False, signal=ours)
-        elif not process.alive:
-            exit_code, number = processes.exit_of(process.wait_status)
-            kill = self._kills.find(watched.pid, now) if number == signal.SIGKILL else None
-            fact = ProcessFact(
-                watched.rank, watched.pid, watched.start_ticks, False, process.state, exit_code, number, kill
-            )
-        else:
-            fact = ProcessFact(watched.rank, watched.pid, watched.start_ticks, True, process.state)
+    def _look(self, ready: set[int]) -> None:
+        """Read every process, those whose death woke us first: whatever else is found dead died after them.
+
+        All are read before anything more is asked about one of them: it takes time, in which a parent may end the
+        others and take their status away.
+        """
+        living = [watched for watched in self._watched.values() if watched.fact is None or watched.fact.alive]
+        seen: list[tuple[float, _Watched, processes.Process | None]] = []
+        for woke_us in (True, False):
+            now = time.time()
+            part = [watched for watched in living if (watched.descriptor in ready) == woke_us]
+            seen += [(now, watched, processes.read(watched.pid)) for watched in part]
+        for at, watched, process in seen:
+            self._conclude(at, watched, process)
+
+    def _conclude(self, at: float, watched: _Watched, process: processes.Process | None) -> None:
+        now = time.monotonic()
+        fact = self._fact(at, watched, process, now)
         before = watched.fact
         changed = before is None or before.alive != fact.alive or _stopped(before) != _stopped(fact)
         if changed or now - watched.told_at >= _REPEAT_SECONDS:
@@ -149,6 +152,24 @@ class Supervisor(threading.Thread):
         if not fact.alive:
             self._kills.forget(watched.pid)
             self._forget(watched)
+
+    def _fact(self, at: float, watched: _Watched, process: processes.Process | None, now: float) -> ProcessFact:
+        who = (watched.rank, watched.pid, watched.start_ticks)
+        if process is not None and process.start_ticks == watched.start_ticks:
+            if process.alive:
+                return ProcessFact(*who, True, process.state, time=at)
+            state, status = process.state, process.wait_status
+        else:
+            state, status = "", self._status_of_reaped(watched)
+        exit_code, number = processes.exit_of(status) if status is not None else (None, None)
+        kill = self._kills.find(watched.pid, now) if number == signal.SIGKILL else None
+        return ProcessFact(*who, False, state, exit_code, number, kill, at)
+
+    @staticmethod
+    def _status_of_reaped(watched: _Watched) -> int | None:
+        if processes.was_killed(watched.pid, watched.start_ticks):
+            return signal.SIGKILL.value
+        return processes.status_of_reaped(watched.descriptor) if watched.descriptor >= 0 else None
 
     def _forget(self, watched: _Watched) -> None:
         if watched.descriptor >= 0:

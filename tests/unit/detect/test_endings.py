@@ -299,6 +299,41 @@ def test_of_ranks_seen_dead_at_one_look_the_one_that_was_not_asked_to_end_is_whe
     assert list(alert.evidence["then"]) == [str(1 - first)]
 
 
+@pytest.mark.parametrize("killed", [0, 1])
+def test_of_ranks_seen_dead_at_one_look_the_one_of_which_nothing_is_known_follows(make_sim: Any, killed: int):
+    sim = a_run(make_sim, 2, cuda=False)
+    for rank in (0, 1):
+        sim.fact(rank, alive=False, time=sim.now, **({"signal": 9} if rank == killed else {}))
+    sim.wait(6)
+    (alert,) = sim.alerts("died")
+    assert (alert.rank, alert.title) == (killed, f"rank {killed} killed by SIGKILL")
+    assert list(alert.evidence["then"]) == [str(1 - killed)]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_rank_that_was_seen_dead_first_is_where_it_began_even_if_nothing_is_known_of_it(make_sim: Any, first: int):
+    sim = a_run(make_sim, 2, cuda=False)
+    for rank in (0, 1):
+        if rank == first:
+            sim.fact(rank, alive=False, time=sim.now - 0.01)
+        else:
+            sim.fact(rank, alive=False, signal=6, time=sim.now)
+    sim.wait(6)
+    (alert,) = sim.alerts("died")
+    assert (alert.rank, alert.title) == (first, f"rank {first} ended: exit status unknown")
+
+
+def test_a_run_that_ends_before_its_dead_were_told_has_them_in_the_order_of_their_deaths(make_sim: Any):
+    sim = a_run(make_sim, 3, cuda=False)
+    sim.fact(2, alive=False, signal=9, time=sim.now)
+    sim.fact(1, alive=False, signal=15, time=sim.now + 0.1)
+    sim.fact(0, alive=False, signal=15, time=sim.now + 0.2)
+    sim.sent += sim.tracker.ended(sim.now, "failed", 137)
+    sim.tick()
+    (alert,) = sim.alerts("died")
+    assert (alert.rank, list(alert.evidence["then"])) == (2, ["1", "0"])
+
+
 def test_a_launcher_that_ends_before_its_ranks_is_the_trouble_and_no_rank_is_blamed_for_being_ended(make_sim: Any):
     sim = a_run(make_sim, 2, cuda=False)
     words = "ftmon: the job ended (killed by SIGKILL) and left 2 processes, ending them: 100 (python), 101 (python)"

@@ -1,6 +1,7 @@
 """The supervisor sees a rank's process stop, go on and die, and how it died."""
 
 import os
+import platform
 import queue
 import signal
 
@@ -9,7 +10,9 @@ from ftmon.protocol.process import start_ticks
 from ftmon.trainer import processes
 from ftmon.trainer.hub.states import ProcessFact
 from ftmon.trainer.hub.supervisor import Supervisor
+from hub_client import until
 
+KERNEL = tuple(int(number) for number in platform.release().split(".")[:2])
 SLEEP = "import time; print('ready', flush=True); time.sleep(60)"
 
 
@@ -96,3 +99,54 @@ def test_a_pid_that_was_reused_is_not_the_rank(watch, spawn):
     watch.supervisor.watch(3, child.pid, 1)
     assert watch.change().alive is False
     assert child.poll() is None
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "os.kill(os.getpid(), 6)"])
+def test_how_a_process_ended_is_known_though_its_parent_was_there_first(spawn, end):
+    child = spawn(f"import os, sys; print('ready', flush=True); sys.stdin.readline(); {end}")
+    supervisor = Supervisor(lambda: None)
+    supervisor.watch(0, child.pid, start_ticks(child.pid) or 0)
+    child.stdin.close()
+    status = child.wait()  # reaped before anybody looks
+    facts: list[ProcessFact] = []
+    supervisor.start()
+    try:
+        until(lambda: facts.extend(supervisor.poll()) or facts, 10, "the look")
+    finally:
+        supervisor.stop()
+    told = (facts[0].exit_code, facts[0].signal)
+    if told == (None, None) and KERNEL < (6, 15):
+        pytest.skip("a kernel before 6.15 forgets how a process ended once it is reaped")
+    assert told == ((status, None) if status >= 0 else (None, -status))
+
+
+def test_the_death_that_woke_it_is_told_as_earlier_than_those_it_finds_then(spawn, monkeypatch):
+    children = [spawn(SLEEP) for _ in range(3)]
+    supervisor = Supervisor(lambda: None)
+    for rank, child in enumerate(children):
+        supervisor.watch(rank, child.pid, start_ticks(child.pid) or 0)
+    read = processes.read
+
+    def dead(child) -> bool:
+        found = read(child.pid)
+        return found is not None and not found.alive
+
+    def read_after_the_others_died(pid: int):
+        for child in children[:2]:
+            if not dead(child):
+                child.kill()
+                until(lambda child=child: dead(child), 10, "its death")
+        return read(pid)
+
+    children[2].kill()
+    until(lambda: dead(children[2]), 10, "its death")
+    monkeypatch.setattr(processes, "read", read_after_the_others_died)
+    facts: list[ProcessFact] = []
+    supervisor.start()
+    try:
+        until(lambda: facts.extend(supervisor.poll()) or len(facts) == 3, 10, "all three")
+    finally:
+        supervisor.stop()
+    times = {fact.rank: fact.time for fact in facts if not fact.alive}
+    assert sorted(times) == [0, 1, 2]
+    assert times[2] < min(times[0], times[1])

@@ -34,6 +34,8 @@ class ProcessFact(msgspec.Struct, frozen=True):
     """The signal that ended it, likewise."""
     kernel_kill: KernelKill | None = None
     """Of a process that SIGKILL ended: what is known of the kernel's part in it; None: nothing."""
+    time: float = 0.0
+    """When it was seen, seconds since the epoch by the hub's clock; 0.0: not known."""
 
 
 class TrackedRank:
@@ -78,15 +80,16 @@ class TrackedRank:
         """Its process was seen dead, or it said that it failed."""
         return self.died_at is not None or self.goodbye is not None
 
-    def death_order(self, now: float) -> float:
-        """Say when it died, to find where the trouble began; seconds since the epoch.
+    def death_order(self, now: float) -> tuple[float, bool]:
+        """Say when it died, to find where the trouble began: seconds since the epoch; and whether nobody knows of what.
 
         One that was asked to end counts as a moment later: a launcher asks the others when a first one has died, and
-        all of them may be seen dead at one look.
+        all of them may be seen dead at one look. Of two seen at the same time, one of which is known to have died of
+        something else than that, the other, of which nothing is known, follows.
         """
         died = now if self.died_at is None else self.died_at
-        signal = self.fact.signal if self.fact is not None else None
-        return died + (ASKED_LATER_S if signal in ASKING_SIGNALS else 0.0)
+        code, signal = (self.fact.exit_code, self.fact.signal) if self.fact is not None else (None, None)
+        return died + (ASKED_LATER_S if signal in ASKING_SIGNALS else 0.0), code is None and signal is None
 
     def ending(self) -> tuple[RankStateName, str]:
         """Say in which state and words a rank whose process is gone has ended."""
