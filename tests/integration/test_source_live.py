@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 from ftmon.protocol import rundir, sockets
-from ftmon.protocol.control import Alert
+from ftmon.protocol.control import Alert, HubStats
 from ftmon.protocol.process import ProcessId, start_ticks
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.rundir import ExitFile, HubFile, RunDir
@@ -63,6 +63,14 @@ def now_frames(steps: int, ranks: int = 2, *, heartbeats: bool = False, finished
 
 def feed(hub: SmallHub, frames: list[Frame], *, published: bool = True) -> list[Frame]:
     return [hub.put(frame.message, frame.t, published=published) for frame in frames]
+
+
+def beat(step: int) -> Heartbeat:
+    return Heartbeat(0, step, "forward", time.time(), step, time.time())
+
+
+def stats(error: str) -> HubStats:
+    return HubStats(time.time(), 1, 0, 0, 0, {}, 0, 0, 0, error)
 
 
 def folded(frames: list[Frame]) -> RunModel:
@@ -147,6 +155,48 @@ def test_a_hole_in_the_stream_is_filled_from_the_recording(run: RunDir) -> None:
         sent += feed(hub, frames[300:310])
         pump(source, lambda: source.model.last_seq == sent[-1].seq)
         same(source, sent)
+        source.close()
+
+
+def test_heartbeats_that_did_not_come_are_no_loss(run: RunDir, process: ProcessId) -> None:
+    frames = now_frames(60)
+    hub = SmallHub(run, process)
+    sent = feed(hub, frames[:100])
+    hub.put(beat(20), published=False)  # before the app was there
+    source = LiveSource(run)
+    source.start()
+    pump(source, lambda: source.connection.state == "live")
+    sent += feed(hub, frames[100:110])
+    pump(source, lambda: source.model.last_seq == sent[-1].seq)
+    hub.put(beat(21), published=False)  # while it was busy
+    sent += feed(hub, frames[110:120])
+    pump(source, lambda: source.model.last_seq == sent[-1].seq)
+    assert source.connection.lost == 0
+    run.write_exit(ExitFile(0, time.time(), "finished"))
+    hub.close()
+    end(process)
+    pump(source, lambda: source.connection.state == "ended")
+    assert source.connection.lost == 0
+    source.close()
+
+
+def test_what_was_neither_published_nor_recorded_is_told_as_lost_at_once(run: RunDir) -> None:
+    frames = now_frames(60)
+    with SmallHub(run) as hub:
+        feed(hub, frames[:100])
+        source = LiveSource(run)
+        source.start()
+        pump(source, lambda: source.connection.state == "live")
+        hub.put(stats("no space left on the device"), recorded=False)
+        for frame in frames[100:107]:
+            hub.put(frame.message, frame.t, published=False, recorded=False)
+        hub.put(stats(""))
+        pump(source, lambda: source.connection.lost == 7)
+        assert source.connection.state == "live"
+        hub.put(beat(21), published=False)
+        sent = feed(hub, frames[107:110])
+        pump(source, lambda: source.model.last_seq == sent[-1].seq)
+        assert source.connection.lost == 7
         source.close()
 
 

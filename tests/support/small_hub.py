@@ -1,7 +1,8 @@
 """A hub for tests of what an app makes of one: real sockets, the real Writer and Reader, and a hand on the stream.
 
 It numbers, records and publishes what a test puts in, answers queries after committing as the real one does, and
-accepts every command. ``put(..., published=False)`` records a message that no subscriber gets: a hole to be filled.
+accepts every command. ``put(..., published=False)`` records a message that no subscriber gets: a hole to be filled;
+``put(..., recorded=False)`` is what a hub does whose disk is full.
 """
 
 import contextlib
@@ -53,12 +54,12 @@ class SmallHub:
     ) -> None:
         self.close()
 
-    def put(self, message: Message, t: float | None = None, *, published: bool = True) -> Frame:
+    def put(self, message: Message, t: float | None = None, *, published: bool = True, recorded: bool = True) -> Frame:
         """Append one message to the stream."""
         with self._lock:
             self.seq += 1
             frame = Frame(self.seq, time.time() if t is None else t, message)
-            if not isinstance(message, Heartbeat):
+            if recorded and not isinstance(message, Heartbeat):
                 self._writer.append(frame.seq, frame.t, message)
             if published:
                 self._stream.send_multipart(wire.encode("hub", frame.seq, frame.t, message))

@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 
 from ...protocol import wire
-from ...protocol.control import Accepted, Command, Result
+from ...protocol.control import Accepted, Command, HubStats, Result
 from ...protocol.errors import FtmonError, ProtocolError
 from ...protocol.sockets import peer_socket
 from ...protocol.wire import RESTART_LEAP, Frame
@@ -84,8 +84,10 @@ class Feed(threading.Thread):
         self._woken.setblocking(False)
         self._last_seq = 0
         self._joined = False
-        self._told: tuple[ConnectionState, str] | None = None
+        self._told: tuple[ConnectionState, str, int] | None = None
         self._lost = 0
+        self._unrecorded = False
+        """The hub last said that it could not record."""
         self._pooled = False
         """What was loaded is not the whole stream: older history is to be read, pooled."""
 
@@ -128,8 +130,8 @@ class Feed(threading.Thread):
             self._wake.send(b"!")
 
     def _tell(self, state: ConnectionState, text: str = "") -> None:
-        if (state, text) != self._told:
-            self._told = (state, text)
+        if (state, text, self._lost) != self._told:
+            self._told = (state, text, self._lost)
             self.arrivals.append(Arrival(connection=Connection(state, text, time.time(), self._lost)))
 
     def _tell_gone(self, text: str) -> None:
@@ -255,6 +257,9 @@ class Feed(threading.Thread):
     def _flush(self, frames: list[Frame]) -> None:
         if frames:
             self.arrivals.append(Arrival(frames=frames))
+        for frame in frames:
+            if isinstance(frame.message, HubStats):
+                self._unrecorded = bool(frame.message.recording_error)
 
     def _fill(self, history: History, after: int, before: int, missed: int) -> None:
         if missed >= RESTART_LEAP:
@@ -262,7 +267,12 @@ class Feed(threading.Thread):
         if missed > _MAX_FETCHED:
             self._load(history)
             return
-        self._lost += max(missed - self._fetch(history, before, after), 0)
+        unrecorded = self._unrecorded
+        left = missed - self._fetch(history, before, after)
+        # What a hub that records leaves out are heartbeats, and those only fill silence.
+        if left > 0 and (unrecorded or self._unrecorded):
+            self._lost += left
+            self._tell("live")
 
     def _fetch(self, history: History, before: int | None, after: int | None = None) -> int:
         """Fetch recorded frames after one number and before another; return how many there were."""
