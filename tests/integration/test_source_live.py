@@ -12,7 +12,7 @@ import pytest
 import zmq
 from ftmon.protocol import rundir, sockets
 from ftmon.protocol.control import Alert, HubStats
-from ftmon.protocol.process import ProcessId, start_ticks
+from ftmon.protocol.process import ProcessId, start_ticks, this_process
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.rundir import ExitFile, HubFile, RunDir
 from ftmon.protocol.telemetry import Heartbeat, Step
@@ -304,6 +304,27 @@ def test_a_dead_hub_is_said_and_a_new_one_is_taken_up(run: RunDir, process: Proc
     assert source.model.last_seq == sent[-1].seq
     with SmallHub(run) as second:
         sent += feed(second, frames[200:])
+        pump(source, lambda: source.connection.state == "live" and source.model.last_seq == sent[-1].seq)
+        same(source, sent)
+        source.close()
+
+
+def test_a_hole_that_a_dying_hub_could_not_fill_is_filled_by_the_next(run: RunDir, process: ProcessId) -> None:
+    frames = now_frames(200)
+    with SmallHub(run, process) as hub:
+        sent = feed(hub, frames[:100])
+        source = LiveSource(run)
+        source.start()
+        pump(source, lambda: source.connection.state == "live")
+        sent += feed(hub, frames[100:110])
+        pump(source, lambda: source.model.last_seq == sent[-1].seq)
+        hub.mute = True
+        sent += feed(hub, frames[110:300], published=False)
+        sent += feed(hub, frames[300:310])
+        end(process)
+        pump(source, lambda: source.connection.state == "hub-gone")
+        hub.mute = False
+        run.write_hub(msgspec.structs.replace(hub.file, process=this_process()))
         pump(source, lambda: source.connection.state == "live" and source.model.last_seq == sent[-1].seq)
         same(source, sent)
         source.close()

@@ -33,6 +33,8 @@ class SmallHub:
     def __init__(self, run: RunDir, process: ProcessId | None = None) -> None:
         self.run = run
         self.commands: list[Command] = []
+        self.mute = False
+        """Queries stay without an answer."""
         self._lock = threading.Lock()
         self._context: zmq.Context[Any] = zmq.Context()
         self._writer = Writer(run.recording, run.read_run())
@@ -44,7 +46,8 @@ class SmallHub:
         self._thread = threading.Thread(target=self._serve, name="small hub", daemon=True)
         self._thread.start()
         addresses = {channel: run.ipc_address(channel) for channel in sockets.CHANNELS}
-        run.write_hub(HubFile(process or this_process(), addresses, __version__, "here", time.time()))
+        self.file = HubFile(process or this_process(), addresses, __version__, "here", time.time())
+        run.write_hub(self.file)
 
     def __enter__(self) -> Self:
         return self
@@ -90,7 +93,7 @@ class SmallHub:
             for socket, _ in poller.poll(20):
                 peer, _, body = socket.recv_multipart()
                 message = wire.decode_body(body)
-                if isinstance(message, Query):
+                if isinstance(message, Query) and not self.mute:
                     with contextlib.suppress(zmq.ZMQError):  # who asked may be gone by now
                         socket.send_multipart([peer, *wire.encode("hub", 0, time.time(), self._answer(message))])
                 elif isinstance(message, Command):

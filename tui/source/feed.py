@@ -241,11 +241,12 @@ class Feed(threading.Thread):
             if header.seq <= self._last_seq:
                 continue
             missed = header.seq - self._last_seq - 1
-            self._last_seq = header.seq
             if missed:
                 self._flush(frames)
                 frames = []
-                self._fill(history, header.seq - missed - 1, header.seq, missed)
+                self._fill(history, self._last_seq, header.seq, missed)
+            # Not before: what a hub that has died could not tell of a hole is asked of the next.
+            self._last_seq = max(self._last_seq, header.seq)
             try:
                 message = wire.decode_body(parts[1])
             except ProtocolError:
