@@ -28,9 +28,14 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def context() -> Iterator["zmq.Context[Any]"]:
+def context(monkeypatch: pytest.MonkeyPatch) -> Iterator["zmq.Context[Any]"]:
     made: zmq.Context[Any] = zmq.Context()
+    begun: list[Any] = []
+    start = keys.start_authenticator
+    monkeypatch.setattr(keys, "start_authenticator", lambda *args: begun.append(start(*args)))
     yield made
+    for authenticator in begun:  # first, or its thread finds its sockets gone
+        authenticator.stop()
     made.destroy(linger=0)
 
 

@@ -34,7 +34,7 @@ writer = module.Writer(disk / "r.sqlite", RUN)
 frames = list(Stream(ranks=4, steps=300).frames())
 errors = []
 for count, frame in enumerate(frames, 1):
-    if count == 500:
+    if count == 300:  # for twice as many then as before: a log begun anew has room for what it held already
         with (disk / "filler").open("wb", buffering=0) as filler:
             try:
                 while filler.write(bytes(4096)):
@@ -89,7 +89,7 @@ def test_a_disk_that_was_full_for_a_while_costs_nothing(tmp_path: Path) -> None:
     told = [words for _, words in errors if words]
     assert told
     assert all("the disk is full; free space there and recording goes on by itself" in words for words in told)
-    assert all(500 <= number <= 950 for number, words in errors if words)
+    assert all(300 <= number <= 950 for number, words in errors if words)
     assert (same, missing, error, lost, recorded) == (True, "", "", 0, count)
 
 
