@@ -24,9 +24,10 @@ from ..protocol.rundir import ExitFile, RunDir, RunFile
 from . import processes
 from .environment import job_environment
 from .hubkeeper import HubKeeper
-from .intent import LEFT_OVER, read_intent, write_intent
+from .intent import LEFT_OVER, Intent, read_intent, write_intent
 from .joining import push
 from .several import Several
+from .slurm import cancelled_in
 from .sweep import sweep
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
@@ -34,6 +35,8 @@ _REAP_AFTER_SECONDS = 0.3
 """An orphan of the job stays a zombie this long, so that the hub can read from /proc how it ended."""
 _LEFTOVER_GRACE_SECONDS = 1.5
 _HUB_END_SECONDS = 60.0
+_LAUNCHER = "launcher"
+"""Who asked for the end, where a signal came to the launcher."""
 
 
 class Launcher:
@@ -144,7 +147,7 @@ class Launcher:
             number = self._stop_requests.pop(0)
             if read_intent(self._run) is None:
                 with _disk_trouble("intent.json"):
-                    write_intent(self._run, number.name, "launcher")
+                    write_intent(self._run, number.name, _LAUNCHER)
             print(f"ftmon: received {number.name}; stopping the job", flush=True)
             if self._stops_forwarded == 0:
                 with contextlib.suppress(ProcessLookupError):
@@ -186,8 +189,13 @@ class Launcher:
         code = 127 if self._status is None else self._status
         text = problem or _how_it_ended(code)
         intent = read_intent(self._run)
+        asked = intent is not None and intent.explains(code, now)
+        # A signal to the launcher is SLURM's too, where it ends all that the job has started.
+        by_slurm = cancelled_in(self._run.logs / "launcher.log") if code and (not asked or _by_signal(intent)) else ""
         cause = ""
-        if intent is not None and intent.explains(code, now):
+        if by_slurm:
+            state, text = "stopped", f"{by_slurm} ({text})"
+        elif intent is not None and asked:
             state, text, cause = intent.state, f"{intent.text()} ({text})", intent.cause
         else:
             state = "finished" if code == 0 else "failed"
@@ -209,6 +217,10 @@ def _disk_trouble(name: str) -> Generator[None]:
 
 def _without(table: dict[int, processes.Process], pids: set[int]) -> dict[int, processes.Process]:
     return {pid: process for pid, process in table.items() if pid not in pids}
+
+
+def _by_signal(intent: Intent | None) -> bool:
+    return intent is not None and intent.by == _LAUNCHER
 
 
 def _how_it_ended(code: int) -> str:

@@ -1,6 +1,6 @@
 """What ftmon makes of a training on two nodes, begun by each launcher as its users begin it.
 
-    python -m bench.launchers [--kinds pdsh,by-hand,slurm-batch,slurm-cancelled,slurm-deepspeed] [--json FILE]
+    python -m bench.launchers [--kinds pdsh,by-hand,slurm-batch,...] [--json FILE]
 
 Takes root and Debian's ``openssh-server`` and ``pdsh``; for SLURM also ``slurm-wlm`` (with ``munge``). The nodes are
 namespaces of this machine (``nodes.py``): real sshd and ssh, real pdsh, real slurmctld, slurmd and MUNGE; one rank on
@@ -140,10 +140,13 @@ class Scene:
     def kill(self, run: str, *options: str) -> None:
         self.row["kill"] = self.ftmon("kill", run, "--yes", *options).strip().splitlines()[-1]
 
-    def ended(self, *states: str) -> None:
-        """Wait for the end, and that nothing is left on either node."""
-        state = until("the end", lambda: self.status_if(*states), END_SECONDS)
+    def ended(self, *states: str, text: str = "", seconds: float = END_SECONDS) -> None:
+        """Wait for the end, said so, and that nothing is left on either node."""
+        state = until("the end", lambda: self.status_if(*states), seconds)
         self.row["end"] = state["state"]
+        said = self.nodes.run("nodea", "sh", "-c", f"cat {self.nodes.home}/runs/*/exit.json").stdout
+        if text not in said:
+            raise LauncherError(f"it ended as {said}, not as {text}")
         with contextlib.suppress(LauncherError):
             until("nothing left", lambda: not self.left(), 20.0)
         self.row["left"] = self.left()
@@ -188,7 +191,7 @@ def by_hand(scene: Scene) -> None:
 
 BATCH = """\
 #!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --time=12:00:00
+#SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --time={limit}
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 {ftmon} run --plain -- srun --export=ALL {torchrun} --nnodes="$SLURM_NNODES" --nproc-per-node=1 \\
@@ -196,11 +199,12 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 """
 
 
-def submit(scene: Scene, steps: str) -> str:
+def submit(scene: Scene, steps: str, limit: str = "12:00:00") -> str:
     """Submit the guide's batch script; return the job's number."""
     script = scene.nodes.folder / "batch.sh"
     torchrun = shlex.join([sys.executable, "-m", "torch.distributed.run"])
-    script.write_text(BATCH.format(ftmon=shlex.join(FTMON), torchrun=torchrun, train=TRAIN, steps=steps))
+    words = BATCH.format(limit=limit, ftmon=shlex.join(FTMON), torchrun=torchrun, train=TRAIN, steps=steps)
+    script.write_text(words)
     return scene.nodes.run("nodea", "sbatch", "--parsable", str(script)).stdout.strip()
 
 
@@ -227,7 +231,16 @@ def slurm_cancelled(scene: Scene) -> None:
     number = submit(scene, FOR_EVER)
     scene.watch()
     scene.nodes.run("nodea", "scancel", number)
-    scene.ended("failed", "stopped")
+    scene.ended("stopped", text="cancelled by SLURM (")
+    scene.row["job"] = job_of(scene, number)["JobState"]
+
+
+def slurm_time_limit(scene: Scene) -> None:
+    """The same with two minutes' time, which it needs more of."""
+    scene.share_home()
+    number = submit(scene, FOR_EVER, "00:02:00")
+    scene.watch()
+    scene.ended("stopped", text="cancelled by SLURM: time limit (", seconds=240.0)
     scene.row["job"] = job_of(scene, number)["JobState"]
 
 
@@ -246,6 +259,7 @@ KINDS: dict[str, Callable[[Scene], None]] = {
     "by-hand": by_hand,
     "slurm-batch": slurm_batch,
     "slurm-cancelled": slurm_cancelled,
+    "slurm-time-limit": slurm_time_limit,
     "slurm-deepspeed": slurm_deepspeed,
 }
 

@@ -65,6 +65,33 @@ def test_a_run_that_was_killed_without_its_launcher_has_not_succeeded():
         assert "killed on request" in end.text
 
 
+# Ends its tasks as srun does when its step is cancelled: slurmstepd's words, then SIGTERM to all of them.
+LIKE_SRUN = """
+import os, signal, subprocess, sys
+job = subprocess.Popen(sys.argv[1:])
+def cancel(*_):
+    print("slurmstepd: error: *** STEP 5.0 ON a CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT ***", flush=True)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(0, signal.SIGTERM)
+signal.signal(signal.SIGTERM, cancel)
+sys.exit(128 - job.wait())
+"""
+
+
+def test_a_run_whose_slurm_job_is_over_time_was_stopped_and_nobody_in_it_is_to_blame():
+    with started([sys.executable, "-c", LIKE_SRUN, *fake_ranks({}, {})]) as run, App(run) as app:
+        training(app, 2)
+        launcher = run.read_run().launcher
+        (srun,) = [each for each in members(run) if launcher is not None and each.parent == launcher.pid]
+        os.kill(srun.pid, signal.SIGTERM)
+        end = exit_of(run)
+        assert (end.state, end.exit_code) == ("stopped", 143)
+        assert end.text == "cancelled by SLURM: time limit (exit code 143)"
+        app.wait_for(RunState, lambda state: state.state == "stopped")
+        hub_gone(run)
+        assert [alert for alert in Reader(run.recording).alerts() if alert.severity == "error"] == []
+
+
 def test_a_run_whose_ranks_are_all_stopped_is_killed():
     with started(fake_ranks({"workers": 1}, {})) as run, App(run) as app:
         training(app, 2)

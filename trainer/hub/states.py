@@ -24,11 +24,12 @@ from typing import Any
 
 from ...protocol.control import Command, RankState, RankStateName, RunState, RunStateName
 from ...protocol.hosts import HostState
-from ...protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, Oom, Step
+from ...protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, LogLine, Oom, Step
 from ...protocol.wire import Frame, Message
+from ..slurm import SlurmWords
 from .detectors.evidence import Evidence
 from .detectors.stall import EXIT_LIMIT_S, MOVING_S, Verdict, judge
-from .detectors.tracked import ProcessFact, TrackedRank
+from .detectors.tracked import ProcessFact, TrackedRank, by_death
 from .detectors.view import RankView
 
 __all__ = ["ProcessFact", "RankTracker", "TrackedRank"]
@@ -66,11 +67,12 @@ class RankTracker:
         self.stepped = False
         """Some rank has finished an optimizer step."""
         self.kill_asked: set[int] = set()
-        """Ranks a person asked to kill; ``-1`` means the whole run."""
+        """Ranks that were asked to end, by a person or a job scheduler; ``-1`` means the whole run."""
         self.now = 0.0
         self._has_launcher = has_launcher
         self._last_tick: float | None = None
         self._asked_at = 0.0
+        self._slurm = SlurmWords()
         self._all_ended_at: float | None = None
         self._changes: deque[RankState | RunState] = deque(maxlen=100_000)
         self._handlers: dict[type, Callable[[float, Any], list[Message]]] = {
@@ -81,6 +83,7 @@ class RankTracker:
             Failure: self._failure,
             Oom: self._heard,
             Command: self._command,
+            LogLine: self._log,
             HostState: self._host,
         }
 
@@ -130,7 +133,7 @@ class RankTracker:
         if self.run_state is None:
             messages += self._set_run("starting")
         ending = [tracked for tracked in self.ranks.values() if not tracked.ended and tracked.may_end]
-        for tracked in _by_death(ending, now):
+        for tracked in by_death(ending, now):
             ended = self._end_if_dead(tracked, now)
             if not ended and tracked.died_at is not None:
                 break
@@ -158,7 +161,7 @@ class RankTracker:
         self.verdict = None
         self.suspected = False
         messages: list[Message] = []
-        for tracked in _by_death(self.ranks.values(), now):
+        for tracked in by_death(self.ranks.values(), now):
             if not tracked.ended and (tracked.fact is None or not tracked.fact.alive):
                 messages += self._set(tracked, *tracked.ending())
         return messages + self._set_run(state, text, exit_code)
@@ -266,6 +269,14 @@ class RankTracker:
             return []
         signal = command.args.get("signal") or "INT, TERM, KILL"
         return self._set_run("stopping", f"kill ({signal})" if command.verb == "kill" else "stop at the next step")
+
+    def _log(self, t: float, line: LogLine) -> list[Message]:
+        words = self._slurm.read(line.text) if line.rank == -1 else ""
+        if not words:
+            return []
+        self.kill_asked.add(-1)
+        self._asked_at = t
+        return self._set_run("stopping", words)
 
     def _host(self, t: float, host: HostState) -> list[Message]:
         messages: list[Message] = []
@@ -387,8 +398,3 @@ class RankTracker:
         self.run_state = RunState(state, self.now, text, exit_code)
         self._changes.append(self.run_state)
         return [self.run_state]
-
-
-def _by_death(ranks: Iterable[TrackedRank], now: float) -> list[TrackedRank]:
-    """Sort by death: the first is where the trouble began, the others follow from it."""
-    return sorted(ranks, key=lambda tracked: tracked.death_order(now))

@@ -288,6 +288,17 @@ def test_a_script_that_leaves_with_a_status_of_its_own_died_of_it(make_sim: Any)
     assert "sys.exit(3)" in alert.text
 
 
+def test_ranks_of_a_job_that_slurm_cancelled_died_of_nothing(make_sim: Any):
+    sim = a_run(make_sim, 2, cuda=False)
+    words = "slurmstepd: error: *** STEP 5.0 ON nodea CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT ***"
+    sim.feed(LogLine(-1, sim.now, "launcher", words))
+    assert (sim.tracker.run_state.state, sim.tracker.run_state.text) == ("stopping", "cancelled by SLURM: time limit")
+    sim.fact(0, alive=False, signal=15)
+    sim.fact(1, alive=False, signal=15)
+    sim.wait(6)
+    assert sim.alerts("died") == []
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_of_ranks_seen_dead_at_one_look_the_one_that_was_not_asked_to_end_is_where_it_began(make_sim: Any, first: int):
     sim = a_run(make_sim, 2, cuda=False)

@@ -1,5 +1,7 @@
 """One rank as the tracker holds it: its progress, its process, its last words."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from ....protocol.control import RankState, RankStateName
@@ -165,3 +167,8 @@ class TrackedRank:
             alive = self.fact is not None and self.fact.alive
             return alive and self.goodbye is not None and now - self.goodbye_at > SUSPECT_S
         return self.progress.age(now) > self.progress.suspect_after()
+
+
+def by_death(ranks: Iterable[TrackedRank], now: float) -> list[TrackedRank]:
+    """Sort by death: the first is where the trouble began, the others follow from it."""
+    return sorted(ranks, key=lambda tracked: tracked.death_order(now))

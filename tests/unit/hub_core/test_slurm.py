@@ -1,0 +1,65 @@
+"""What SLURM's own words in a job's output say of its end."""
+
+from pathlib import Path
+
+import pytest
+from ftmon.trainer.slurm import cancelled, cancelled_in
+
+ABORTED = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish."
+CANCELLED = "slurmstepd: error: *** STEP 5.0 ON nodea CANCELLED AT 2026-11-21T12:00:00{why} ***"
+FAILED_TASK = "srun: error: nodeb: task 1: Exited with exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        ("", "cancelled by SLURM"),
+        (" DUE TO TIME LIMIT", "cancelled by SLURM: time limit"),
+        (" DUE TO PREEMPTION", "cancelled by SLURM: preemption"),
+        (" DUE TO JOB REQUEUE", "cancelled by SLURM: job requeue"),
+        (" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", ""),
+    ],
+)
+def test_a_job_that_slurm_cancelled_is_told_as_that_with_the_reason(why, words):
+    lines = ["step 7", ABORTED, CANCELLED.format(why=why), "srun: error: nodea: task 0: Terminated"]
+    assert cancelled(lines) == words
+
+
+def test_a_daemon_that_is_named_after_its_node_says_the_same():
+    assert cancelled([ABORTED, CANCELLED.format(why="").replace("slurmstepd:", "slurmstepd-nodea:")]) == (
+        "cancelled by SLURM"
+    )
+
+
+def test_the_words_of_old_versions_name_no_node():
+    assert cancelled(["srun: error: *** STEP 5.0 CANCELLED AT 2010-01-01T12:00:00 DUE TO TIME LIMIT ***"]) == (
+        "cancelled by SLURM: time limit"
+    )
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        FAILED_TASK,
+        "srun: error: nodea: tasks 0-1,3: Segmentation fault (core dumped)",
+        "srun: launch/slurm: _step_signal: Terminating StepId=5.0",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.",
+        "slurmstepd: error: Exceeded job memory limit",
+    ],
+)
+def test_a_step_that_is_ended_because_a_task_failed_was_not_cancelled_by_anybody(trouble):
+    assert cancelled([trouble, ABORTED, CANCELLED.format(why="")]) == ""
+    assert cancelled([trouble, CANCELLED.format(why=" DUE TO TIME LIMIT")]) == "cancelled by SLURM: time limit"
+
+
+def test_what_else_is_printed_is_no_cancellation():
+    assert cancelled(["*** STEP 5.0 ON nodea CANCELLED AT noon ***", ABORTED, "srun: error: nothing"]) == ""
+
+
+def test_a_log_is_read_at_its_end(tmp_path: Path):
+    log = tmp_path / "launcher.log"
+    assert cancelled_in(log) == ""
+    log.write_text("x\n" * 100_000 + CANCELLED.format(why="") + "\n")
+    assert cancelled_in(log) == "cancelled by SLURM"
+    log.write_text(CANCELLED.format(why="") + "\n" + "x\n" * 100_000)
+    assert cancelled_in(log) == ""
