@@ -103,7 +103,7 @@ async def test_the_timer_that_outlives_the_widgets_while_the_app_is_taken_down_d
 
     def pump() -> None:
         nonlocal bare
-        bare += not app.screen.query(Fleet)
+        bare += bool(app.screen_stack) and not app.screen.query(Fleet)
         app.pump()
 
     class Slow(Widget):

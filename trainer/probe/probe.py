@@ -91,7 +91,7 @@ class Probe:
         self.step_sent = 0
         """The last step whose message has been sent; for the publisher thread."""
         self.step_seconds = 0.0
-        """How long the last step took, as far as the publisher knows."""
+        """How long a step takes, as far as the publisher knows: the median of the last ones."""
         self._unscaled: tuple[int, Any] | None = None
         self._fetched: Any = None
         """The latest batch of a dataloader, until its forward begins."""

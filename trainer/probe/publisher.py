@@ -20,6 +20,7 @@ from .arming import Arming
 from .commands import Commands
 from .events import has_passed
 from .fold import fold, without_device
+from .pace import Pace
 from .raw import StepRaw
 from .recording import Recording
 from .selfdump import Dumper
@@ -58,6 +59,7 @@ class Publisher(threading.Thread):
         self._tended = 0.0
         self._ending = threading.Event()
         self._flush_seconds = 0.0
+        self._pace = Pace()
         self._recording = Recording()
         self._allocator = AllocatorWatch(probe, self._recording, self.send)
         self._snapshots = Snapshots(probe, self._run, self._recording, self.send)
@@ -182,7 +184,8 @@ class Publisher(threading.Thread):
         self.send(step)
         self._spoken = time.time()
         probe.step_sent = raw.number
-        probe.step_seconds = (raw.marks[-1].ns - raw.marks[0].ns) / 1e9
+        self._pace.note((raw.marks[-1].ns - raw.marks[0].ns) / 1e9)
+        probe.step_seconds = self._pace.usual
         self._arming.note(step)
         probe.oom_history.note(step)
         probe.phase_marks.note(raw.number, raw.marks)

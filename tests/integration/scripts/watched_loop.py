@@ -21,6 +21,7 @@ def main():
         model(rows).sum().backward()
         torch.distributed.barrier()
         optimizer.step()
+        time.sleep(0.02)  # as long as those below: by a step's length a stop is planned
     print("a line of output")
     sys.stderr.write("progress 1\rprogress 2\n")
     sys.stdout.flush()

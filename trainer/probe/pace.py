@@ -1,0 +1,20 @@
+"""How long a step usually takes, of which a stop, an arming and every patience is a multiple."""
+
+from collections import deque
+from statistics import median
+
+_STEPS = 9
+
+
+class Pace:
+    """The median of the last steps: a first one that compiles, or a last one with half a batch, is no measure."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_STEPS)
+        self.usual = 0.0
+        """Seconds a step; 0.0 before the first."""
+
+    def note(self, seconds: float) -> None:
+        """A step took that long."""
+        self._seconds.append(seconds)
+        self.usual = median(self._seconds)
