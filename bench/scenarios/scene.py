@@ -20,6 +20,7 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.rundir import RunDir
 from ftmon.protocol.sockets import CHANNELS
 from ftmon.trainer import processes
+from ftmon.trainer.recipe.hardware import free_port
 
 from .. import hosts
 from ..hosts import FTMON
@@ -119,7 +120,7 @@ class Scene:
         script = str(HERE / "ranks.py")
         if self.kind.engine == "deepspeed":
             program = shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))
-            job = [program, "--num_gpus", str(self.world), "--master_port", str(_free_port()), script]
+            job = [program, "--num_gpus", str(self.world), "--master_port", str(free_port()), script]
         else:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             job = [*torchrun, "--nproc-per-node", str(self.world), script]
@@ -332,13 +333,6 @@ def sockets_of(run: RunDir) -> Iterator[Path]:
         if path.parent != run.path:
             with contextlib.suppress(OSError):
                 path.parent.rmdir()  # asking for the address made it
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def _tail(run: RunDir) -> str:

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from ftmon.protocol.rundir import RunDir
 from ftmon.protocol.telemetry import DeviceSample, LogLine, Step
 from ftmon.trainer import processes
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, started, until
+from ports import listen_address
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +35,9 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def elsewhere(*ranks: dict[str, Any]) -> Iterator[RunDir]:
     """Start a run whose ranks find themselves on ``nodeb``."""
     words = " ".join(f"'{word}'" for word in fake_ranks(*ranks))
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = min(found.getsockname()[1], 60_000)
     setting = f"hostname nodeb && export WORLD_SIZE={len(ranks)}"
     job = ["unshare", "-Ur", "--uts", "sh", "-c", f"{setting} && exec {words}"]
-    with started(job, listen=f"127.0.0.1:{port}", logs=True) as run:
+    with started(job, listen=listen_address(), logs=True) as run:
         try:
             yield run
         finally:

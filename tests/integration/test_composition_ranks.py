@@ -1,6 +1,5 @@
 """What the peaks of a real rank consist of, where it computes on the CPU."""
 
-import socket
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from ftmon.protocol.memory import Composition
 from ftmon.protocol.telemetry import Hello, Step
 
 sys.path.insert(0, str(Path(__file__).parent))
+from ports import free_port
 from probe_collector import SCRIPTS, Collector
 
 NUMBERS = 1000 * 512 + 6 * (512 * 512 + 512)
@@ -24,14 +24,9 @@ def collector(tmp_path):
     collector.close()
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_deepspeed_rank_s_resident_peaks_are_composed_at_first_and_on_request(collector, stage):
-    collector.start(sys.executable, SCRIPTS / "composed_engine.py", stage, 1000, MASTER_PORT=free_port(), **SINGLE)
+    collector.start(sys.executable, SCRIPTS / "composed_engine.py", stage, 1000, MASTER_PORT=str(free_port()), **SINGLE)
     collector.collect(lambda c: any(found.step > 1 for found in c.of(Composition)))
     hello = collector.of(Hello)[-1]
     asked = collector.command(f"rank-0-{hello.pid}-{hello.start_ticks}", "compose", reason="spike")

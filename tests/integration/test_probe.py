@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from ftmon.protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, LogLine
 from ftmon.protocol.wire import LossCounter
 
 sys.path.insert(0, str(Path(__file__).parent))
+from ports import free_port
 from probe_collector import BIN, SCRIPTS, Collector
 
 
@@ -29,18 +29,12 @@ def collector(tmp_path, monkeypatch):
     collector.close()
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def deepspeed(ranks):
-    return BIN / "deepspeed", "--num_gpus", str(ranks), "--master_port", free_port()
+    return BIN / "deepspeed", "--num_gpus", str(ranks), "--master_port", str(free_port())
 
 
 def torchrun(ranks):
-    return BIN / "torchrun", "--nproc_per_node", str(ranks), "--master_port", free_port()
+    return BIN / "torchrun", "--nproc_per_node", str(ranks), "--master_port", str(free_port())
 
 
 def single(collector, *words, **extra):
@@ -241,16 +235,26 @@ def test_without_a_hub_a_rank_ends_within_a_second_of_its_last_line(tmp_path, mo
     collector.ranks.close()
     try:
         single(collector)
-        log = collector.run.rank_log(0, "out")
-        deadline = time.monotonic() + 60
-        while not (log.exists() and "trained" in log.read_text()):
-            assert time.monotonic() < deadline, collector.output()
-            time.sleep(0.01)
-        start = time.monotonic()
-        assert collector.job.wait(30) == 0
-        assert time.monotonic() - start < 3
+        watched = seconds_to_end(collector.job, collector.run.rank_log(0, "out"))
+        output = tmp_path / "unwatched"
+        with output.open("wb") as file:
+            environment = {**os.environ, "FTMON_RUN": str(tmp_path)}  # it saves there; nothing of ours is on its path
+            alone = subprocess.Popen([BIN / "python", SCRIPTS / "single_loop.py"], stdout=file, env=environment)
+        # Python and torch take their time to end, most of it on a loaded machine.
+        assert watched - seconds_to_end(alone, output) < 3
     finally:
         collector.close()
+
+
+def seconds_to_end(job, log):
+    """Measure how long a job lives on after its last line."""
+    deadline = time.monotonic() + 60
+    while not (log.exists() and "trained" in log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    start = time.monotonic()
+    assert job.wait(60) == 0
+    return time.monotonic() - start
 
 
 @pytest.fixture

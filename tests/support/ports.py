@@ -1,0 +1,18 @@
+"""Free TCP ports below the ephemeral range: no connection of anything else takes one before the test does."""
+
+from ftmon.protocol.errors import UsageError
+from ftmon.trainer.listen import check_free, parse_listen
+from ftmon.trainer.recipe.hardware import free_port
+
+__all__ = ["free_port", "listen_address"]
+
+
+def listen_address(host: str = "127.0.0.1") -> str:
+    """Find a free ``HOST:PORT`` for ``--listen``, which takes a port for every channel."""
+    while True:
+        found = f"{host}:{free_port()}"
+        try:
+            check_free(parse_listen(found))
+        except UsageError:
+            continue
+        return found
