@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.recording.reader import Reader
 from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
+from ports import free_port
 
 SCRIPTS = Path(__file__).parents[1] / "support"
 
@@ -36,7 +37,7 @@ def home(tmp_path: Path) -> Iterator[Ftmon]:
 
 
 def deepspeed(ranks: int) -> list[str]:
-    return ["deepspeed", "--num_gpus", str(ranks)]
+    return ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(free_port())]
 
 
 def test_a_plain_deepspeed_loop_is_watched_unchanged(home: Ftmon) -> None:
