@@ -53,7 +53,7 @@ def kill_the_run(terminal: Terminal, run: RunDir) -> None:
     terminal.press("a")
     wait_for(terminal, "whole run")
     terminal.press("y")
-    wait_for(terminal, "killing", "nothing is left of the run", seconds=60)
+    wait_for(terminal, "killing", "nothing is left of the run", "escape: close", seconds=60)
     wait_until("the run's end", run.read_exit, 60)
     terminal.press("Escape")
     wait_until_gone(terminal, "escape: close")
