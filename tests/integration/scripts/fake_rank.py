@@ -44,10 +44,10 @@ class FakeRank:
         )
         self.src = f"rank-{self.rank}-{me.pid}-{me.start_ticks}"
         run = RunDir(os.environ.get("FTMON_PLACE") or os.environ["FTMON_RUN"])
-        self.context = zmq.Context()
-        self.push = peer_socket(self.context, "telemetry")
+        self.telemetry = zmq.Context()
+        self.push = peer_socket(self.telemetry, "telemetry")
         self.push.connect(run.ipc_address("telemetry"))
-        self.dealer = peer_socket(self.context, "ranks", self.src.encode())
+        self.dealer = peer_socket(zmq.Context(), "ranks", self.src.encode())
         self.dealer.connect(run.ipc_address("ranks"))
         self.lock = threading.Lock()
         self.seq = 0
@@ -120,7 +120,8 @@ def main():
     threading.Thread(target=rank.answer_commands, daemon=True).start()
     print(f"rank {rank.rank} trains", flush=True)
     rank.train()
-    rank.push.close(linger=20_000)  # the hub may not be there yet
+    rank.push.close(linger=10_000)  # the hub may not be there yet
+    rank.telemetry.term()  # waits until it has all
     if options.get("lingers"):
         time.sleep(600)
     status = int(options.get("exit", 0))
