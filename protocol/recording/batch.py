@@ -35,7 +35,7 @@ _UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.Interface
 class Batch:
     """Rows by table, how many messages they are, and how many were lost before they came here."""
 
-    __slots__ = ("gap", "held", "last_seq", "rows")
+    __slots__ = ("gap", "held", "last_seq", "rows", "taken")
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = {table: [] for table in _STATEMENTS}
@@ -43,6 +43,8 @@ class Batch:
         """Messages whose rows are here."""
         self.last_seq = 0
         """The highest number of a message when the batch was taken."""
+        self.taken: dict[str, int] = {}
+        """The number of the last message that was taken of each who numbers his and says them again if unconfirmed."""
         self.gap: tuple[float, float, int, str] | None = None
         """Of the messages lost: when the hub had the first and the last, how many they are, and why."""
 
@@ -62,6 +64,7 @@ class Batch:
                 self.rows[table] += rows
         self.held += later.held
         self.last_seq = max(self.last_seq, later.last_seq)
+        self.taken |= later.taken
         if later.gap is not None:
             first_t, last_t, count, reason = later.gap
             self.lose(count, first_t, last_t, reason)

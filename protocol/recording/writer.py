@@ -31,6 +31,8 @@ from .schema import APPLICATION_ID, MARK_TABLES, SCHEMA_VERSION, STATEMENTS, STR
 from .steprow import step_rows
 
 RETRY_S = 2.0
+_TAKEN = "taken:"
+"""So begin the keys of ``meta`` that hold the numbers of ``note_taken``."""
 """How long a refusing disk is left alone before the next try."""
 
 _NOT_RECORDED = (Heartbeat, Query, Answer)
@@ -66,6 +68,8 @@ class Writer:
         """The highest number in the recording, or seen since."""
         self.next_seq = 1
         """Where a hub that opens this recording goes on numbering."""
+        self.taken: dict[str, int] = {}
+        """The numbers that an earlier writer of this file was given by ``note_taken``, of what is in it."""
         self._run = run
         self._connection: sqlite3.Connection | None = None
         self._checkpointer: Checkpointer | None = None
@@ -108,6 +112,10 @@ class Writer:
             self._pending.lose(1, t, t, "figures that fit no column")
         else:
             self._pending.held += 1
+
+    def note_taken(self, numbers: dict[str, int]) -> None:
+        """Keep with what was appended, in one transaction, the numbers that its senders gave it (``taken``)."""
+        self._pending.taken |= numbers
 
     @property
     def lost(self) -> int:
@@ -236,6 +244,7 @@ class Writer:
         self.last_seq = max(*highest, int(meta.get("last_seq") or 0))
         # Heartbeats are numbered and not recorded: the last number that was given is unknown, so leave it far behind.
         self.next_seq = self.last_seq + RESTART_LEAP
+        self.taken = {key.removeprefix(_TAKEN): int(value) for key, value in meta.items() if key.startswith(_TAKEN)}
         self._second = connection.execute("SELECT max(second) FROM clock").fetchone()[0] or 0
         self._names.load(connection)
         self._rollups.load(connection)
@@ -272,7 +281,8 @@ class Writer:
         unfit = batch.insert(connection)
         if batch.gap is not None:
             connection.execute("INSERT INTO gaps(first_t, last_t, messages, reason) VALUES (?, ?, ?, ?)", batch.gap)
-        self._put(connection, last_seq=batch.last_seq)
+        numbers = {f"{_TAKEN}{sender}": number for sender, number in batch.taken.items()}
+        self._put(connection, last_seq=batch.last_seq, **numbers)
         connection.execute("COMMIT")
         self.recorded += batch.held - unfit
         self._lost += batch.lost + unfit

@@ -6,7 +6,7 @@ that was cut, or a hub that was restarted, costs nothing but what an agent had t
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -105,6 +105,7 @@ class Agents:
         sockets: bound ROUTERs.
         take: called with each message passed on (header and body frames), once.
         fact: called with what an agent saw of a rank's process.
+        taken: numbers up to which an earlier hub has recorded what agents passed on, as ``taken`` gave them.
     """
 
     def __init__(
@@ -112,7 +113,9 @@ class Agents:
         sockets: "Sequence[zmq.Socket[Any]]",
         take: Callable[[list[bytes]], None],
         fact: Callable[[ProcessFact], None],
+        taken: Mapping[str, int] | None = None,
     ) -> None:
+        self._recorded = dict(taken or {})
         self.sockets = list(sockets)
         self._take = take
         self._fact = fact
@@ -194,6 +197,10 @@ class Agents:
         """Give the numbers of the last messages taken, of the agents that wait to hear that these are on disk."""
         return {who: agent.number for who, agent in self._by_identity.items() if agent.number > agent.confirmed}
 
+    def taken(self) -> dict[str, int]:
+        """Give the same by names that a recording can hold: a hub that comes after this one takes nothing twice."""
+        return {who.hex(): number for who, number in self.unconfirmed().items()}
+
     def confirm(self, numbers: dict[bytes, int]) -> None:
         """Tell agents what is on disk: all up to ``numbers``, which ``unconfirmed`` gave before a commit."""
         for identity, number in numbers.items():
@@ -237,8 +244,8 @@ class Agents:
     def _passed_on(self, agent: Agent, frames: list[bytes]) -> None:
         number, oldest = decode_numbers(frames[0])
         if agent.number < 0:
-            # The first heard of it. An earlier hub may have had what it no longer holds.
-            agent.number = agent.confirmed = oldest - 1
+            # The first heard of it. An earlier hub may have had what it no longer holds, and not have come to say so.
+            agent.number = agent.confirmed = max(oldest - 1, self._recorded.get(agent.identity.hex(), 0))
         if number <= agent.number or (number > agent.number + 1 and oldest <= agent.number + 1):
             return  # had already; or something before it was lost on the way, and all from there on comes again
         agent.number = number

@@ -97,7 +97,8 @@ class Hub:
         self._intake = Intake(self._accept, self._refuse, fresh=run.read_hub() is None)
         self._book = RankBook()
         self._ending = Ending(run, self._file)
-        self._agents = Agents(self._channels.of("agents"), self._intake.take, self._judging.fact)
+        self._agents = Agents(self._channels.of("agents"), self._intake.take, self._judging.fact, writer.taken)
+        self._stream.recorder.taken = self._agents.taken
         self._agents.replaced = self._link.rename
         tracker = self._judging.tracker
         reach = Reach(tracker, self._book, self._link, self._agents, self.post)

@@ -41,6 +41,8 @@ class Recorder(threading.Thread):
         self._work = threading.Event()
         self._since: float | None = None
         """When the commit that is under way began, monotonic."""
+        self.taken: Callable[[], dict[str, int]] = dict
+        """Asked at each commit: the numbers of ``Writer.note_taken``."""
         self.bytes = 0
         """Size of the recording on disk."""
         self.start()
@@ -100,6 +102,7 @@ class Recorder(threading.Thread):
         self._writer.close()
 
     def _hand_over(self, then: Callable[[], object] | None, *, last: bool) -> None:
+        self._writer.note_taken(self.taken())
         batch = self._writer.take()
         with self._lock:
             self._next.add(batch)

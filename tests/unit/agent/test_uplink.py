@@ -285,6 +285,24 @@ def test_an_agent_started_again_takes_the_place_of_the_one_before(hub: Hub) -> N
         context.destroy(linger=0)
 
 
+def test_a_hub_that_was_killed_before_it_could_confirm_what_it_had_recorded_is_followed_by_one_that_knows(
+    hub: Hub, uplink: Uplink
+) -> None:
+    uplink.connect(hub.address)
+    put(uplink, "a", "b", "c")
+    deadline = time.monotonic() + 15
+    while len(hub.texts) < 3:  # taken, and nothing confirmed
+        uplink.pump()
+        hub.agents.receive(hub.socket, 100)
+        assert time.monotonic() < deadline
+    assert uplink.waiting == 3
+    hub.agents = Agents([hub.socket], hub._take, hub.facts.append, hub.agents.taken())
+    uplink.connect(hub.address)  # anew: all that was not confirmed is said again
+    put(uplink, "d")
+    turning(hub, uplink, lambda: not uplink.waiting)
+    assert hub.texts == ["a", "b", "c", "d"]
+
+
 @pytest.mark.parametrize("who", ["an app", "a stranger", "nobody's key"])
 def test_only_the_runs_own_agents_come_in(context: "zmq.Context[Any]", run: rundir.RunDir, hub: Hub, who: str) -> None:
     pair = keys.client_pair() if who == "an app" else keys.make_pair()

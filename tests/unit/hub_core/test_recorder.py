@@ -114,3 +114,17 @@ def test_a_mistake_in_one_batch_is_counted_and_does_not_end_the_recording(
     with Reader(path) as reader:
         assert reader.frames(limit=10**6) == FRAMES[10:]
         assert "10 messages" in reader.info().missing
+
+
+def test_what_a_sender_numbered_is_kept_with_what_it_said(path: Path):
+    taken = {"a": 7}
+    recorder = Recorder(Writer(path, RUN))
+    recorder.taken = lambda: dict(taken)
+    put(recorder, FRAMES[:10])
+    recorder.commit()
+    taken |= {"a": 9, "b": 1}
+    put(recorder, FRAMES[10:20])
+    recorder.close()
+    again = Writer(path, RUN)
+    assert again.taken == {"a": 9, "b": 1}
+    again.close()
