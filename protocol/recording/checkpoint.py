@@ -41,7 +41,9 @@ class Checkpointer(threading.Thread):
                 break
             with contextlib.suppress(sqlite3.Error):
                 if connection is None:
-                    connection = sqlite3.connect(self._path, isolation_level=None, timeout=0)
+                    # Never made here: a run's directory may be on its way out.
+                    there = f"{self._path.absolute().as_uri()}?mode=rw"
+                    connection = sqlite3.connect(there, isolation_level=None, timeout=0, uri=True)
                 # PASSIVE takes no lock that a commit or a reader would wait for.
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
         if connection is not None:
