@@ -8,6 +8,7 @@ pressed before the picture is taken. The guide's are::
     python bench/screenshot.py --explained --size 110x34 --keys m --out docs/memory.svg
     python bench/screenshot.py --explained --size 110x34 --keys m,v,down --out docs/ranks.svg
     python bench/screenshot.py --explained --size 110x30 --keys e --out docs/events.svg
+    python bench/screenshot.py --trained --size 110x34 --keys t,v,v,v,left,left,left --out docs/training-screen.svg
     python bench/screenshot.py --held --size 110x36 --out docs/oom.svg
     python bench/screenshot.py --held --size 110x24 --keys c --type "tensors(3)" --out docs/console.svg
     python bench/screenshot.py --snapshot --size 110x34 --out docs/snapshot.svg
@@ -47,6 +48,14 @@ def explained_recording(folder: Path) -> Path:
     from peaks import explained
 
     return explained(folder / "recording.sqlite", 4, steps=160)
+
+
+def trained_recording(folder: Path) -> Path:
+    """Record a training with evaluations and checkpoints."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from trainscenes import trained
+
+    return trained(folder / "recording.sqlite")
 
 
 async def picture(recording: Path, columns: int, lines: int, step: int | None, keys: list[str]) -> str:
@@ -116,6 +125,7 @@ def main() -> None:
     parser.add_argument("--size", default="120x34", metavar="COLUMNSxLINES")
     parser.add_argument("--step", type=int, help="the step to show; default: the recording's end")
     parser.add_argument("--explained", action="store_true", help="a made run whose memory is explained")
+    parser.add_argument("--trained", action="store_true", help="a made run with evaluations and checkpoints")
     parser.add_argument("--held", action="store_true", help="a rank that is held at an out-of-memory error")
     parser.add_argument("--type", default="", help="with --held and the key c: what to type into the console")
     parser.add_argument("--snapshot", action="store_true", help="explore a memory snapshot")
@@ -139,6 +149,8 @@ def main() -> None:
             return
         if recording is None and arguments.explained:
             recording = explained_recording(Path(folder))
+        elif recording is None and arguments.trained:
+            recording = trained_recording(Path(folder))
         elif recording is None:
             recording, step = made_recording(Path(folder)), step or MADE_STEP
         arguments.out.write_text(asyncio.run(picture(recording, columns, lines, step, keys)))

@@ -104,9 +104,9 @@ def _segment(base: int, slot: int, slots: range, taken: set[int], sizes: list[in
 def measure(path: Path) -> dict[str, object]:
     """Open a snapshot, and move the cursor about in each view."""
     begun = time.perf_counter()
-    from ftmon.protocol.snapshot.reader import open_replays
     from ftmon.tui.model.snapshot_explorer import Explorer, spare_the_collector
     from ftmon.tui.model.snapshot_rows import rows_of
+    from ftmon.tui.source.snapshot import open_replays
 
     replay = open_replays(path)[0]
     done = time.perf_counter()

@@ -19,9 +19,12 @@ Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """Any count or number of bytes: what a column of SQLite holds. (A script may ask for 2**62 bytes, and be refused.)"""
 Stage = Annotated[int, Meta(ge=0, le=3)]
 """A ZeRO stage."""
-Time = Annotated[float, Meta(ge=0.0, lt=1e11)]
+LAST_TIME = 1e11
+Time = Annotated[float, Meta(ge=0.0, lt=LAST_TIME)]
 """Seconds since the epoch, up to the year 5138; no infinity, and a number."""
 Gauge = Annotated[float, Meta(ge=-1e6, le=1e9)]
 """What an instrument shows: a temperature, a power, a share."""
+Flops = Annotated[float, Meta(ge=0.0, le=1e30)]
+"""A number of floating-point operations."""
 Sequence = Annotated[int, Meta(ge=0, le=MAX_WHOLE)]
 Name = Annotated[str, Meta(max_length=256)]

@@ -10,7 +10,19 @@ RankStateName = Literal["starting", "training", "waiting", "hung", "held", "stop
 RunStateName = Literal["starting", "training", "stopping", "finished", "failed", "stopped"]
 Severity = Literal["info", "warning", "error"]
 AlertKind = Literal[
-    "spike", "growth", "hang", "slow", "oom", "died", "dropped", "disk", "failure", "exit", "note", "leak"
+    "spike",
+    "growth",
+    "hang",
+    "slow",
+    "oom",
+    "died",
+    "dropped",
+    "disk",
+    "failure",
+    "exit",
+    "note",
+    "leak",
+    "health",
 ]
 
 VERBS = ("kill", "stop", "stacks", "snapshot", "identify", "ping", "shutdown", "arm", "release", "console", "compose")

@@ -1,16 +1,32 @@
-"""The one tree of errors: each message says what is wrong, where, and the mend."""
+"""The one tree of errors: each message says what is wrong, where, and the fix."""
+
+from .text import sanitize
+
+MOST_CHARACTERS = 2000
+"""Characters of an error's text, at the most."""
 
 
 class FtmonError(Exception):
-    """Root of every error ftmon raises on purpose; its text is one line fit to show a person."""
+    """Root of every error ftmon raises on purpose; its text is one line fit to show a person.
+
+    Paths, keys and values in it may come from anybody: the text is made safe for a terminal, and cut, here.
+    """
 
     exit_status: int = 1
+
+    def __str__(self) -> str:
+        """Return the text as one safe line."""
+        return sanitize(super().__str__(), MOST_CHARACTERS)
 
 
 class UsageError(FtmonError):
     """Wrong usage or configuration; the command ends with status 2."""
 
     exit_status = 2
+
+
+class StartError(UsageError):
+    """The command of a run cannot be started: it does not exist, or is not executable."""
 
 
 class ConfigError(UsageError):
@@ -26,7 +42,11 @@ class ProtocolError(FtmonError):
 
 
 class VersionError(ProtocolError):
-    """A peer speaks another major version of the protocol."""
+    """A peer, ``sender``, speaks another major version of the protocol."""
+
+    def __init__(self, sender: str, text: str) -> None:
+        super().__init__(text)
+        self.sender = sender
 
 
 class RunDirError(FtmonError):

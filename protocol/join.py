@@ -7,16 +7,14 @@ system, or over ssh's or srun's standard input. A command line or the environmen
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from .environment import JOIN_ENV as JOIN_ENV
 from .errors import RunDirError, UsageError
 from .keys import KeyPair
+from .run_options import RunOptions
 from .rundir import RunDir, write_private
-
-JOIN_ENV = "FTMON_JOIN"
-"""Environment variable that names the file, on every host of the run."""
 
 JOIN_NAME = "join.json"
 
@@ -41,8 +39,8 @@ class JoinFile(msgspec.Struct, frozen=True, omit_defaults=True):
     secret: str
     """The pair that the run's agents use."""
     version: str
-    options: dict[str, Any] = {}
-    """The run's options for probes."""
+    options: RunOptions = RunOptions()
+    """The run's options."""
     pushed: bool = False
     """This copy was put here for this run, by ssh or srun: whoever ends last removes it."""
 

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from .errors import RunDirError, UsageError
-from .rundir import RunDir, home, write_private
+from .rundir import RunDir, checked_home, make_private, write_private
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -54,9 +54,10 @@ def keys_dir() -> Path:
     Raises:
         RunDirError: it cannot be made, or is open to others.
     """
-    path = home() / "keys"
+    path = checked_home() / "keys"
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
+        make_private(path)
     except OSError as error:
         raise RunDirError(f"{path}: cannot be made: {error.strerror}; set FTMON_HOME") from None
     RunDir(path).check()
@@ -125,8 +126,18 @@ def allow(public: str, remark: str = "") -> None:
 
 
 def disallow(public: str) -> None:
-    """Let a public key in no more; connections that stand are not cut."""
-    _write_allowed({key: remark for key, remark in allowed().items() if key != public})
+    """Let a public key in no more; connections that stand are not cut.
+
+    Raises:
+        UsageError: it is not on the list, or is this user's own, which is always let in.
+    """
+    listed = allowed()
+    if public == client_pair().public:
+        raise UsageError(f"{public!r} is your own key; a hub of yours always lets you in")
+    if public not in listed:
+        hint = "" if _PUBLIC_KEY.fullmatch(public) else " (a public key has 40 characters)"
+        raise UsageError(f"{public!r} is not let in here, so nothing was removed{hint}; 'ftmon keys' lists who is")
+    _write_allowed({key: remark for key, remark in listed.items() if key != public})
 
 
 def _write_allowed(listed: dict[str, str]) -> None:

@@ -50,7 +50,7 @@ class OomVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was missing for this request."""
 
 
-class Mend(msgspec.Struct, frozen=True, omit_defaults=True):
+class Remedy(msgspec.Struct, frozen=True, omit_defaults=True):
     """One thing to try."""
 
     kind: str
@@ -99,7 +99,7 @@ class OomReport(msgspec.Struct, tag="oom_report", frozen=True, omit_defaults=Tru
     time: Time
     oom: Oom
     verdict: OomVerdict
-    mends: list[Mend]
+    remedies: list[Remedy] = msgspec.field(name="mends")
     """What to try, in this order."""
     ranks: list[RankMoment] = []
     """All ranks at that moment, the failing one included."""

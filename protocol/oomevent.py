@@ -3,12 +3,14 @@
 All of ``telemetry`` holds here too; the message is part of it, and only its length put it into a file of its own.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from .blocks import MemoryMeasure, SegmentUse, StackGroup
 from .bounds import Rank, Time, Whole
+
+OptimizerImplementation = Literal["", "foreach", "fused", "for-loop"]
 
 
 class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
@@ -67,7 +69,7 @@ class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
     vocabulary: Whole = 0
     """Words the model tells apart; 0 where its configuration does not say."""
     optimizer: str = ""
-    """The optimizer's class, and ``foreach``, ``fused`` or ``for-loop`` where that is known: ``AdamW foreach``."""
+    """The optimizer's class and implementation in words for a person: ``AdamW foreach``."""
     checkpointing: bool = False
     """Gradient checkpointing is on."""
     holders: list[StackGroup] = []
@@ -88,3 +90,15 @@ class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
     """After this long in a collective the other ranks give up (their process group's timeout); 0: not known."""
     others: str = ""
     """What happens to the other ranks meanwhile, in words."""
+    optimizer_class: str = ""
+    """The class of the optimizer: ``AdamW``."""
+    optimizer_implementation: OptimizerImplementation = ""
+    """How PyTorch's optimizer updates; empty: not known, or not one of PyTorch's."""
+
+    def __post_init__(self) -> None:
+        """Fill the optimizer's fields of a message that has only its words, as earlier versions sent."""
+        if self.optimizer and not self.optimizer_class:
+            name, _, implementation = self.optimizer.partition(" ")
+            msgspec.structs.force_setattr(self, "optimizer_class", name)
+            if implementation in get_args(OptimizerImplementation):
+                msgspec.structs.force_setattr(self, "optimizer_implementation", implementation)

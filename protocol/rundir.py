@@ -6,8 +6,10 @@
     hub.json        the connection file: the living hub's process and addresses, 0600, written after binding
     hub.lock        held by the hub while it lives
     exit.json       how the job ended: written once, by the launcher
+    left.json       what still ran when the job's command had ended: written by the launcher before it ends that
     recording.sqlite
     config.yaml     the trainer's configuration, where the trainer is ftmon's own
+    prediction.json what its steps were predicted to take, by a dry run beside it
     logs/           rank-0.out, rank-0.err ... one pair a rank, launcher.log, hub.log
     snapshots/      memory snapshots
 """
@@ -24,22 +26,23 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import platformdirs
 
+from .environment import RUN_ENV as RUN_ENV
 from .errors import HubError, RunDirError, RunNotFoundError
 from .process import ProcessId, is_alive
-
-RUN_ENV = "FTMON_RUN"
-"""Environment variable that carries the run directory to every process of a run, and marks it as one of the run's."""
+from .run_options import RunOptions
 
 HOSTS = "hosts"
 """The directory within a run directory that holds a directory of each other host's, in that host's own use."""
 
-_EXIT_ROOM = 4096
-"""Bytes kept for ``exit.json``: how a job ended is told also when the disk has filled up meanwhile."""
+_ROOM_BYTES = 4096
+_ROOMS = ("exit.json", "intent.json", "hub.json", "left.json", "run.json")
+"""Files for which so many bytes are kept on the disk: what was asked of a run, where its hub is and how it ended is
+written also when the disk has filled up meanwhile."""
 
 _IPC_PATH_LIMIT = 100
 """sockaddr_un holds 108 bytes; the longest socket name and a margin come off that."""
@@ -62,7 +65,7 @@ class RunFile(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str
     """``demo``, ``train``, ``run`` or ``watch``."""
     launcher: ProcessId | None = None
-    options: dict[str, Any] = {}
+    options: RunOptions = RunOptions()
 
 
 class HubFile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -89,7 +92,21 @@ class ExitFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """``finished``, ``failed`` or ``stopped``."""
     text: str = ""
     cause: str = ""
-    """``hang`` or ``hang-at-exit`` where ftmon itself ended the run (``--on-hang``, ``--exit-timeout``)."""
+    """``hang`` or ``hang-at-exit`` where ftmon itself ended the run (``--on-hang``, ``--exit-timeout``), ``request``
+    where a person did, ``not-started``, ``lost`` where nobody knows; empty: the job ended by itself, or of a signal."""
+    left: list[int] = []
+    """Processes that could not be ended."""
+
+
+class LeftFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``left.json``: what still ran when the job's command had ended; the launcher ends it."""
+
+    time: float
+    exit_code: int | None
+    """The command's, negative for a signal; None: it never began."""
+    count: int
+    processes: list[str]
+    """The first of them: pid and name."""
 
 
 class RunDir:
@@ -122,6 +139,11 @@ class RunDir:
     def config(self) -> Path:
         """Where the trainer's own configuration is kept."""
         return self.path / "config.yaml"
+
+    @property
+    def prediction(self) -> Path:
+        """Where the prediction of the trainer's own configuration is kept: the message ``prediction`` as JSON."""
+        return self.path / "prediction.json"
 
     def rank_log(self, rank: int, stream: str) -> Path:
         """Name the file that a rank's ``out`` or ``err`` goes to."""
@@ -163,6 +185,10 @@ class RunDir:
         """Read how the job ended; None while it has not."""
         return self._read("exit.json", ExitFile)
 
+    def read_left(self) -> LeftFile | None:
+        """Read what the job's command left running; None where it left nothing."""
+        return self._read("left.json", LeftFile)
+
     def living_hub(self) -> HubFile | None:
         """Return the connection file of a hub whose process lives on this host, else None."""
         hub = self.read_hub()
@@ -170,35 +196,48 @@ class RunDir:
 
     def write_run(self, content: RunFile) -> None:
         """Write ``run.json`` atomically."""
-        self._write("run.json", content)
+        self.write_certain("run.json", _encode(content))
 
     def write_hub(self, content: HubFile) -> None:
         """Write the connection file atomically, mode 0600."""
-        self._write("hub.json", content)
+        self.write_certain("hub.json", _encode(content))
+
+    def write_left(self, content: LeftFile) -> None:
+        """Write ``left.json`` atomically."""
+        self.write_certain("left.json", _encode(content))
 
     def write_exit(self, content: ExitFile) -> None:
-        """Write ``exit.json`` atomically; on a full disk into the room that was kept for it."""
-        data = _encode(content)
+        """Write ``exit.json`` atomically, and give the room back that was kept for files to come."""
+        self.write_certain("exit.json", _encode(content))
+        for name in _ROOMS:
+            with contextlib.suppress(OSError):
+                self._room(name).unlink()
+
+    def write_certain(self, name: str, data: bytes) -> None:
+        """Write a file whole or not at all, mode 0600; on a full disk into the room that was kept for it.
+
+        Where that was used up by an earlier version of the file, that version is overwritten in its place.
+        """
+        path = self.path / name
         try:
-            write_private(self.path / "exit.json", data)
+            write_private(path, data)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(data) > _EXIT_ROOM:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            with self._exit_room.open("r+b") as file:
-                file.write(data.ljust(_EXIT_ROOM))  # blanks end a JSON text as well as anything
-                file.flush()
-                os.fsync(file.fileno())
-            self._exit_room.replace(self.path / "exit.json")
-        else:
-            self._exit_room.unlink(missing_ok=True)
+            room = self._room(name)
+            if room.exists():
+                _overwrite(room, data, error)
+                room.replace(path)
+            else:
+                _overwrite(path, data, error)
 
-    @property
-    def _exit_room(self) -> Path:
-        return self.path / ".exit.room"
+    def _room(self, name: str) -> Path:
+        return self.path / f".{name}.room"
 
-    def keep_room_for_exit(self) -> None:
-        """Take the room on the disk that ``exit.json`` will need, while there is some."""
-        write_private(self._exit_room, b" " * _EXIT_ROOM)
+    def keep_rooms(self) -> None:
+        """Take the room on the disk that the run's small files will need, while there is some."""
+        for name in _ROOMS:
+            write_private(self._room(name), b" " * _ROOM_BYTES)
 
     def ipc_address(self, channel: str) -> str:
         """Give a channel's ``ipc://`` address."""
@@ -263,12 +302,21 @@ class RunDir:
         except (OSError, msgspec.MsgspecError, ValueError) as error:
             raise RunDirError(f"{path}: cannot be read: {error}") from None
 
-    def _write(self, name: str, content: msgspec.Struct) -> None:
-        write_private(self.path / name, _encode(content))
-
 
 def _encode(content: msgspec.Struct) -> bytes:
     return msgspec.json.format(msgspec.json.encode(content)) + b"\n"
+
+
+def _overwrite(path: Path, data: bytes, error: OSError) -> None:
+    """Write into the blocks that a file has; blanks end a JSON text. Raises ``error`` where they are too few."""
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        if len(data) > size:
+            raise error
+        file.seek(0)
+        file.write(data.ljust(size))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -291,18 +339,66 @@ def home() -> Path:
     return Path(configured).expanduser().absolute() if configured else platformdirs.user_state_path("ftmon")
 
 
-def create(name: str, command: list[str], kind: str, options: dict[str, Any] | None = None) -> RunDir:
+def checked_home() -> Path:
+    """Return ``home()``, refused where another user could plant or exchange what lies in it; it need not exist.
+
+    Raises:
+        RunDirError: it, or where it leads as a symbolic link, is another user's, no directory, or open to others.
+    """
+    path = home()
+    if not hasattr(os, "getuid"):
+        return path
+    try:
+        link = path.lstat()
+        info = path.stat()
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise RunDirError(f"{path}: is a symbolic link that leads nowhere; remove it or set FTMON_HOME") from None
+        return path
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunDirError(f"{path}: cannot be used: {reason}; set FTMON_HOME to a directory of yours") from None
+    where = f"{path} -> {os.path.realpath(path)}" if stat.S_ISLNK(link.st_mode) else str(path)
+    if {link.st_uid, info.st_uid} != {os.getuid()}:
+        raise RunDirError(f"{where}: belongs to another user; set FTMON_HOME to a directory of yours")
+    if not stat.S_ISDIR(info.st_mode):
+        raise RunDirError(f"{where}: is not a directory; set FTMON_HOME to a directory of yours")
+    if info.st_mode & 0o002 or (info.st_mode & 0o020 and not _is_private_group(info.st_gid)):
+        raise RunDirError(f"{where}: others may write there; run: chmod go-w {path}")
+    return path
+
+
+def _is_private_group(group: int) -> bool:
+    """Tell whether a group is the user's own, of nobody else: with such groups a umask of 002 is usual."""
+    import grp  # absent on Windows
+    import pwd
+
+    try:
+        user, found = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return user.pw_gid == group and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+
+
+def make_private(path: Path) -> None:
+    """Make a directory 0700, and those above it that are missing."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def create(name: str, command: list[str], kind: str, options: RunOptions | None = None) -> RunDir:
     """Make a new run directory with its ``run.json``.
 
     Raises:
         RunDirError: it cannot be made.
     """
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
-    runs = home() / "runs"
+    runs = checked_home() / "runs"
     now = time.time()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     try:
-        runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(runs.parent)
+        make_private(runs)
         _check_ours(runs)
         identifier = f"{slug}-{stamp}"
         while True:
@@ -315,8 +411,8 @@ def create(name: str, command: list[str], kind: str, options: dict[str, Any] | N
         run.logs.mkdir(mode=0o700)
         run.snapshots.mkdir(mode=0o700)
         host = socket.gethostname()
-        run.write_run(RunFile(identifier, slug, now, command, os.getcwd(), host, kind, options=options or {}))
-        run.keep_room_for_exit()
+        run.write_run(RunFile(identifier, slug, now, command, os.getcwd(), host, kind, options=options or RunOptions()))
+        run.keep_rooms()
     except OSError as error:
         raise RunDirError(f"{runs}: cannot make a run directory there: {error.strerror}; set FTMON_HOME") from None
     return run
@@ -336,10 +432,15 @@ def _check_ours(runs: Path) -> None:
 
 
 def all_runs() -> list[RunDir]:
-    """List the run directories of this user on this host, newest first; what is not one is passed over."""
+    """List the run directories of this user on this host, newest first; what is not one is passed over.
+
+    Raises:
+        RunDirError: the directory that holds them is not this user's alone.
+    """
     found: list[tuple[float, str, RunDir]] = []
+    runs = checked_home() / "runs"
     try:
-        paths = list((home() / "runs").iterdir())
+        paths = list(runs.iterdir())
     except OSError:
         return []
     for path in paths:
@@ -359,6 +460,7 @@ def find(name: str | None) -> RunDir:
 
     Raises:
         RunNotFoundError: none matches, or several do.
+        RunDirError: the directory that holds them is not this user's alone.
     """
     runs = all_runs()
     if not runs:

@@ -10,14 +10,19 @@ from typing import Any, Literal
 import msgspec
 
 from .blocks import MemoryMeasure as MemoryMeasure
-from .bounds import Gauge, Name, Rank, Stage, Time, Whole
+from .bounds import Flops, Gauge, Name, Rank, Stage, Time, Whole
+from .health import DataLoaderInfo as DataLoaderInfo
 from .oomevent import Oom as Oom
+from .throughput import ModelFlops as ModelFlops
 
-PHASES = ("init", "data", "forward", "backward", "optimizer", "eval", "checkpoint", "idle")
-"""Every phase a rank can be in, in the order they are drawn."""
+PHASES = ("init", "data", "generate", "forward", "backward", "optimizer", "eval", "checkpoint", "idle")
+"""Every phase a rank can be in, in the order they are drawn. ``generate``: the rollout of a step (GRPO, PPO)."""
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 """The phases of an ordinary step, in order."""
+
+PAUSES = ("eval", "checkpoint")
+"""Phases in which the training rests: throughput does not count them."""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -69,9 +74,13 @@ class PhaseRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     allocated_bytes: Whole = 0
     """Bytes allocated during the phase, whether or not they were freed again (CUDA only)."""
     collective_us: Whole = 0
-    """Host time spent inside collective calls during the phase."""
+    """Host time spent inside collective calls during the phase, and inside DDP's reducer once this rank's own
+    gradients were computed."""
     collectives: Whole = 0
     """Collective calls entered during the phase."""
+    waited_us: Whole | None = None
+    """Device time for which the stream waited for other ranks inside DDP's reducer, or for its buffers (part of
+    ``device_us``); None where that was not measured. On the CPU that time is in ``collective_us``."""
 
     @property
     def peak_span(self) -> Span:
@@ -139,6 +148,16 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
     """True: this rank sends its own log lines; False: the hub reads them from the run directory's log files."""
     self_dump: SelfDump | None = None
     """How to get its stacks from outside; None: not possible."""
+    loader: DataLoaderInfo | None = None
+    """The DataLoader it trains from, once it has fetched from one."""
+    launch: Name = ""
+    """The process that launched this host's ranks, ``PID-START_TICKS``: ranks of one host and job have the same."""
+    restart: Whole = 0
+    """Which restart of its job by ``torchrun --max-restarts`` it belongs to."""
+    flops: ModelFlops | None = None
+    """FLOPs of the model; None where they are not known, as of models that are no decoder of tokens."""
+    matmul_precision: Literal["", "bf16", "fp16", "tf32", "fp32"] = ""
+    """Data type of the matrix products, which may be another than that of the parameters (autocast, TF32)."""
 
 
 class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
@@ -148,10 +167,38 @@ class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
     total_steps: Whole
     epochs: float | None = None
     output_dir: str = ""
+    evaluate_every: Whole = 0
+    """Steps between two evaluations; 0: none during the training, or not known."""
+    evaluate_at_end: bool = False
+    """There is an evaluation after the last step, whether or not it falls on ``evaluate_every``."""
+    checkpoint_every: Whole = 0
+    """Steps between two checkpoints; 0: none during the training, or not known."""
+    checkpoint_at_end: bool = False
+
+
+class Update(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one of several engines or optimizers (generator and discriminator, actor and critic) did in one step."""
+
+    name: str
+    """As the script calls it: the model's class for an engine, the variable for an optimizer."""
+    count: Whole = 1
+    """Updates it made in the step."""
+    micro_steps: Whole = 0
+    """Backward passes that led to them."""
+    loss: float | None = None
+    """What it optimised, averaged over its updates."""
+    lr: float | None = None
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+    overflow: bool = False
+    """The loss scaler skipped its update."""
 
 
 class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
-    """One optimizer update of one rank, all its phases in one message, sent once its device times are known."""
+    """One optimizer update of one rank, all its phases in one message, sent once its device times are known.
+
+    Where several engines or optimizers train in one loop, a step is one round of it (``updates``).
+    """
 
     rank: Rank
     step: Whole
@@ -163,7 +210,8 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     device_us: Whole | None = None
     micro_steps: Whole = 1
     loss: float | None = None
-    """Mean over the step's micro-steps, as the rank saw it."""
+    """What the script optimised in this step, as the rank saw it: losses that the script normalises itself, and losses
+    of one micro-batch, are summed; others are averaged over the micro-steps."""
     lr: float | None = None
     grad_norm: float | None = None
     loss_scale: float | None = None
@@ -184,6 +232,16 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """What ftmon itself cost the training thread in this step."""
     dropped: Whole = 0
     """Messages this probe has dropped since it began."""
+    label_tokens: Whole = 0
+    """Labels that ``loss`` is a mean over, by which ranks are weighted in a mean over ranks. 0: not known, or the loss
+    is normalised over all ranks already; ranks then count alike."""
+    updates: list[Update] = []
+    """Where several engines or optimizers update in one round of the loop: each of those that did, in their order. The
+    step's own figures are those of the first of the run."""
+    cpu_us: Whole = 0
+    """CPU time of the training thread in this step; 0: not measured."""
+    flops: Flops = 0.0
+    """FLOPs of the model for this rank's tokens of the step, as ``throughput`` defines them; 0: not known."""
 
     def phase(self, name: str) -> PhaseRecord | None:
         """Return the record of the phase called ``name``, or None when the step had none."""
@@ -196,6 +254,96 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     def peak_phase(self) -> PhaseRecord | None:
         """The phase with the highest memory peak, or None for a step without phases."""
         return max(self.phases, key=lambda record: record.peak_span.peak, default=None)
+
+    @property
+    def training_us(self) -> int:
+        """Host time without evaluations and checkpoints."""
+        pauses = sum(record.host_us for record in self.phases if record.name in PAUSES)
+        return max(0, self.host_us - pauses)
+
+
+class Closing(msgspec.Struct, tag="closing", frozen=True, omit_defaults=True):
+    """What a rank did after its last step, such as a final evaluation or a save; sent as it ends, no optimizer step."""
+
+    rank: Rank
+    step: Whole
+    """The last finished step; 0: there was none."""
+    started: Time
+    host_us: Whole
+    phases: list[PhaseRecord]
+    device_us: Whole | None = None
+
+
+class Evaluation(msgspec.Struct, tag="evaluation", frozen=True, omit_defaults=True):
+    """The result of an evaluation over all ranks; sent by one rank. One step may have several, for several splits."""
+
+    rank: Rank
+    step: Whole
+    """The last finished step."""
+    time: Time
+    """When it ended."""
+    name: Name = "evaluation"
+    """The split or data set."""
+    loss: float | None = None
+    """Mean over the label tokens of all ranks."""
+    perplexity: float | None = None
+    label_tokens: Whole = 0
+    """Of all ranks, each counted once; 0: not known."""
+    seconds: float = 0.0
+    best: bool = False
+    """No evaluation of this name had a lower loss before."""
+    metrics: dict[str, float] = {}
+    """Other results by name, such as ``accuracy``."""
+
+
+class Checkpoint(msgspec.Struct, tag="checkpoint", frozen=True, omit_defaults=True):
+    """A checkpoint is complete on disk; sent by one rank."""
+
+    rank: Rank
+    step: Whole
+    time: Time
+    path: str
+    bytes: Whole = 0
+    """Of all its files; 0: not known."""
+    seconds: float = 0.0
+    """From its beginning until it was complete; the training waited for a part of it where it is written in the
+    background."""
+    best: bool = False
+    """It has the lowest evaluation loss so far."""
+
+
+class CheckpointFailed(msgspec.Struct, tag="checkpoint_failed", frozen=True, omit_defaults=True):
+    """A checkpoint could not be written, and training continues; sent by one rank."""
+
+    rank: Rank
+    step: Whole
+    """The last finished step."""
+    time: Time
+    path: str
+    """Where it would have been."""
+    error: str
+    """Why, such as ``No space left on device``."""
+    kept: str = ""
+    """The newest complete checkpoint; empty: there is none."""
+
+
+class Activity(msgspec.Struct, tag="activity", frozen=True, omit_defaults=True):
+    """What a run does besides its steps; sent at its beginning, at most twice a second meanwhile, and at its end."""
+
+    rank: Rank
+    time: Time
+    name: Name
+    """``rehearsal``, ``evaluation``, ``checkpoint``, ``export``, ``data`` ..."""
+    step: Whole = 0
+    """The last finished step."""
+    text: str = ""
+    """Detail for a person: what is being rehearsed, what came of it."""
+    done: Whole = 0
+    total: Whole = 0
+    """Parts of it, such as batches; 0: not known."""
+    over: bool = False
+    seconds: float = 0.0
+    """Since its begin."""
 
 
 class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):

@@ -1,19 +1,54 @@
 """Text and figures for people: safe to print, and always in the same units."""
 
+import json
 import math
 import re
+from collections.abc import Sequence
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "�")
+_UNSAFE = (
+    *range(32), *range(127, 160),  # C0, DEL, C1
+    0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x2070),  # bidirectional, deprecated formatting
+    0x2028, 0x2029,  # line and paragraph separator
+    0x00AD, 0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, *range(0x180B, 0x180F), 0x3164, 0xFFA0,  # invisible letters
+    0x200B, *range(0x2060, 0x2065), 0xFEFF, *range(0xFFF9, 0xFFFC), *range(0xE0000, 0xE0080),  # zero width, tags
+    # Halves of surrogate pairs come from bytes that were not UTF-8; no terminal and no file takes them.
+    *range(0xD800, 0xE000),
+)  # fmt: skip
+_CONTROL: dict[int, str] = dict.fromkeys(_UNSAFE, "�")
 _CONTROL[0x09] = "    "
-_CONTROL.update(dict.fromkeys((0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)), "�"))
-# Halves of surrogate pairs come from bytes that were not UTF-8; no terminal and no file takes them.
-_CONTROL.update(dict.fromkeys(range(0xD800, 0xE000), "�"))
+# Joiners belong to the spelling of some languages and to emoji; nothing visible is lost without them.
+_CONTROL.update(dict.fromkeys((0x200C, 0x200D), ""))
+
+_ESCAPED = {code: json.dumps(chr(code))[1:-1] for code in (*_UNSAFE, 0x200C, 0x200D) if code >= 128} | {127: "\\u007f"}
 
 
 def sanitize(text: str, limit: int = 4096) -> str:
-    """Make one untrusted line safe for a terminal: no escape, control, bidirectional or line-breaking characters."""
+    """Make one untrusted line safe for a terminal: no escapes, control, bidirectional or invisible characters."""
     return _ANSI.sub("", text[: limit * 4]).translate(_CONTROL)[:limit]
+
+
+def first_line(text: str, limit: int = 200) -> str:
+    """Return the first line of an untrusted text that is not blank, fit for a title."""
+    line = next((line for line in text.splitlines() if line.strip()), "")
+    return sanitize(line.strip(), limit)
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Name ranks: ``rank 3``, ``ranks 0, 1 and 4``, ``512 ranks``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) <= 4:
+        return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
+    return f"{len(ranks)} ranks"
+
+
+def escape_json(text: str) -> str:
+    """Escape in JSON the characters that ``sanitize`` takes out; the value that is read back is the same.
+
+    JSON itself has only C0 escaped; everything else here stands within strings.
+    """
+    return text.translate(_ESCAPED)
 
 
 def gib(count: float, digits: int = 2) -> str:

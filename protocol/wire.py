@@ -6,7 +6,7 @@ The hub republishes a body's bytes untouched under a header of its own. Sequence
 
 import msgspec
 
-from . import control, hosts, memory, oom, telemetry
+from . import control, health, hosts, jobs, memory, oom, prediction, telemetry
 from .bounds import Name, Sequence, Time
 from .errors import ProtocolError, VersionError
 
@@ -44,6 +44,19 @@ MESSAGE_TYPES = (
     hosts.AgentBeat,
     hosts.AgentAck,
     hosts.HostState,
+    telemetry.Closing,
+    health.Compiles,
+    health.Checksum,
+    health.BatchLoss,
+    health.DiskSpace,
+    health.DeviceHealth,
+    health.Xid,
+    jobs.Job,
+    telemetry.Evaluation,
+    telemetry.Checkpoint,
+    telemetry.Activity,
+    telemetry.CheckpointFailed,
+    prediction.Prediction,
 )
 
 Message = (
@@ -74,6 +87,19 @@ Message = (
     | hosts.AgentBeat
     | hosts.AgentAck
     | hosts.HostState
+    | telemetry.Closing
+    | health.Compiles
+    | health.Checksum
+    | health.BatchLoss
+    | health.DiskSpace
+    | health.DeviceHealth
+    | health.Xid
+    | jobs.Job
+    | telemetry.Evaluation
+    | telemetry.Checkpoint
+    | telemetry.Activity
+    | telemetry.CheckpointFailed
+    | prediction.Prediction
 )
 """Any message; its tag is in the map's ``type`` field."""
 
@@ -138,9 +164,11 @@ def decode_header(frame: bytes) -> Header:
     except UNREADABLE as error:
         raise ProtocolError(f"not an ftmon header: {error}") from None
     if header.v[0] != VERSION[0]:
+        sender = header.src or "a peer"
         raise VersionError(
-            f"{header.src or 'a peer'} speaks ftmon protocol {header.v[0]}.{header.v[1]}, this side speaks "
-            f"{VERSION[0]}.{VERSION[1]}: install the same ftmon version on both sides"
+            sender,
+            f"{sender} speaks ftmon protocol {header.v[0]}.{header.v[1]}, this side speaks "
+            f"{VERSION[0]}.{VERSION[1]}: install the same ftmon version on both sides",
         )
     return header
 
@@ -170,6 +198,11 @@ class LossCounter:
     def __init__(self) -> None:
         self._next: dict[str, int] = {}
         self.lost: dict[str, int] = {}
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Highest sequence number seen, by sender."""
+        return {src: following - 1 for src, following in self._next.items()}
 
     def see(self, src: str, seq: int) -> int:
         """Note that message ``seq`` of ``src`` arrived; return how many were lost just before it.

@@ -17,13 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from ..protocol.checks import Check
 from ..protocol.text import duration
-
-State = Literal["ok", "warning", "error"]
 
 INSTALL = "pip install 'ftmon[train]'"
 _PACKAGES = (
@@ -39,15 +38,6 @@ _MIN_SHM = _GIB
 _MIN_FILES = 4096
 _BUILD_SECONDS = 900.0
 """No build of one extension takes longer."""
-
-
-class Check(msgspec.Struct, frozen=True):
-    """One thing looked at. ``mend`` says what to do about a warning or an error."""
-
-    name: str
-    state: State
-    text: str
-    mend: str = ""
 
 
 def packages() -> Iterator[Check]:
@@ -69,8 +59,8 @@ def gpus() -> Iterator[Check]:
     note = f" (CUDA_VISIBLE_DEVICES={setting})" if setting is not None else ""
     if torch.version.cuda is None:
         if present:
-            mend = "install a CUDA build of PyTorch: https://pytorch.org/get-started/locally"
-            yield Check("GPUs", "warning", f"{present} here, but this PyTorch is built for the CPU alone", mend)
+            remedy = "install a CUDA build of PyTorch: https://pytorch.org/get-started/locally"
+            yield Check("GPUs", "warning", f"{present} here, but this PyTorch is built for the CPU alone", remedy)
         else:
             yield Check("GPUs", "ok", f"none{note}: training runs on the CPU, over gloo")
         return
@@ -96,8 +86,8 @@ def process_groups() -> Iterator[Check]:
     try:
         socket.getaddrinfo(name, None)
     except OSError:
-        mend = "add it to /etc/hosts, or export GLOO_SOCKET_IFNAME=lo (ftmon's own trainer does)"
-        yield Check("gloo", "warning", f"this host's name, {name}, leads to no address: gloo may not start", mend)
+        remedy = "add it to /etc/hosts, or export GLOO_SOCKET_IFNAME=lo (ftmon's own trainer does)"
+        yield Check("gloo", "warning", f"this host's name, {name}, leads to no address: gloo may not start", remedy)
     else:
         yield Check("gloo", "ok", "available")
 
@@ -106,8 +96,8 @@ def op_builder() -> Iterator[Check]:
     """Look for what DeepSpeed compiles its kernels with: compiler, ninja, and nvcc where there are GPUs."""
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
-        mend = "install one (apt install g++), or use optimizer.kind=torch_fused, which needs none"
-        yield Check("compiler", "warning", f"no {compiler}: DeepSpeed cannot build its Adam", mend)
+        remedy = "install one (apt install g++), or use optimizer.kind=torch_fused, which needs none"
+        yield Check("compiler", "warning", f"no {compiler}: DeepSpeed cannot build its Adam", remedy)
     else:
         yield Check("compiler", "ok", _first_line([compiler, "--version"]))
     if shutil.which("ninja") is None:
@@ -143,8 +133,8 @@ def _nvcc() -> Iterator[Check]:
     root: str | None = extension.CUDA_HOME
     nvcc = Path(root) / "bin" / "nvcc" if root else None
     if nvcc is None or not nvcc.exists():
-        mend = "install the CUDA toolkit and set CUDA_HOME, or use optimizer.kind=torch_fused, which needs none"
-        yield Check("CUDA_HOME", "warning", "no CUDA compiler: DeepSpeed cannot build its GPU kernels", mend)
+        remedy = "install the CUDA toolkit and set CUDA_HOME, or use optimizer.kind=torch_fused, which needs none"
+        yield Check("CUDA_HOME", "warning", "no CUDA compiler: DeepSpeed cannot build its GPU kernels", remedy)
         return
     found = re.search(r"release (\d+)\.(\d+)", _output([str(nvcc), "--version"]))
     if found and found.group(1) != wanted.split(".")[0]:
@@ -163,12 +153,12 @@ def arch_list(setting: str | None) -> Check:
     bad = [entry for entry in entries if not re.fullmatch(r"\d+\.\d+(\+PTX)?", entry)]
     if not bad:
         return Check(name, "ok", setting)
-    mended = ";".join(re.sub(r"(\d+\.\d+)[a-z]", r"\1", entry) for entry in entries)
-    if all(re.fullmatch(r"\d+\.\d+(\+PTX)?", entry) for entry in mended.split(";")):
-        mend = f"export TORCH_CUDA_ARCH_LIST='{mended}'"
+    corrected = ";".join(re.sub(r"(\d+\.\d+)[a-z]", r"\1", entry) for entry in entries)
+    if all(re.fullmatch(r"\d+\.\d+(\+PTX)?", entry) for entry in corrected.split(";")):
+        remedy = f"export TORCH_CUDA_ARCH_LIST='{corrected}'"
     else:
-        mend = "unset TORCH_CUDA_ARCH_LIST"
-    return Check(name, "warning", f"{setting}: DeepSpeed's op builder cannot read {', '.join(bad)}", mend)
+        remedy = "unset TORCH_CUDA_ARCH_LIST"
+    return Check(name, "warning", f"{setting}: DeepSpeed's op builder cannot read {', '.join(bad)}", remedy)
 
 
 def deepspeed_ops() -> Iterator[Check]:
@@ -195,15 +185,15 @@ def limits() -> Iterator[Check]:
         size = shm.f_blocks * shm.f_frsize
         text = f"/dev/shm has {size / _GIB:.1f} GiB, {shm.f_bavail * shm.f_frsize / _GIB:.1f} free"
         if size < _MIN_SHM:
-            mend = "start the container with --shm-size=8g or --ipc=host"
-            yield Check("shared memory", "warning", f"{text}: too little for data-loading workers and NCCL", mend)
+            remedy = "start the container with --shm-size=8g or --ipc=host"
+            yield Check("shared memory", "warning", f"{text}: too little for data-loading workers and NCCL", remedy)
         else:
             yield Check("shared memory", "ok", text)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _MIN_FILES:
         most = hard if hard != resource.RLIM_INFINITY else 65536
-        mend = f"ulimit -n {min(most, 65536)}" if most >= _MIN_FILES else "raise nofile in /etc/security/limits.conf"
-        yield Check("open files", "warning", f"at most {soft}: few for many workers", mend)
+        remedy = f"ulimit -n {min(most, 65536)}" if most >= _MIN_FILES else "raise nofile in /etc/security/limits.conf"
+        yield Check("open files", "warning", f"at most {soft}: few for many workers", remedy)
     else:
         yield Check("open files", "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"at most {soft}")
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -284,7 +274,7 @@ def main() -> int:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
         for check in found:
-            print(f"{check.state:<8} {check.name:<20} {check.text}" + (f"  -> {check.mend}" if check.mend else ""))
+            print(f"{check.state:<8} {check.name:<20} {check.text}" + (f"  -> {check.remedy}" if check.remedy else ""))
     return 1 if any(check.state == "error" for check in found) else 0
 
 

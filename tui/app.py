@@ -10,15 +10,17 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
 from ..protocol.errors import FtmonError
+from ..protocol.notices import terminal_sequence
 from ..protocol.rundir import RunDir
+from .model.notices import TerminalNotices
 from .screens.base import MonitorScreen
 from .screens.overview import OverviewScreen
 from .source.base import Source
 from .themes import PALETTES, theme_of
+from .widgets.app_state import AppState
 from .widgets.glyphs import ASCII, choose
-from .widgets.look import Look
 from .widgets.palette import DARK, LIGHT
-from .widgets.stage import Stage
+from .widgets.theme import Theme
 
 FIRST_LOOKS = 100
 """Looks a second until the first ranks are there, so that they are painted as they come and not at the next paint."""
@@ -38,6 +40,7 @@ class FtmonApp(App[None]):
         light: Begin with the light theme.
         play: Begin to play a recording at once.
         open_run: Makes the source of a run chosen from the list.
+        notices: Finds what the terminal is to give notice of.
     """
 
     CSS_PATH = "ftmon.tcss"
@@ -56,17 +59,21 @@ class FtmonApp(App[None]):
         light: bool = False,
         play: bool = False,
         open_run: "Callable[[RunDir], Source] | None" = None,
+        notices: TerminalNotices | None = None,
+        ends: "Callable[[], bool]" = lambda: False,
     ) -> None:
         no_color = bool(os.environ.get("NO_COLOR"))
         # With native ANSI colours Textual's answer to NO_COLOR is no colour at all; else it would be shades of grey.
         super().__init__(ansi_color=True if no_color else None)
         for palette in PALETTES.values():
             self.register_theme(theme_of(palette))
-        look = Look(LIGHT if light else DARK, ASCII if ascii else choose(False), color=not no_color)
-        self.stage = Stage(source, look, read_only)
+        look = Theme(LIGHT if light else DARK, ASCII if ascii else choose(False), color=not no_color)
+        self.stage = AppState(source, look, read_only)
         self.theme = look.palette.name
         self.fps = fps
         self._play = play
+        self._notices = notices
+        self._ends = ends
         self._open_run = open_run or open_live_or_recorded
 
     def get_default_screen(self) -> Screen[Any]:
@@ -98,6 +105,9 @@ class FtmonApp(App[None]):
         """Fold what has arrived and paint; nothing once the app is being taken down, widgets first and timers last."""
         if not self.is_running:
             return
+        if self._ends():
+            self.exit()
+            return
         source = self.stage.source
         if source is not None:
             source.pump()
@@ -109,6 +119,7 @@ class FtmonApp(App[None]):
             if not screen.is_modal:
                 break
         self._show_held()
+        self._give_notice()
 
     def _tick(self, screen: Screen[Any]) -> None:
         tick: Callable[[], None] | None = getattr(screen, "tick", None)
@@ -127,10 +138,17 @@ class FtmonApp(App[None]):
         if fresh is not None:
             self.action_oom(fresh.oom.rank)
 
+    def _give_notice(self) -> None:
+        if self._notices is not None and self._driver is not None:
+            for notice in self._notices.fresh(self.stage.model):
+                self._driver.write(terminal_sequence(notice))
+
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Leave out what means nothing on the screen in view."""
         del parameters
         if action == "oom" and not self.stage.model.ooms:
+            return False
+        if action == "jobs" and not self.stage.model.has_jobs:
             return False
         return not (isinstance(self.screen, MonitorScreen) and action in self.screen.HIDDEN) if self._running else True
 
@@ -201,7 +219,7 @@ class FtmonApp(App[None]):
         """Switch between light and dark."""
         before = self.stage.look
         palette = LIGHT if before.palette.dark else DARK
-        self.stage.look = Look(palette, before.glyphs, before.color)
+        self.stage.look = Theme(palette, before.glyphs, before.color)
         self.theme = palette.name
         self.pump()
 
@@ -254,6 +272,19 @@ class FtmonApp(App[None]):
         from .screens.events import EventsScreen
 
         self.show(EventsScreen(self.stage))
+
+    def action_training(self) -> None:
+        """Show the course of the training."""
+        from .screens.training import TrainingScreen
+
+        self.show(TrainingScreen(self.stage))
+
+    def action_jobs(self) -> None:
+        """Open the jobs of the run."""
+        from .screens.jobs import JobsScreen
+
+        if self.stage.model.has_jobs:
+            self.show(JobsScreen(self.stage))
 
     def action_oom(self, rank: int | None = None) -> None:
         """Open the out-of-memory errors: that rank's latest, or the one that is most likely meant."""
@@ -313,9 +344,10 @@ class FtmonApp(App[None]):
         except FtmonError as error:
             self.stage.say(str(error), "error")
             return
+        self.stage.end_dry_runs()
         if self.stage.source is not None:
             self.stage.source.close()
-        fresh = Stage(source, self.stage.look, self.stage.read_only)
+        fresh = AppState(source, self.stage.look, self.stage.read_only)
         self.stage = fresh
         source.start()
         for screen in self.screen_stack[1:]:
@@ -353,11 +385,20 @@ def open_live_or_recorded(run: RunDir) -> Source:
     return LiveSource(run)
 
 
-def run_app(source: Source, *, ascii_only: bool = False, read_only: bool = False) -> None:
-    """Show a run until the person leaves; the source is closed then, its model stays readable."""
+def run_app(
+    source: Source,
+    *,
+    ascii_only: bool = False,
+    read_only: bool = False,
+    notices: TerminalNotices | None = None,
+    ends: "Callable[[], bool]" = lambda: False,
+) -> None:
+    """Show a run until the person leaves, or ``ends``; the source is closed then, its model stays readable."""
+    app = FtmonApp(source, ascii=ascii_only, read_only=read_only, play=True, notices=notices, ends=ends)
     try:
-        FtmonApp(source, ascii=ascii_only, read_only=read_only, play=True).run()
+        app.run()
     finally:
+        app.stage.end_dry_runs()
         source.close()
 
 
@@ -367,5 +408,6 @@ def run_picker(*, ascii_only: bool = False, read_only: bool = False) -> None:
     try:
         app.run()
     finally:
+        app.stage.end_dry_runs()
         if app.stage.source is not None:
             app.stage.source.close()

@@ -11,8 +11,8 @@ killed. Asserted each time:
 
 - training: while only the monitor was hit, the ranks' own step times show no pause (their own file says so); a link
   that was cut may hold them up until it is back, and not end them;
-- the recording opens, and what is missing of the steps is at most a second in a piece; what is missing of the other
-  host's is counted as lost, too, and what its agent kept while the link was cut arrives;
+- the recording opens, and what is missing of the steps is at most a second in a piece and counted as lost; what another
+  host's agent kept while the link was cut arrives;
 - the verdict: a rank that was hit is named or nobody is, and nobody else ever is;
 - nothing is left: no process with the run's mark, no socket, on either host; the app either shows the end, or was
   killed.
@@ -41,8 +41,9 @@ from .scene import ChaosError, Scene
 
 SIZE = 24
 """MiB of the file system that fills up."""
-UNTOLD = ("full disk", "kill launcher")
-"""Blows after which more may be missing of the recording: it cannot be written, or nobody starts another hub."""
+UNTOLD = ("full disk", "kill launcher", "remove recording")
+"""Blows after which more may be missing of the recording: it cannot be written, nobody starts another hub, or it is
+gone."""
 BLOWS: dict[str, Any] = {**HOSTS, **MONITOR, **TRAINING}
 
 

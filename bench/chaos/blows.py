@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from ftmon.trainer import processes
+from ftmon.trainer.host import processes
 
 from .scene import ChaosError, Scene
 
@@ -56,6 +56,12 @@ def full_disk(scene: Scene) -> None:
     time.sleep(3)
 
 
+def remove_recording(scene: Scene) -> None:
+    """Its file alone; a new one is begun, and says what is missing."""
+    scene.run.recording.unlink()
+    scene.wait(scene.run.recording.exists, 40, "a new recording")
+
+
 def stop_rank(scene: Scene) -> None:
     rank = scene.draw.randrange(2)
     scene.touch(rank)
@@ -97,6 +103,7 @@ MONITOR: dict[str, Callable[[Scene], None]] = {
     "stop launcher": stop_launcher,
     "full disk": full_disk,
     "stop monitor": stop_monitor,
+    "remove recording": remove_recording,
 }
 """What must not be felt by the training."""
 TRAINING: dict[str, Callable[[Scene], None]] = {

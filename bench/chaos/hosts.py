@@ -25,7 +25,6 @@ class TwoHostScene(Scene):
     def __init__(self, draw: random.Random) -> None:
         super().__init__(draw)
         self.rank_there = draw.randrange(2)
-        self.counted = (self.rank_there,)
         self._stack = contextlib.ExitStack()
         self._hosts: hosts.Hosts | None = None
 

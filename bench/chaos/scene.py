@@ -16,7 +16,7 @@ from ftmon.protocol.control import Alert
 from ftmon.protocol.errors import FtmonError
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.rundir import RunDir
-from ftmon.trainer import processes
+from ftmon.trainer.host import processes
 
 from ..hosts import FTMON
 from ..scenarios.scene import end_all, named_processes, sockets_of
@@ -47,8 +47,8 @@ class Scene:
         self.environment |= {"FTMON_HOME": str(self.disk / "home"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.hit: set[int] = set()
         """Ranks that were struck themselves."""
-        self.counted: tuple[int, ...] = ()
-        """Ranks of whose messages no hub loses any: what is missing of their steps is known to some hub as lost."""
+        self.counted: tuple[int, ...] = (0, 1)
+        """Ranks whose missing steps must be counted as lost by some hub."""
         self.touched_at: float | None = None
         """When the training itself was struck, for good."""
         self.excused: list[tuple[float, float]] = []

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ftmon.protocol import rundir
-from ftmon.protocol.footprint import Footprint, footprint
+from ftmon.protocol.analysis.memory.footprint import Footprint, footprint
 from ftmon.protocol.memory import PARTS, Composition
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.telemetry import AllocatorEvents, DeviceSample, Step

@@ -120,8 +120,8 @@ def told(result: dict[str, Any]) -> str:
         lines[0] += f"  {verdict['kind']} in {oom['phase']} (by its snapshot: {result['of_the_snapshot'] or 'none'})"
         lines += [f"    {verdict['text']}", *(f"    - {line}" for line in verdict.get("evidence", []))]
         lines += [
-            f"    {number}. {mend['kind']} {mend.get('bound', '')} {mend.get('frees_bytes', 0) / 2**30:.2f} GiB"
-            for number, mend in enumerate(result["mends"], 1)
+            f"    {number}. {remedy['kind']} {remedy.get('bound', '')} {remedy.get('frees_bytes', 0) / 2**30:.2f} GiB"
+            for number, remedy in enumerate(result["mends"], 1)
         ]
         lines.append(f"    stack ({oom.get('stack_of', 'failing')}): {(oom.get('stack') or ['none'])[-1]}")
     else:

@@ -1,12 +1,15 @@
 """Stalls under NCCL: who is named, after how long, and whether the GPUs' memory is back after the kill.
 
     python bench/gpu/stalls.py [--gpus 2] [--ranks 2] [--json FILE] [--kinds missing,ddp,native,stop,exit]
+                               [--runs 5] [--parallel 6]
 
 About 25 s a kind. Every kind is a run of ``stall_loop.py`` under torchrun, watched by ftmon in a home of its own; the
 last rank is at fault. Four of the kinds are ended by ``ftmon kill``, ``exit`` by ``--exit-timeout``. A line is printed
 for each as it comes, then a Markdown table; the exit status is 0 when everything came out as it should. Where a verdict
 did not, the run's recording and logs are kept beside ``--json``'s file. More ranks than GPUs share these, which is not
-what a training does: it shows how more ranks are judged than there are GPUs at hand.
+what a training does: it shows how more ranks are judged than there are GPUs at hand. With ``--parallel`` several scenes
+are played at a time, each a load to the others; the GPUs' memory is then compared once, before the first and after the
+last.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,7 @@ from ftmon.protocol.errors import FtmonError
 from ftmon.protocol.process import is_alive
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.rundir import RunDir
-from ftmon.trainer import processes
+from ftmon.trainer.host import processes
 
 LOOP = Path(__file__).with_name("stall_loop.py")
 FTMON = [sys.executable, "-m", "ftmon.tui.cli"]
@@ -61,8 +65,21 @@ def hang_of(run: RunDir) -> Any:
         return None
 
 
-def play(kind: str, gpus: int, ranks: int, keep: Path | None = None) -> dict[str, Any]:
-    """Play one kind; the row of the table. ``keep``: where the run goes when it did not come out as it should."""
+def is_back(before: list[int]) -> bool:
+    """Tell whether the GPUs' memory is where it was, within 10 s."""
+    return bool(until(lambda: all(a <= b + SAME_MIB for a, b in zip(used_mib(), before, strict=True)), 10.0))
+
+
+def play(kind: str, gpus: int, ranks: int, keep: Path | None = None, alone: bool = True) -> dict[str, Any]:
+    """Play one kind; the row of the table.
+
+    Args:
+        kind: of ``KINDS``.
+        gpus: how many GPUs the ranks share.
+        ranks: how many ranks.
+        keep: where the run goes when it did not come out as it should.
+        alone: nothing else uses the GPUs, so their memory can be compared.
+    """
     row: dict[str, Any] = {"kind": kind, "gpus": gpus, "ranks": ranks, "culprit": ranks - 1}
     before = used_mib()
     with tempfile.TemporaryDirectory(prefix="stall-") as folder:
@@ -96,10 +113,11 @@ def play(kind: str, gpus: int, ranks: int, keep: Path | None = None) -> dict[str
         finally:
             end_everything(run)
             if keep is not None and not row.get("right"):
-                shutil.copytree(run.path, keep / f"{run.id}-{ranks}-ranks", ignore=shutil.ignore_patterns("*.sock"))
-        back = until(lambda: all(a <= b + SAME_MIB for a, b in zip(used_mib(), before, strict=True)), 10.0)
-        row |= {"before_mib": before, "after_mib": used_mib(), "memory_back": bool(back)}
-    row["ok"] = bool(row["right"] and row["left"] == 0 and back and row.get("kill_status", 0) == 0)
+                name = f"{run.id}-{ranks}-ranks-{time.monotonic_ns()}"
+                shutil.copytree(run.path, keep / name, ignore=shutil.ignore_patterns("*.sock"))
+        back = is_back(before) if alone else None
+        row |= {"before_mib": before, "after_mib": used_mib(), "memory_back": back}
+    row["ok"] = bool(row["right"] and row["left"] == 0 and back is not False and row.get("kill_status", 0) == 0)
     return row
 
 
@@ -164,17 +182,30 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=0, help="default: one a GPU")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--runs", type=int, default=1, help="of each kind")
+    parser.add_argument("--parallel", type=int, default=1, help="scenes at a time")
     arguments = parser.parse_args()
     gpus = arguments.gpus or len(used_mib())
+    keep = arguments.json.parent if arguments.json else None
+    before = used_mib()
     rows: list[dict[str, Any]] = []
-    for kind in arguments.kinds.split(","):
-        row = play(kind, gpus, arguments.ranks or gpus, arguments.json.parent if arguments.json else None)
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(rows, indent=2))
+    with ThreadPoolExecutor(arguments.parallel) as pool:
+        scenes = [
+            pool.submit(play, kind, gpus, arguments.ranks or gpus, keep, arguments.parallel == 1)
+            for _ in range(arguments.runs)
+            for kind in arguments.kinds.split(",")
+        ]
+        for scene in as_completed(scenes):
+            rows.append({**scene.result(), "parallel": arguments.parallel})
+            print(json.dumps(rows[-1]), flush=True)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(rows, indent=2))
     print(table(rows))
-    return 0 if all(row.get("ok") for row in rows) else 1
+    back = is_back(before)
+    seconds = sorted(row["seconds"] for row in rows if row.get("seconds") is not None and row["kind"] != "exit")
+    right = sum(bool(row.get("ok")) for row in rows)
+    print(f"{right} of {len(rows)} right; verdicts after {seconds} s; memory back: {back}")
+    return 0 if back and all(row.get("ok") for row in rows) else 1
 
 
 if __name__ == "__main__":

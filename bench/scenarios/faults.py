@@ -3,9 +3,14 @@
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
+import itertools
 import json
 import os
+import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,8 +19,28 @@ import torch
 import torch.distributed as dist
 
 LONG_SECONDS = 14.0
+UPLOAD_SECONDS = 24.0
+EVALUATION_SECONDS = 70.0
+"""Longer than any phase but evaluation, checkpoint and code between steps may take."""
+RETRIES, RETRY_SECONDS = 6, 3.0
 MODERATE_SECONDS = 6.0
 FOR_EVER = 100_000
+
+
+UPLOAD = """
+import socket, threading, time
+def upload(seconds):
+    listening = socket.socket(); listening.bind(("127.0.0.1", 0)); listening.listen(1)
+    def serve():
+        other, _ = listening.accept()
+        while other.recv(65536): time.sleep(0.2)
+    threading.Thread(target=serve, daemon=True).start()
+    connection = socket.create_connection(listening.getsockname())
+    end = time.monotonic() + seconds
+    while time.monotonic() < end: connection.sendall(bytes(65536))
+"""
+"""Sends to a slow server (on this host): what uploads a checkpoint does the same."""
+HOLD = "import fcntl,sys,time; f=open(sys.argv[1],'w'); fcntl.flock(f,2); print(flush=True); time.sleep(1e5)"
 
 
 class Fault:
@@ -39,6 +64,34 @@ class Fault:
 
     # Where the loop calls.
 
+    def before_loop(self):
+        if self.kind == "flock-first-step" and self.mine:
+            path = self.folder / "dataset.lock"
+            holder = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE)
+            holder.stdout.readline()
+            with path.open("w") as file:
+                self.now()
+                fcntl.flock(file, fcntl.LOCK_EX)
+        elif self.kind == "build-lock":
+            from torch.utils.file_baton import FileBaton
+
+            folder = self.folder / "extension"
+            folder.mkdir(exist_ok=True)
+            for name in ("lock", "build.ninja"):
+                (folder / name).touch()
+                os.utime(folder / name, (1e9, 1e9))  # of a build that was killed long ago
+            dist.barrier()
+            self.once()
+            FileBaton(str(folder / "lock")).wait()
+
+    @property
+    def skips_collectives(self):
+        """From now on this rank enters no all_reduce any more."""
+        skips = self.kind == "no-sync-one" and self.mine and self.step >= self.at
+        if skips:
+            self.once()
+        return skips
+
     def begin(self, step):
         self.step = step
         if step == self.at:
@@ -59,18 +112,55 @@ class Fault:
         elif due and self.kind in ("stall-that-ends", "long-batch"):
             self.now()
             time.sleep(LONG_SECONDS if self.kind == "stall-that-ends" else MODERATE_SECONDS)
-        elif step >= self.at and self.mine and self.kind == "slow-disk":
+        elif step >= self.at and self.mine and self.kind in ("slow-disk", "ddp-data"):
             self.once()
             time.sleep(0.3)
 
+    def batches(self, loader):
+        """Batches as a script gets them: of a loader, or of what stands between it and the loop."""
+        rows = iter(loader)
+        for number in itertools.count(1):
+            late = self.mine and number >= self.at
+            if late and self.kind == "deepspeed-generator":
+                self.once()
+                time.sleep(0.3)
+            elif late and self.kind == "ddp-outside":
+                self.once()
+                end = time.monotonic() + 0.3
+                while time.monotonic() < end:
+                    sum(range(200))
+            try:
+                yield next(rows)
+            except StopIteration:
+                return
+
+    @property
+    def slow_from_now(self):
+        return self.mine and self.step >= self.at
+
+    def micro_steps(self):
+        """How many micro-steps this rank makes of a step."""
+        if self.kind != "ddp-uneven" or not self.mine:
+            return 1
+        self.once()
+        return 2
+
     def computing(self):
         """In forward."""
-        if self.kind == "straggler" and self.mine and self.step >= self.at:
+        if self.kind == "ddp-irregular":
+            self.once()
+            time.sleep(random.choice((0.0, 0.0, 0.0, 0.1, 0.3, 0.6, 1.2, 2.4)))
+        elif self.kind in ("straggler", "ddp-forward", "fsdp-forward") and self.slow_from_now:
             self.once()
             time.sleep(0.24)
         elif self.kind == "long-first-step" and self.mine and self.step == 1:
             self.now()
-            time.sleep(LONG_SECONDS)
+            deadline = time.monotonic() + LONG_SECONDS
+            while time.monotonic() < deadline:  # as a compiler or a search for the fastest kernel
+                sum(range(10_000))
+        elif self.kind == "asleep-first-step" and self.mine and self.step == 1:
+            self.now()
+            time.sleep(1e5)
         elif self.kind == "long-step" and self.step == self.at:
             self.once()
             time.sleep(MODERATE_SECONDS)
@@ -91,7 +181,15 @@ class Fault:
             act()
 
     def between_steps(self, model):
-        """After the optimizer step: checkpoints and evaluations."""
+        """After the optimizer step: checkpoints, evaluations, and work of the loop's own."""
+        if self.kind in ("ddp-idle", "fsdp-idle", "deepspeed-idle") and self.slow_from_now:
+            self.once()
+            time.sleep(0.3)
+        if self.kind == "ddp-evaluation" and self.step % 5 == 0 and self.mine:
+            self.once()
+            with torch.no_grad():
+                for _ in range(5):
+                    model.module(torch.ones(4, 16, device=next(model.parameters()).device))
         if self.kind in ("checkpoint-hang", "checkpoint-hang-gil", "long-checkpoint") and self.step % 5 == 0:
             if self.mine:
                 torch.save(model.state_dict(), self.target())
@@ -107,7 +205,44 @@ class Fault:
                 model.train()
             dist.barrier()
 
+        if self.step == self.at and self.kind.startswith(("honest-", "sleeping-")):
+            if self.mine:
+                self.once()
+                self._work_between_steps(model)
+            dist.barrier()
+
+    def _work_between_steps(self, model):
+        """What an honest rank does while the others wait for it in a barrier."""
+        if self.kind == "honest-upload-child":
+            command = [sys.executable, "-c", f"{UPLOAD}upload({UPLOAD_SECONDS})"]
+            subprocess.run(command, check=True)
+        elif self.kind == "honest-upload-thread":
+            names = {}
+            exec(UPLOAD, names)
+            thread = threading.Thread(target=names["upload"], args=(UPLOAD_SECONDS,))
+            thread.start()
+            thread.join()
+        elif self.kind == "honest-eval-module":
+            deadline = time.monotonic() + EVALUATION_SECONDS
+            device = next(model.parameters()).device
+            model.eval()
+            with torch.no_grad():
+                while time.monotonic() < deadline:
+                    model.module.layers(torch.randn(256, 16, device=device))
+                    time.sleep(0.01)
+            model.train()
+        elif self.kind == "sleeping-retry":
+            for _ in range(RETRIES):
+                time.sleep(RETRY_SECONDS)
+
+    @property
+    def leaves_early(self):
+        return self.kind == "uneven-exit" and self.mine
+
     def out_of_batches(self):
+        if self.kind == "uneven-exit" and self.due:
+            self.now()
+            return True
         if self.kind == "uneven-batches" and self.due:
             self.now()
             return True
@@ -167,7 +302,7 @@ class Fault:
     _sleep_of_four = _deepspeed_sleep = _device_wait = _sleep_before_collective
 
     def _device_wait_mute(self):
-        from ftmon.trainer.probe.publisher import Publisher
+        from ftmon.trainer.probe.link.publisher import Publisher
 
         Publisher._beat = lambda *_: time.sleep(FOR_EVER)  # what sends its telemetry and answers for it
         for number in signal.Signals:

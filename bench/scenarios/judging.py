@@ -41,19 +41,22 @@ def judge(kind: Kind, culprit: int | None, history: list[tuple[float, Alert]], e
         history: every state of every alert since the fault, with the time the hub had it.
         end: the run's ``exit.json``, None while it goes on.
     """
-    accused = [(t, alert) for t, alert in history if alert.kind in ACCUSING and alert.severity != "info"]
+    accusing = (*ACCUSING, "slow") if kind.expect in ("slow", "honest") else ACCUSING
+    accused = [(t, alert) for t, alert in history if alert.kind in accusing and alert.severity != "info"]
     guilty = set() if culprit is None else {culprit}
     if kind.expect == "cut":
         return _cut_off(guilty, history, accused)
     for t, alert in accused:
         who = named(alert)
-        if kind.expect == "honest":
+        if kind.expect in ("honest", "well"):
             return Judgement("false alarm", t, alert.title)
         if not who <= guilty and not (kind.expect == "sizes" and alert.kind in ("died", "failure")):
             return Judgement("wrong", t, alert.title)
     if kind.expect == "honest":
         finished = end is not None and end.state == "finished"
         return Judgement("right" if finished else "none", None, "" if finished else f"it did not finish: {end}")
+    if kind.expect in ("health", "well"):
+        return _health(kind, guilty, history, end)
     if kind.expect == "resolves":
         return _resolved(accused, end)
     if kind.expect == "ended":
@@ -74,7 +77,7 @@ def _says(kind: Kind, guilty: set[int], alert: Alert) -> bool:
     if kind.expect == "stall":
         return alert.kind == "hang" and who == guilty and rule != "exit"
     if kind.expect == "tangle":
-        return alert.kind == "hang" and (who == guilty if who else rule in ("mismatch", "deadlock"))
+        return alert.kind == "hang" and (who == guilty if who else rule in ("mismatch", "deadlock", "lock"))
     if kind.expect == "sizes":
         words = f"{alert.title} {alert.text}".lower()
         return alert.kind in ACCUSING and any(word in words for word in ("shape", "size", "elements"))
@@ -82,6 +85,41 @@ def _says(kind: Kind, guilty: set[int], alert: Alert) -> bool:
         return alert.kind == "hang" and who == guilty and rule == "exit"
     wanted = {"death": "died", "failure": "failure", "slow": "slow"}[kind.expect]
     return alert.kind == wanted and who == guilty and kind.words in text
+
+
+def _health(kind: Kind, guilty: set[int], history: list[tuple[float, Alert]], end: Any) -> Judgement:
+    """Judge findings: the one that is expected, of whom it is expected, and none besides."""
+    found = [(t, alert, str(alert.evidence.get("finding"))) for t, alert in history if alert.kind == "health"]
+    for t, alert, name in found:
+        if name not in (kind.words, "disk_filling", *_FOLLOWS.get(kind.words, ())):
+            return Judgement("wrong" if kind.expect == "health" else "false alarm", t, alert.title)
+    mine = [(t, alert) for t, alert, name in found if name == kind.words and _at(kind, alert)]
+    for t, alert in mine:
+        first = alert.evidence.get("first_rank")
+        blamed = {first} if first is not None else set(alert.ranks)
+        if guilty and blamed and kind.ranks > 2 and not blamed & guilty:
+            return Judgement("wrong", t, alert.title)
+        if kind.words == "nan_loss" and guilty and blamed != guilty:
+            return Judgement("wrong", t, alert.title)
+    if mine:
+        return Judgement("right", mine[0][0], mine[0][1].title)
+    finished = end is not None and end.state == "finished"
+    if kind.expect == "well":
+        return Judgement("right" if finished else "none", None, "" if finished else f"it did not finish: {end}")
+    return Judgement("none")
+
+
+_FOLLOWS = {
+    "nan_loss": ("nan_gradient",),
+    "scaler_floor": ("scaler_skipping",),
+    "replica_divergence": ("unequal_losses",),
+}
+"""Findings that a fault brings with it."""
+
+
+def _at(kind: Kind, alert: Alert) -> bool:
+    """Tell whether a finding is about what the scene does: other disks of the machine may be low too."""
+    return kind.words != "disk_filling" or "scene-disk" in str(alert.evidence.get("path"))
 
 
 def _cut_off(ranks: set[int], history: list[tuple[float, Alert]], accused: list[tuple[float, Alert]]) -> Judgement:

@@ -8,9 +8,12 @@
 - ``sizes``: a collective that the library itself gives up, on whichever rank: that sizes differ is said, and no rank is
   called hung but the one with the odd size; the death of another is true, and ``cannot tell``;
 - ``death`` and ``failure``: the rank that died, or whose exception it was, and how;
-- ``slow``: the rank that is slow, and at what;
+- ``slow``: the rank that is slow, and at what; no other is called slow;
+- ``health``: the finding whose name is ``words`` is raised after the fault, of the culprit where it names ranks, and no
+  other finding but disks' is;
+- ``well``: no finding is raised at all (but disks'), nothing is called a hang, and the run finishes;
 - ``exit``: a hang at exit, with the rank that lives on;
-- ``honest``: nothing is called a hang, and the run finishes;
+- ``honest``: nothing is called a hang and no rank slow, and the run finishes;
 - ``resolves``: a hang may be called while it lasts, of that rank alone, and is said to be over;
 - ``ended``: the run is said to have failed, and how;
 - ``killed``: nothing is called a hang, the kill says that all is gone, and it is;
@@ -22,7 +25,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 Expect = Literal[
-    "stall", "tangle", "sizes", "death", "failure", "slow", "exit", "honest", "resolves", "ended", "killed", "cut"
+    "stall",
+    "tangle",
+    "sizes",
+    "death",
+    "failure",
+    "slow",
+    "exit",
+    "honest",
+    "resolves",
+    "ended",
+    "killed",
+    "cut",
+    "health",
+    "well",
 ]
 
 
@@ -35,7 +51,9 @@ class Kind:
     expect: Expect
     ranks: int = 2
     engine: str = "torchrun"
-    """Who starts the ranks, and what trains: ``torchrun`` with a plain loop, or ``deepspeed`` with a ZeRO-2 engine."""
+    """Who starts the ranks, and what trains: ``torchrun`` with a plain loop; ``ddp`` or ``fsdp``: the same with a model
+    in DDP, or sharded by ``fully_shard``; ``deepspeed`` with a ZeRO-2 engine; ``health`` and ``scaler``:
+    ``health_ranks`` under DDP, the latter with a loss scaler."""
     limit_s: float = 25.0
     """How long after the fault a verdict is waited for; for honest kinds how long the run may go on."""
     culprit: bool = True
@@ -47,7 +65,7 @@ class Kind:
     cuda: bool = False
     """Worth a run under NCCL too."""
     needs: str = ""
-    """What the machine must allow: ``cgroup`` or ``netns``."""
+    """What the machine must allow: ``cgroup``, ``netns`` or ``tmpfs``."""
 
 
 KINDS = (
@@ -75,6 +93,11 @@ KINDS = (
     Kind("other-shape", "enters a collective with another shape", "sizes"),
     Kind("uneven-batches", "runs out of batches and goes to the final barrier", "tangle"),
     Kind("recv-without-send", "waits to receive what nobody sends", "tangle"),
+    Kind("no-sync-one", "DDP: runs inside no_sync() from a step on", "stall", cuda=True),
+    Kind("asleep-first-step", "sleeps in its first step", "stall"),
+    Kind("flock-first-step", "waits for a file lock before its first step", "stall"),
+    Kind("build-lock", "all wait for an extension's build lock, and nobody builds", "tangle", culprit=False),
+    Kind("uneven-exit", "DDP: its script ends a step early", "failure", words="ended early"),
     Kind("sigstop", "stopped by SIGSTOP", "stall", cuda=True),
     Kind("deepspeed-sigstop", "DeepSpeed ZeRO-2: stopped by SIGSTOP", "stall", engine="deepspeed"),
     Kind("sigkill", "killed by SIGKILL", "death", words="SIGKILL", cuda=True),
@@ -87,8 +110,17 @@ KINDS = (
     Kind("recursion", "recurses without end", "failure", words="RecursionError"),
     Kind("launcher-killed", "the launcher is killed by SIGKILL", "ended", culprit=False, words="SIGKILL"),
     Kind("exit-hang", "lives on after the others finished", "exit", limit_s=45.0, steps=30, cuda=True),
-    Kind("straggler", "computes four times as long as the others", "slow", words="forward"),
-    Kind("slow-disk", "its disk answers slowly", "slow", words="data"),
+    Kind("straggler", "computes four times as long as the others", "slow", words="slow at forward", cuda=True),
+    Kind("slow-disk", "its disk answers slowly", "slow", words="slow at data", cuda=True),
+    Kind("ddp-idle", "DDP: sleeps after each update", "slow", 2, "ddp", words="between phases", cuda=True),
+    Kind("ddp-forward", "DDP: sleeps in each forward", "slow", 2, "ddp", words="slow at forward", cuda=True),
+    Kind("ddp-data", "DDP: its disk answers slowly", "slow", 2, "ddp", words="slow at data", cuda=True),
+    Kind("ddp-outside", "DDP: computes in Python outside any phase", "slow", 3, "ddp", words="ween phases", cuda=True),
+    Kind("ddp-paused", "DDP: stopped for 120 of every 160 ms from outside", "slow", 2, "ddp"),
+    Kind("fsdp-idle", "FSDP2: sleeps after each update", "slow", 2, "fsdp", words="between phases"),
+    Kind("fsdp-forward", "FSDP2: sleeps in each forward", "slow", 2, "fsdp", words="slow at forward"),
+    Kind("deepspeed-idle", "DeepSpeed ZeRO-2: sleeps after each update", "slow", 2, "deepspeed", words="ween phases"),
+    Kind("deepspeed-generator", "DeepSpeed ZeRO-2: slow generator", "slow", 2, "deepspeed", words="ween phases"),
     Kind("network-cut", "the network between two hosts is cut", "cut", needs="netns"),
     Kind("network-cut-hub", "the network between two hosts is cut, and the hub killed", "cut", needs="netns"),
     Kind("pause-and-resume", "stopped for 4 s, then goes on", "resolves", steps=100),
@@ -96,11 +128,103 @@ KINDS = (
     Kind("long-evaluation", "evaluates for 14 s while the others wait", "honest", steps=40),
     Kind("deepspeed-evaluation", "DeepSpeed ZeRO-2: evaluates for 14 s", "honest", engine="deepspeed", steps=40),
     Kind("long-checkpoint", "writes a checkpoint for 14 s while the others wait", "honest", steps=40),
-    Kind("long-first-step", "takes 14 s for its first step", "honest", steps=15, cuda=True),
+    Kind(
+        "honest-upload-child",
+        "a child of it uploads for 24 s while the others wait",
+        "honest",
+        3,
+        limit_s=60.0,
+        steps=40,
+    ),
+    Kind(
+        "honest-upload-thread",
+        "a thread of it uploads for 24 s while the others wait",
+        "honest",
+        limit_s=60.0,
+        steps=40,
+    ),
+    Kind("honest-eval-module", "DDP: evaluates model.module for 70 s", "honest", steps=40, limit_s=100.0, cuda=True),
+    Kind("sleeping-retry", "tries again every 3 s, for 18 s, while the others wait", "honest", steps=40),
+    Kind("long-first-step", "computes 14 s in its first step", "honest", steps=15, cuda=True),
     Kind("long-batch", "fetches one batch for 6 s", "honest", steps=40),
     Kind("long-step", "every rank computes one step for 6 s", "honest", steps=40, culprit=False),
+    Kind("ddp-irregular", "DDP: each rank draws its steps' lengths", "honest", 2, "ddp", 90.0, steps=60, cuda=True),
+    Kind("ddp-uneven", "DDP: twice as many micro-steps", "honest", 2, "ddp", 60.0, steps=100, cuda=True),
+    Kind("ddp-evaluation", "DDP: evaluates alone every fifth step", "honest", 2, "ddp", 60.0, steps=80, cuda=True),
+    Kind("ddp-nothing", "DDP: trains and finishes", "honest", 2, "ddp", 60.0, False, steps=150, cuda=True),
     Kind("kill", "is killed on request while it trains", "killed", culprit=False, cuda=True),
     Kind("kill-hung", "is killed on request while a rank holds the GIL in native code", "killed", cuda=True),
+    Kind("nan-loss", "its loss becomes NaN", "health", words="nan_loss", engine="health"),
+    Kind(
+        "diverging-loss", "the loss rises and stays", "health", culprit=False, words="diverging_loss", engine="health"
+    ),
+    Kind(
+        "grad-explosion",
+        "the gradient norm is 100 times its usual size",
+        "health",
+        2,
+        "health",
+        culprit=False,
+        words="gradient_explosion",
+    ),
+    Kind(
+        "scaler-floor",
+        "the loss scaler is at its floor and skips every update",
+        "health",
+        1,
+        "scaler",
+        culprit=False,
+        words="scaler_floor",
+    ),
+    Kind(
+        "input-bound",
+        "batches take longer than steps on every rank",
+        "health",
+        culprit=False,
+        words="input_bound",
+        engine="health",
+    ),
+    Kind(
+        "recompilation",
+        "a compiled function sees a new shape at each step",
+        "health",
+        culprit=False,
+        words="recompilation",
+        engine="health",
+    ),
+    Kind("replica-divergence", "changes a parameter in place", "health", words="replica_divergence", engine="health"),
+    Kind(
+        "disk-filling",
+        "its output fills the disk",
+        "health",
+        culprit=False,
+        words="disk_filling",
+        engine="health",
+        needs="tmpfs",
+    ),
+    Kind(
+        "noisy-loss",
+        "a noisy loss with spikes, and its restart of the learning rate",
+        "well",
+        2,
+        "health",
+        steps=400,
+        culprit=False,
+    ),
+    Kind("scaler-search", "the loss scaler looks for its scale", "well", 1, "scaler", steps=300, culprit=False),
+    Kind("slow-epochs", "the first batch of each epoch is slow", "well", 2, "health", steps=300, culprit=False),
+    Kind("two-shapes", "a compiled function sees two shapes", "well", 2, "health", steps=300, culprit=False),
+    Kind("equal-replicas", "trains under DDP for some hundred steps", "well", 2, "health", steps=400, culprit=False),
+    Kind(
+        "checkpoint-and-remove",
+        "writes checkpoints and removes them",
+        "well",
+        2,
+        "health",
+        steps=300,
+        culprit=False,
+        needs="tmpfs",
+    ),
     Kind("nothing", "trains and finishes", "honest", steps=60, culprit=False, cuda=True),
 )
 

@@ -1,7 +1,9 @@
-"""What some scenes need of the machine: a memory cgroup, or two hosts. Where it cannot be had, the scene says why."""
+"""What some scenes need of the machine: a memory cgroup, a small disk, or two hosts; or why it cannot be had."""
 
 import contextlib
 import os
+import subprocess
+import tempfile
 import uuid
 from collections.abc import Generator
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 from .. import hosts
 
 MEMORY_LIMIT = 192 << 20
+DISK_BYTES = 128 << 20
 
 
 def why_not(needs: str) -> str:
@@ -22,6 +25,12 @@ def why_not(needs: str) -> str:
         return ""
     if needs == "netns":
         return hosts.why_not()
+    if needs == "tmpfs":
+        with tempfile.TemporaryDirectory() as folder:
+            disk = Path(folder)
+            if not _mount(disk):
+                return "no tmpfs can be mounted here"
+            _unmount(disk)
     return ""
 
 
@@ -45,8 +54,27 @@ def allowed(
         finally:
             with contextlib.suppress(OSError):
                 group.rmdir()
+    elif needs == "tmpfs":
+        disk = folder / "scene-disk"
+        disk.mkdir()
+        if not _mount(disk):
+            raise RuntimeError("no tmpfs can be mounted here")
+        environment["SCENE_DISK"] = str(disk)
+        try:
+            yield None
+        finally:
+            _unmount(disk)
     else:
         yield None
+
+
+def _mount(folder: Path) -> bool:
+    words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    return subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
+def _unmount(folder: Path) -> None:
+    subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
 
 
 def _make_cgroup() -> Path:

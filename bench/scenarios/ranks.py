@@ -3,8 +3,10 @@
 ``kind``, ``culprit`` (rank), ``at`` (step), ``folder`` (for what the runner is told), ``steps``, ``engine``, ``cuda``.
 """
 
+import contextlib
 import json
 import os
+import random
 import time
 from pathlib import Path
 
@@ -59,8 +61,10 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     fault = Fault(SCENE, dist.get_rank(), dist.get_world_size())
-    train = with_engine if SCENE["engine"] == "deepspeed" else plain
-    train(fault)
+    fault.before_loop()
+    {"deepspeed": with_engine, "torchrun": plain, "ddp": parallel, "fsdp": parallel}[SCENE["engine"]](fault)
+    if fault.leaves_early:
+        return
     fault.finishing()
     dist.barrier()
     dist.destroy_process_group()
@@ -75,13 +79,18 @@ def plain(fault):
     device = torch.device("cuda", torch.cuda.current_device()) if SCENE["cuda"] else torch.device("cpu")
     model = Model(fault).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    reduced = SCENE["kind"] in ("no-sync-one", "honest-eval-module", "uneven-exit")
+    if reduced:
+        model = torch.nn.parallel.DistributedDataParallel(model)
     for step, rows in enumerate(loader(fault), 1):
         fault.begin(step)
-        loss = model(rows.to(device))
-        loss.backward()
+        with model.no_sync() if fault.skips_collectives else contextlib.nullcontext():
+            loss = model(rows.to(device))
+            loss.backward()
         fault.before_collective()
         late = SCENE["kind"].startswith("device-wait")
-        works = [dist.all_reduce(parameter.grad, async_op=late) for parameter in model.parameters()]
+        own = [] if reduced else list(model.parameters())  # DistributedDataParallel reduces in backward
+        works = [dist.all_reduce(parameter.grad, async_op=late) for parameter in own]
         optimizer.step()
         optimizer.zero_grad()
         if late:  # under NCCL it is the next copy from the device that waits, outside of every collective's call
@@ -90,6 +99,33 @@ def plain(fault):
         fault.between_steps(model)
         if fault.out_of_batches():
             return
+
+
+def parallel(fault):
+    """A model in DDP, or sharded by FSDP2: the collectives are the library's."""
+    device = torch.device("cuda", torch.cuda.current_device()) if SCENE["cuda"] else torch.device("cpu")
+    model = Model(fault).to(device)
+    if SCENE["engine"] == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        fully_shard(model.layers[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    random.seed(dist.get_rank() * 1000 + SCENE["at"])
+    for step, rows in enumerate(fault.batches(loader(fault)), 1):
+        fault.begin(step)
+        for left in reversed(range(fault.micro_steps())):
+            with contextlib.ExitStack() as stack:
+                if left:
+                    stack.enter_context(model.no_sync())
+                model(rows.to(device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        fault.between_steps(model)
 
 
 def with_engine(fault):
@@ -103,7 +139,7 @@ def with_engine(fault):
         "steps_per_print": 100000,
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    for step, rows in enumerate(loader(fault), 1):
+    for step, rows in enumerate(fault.batches(loader(fault)), 1):
         fault.begin(step)
         loss = engine(rows.to(engine.device))
         fault.before_collective()

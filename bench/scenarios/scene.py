@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from ftmon.protocol.errors import FtmonError
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.rundir import RunDir
 from ftmon.protocol.sockets import CHANNELS
-from ftmon.trainer import processes
+from ftmon.trainer.host import processes
 from ftmon.trainer.recipe.hardware import free_port
 
 from .. import hosts
@@ -117,7 +118,7 @@ class Scene:
     def _start(self) -> RunDir:
         if self.hosts is not None:
             return self.hosts.start(self.kind.name, HERE / "ranks.py")
-        script = str(HERE / "ranks.py")
+        script = str(HERE / ("health_ranks.py" if self.kind.engine in ("health", "scaler") else "ranks.py"))
         if self.kind.engine == "deepspeed":
             program = shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))
             job = [program, "--num_gpus", str(self.world), "--master_port", str(free_port()), script]
@@ -143,7 +144,7 @@ class Scene:
         fault_file = self.folder / "fault.json"
         self._wait(lambda: self._ready() or fault_file.exists() or run.read_exit(), START_SECONDS, run)
         fault = self._strike(run)
-        if fault is None and self.kind.name not in ("nothing", "kill"):
+        if fault is None and self.kind.name not in ("nothing", "ddp-nothing", "kill") and self.kind.expect != "well":
             self._wait(lambda: fault_file.exists() or run.read_exit(), START_SECONDS, run)
             if not fault_file.exists():
                 raise SceneError(f"the run ended before its fault: {run.read_exit()}; {_tail(run)}")
@@ -180,6 +181,8 @@ class Scene:
                     raise SceneError("no hub")
                 os.kill(hub.process.pid, signal.SIGKILL)
             return now
+        if name == "ddp-paused":
+            return self._pause_again_and_again()
         if name not in ("sigstop", "deepspeed-sigstop", "sigkill", "pause-and-resume", "launcher-killed"):
             return None
         self._wait(self._ready, START_SECONDS, run)
@@ -196,8 +199,26 @@ class Scene:
             os.kill(pid, signal.SIGCONT)
         return now
 
+    def _pause_again_and_again(self) -> float:
+        """Stop and continue the culprit as cpulimit does, until it is gone."""
+        pid = int((self.folder / f"pid-{self.culprit or 0}").read_text())
+        self._wait(self._ready, START_SECONDS, RunDir(next((self.folder / "home" / "runs").iterdir())))
+
+        def pause() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                while True:
+                    os.kill(pid, signal.SIGSTOP)
+                    time.sleep(0.12)
+                    os.kill(pid, signal.SIGCONT)
+                    time.sleep(0.04)
+
+        threading.Thread(target=pause, daemon=True).start()
+        return time.time()
+
     def _await_verdict(self, run: RunDir) -> Judgement:
-        deadline = time.monotonic() + self.kind.limit_s + (15.0 if self.kind.expect in ("honest", "resolves") else 0.0)
+        deadline = (
+            time.monotonic() + self.kind.limit_s + (15.0 if self.kind.expect in ("honest", "resolves", "well") else 0.0)
+        )
         settled: float | None = None
         while True:
             self._read_alerts(run)

@@ -3,11 +3,13 @@
 import sqlite3
 from itertools import chain
 
+from .curves import INSERT_CHECKPOINT, INSERT_CURVE, INSERT_EVALUATION, INSERT_TRAINING_STEP
+from .jobs import INSERT_JOB
 from .marks import INSERT_EXPLAINED, INSERT_MARK
 from .rollup import INSERT_ROLLUP
 from .rows import INSERTS, Row
 from .schema import STREAM_TABLES
-from .steprow import INSERT_EXTRA, INSERT_STEP
+from .steprow import INSERT_EXTRA, INSERT_STEP, INSERT_UPDATE
 
 PENDING_LIMIT = 20_000
 """Messages held while the disk takes none (some 40 MB); beyond, steps, samples and log lines are let go."""
@@ -23,9 +25,15 @@ _NAMES = ("device_names", "process_names")
 _STATEMENTS = {
     "steps": INSERT_STEP,
     "extra_phases": INSERT_EXTRA,
+    "updates": INSERT_UPDATE,
     "rollups": INSERT_ROLLUP,
     "marks": INSERT_MARK,
     "explained": INSERT_EXPLAINED,
+    "training_steps": INSERT_TRAINING_STEP,
+    "curves": INSERT_CURVE,
+    "evaluations": INSERT_EVALUATION,
+    "checkpoints": INSERT_CHECKPOINT,
+    "jobs": INSERT_JOB,
     **INSERTS,
 }
 _UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
@@ -35,7 +43,7 @@ _UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.Interface
 class Batch:
     """Rows by table, how many messages they are, and how many were lost before they came here."""
 
-    __slots__ = ("gap", "held", "last_seq", "rows", "taken")
+    __slots__ = ("gap", "heard", "held", "last_seq", "rows", "taken")
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = {table: [] for table in _STATEMENTS}
@@ -45,12 +53,14 @@ class Batch:
         """The highest number of a message when the batch was taken."""
         self.taken: dict[str, int] = {}
         """The number of the last message that was taken of each who numbers his and says them again if unconfirmed."""
+        self.heard: dict[str, int] = {}
+        """Highest sequence number received from each rank; empty: none since the last batch."""
         self.gap: tuple[float, float, int, str] | None = None
         """Of the messages lost: when the hub had the first and the last, how many they are, and why."""
 
     def __bool__(self) -> bool:
-        """Tell whether there is something to write."""
-        return bool(self.held or self.gap)
+        """Return whether there is something to write."""
+        return bool(self.held or self.gap or self.heard)
 
     @property
     def lost(self) -> int:
@@ -65,6 +75,7 @@ class Batch:
         self.held += later.held
         self.last_seq = max(self.last_seq, later.last_seq)
         self.taken |= later.taken
+        self.heard = later.heard or self.heard
         if later.gap is not None:
             first_t, last_t, count, reason = later.gap
             self.lose(count, first_t, last_t, reason)
@@ -91,6 +102,8 @@ class Batch:
             times += (row[1] for row in self.rows[table])
             self.rows[table].clear()
         self.rows["extra_phases"].clear()
+        self.rows["updates"].clear()
+        self.rows["training_steps"].clear()
         events = self.rows["events"]
         times += (row[1] for row in events[:-_EVENTS_KEPT])
         del events[:-_EVENTS_KEPT]
@@ -99,7 +112,7 @@ class Batch:
             self.lose(len(times), min(times), max(times), reason)
 
     def names(self) -> "Batch":
-        """Give a batch of the names alone that rows to come refer to."""
+        """Return a batch of the names alone that rows to come refer to."""
         found = Batch()
         found.last_seq = self.last_seq
         found.rows |= {table: self.rows[table] for table in _NAMES}

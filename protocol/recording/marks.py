@@ -12,10 +12,13 @@ from typing import Any
 
 import msgspec
 
+from ..bounds import MAX_RANKS
+from ..jobs import Job
 from ..memory import Cause, Composition
-from ..phasepeaks import PeakMark, PhasePeaks
 from ..telemetry import Step
 from ..wire import Message
+from .jobs import shown_since
+from .phase_peaks import PeakMark, PhasePeaks
 
 Row = tuple[Any, ...]
 
@@ -34,13 +37,17 @@ class Marks:
         self._peaks: dict[int, PhasePeaks] = {}
         self._composed: dict[int, int] = {}
         """The highest peak of each rank that was taken apart."""
+        self._job = 0
 
     def load(self, connection: sqlite3.Connection) -> None:
         """Go on where an earlier writer of this file left off."""
-        for mark in read_marks(connection):
+        since = shown_since(connection, 1 << 62)
+        for mark in read_marks(connection, since):
             self._of(mark.rank).put(mark)
-        highest = "SELECT rank, max(bytes) FROM explained WHERE kind = 'composition' GROUP BY rank"
-        self._composed = dict(connection.execute(highest).fetchall())
+        highest = "SELECT rank, max(bytes) FROM explained WHERE kind = 'composition' AND seq >= ? GROUP BY rank"
+        self._composed = dict(connection.execute(highest, (since,)).fetchall())
+        last = "SELECT number FROM jobs WHERE shown ORDER BY seq DESC LIMIT 1"
+        self._job = next((number for (number,) in connection.execute(last)), 0)
 
     def step(self, seq: int, step: Step) -> None:
         """Take a step."""
@@ -60,6 +67,13 @@ class Marks:
                 row = (seq, "composition", message.rank, message.step, top.name, top.peak_bytes)
                 self._emit("explained", row)
 
+    def job(self, job: Job) -> None:
+        """Begin anew with each job in the stream: its peaks are compared with its own."""
+        if job.shown and not job.is_over and job.number != self._job:
+            self._job = job.number
+            self._peaks.clear()
+            self._composed.clear()
+
     def _of(self, rank: int) -> PhasePeaks:
         found = self._peaks.get(rank)
         if found is None:
@@ -68,28 +82,34 @@ class Marks:
 
 
 def has_marks(connection: sqlite3.Connection) -> bool:
-    """Tell whether a recording has the tables: one of an earlier version has not."""
+    """Return whether a recording has the tables: one of an earlier version has not."""
     query = "SELECT count(*) FROM sqlite_schema WHERE name IN ('marks', 'explained') AND type = 'table'"
     return connection.execute(query).fetchone()[0] == 2
 
 
-def read_marks(connection: sqlite3.Connection) -> list[PeakMark]:
-    """Read all marks, by rank and then in the order they were set."""
-    query = f"SELECT rank, step, phase, bytes, shape FROM marks ORDER BY rank, seq LIMIT {MARK_LIMIT}"
+def read_marks(connection: sqlite3.Connection, first: int = 0, last: int = 1 << 62) -> list[PeakMark]:
+    """Read the marks set between two numbers of the stream, by rank and then in the order they were set."""
+    query = f"""SELECT rank, step, phase, bytes, shape FROM marks WHERE seq BETWEEN ? AND ?
+        ORDER BY rank, seq LIMIT {MARK_LIMIT}"""
     return [
-        PeakMark(rank, step, phase, size, _shape(shape)) for rank, step, phase, size, shape in connection.execute(query)
+        PeakMark(rank, step, phase, size, _shape(shape))
+        for rank, step, phase, size, shape in connection.execute(query, (first, last))
+        if rank.__class__ is int and 0 <= rank < MAX_RANKS
     ]
 
 
-def explained_seqs(connection: sqlite3.Connection, seq: int) -> list[int]:
-    """Number each rank's composition with the highest peak up to ``seq``, and the last cause for each of its phases."""
-    query = """SELECT max(seq) FROM explained WHERE seq <= ?
+def explained_seqs(connection: sqlite3.Connection, seq: int, first: int = 0) -> list[int]:
+    """Number each rank's composition with the highest peak up to ``seq``, and the last cause for each of its phases.
+
+    ``first`` is the number from which on they are looked for.
+    """
+    query = """SELECT max(seq) FROM explained WHERE seq BETWEEN ? AND ?
         GROUP BY kind, rank, CASE kind WHEN 'cause' THEN phase END"""
-    return [found for (found,) in connection.execute(query, (seq,))]
+    return [found for (found,) in connection.execute(query, (first, seq))]
 
 
 def _shape(text: str | None) -> list[int]:
     try:
         return msgspec.json.decode(text, type=list[int]) if text else []
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
         return []

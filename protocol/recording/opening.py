@@ -1,25 +1,32 @@
 """Opens a recording for reading: live, closed, on a read-only disk, or what is left of one that was cut short."""
 
+import os
 import shutil
 import sqlite3
+import stat
 import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import RecordingError
 from ..text import gib
+from .guard import Guard
 from .salvage import salvage
 from .schema import APPLICATION_ID, SCHEMA_VERSION, UPGRADES
+from .shape import check_no_code, check_shape, kinds_of
 
 _HEADER_BYTES = 100
 _MAGIC = b"SQLite format 3\x00"
 
 
 @dataclass
-class Opened:
+class OpenedRecording:
     """An open recording. ``missing`` says in words what cannot be read of it; ``scratch`` holds a private copy."""
 
     connection: sqlite3.Connection
+    guard: Guard
     missing: str = ""
     scratch: "tempfile.TemporaryDirectory[str] | None" = None
     salvaged: bool = False
@@ -42,69 +49,143 @@ class _Header:
     schema: int
 
 
-def open_recording(path: Path) -> Opened:
+def open_recording(path: Path, *, once: bool = False) -> OpenedRecording:
     """Open a recording read-only; the file itself is never changed.
 
+    The file may be anybody's: what opening it may cost is bounded (``guard``), and a table that is none is refused
+    (``shape``).
+
+    Args:
+        path: the recording.
+        once: for one command: what all of its questions together may cost is bounded too.
+
     Raises:
-        RecordingError: it is missing, not a recording, of a newer schema, or nothing of it can be read.
+        RecordingError: it is missing, not a recording, of a newer schema, refused, or nothing of it can be read.
     """
+    with _still_there(path):
+        return _open(path, once)
+
+
+@contextmanager
+def _still_there(path: Path) -> Generator[None, None, None]:
+    """Turn what the system says of a file into the error of a recording: it may go away at any time."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if Path(error.filename or path).name.startswith(path.name):
+            raise RecordingError(f"{path}: was removed while it was read") from None
+        raise RecordingError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise RecordingError(f"{path}: cannot be read: {error}") from None
+
+
+def _open(path: Path, once: bool) -> OpenedRecording:
     header = _check_header(path)
     if header.schema > SCHEMA_VERSION:
         raise RecordingError(
             f"{path}: has recording schema {header.schema}, this ftmon reads up to {SCHEMA_VERSION}: "
             "install a newer ftmon to read it"
         )
+    guard = Guard(path, once=once)
     if path.stat().st_size < header.expected_bytes and not _write_ahead_log(path):
-        return open_damaged(path)
+        return open_damaged(path, guard)
     try:
-        opened = _open_whole(path)
-    except sqlite3.DatabaseError as error:
-        if not is_damage(error):
-            raise RecordingError(f"{path}: cannot be read: {error}") from None
-        return open_damaged(path)
-    return _upgrade(path, opened, header.schema) if header.schema < SCHEMA_VERSION else opened
+        opened = _open_whole(path, guard)
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        if isinstance(error, sqlite3.Error) and not is_damage(error):
+            raise _refined(guard, error) from None
+        return open_damaged(path, guard)  # a message of SQLite's with a name from a damaged schema may be no UTF-8
+    if header.schema < SCHEMA_VERSION:
+        return _upgrade(opened, header.schema)
+    try:
+        _check_shape(opened)
+        return opened
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        opened.close()
+        if isinstance(error, sqlite3.Error) and not is_damage(error):
+            raise _refined(guard, error) from None
+        return open_damaged(path, guard)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _check_shape(opened: OpenedRecording, *, views: bool = True) -> None:
+    try:
+        check_shape(opened.connection, views=views)
+    except RecordingError as error:
+        raise RecordingError(f"{opened.guard.path}: {error}") from None
+
+
+def _refined(guard: Guard, error: sqlite3.Error) -> BaseException:
+    refined = guard.refine(error)
+    return RecordingError(f"{guard.path}: cannot be read: {error}") if refined is error else refined
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Tell whether an error means a damaged file, not a busy or forbidden one."""
+    """Return whether an error means a damaged file, not a busy or forbidden one."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    # A file that lost its tables with its tail says "no such table" (SQLITE_ERROR).
-    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "no such table" in str(error)
+    # A file that lost its tables with its tail says "no such table" (SQLITE_ERROR). A damaged length of a value makes
+    # it larger than any value may be.
+    damage = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_TOOBIG)
+    return code in damage or "no such table" in str(error)
 
 
-def open_damaged(path: Path) -> Opened:
+def open_damaged(path: Path, guard: Guard) -> OpenedRecording:
     """Read what can be read of a damaged recording into a private copy, and open that.
+
+    Args:
+        path: the recording.
+        guard: of the opening that found it damaged.
 
     Raises:
         RecordingError: nothing can be read.
     """
+    with _still_there(path):
+        return _open_damaged(path, guard)
+
+
+def _open_damaged(path: Path, guard: Guard) -> OpenedRecording:
     header = _check_header(path)
     size = path.stat().st_size
     scratch = _scratch()
     try:
-        connection = salvage(path, header.page_bytes, Path(scratch.name))
-    except (sqlite3.Error, OSError) as error:
+        connection, given_up = salvage(path, header.page_bytes, Path(scratch.name), guard)
+    except (sqlite3.Error, OSError, UnicodeDecodeError, MemoryError) as error:
         scratch.cleanup()
+        refined = guard.refine(error) if isinstance(error, sqlite3.Error) else error
+        if refined is not error:
+            raise refined from None
         raise RecordingError(f"{path}: is damaged, nothing of it can be read: {error}") from None
+    except BaseException:
+        scratch.cleanup()
+        raise
     if size < header.expected_bytes:
         missing = f"the file is cut short: {gib(size)} of {gib(header.expected_bytes)} are there"
     else:
         missing = "the file is damaged: only the parts that are whole were read"
-    return Opened(connection, missing, scratch, salvaged=True)
+    if given_up:
+        missing += f" ({given_up})"
+    return OpenedRecording(connection, guard, missing, scratch, salvaged=True)
 
 
 def _check_header(path: Path) -> _Header:
     try:
-        with path.open("rb") as file:
+        _check_regular(path)
+        with open(path, "rb", opener=_open_at_once) as file:
             head = file.read(_HEADER_BYTES)
     except FileNotFoundError:
         raise RecordingError(f"{path}: no such recording; 'ftmon ls' lists the runs there are") from None
     except IsADirectoryError:
         raise RecordingError(f"{path}: is a directory; name the recording.sqlite in it") from None
+    except ValueError as error:  # a name with a NUL byte
+        raise RecordingError(f"{path}: cannot be read: {error}") from None
     except OSError as error:
-        hint = (
-            "is a directory; name the recording.sqlite in it" if path.is_dir() else f"cannot be read: {error.strerror}"
-        )
+        try:
+            is_folder = path.is_dir()
+        except OSError:
+            is_folder = False
+        hint = "is a directory; name the recording.sqlite in it" if is_folder else f"cannot be read: {error.strerror}"
         raise RecordingError(f"{path}: {hint}") from None
     if not head:
         raise RecordingError(f"{path}: is empty: nothing was recorded, or the copy of it failed")
@@ -122,7 +203,29 @@ def _check_header(path: Path) -> _Header:
     )
     if header.application_id != APPLICATION_ID:
         raise RecordingError(f"{path}: is a SQLite file, but not an ftmon recording")
+    if not 512 <= page_bytes <= 65_536 or page_bytes & (page_bytes - 1):
+        raise RecordingError(f"{path}: is damaged, nothing of it can be read: pages of {page_bytes} bytes")
     return header
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse pipes, sockets and devices, also where SQLite would open them as its log: opening one may wait for ever.
+
+    Raises:
+        RecordingError: it is one.
+        OSError: there is no such file, or it cannot be seen.
+    """
+    if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+        raise RecordingError(f"{path}: is not a regular file; name a recording.sqlite")
+    for suffix in ("-wal", "-shm", "-journal"):
+        beside = Path(f"{path}{suffix}")
+        if os.path.lexists(beside) and not beside.is_file():
+            raise RecordingError(f"{beside}: is not a regular file; remove it, or copy the recording elsewhere")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting: a pipe may have taken the file's place."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _write_ahead_log(path: Path) -> Path | None:
@@ -144,46 +247,69 @@ def _scratch() -> "tempfile.TemporaryDirectory[str]":
     return tempfile.TemporaryDirectory(prefix="ftmon-", ignore_cleanup_errors=True)
 
 
-def _open_whole(path: Path) -> Opened:
+def _open_whole(path: Path, guard: Guard) -> OpenedRecording:
     connection = connect(path, "mode=ro")
     try:
-        connection.execute("SELECT count(*) FROM meta").fetchone()
-        return Opened(connection)
+        guard.harden(connection)
+        if kinds_of(connection).get("meta", "table") == "table":
+            connection.execute("SELECT count(key) FROM meta").fetchone()
+        return OpenedRecording(connection, guard)
     except sqlite3.Error as error:
         connection.close()
-        if is_damage(error) or not isinstance(error, sqlite3.OperationalError):
+        if is_damage(error) or not isinstance(error, sqlite3.OperationalError) or guard.refine(error) is not error:
             raise
+    except UnicodeDecodeError:
+        connection.close()
+        raise
     # Read-only media: SQLite cannot make the index of the write-ahead log beside the file.
     log = _write_ahead_log(path)
     if log is None:
-        return Opened(connect(path, "mode=ro&immutable=1"))
+        return OpenedRecording(guard.harden(connect(path, "mode=ro&immutable=1")), guard)
     scratch = _scratch()
     try:
         shutil.copyfile(path, Path(scratch.name) / "copy.sqlite")
         shutil.copyfile(log, Path(scratch.name) / "copy.sqlite-wal")
-        return Opened(connect(Path(scratch.name) / "copy.sqlite", "mode=rw"), scratch=scratch)
+        return OpenedRecording(
+            guard.harden(connect(Path(scratch.name) / "copy.sqlite", "mode=rw")), guard, scratch=scratch
+        )
     except OSError as error:
         scratch.cleanup()
         reason = f"its newest part ({log.name}) cannot be read here: {error.strerror}"
-        return Opened(connect(path, "mode=ro&immutable=1"), reason)
+        return OpenedRecording(guard.harden(connect(path, "mode=ro&immutable=1")), guard, reason)
 
 
-def _upgrade(path: Path, opened: Opened, schema: int) -> Opened:
-    """Bring an older schema up to date in a private copy."""
-    scratch = _scratch()
+def _upgrade(opened: OpenedRecording, schema: int) -> OpenedRecording:
+    """Bring an older schema up to date in a private copy, and check that it came to this version's tables."""
+    guard, scratch = opened.guard, _scratch()
     copy = connect(Path(scratch.name) / "upgraded.sqlite", "mode=rwc")
+    upgraded = OpenedRecording(copy, guard, opened.missing, scratch)
     try:
+        check_no_code(opened.connection)
         opened.connection.backup(copy)
+        guard.harden(copy)
         for version in range(schema, SCHEMA_VERSION):
             for statement in UPGRADES[version]:
                 copy.execute(statement)
-    except (KeyError, sqlite3.Error) as error:
-        copy.close()
-        scratch.cleanup()
-        raise RecordingError(f"{path}: recording schema {schema} cannot be brought up to date: {error}") from None
+        _check_shape(upgraded, views=False)
+    except (KeyError, UnicodeDecodeError, sqlite3.Error) as error:
+        upgraded.close()
+        if isinstance(error, sqlite3.Error) and is_damage(error):
+            return open_damaged(guard.path, guard)
+        refined = guard.refine(error) if isinstance(error, sqlite3.Error) else error
+        if refined is not error:
+            raise refined from None
+        reason = f"recording schema {schema} cannot be brought up to date: {error}"
+        raise RecordingError(f"{guard.path}: {reason}") from None
+    except RecordingError as error:
+        upgraded.close()
+        reason = str(error).removeprefix(f"{guard.path}: ")
+        raise RecordingError(f"{guard.path}: {reason}") from None
+    except BaseException:
+        upgraded.close()
+        raise
     finally:
         opened.close()
-    return Opened(copy, opened.missing, scratch)
+    return upgraded
 
 
 def check_continuable(path: Path) -> None:

@@ -13,8 +13,13 @@ _HIGHEST_STEP = f"SELECT {_PEAK}, seq FROM steps WHERE rank = ? AND seq BETWEEN 
 _LAST_POOLED = "SELECT max(last_seq) FROM rollups WHERE level = ? AND rank = ? AND last_seq <= ?"
 
 
-def peak_seq(connection: sqlite3.Connection, rank: int, seq: int) -> int | None:
-    """Give the number of the first step with a rank's highest peak among those up to ``seq``; None without any."""
+def peak_seq(connection: sqlite3.Connection, rank: int, seq: int, since: int = 0) -> int | None:
+    """Return the number of the first step with a rank's highest peak among those up to ``seq``; None without any.
+
+    With ``since`` (the start of a job) only steps numbered from there on count.
+    """
+    if since:
+        return _peak_since(connection, rank, since, seq)
     best, found, level, first, last = -1, -1, -1, 0, seq
     begin = 0
     for pooled in reversed(range(len(ROLLUP_SIZES))):
@@ -36,3 +41,34 @@ def peak_seq(connection: sqlite3.Connection, rank: int, seq: int) -> int | None:
     row = connection.execute(_HIGHEST_STEP, (rank, first, last)).fetchone()
     found = row[1] if row is not None else found
     return found if found >= 0 else None
+
+
+def _peak_since(connection: sqlite3.Connection, rank: int, since: int, seq: int) -> int | None:
+    """Do the same for steps between two numbers: pooled rows that lie between them whole, and single steps around."""
+    pooled = "SELECT first_seq, last_seq FROM rollups WHERE level = ? AND rank = ? AND last_seq BETWEEN ? AND ?"
+    best: tuple[int, int] | None = None
+
+    def look(level: int, first: int, last: int) -> None:
+        nonlocal best
+        if first > last:
+            return
+        if level < 0:
+            row = connection.execute(_HIGHEST_STEP, (rank, first, last)).fetchone()
+            if row is not None and row[0] is not None and (best is None or row[0] > best[0]):
+                best = row
+            return
+        whole = f"{pooled} AND first_seq >= ?"
+        ends = connection.execute(
+            f"SELECT min(first_seq), max(last_seq) FROM ({whole})", (level, rank, first, last, first)
+        ).fetchone()
+        if ends[0] is None:
+            look(level - 1, first, last)
+            return
+        look(level - 1, first, ends[0] - 1)
+        row = connection.execute(_HIGHEST_POOLED, (level, rank, ends[0], ends[1])).fetchone()
+        if row is not None and (best is None or row[0] > best[0]):
+            look(level - 1, row[1], row[2])
+        look(level - 1, ends[1] + 1, last)
+
+    look(len(ROLLUP_SIZES) - 1, since, seq)
+    return best[1] if best is not None else None

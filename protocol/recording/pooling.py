@@ -48,7 +48,7 @@ class Window:
         return self._connection.execute(f"SELECT count(*) {_IN_ROLLUPS}", bind).fetchone()[0]
 
     def points(self, rank: int, limit: int) -> list[StepPoint]:
-        """Give a rank's steps as at most ``limit`` points."""
+        """Return a rank's steps as at most ``limit`` points."""
         level = len(ROLLUP_SIZES) - 1
         while level >= 0:
             size = ROLLUP_SIZES[level] // (ROLLUP_SIZES[level - 1] if level else 1)
@@ -78,7 +78,7 @@ class Window:
     def memory(
         self, ranks: Sequence[int], t0: float, width: float, columns: int
     ) -> dict[tuple[int, int], MemoryColumn]:
-        """Give the memory peaks of all ranks by rank and column; a column is ``width`` seconds from ``t0`` on."""
+        """Return the memory peaks of all ranks by rank and column; a column is ``width`` seconds from ``t0`` on."""
         level = self._memory_level(ranks, columns)
         found: dict[tuple[int, int], MemoryColumn] = {}
         for rank in ranks:

@@ -1,11 +1,10 @@
 """Reads a recording: whole states by time, stretches of the stream, pooled curves. Works while it is being written."""
 
-import json
+import contextlib
 import math
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,24 +12,32 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
+from ..bounds import LAST_TIME, MAX_RANKS
 from ..control import Alert, RunState
 from ..errors import RecordingError
-from ..phasepeaks import PeakMark
-from ..process import ProcessId, is_alive
+from ..jobs import Job
+from ..text import sanitize
 from ..wire import Frame, Message
+from .curves import read_points
+from .info import read_info
+from .jobs import job_seqs, shown_since, stand_in
 from .marks import explained_seqs, has_marks, read_marks
-from .opening import Opened, is_damage, open_damaged, open_recording
+from .opening import OpenedRecording, is_damage, open_damaged, open_recording
 from .peaks import peak_seq
+from .phase_peaks import PeakMark
 from .pooling import Window
-from .results import MemoryColumn, RecordingInfo, StepPoint
-from .rows import BODY_COLUMN, Row, log_from_row, sample_from_row, unpack_body
+from .results import MemoryColumn, RecordingInfo, StepPoint, TrainingPoint, held_to_type
+from .rows import BODY_COLUMN, NO_RANK, UNBELIEVABLE, Row, believed, log_from_row, sample_from_row, unpack_body
 from .schema import ROLLUP_SIZES, STREAM_TABLES
 from .steprow import step_from_row
 
 T = TypeVar("T")
 
-_VARIABLES = 500
-"""Numbers that one statement asks for; older builds of SQLite take no more than 999."""
+_DAMAGE = (msgspec.MsgspecError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
+"""What an answer raises where a value in the file is none that a writer writes."""
+
+_PART = 256
+"""Rows fetched at once; between parts the bytes of the answer are counted."""
 
 _LAST_OF_EACH = """
     WITH RECURSIVE keys(key) AS (
@@ -47,18 +54,23 @@ class Reader:
 
     Args:
         path: the recording.
+        once: it is opened for one command: what all questions together may cost is bounded, not only each. What goes
+            beyond is left out of the answers (``left_out``), or refused.
 
     Raises:
         RecordingError: it is missing, not a recording, of a newer schema, or nothing of it can be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, once: bool = False) -> None:
         self.path = Path(path)
         self._lock = threading.RLock()
         self._devices: dict[int, Row] = {}
         self._alert_frames: dict[int, Frame] = {}
         self._processes: dict[int, Row] = {}
-        self._opened: Opened = open_recording(self.path)
+        self._opened: OpenedRecording = open_recording(self.path, once=once)
+        with contextlib.suppress(sqlite3.Error):  # damage is found, and answered for, by the first question
+            stand_in(self._connection)
+        self._opened.guard.end()
 
     def close(self) -> None:
         """Close the file."""
@@ -73,38 +85,58 @@ class Reader:
     ) -> None:
         self.close()
 
+    @property
+    def left_out(self) -> str:
+        """What was left out of the answers so far because of what it costs to read, in words; empty: nothing."""
+        count = self._opened.guard.left_out
+        if not count:
+            return ""
+        messages = "a message was" if count == 1 else f"{count:,} messages were"
+        return f"{messages} left out: reading them costs more than the file's size justifies; it is damaged, or made so"
+
     def info(self) -> RecordingInfo:
-        """Say what the recording holds, and what is missing of it."""
-        return self._ask(self._info)
+        """Return what the recording holds, and what is missing of it."""
+        return self._ask("info", self._info)
 
     def frames(self, after_seq: int = 0, limit: int = 1000, until_t: float | None = None) -> list[Frame]:
-        """Give at most ``limit`` messages of the stream numbered above ``after_seq``, up to ``until_t``, in order."""
-        return self._ask(lambda: self._frames(after_seq, limit, until_t))
+        """Return at most ``limit`` messages of the stream numbered above ``after_seq``, up to ``until_t``, in order."""
+        after, most, until = _whole(after_seq), _whole(limit), None if until_t is None else float(until_t)
+        return self._ask("frames", lambda: self._frames(after, most, until))
 
     def state_at(self, t: float) -> list[Frame]:
-        """Give the fewest messages that, folded in order, make the run's state at ``t``.
+        """Return the fewest messages that, folded in order, make the run's state at ``t``.
 
-        The last of each kind and rank, of each device and of each alert, the step of each rank's highest memory peak so
-        far, its composition with the highest peak, the last cause for each phase; log lines are left to ``logs``.
+        The last of each kind and rank, of each device, alert and job, the step of each rank's highest memory peak of
+        the job so far, its composition with the highest peak, the last cause for each phase, and where each job came
+        into the stream; log lines are left to ``logs``.
         """
-        return self._ask(lambda: self._state_at(t))
+        at = float(t)
+        return self._ask("state_at", lambda: self._state_at(at))
 
     def memory(self, t0: float, t1: float, columns: int) -> list[MemoryColumn]:
-        """Give the memory peaks of every rank between two times in ``columns`` equal spans, pooled by maximum."""
-        return self._ask(lambda: self._memory(t0, t1, columns))
+        """Return the memory peaks of every rank between two times in ``columns`` equal spans, pooled by maximum."""
+        begin, end, count = float(t0), float(t1), _whole(columns)
+        return self._ask("memory", lambda: self._memory(begin, end, count))
 
     def series(self, rank: int, t0: float, t1: float, limit: int = 500) -> list[StepPoint]:
-        """Give a rank's steps that ended between two times; pooled where they are more than ``limit``."""
-        return self._ask(lambda: Window(self._connection, *self._span(t0, t1)).points(rank, max(1, limit)))
+        """Return a rank's steps that ended between two times; pooled where they are more than ``limit``."""
+        begin, end, of, most = float(t0), float(t1), _whole(rank), max(1, _whole(limit))
+        return self._ask("series", lambda: Window(self._connection, *self._span(begin, end)).points(of, most))
+
+    def training(self, rank: int, t0: float, t1: float, limit: int = 500) -> list[TrainingPoint]:
+        """Return a rank's training figures between two times; pooled where there are more than ``limit`` steps."""
+        begin, end, of, most = float(t0), float(t1), _whole(rank), max(1, _whole(limit))
+        return self._ask("training", lambda: read_points(self._connection, of, *self._span(begin, end), most))
 
     def alerts(self, t0: float | None = None, t1: float | None = None) -> list[Alert]:
-        """Give the alerts raised between two times, as they stood at ``t1``, by the time they were raised."""
-        return self._ask(lambda: self._alerts(t0, t1))
+        """Return the alerts raised between two times, as they stood at ``t1``, by the time they were raised."""
+        begin, end = None if t0 is None else float(t0), None if t1 is None else float(t1)
+        return self._ask("alerts", lambda: self._alerts(begin, end))
 
     def logs(
         self, before_seq: int | None = None, rank: int | None = None, text: str = "", limit: int = 500
     ) -> list[Frame]:
-        """Give the last ``limit`` log lines numbered below ``before_seq``, oldest first.
+        """Return the last ``limit`` log lines numbered below ``before_seq``, oldest first.
 
         Args:
             before_seq: None for the end of the recording.
@@ -112,48 +144,90 @@ class Reader:
             text: only lines that contain it (the case of ASCII letters does not matter).
             limit: how many at most.
         """
-        return self._ask(lambda: self._logs(before_seq, rank, text, limit))
+        before, of = None if before_seq is None else _whole(before_seq), None if rank is None else _whole(rank)
+        words, most = str(text), _whole(limit)
+        return self._ask("logs", lambda: self._logs(before, of, words, most))
 
     def marks(self) -> list[PeakMark]:
-        """Give the steps in which a phase came higher than before, by rank and step; none of an older recording."""
-        return self._ask(lambda: read_marks(self._connection) if has_marks(self._connection) else [])
+        """Return the steps in which a phase came higher than before, by rank and step; none of an older recording.
+
+        Of several jobs, those of the last one that was in the stream.
+        """
+        return self._ask("marks", self._marks)
+
+    def jobs(self) -> list[Frame]:
+        """Return what the hub said last of each job, by number; none of an older recording."""
+        return self._ask("jobs", self._jobs)
 
     def sampled(self, kind: str, rank: int, limit: int = 240) -> list[Frame]:
-        """Give at most ``limit`` messages of one type (its tag) of a rank, spread evenly over the recording.
+        """Return at most ``limit`` messages of one type (its tag) of a rank, spread evenly over the recording.
 
         Only types without a table of their own: ``events``, ``composition``, ``cause``, ``oom`` ... The last is one.
         """
-        return self._ask(lambda: self._sampled(kind, rank, max(1, limit)))
+        words, of, most = str(kind), _whole(rank), max(1, _whole(limit))
+        return self._ask("sampled", lambda: self._sampled(words, of, most))
 
     def step_time(self, step: int) -> float | None:
-        """Tell when the last of the ranks that took this step had reported it; None when none did."""
-        return self._ask(lambda: self._step_time(step))
+        """Return when the last of the ranks that took this step had reported it; None when none did."""
+        number = _whole(step)
+        return self._ask("step_time", lambda: self._step_time(number))
 
     def seq_at(self, t: float) -> int:
-        """Give the number of the last message there was at ``t``; 0 before the first."""
-        return self._ask(lambda: self._seq_at(t))
+        """Return the number of the last message there was at ``t``; 0 before the first."""
+        at = float(t)
+        return self._ask("seq_at", lambda: self._seq_at(at))
 
     @property
     def _connection(self) -> sqlite3.Connection:
         return self._opened.connection
 
-    def _ask(self, question: Callable[[], T]) -> T:
-        """Answer under the lock; where the file turns out damaged, read what is left of it and answer from that."""
+    def _ask(self, name: str, question: Callable[[], T]) -> T:
+        """Answer under the lock; where the file turns out damaged, read what is left of it and answer from that.
+
+        Raises:
+            RecordingError: it cannot be answered, or only at a cost that the file's size does not justify.
+        """
         with self._lock:
             try:
-                return question()
-            except sqlite3.Error as error:
-                if self._opened.salvaged or not is_damage(error):
-                    raise RecordingError(f"{self.path}: cannot be read: {error}") from None
+                return self._answer(name, question)
+            except (sqlite3.Error, *_DAMAGE) as error:
+                if self._opened.salvaged or (isinstance(error, sqlite3.Error) and not is_damage(error)):
+                    raise RecordingError(f"{self.path}: cannot be read: {_one_line(error)}") from None
                 self._opened.close()
-                self._opened = open_damaged(self.path)
+                self._devices, self._processes, self._alert_frames = {}, {}, {}
+                self._opened = open_damaged(self.path, self._opened.guard)
             try:
-                return question()
-            except sqlite3.Error as error:
-                raise RecordingError(f"{self.path}: is damaged: {error}") from None
+                stand_in(self._connection)
+                return self._answer(name, question)
+            except (sqlite3.Error, *_DAMAGE) as error:
+                raise RecordingError(f"{self.path}: is damaged: {_one_line(error)}") from None
+
+    def _answer(self, name: str, question: Callable[[], T]) -> T:
+        """Answer from one state of the file: a commit between two of an answer's reads would leave a hole in it."""
+        guard = self._opened.guard
+        guard.begin()
+        try:
+            self._connection.execute("BEGIN")
+            return held_to_type(name, question())
+        except sqlite3.Error as error:
+            refined = guard.refine(error)
+            if refined is error:
+                raise
+            raise refined from None
+        except MemoryError:
+            raise RecordingError(f"{self.path}: an answer from it does not fit into memory") from None
+        finally:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.rollback()
+            guard.end()
 
     def _all(self, query: str, bind: Any = ()) -> list[Row]:
-        return self._connection.execute(query, bind).fetchall()
+        cursor = self._connection.execute(query, bind)
+        take, rows = self._opened.guard.take, list[Row]()
+        while part := cursor.fetchmany(_PART):
+            take(sum(len(value) for row in part for value in row if value.__class__ is str or value.__class__ is bytes))
+            rows += part
+        return rows
 
     def _one(self, query: str, bind: Any = ()) -> Any:
         row = self._connection.execute(query, bind).fetchone()
@@ -189,27 +263,32 @@ class Reader:
             if len(rows) == limit:
                 last = rows[-1][0]
         found.sort(key=lambda entry: entry[0])
-        return [frame for _, table, row in found[:limit] if (frame := self._frame(table, row))]
+        frames = [frame for _, table, row in found[:limit] if (frame := self._frame(table, row))]
+        # A page that is there twice gives its rows twice.
+        return [frame for before, frame in zip((None, *frames), frames, strict=False) if not _same(before, frame)]
 
     def _frame(self, table: str, row: Row) -> Frame | None:
         """Make a row a frame again; None for what is damaged, or of a type that a newer version added."""
-        try:
-            message = self._message(table, row)
-        except (RecordingError, msgspec.MsgspecError, ArithmeticError, LookupError, TypeError, ValueError):
+        seq, t = row[0], row[1]
+        if seq.__class__ is not int or t.__class__ not in (float, int) or not 0 <= t < LAST_TIME:
             return None
-        return None if message is None else Frame(row[0], row[1], message)
+        body = row[BODY_COLUMN[table]] if table in BODY_COLUMN else None
+        try:
+            message = self._message(table, row, body)
+        except UNBELIEVABLE:
+            return None
+        return None if message is None else Frame(seq, float(t), message)
 
-    def _message(self, table: str, row: Row) -> Message | None:
-        message: Message | None
+    def _message(self, table: str, row: Row, body: Any) -> Message | None:
         if table == "steps":
-            message = step_from_row(row)
-        elif table == "device_samples":
-            message = self._sample(row)
-        elif table == "logs":
-            message = log_from_row(row)
-        else:
-            message = unpack_body(row[BODY_COLUMN[table]])
-        return message
+            return believed(step_from_row(row))
+        if table == "device_samples":
+            sample = self._sample(row)
+            return None if sample is None else believed(sample)
+        if table == "logs":
+            return believed(log_from_row(row))
+        guard = self._opened.guard
+        return guard.unpack(lambda: unpack_body(body, guard.take))
 
     def _sample(self, row: Row) -> Message | None:
         if row[2] not in self._devices:
@@ -237,18 +316,30 @@ class Reader:
 
     def _state_at(self, t: float) -> list[Frame]:
         seq = self._seq_at(t)
+        since = shown_since(self._connection, seq)
         rows: list[tuple[str, Row]] = []
         for table, key in (("ranks", "rank"), ("steps", "rank"), ("device_samples", "device")):
             seqs = self._last_of_each(table, key, seq)
             if table == "steps":
-                seqs = sorted({*seqs, *self._peak_steps(seq)})
+                seqs = sorted({*seqs, *self._peak_steps(seq, since)})
             rows += self._rows_of(table, seqs)
-        events = set(explained_seqs(self._connection, seq)) if has_marks(self._connection) else set[int]()
+        rows += self._rows_of("jobs", job_seqs(self._connection, seq))
+        events = set(explained_seqs(self._connection, seq, since)) if has_marks(self._connection) else set[int]()
         for kind in self._types():
             events.update(self._last_of_each("events", "rank", seq, kind))
         rows += self._rows_of("events", sorted(events))
         frames = [frame for table, row in rows if (frame := self._frame(table, row))]
         return sorted(frames + self._alerts_at(seq), key=lambda frame: frame.seq)
+
+    def _marks(self) -> list[PeakMark]:
+        if not has_marks(self._connection):
+            return []
+        return read_marks(self._connection, shown_since(self._connection, 1 << 62))
+
+    def _jobs(self) -> list[Frame]:
+        seqs = [seq for (seq,) in self._all("SELECT max(seq) FROM jobs GROUP BY number ORDER BY number")]
+        frames = [frame for table, row in self._rows_of("jobs", seqs) if (frame := self._frame(table, row))]
+        return sorted(frames, key=lambda frame: frame.message.number if isinstance(frame.message, Job) else 0)
 
     def _sampled(self, kind: str, rank: int, limit: int) -> list[Frame]:
         query = "SELECT seq FROM events WHERE type = ? AND rank = ? ORDER BY seq DESC"
@@ -259,7 +350,7 @@ class Reader:
         return sorted(frames, key=lambda frame: frame.seq)
 
     def _alerts_at(self, seq: int) -> list[Frame]:
-        """Give the last message of each alert up to ``seq``; a long run has thousands, and every seek wants them."""
+        """Return the last message of each alert up to ``seq``; a long run has thousands, and every seek wants them."""
         query = "SELECT max(seq) FROM alerts WHERE seq <= ? GROUP BY id"
         seqs = [found for (found,) in self._all(query, (seq,))]
         for table, row in self._rows_of("alerts", [found for found in seqs if found not in self._alert_frames]):
@@ -268,27 +359,30 @@ class Reader:
                 self._alert_frames[frame.seq] = frame
         return [self._alert_frames[found] for found in seqs if found in self._alert_frames]
 
-    def _peak_steps(self, seq: int) -> list[int]:
-        found = [peak_seq(self._connection, rank, seq) for rank in self._ranks()]
+    def _peak_steps(self, seq: int, since: int) -> list[int]:
+        found = [peak_seq(self._connection, rank, seq, since) for rank in self._ranks()]
         return [number for number in found if number is not None]
 
     def _types(self) -> list[str]:
-        """List the types in ``events``, by hopping through its index."""
-        found: list[str] = []
-        kind = self._one("SELECT min(type) FROM events")
-        while kind is not None:
-            found.append(kind)
-            kind = self._one("SELECT min(type) FROM events WHERE type > ?", (kind,))
-        return found
+        """List the types in ``events``."""
+        return self._values("events", "type", str)
 
     def _ranks(self) -> list[int]:
-        found: list[int] = []
+        found: set[int] = set()
         for table in ("steps", "ranks"):
-            rank = self._one(f"SELECT min(rank) FROM {table}")
-            while rank is not None:
-                found.append(rank)
-                rank = self._one(f"SELECT min(rank) FROM {table} WHERE rank > ?", (rank,))
-        return sorted(set(found))
+            found.update(rank for rank in self._values(table, "rank", int) if NO_RANK <= rank < MAX_RANKS)
+        return sorted(found)
+
+    def _values(self, table: str, column: str, kind: type) -> list[Any]:
+        """List the values of an indexed column, by hopping through the index; one that is out of order ends it."""
+        found: list[Any] = []
+        value = self._one(f"SELECT min({column}) FROM {table}")
+        while value is not None:
+            if value.__class__ is not kind or (found and value <= found[-1]) or len(found) > MAX_RANKS:
+                raise ValueError(f"{table}.{column} is not in order")
+            found.append(value)
+            value = self._one(f"SELECT min({column}) FROM {table} WHERE {column} > ?", (value,))
+        return found
 
     def _memory(self, t0: float, t1: float, columns: int) -> list[MemoryColumn]:
         if columns < 1 or not t1 > t0:
@@ -319,7 +413,7 @@ class Reader:
             escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
             values.append(f"%{escaped}%")
         rows = self._all(f"{query} ORDER BY seq DESC LIMIT ?", (*values, limit))
-        return [Frame(row[0], row[1], log_from_row(row)) for row in reversed(rows)]
+        return [frame for row in reversed(rows) if (frame := self._frame("logs", row))]
 
     def _step_time(self, step: int) -> float | None:
         times = [self._rank_step_time(rank, step) for rank in self._ranks()]
@@ -340,54 +434,28 @@ class Reader:
         return self._one(query, (rank, first, last, step))
 
     def _info(self) -> RecordingInfo:
-        meta: dict[str, str] = dict(self._all("SELECT key, value FROM meta"))
-        firsts: list[tuple[int, float]] = []
-        lasts: list[tuple[int, float]] = []
-        for table in STREAM_TABLES:
-            firsts += self._all(f"SELECT seq, t FROM {table} ORDER BY seq LIMIT 1")
-            lasts += self._all(f"SELECT seq, t FROM {table} ORDER BY seq DESC LIMIT 1")
-        first, last = min(firsts, default=(0, 0.0)), max(lasts, default=(0, 0.0))
-        process = ProcessId(int(meta.get("writer_pid") or 0), int(meta.get("writer_start_ticks") or 0))
-        closed = bool(meta.get("closed"))
-        live = not closed and not self._opened.missing and is_alive(process)
-        missing = self._missing(closed, live, last[1])
-        state = self._run_state()
-        return RecordingInfo(
-            run_id=meta.get("run_id", ""),
-            name=meta.get("name", self.path.parent.name),
-            command=json.loads(meta.get("command", "[]")),
-            started=float(meta.get("created") or first[1]),
-            first_t=first[1],
-            last_t=last[1],
-            first_seq=first[0],
-            last_seq=last[0],
-            steps=self._one("SELECT count(*) FROM steps"),
-            ranks=self._ranks(),
-            schema=self._one("PRAGMA user_version"),
-            complete=closed and not missing,
-            missing=missing,
-            state=state.state if state else "",
-            exit_code=state.exit_code if state else None,
-            last_step=self._one("SELECT max(step) FROM (SELECT step FROM steps ORDER BY seq DESC LIMIT 4096)") or 0,
-            host=meta.get("host", ""),
-            kind=meta.get("kind", ""),
-            live=live,
+        return read_info(
+            self.path, self._opened, self._all, self._one, self._ranks(), self._run_state(), lambda: self.left_out
         )
 
     def _run_state(self) -> RunState | None:
-        body = self._one("SELECT body FROM events WHERE type = 'run_state' ORDER BY seq DESC LIMIT 1")
-        message = unpack_body(body) if body else None
-        return message if isinstance(message, RunState) else None
-
-    def _missing(self, closed: bool, live: bool, last_t: float) -> str:
-        until = f"; it ends at {_clock(last_t)}" if last_t else ""
-        found = [f"{self._opened.missing}{until}"] if self._opened.missing else []
-        if not closed and not live and not found:
-            found.append(f"it was not closed in order: the last second, or more, may be missing{until}")
-        for first_t, gap_t, messages, reason in self._all("SELECT first_t, last_t, messages, reason FROM gaps"):
-            found.append(f"{messages} messages between {_clock(first_t)} and {_clock(gap_t)}: {reason}")
-        return "; ".join(found)
+        rows = self._all("SELECT * FROM events WHERE type = 'run_state' ORDER BY seq DESC LIMIT 1")
+        frame = self._frame("events", rows[0]) if rows else None
+        return frame.message if frame is not None and isinstance(frame.message, RunState) else None
 
 
-def _clock(t: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
+def _same(before: Frame | None, frame: Frame) -> bool:
+    return before is not None and before.seq == frame.seq
+
+
+def _whole(value: Any) -> int:
+    """Return an argument as a number that fits SQLite's 64 bits.
+
+    Raises:
+        TypeError, ValueError: it is no number.
+    """
+    return min(max(int(value), -(1 << 62)), 1 << 62)
+
+
+def _one_line(error: Exception) -> str:
+    return sanitize(f"{error}" if isinstance(error, sqlite3.Error) else f"{type(error).__name__}: {error}", 300)

@@ -6,8 +6,8 @@ import msgspec
 
 from ..control import Alert
 from ..errors import ProtocolError
-from ..phasepeaks import PeakMark
 from ..wire import UNREADABLE, Frame, decode_body
+from .phase_peaks import PeakMark
 
 
 class RecordingInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -74,16 +74,47 @@ class StepPoint(msgspec.Struct, frozen=True, omit_defaults=True):
     """How many steps are pooled."""
 
 
+class TrainingPoint(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one step of a rank came to, or several pooled: counts and times are sums, the rest are means over steps."""
+
+    t: float
+    """When the hub had the (last) step."""
+    step: int
+    """The (last) step."""
+    first_step: int
+    count: int = 1
+    """How many steps are pooled."""
+    training_us: int = 0
+    """Host time without evaluations and checkpoints."""
+    tokens: int = 0
+    label_tokens: int = 0
+    flops: float = 0.0
+    """FLOPs of the model (``ftmon.protocol.throughput``); 0: not known."""
+    loss: float | None = None
+    """Weighted by label tokens where they are known. Not-a-number counts as unknown here, as below."""
+    low_loss: float | None = None
+    high_loss: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    max_grad_norm: float | None = None
+    data_us: int = 0
+    """Time waiting for the next batch, by the clock of ``whole_us``."""
+    whole_us: int = 0
+    """What ``data_us`` is a share of: device time where it was measured, else host time."""
+
+
 RESULTS: dict[str, Any] = {
     "info": RecordingInfo,
     "frames": list[Frame],
     "state_at": list[Frame],
     "memory": list[MemoryColumn],
     "series": list[StepPoint],
+    "training": list[TrainingPoint],
     "alerts": list[Alert],
     "logs": list[Frame],
     "marks": list[PeakMark],
     "sampled": list[Frame],
+    "jobs": list[Frame],
     "step_time": float | None,
     "seq_at": int,
 }
@@ -99,6 +130,19 @@ class _RawFrame(msgspec.Struct):
 _raw_frames = msgspec.msgpack.Decoder(list[_RawFrame])
 _decoders = {name: msgspec.msgpack.Decoder(kind) for name, kind in RESULTS.items()}
 _encoder = msgspec.msgpack.Encoder()
+
+
+_CHECKED = ("info", "memory", "series", "training", "marks")
+"""Results that come straight out of columns; frames and alerts were checked message by message."""
+
+
+def held_to_type(name: str, result: Any) -> Any:
+    """Return the result of a history query, held to its type: a column of the file may hold anything.
+
+    Raises:
+        msgspec.ValidationError: it is not of that type.
+    """
+    return _decoders[name].decode(_encoder.encode(result)) if name in _CHECKED else result
 
 
 def answer_query(source: Any, name: str, args: dict[str, Any]) -> bytes:

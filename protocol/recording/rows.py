@@ -24,7 +24,7 @@ INSERTS = {
     "device_names": f"INSERT OR REPLACE INTO device_names VALUES ({', '.join('?' * 8)})",
     "process_names": f"INSERT OR REPLACE INTO process_names VALUES ({', '.join('?' * 4)})",
 }
-BODY_COLUMN = {"alerts": 13, "ranks": 11, "events": 4}
+BODY_COLUMN = {"alerts": 13, "ranks": 11, "events": 4, "jobs": 18}
 """Where the whole message is, in the tables that have it. Not the last: a later version may have added columns."""
 
 NO_RANK = -1
@@ -32,7 +32,15 @@ NO_RANK = -1
 
 _COMPRESS_ABOVE = 512
 _ZLIB_MAGIC = 0x78
-_LARGEST = 64 * 1024 * 1024
+_LARGEST = 8 * 2**20
+"""No message is larger, unpacked. Its objects may take ten times as much memory."""
+
+_MOST_LISTS = 200_000
+"""No message has so many lists and maps: an empty one is a byte, and becomes an object that takes a hundred."""
+_LISTS = bytes((*range(0x80, 0xA0), 0xC7, 0xC8, 0xC9, 0xD4, 0xD5, 0xDC, 0xDD, 0xDE, 0xDF))
+"""What a map, a list or a short extension begins with in msgpack; other values may have these bytes too."""
+_COUNTED_ABOVE = 64 * 2**10
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode_processes = msgspec.msgpack.Decoder(list[int]).decode
 
@@ -43,8 +51,28 @@ def pack_body(message: Message) -> bytes:
     return zlib.compress(body, 6) if len(body) > _COMPRESS_ABOVE else body
 
 
-def unpack_body(body: bytes) -> Message | None:
+UNBELIEVABLE = (
+    RecordingError, ProtocolError, msgspec.MsgspecError, ArithmeticError, LookupError, TypeError, ValueError,
+    RecursionError,
+)  # fmt: skip
+"""What rebuilding a message from a row raises where somebody wrote into the row what no writer does."""
+
+
+def believed(message: Message) -> Message | None:
+    """Return a message that was rebuilt from columns, held to what a message on the wire is held to.
+
+    Raises:
+        ProtocolError: no sender could have sent it.
+    """
+    return decode_body(encode_body(message))
+
+
+def unpack_body(body: bytes, take: Callable[[int], None] | None = None) -> Message | None:
     """Decode what ``pack_body`` made; None for a type that a newer version added.
+
+    Args:
+        body: the bytes.
+        take: called with the bytes they unpack to, and may refuse them.
 
     Raises:
         RecordingError: it is damaged.
@@ -55,6 +83,12 @@ def unpack_body(body: bytes) -> Message | None:
             body = inflater.decompress(body, _LARGEST)  # a few bytes of a hostile file may stand for gigabytes
             if not inflater.eof:
                 raise RecordingError("a message in the recording is cut off, or larger than any that is sent")
+        if len(body) > _LARGEST:
+            raise RecordingError("a message in the recording is larger than any that is sent")
+        if len(body) > _COUNTED_ABOVE and len(body) - len(body.translate(None, _LISTS)) > _MOST_LISTS:
+            raise RecordingError("a message in the recording has more lists than any that is sent")
+        if take is not None:
+            take(len(body))
         found = decode_body(body)
     except (zlib.error, TypeError, ProtocolError) as error:
         raise RecordingError(f"a damaged message in the recording: {error}") from None
@@ -93,7 +127,7 @@ def event_row(seq: int, t: float, message: Message) -> Row:
     return (seq, t, message.__struct_config__.tag, NO_RANK if rank is None else rank, pack_body(message))
 
 
-class Names:
+class NameNumbers:
     """What device samples repeat (which device, which processes hold its memory) is kept once, under a number.
 
     Args:

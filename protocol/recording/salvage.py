@@ -2,78 +2,90 @@
 
 Tables keyed by ``seq`` only grow at their end, so a file cut short has lost their newest rows and the rest can be read
 in order of ``seq``. Indexes, pooled rows and marks are made anew; they are spread over the whole file and cannot be
-trusted.
+trusted. Rows with values that no message can have had are left out.
 """
 
 import contextlib
 import os
 import shutil
 import sqlite3
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ..bounds import LAST_TIME, MAX_RANKS
 from ..errors import RecordingError
+from ..telemetry import Step
+from .curves import INSERT_CURVE, Curves
+from .guard import Guard
 from .marks import INSERT_EXPLAINED, INSERT_MARK, Marks
 from .rollup import INSERT_ROLLUP, Rollups
-from .rows import Row, unpack_body
+from .rows import NO_RANK, UNBELIEVABLE, Row, believed, unpack_body
 from .schema import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS
+from .shape import Column, columns_of, expected_tables, kinds_of, quoted
 from .steprow import step_from_row
 
-_KEYED_TABLES = (
-    "steps",
-    "device_samples",
-    "device_names",
-    "process_names",
-    "alerts",
-    "logs",
-    "ranks",
-    "events",
-    "clock",
-    "gaps",
-)
-_OTHER_TABLES = ("meta", "extra_phases")
-_CHUNK = 16_384
+DERIVED_TABLES = ("rollups", "curves", "marks", "explained")
+"""Made anew from the stream."""
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("t", "time", "started", "first_t", "last_t"), (0.0, LAST_TIME)),
+    **dict.fromkeys(("seq", "second", "device", "process", "id"), (0, 1 << 62)),
+    "rank": (NO_RANK, MAX_RANKS - 1),
+}
+"""What the columns of these names can hold, inclusive, in every table."""
+
+_KINDS: dict[str, tuple[type, ...]] = {"INTEGER": (int,), "REAL": (float, int), "TEXT": (str,), "BLOB": (bytes,)}
+_LOWEST, _HIGHEST = -(1 << 62), 1 << 62
+_LEAST_ROW_BYTES = 3
+_SPARE_ROWS = 10_000
+_AMPLIFICATION = 2
+_SPARE_BYTES = 16 * 2**20
+"""Each row and each byte of a whole file is there once."""
+
+_MOST_HOLES = 2_000
 _MARKED_STEPS = 200_000
 """Steps that are looked through for marks: some 4 s; of a longer recording the later marks are missing."""
 
 
-def salvage(path: Path, page_bytes: int, scratch: Path) -> sqlite3.Connection:
-    """Copy every row that can be read from ``path`` into a new recording in the folder ``scratch``; return it, open.
+def salvage(path: Path, page_bytes: int, scratch: Path, guard: Guard) -> tuple[sqlite3.Connection, str]:
+    """Copy every row that can be read from ``path`` into a new recording in the folder ``scratch``.
+
+    Pages of a damaged file may lead back to pages that were read before, so rows, bytes and processor time are
+    bounded by the file's size.
+
+    Returns:
+        The new recording, open, and why the copying was given up; empty where it was not.
 
     Raises:
         sqlite3.Error: not even the list of tables can be read.
         OSError: there is no room for the copy.
     """
-    torn = _copy_whole_pages(path, page_bytes, scratch)
+    torn_path = _copy_whole_pages(path, page_bytes, scratch)
     connection = sqlite3.connect(scratch / "salvaged.sqlite", check_same_thread=False, isolation_level=None)
+    torn = sqlite3.connect(torn_path, isolation_level=None)
+    guard.begin()
     try:
-        # A statement that meets a damaged page is rolled back, so there must be a journal.
-        connection.execute("PRAGMA journal_mode=MEMORY")
+        connection.execute("PRAGMA journal_mode=OFF")
         connection.execute("PRAGMA synchronous=OFF")
         for statement in STATEMENTS:
             connection.execute(statement)
         connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-        # A file shorter than its header says is refused, unless this is set (lockBtree in SQLite's btree.c).
-        connection.execute("PRAGMA writable_schema=ON")
-        connection.execute("PRAGMA cell_size_check=ON")
-        connection.execute("ATTACH ? AS torn", (str(torn),))
-        if not connection.execute("SELECT count(*) FROM torn.sqlite_schema WHERE type = 'table'").fetchone()[0]:
-            raise sqlite3.DatabaseError("it has no tables")
-        for table in _KEYED_TABLES:
-            _copy_keyed(connection, table)
-        for table in _OTHER_TABLES:
-            _copy_other(connection, table)
-        connection.execute("DETACH torn")
-        connection.execute("PRAGMA writable_schema=OFF")
+        # A file shorter than its header says is refused, unless this is set (lockBtree in SQLite's btree.c). Defensive
+        # mode would not let it be set.
+        torn.execute("PRAGMA writable_schema=ON")
+        guard.harden(torn)
+        given_up = _copy_tables(torn, connection, guard)
         connection.execute("BEGIN")
-        _pool_again(connection)
-        _mark_again(connection)
+        _pool_again(connection, guard)
         connection.execute("COMMIT")
     except BaseException:
         connection.close()
         raise
-    torn.unlink()
-    return connection
+    finally:
+        torn.close()
+    torn_path.unlink()
+    return guard.harden(connection), given_up
 
 
 def _copy_whole_pages(path: Path, page_bytes: int, scratch: Path) -> Path:
@@ -87,86 +99,159 @@ def _copy_whole_pages(path: Path, page_bytes: int, scratch: Path) -> Path:
     return torn
 
 
-def _columns(connection: sqlite3.Connection, table: str) -> str:
-    """Name the columns that both files have: a recording may have more, or lack some, than this version knows."""
-    known = [row[1] for row in connection.execute(f"PRAGMA main.table_info({table})")]
-    there = {row[1] for row in connection.execute(f"PRAGMA torn.table_info({table})")}
-    return ", ".join(f'"{name}"' for name in known if name in there)
-
-
-def _copy_keyed(connection: sqlite3.Connection, table: str) -> None:
-    columns = _columns(connection, table)
-    if not columns:
-        return
-    copy = (
-        f"INSERT INTO main.{table}({columns}) SELECT {columns} FROM torn.{table} WHERE rowid > ? ORDER BY rowid LIMIT ?"
-    )
-    newest = f"SELECT max(rowid) FROM main.{table}"
-    at, limit = -(1 << 62), _CHUNK
-    while True:
-        try:
-            connection.execute(copy, (at, limit))
-        except sqlite3.DatabaseError:
-            if limit > 1:
-                limit //= 2
+def _copy_tables(torn: sqlite3.Connection, whole: sqlite3.Connection, guard: Guard) -> str:
+    """Copy all tables; return why that was given up, empty where it was not."""
+    kinds = kinds_of(torn)
+    if "table" not in kinds.values():
+        raise sqlite3.DatabaseError("it has no tables")
+    reading = _Reading(torn, whole, guard)
+    try:
+        for table, expected in expected_tables().items():
+            if table in DERIVED_TABLES or kinds.get(table) != "table":
                 continue
-            ahead = _next_readable(connection, table, at)
+            there = columns_of(torn, table)
+            # A recording may have more columns, or lack some. A generated one runs what the file's author wrote.
+            names = [column.name for column in expected if column in there]
+            keys = [column.name for column in expected if column.key]
+            if any(column.hidden for column in there) or not set(keys) <= set(names):
+                continue
+            reading.copy(table, [column for column in expected if column.name in names], by_rowid=len(keys) == 1)
+    except _Enough as reason:
+        return str(reason)
+    return ""
+
+
+class _Enough(Exception):  # noqa: N818 - no error: what was copied so far is kept
+    """The file gives more than its size justifies."""
+
+
+class _Reading:
+    """Copies tables row by row, as far as the file can be read and its size justifies."""
+
+    def __init__(self, torn: sqlite3.Connection, whole: sqlite3.Connection, guard: Guard) -> None:
+        self._torn, self._whole, self._guard = torn, whole, guard
+        self._rows_left = guard.file_bytes // _LEAST_ROW_BYTES + _SPARE_ROWS
+        self._bytes_left = _AMPLIFICATION * guard.file_bytes + _SPARE_BYTES
+
+    def copy(self, table: str, columns: list[Column], *, by_rowid: bool) -> None:
+        """Copy one table; beyond a hole it goes on where rows are numbered."""
+        self._highest = _LOWEST
+        names = ", ".join(quoted(column.name) for column in columns)
+        number = "rowid" if by_rowid and columns[0].type == "INTEGER" else "NULL"
+        query = f"SELECT {number}, {names} FROM {quoted(table)}"
+        insert = f"INSERT OR IGNORE INTO {quoted(table)}({names}) VALUES ({', '.join('?' * len(columns))})"
+        where, bind = "", ()
+        for _ in range(_MOST_HOLES):
+            try:
+                rows = self._torn.execute(query + where, bind)
+                self._whole.execute("BEGIN")
+                try:
+                    self._whole.executemany(insert, self._sound(rows, columns))
+                finally:
+                    self._whole.execute("COMMIT")
+                return
+            except (sqlite3.Error, UnicodeDecodeError) as error:
+                refined = self._guard.refine(error) if isinstance(error, sqlite3.Error) else error
+                if isinstance(refined, RecordingError):
+                    raise _Enough("reading was given up when it took longer than the file's size justifies") from None
+                if refined is not error:
+                    raise refined from None
+            ahead = None if number == "NULL" else self._next_readable(table)
             if ahead is None:
                 return
-            at = ahead - 1
-            continue
-        last = connection.execute(newest).fetchone()[0]
-        if last is None or last <= at:
-            return
-        at = last
-        limit = min(limit * 2, _CHUNK)
+            where, bind = " WHERE rowid >= ? ORDER BY rowid", (ahead,)
+            self._highest = ahead
+
+    def _sound(self, rows: Iterable[Row], columns: list[Column]) -> Iterator[Row]:
+        """Pass on the rows whose values are of the columns' types and within their bounds."""
+        known: dict[tuple[type, ...], bool] = {}
+        bounds = [
+            (place, BOUNDS[column.name])
+            for place, column in enumerate(columns)
+            if column.name in BOUNDS and column.type in ("INTEGER", "REAL")
+        ]
+        long = [place for place, column in enumerate(columns) if column.type in ("TEXT", "BLOB")]
+        for number, *values in rows:
+            self._rows_left -= 1
+            self._bytes_left -= sum(len(values[place]) for place in long if values[place].__class__ in (str, bytes))
+            if self._rows_left < 0 or self._bytes_left < 0:
+                raise _Enough("reading was given up when there was more than the file's size justifies")
+            if number.__class__ is int and number > self._highest:
+                self._highest = number
+            kinds = tuple(map(type, values))
+            sound = known.get(kinds)
+            if sound is None:
+                sound = known[kinds] = all(map(_fits, kinds, columns))
+            if sound and all(
+                low <= values[place] <= high for place, (low, high) in bounds if values[place] is not None
+            ):
+                yield tuple(values)
+
+    def _next_readable(self, table: str) -> int | None:
+        """Find a row beyond a hole, by leaps that double; None when the rest cannot be read either."""
+        after = self._highest
+        for power in range(60):
+            beyond = max(after, 0) + (1 << power)
+            if beyond > _HIGHEST:
+                return None
+            try:
+                query = f"SELECT rowid FROM {quoted(table)} WHERE rowid > ? ORDER BY rowid LIMIT 1"
+                found = self._torn.execute(query, (beyond,)).fetchone()
+            except sqlite3.Error as error:
+                if self._guard.refine(error) is not error:
+                    raise
+                continue
+            except UnicodeDecodeError:
+                continue
+            if found is None:
+                return None
+            # Pages that lie in a wrong place give numbers that were passed already: going back would have no end.
+            if found[0] > beyond:
+                return found[0]
+        return None
 
 
-def _next_readable(connection: sqlite3.Connection, table: str, after: int) -> int | None:
-    """Find a row beyond a hole, by leaps that double; None when the rest cannot be read either."""
-    for power in range(48):
-        beyond = max(after, 0) + (1 << power)
+def _fits(kind: type, column: Column) -> bool:
+    if kind is type(None):
+        return not column.key
+    return kind in _KINDS.get(column.type, ())
+
+
+def _pool_again(connection: sqlite3.Connection, guard: Guard) -> None:
+    """Make the pooled rows and the marks of steps anew; steps that no rank can have sent are deleted."""
+    made: dict[str, list[Row]] = {"rollups": [], "marks": [], "explained": []}
+    unsound: list[tuple[int]] = []
+    rollups = Rollups(made["rollups"].append)
+    marks = Marks(lambda table, row: made[table].append(row))
+    for count, row in enumerate(connection.execute("SELECT * FROM steps ORDER BY seq")):
+        if count % 64 == 0 and guard.late:
+            break
         try:
-            query = f"SELECT rowid FROM torn.{table} WHERE rowid > ? ORDER BY rowid LIMIT 1"
-            found = connection.execute(query, (beyond,)).fetchone()
-        except sqlite3.DatabaseError:
+            step = believed(step_from_row(row))
+        except UNBELIEVABLE:
+            unsound.append((row[0],))
             continue
-        return found[0] if found else None
-    return None
-
-
-def _copy_other(connection: sqlite3.Connection, table: str) -> None:
-    columns = _columns(connection, table)
-    if not columns:
-        return
-    insert = f"INSERT INTO main.{table}({columns}) VALUES ({', '.join('?' * (columns.count(',') + 1))})"
-    try:
-        for row in connection.execute(f"SELECT {columns} FROM torn.{table}"):
-            connection.execute(insert, row)
-    except sqlite3.DatabaseError:
-        return
-
-
-def _pool_again(connection: sqlite3.Connection) -> None:
-    pooled: list[Row] = []
-    rollups = Rollups(pooled.append)
-    for row in connection.execute("SELECT * FROM main.steps ORDER BY seq"):
         rollups.add(row)
-    connection.executemany(INSERT_ROLLUP, pooled)
-
-
-def _mark_again(connection: sqlite3.Connection) -> None:
-    found: dict[str, list[Row]] = {"marks": [], "explained": []}
-    marks = Marks(lambda table, row: found[table].append(row))
-    query = "SELECT * FROM main.steps ORDER BY seq LIMIT ?"
-    for row in connection.execute(query, (_MARKED_STEPS,)):
-        with contextlib.suppress(RecordingError):
-            marks.step(row[0], step_from_row(row))
-    query = "SELECT seq, body FROM main.events WHERE type IN ('composition', 'cause') ORDER BY seq"
+        if count < _MARKED_STEPS and isinstance(step, Step):
+            marks.step(row[0], step)
+    query = "SELECT seq, body FROM events WHERE type IN ('composition', 'cause') ORDER BY seq"
     for seq, body in connection.execute(query):
-        with contextlib.suppress(RecordingError):
-            message = unpack_body(body)
+        if guard.late:
+            break
+        with contextlib.suppress(*UNBELIEVABLE):
+            message = unpack_body(body, guard.take)
             if message is not None:
                 marks.message(seq, message)
-    connection.executemany(INSERT_MARK, found["marks"])
-    connection.executemany(INSERT_EXPLAINED, found["explained"])
+    connection.executemany("DELETE FROM steps WHERE seq = ?", unsound)
+    connection.executemany(INSERT_ROLLUP, filter(_fit_columns, made["rollups"]))
+    if not guard.late:
+        curves: list[Row] = []
+        Curves(curves.append).load(connection)
+        connection.executemany(INSERT_CURVE, filter(_fit_columns, curves))
+    connection.executemany(INSERT_MARK, filter(_fit_columns, made["marks"]))
+    connection.executemany(INSERT_EXPLAINED, filter(_fit_columns, made["explained"]))
+
+
+def _fit_columns(row: Row) -> bool:
+    """Return whether every number of a row fits SQLite's 64 bits: a sum of steps may not."""
+    return all(-(1 << 63) <= value < 1 << 63 for value in row if value.__class__ is int)

@@ -112,8 +112,39 @@ MARK_TABLES = (
         PRIMARY KEY(rank, seq, phase)) WITHOUT ROWID""",
     """CREATE TABLE IF NOT EXISTS explained(
         seq INTEGER PRIMARY KEY, kind TEXT, rank INTEGER, step INTEGER, phase TEXT, bytes INTEGER)""",
+    """CREATE TABLE IF NOT EXISTS updates(
+        seq INTEGER, position INTEGER, t REAL, rank INTEGER, step INTEGER, name TEXT, updates INTEGER,
+        micro_steps INTEGER, loss REAL, lr REAL, grad_norm REAL, PRIMARY KEY(seq, position)) WITHOUT ROWID""",
 )
 """Made in a recording of this schema that has them not: one that an earlier version began."""
+
+TRAINING_STEPS_TABLE = """CREATE TABLE IF NOT EXISTS training_steps(
+    seq INTEGER PRIMARY KEY, training_us INTEGER, label_tokens INTEGER, flops REAL, mfu REAL)"""
+THROUGHPUT_VIEW = """CREATE VIEW throughput AS SELECT seq, t, rank, step, coalesce(training_us, host_us) AS training_us,
+    tokens, coalesce(label_tokens, 0) AS label_tokens, flops, mfu FROM steps LEFT JOIN training_steps USING(seq)"""
+CURVES_TABLE = """CREATE TABLE IF NOT EXISTS curves(
+    level INTEGER, rank INTEGER, last_seq INTEGER, first_seq INTEGER, t REAL, count INTEGER, min_step INTEGER,
+    max_step INTEGER, training_us INTEGER, tokens INTEGER, label_tokens INTEGER, flops REAL, loss REAL, low_loss REAL,
+    high_loss REAL, lr REAL, grad_norm REAL, max_grad_norm REAL, data_us INTEGER, whole_us INTEGER,
+    PRIMARY KEY(level, rank, last_seq)) WITHOUT ROWID"""
+TRAINING_TABLES = (
+    TRAINING_STEPS_TABLE,
+    CURVES_TABLE,
+    """CREATE TABLE IF NOT EXISTS evaluations(
+        seq INTEGER PRIMARY KEY, t REAL, rank INTEGER, step INTEGER, time REAL, name TEXT, loss REAL, perplexity REAL,
+        label_tokens INTEGER, seconds REAL, best INTEGER)""",
+    """CREATE TABLE IF NOT EXISTS checkpoints(
+        seq INTEGER PRIMARY KEY, t REAL, rank INTEGER, step INTEGER, time REAL, path TEXT, bytes INTEGER, seconds REAL,
+        best INTEGER)""",
+)
+"""Made likewise in a recording that is continued; to read one without them, empty temporary tables stand in."""
+
+JOBS_TABLE = """CREATE TABLE IF NOT EXISTS jobs(
+    seq INTEGER PRIMARY KEY, t REAL, number INTEGER, state TEXT, started REAL, ended REAL, text TEXT,
+    world_size INTEGER, restart INTEGER, command TEXT, shown INTEGER, steps INTEGER, last_step INTEGER, loss REAL,
+    step_us INTEGER, allocated_peak INTEGER, reserved_peak INTEGER, resident_peak INTEGER, body BLOB)"""
+"""Made likewise in a recording that is continued. To read one that has no such table, an empty temporary table stands
+in: the file is never changed, and to copy a large recording would take seconds."""
 
 STATEMENTS = (
     "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID",
@@ -150,14 +181,17 @@ STATEMENTS = (
     "CREATE TABLE gaps(id INTEGER PRIMARY KEY, first_t REAL, last_t REAL, messages INTEGER, reason TEXT)",
     _rollups_table(),
     *MARK_TABLES,
+    *TRAINING_TABLES,
+    JOBS_TABLE,
     _phases_view(),
+    THROUGHPUT_VIEW,
     """CREATE VIEW devices AS SELECT seq, t, time, host, kind, "index", name, uuid, used_bytes, total_bytes,
         utilization_percent, power_w, power_limit_w, temperature_c, sm_clock_mhz, memory_clock_mhz, throttle_reasons
         FROM device_samples JOIN device_names USING(device)""",
 )
 """What makes an empty recording, in order."""
 
-STREAM_TABLES = ("steps", "device_samples", "alerts", "logs", "ranks", "events")
+STREAM_TABLES = ("steps", "device_samples", "alerts", "logs", "ranks", "events", "jobs")
 """The tables whose rows are messages of the stream; their ``seq`` never repeats across them."""
 
 UPGRADES: dict[int, tuple[str, ...]] = {}

@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 
-from ..telemetry import STEP_PHASES, PhaseRecord, Span, Step
+from ..telemetry import STEP_PHASES, Closing, PhaseRecord, Span, Step, Update
 from .schema import PHASE_COLUMNS, STEP_COLUMNS
 
 FIRST_PHASE_COLUMN = len(STEP_COLUMNS)
 PHASE_WIDTH = len(PHASE_COLUMNS)
 DETAIL_COLUMN = FIRST_PHASE_COLUMN + len(STEP_PHASES) * PHASE_WIDTH
 INSERT_STEP = f"INSERT OR REPLACE INTO steps VALUES ({', '.join('?' * (DETAIL_COLUMN + 1))})"
+INSERT_UPDATE = f"INSERT OR REPLACE INTO updates VALUES ({', '.join('?' * 11)})"
 INSERT_EXTRA = f"INSERT OR REPLACE INTO extra_phases VALUES ({', '.join('?' * 14)})"
 
 _NO_PHASE = (None,) * PHASE_WIDTH
@@ -32,7 +33,7 @@ _ACTIVE = 16
 _REQUESTED = 32
 _RESIDENT = 64
 _HEAD = 11
-"""Entries of ``detail`` before those of the phases."""
+"""Entries of ``detail`` before those of the phases. After those comes a map of what most steps do not have, if any."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
@@ -164,6 +165,18 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
     while next_position < len(STEP_PHASES):
         row += _NO_PHASE
         next_position += 1
+    rest: dict[str, Any] = {}
+    if step.label_tokens or step.updates:
+        rest = {"labels": step.label_tokens, "updates": step.updates}
+    if step.cpu_us:
+        rest["cpu"] = step.cpu_us
+    if step.flops:
+        rest["flops"] = step.flops
+    waited = {phase.name: phase.waited_us for phase in in_columns if phase.waited_us is not None}
+    if waited:
+        rest["waited"] = waited
+    if rest:
+        detail.append(rest)
     row.append(_encode(detail))
     return tuple(row), _extra_rows(row, step, order) if order else []
 
@@ -172,35 +185,55 @@ _Kinds = tuple[bool, bool, bool]
 
 
 def _split(phases: list[PhaseRecord]) -> tuple[list[int | PhaseRecord], list[PhaseRecord], _Kinds | None]:
-    """Part the phases that fit the columns from those that do not.
+    """Part the phases that fit the columns from those that do not, whatever order they ran in.
 
-    Returns the order of all (a column phase by its position in ``STEP_PHASES``, another whole), and the column phases.
+    Returns the order of all (a column phase by its position in ``STEP_PHASES``, another whole), and the column phases
+    in the order of their columns.
     """
     order: list[int | PhaseRecord] = []
-    in_columns: list[PhaseRecord] = []
+    in_columns: dict[int, PhaseRecord] = {}
     kinds = None
-    last = -1
     for phase in phases:
         kind = (phase.active is None, phase.requested is None, phase.resident is None)
         position = _POSITIONS.get(phase.name, -1)
-        if position > last and (kinds is None or kind == kinds):
-            last, kinds = position, kind
+        if position >= 0 and position not in in_columns and (kinds is None or kind == kinds):
+            kinds = kind
             order.append(position)
-            in_columns.append(phase)
+            in_columns[position] = phase
         else:
             order.append(phase)
-    return order, in_columns, kinds
+    return order, [in_columns[position] for position in sorted(in_columns)], kinds
 
 
 def _extra_rows(row: Sequence[Any], step: Step, order: list[int | PhaseRecord]) -> list[Row]:
     return [
-        (
-            *(row[0], position, row[1], step.rank, step.step, phase.name, phase.host_us, phase.device_us),
-            *(phase.allocated.start, phase.allocated.end, phase.allocated.peak),
-            *(phase.reserved.start, phase.reserved.end, phase.reserved.peak),
-        )
+        _extra_row(row[0], position, row[1], step, phase)
         for position, phase in enumerate(order)
         if not isinstance(phase, int)
+    ]
+
+
+def _extra_row(seq: int, position: int, t: float, of: Step | Closing, phase: PhaseRecord) -> Row:
+    return (
+        *(seq, position, t, of.rank, of.step, phase.name, phase.host_us, phase.device_us),
+        *(phase.allocated.start, phase.allocated.end, phase.allocated.peak),
+        *(phase.reserved.start, phase.reserved.end, phase.reserved.peak),
+    )
+
+
+def closing_rows(seq: int, t: float, closing: Closing) -> list[Row]:
+    """Return the rows of ``extra_phases`` of what a rank did after its last step."""
+    return [_extra_row(seq, position, t, closing, phase) for position, phase in enumerate(closing.phases)]
+
+
+def update_rows(seq: int, t: float, step: Step) -> list[Row]:
+    """Return the rows of ``updates``: one for each of several engines or optimizers; mostly none."""
+    return [
+        (
+            *(seq, position, t, step.rank, step.step, update.name, update.count, update.micro_steps),
+            *(update.loss, update.lr, update.grad_norm),
+        )
+        for position, update in enumerate(step.updates)
     ]
 
 
@@ -210,7 +243,8 @@ def step_from_row(row: Sequence[Any]) -> Step:
     bits, micro_steps, samples, padding, retries, ooms, probe_us, dropped, loss_scale, shape, order = detail[:_HEAD]
     nan = float("nan")
     _, _, rank, number, started, host_us, device_us, loss, lr, grad_norm, tokens = row[:11]
-    phases = _phases_from_row(row, detail, bits, micro_steps)
+    rest: dict[str, Any] = detail[-1] if len(detail) > _HEAD and isinstance(detail[-1], dict) else {}
+    phases = _phases_from_row(row, detail, bits, micro_steps, rest.get("waited", {}))
     if order is not None:
         by_position = {_POSITIONS[phase.name]: phase for phase in phases}
         phases = [
@@ -237,10 +271,16 @@ def step_from_row(row: Sequence[Any]) -> Step:
         ooms=ooms,
         probe_us=probe_us,
         dropped=dropped,
+        label_tokens=rest.get("labels", 0),
+        updates=msgspec.convert(rest.get("updates", []), list[Update]),
+        cpu_us=rest.get("cpu", 0),
+        flops=rest.get("flops", 0.0),
     )
 
 
-def _phases_from_row(row: Sequence[Any], detail: list[Any], bits: int, micro_steps: int) -> list[PhaseRecord]:
+def _phases_from_row(
+    row: Sequence[Any], detail: list[Any], bits: int, micro_steps: int, waited: dict[str, int]
+) -> list[PhaseRecord]:
     allocated_top, reserved_top, resident_top = row[11], row[12], row[13] or 0
     allocated_end, reserved_end, resident_end = allocated_top, reserved_top, resident_top
     at, column = _HEAD, FIRST_PHASE_COLUMN
@@ -291,6 +331,7 @@ def _phases_from_row(row: Sequence[Any], detail: list[Any], bits: int, micro_ste
                 allocated_bytes=-1 - size if size < 0 else size * _BLOCK,
                 collective_us=collective_us,
                 collectives=collectives,
+                waited_us=waited.get(name),
             )
         )
     return phases

@@ -5,6 +5,7 @@ back up to a limit and counted beyond it, and writing is tried again until it wo
 recording itself, as a row of ``gaps``.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -17,30 +18,39 @@ import msgspec
 
 from ..control import Alert, Answer, Query
 from ..errors import RecordingError
+from ..jobs import Job
 from ..process import this_process
 from ..rundir import RunFile
-from ..telemetry import DeviceSample, Heartbeat, Hello, LogLine, Step
+from ..telemetry import Checkpoint, Closing, DeviceSample, Evaluation, Heartbeat, Hello, LogLine, Step
+from ..throughput import peak_flops
 from ..wire import RESTART_LEAP, VERSION, Message
 from .batch import Batch
 from .checkpoint import Checkpointer
+from .curves import Curves, checkpoint_row, evaluation_row, point_of, training_row
+from .jobs import job_row
 from .marks import Marks
 from .opening import check_continuable
+from .removed import CarriedOver, RemovalWatch, carry_over, remove_logs
 from .rollup import Rollups
-from .rows import Names, Row, alert_row, event_row, hello_row, log_row
-from .schema import APPLICATION_ID, MARK_TABLES, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES
-from .steprow import step_rows
+from .rows import NameNumbers, Row, alert_row, event_row, hello_row, log_row
+from .schema import APPLICATION_ID, JOBS_TABLE, MARK_TABLES, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES, TRAINING_TABLES
+from .steprow import closing_rows, step_rows, update_rows
 
 RETRY_S = 2.0
+"""How long a refusing disk is left alone before the next try."""
+
+_HEARD = "heard"
+"""The key of ``meta`` that holds the numbers of ``note_heard``, as a JSON object."""
+
 _TAKEN = "taken:"
 """So begin the keys of ``meta`` that hold the numbers of ``note_taken``."""
-"""How long a refusing disk is left alone before the next try."""
 
 _NOT_RECORDED = (Heartbeat, Query, Answer)
 
 
 def _describe(run: RunFile | None) -> dict[str, Any]:
-    """Give the rows of ``meta`` that say which run this is."""
-    found: dict[str, Any] = {"protocol": f"{VERSION[0]}.{VERSION[1]}", "created": time.time()}
+    """Return the rows of ``meta`` that say which run this is."""
+    found: dict[str, Any] = {"protocol": f"{VERSION[0]}.{VERSION[1]}", "created": time.time(), _HEARD: "{}"}
     if run is not None:
         found |= {"run_id": run.id, "name": run.name, "created": run.created, "host": run.host, "kind": run.kind}
         found |= {"cwd": run.cwd, "command": json.dumps(run.command)}
@@ -62,6 +72,8 @@ class Writer:
         self.path = Path(path)
         self.error = ""
         """Why nothing can be written at the moment, in one line; empty while all is well."""
+        self.notice = ""
+        """What a person should know of the file; set once it has happened."""
         self.recorded = 0
         """Messages taken to disk by this writer."""
         self.last_seq = 0
@@ -70,17 +82,27 @@ class Writer:
         """Where a hub that opens this recording goes on numbering."""
         self.taken: dict[str, int] = {}
         """The numbers that an earlier writer of this file was given by ``note_taken``, of what is in it."""
+        self.heard: dict[str, int] | None = None
+        """The numbers that an earlier writer of this file was given by ``note_heard``; None: there was none."""
         self._run = run
         self._connection: sqlite3.Connection | None = None
+        self._watch: RemovalWatch | None = None
         self._checkpointer: Checkpointer | None = None
+        self._carried: CarriedOver | None = None
+        """What a removed file leaves to the new one, until that is made."""
         self._pending = Batch()
         self._writing = Batch()
         """What was taken for writing, and is not on disk yet."""
         self._lost = 0
         """Messages lost that the recording already tells of."""
-        self._names = Names()
+        self._names = NameNumbers()
         self._rollups = Rollups(lambda row: self._put_row("rollups", row))
+        self._curves = Curves(lambda row: self._put_row("curves", row))
+        self._peaks: dict[int, float | None] = {}
+        """Data-sheet peak of each rank's device, FLOP/s; None: not known."""
         self._marks = Marks(self._put_row)
+        self._heard: dict[str, int] = {}
+        """What ``note_heard`` was given last."""
         self._second = 0
         self._retry_at = 0.0
         self._taken_up = False
@@ -90,7 +112,7 @@ class Writer:
         if not self._try_open() and there:
             # Unknown what is in the file: number from where no earlier hub can have come.
             self.next_seq = int(time.time()) << 20
-            self._names = Names(first=int(time.time()))
+            self._names = NameNumbers(first=int(time.time()))
 
     def append(self, seq: int, t: float, message: Message) -> None:
         """Take one message of the stream; it is on disk after the next ``commit``.
@@ -117,6 +139,18 @@ class Writer:
         """Keep with what was appended, in one transaction, the numbers that its senders gave it (``taken``)."""
         self._pending.taken |= numbers
 
+    def note_heard(self, numbers: dict[str, int]) -> None:
+        """Keep with what was appended, in one transaction, the highest sequence number received from each sender.
+
+        A later hub counts from these: what its predecessor had received and not recorded is a loss, exactly counted.
+        """
+        if numbers != self._heard:
+            self._heard = self._pending.heard = dict(numbers)
+
+    def lose(self, count: int, first_t: float, last_t: float, reason: str) -> None:
+        """Record that messages were lost before they came here; the arguments are those of ``Batch.lose``."""
+        self._pending.lose(count, first_t, last_t, reason)
+
     @property
     def lost(self) -> int:
         """Messages let go since this writer began, because they could not be written."""
@@ -142,6 +176,8 @@ class Writer:
         if not waiting:
             return
         now = time.monotonic()
+        if self._connection is not None and self._watch is not None and self._watch.removed(now):
+            self._begin_anew(self._connection)
         if now < self._retry_at or not self._try_open():
             waiting.let_go(self.error)
             return
@@ -201,6 +237,7 @@ class Writer:
             self._fail(error)
             return False
         self._connection = connection
+        self._watch = RemovalWatch(self.path)
         self._checkpointer = Checkpointer(self.path)
         self._checkpointer.start()
         return True
@@ -222,14 +259,29 @@ class Writer:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA wal_autocheckpoint=0")
         if known and not self._taken_up:
-            for statement in MARK_TABLES:
+            for statement in (*MARK_TABLES, *TRAINING_TABLES, JOBS_TABLE):
                 connection.execute(statement)
             self._take_up(connection)
         self._taken_up = True
+        if self._carried is not None:
+            self._carried.insert(connection)
+            self.notice = f"{self.path} was removed; a new one was begun, without {self._carried.left} earlier messages"
+            self._carried = None
         process = this_process()
         self._put(connection, writer_pid=process.pid, writer_start_ticks=process.start_ticks, closed="")
         # In WAL mode NORMAL keeps the file whole through a crash of the machine; the checkpointer makes it durable.
         connection.execute("PRAGMA synchronous=NORMAL")
+
+    def _begin_anew(self, connection: sqlite3.Connection) -> None:
+        """Leave a file that was removed, and begin another in its place."""
+        if self._carried is None:
+            self._carried = carry_over(connection)
+        self._end_checkpointer()
+        self._connection = None
+        # Before the new file is made: the last connection to the old one removes a log by its name.
+        connection.close()
+        remove_logs(self.path)
+        self._try_open()
 
     def _take_up(self, connection: sqlite3.Connection) -> None:
         """Go on where an earlier writer of this file left off."""
@@ -238,6 +290,7 @@ class Writer:
             earlier = Rollups(self._writing.rows["rollups"].append)
             earlier.load(connection)
             earlier.flush()
+            Curves(self._writing.rows["curves"].append).load(connection)
             return
         meta = dict(connection.execute("SELECT key, value FROM meta"))
         highest = [connection.execute(f"SELECT max(seq) FROM {table}").fetchone()[0] or 0 for table in STREAM_TABLES]
@@ -245,9 +298,12 @@ class Writer:
         # Heartbeats are numbered and not recorded: the last number that was given is unknown, so leave it far behind.
         self.next_seq = self.last_seq + RESTART_LEAP
         self.taken = {key.removeprefix(_TAKEN): int(value) for key, value in meta.items() if key.startswith(_TAKEN)}
+        with contextlib.suppress(KeyError, ValueError, AttributeError):
+            self.heard = {str(sender): int(number) for sender, number in json.loads(meta[_HEARD]).items()}
         self._second = connection.execute("SELECT max(second) FROM clock").fetchone()[0] or 0
         self._names.load(connection)
         self._rollups.load(connection)
+        self._curves.load(connection)
         self._marks.load(connection)
 
     def _put_row(self, table: str, row: Row) -> None:
@@ -260,7 +316,13 @@ class Writer:
             rows["steps"].append(row)
             if extra:
                 rows["extra_phases"] += extra
+            if message.updates:
+                rows["updates"] += update_rows(seq, t, message)
+            training = training_row(seq, message, self._peaks.get(message.rank))
+            if training is not None:
+                rows["training_steps"].append(training)
             self._rollups.add(row)
+            self._curves.add(seq, message.rank, point_of(message, t))
             self._marks.step(seq, message)
         elif isinstance(message, DeviceSample):
             rows["device_samples"].append(self._names.sample_row(seq, t, message, self._put_row))
@@ -270,8 +332,18 @@ class Writer:
             rows["alerts"].append(alert_row(seq, t, message))
         elif isinstance(message, Hello):
             rows["ranks"].append(hello_row(seq, t, message))
+            self._peaks[message.rank] = peak_flops(message.device.name, message.matmul_precision)
+        elif isinstance(message, Job):
+            rows["jobs"].append(job_row(seq, t, message))
+            self._marks.job(message)
         else:
             rows["events"].append(event_row(seq, t, message))
+            if isinstance(message, Closing):
+                rows["extra_phases"] += closing_rows(seq, t, message)
+            elif isinstance(message, Evaluation):
+                rows["evaluations"].append(evaluation_row(seq, t, message))
+            elif isinstance(message, Checkpoint):
+                rows["checkpoints"].append(checkpoint_row(seq, t, message))
             self._marks.message(seq, message)
 
     def _write(self) -> None:
@@ -281,7 +353,9 @@ class Writer:
         unfit = batch.insert(connection)
         if batch.gap is not None:
             connection.execute("INSERT INTO gaps(first_t, last_t, messages, reason) VALUES (?, ?, ?, ?)", batch.gap)
-        numbers = {f"{_TAKEN}{sender}": number for sender, number in batch.taken.items()}
+        numbers: dict[str, Any] = {f"{_TAKEN}{sender}": number for sender, number in batch.taken.items()}
+        if batch.heard:
+            numbers[_HEARD] = json.dumps(batch.heard)
         self._put(connection, last_seq=batch.last_seq, **numbers)
         connection.execute("COMMIT")
         self.recorded += batch.held - unfit

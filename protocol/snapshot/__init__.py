@@ -1,0 +1,1 @@
+"""Files of memory snapshots: a restricted reader, and their content as columns."""

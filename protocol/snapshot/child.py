@@ -1,4 +1,4 @@
-"""The process that unpickles: ``python -m ftmon.protocol.snapshot.child FILE`` writes its columns to stdout.
+"""The process that unpickles: ``python -m ...allocator.snapshot.child FILE`` writes a snapshot's columns to stdout.
 
 Restricting what a pickle may name does not bound what it may cost: one opcode can ask for gigabytes, and a tuple nested
 a million times overflows the C stack when it is hashed. Here either ends this process alone. It also gives the memory
@@ -15,12 +15,10 @@ import msgspec
 
 from .columns import Compactor
 from .errors import SnapshotError
-from .unpickle import read_pickle
+from .unpickle import granted_memory, read_pickle
 
 REFUSED = 3
-_PER_BYTE, _SPARE = 100, 2**30
-"""Memory granted: a pickle's byte makes at most some 70 bytes of objects (an empty dictionary, kept in a list)."""
-_UNPACKING = 30
+_SPARE = 2**30
 _MOST_MEMORY = 64 * 2**30
 
 
@@ -59,17 +57,13 @@ def _limit_memory(path: Path) -> None:
         import resource
     except ImportError:
         return
-    most = min(_MOST_MEMORY, path.stat().st_size * _PER_BYTE * (_UNPACKING if _packed(path) else 1) + _SPARE)
+    # The estimate of the cost is from above and this from below: the columns and the interpreter come on top.
+    most = min(_MOST_MEMORY, granted_memory(path) * 3 // 2 + _SPARE)
     with contextlib.suppress(ValueError, OSError):
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         if hard == resource.RLIM_INFINITY or hard > most:
             resource.setrlimit(resource.RLIMIT_AS, (most, hard))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _packed(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
 
 
 if __name__ == "__main__":

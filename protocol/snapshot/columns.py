@@ -14,7 +14,7 @@ from ..text import sanitize
 from . import model
 from .errors import SnapshotError
 from .model import Annotation, Segment, Snapshot, StackColumns, Trace
-from .stackcolumn import Stacks
+from .stack_column import Stacks
 
 _LARGEST = 2**47
 """No size beyond 128 TiB is believed."""

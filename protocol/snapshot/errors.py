@@ -1,4 +1,4 @@
-"""What can be wrong with a snapshot file, each in one line that says what, where and the mend."""
+"""What can be wrong with a snapshot file, each in one line that says what, where and the remedy."""
 
 from ..errors import FtmonError
 

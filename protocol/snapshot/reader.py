@@ -4,7 +4,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -14,7 +13,6 @@ from ..text import sanitize
 from .child import REFUSED
 from .errors import SnapshotError
 from .model import Snapshot, StackColumns
-from .replay import Replay
 
 _PATIENCE_SECONDS = 600
 _LARGEST_PART = 2**36
@@ -28,38 +26,16 @@ def open_snapshot(path: str | Path) -> Snapshot:
     Raises:
         SnapshotError: one line that says what is wrong with the file.
     """
-    with _Reading(Path(path)) as reading:
+    with SnapshotReading(Path(path)) as reading:
         return reading.snapshot().with_stacks(reading.stacks())
 
 
-def open_replays(
-    path: str | Path,
-    choose: Callable[[list[int]], list[int]] = list,
-    meanwhile: Callable[[], object] | None = None,
-) -> list[Replay]:
-    """Read a snapshot and replay its devices; quicker than one after the other: they need its stacks last.
-
-    Args:
-        path: the file.
-        choose: is given the devices there are, and returns those that are wanted; what it raises is passed on.
-        meanwhile: is called while the file is being read.
+class SnapshotReading:
+    """A snapshot file being read by a process of its own: its columns first, its stacks last.
 
     Raises:
         SnapshotError: one line that says what is wrong with the file.
     """
-    with _Reading(Path(path)) as reading:
-        if meanwhile is not None:
-            meanwhile()
-        first = reading.snapshot()
-        replays = [Replay(first, device) for device in choose(first.devices())]
-        whole = first.with_stacks(reading.stacks())
-    for replay in replays:
-        replay.complete(whole)
-    return replays
-
-
-class _Reading:
-    """The process that reads a file, and what it writes."""
 
     def __init__(self, path: Path) -> None:
         _check(path)
@@ -72,7 +48,7 @@ class _Reading:
         self._timer.daemon = True
         self._timer.start()
 
-    def __enter__(self) -> "_Reading":
+    def __enter__(self) -> "SnapshotReading":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,6 +4,7 @@ PyTorch's snapshots are pickles, and a pickle is a program. Nothing but the lite
 opcode that names a class or function ends in ``find_class``, which refuses.
 """
 
+import contextlib
 import gc
 import gzip
 import io
@@ -16,6 +17,13 @@ from .errors import SnapshotError
 
 MOST_BYTES = 4 * 2**30
 """The largest pickle that is read, unpacked: forty times that of a million trace entries."""
+_COSTS = {b"}": 72, b"]": 64, b")": 8, b"(": 8, b"\x85": 56, b"\x86": 64, b"\x87": 72, b"\x8f": 224}
+"""Bytes of an object that one opcode makes: an empty dictionary, an empty list, a tuple, a mark, an empty set, with its
+place in a container. (Found within a string, such a byte counts too: the estimate is from above.)"""
+
+_MEMORY_PER_BYTE, _MEMORY_PER_PACKED_BYTE, _SPARE_MEMORY = 100, 500, 2**30
+"""Real snapshots take some 10 bytes of objects for a byte, and gzip makes them 10 to 40 times smaller."""
+
 _GZIP = b"\x1f\x8b"
 _CHUNK = 2**20
 _DUMP = "write one with torch.cuda.memory._dump_snapshot(path)"
@@ -34,7 +42,55 @@ class _WantsCodeError(Exception):
     """The pickle names something that is not plain data."""
 
 
-def read_pickle(path: Path, most_bytes: int = MOST_BYTES) -> Any:
+def available_memory() -> int:
+    """Return the bytes that this host can still give to a process, its control group's limit included; 0: not known."""
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        words = Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()
+        found.append(int(words[0]) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())  # "max" where there is none
+        found.append(max(0, limit - int((group / "memory.current").read_text())))
+    return min(found, default=0)
+
+
+def granted_memory(path: Path) -> int:
+    """Return the bytes of memory that a file's objects may take, by its size and by what this host has available."""
+    with path.open("rb") as file:
+        packed = file.read(2) == _GZIP
+    by_size = _SPARE_MEMORY + path.stat().st_size * (_MEMORY_PER_PACKED_BYTE if packed else _MEMORY_PER_BYTE)
+    return min(by_size, available_memory() // 2 or by_size)
+
+
+def check_cost(path: Path, most_bytes: int = MOST_BYTES, most_memory: int = 0) -> None:
+    """Read a pickle through, unpacked as it goes, and estimate what its objects take before any is made.
+
+    Every opcode that makes an object is one byte, and its argument at least as long as what it stands for, so bytes
+    counted by value bound the objects from above: ``_COSTS`` for those that make the most of one byte.
+
+    Args:
+        path: the file, gzip-compressed or not.
+        most_bytes: the largest that it may be unpacked.
+        most_memory: bytes that its objects may take; 0: what ``granted_memory`` gives.
+
+    Raises:
+        SnapshotError: it unpacks to more, or its objects would take more.
+        EOFError, gzip.BadGzipFile, zlib.error: its gzip data is damaged.
+    """
+    most_memory = most_memory or granted_memory(path)
+    cost = 0
+    with _opened(path, most_bytes) as file:
+        while part := file.read(_CHUNK):
+            cost += len(part) + sum(part.count(opcode) * size for opcode, size in _COSTS.items())
+            if cost > most_memory:
+                raise SnapshotError(
+                    f"{path}: refused: it asks for far more memory than its size justifies, or than half of what is "
+                    f"available here: more than {most_memory / 2**30:.3g} GiB"
+                )
+
+
+def read_pickle(path: Path, most_bytes: int = MOST_BYTES, most_memory: int = 0) -> Any:
     """Read a pickle, gzip-compressed or not, of plain data; the caller checks what it holds.
 
     A hostile file may still ask for much memory or exhaust the C stack, so this belongs in a process of its own.
@@ -46,6 +102,7 @@ def read_pickle(path: Path, most_bytes: int = MOST_BYTES) -> Any:
     # A million dictionaries without a cycle among them: the collector would walk them again and again.
     gc.disable()
     try:
+        check_cost(path, most_bytes, most_memory)
         with _opened(path, most_bytes) as file:
             found = _PlainUnpickler(file).load()
             # What is packed is checked at its very end only.

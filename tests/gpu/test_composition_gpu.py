@@ -90,8 +90,3 @@ def test_deepspeed_s_flat_buffers_and_partitions_are_known(collector, stage):
     if stage:
         assert near(phases["backward"].parts["buckets"], 2 * 20_000_000), phases["backward"].parts
     assert collector.of(Hello)[-1].zero_stage == stage
-    walks = [composition.walk_us for composition in compositions]
-    print("walk_us", walks, "read_us", [composition.read_us for composition in compositions])
-    costs = sorted(step.probe_us for step in collector.of(Step)[10:])
-    print("probe_us", costs)
-    assert costs[len(costs) // 2] < 300

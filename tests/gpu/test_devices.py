@@ -7,8 +7,11 @@ import sys
 import threading
 
 import pytest
+from ftmon.protocol.analysis.health.gpus import Gpus
 from ftmon.protocol.telemetry import DeviceSample
-from ftmon.trainer.hub.devices import DeviceSampler
+from ftmon.trainer.host.devices import DeviceSampler
+from ftmon.trainer.host.nvml import Nvml
+from ftmon.trainer.host.xids import Xids
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +39,7 @@ def sample(pids: dict[int, int], rounds: int = 1) -> list[DeviceSample]:
     try:
         found: list[DeviceSample] = []
         for _ in range(300):
-            found += [sample for sample in sampler.poll() if sample.kind == "gpu"]
+            found += [one for one in sampler.poll() if isinstance(one, DeviceSample) and one.kind == "gpu"]
             if len(found) >= rounds * len(smi("index")):
                 return found
             threading.Event().wait(0.05)
@@ -83,3 +86,38 @@ def test_memory_held_by_a_process_of_the_run_is_seen_and_mapped_where_pids_are_t
         assert process.rank == 5
         assert process.used_bytes >= 1 << 30
     assert mine or all(process.rank is None for process in found.processes), "another pid namespace maps nothing"
+
+
+def test_faults_and_links_of_every_gpu_can_be_read_and_a_healthy_one_raises_nothing():
+    nvml = Nvml()
+    try:
+        found = {one.index: one for one in nvml.health("here", 1.0)}
+        assert set(found) == {int(line) for line in smi("index")}
+        for line, errors, generation, width in zip(
+            smi("index"),
+            smi("ecc.errors.uncorrected.volatile.total"),
+            smi("pcie.link.gen.max"),
+            smi("pcie.link.width.max"),
+            strict=True,
+        ):
+            one = found[int(line)]
+            assert str(one.ecc_uncorrected) == errors.strip() or (one.ecc_uncorrected is None and "N/A" in errors)
+            assert str(one.pcie_gen_max) == generation.strip()
+            assert str(one.pcie_width_max) == width.strip()
+            assert one.pcie_gen is not None
+            assert one.pcie_width is not None
+            assert one.nvlinks_up is None or one.nvlinks_up >= 0
+        gpus = Gpus()
+        raised = [one for t in range(3) for each in nvml.health("here", 10.0 * t) for one in gpus.health(each)]
+        raised += [one for each in nvml.samples("here", 1.0, {}) for one in gpus.sample(each)]
+        assert [one for one in raised if one.kind not in ("gpu_memory_errors", "nvlink_degraded")] == []
+    finally:
+        nvml.close()
+
+
+def test_errors_of_the_driver_can_be_watched_from_its_events_where_the_log_cannot_be_read(tmp_path):
+    xids = Xids("here", str(tmp_path / "none"))
+    assert xids._events is not None
+    assert len(xids._handles) == len(smi("index"))
+    assert xids.look() == []
+    xids.close()

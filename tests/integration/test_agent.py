@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eventually import eventually
 from ftmon.protocol.control import HubStats
 from ftmon.protocol.hosts import HostState
 from ftmon.protocol.rundir import RunDir
 from ftmon.protocol.telemetry import DeviceSample, LogLine, Step
-from ftmon.trainer import processes
-from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, started, until
+from ftmon.trainer.host import processes
+from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, started
 from ports import listen_address
 
 
@@ -47,7 +48,7 @@ def elsewhere(*ranks: dict[str, Any]) -> Iterator[RunDir]:
 
 def agents(run: RunDir) -> list[int]:
     """List the pids of the run's agents."""
-    found = [pid for pid in processes.table() if processes.is_agent(pid)]
+    found = [pid for pid in processes.table() if processes.runs_module(pid, "ftmon.trainer.agent")]
     return [pid for pid in found if str(run.path).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
@@ -70,7 +71,7 @@ def test_ranks_elsewhere_are_watched_by_one_agent_asked_and_killed_and_nothing_i
             assert "On nodeb: " in result.text
         assert exit_of(run).state == "stopped"
         hub_gone(run)
-        until(lambda: not agents(run), 30, "the agent's end")
+        eventually(lambda: not agents(run), "the agent's end")
         place = run.of_host("nodeb")
         assert not list(place.path.glob("*.sock"))
         assert not place.path.joinpath("agent.lock").exists()
@@ -84,7 +85,7 @@ def test_a_hub_that_is_killed_comes_back_to_its_agents_without_a_step_lost_or_to
             app.wait_for(LogLine, lambda line: line.rank == 0)
             first = app.hub.process
         os.kill(first.pid, signal.SIGKILL)
-        until(lambda: (hub := run.living_hub()) is not None and hub.process != first, what="another hub")
+        eventually(lambda: (hub := run.living_hub()) is not None and hub.process != first, "another hub")
         with App(run) as app:
             assert hub_of(run).process != first
             step = app.wait_for(Step).step

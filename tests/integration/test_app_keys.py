@@ -15,7 +15,7 @@ from ftmon.tui.screens.rank import RankScreen
 from ftmon.tui.screens.runs import RunsScreen
 from ftmon.tui.source.replay import ReplaySource
 from ftmon.tui.widgets.canvas import Canvas
-from ftmon.tui.widgets.fleet import Fleet
+from ftmon.tui.widgets.rank_grid import RankGrid
 from scenes import hanging, recorded, settled, until
 from textual.widget import Widget
 
@@ -103,7 +103,7 @@ async def test_the_timer_that_outlives_the_widgets_while_the_app_is_taken_down_d
 
     def pump() -> None:
         nonlocal bare
-        bare += bool(app.screen_stack) and not app.screen.query(Fleet)
+        bare += bool(app.screen_stack) and not app.screen.query(RankGrid)
         app.pump()
 
     class Slow(Widget):

@@ -34,7 +34,7 @@ async def both_train(pilot: Any) -> None:
         states = [rank.state for rank in pilot.app.stage.model.ranks.values()]
         return states == ["training", "training"]
 
-    await until(pilot, training, "two training ranks", 40)
+    await until(pilot, training, "two training ranks")
 
 
 async def test_a_kill_asks_first_then_shows_that_nothing_is_left(run: RunDir) -> None:
@@ -53,8 +53,8 @@ async def test_a_kill_asks_first_then_shows_that_nothing_is_left(run: RunDir) ->
             assert isinstance(app.screen, OverviewScreen), "the default is no"
             assert len(members(run)) >= 2
             await pilot.press("k", "a", "y")
-            await until(pilot, lambda: "nothing is left of the run" in " ".join(shown(app).split()), "the result", 40)
-            await until(pilot, lambda: not [p for p in members(run) if "fake" in str(p)], "the processes' end", 20)
+            await until(pilot, lambda: "nothing is left of the run" in " ".join(shown(app).split()), "the result")
+            await until(pilot, lambda: not [p for p in members(run) if "fake" in str(p)], "the processes' end")
             assert exit_of(run).state in ("stopped", "failed")
     finally:
         source.close()
@@ -70,7 +70,7 @@ async def test_the_screen_behind_a_dialog_goes_on_with_the_run(run: RunDir) -> N
             await pilot.press("k")
             assert isinstance(app.screen, KillDialog)
             before = behind.plain
-            await until(pilot, lambda: behind.plain != before, "another step in the bar behind the dialog", 20)
+            await until(pilot, lambda: behind.plain != before, "another step in the bar behind the dialog")
     finally:
         source.close()
 
@@ -95,7 +95,7 @@ async def test_a_live_view_is_held_rewound_and_returns(run: RunDir) -> None:
     try:
         async with app.run_test(size=(80, 24)) as pilot:
             await both_train(pilot)
-            await until(pilot, lambda: app.stage.model.leading_step >= 4, "four steps", 30)
+            await until(pilot, lambda: app.stage.model.leading_step >= 4, "four steps")
             await pilot.press("left_square_bracket")
             await until(pilot, lambda: source.transport.mode == "rewound", "the past")
             await until(pilot, lambda: "live: L" in shown(app), "the way back")

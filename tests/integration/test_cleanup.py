@@ -10,11 +10,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from eventually import eventually
 from ftmon.protocol import rundir
 from ftmon.protocol.join import JOIN_ENV, JoinFile, read_join, write_join
 from ftmon.protocol.rundir import RUN_ENV, ExitFile, RunDir
-from ftmon.trainer import cleanup
-from ftmon.trainer.joining import prepare
+from ftmon.trainer.host import cleanup
+from ftmon.trainer.launch.join import prepare
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def hub() -> Iterator[socket.socket]:
 def join(tmp_path: Path, hub: socket.socket, monkeypatch: pytest.MonkeyPatch) -> JoinFile:
     """What another host's run brought here: its file, in a directory of the same name."""
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "there"))
-    run = rundir.create("two", ["train.py"], "run", {})
+    run = rundir.create("two", ["train.py"], "run")
     made = read_join(prepare(run, "127.0.0.1:7420"))
     here = RunDir(tmp_path / "here" / run.id)
     here.path.mkdir(mode=0o700, parents=True)
@@ -41,9 +42,8 @@ def rank(join: JoinFile) -> Iterator["subprocess.Popen[bytes]"]:
     environment = {**os.environ, RUN_ENV: join.run, JOIN_ENV: f"{join.run}/join.json"}
     words = [sys.executable, "-c", "input()"]  # until this test is over, however that comes
     with subprocess.Popen(words, env=environment, stdin=subprocess.PIPE) as process:
-        deadline = time.monotonic() + 20
-        while f"{RUN_ENV}={join.run}".encode() not in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-            assert time.monotonic() < deadline
+        mark, environ = f"{RUN_ENV}={join.run}".encode(), Path(f"/proc/{process.pid}/environ")
+        eventually(lambda: mark in environ.read_bytes().split(b"\0"), "the program's start")
         yield process
         process.kill()
 
@@ -80,7 +80,7 @@ def test_ranks_whose_hub_does_not_answer_are_told_and_ended_only_when_asked_for(
 
 def test_on_a_shared_file_system_the_end_of_the_run_tells(join: JoinFile, rank: "subprocess.Popen[bytes]") -> None:
     run = RunDir(join.run)
-    there = rundir.create("other", ["train.py"], "run", {}).read_run()
+    there = rundir.create("other", ["train.py"], "run").read_run()
     run.write_run(msgspec.structs.replace(there, host="nodea"))
     run.write_exit(ExitFile(1, time.time(), "failed"))
     assert orphans(join) == [], "its agents have a moment to end what is left"

@@ -50,6 +50,7 @@ def test_the_last_lines_say_where_model_and_recording_are(
 ) -> None:
     assert f"recording:  {run.recording}" in demo.stdout
     assert f"replay it:  ftmon replay {run.id}" in demo.stdout
+    assert f"talk to it: ftmon chat {run.id}" in demo.stdout
     (line,) = lines_with(demo.stdout, ["model:  "])
     assert (Path(line.split(":", 1)[1].strip()) / "config.json").exists()
 
@@ -77,28 +78,28 @@ def test_the_recording_holds_every_step_of_every_rank(run: RunDir) -> None:
 
 def test_the_recording_replays_as_the_same_lines(home: Ftmon, run: RunDir) -> None:
     for name in (run.id, str(run.path), str(run.recording)):
-        told = home.run("replay", name, "--plain", seconds=60)
+        told = home.run("replay", name, "--plain")
         assert told.returncode == 0, told.stderr
         assert lines_with(told.stdout, [f"step {STEPS}/{STEPS} ", "loss "])
         assert lines_with(told.stdout, ["finished"])
 
 
 def test_attach_to_a_finished_run_tells_it_again(home: Ftmon, run: RunDir) -> None:
-    told = home.run("attach", run.id[:6], seconds=60)
+    told = home.run("attach", run.id[:6])
     assert told.returncode == 0, told.stderr
     assert lines_with(told.stdout, [f"step {STEPS}/{STEPS} "])
 
 
 def test_ls_lists_it(home: Ftmon, run: RunDir) -> None:
-    listed = home.run("ls", seconds=60)
+    listed = home.run("ls")
     assert listed.returncode == 0, listed.stderr
     assert lines_with(listed.stdout, [run.id, "finished"])
-    (entry,) = json.loads(home.run("ls", "--json", seconds=60).stdout)
+    (entry,) = json.loads(home.run("ls", "--json").stdout)
     assert entry["id"] == run.id
 
 
 def test_status_tells_how_it_ended(home: Ftmon, run: RunDir) -> None:
-    told = home.run("status", run.id, seconds=60)
+    told = home.run("status", run.id)
     assert told.returncode == 0, told.stderr
     assert "finished" in told.stdout
     status = home.status(run.id)
@@ -106,7 +107,7 @@ def test_status_tells_how_it_ended(home: Ftmon, run: RunDir) -> None:
 
 
 def test_logs_prints_what_the_ranks_printed(home: Ftmon, run: RunDir) -> None:
-    told = home.run("logs", run.id, "--text", "final model", seconds=60)
+    told = home.run("logs", run.id, "--text", "final model")
     assert told.returncode == 0, told.stderr
     (line,) = told.stdout.splitlines()
     assert line.startswith("rank 0| ")
@@ -114,7 +115,7 @@ def test_logs_prints_what_the_ranks_printed(home: Ftmon, run: RunDir) -> None:
 
 @pytest.mark.parametrize("command", [("kill",), ("stop",)])
 def test_acting_on_a_finished_run_says_so(home: Ftmon, run: RunDir, command: tuple[str]) -> None:
-    done = home.run(*command, run.id, seconds=60)
+    done = home.run(*command, run.id)
     assert done.returncode == 0, done.stderr
     assert "has ended" in done.stdout
 
@@ -123,7 +124,7 @@ def test_a_torn_recording_replays_what_is_there(home: Ftmon, run: RunDir, tmp_pa
     torn = tmp_path / "torn.sqlite"
     whole = run.recording.read_bytes()
     torn.write_bytes(whole[: len(whole) * 2 // 3])
-    told = home.run("replay", str(torn), "--plain", seconds=60)
+    told = home.run("replay", str(torn), "--plain")
     assert "Traceback" not in told.stderr
     assert told.returncode in (0, 1)
     assert (told.returncode == 0 and "incomplete: " in told.stdout) or told.stderr.count("\n") == 1
@@ -138,7 +139,7 @@ def test_what_is_no_recording_is_refused_in_one_line(
     file = tmp_path / "other.sqlite"
     if content is not None:
         file.write_bytes(content)
-    told = home.run("replay", str(file), "--plain", seconds=60)
+    told = home.run("replay", str(file), "--plain")
     assert told.returncode in (1, 2)
     assert told.stderr.startswith("ftmon: ")
     assert told.stderr.count("\n") == 1

@@ -9,19 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from eventually import eventually
+from ftmon.protocol import exits
 from ftmon.protocol.process import is_alive
 from ftmon.protocol.rundir import RunDir
-from ftmon_process import (
-    Ftmon,
-    follow_to_end,
-    ftmon_home,
-    hub_is_alive,
-    lines_with,
-    wait_until,
-    wait_until_nothing_is_left,
-)
+from ftmon_process import SMALL, Ftmon, follow_to_end, ftmon_home, hub_is_alive, lines_with, wait_until_nothing_is_left
+from hub_client import fake_ranks
 
 ENDLESS = "100000"
+STEP = re.compile(r" step +[\d,]+")
+"""Matches progress lines of steps, not those of the rehearsal."""
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +32,11 @@ def run(home: Ftmon) -> RunDir:
     """One demo that trains until the last test of this file stops it."""
     listen = f"127.0.0.1:{random.randrange(20_000, 30_000)}"  # below the ports that systems give out by themselves
     words = ["--steps", ENDLESS, "--name", "endless", "--listen", listen]
-    started = home.run("demo", *words, "--detach", seconds=60)
+    started = home.run("demo", *words, *SMALL, "--detach")
     assert started.returncode == 0, started.stderr
     found = home.newest()
     assert f"ftmon attach {found.id}" in started.stdout
-    wait_until("the first steps", lambda: steps_done(home, found) >= 3, every=1.0)
+    eventually(lambda: steps_done(home, found) >= 3, "the first steps", every=1.0)
     return found
 
 
@@ -49,27 +46,27 @@ def steps_done(home: Ftmon, run: RunDir) -> int:
 
 def test_a_detached_run_trains_on(home: Ftmon, run: RunDir) -> None:
     before = steps_done(home, run)
-    wait_until("more steps", lambda: steps_done(home, run) > before, 60, every=0.5)
+    eventually(lambda: steps_done(home, run) > before, "more steps", every=0.5)
 
 
 def test_a_late_follower_is_told_the_present_and_leaves_without_harm(home: Ftmon, run: RunDir) -> None:
     follower = home.start("attach", run.id)
     assert follower.stdout is not None
     for line in follower.stdout:
-        if " step " in line:
+        if STEP.search(line):
             break
     follower.send_signal(signal.SIGINT)
-    status, output, errors = follow_to_end(follower, 30)
+    status, output, errors = follow_to_end(follower)
     assert status == 130, errors
     assert f"attach again: ftmon attach {run.id}" in output
     before = steps_done(home, run)
-    wait_until("more steps after the follower left", lambda: steps_done(home, run) > before, 60, every=0.5)
+    eventually(lambda: steps_done(home, run) > before, "more steps after the follower left", every=0.5)
 
 
 def test_another_host_attaches_with_the_hubs_key_once_its_own_is_let_in(
     home: Ftmon, run: RunDir, tmp_path: Path
 ) -> None:
-    listen = run.read_run().options["listen"]
+    listen = run.read_run().options.listen
     hub = run.living_hub()
     assert hub is not None
     elsewhere = Ftmon(tmp_path / "elsewhere")
@@ -78,14 +75,14 @@ def test_another_host_attaches_with_the_hubs_key_once_its_own_is_let_in(
     assert home.run("keys", f"--allow={own[1]}", "--remark", "elsewhere", seconds=30).returncode == 0
     follower = elsewhere.start("attach", f"tcp://{listen}", f"--key={hub.server_key}")
     assert follower.stdout is not None
-    told = next((line for line in follower.stdout if " step " in line), "")
+    told = next((line for line in follower.stdout if STEP.search(line)), "")
     follower.send_signal(signal.SIGINT)
-    _, _, errors = follow_to_end(follower, 30)
+    _, _, errors = follow_to_end(follower)
     assert "loss" in told, errors
 
 
 def test_ls_shows_it_live(home: Ftmon, run: RunDir) -> None:
-    (entry,) = json.loads(home.run("ls", "--json", seconds=60).stdout)
+    (entry,) = json.loads(home.run("ls", "--json").stdout)
     assert (entry["id"], entry["live"]) == (run.id, True)
 
 
@@ -99,7 +96,7 @@ def test_ls_shows_it_live(home: Ftmon, run: RunDir) -> None:
 def test_a_wrong_request_is_one_line_and_harms_nothing(
     home: Ftmon, run: RunDir, words: list[str], complaint: str
 ) -> None:
-    done = home.run(*words, seconds=60)
+    done = home.run(*words)
     assert done.returncode in (1, 2)
     assert complaint in done.stderr
     assert done.stderr.count("\n") == 1
@@ -113,32 +110,32 @@ def test_training_outlives_its_hub_and_a_new_one_has_the_whole_history(home: Ftm
     before = steps_done(home, run)
     old_process = old.process
     os.kill(old_process.pid, signal.SIGKILL)
-    wait_until("the old hub gone", lambda: not is_alive(old_process), 10)
-    wait_until("a new hub", lambda: hub_is_alive(run), 60)
-    wait_until("steps past those before", lambda: steps_done(home, run) > before, 60, every=0.5)
+    eventually(lambda: not is_alive(old_process), "the old hub gone")
+    eventually(lambda: hub_is_alive(run), "a new hub")
+    eventually(lambda: steps_done(home, run) > before, "steps past those before", every=0.5)
     assert follower.poll() is None, "the follower survives the loss of its hub"
     follower.send_signal(signal.SIGINT)
-    follow_to_end(follower, 30)
+    follow_to_end(follower)
 
 
 def test_stop_ends_it_in_order_and_the_follower_is_told(home: Ftmon, run: RunDir) -> None:
     follower = home.start("attach", run.id)
     assert follower.stdout is not None
-    next(line for line in follower.stdout if " step " in line)
-    stopped = home.run("stop", run.id, seconds=60)
+    next(line for line in follower.stdout if STEP.search(line))
+    stopped = home.run("stop", run.id)
     assert stopped.returncode == 0, stopped.stderr
-    status, output, errors = follow_to_end(follower, 120)
-    assert status == 130, output + errors  # in order, but before it was done
+    status, output, errors = follow_to_end(follower)
+    assert status == exits.STOPPED, output + errors  # in order, but before it was done
     assert lines_with(output, ["stopped"])
     assert lines_with(output, ["checkpoint: ", "checkpoint.resume="])
 
 
 def test_ctrl_c_stops_a_run_that_the_command_started(home: Ftmon) -> None:
-    command = home.start("demo", "--steps", ENDLESS, "--name", "interrupted")
+    command = home.start("demo", "--steps", ENDLESS, "--name", "interrupted", *SMALL)
     assert command.stdout is not None
-    next(line for line in command.stdout if " step " in line)
+    next(line for line in command.stdout if STEP.search(line))
     command.send_signal(signal.SIGINT)
-    status, output, errors = follow_to_end(command, 120)
+    status, output, errors = follow_to_end(command)
     assert status == 130, output + errors
     assert "ctrl-c again kills the run" in errors
     assert lines_with(output, ["stopped"])
@@ -147,17 +144,18 @@ def test_ctrl_c_stops_a_run_that_the_command_started(home: Ftmon) -> None:
 
 
 def test_kill_finds_a_run_whose_launcher_and_hub_are_gone(home: Ftmon) -> None:
-    assert home.run("demo", "--steps", ENDLESS, "--name", "orphan", "--detach", seconds=60).returncode == 0
+    job = fake_ranks({"workers": 1}, {"workers": 1})
+    assert home.run("run", "--name", "orphan", "--detach", "--", *job).returncode == 0
     run = home.newest()
-    wait_until("the first step", lambda: hub_is_alive(run) and steps_done(home, run) >= 1, every=1.0)
+    eventually(lambda: hub_is_alive(run) and steps_done(home, run) >= 1, "the first step", every=1.0)
     launcher, hub = run.read_run().launcher, run.living_hub()
     assert launcher is not None
     assert hub is not None
     for process in (launcher, hub.process):  # the launcher first: it would bring the hub back
         os.kill(process.pid, signal.SIGKILL)
-    wait_until("both gone", lambda: not (is_alive(launcher) or is_alive(hub.process)), 10)
-    assert "lost" in home.run("ls", seconds=60).stdout
-    killed = home.run("kill", run.id, "--yes", seconds=60)
+    eventually(lambda: not (is_alive(launcher) or is_alive(hub.process)), "both gone")
+    assert "lost" in home.run("ls").stdout
+    killed = home.run("kill", run.id, "--yes")
     assert killed.returncode == 0, killed.stdout + killed.stderr
     assert "nothing is left of the run" in killed.stdout
     wait_until_nothing_is_left(run)

@@ -1,26 +1,26 @@
 """A run from its start to its end through the real launcher and hub, with pretended ranks on real sockets."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import sqlite3
-import subprocess
 import sys
 
 import msgspec
 import pytest
 import zmq
+from eventually import eventually
 from ftmon.protocol import keys, rundir, wire
 from ftmon.protocol.control import Alert, Command, HubStats, RankState, RunState
 from ftmon.protocol.process import is_alive
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.run_options import RunOptions
 from ftmon.protocol.sockets import CHANNELS, peer_socket
+from ftmon.protocol.start_request import StartRequest, spawn_start, started_run
 from ftmon.protocol.telemetry import Goodbye, Hello, LogLine, Step
-from ftmon.trainer.start import spawn_launcher
-from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, members, started, until
+from ftmon.trainer.launch.start import spawn_launcher
+from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, members, started
 from ports import listen_address
 
 
@@ -71,7 +71,7 @@ def test_a_command_that_fails_before_its_first_step_says_so_with_its_last_words(
         hub_gone(run)
         alerts = [alert for alert in Reader(run.recording).alerts() if alert.kind == "exit"]
         assert len(alerts) == 1
-        assert "before its first step" in alerts[0].title
+        assert "without a recorded step" in alerts[0].title
         assert "no rank reported" in alerts[0].text
         assert "exit code 3" in alerts[0].text
         assert "no data at /nowhere" in "\n".join(alerts[0].evidence["last_lines"])
@@ -93,11 +93,11 @@ def test_a_stopped_and_a_killed_rank_are_noticed_at_once():
         app.wait_for(Step, lambda step: step.rank == 1)
         pid = app.hellos()[1].pid
         os.kill(pid, signal.SIGSTOP)
-        stopped = app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "stopped"), 5)
+        stopped = app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "stopped"))
         os.kill(pid, signal.SIGCONT)
-        app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "training") and s.time > stopped.time, 5)
+        app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "training") and s.time > stopped.time)
         os.kill(pid, signal.SIGKILL)
-        gone = app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "gone") and s.signal == 9, 5)
+        gone = app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "gone") and s.signal == 9)
         assert "SIGKILL" in gone.text
         assert exit_of(run).state == "failed"
         app.wait_for(RunState, lambda s: s.state == "failed")
@@ -115,7 +115,7 @@ def test_peers_of_another_version_and_unknown_types_are_counted_and_told():
             push.send_multipart([foreign, b"\x80"])
         push.send_multipart([wire.encode_header("rank-8-1-1", 1, 0.0), msgspec.msgpack.encode({"type": "new"})])
         push.send_multipart([b"nonsense"])
-        stats = app.wait_for(HubStats, lambda s: s.refused == 6 and s.unknown == 1, 10)
+        stats = app.wait_for(HubStats, lambda s: s.refused == 6 and s.unknown == 1)
         assert stats.lost == {}
         alert = app.wait_for(Alert, lambda alert: "refused" in alert.title and "2.0" in alert.text)
         assert alert.count == 1
@@ -192,7 +192,7 @@ def test_a_port_that_was_taken_meanwhile_leaves_the_run_watched_locally():
         port = holder.getsockname()[1]
         command = fake_ranks({})
         # Past the check at the start: the port is taken between it and the hub's own bind.
-        run = rundir.create("test", command, "run", {"logs": False, "listen": f"127.0.0.1:{port}"})
+        run = rundir.create("test", command, "run", RunOptions(logs=False, listen=f"127.0.0.1:{port}"))
         spawn_launcher(run)
         try:
             with App(run) as app:
@@ -209,7 +209,7 @@ def test_a_port_that_was_taken_meanwhile_leaves_the_run_watched_locally():
 def test_the_launcher_outlives_a_hangup_and_passes_a_stop_on():
     with started(fake_ranks({"workers": 1})) as run, App(run) as app:
         app.wait_for(Step)
-        launcher = until(lambda: run.read_run().launcher)
+        launcher = eventually(lambda: run.read_run().launcher, "the launcher")
         os.kill(launcher.pid, signal.SIGHUP)
         app.frames.clear()
         app.wait_for(Step)
@@ -217,14 +217,14 @@ def test_the_launcher_outlives_a_hangup_and_passes_a_stop_on():
         end = exit_of(run)
         assert (end.state, end.text.split(" (")[0]) == ("stopped", "stopped by SIGTERM")
         hub_gone(run)
-        until(lambda: not is_alive(launcher), what="the launcher's end")
+        eventually(lambda: not is_alive(launcher), "the launcher's end")
         assert members(run) == []
 
 
 def test_a_run_whose_launcher_died_is_ended_by_its_hub():
     with started(fake_ranks({"rate": 5, "steps": 15})) as run, App(run) as app:
         app.wait_for(Step)
-        launcher = until(lambda: run.read_run().launcher)
+        launcher = eventually(lambda: run.read_run().launcher, "the launcher")
         os.kill(launcher.pid, signal.SIGKILL)
         end = exit_of(run)
         assert end.state == "finished"
@@ -234,10 +234,13 @@ def test_a_run_whose_launcher_died_is_ended_by_its_hub():
 
 
 def test_start_prints_one_line_of_json_and_returns_at_once(tmp_path):
-    command = [sys.executable, "-P", "-m", "ftmon.trainer.start", "run", "--name", "x", "--no-logs", "--"]
-    done = subprocess.run([*command, *fake_ranks({"steps": 3})], capture_output=True, text=True, timeout=30, check=True)
-    run = RunDir(json.loads(done.stdout)["run"])
-    assert run.read_run().options == {"listen": "", "read_only": False, "logs": False, "allocator_events": True}
+    options = RunOptions(logs=False, hang_grace=7.0)
+    request = StartRequest("run", "x", options, command=fake_ranks({"steps": 3}))
+    process, written = spawn_start(request, environ=os.environ)
+    output, errors = process.communicate(written, timeout=30)
+    assert (process.returncode, errors) == (0, b"")
+    run = started_run(output)
+    assert run.read_run().options == options
     assert exit_of(run).state == "finished"
     hub_gone(run)
 
@@ -246,5 +249,22 @@ def test_another_program_reads_the_recording_while_it_is_written():
     with started(fake_ranks({"rate": 50})) as run, App(run) as app:
         app.wait_for(Step, lambda step: step.step >= 50)
         connection = sqlite3.connect(f"file:{run.recording}?mode=ro", uri=True)
-        until(lambda: connection.execute("SELECT count(*) FROM steps").fetchone()[0] >= 50)
+        eventually(
+            lambda: connection.execute("SELECT count(*) FROM steps").fetchone()[0] >= 50, "50 steps in the recording"
+        )
         connection.close()
+
+
+def test_a_rank_that_ends_because_the_launcher_got_a_signal_is_not_to_blame():
+    with started(fake_ranks({}, {})) as run, App(run) as app:
+        app.wait_for(Step, lambda step: step.rank == 1)
+        launcher = eventually(lambda: run.read_run().launcher, "the launcher")
+        os.kill(launcher.pid, signal.SIGTERM)
+        end = exit_of(run)
+        assert (end.state, end.cause) == ("stopped", "")
+        assert "stopped by SIGTERM" in end.text
+        hub_gone(run)
+    with Reader(run.recording) as reader:
+        assert [alert.title for alert in reader.alerts() if alert.severity == "error"] == []
+        states = [f.message for f in reader.frames(limit=100_000) if isinstance(f.message, RunState)]
+        assert ("stopping", "stopped by SIGTERM") in [(state.state, state.text) for state in states]

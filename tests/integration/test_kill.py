@@ -5,10 +5,12 @@ import signal
 import sys
 
 import pytest
+from eventually import eventually
 from ftmon.protocol.control import Command, RankState, Result, RunState
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.telemetry import Goodbye, Stacks, Step
-from hub_client import SCRIPTS, App, exit_of, fake_ranks, hub_gone, members, started, until
+from ftmon.trainer.host import processes
+from hub_client import SCRIPTS, App, exit_of, fake_ranks, hub_gone, members, started
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +126,22 @@ def test_one_killed_rank_takes_its_workers_with_it_and_its_launcher_ends_the_oth
         end = exit_of(run)
         assert end.state == "stopped"
         assert "rank 1 was killed on request" in end.text
-        until(lambda: members(run) == [], what="the end of all")
+        eventually(lambda: members(run) == [], "the end of all")
+
+
+def test_daemons_of_a_killed_rank_are_ended_with_it_or_named():
+    with started(fake_ranks({"daemons": True}, {"daemons": True})) as run, App(run) as app:
+        training(app, 2)
+        result = app.command("kill", ranks=[1])
+        assert result.ok, result.text
+        assert len(result.data["ended"]) == 2, "the rank, and the daemon that is a copy of it"
+        assert "no process of theirs is left" not in result.text
+        assert len(result.data["strays"]) == 2, "those that show nothing of their ranks, of either"
+        for pid in result.data["strays"]:
+            assert f"pid {pid} (" in result.text
+        exit_of(run)
+        eventually(lambda: members(run) == [], "the end of all")
+        assert not any(processes.read(pid) for pid in result.data["strays"]), "the launcher ends what is left"
 
 
 def test_a_signal_of_ones_choice_reports_who_withstood_it():
@@ -176,7 +193,7 @@ def test_stop_interrupts_a_foreign_script():
 def test_a_job_that_never_made_a_rank_is_stopped_and_killed_too():
     for verb in ("stop", "kill"):
         with started(["sleep", "300"]) as run, App(run) as app:
-            until(lambda run=run: members(run), what="the job's start")
+            eventually(lambda run=run: members(run), "the job's start")
             assert app.command(verb).ok
             assert exit_of(run).state == "stopped"
             assert members(run) == []

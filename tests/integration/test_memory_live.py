@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eventually import eventually
 from ftmon.protocol.control import RunState
 from ftmon.protocol.rundir import ExitFile, RunDir
 from ftmon.protocol.telemetry import AllocatorEvents
@@ -16,7 +17,7 @@ from ftmon.tui.screens.events import EventsScreen
 from ftmon.tui.screens.memory import MemoryScreen
 from ftmon.tui.source.live import LiveSource
 from ftmon.tui.widgets.canvas import Canvas
-from ftmon_process import Ftmon, wait_until
+from ftmon_process import Ftmon
 from peaks import Explained
 from scenes import until
 from small_hub import SmallHub
@@ -122,6 +123,6 @@ def test_ctrl_c_ends_following_with_130(run: RunDir, hub: SmallHub, tmp_path: Pa
         assert "rank 0 step 1" in process.stdout.readline()
         # The events that follow are those of the source, which is up once the first of them came.
         hub.put(AllocatorEvents(rank=0, step=99, time=1.0, phases=[], retries=2))
-        wait_until("the live event", lambda: "2 retries" in process.stdout.readline(), 30)
+        eventually(lambda: "2 retries" in process.stdout.readline(), "the live event")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 130

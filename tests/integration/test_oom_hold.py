@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon_process import Ftmon, follow_to_end, ftmon_home, processes_of, wait_until, wait_until_nothing_is_left
+from eventually import eventually
+from ftmon_process import Ftmon, follow_to_end, ftmon_home, processes_of, wait_until_nothing_is_left
 
 SCRIPT = Path(__file__).parent / "scripts/oom_loop.py"
 TOO_MUCH = 1 << 55
@@ -23,8 +24,8 @@ def start_held(home: Ftmon, *options: str) -> tuple[Any, str]:
     """Start the script and wait until its rank is held; return the command and the run's identifier."""
     process = home.start("run", "--plain", "--on-oom", "hold", *options, "--", sys.executable, str(SCRIPT))
     run = home.newest()
-    wait_until("a recording", run.recording.exists)
-    wait_until("a held rank", lambda: home.status(run.id)["rank_states"] == {"held": 1}, every=0.5)
+    eventually(run.recording.exists, "a recording")
+    eventually(lambda: home.status(run.id)["rank_states"] == {"held": 1}, "a held rank", every=0.5)
     return process, run.id
 
 
@@ -66,7 +67,7 @@ def test_without_allow_console_nobody_runs_code_and_a_kill_ends_what_is_held(hom
     refused = home.run("console", run, "--rank", "0", "-c", "1")
     assert refused.returncode == 1
     assert "not started with --allow-console" in refused.stderr
-    killed = home.run("kill", run, "--yes", seconds=60)
+    killed = home.run("kill", run, "--yes")
     assert killed.returncode == 0, killed.stdout + killed.stderr
     follow_to_end(process)
     wait_until_nothing_is_left(home.newest())

@@ -154,3 +154,43 @@ def test_a_snapshot_elsewhere_is_said_to_be_there_and_nothing_outside_of_the_run
     (tmp_path / "secret").write_text("x")
     for name in ("../secret", str(tmp_path / "secret"), "snapshots/none"):
         assert file_of(msgspec.structs.replace(oom_of(), snapshot=name), tmp_path / "run") is None
+
+
+CONFIG = """
+model: {config: {model_type: llama, vocab_size: 512, hidden_size: 256, intermediate_size: 512, num_hidden_layers: 2,
+        num_attention_heads: 4, num_key_value_heads: 4}, quantization: QUANTIZATION}
+data: {path: rows.jsonl}
+"""
+
+
+async def test_dry_runs_of_the_job_are_cancelled_with_the_same_key_and_what_refuses_them_is_shown(
+    tmp_path: Path,
+) -> None:
+    source = HeldRun(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "some text"}\n')
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("QUANTIZATION", "none"))
+    source.model.info.kind, source.model.info.command = "run", ["deepspeed", "train.py"]
+    app = FtmonApp(source)
+    async with app.run_test(size=(100, 40)) as pilot:
+        await held(pilot)
+        await pilot.press("w")
+        await shown(pilot, lambda: "ftmon predict --what-if -- deepspeed train.py" in app.stage.message[0], "the hint")
+        assert not app.stage.dry_runs
+
+        source.model.info.kind = "train"
+        await pilot.press("w")
+        (runs,) = app.stage.dry_runs.values()
+        await shown(pilot, lambda: "w: cancel" in text_of(app), "the progress")
+        assert "verified by dry runs of this job" in text_of(app)
+        assert runs._process.poll() is None
+        await pilot.press("w")
+        await shown(pilot, lambda: "cancelled" in text_of(app), "the end of it")
+        assert runs._process.returncode == -9
+
+        (tmp_path / "config.yaml").write_text(CONFIG.replace("QUANTIZATION", "nf4"))
+        await pilot.press("w")
+        # Its process has to import the libraries before it refuses.
+        await until(
+            pilot, lambda: app.pump() or "model.quantization cannot be predicted" in text_of(app), "a refusal", 300
+        )
+        app.stage.end_dry_runs()

@@ -1,5 +1,6 @@
 """The probe in real ranks, started by real launchers, heard by a real socket."""
 
+import math
 import os
 import signal
 import subprocess
@@ -8,12 +9,26 @@ import time
 from pathlib import Path
 
 import pytest
+import start_ranks
 import zmq
+from eventually import eventually
 from ftmon.protocol import rundir, sockets, wire
 from ftmon.protocol.control import Accepted, Command, Result
 from ftmon.protocol.process import ProcessId, is_alive
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, LogLine, Oom, Plan, Stacks, Step
+from ftmon.protocol.telemetry import (
+    Checkpoint,
+    Evaluation,
+    Failure,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    LogLine,
+    Oom,
+    Plan,
+    Stacks,
+    Step,
+)
 from ftmon.protocol.wire import LossCounter
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -93,17 +108,28 @@ def test_a_plain_deepspeed_loop_is_watched_unchanged(collector):
 
 
 def test_a_trainer_with_a_deepspeed_config_tells_its_plan_and_its_other_phases(collector, tmp_path):
-    collector.start(*deepspeed(1), SCRIPTS / "trainer_deepspeed.py", tmp_path / "out").finish()
+    collector.start(*start_ranks.command(1, SCRIPTS / "trainer_deepspeed.py"), tmp_path / "out").finish()
     assert collector.job.returncode == 0, collector.output()
     assert_none_lost(collector)
     hello = collector.of(Hello)[-1]
     assert (hello.framework, hello.zero_stage, hello.model) == ("transformers", 2, "GPT2LMHeadModel")
     assert {(plan.total_steps, plan.output_dir) for plan in collector.of(Plan)} == {(3, str(tmp_path / "out"))}
+    assert {(plan.evaluate_every, plan.checkpoint_every) for plan in collector.of(Plan)} == {(2, 2)}
+    assert hello.matmul_precision == "fp32"
+    evaluation = collector.of(Evaluation)[0]
+    assert (evaluation.step, evaluation.name, evaluation.best) == (2, "evaluation", True)
+    assert evaluation.perplexity == pytest.approx(math.exp(evaluation.loss))
+    assert evaluation.seconds > 0
+    checkpoint = collector.of(Checkpoint)[0]
+    assert (checkpoint.step, checkpoint.path) == (2, str(tmp_path / "out" / "checkpoint-2"))
     steps = collector.of(Step)
     assert [(s.step, s.micro_steps, s.samples, s.tokens, s.padded_tokens) for s in steps] == [
         (number, 2, 4, 36, 48) for number in (1, 2, 3)
     ]
     assert {"eval", "checkpoint"} <= {phase.name for phase in steps[2].phases}
+    # Rows of 12 with 9 tokens: 6 FLOPs a token and parameter without the positions, 192 a pair, 45 pairs a row.
+    matrices = 16 * 16 + 16 * 48 + 48 + 16 * 16 + 16 + 16 * 64 * 2 + 64 + 16 + 6 * 16
+    assert steps[0].flops == 36 * 6 * matrices + 4 * 45 * 192
     # What a Trainer logs as loss is the mean over the accumulation, and so is ours.
     assert all(2 < step.loss < 3.5 for step in steps)
 
@@ -151,7 +177,7 @@ def test_an_update_that_the_loss_scaler_skips_is_a_step_with_overflow_and_losses
 def test_an_update_that_deepspeed_makes_while_it_starts_is_no_step(collector, monkeypatch):
     monkeypatch.setenv("BF16", "1")
     monkeypatch.setenv("STAGE", "0")
-    collector.start(*deepspeed(1), SCRIPTS / "deepspeed_loop.py").finish()
+    collector.start(*start_ranks.command(1, SCRIPTS / "deepspeed_loop.py")).finish()
     steps = collector.of(Step)
     assert [step.step for step in steps] == [1, 2, 3, 4]
     assert all(step.phase("forward") and step.phase("backward") for step in steps)
@@ -208,16 +234,16 @@ def test_commands_are_answered_while_the_training_thread_is_busy_elsewhere(colle
 
     hellos = len(collector.of(Hello))
     collector.command(identity, "identify")
-    collector.collect(lambda c: len(c.of(Hello)) > hellos, 10)
+    collector.collect(lambda c: len(c.of(Hello)) > hellos)
     collector.command(identity, "stacks", reason="asked")
-    collector.collect(lambda c: c.of(Stacks), 10)
+    collector.collect(lambda c: c.of(Stacks))
     (stacks,) = collector.of(Stacks)
     assert "single_loop.py" in stacks.text
     assert " in main" in stacks.text
     assert stacks.reason == "asked"
     for verb, word in (("snapshot", "no CUDA allocator"), ("arm", "no trace to read"), ("stop", "does not ask")):
         number = collector.command(identity, verb)
-        collector.collect(lambda c, n=number: len([a for a in c.answers if a.id == n]) == 2, 10)
+        collector.collect(lambda c, n=number: len([a for a in c.answers if a.id == n]) == 2)
         accepted, result = [answer for answer in collector.answers if answer.id == number]
         assert isinstance(accepted, Accepted)
         assert isinstance(result, Result)
@@ -248,10 +274,7 @@ def test_without_a_hub_a_rank_ends_within_a_second_of_its_last_line(tmp_path, mo
 
 def seconds_to_end(job, log):
     """Measure how long a job lives on after its last line."""
-    deadline = time.monotonic() + 60
-    while not (log.exists() and "trained" in log.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: log.exists() and "trained" in log.read_text(), "the last line", every=0.01)
     start = time.monotonic()
     assert job.wait(60) == 0
     return time.monotonic() - start
@@ -300,10 +323,7 @@ def test_one_line_in_a_script_makes_all_its_ranks_one_run_that_stops_as_asked(wa
         stream.close()
         control.close()
         context.term()
-    deadline = time.monotonic() + 60
-    while runs[0].living_hub() is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(lambda: runs[0].living_hub() is None, "the hub's end")
     reader = Reader(runs[0].recording)
     messages = [frame.message for frame in reader.frames(0, 10_000)]
     reader.close()

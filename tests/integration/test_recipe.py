@@ -12,9 +12,11 @@ import pytest
 pytest.importorskip("deepspeed")
 
 import torch
-from ftmon.trainer.recipe import check, command, describe
-from ftmon.trainer.recipe.decode import load
+from ftmon.trainer.recipe import command
+from ftmon.trainer.recipe.config import resolve, write
+from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.demo import DATA
+from safetensors.torch import load_file
 
 PROGRAM = Path(__file__).parents[1] / "support" / "recipe_ranks.py"
 BASE = [
@@ -24,19 +26,27 @@ BASE = [
     f"data.path={DATA}",
     "data.limit=160",
     "optimizer.lr=5e-3",
-    "training={max_steps: 8, micro_batch: 4, grad_accumulation: 2, sequence_length: 64}",
+    "training={max_steps: 8, micro_batch: 4, grad_accumulation: 2, sequence_length: 64, rehearsal: false}",
     "output={log_every: 1}",
     "run={ranks: 2, device: cpu, threads: 1}",
 ]
 JOBS: dict[str, list[str]] = {
-    "stage-0": ["zero.stage=0"],
+    "stage-0": ["zero.stage=0", "training.rehearsal=true"],
     "stage-1": ["zero.stage=1"],
     "stage-2": ["zero.stage=2", "checkpoint.every=4"],
-    "stage-3": ["zero.stage=3", "model.gradient_checkpointing=true"],
+    "stage-3": ["zero.stage=3", "model.gradient_checkpointing=true", "training.rehearsal=true"],
     "bf16": ["zero.stage=1", "training.precision=bf16", "data.workers=1"],
     "offload": ["zero.stage=2", "zero.offload_optimizer=true", "optimizer.kind=torch_fused"],
     "foreach": ["optimizer.kind=torch_foreach"],
     "lora": ["zero.stage=3", "lora.rank=4", "optimizer.lr=2e-2"],
+    "dora": ["zero.stage=2", "lora={rank: 4, kind: dora}", "optimizer.lr=2e-2"],
+    "nf4": [
+        "model.quantization=nf4",
+        "model.config=",
+        "lora={rank: 4, merge: false}",
+        "model.gradient_checkpointing=selective",
+        "training.rehearsal=true",
+    ],
     "packed": ["data.packing=true", "data.train_on_prompt=true"],
     "resumed": ["zero.stage=2", "checkpoint.resume={out}/stage-2/checkpoints/step-4"],
     "stop-at-3": ["checkpoint.keep=1", "checkpoint.every=1"],
@@ -80,16 +90,16 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     resolved: Any = None
     for name, overrides in JOBS.items():
         words = [word.replace("{out}", str(out)) for word in [f"output.dir={{out}}/{name}", *overrides]]
-        if name == "from-folder":
+        if name in ("from-folder", "nf4"):
             words.append(f"model.name={out}/stage-2/model")
             written_by_a_job_before(out / "stage-2" / "model")
         loaded = load(None, BASE + words)
         resume = loaded.config.checkpoint.resume
         if resume not in ("never", "auto"):
             written_by_a_job_before(Path(resume))
-        resolved = check.resolve(loaded)
+        resolved = resolve.resolve(loaded)
         path = folder / f"{name}.yaml"
-        path.write_text(describe.dump(resolved.config))
+        path.write_text(write.dump(resolved.config))
         paths.append(str(path))
     shutil.rmtree(out)
     words = [word for word in command.launch_command(resolved) if word != "--module"]
@@ -101,7 +111,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=550,
         check=False,
     )
     assert done.returncode == 0, done.stdout
@@ -139,6 +149,7 @@ def test_the_final_model_loads_and_is_as_good_as_it_was(outcome: Outcome, name: 
         loss = float(model(input_ids=ids, labels=ids).loss)
     random = 6.24  # the loss of guessing among 512 tokens
     assert loss < random
+    assert model.config.use_cache  # as the model type has it, whatever training does without
 
 
 def test_a_saved_model_is_fine_tuned_further(outcome: Outcome) -> None:
@@ -151,6 +162,18 @@ def test_adapters_alone_learn_and_are_merged_into_the_model(outcome: Outcome) ->
     assert losses[8] < losses[1]
     assert not (outcome.out / "lora" / "model" / "adapter_config.json").exists()
     assert not any("lora" in name for name in outcome.weights("lora"))
+
+
+def test_adapters_on_a_base_in_4_bits_are_counted_by_its_whole_size_and_saved_alone(outcome: Outcome) -> None:
+    folder = outcome.out / "nf4" / "model"
+    assert (folder / "adapter_config.json").exists()
+    assert not (folder / "model.safetensors").exists()
+    sizes = {name: re.search(r"([\d,]+) parameters", outcome.text[name]) for name in ("lora", "nf4")}
+    assert sizes["nf4"] is not None
+    assert sizes["lora"] is not None
+    assert sizes["nf4"].group(1) == sizes["lora"].group(1)
+    adapters = load_file(folder / "adapter_model.safetensors")
+    assert all(bool(tensor.any()) for name, tensor in adapters.items() if "lora_B" in name), "they start as zeros"
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(outcome: Outcome) -> None:

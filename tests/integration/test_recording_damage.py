@@ -2,7 +2,10 @@
 
 import os
 import shutil
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -207,7 +210,7 @@ def test_what_is_no_recording_is_refused_in_one_line(tmp_path: Path) -> None:
         assert words in one_line(error.value, tmp_path / name)
 
 
-def test_a_newer_schema_is_refused_with_the_mend(path: Path, tmp_path: Path) -> None:
+def test_a_newer_schema_is_refused_with_the_remedy(path: Path, tmp_path: Path) -> None:
     newer = Path(shutil.copy(path, tmp_path / "newer.sqlite"))
     connection = sqlite3.connect(newer)
     connection.execute("PRAGMA user_version=2")
@@ -249,3 +252,32 @@ def test_a_writer_continues_nothing_but_a_whole_recording(path: Path, tmp_path: 
     with pytest.raises(RecordingError, match="is not an ftmon recording"):
         Writer(tmp_path / "text")
     assert (tmp_path / "text").read_text() == "no recording"
+
+
+ENDLESS = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT"
+
+
+def test_a_query_ends_at_ctrl_c(tmp_path: Path) -> None:
+    code = (
+        "import sqlite3, sys\nfrom pathlib import Path\nfrom ftmon.protocol.recording.guard import Guard\n"
+        "guard = Guard(Path('r'), seconds=60)\nconnection = guard.harden(sqlite3.connect(':memory:'))\n"
+        "print('asks', flush=True)\n"
+        f"try:\n    connection.execute('''{ENDLESS} count(*) FROM r''').fetchone()\n"
+        "except sqlite3.Error as error:\n    sys.exit(type(guard.refine(error)).__name__)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "asks\n"
+    for _ in range(100):
+        process.send_signal(signal.SIGINT)
+        try:
+            _, errors = process.communicate(timeout=0.3)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    else:
+        process.kill()
+        pytest.fail("ctrl-c did nothing")
+    assert "KeyboardInterrupt" in errors

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -156,7 +155,10 @@ def test_beyond_the_limit_bulk_is_let_go_and_counted_and_alerts_are_kept(
             reader.state_at(frame.t)
 
 
-def test_a_refusing_disk_is_left_alone_for_a_while(tmp_path: Path, frames: list[Frame]) -> None:
+def test_a_refusing_disk_is_left_alone_for_a_while(
+    tmp_path: Path, frames: list[Frame], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "RETRY_S", 3600.0)
     writer = Writer(tmp_path / "r.sqlite", RUN)
     limit_pages(writer, 1)
     for frame in frames[:200]:
@@ -164,11 +166,9 @@ def test_a_refusing_disk_is_left_alone_for_a_while(tmp_path: Path, frames: list[
     writer.commit()
     assert writer.error
     limit_pages(writer, 2**30)
-    began = time.monotonic()
     for _ in range(100):
         writer.commit()
     assert writer.error, "not tried again at once"
-    assert time.monotonic() - began < writer_module.RETRY_S
     writer.close()
     assert writer.error == ""
     assert writer.recorded == 200

@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from eventually import eventually
 from ftmon.protocol.errors import UsageError
 from ftmon.protocol.telemetry import Step
 from ftmon.tui.cli.main import parse
@@ -45,12 +45,8 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
 
 
-def pumped(source: RelayedSource, condition: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        source.pump(0.05)
-        assert time.monotonic() < deadline, source.connection
-        time.sleep(0.02)
+def pumped(source: RelayedSource, condition: Callable[[], object]) -> None:
+    eventually(condition, "what was to be shown", each=lambda: source.pump(0.05), state=lambda: source.connection)
 
 
 def relays() -> list[psutil.Process]:

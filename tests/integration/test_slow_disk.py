@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from ftmon.protocol.exits import HANG
 from ftmon.protocol.recording.reader import Reader
-from ftmon.tui.cli.outcome import HUNG
 from ftmon_process import ftmon_home, wait_until_nothing_is_left
 from sleeping_loader import job
 
@@ -46,7 +46,7 @@ def test_a_hung_rank_is_named_and_killed_in_time_though_the_disk_is_slow(slow_di
     preload = f"{slow_disk} {os.environ.get('LD_PRELOAD', '')}".strip()
     with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", LD_PRELOAD=preload) as ftmon:
         done = ftmon.run("run", "--on-hang", "kill", "--hang-grace", "1", "--", *job(tmp_path, 300), seconds=280)
-        assert done.returncode == HUNG, done.stdout + done.stderr
+        assert done.returncode == HANG, done.stdout + done.stderr
         run = ftmon.newest()
         began = float(re.findall(r"away since ([0-9.]+)", done.stdout)[0])
         with Reader(run.recording) as reader:

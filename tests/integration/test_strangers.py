@@ -16,9 +16,11 @@ from typing import Any
 import psutil
 import pytest
 import zmq
+from eventually import eventually
 from ftmon.protocol import keys, rundir, wire
 from ftmon.protocol.control import Accepted, Command, Result
 from ftmon.protocol.errors import RunDirError
+from ftmon.protocol.run_options import RunOptions
 from ftmon.protocol.rundir import HubFile, RunDir
 from ftmon.protocol.sockets import peer_socket, secure_client
 from ftmon_process import Ftmon
@@ -39,9 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def start_hub(run: RunDir) -> "subprocess.Popen[bytes]":
     hub = subprocess.Popen([sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 30
-    while run.living_hub() is None and hub.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    eventually(lambda: run.living_hub() is not None or hub.poll() is not None, "the hub's start")
     return hub
 
 
@@ -53,7 +53,7 @@ def end_hub(hub: "subprocess.Popen[bytes]") -> None:
 @pytest.fixture(scope="module")
 def listening(home: Path) -> Iterator[RunDir]:
     """A run whose hub also listens on TCP."""
-    run = rundir.create("open", ["true"], "watch", {"listen": listen_address()})
+    run = rundir.create("open", ["true"], "watch", RunOptions(listen=listen_address()))
     hub = start_hub(run)
     yield run
     end_hub(hub)

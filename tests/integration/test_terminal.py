@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from eventually import eventually
 from ftmon.protocol import rundir
 from ftmon.protocol.rundir import ExitFile, RunDir
-from ftmon_process import PROGRAM, Ftmon, ftmon_home, wait_until, wait_until_nothing_is_left
+from ftmon_process import PROGRAM, SMALL, Ftmon, ftmon_home, wait_until_nothing_is_left
 from streams import Stream, write
 from terminal import Terminal, command, open_terminal, wait_for, wait_until_gone
 
@@ -26,7 +27,7 @@ def terminal(home: Ftmon, tmp_path: Path) -> Iterator[Terminal]:
 
 
 def test_a_demo_from_its_first_step_to_its_kill(home: Ftmon, terminal: Terminal) -> None:
-    command(terminal, PROGRAM, "demo", "--steps", "100000")
+    command(terminal, PROGRAM, "demo", "--steps", "100000", *SMALL)
     wait_for(terminal, "rank 0", "rank 1", "training", seconds=FIRST_STEP_SECONDS)
     run = home.newest()
 
@@ -53,8 +54,8 @@ def kill_the_run(terminal: Terminal, run: RunDir) -> None:
     terminal.press("a")
     wait_for(terminal, "whole run")
     terminal.press("y")
-    wait_for(terminal, "killing", "nothing is left of the run", "escape: close", seconds=60)
-    wait_until("the run's end", run.read_exit, 60)
+    wait_for(terminal, "killing", "nothing is left of the run", "escape: close")
+    eventually(run.read_exit, "the run's end")
     terminal.press("Escape")
     wait_until_gone(terminal, "escape: close")
 

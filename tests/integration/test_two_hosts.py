@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eventually import eventually
 from ftmon.protocol.control import Alert, RankState
 from ftmon.protocol.hosts import HostState
 from ftmon.protocol.join import join_path, read_join
 from ftmon.protocol.rundir import RunDir
 from ftmon.protocol.telemetry import DeviceSample, Hello, LogLine, Step
-from hub_client import SCRIPTS, App, exit_of, until
+from hub_client import SCRIPTS, App, exit_of
 from two_hosts import NODES, TwoHosts, two_hosts
 
 pytest.importorskip("deepspeed")
@@ -33,6 +34,8 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
 def start(hosts: TwoHosts) -> RunDir:
     (hosts.folder / "hostfile").write_text("".join(f"{name} slots=1\n" for name in NODES))
     settings = {"STEPS": "3000", "STAGE": "0", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
+    # Built once for all tests: a rank on the other host has nothing of this environment but what is written here.
+    settings |= {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR",) if name in os.environ}
     (hosts.folder / ".deepspeed_env").write_text("".join(f"{key}={value}\n" for key, value in settings.items()))
     job = ["deepspeed", "--hostfile", "hostfile", "--master_addr", NODES["nodea"], str(SCRIPTS / "deepspeed_loop.py")]
     started = hosts.on_a(*("ftmon", "run", "--detach", "--", *job), FTMON_HOME=str(hosts.private), DS_ACCELERATOR="cpu")
@@ -95,7 +98,7 @@ def test_a_training_on_two_hosts_is_watched_cut_joined_and_killed(hosts: TwoHost
         assert result.data["ranks"] == [1]
         assert 1 in result.data["stacks_saved"]
         exit_of(run, 60)
-    until(lambda: not hosts.processes_on_b(), 60, f"the end of {hosts.processes_on_b()}")
+    eventually(lambda: not hosts.processes_on_b(), f"the end of {hosts.processes_on_b()}")
     left = subprocess.run([*hosts.enter_b(), "ls", str(run.path)], capture_output=True, text=True, timeout=30).stdout
     assert left.split() == ["hosts"], "the key was left behind"
 

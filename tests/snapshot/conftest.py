@@ -4,9 +4,11 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from scenes import hanging, recorded
+from ftmon.tui.app import FtmonApp
+from scenes import hanging, recorded, settled
 
 # So few that a replay holds all of them at once: what it fetches later, when it rests, changes no picture.
 STEPS = {"1": 60, "2": 60, "8": 22, "64": 8, "512": 4}
@@ -41,3 +43,23 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         return made[name]
 
     return give
+
+
+@pytest.fixture
+def plays(snap_compare: Any) -> Callable[..., bool]:
+    """Compare an app's screen after some keys."""
+
+    def compare(app: FtmonApp, size: tuple[int, int], *keys: str) -> bool:
+        async def play(pilot: Any) -> None:
+            await settled(pilot)
+            for key in keys:
+                await pilot.press(key)
+                await settled(pilot)
+
+        try:
+            return snap_compare(app, terminal_size=size, run_before=play)
+        finally:
+            if app.stage.source is not None:
+                app.stage.source.close()
+
+    return compare

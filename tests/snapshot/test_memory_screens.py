@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ftmon.tui.app import FtmonApp
 from peaks import explained
-from scenes import ReadyReplay, settled
+from scenes import ReadyReplay
 
 SMALL, LARGE = (80, 24), (200, 60)
 # So few steps that a replay holds all of them at once: what it fetches later, when it rests, changes no picture.
@@ -34,23 +34,12 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def shows(snap_compare: Any, scene: Callable[[str], Path]) -> Callable[..., bool]:
+def shows(plays: Callable[..., bool], scene: Callable[[str], Path]) -> Callable[..., bool]:
     """Compare the screen after some keys, the recording at its end."""
 
     def compare(name: str, size: tuple[int, int], *keys: str, **options: Any) -> bool:
         app = FtmonApp(ReadyReplay(scene(name), at_end=True), **options)
-
-        async def play(pilot: Any) -> None:
-            await settled(pilot)
-            for key in keys:
-                await pilot.press(key)
-                await settled(pilot)
-
-        try:
-            return snap_compare(app, terminal_size=size, run_before=play)
-        finally:
-            if app.stage.source is not None:
-                app.stage.source.close()
+        return plays(app, size, *keys)
 
     return compare
 

@@ -6,29 +6,18 @@ from typing import Any
 
 import pytest
 from ftmon.tui.app import FtmonApp
-from scenes import ReadyReplay, settled
+from scenes import ReadyReplay
 
 SMALL, LARGE = (80, 24), (200, 60)
 
 
 @pytest.fixture
-def shows(snap_compare: Any, recording: Callable[[str], Path]) -> Callable[..., bool]:
+def shows(plays: Callable[..., bool], recording: Callable[[str], Path]) -> Callable[..., bool]:
     """Compare the screen after some keys, the recording at its end."""
 
     def compare(scene: str, size: tuple[int, int], *keys: str, **options: Any) -> bool:
         app = FtmonApp(ReadyReplay(recording(scene), at_end=True), **options)
-
-        async def play(pilot: Any) -> None:
-            await settled(pilot)
-            for key in keys:
-                await pilot.press(key)
-                await settled(pilot)
-
-        try:
-            return snap_compare(app, terminal_size=size, run_before=play)
-        finally:
-            if app.stage.source is not None:
-                app.stage.source.close()
+        return plays(app, size, *keys)
 
     return compare
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
 from ftmon.protocol.snapshot.reader import open_snapshot
-from ftmon.protocol.snapshot.replay import Replay
 from ftmon.tui.screens.snapshot.app import SnapshotApp
 from phasesnapshot import step_with_phases
 

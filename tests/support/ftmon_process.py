@@ -5,29 +5,31 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+from eventually import SECONDS, eventually
 from ftmon.protocol.process import is_alive
 from ftmon.protocol.rundir import RUN_ENV, RunDir
+from run_picture import pictured
 
 PROGRAM = shutil.which("ftmon") or str(Path(sys.executable).with_name("ftmon"))
 LONG_SECONDS = 240.0
 """For whole trainings: two ranks that import torch on two busy cores need tens of seconds before their first step."""
 
 
-def wait_until(what: str, found: Callable[[], Any], seconds: float = LONG_SECONDS, every: float = 0.1) -> Any:
-    """Return the first true value of ``found``; fail with ``what`` when there is none in time."""
-    deadline = time.monotonic() + seconds
-    while not (value := found()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds:.0f} s: {what}")
-        time.sleep(every)
-    return value
+SMALL = (
+    "model.config.num_hidden_layers=2",
+    "model.config.hidden_size=64",
+    "model.config.intermediate_size=128",
+    "tokenizer.vocab_size=512",
+    "training.micro_batch=2",
+    "training.sequence_length=64",
+)
+"""What makes the demo cheap where a test is about the monitor: a third of its processor time."""
 
 
 class Ftmon:
@@ -70,7 +72,7 @@ class Ftmon:
 
     def newest(self) -> RunDir:
         """Return the newest run, waiting until there is one."""
-        return wait_until("a run directory", self.runs)[0]
+        return eventually(self.runs, "a run directory")[0]
 
     def status(self, run: str) -> dict[str, Any]:
         """Ask ``ftmon status RUN --json``."""
@@ -99,20 +101,18 @@ def processes_of(run: RunDir) -> list[psutil.Process]:
     return list(found.values())
 
 
-def wait_until_nothing_is_left(run: RunDir, seconds: float = 60.0) -> None:
+def wait_until_nothing_is_left(run: RunDir, seconds: float = SECONDS) -> None:
     """Wait until no process of a run lives, its launcher and hub included."""
-    try:
-        wait_until("all processes of the run gone", lambda: not processes_of(run), seconds)
-    except AssertionError as error:
-        raise AssertionError(f"{error}; left: {processes_of(run)}") from None
+    eventually(lambda: not processes_of(run), "all processes of the run gone", seconds, state=lambda: processes_of(run))
 
 
 @contextmanager
 def ftmon_home(folder: Path, **environ: str) -> Iterator[Ftmon]:
-    """Give a test its ``ftmon``, and end at its end whatever it started."""
+    """Give a test its ``ftmon``, end at its end whatever it started; its failure shows the newest run."""
     ftmon = Ftmon(folder, **environ)
     try:
-        yield ftmon
+        with pictured(lambda: next(iter(ftmon.runs()), None)):
+            yield ftmon
     finally:
         ftmon.end_everything()
 

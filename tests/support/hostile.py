@@ -24,12 +24,14 @@ C1 = "\x9b77;77HPWNED\x9d0;PWNED\x9c"
 BELL_AND_RETURN = "\aPWNED\r\x08\x08PWNED\x7f"
 BIDI = "\u202ePWNED\u2066"
 SPLIT = "PWNED\n\x1b[1A\x1b[2KPWNED\u2028\x85PWNED"
-HOSTILE = OSC + CLEAR + STRING + C1 + BELL_AND_RETURN + BIDI + SPLIT
+UNSEEN = "PWN\u200bED\u2060PWNED\ufeffPWNED\U000e0041"
+"""Zero-width characters and a tag: they make two names look alike."""
+HOSTILE = OSC + CLEAR + STRING + C1 + BELL_AND_RETURN + BIDI + SPLIT + UNSEEN
 TRACES = tuple(
     text.encode()
     for text in (
         OSC, "\x1b]0;PWNED", "\x1b[77;77H", "\x1bP+qPWNED", "\x9b", "\x9d", "\x9c", "\x85", "\aPWNED", "PWNED\x7f",
-        "\u202e", "\u2066", "\u2028", "PWNED\r\x08",
+        "\u202e", "\u2066", "\u2028", "PWNED\r\x08", "\u200b", "\u2060", "\ufeff", "\U000e0041",
     )
 )  # fmt: skip
 """Bytes that must never reach a terminal."""
@@ -57,7 +59,20 @@ def with_hostile_text(value: Any) -> Any:
 
 
 _CONTROL = (Command, Accepted, Result, Query, Answer)
-_QUERIES = ("info", "frames", "state_at", "memory", "series", "alerts", "logs", "step_time", "seq_at", "close", "")
+_QUERIES = (
+    "info",
+    "frames",
+    "state_at",
+    "memory",
+    "series",
+    "training",
+    "alerts",
+    "logs",
+    "step_time",
+    "seq_at",
+    "close",
+    "",
+)
 _VERBS = ("stacks", "snapshot", "identify", "ping", "stacks", "", "reboot")
 _ARGUMENTS = ("t", "t0", "t1", "rank", "limit", "columns", "after_seq", "before_seq", "text", "step", "ranks", "self")
 _NUMBERS = (0, 1, -1, 7, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 0.5, 1e300, -1e300,

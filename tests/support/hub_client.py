@@ -13,27 +13,22 @@ from typing import Any, TypeVar
 
 import msgspec
 import zmq
+from eventually import SECONDS, eventually
 from ftmon.protocol import wire
 from ftmon.protocol.control import Accepted, Answer, Command, Query, Result
 from ftmon.protocol.process import is_alive
+from ftmon.protocol.run_options import RunOptions
 from ftmon.protocol.rundir import ExitFile, HubFile, RunDir
 from ftmon.protocol.sockets import peer_socket
+from ftmon.protocol.start_request import StartRequest
 from ftmon.protocol.telemetry import Hello
 from ftmon.protocol.wire import Frame, Message
-from ftmon.trainer import processes
-from ftmon.trainer.start import start_run
+from ftmon.trainer.host import processes
+from ftmon.trainer.launch.start import start_run
+from run_picture import pictured
 
 SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
 M = TypeVar("M", bound=Message)
-
-
-def until(condition: Callable[[], Any], seconds: float = 20.0, what: str = "it") -> Any:
-    """Wait for ``condition`` to be true; return its value."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what} did not happen in {seconds} s"
-        time.sleep(0.02)
-    return value
 
 
 def fake_ranks(*ranks: dict[str, Any]) -> list[str]:
@@ -48,40 +43,41 @@ def members(run: RunDir) -> list[processes.Process]:
 
 
 def hub_of(run: RunDir) -> HubFile:
-    return until(run.living_hub, what="a living hub")
+    return eventually(run.living_hub, "a living hub")
 
 
-def exit_of(run: RunDir, seconds: float = 30.0) -> ExitFile:
-    return until(run.read_exit, seconds, "the end of the run")
+def exit_of(run: RunDir, seconds: float = SECONDS) -> ExitFile:
+    return eventually(run.read_exit, "the end of the run", seconds)
 
 
-def hub_gone(run: RunDir, seconds: float = 30.0) -> None:
+def hub_gone(run: RunDir, seconds: float = SECONDS) -> None:
     """Wait until the run's launcher, which waits for its hub, has ended, and no hub is left."""
     launcher = run.read_run().launcher
     if launcher is not None:
-        until(lambda: not is_alive(launcher), seconds, "the launcher's end")
-    until(lambda: run.living_hub() is None, seconds, "the hub's end")
+        eventually(lambda: not is_alive(launcher), "the launcher's end", seconds)
+    eventually(lambda: run.living_hub() is None, "the hub's end", seconds)
 
 
 @contextmanager
 def started(command: list[str], **options: Any) -> Iterator[RunDir]:
-    """Start a run; whatever the test does, nothing of it is left afterwards."""
-    run = start_run("run", "test", command, {"logs": False, **options})
+    """Start a run; whatever the test does, nothing of it is left afterwards, and its failure shows the run."""
+    run = start_run(StartRequest("run", options=RunOptions(**{"logs": False, **options})), "test", command)
     try:
-        yield run
+        with pictured(run):
+            yield run
     finally:
-        launcher = until(lambda: run.read_run().launcher, what="the launcher")
+        launcher = eventually(lambda: run.read_run().launcher, "the launcher")
         for _ in range(3):
             for process in members(run):
                 processes.send_signal(process, signal.SIGKILL)
         if is_alive(launcher):
             try:
-                exit_of(run, 30)
+                exit_of(run, 60)
             finally:
                 hub = run.living_hub()
                 if hub is not None:
                     os.kill(hub.process.pid, signal.SIGTERM)
-                until(lambda: not is_alive(launcher), 20, "the launcher's end")
+                eventually(lambda: not is_alive(launcher), "the launcher's end", 60)
         hub = run.living_hub()
         if hub is not None:
             os.kill(hub.process.pid, signal.SIGKILL)
@@ -124,7 +120,7 @@ class App:
         """List the messages of one type seen so far."""
         return [frame.message for frame in self.frames if isinstance(frame.message, kind)]
 
-    def wait_for(self, kind: type[M], matches: Callable[[M], bool] = lambda _: True, seconds: float = 20.0) -> M:
+    def wait_for(self, kind: type[M], matches: Callable[[M], bool] = lambda _: True, seconds: float = SECONDS) -> M:
         """Follow the stream until a message of ``kind`` matches; return the first that does."""
         deadline = time.monotonic() + seconds
         seen = 0
@@ -143,7 +139,7 @@ class App:
         self.control.send_multipart(wire.encode("test", 1, time.time(), command))
         return command.id
 
-    def answer(self, seconds: float = 30.0) -> Accepted | Result:
+    def answer(self, seconds: float = SECONDS) -> Accepted | Result:
         assert self.control.poll(int(seconds * 1000)), f"no answer in {seconds} s"
         message = wire.decode_body(self.control.recv_multipart()[1])
         assert isinstance(message, Accepted | Result)
@@ -170,7 +166,7 @@ class App:
 
     def query(self, name: str, **args: Any) -> Answer:
         self.queries.send_multipart(wire.encode("test", 1, time.time(), Query(secrets.token_hex(6), name, args)))
-        assert self.queries.poll(20_000)
+        assert self.queries.poll(int(SECONDS * 1000))
         answer = wire.decode_body(self.queries.recv_multipart()[1])
         assert isinstance(answer, Answer)
         return answer

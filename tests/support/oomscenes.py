@@ -4,11 +4,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ftmon.protocol.analysis.oom.verdict import OomContext
+from ftmon.protocol.analysis.remedies import remedies
+from ftmon.protocol.analysis.text.oom import explain
 from ftmon.protocol.blocks import StackGroup
 from ftmon.protocol.control import Accepted, Alert, RankState, Result
 from ftmon.protocol.oom import OomReport, RankMoment
-from ftmon.protocol.oomreport.mends import mends
-from ftmon.protocol.oomreport.verdict import Around, explain
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.telemetry import Oom
 from ftmon.protocol.wire import Frame, Message
@@ -86,7 +87,7 @@ def oom_of(rank: int = 1, t: float = 0.0, *, held: bool = True, console: bool = 
 def messages(t: float, *, held: bool = True, console: bool = True) -> list[Message]:
     """Make what a hub publishes when rank 1 runs out of memory at ``t``."""
     oom = oom_of(t=t, held=held, console=console)
-    verdict = explain(oom, Around())
+    verdict = explain(oom, OomContext())
     moments = [
         RankMoment(
             rank=rank,
@@ -101,7 +102,7 @@ def messages(t: float, *, held: bool = True, console: bool = True) -> list[Messa
         )
         for rank in range(4)
     ]
-    report = OomReport(1, 45, oom.phase, t, oom, verdict, mends(oom, verdict, Around()), moments)
+    report = OomReport(1, 45, oom.phase, t, oom, verdict, remedies(oom, verdict, OomContext()), moments)
     states: list[Message] = [
         RankState(
             rank, "held" if rank == 1 and held else "waiting", t, "out of memory" if rank == 1 else "", t, 4000 + rank

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ftmon.protocol.control import Alert, RankState, RunState
 from ftmon.protocol.memory import Cause, Composition, PhaseComposition, StackGroup
+from ftmon.protocol.prediction import PredictedPhase, PredictedPoint, Prediction
 from ftmon.protocol.telemetry import (
     AllocatorEvents,
     AllocatorPhase,
@@ -87,11 +88,22 @@ class Explained:
         longest: batches are up to this long.
         cuda: False for ranks on a CPU.
         taken_apart: False for a run of which no step was.
+        predicted: what a prediction has of each part of a measured peak, as shares: ``{"activations": 0.8}``; of parts
+            that are not named all of it. None: nothing was predicted.
+        refused: why nothing was.
     """
 
     def __init__(
-        self, ranks: int = 1, steps: int = 48, longest: int = 2048, cuda: bool = True, taken_apart: bool = True
+        self,
+        ranks: int = 1,
+        steps: int = 48,
+        longest: int = 2048,
+        cuda: bool = True,
+        taken_apart: bool = True,
+        predicted: dict[str, float] | None = None,
+        refused: str = "",
     ) -> None:
+        self.predicted, self.refused = predicted, refused
         self.ranks, self.steps, self.longest, self.cuda, self.taken_apart = ranks, steps, longest, cuda, taken_apart
         self._draw = random.Random(3)
 
@@ -107,6 +119,8 @@ class Explained:
             yield t, self._hello(rank, t)
             yield t, RankState(rank=rank, state="training", time=t, pid=4000 + rank)
         yield t, Plan(rank=0, total_steps=self.steps * 4)
+        if self.predicted is not None or self.refused:
+            yield t, self._prediction(t)
         for step in range(1, self.steps + 1):
             length = self._draw.randrange(64, self.longest) // 8 * 8
             begun, t = t, t + STEP_S
@@ -235,6 +249,18 @@ class Explained:
             walk_us=420,
             read_us=9400,
         )
+
+    def _prediction(self, t: float) -> Prediction:
+        if self.predicted is None:
+            return Prediction(t, refused=self.refused)
+        points: list[PredictedPoint] = []
+        for known in MEASURED[:4]:
+            phases: list[PredictedPhase] = []
+            for phase in self._composition(0, 1, t, peaks_at(known.length)).phases[1:]:
+                parts = {name: round(size * self.predicted.get(name, 1.0)) for name, size in phase.parts.items()}
+                phases.append(PredictedPhase(phase.name, sum(parts.values()), phase.reserved_bytes, parts))
+            points.append(PredictedPoint(0, known.length, phases))
+        return Prediction(t, points, 1, 0.02, "peaks of DeepSpeed steps on H200s", "H200", seconds=31.0)
 
     def _events(self, rank: int, step: int, t: float, length: int) -> AllocatorEvents:
         draw = self._draw

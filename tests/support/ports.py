@@ -1,7 +1,7 @@
 """Free TCP ports below the ephemeral range: no connection of anything else takes one before the test does."""
 
 from ftmon.protocol.errors import UsageError
-from ftmon.trainer.listen import check_free, parse_listen
+from ftmon.trainer.host.listen import check_free, parse_listen
 from ftmon.trainer.recipe.hardware import free_port
 
 __all__ = ["free_port", "listen_address"]

@@ -3,17 +3,19 @@
 ``recipe_ranks.py FILE...``; in a file called ``stop-at-N.yaml`` rank 1 alone asks to stop after step N.
 """
 
+import gc
 import sys
 from pathlib import Path
 
 from ftmon.protocol.errors import FtmonError
-from ftmon.trainer.recipe.decode import load
-from ftmon.trainer.recipe.loop import train
+from ftmon.trainer.recipe.config.load import load
+from ftmon.trainer.recipe.engine.distributed import World
 from ftmon.trainer.recipe.monitor import Monitor
-from ftmon.trainer.recipe.ranks import World
+from ftmon.trainer.recipe.train import train
 
 
 def main() -> None:
+    gc.freeze()  # DeepSpeed collects garbage for every engine: not again and again in what was imported
     world = World()
     asked = Monitor.stop_requested
     for path in map(Path, sys.argv[1:]):

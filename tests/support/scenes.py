@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from eventually import SECONDS
 from ftmon.protocol.control import Alert, RankState
 from ftmon.protocol.telemetry import Stacks
 from ftmon.protocol.wire import Frame, Message
@@ -93,9 +94,9 @@ class ReadyReplay(ReplaySource):
     def start(self) -> None:
         """Begin to read, and take what comes first."""
         super().start()
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + SECONDS
         while not self._complete():
-            assert time.monotonic() < deadline, "the recording's state and marks did not come in 15 s"
+            assert time.monotonic() < deadline, "the recording's state and marks did not come"
             self.pump()
             time.sleep(0.002)
 
@@ -111,7 +112,7 @@ class ReadyReplay(ReplaySource):
         return self.model is not self._incomplete
 
 
-async def until(pilot: Any, condition: Callable[[], Any], what: str = "it", seconds: float = 15.0) -> Any:
+async def until(pilot: Any, condition: Callable[[], Any], what: str = "it", seconds: float = SECONDS) -> Any:
     """Let the app run until ``condition`` is true; return its value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):

@@ -1,7 +1,8 @@
 """A job of two ranks, one of which waits in its data loader for a store that is away, for as long as it is told."""
 
-import sys
 from pathlib import Path
+
+import start_ranks
 
 SLEEPS = """
 import sys, time, torch, torch.distributed as dist
@@ -44,5 +45,4 @@ WHERE = "in fetch_from_a_store_that_is_away"
 def job(tmp_path: Path, seconds: float) -> list[str]:
     script = tmp_path / "sleeps.py"
     script.write_text(SLEEPS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return [*torchrun, str(script), str(seconds)]
+    return start_ranks.command(2, str(script), str(seconds))

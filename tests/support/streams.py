@@ -78,7 +78,6 @@ class Stream:
         self._base = {rank: self._random.randrange(30 * GIB, 34 * GIB, 512) for rank in range(self.ranks)}
         self._reserved = {rank: 44 * GIB + rank * 2 * 2**20 for rank in range(self.ranks)}
         self._alerts = 0
-        self._spiked = 0
 
     def frames(self) -> Iterator[Frame]:
         """Give every message in the order of the hub's stream, numbered without a gap."""

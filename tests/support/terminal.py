@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from eventually import SECONDS, eventually
+
 _ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
 _KEYS = {"Enter": b"\r", "Escape": b"\x1b", "Tab": b"\t", "C-c": b"\x03", "Left": b"\x1b[D", "Right": b"\x1b[C"}
 
@@ -107,25 +109,20 @@ class PtyTerminal:
                 self._written += piece
 
 
-def wait_for(terminal: Terminal, *words: str, seconds: float = 30.0) -> str:
+def wait_for(terminal: Terminal, *words: str, seconds: float = SECONDS) -> str:
     """Wait until every word is on the screen at once; return the screen, or fail showing it."""
-    deadline = time.monotonic() + seconds
-    while True:
-        text = terminal.text()
-        if all(word in text for word in words):
-            return text
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not on the screen within {seconds:.0f} s: {words}\n{text}")
-        time.sleep(0.1)
+    return eventually(
+        lambda: (text := terminal.text()) and all(word in text for word in words) and text,
+        f"{words} on the screen",
+        seconds,
+        state=terminal.text,
+        every=0.1,
+    )
 
 
-def wait_until_gone(terminal: Terminal, word: str, seconds: float = 30.0) -> None:
+def wait_until_gone(terminal: Terminal, word: str, seconds: float = SECONDS) -> None:
     """Wait until a word has left the screen."""
-    deadline = time.monotonic() + seconds
-    while word in (text := terminal.text()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"still on the screen after {seconds:.0f} s: {word}\n{text}")
-        time.sleep(0.1)
+    eventually(lambda: word not in terminal.text(), f"{word!r} gone from the screen", seconds, state=terminal.text)
 
 
 def command(terminal: Terminal, *words: str) -> None:

@@ -16,8 +16,10 @@ def main(argv: list[str]) -> int:
     if os.fork():
         os._exit(0)
     from ...protocol.errors import FtmonError
+    from ...protocol.streams import never_fail
     from .agent import serve
 
+    never_fail()
     try:
         return serve(argv[0], argv[1])
     except FtmonError as error:

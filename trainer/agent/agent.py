@@ -22,21 +22,22 @@ import zmq
 
 from ... import __version__
 from ...protocol import sockets, wire
+from ...protocol.analysis.stalls.rank_tracker import ProcessFact
 from ...protocol.errors import ProtocolError
 from ...protocol.hosts import AgentBeat, ProcessState
 from ...protocol.join import JoinFile, boot_id, read_join
 from ...protocol.process import this_process
 from ...protocol.rundir import RunDir
 from ...protocol.wire import Message
-from .. import processes
-from ..hub.devices import DeviceSampler
-from ..hub.killer import Target
-from ..hub.logtail import LogTail
-from ..hub.mailbox import Mailbox
-from ..hub.states import ProcessFact
-from ..hub.supervisor import Supervisor
-from ..sweep import sweep
-from .acting import Acting
+from ..host import processes
+from ..host.devices import DeviceSampler
+from ..host.kill import Target
+from ..host.log_tail import LogTail
+from ..host.mailbox import Mailbox
+from ..host.supervisor import Supervisor
+from ..host.terminate import sweep
+from ..host.watch import HostWatch
+from .commands import Commands
 from .proxies import Proxies
 from .route import Route
 from .uplink import Uplink
@@ -69,9 +70,10 @@ class Agent:
         self._mailbox = Mailbox()
         self._uplink = Uplink(self._context, join, self._identity)
         self._proxies = Proxies(self._context, join, self._ranks)
-        self._acting = Acting(self._context, join, self._identity, self._targets, self._mailbox.post)
+        self._commands = Commands(self._context, join, self._identity, self._targets, self._mailbox.post)
         self._supervisor = Supervisor(lambda: self._mailbox.post(self._take_facts))
         self._devices = DeviceSampler(self._host, self._rank_pids)
+        self._host_watch = HostWatch(self._host, place.path, self._rank_pids)
         self._logs = LogTail(place)
         addresses = [*join.addresses, os.environ.get("MASTER_ADDR", "")]
         port = join.port + sockets.CHANNELS.index("agents")
@@ -90,7 +92,7 @@ class Agent:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        for thread in (self._supervisor, self._devices, self._route):
+        for thread in (self._supervisor, self._devices, self._host_watch, self._route):
             thread.start()
         self._route.search()
         print(f"{time.ctime()}: agent of {self._join.id} on {self._host}", flush=True)
@@ -124,13 +126,19 @@ class Agent:
     def _turn(self, wait_ms: int) -> None:
         """Wait for something to come, and take it."""
         poller = zmq.Poller()
-        for each in (self._telemetry, self._ranks, self._uplink.socket, self._acting.socket, *self._proxies.sockets()):
+        for each in (
+            self._telemetry,
+            self._ranks,
+            self._uplink.socket,
+            self._commands.socket,
+            *self._proxies.sockets(),
+        ):
             if each is not None:
                 poller.register(each, zmq.POLLIN)
         poller.register(self._mailbox.fileno(), zmq.POLLIN)
         poller.poll(wait_ms)
         self._mailbox.drain()
-        self._acting.receive()
+        self._commands.receive()
         self._proxies.pass_commands()
         self._proxies.pass_answers()
         self._uplink.receive()
@@ -162,14 +170,14 @@ class Agent:
 
     def _tick(self, now: float) -> None:
         self._take_facts()
-        for sample in self._devices.poll():
+        for sample in (*self._devices.poll(), *self._host_watch.poll()):
             self._put(msgspec.structs.replace(sample, time=sample.time + self._offset))
         self._put_logs()
         if self._uplink.silent:
             self._lost_way()
         if now >= self._next_beat:
             self._beat(now)
-        if self._supervisor.alive() or self._uplink.connected or self._acting.under_way:
+        if self._supervisor.alive() or self._uplink.connected or self._commands.kills_under_way:
             self._needed_at = now
         over = self._uplink.over
         if over is not None and self._over_at is None:
@@ -240,7 +248,7 @@ class Agent:
         at = {channel: self._join.port + place for place, channel in enumerate(sockets.CHANNELS)}
         self._uplink.connect(f"tcp://{host}:{at['agents']}")
         self._proxies.connect(f"tcp://{host}:{at['ranks']}")
-        self._acting.connect(f"tcp://{host}:{at['ranks']}")
+        self._commands.connect(f"tcp://{host}:{at['ranks']}")
         for name in self._names:
             self._proxies.add(name.encode())
         self._next_beat = 0.0
@@ -296,14 +304,15 @@ class Agent:
     @property
     def _owes(self) -> bool:
         """Whether the hub is still to get something that it can get."""
-        return bool(self._acting.under_way or (self._uplink.connected and self._uplink.waiting))
+        return bool(self._commands.kills_under_way or (self._uplink.connected and self._uplink.waiting))
 
     def _close(self) -> None:
         self._route.stop()
         self._supervisor.stop()
         self._devices.close()
+        self._host_watch.close()
         self._proxies.close()
-        self._acting.close()
+        self._commands.close()
         if self._uplink.socket is not None:
             self._uplink.socket.close(linger=1000)
         for socket in (self._telemetry, self._ranks):

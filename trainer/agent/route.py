@@ -25,11 +25,6 @@ class Route(threading.Thread):
         self._wanted = threading.Event()
         self._ending = threading.Event()
 
-    @property
-    def searching(self) -> bool:
-        """Whether it is looking for a way now."""
-        return self._wanted.is_set()
-
     def search(self) -> None:
         """Look for a way; ``found`` is called once for each call of this."""
         self._wanted.set()

@@ -1,0 +1,1 @@
+"""The hub of a run: intake, stream, recorder and control."""

@@ -6,6 +6,7 @@ import sys
 
 from ...protocol.errors import FtmonError
 from ...protocol.rundir import RunDir
+from ...protocol.streams import never_fail
 from .adopt import already_over
 from .hub import Hub
 
@@ -15,6 +16,7 @@ def main(argv: list[str]) -> int:
     if len(argv) != 1:
         print("usage: python -m ftmon.trainer.hub RUNDIR", file=sys.stderr)
         return 2
+    never_fail()
     run = RunDir(argv[0])
     try:
         run.check()

@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable, Iterable
 
+from ...protocol.analysis.findings.requests import Action
 from ...protocol.control import Result
 from ...protocol.wire import Message
-from .detectors.asks import Action
-from .ranklink import Answers, RankLink
+from ..host import flow
+from .rank_link import Answers, RankLink
 
 ANSWER_SECONDS = 120.0
 
@@ -25,20 +26,23 @@ class Actions:
         self._emit = emit
         self._allowed = allowed
         self._sent = 0
+        self.answered: Callable[[Action, Answers], None] = lambda action, answers: None
+        """Takes the stacks that a detector asked for: they are samples, and not recorded."""
 
     def send(self, actions: Iterable[Action]) -> None:
         """Send what detectors asked for."""
         for action in actions:
             if self._allowed(action.verb):
                 self._sent += 1
-                self._ask(f"hub-action-{self._sent}", action)
+                flow.start(self._ask(f"hub-action-{self._sent}", action))
 
-    def _ask(self, number: str, action: Action) -> None:
-        def done(answers: Answers) -> None:
-            for rank in action.ranks:
-                answer = answers.get(rank)
-                ok, text = (answer.ok, answer.text) if answer is not None else (False, "no answer")
-                data = {"asked_by": "hub", "why": action.why, "rank": rank}
-                self._emit(Result(number, ok, action.verb, f"rank {rank}: {text}", data, time.time()))
-
-        self._link.ask(action.verb, action.ranks, ANSWER_SECONDS, done, action.args)
+    async def _ask(self, number: str, action: Action) -> None:
+        answers = await self._link.ask(action.verb, action.ranks, ANSWER_SECONDS, action.args)
+        if action.verb == "stacks":
+            self.answered(action, answers)
+            return
+        for rank in action.ranks:
+            answer = answers.get(rank)
+            ok, text = (answer.ok, answer.text) if answer is not None else (False, "no answer")
+            data = {"asked_by": "hub", "why": action.why, "rank": rank}
+            self._emit(Result(number, ok, action.verb, f"rank {rank}: {text}", data, time.time()))

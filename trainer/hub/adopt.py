@@ -6,21 +6,41 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from ...protocol.control import RankState
 from ...protocol.errors import FtmonError, RecordingError
+from ...protocol.jobs import Job
+from ...protocol.memory import Cause
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.writer import Writer
 from ...protocol.rundir import RunDir, RunFile
-from ...protocol.telemetry import LogLine
+from ...protocol.telemetry import (
+    Activity,
+    AllocatorEvents,
+    Checkpoint,
+    CheckpointFailed,
+    Evaluation,
+    Failure,
+    Goodbye,
+    Hello,
+    LogLine,
+    Oom,
+    Plan,
+    Step,
+)
 from ...protocol.wire import Frame
-from .logtail import offsets_after
+from ..host.log_tail import offsets_after
 
 _FAR_SECONDS = 86_400.0
 """Added to now: the clock may have been set back since the recording's last message."""
 _LOG_LINES = 5_000
+_OF_A_JOB = (
+    *(Hello, Step, Goodbye, Failure, RankState, Oom, AllocatorEvents, Cause, Plan),
+    *(Evaluation, Checkpoint, CheckpointFailed, Activity),
+)
 _FINAL_STATES = ("finished", "failed", "stopped")
 
 
-class History(NamedTuple):
+class EarlierHistory(NamedTuple):
     """What an earlier hub of this run recorded."""
 
     frames: list[Frame]
@@ -29,10 +49,10 @@ class History(NamedTuple):
     """Where to go on in each log file, in bytes."""
 
 
-def read_history(run: RunDir) -> History:
+def read_history(run: RunDir) -> EarlierHistory:
     """Read what an earlier hub of this run recorded; nothing, when there was none or its recording is unreadable."""
     if not run.recording.exists():
-        return History([], {})
+        return EarlierHistory([], {})
     try:
         reader = Reader(run.recording)
         try:
@@ -42,9 +62,20 @@ def read_history(run: RunDir) -> History:
             reader.close()
     except FtmonError as error:
         print(error, file=sys.stderr)
-        return History([], {})
+        return EarlierHistory([], {})
     recorded = [frame.message for frame in lines if isinstance(frame.message, LogLine)]
-    return History(frames, offsets_after(run, recorded))
+    return EarlierHistory(frames, offsets_after(run, recorded))
+
+
+def of_the_last_job(frames: list[Frame]) -> list[Frame]:
+    """Leave out what is about ranks of jobs before the one that was in the stream last; alerts of all jobs stay."""
+    began: dict[int, int] = {}
+    for frame in frames:
+        job = frame.message
+        if isinstance(job, Job) and job.shown and not job.is_over:
+            began.setdefault(job.number, frame.seq)
+    since = max(began.values(), default=0) if len(began) > 1 else 0
+    return [frame for frame in frames if frame.seq >= since or not isinstance(frame.message, _OF_A_JOB)]
 
 
 def open_recording(run: RunDir, file: RunFile) -> tuple[Writer, str]:
@@ -61,7 +92,7 @@ def open_recording(run: RunDir, file: RunFile) -> tuple[Writer, str]:
 
 
 def already_over(run: RunDir) -> bool:
-    """Tell whether the run has ended and its recording says so: then there is nothing for a hub to do."""
+    """Return whether the run has ended and its recording says so: then there is nothing for a hub to do."""
     if run.read_exit() is None:
         return False
     try:

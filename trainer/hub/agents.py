@@ -12,13 +12,13 @@ from typing import Any
 import zmq
 
 from ...protocol import wire
+from ...protocol.analysis.stalls.tracked_rank import ProcessFact
 from ...protocol.control import RankState
 from ...protocol.errors import ProtocolError
 from ...protocol.hosts import AgentAck, AgentBeat, HostState, HostStateName, KernelKill, decode_numbers
 from ...protocol.telemetry import Hello
 from ...protocol.text import sanitize
 from ...protocol.wire import Message
-from .detectors.tracked import ProcessFact
 
 CUT_OFF_SECONDS = 5.0
 """An agent says something every second; unheard for so long, its host is cut off."""
@@ -75,7 +75,7 @@ class Agent:
         return sum(fact.alive for fact in self.facts.values())
 
     def describe(self, now: float) -> HostState:
-        """Say how this host stands."""
+        """Return how this host stands."""
         beat = self.beat
         text = {
             "reachable": "",
@@ -194,11 +194,11 @@ class Agents:
         return count
 
     def unconfirmed(self) -> dict[bytes, int]:
-        """Give the numbers of the last messages taken, of the agents that wait to hear that these are on disk."""
+        """Return the numbers of the last messages taken, of the agents that wait to hear that these are on disk."""
         return {who: agent.number for who, agent in self._by_identity.items() if agent.number > agent.confirmed}
 
     def taken(self) -> dict[str, int]:
-        """Give the same by names that a recording can hold: a hub that comes after this one takes nothing twice."""
+        """Return the same by names that a recording can hold: a hub that comes after this one takes nothing twice."""
         return {who.hex(): number for who, number in self.unconfirmed().items()}
 
     def confirm(self, numbers: dict[bytes, int]) -> None:

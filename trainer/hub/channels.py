@@ -2,14 +2,13 @@
 
 import contextlib
 import os
-from pathlib import Path
 from typing import Any
 
 import zmq
 
 from ...protocol import sockets
 from ...protocol.rundir import RunDir
-from .remote import Remote
+from .remote import RemoteSockets
 
 _LINGER_MS = 500
 """What apps are still owed when the hub ends: the end of the stream, and answers."""
@@ -26,12 +25,13 @@ class Channels:
         self._context: zmq.Context[Any] = zmq.Context()
         # Where the hub shares a core with ZeroMQ's own thread, that thread need not interrupt it for every message.
         self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
+        self._run = run
         self.addresses = {channel: run.ipc_address(channel) for channel in sockets.CHANNELS}
         self._local = {channel: self._bind(channel) for channel in sockets.CHANNELS}
-        self.remote = Remote(self._context, run, listen)
+        self.remote = RemoteSockets(self._context, run, listen)
 
     def of(self, channel: str) -> "list[zmq.Socket[Any]]":
-        """Give a channel's local socket and, when the run listens on TCP, the other one."""
+        """Return a channel's local socket and, when the run listens on TCP, the other one."""
         remote = self.remote.sockets.get(channel)
         return [self._local[channel]] + ([remote] if remote is not None else [])
 
@@ -42,9 +42,8 @@ class Channels:
             if not socket.closed:
                 socket.close(linger=_LINGER_MS if channel in ("stream", "control") else 0)
         self._context.term()
-        for address in self.addresses.values():
-            with contextlib.suppress(OSError):
-                Path(address.removeprefix("ipc://")).unlink()
+        with contextlib.suppress(OSError):
+            self._run.remove_sockets(sockets.CHANNELS)
 
     def _bind(self, channel: str) -> "zmq.Socket[Any]":
         socket = sockets.hub_socket(self._context, channel)

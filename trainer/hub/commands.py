@@ -3,7 +3,9 @@
 import contextlib
 import os
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -13,17 +15,18 @@ import zmq
 from ...protocol import wire
 from ...protocol.control import READ_ONLY_VERBS, VERBS, Accepted, Command, Result
 from ...protocol.errors import FtmonError, ProtocolError, UsageError
+from ...protocol.intent import write_intent
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import PHASES, Hello
 from ...protocol.wire import UNREADABLE, Message
-from ..intent import write_intent
-from .agents import Agent
-from .interrupting import interrupt_job, interrupt_ranks
-from .killer import Outcome, Target
-from .killing import Killing, interrupted_on
-from .rankbook import RankBook
-from .ranklink import Answers, RankLink
-from .stacking import Stacking
+from ..host import flow
+from ..host.flow import Flow
+from ..host.interrupt import interrupt_job, interrupt_ranks
+from ..host.kill import Outcome
+from .kill import Kills, interrupted_on
+from .rank_hosts import RankHosts
+from .rank_link import Answers, RankLink
+from .stack_requests import StackRequests
 
 STACKS_BEFORE_KILL_SECONDS = 1.0
 _STACKS_SECONDS = 2.0
@@ -80,18 +83,18 @@ class Commands:
         self,
         run: RunDir,
         host: Host,
-        book: RankBook,
+        rank_hosts: RankHosts,
         link: RankLink,
-        stacking: Stacking,
-        killing: Killing,
+        stack_requests: StackRequests,
+        kills: Kills,
         read_only: bool,
     ) -> None:
         self._run = run
         self._host = host
-        self._book = book
+        self._rank_hosts = rank_hosts
         self._link = link
-        self._stacking = stacking
-        self._killing = killing
+        self._stack_requests = stack_requests
+        self._kills = kills
         self._read_only = read_only
         self._under_way = 0
         self._interrupted: set[int] | None = None
@@ -124,15 +127,31 @@ class Commands:
         caller = _Caller(socket, identity, source, command)
         try:
             self._check(command)
-            accepted, act = self._prepare(caller)
+            accepted, done = self._prepare(caller)
         except FtmonError as error:
             caller.answer(Accepted(command.id, False, str(error)))
             return
         caller.answer(Accepted(command.id, True, accepted))
-        self._under_way += 1
         if command.verb not in READ_ONLY_VERBS:
             self._host.emit(command)
-        act()
+        flow.start(self._carry_out(caller, done))
+
+    async def _carry_out(self, caller: _Caller, done: Flow[Outcome]) -> None:
+        """Do what was accepted, and answer with what came of it."""
+        command = caller.command
+        self._under_way += 1
+        try:
+            ok, text, data = await done
+        except Exception as error:  # the person must get an answer, whatever happened
+            traceback.print_exc(file=sys.stderr)
+            ok, text, data = False, f"{command.verb}: the hub failed: {type(error).__name__}: {error}", {}
+        self._under_way -= 1
+        result = Result(command.id, ok, command.verb, text, {**data, "asked_by": caller.source}, time.time())
+        caller.answer(result)
+        if command.verb not in READ_ONLY_VERBS:
+            self._host.emit(result)
+        if command.verb == "shutdown":
+            self._host.shut_down()
 
     def _check(self, command: Command) -> None:
         if command.verb not in VERBS or command.verb == "identify":
@@ -141,7 +160,7 @@ class Commands:
         if self._read_only and command.verb not in READ_ONLY_VERBS:
             raise UsageError(f"{command.verb}: this run was started with --read-only, its hub acts on nothing")
 
-    def _prepare(self, caller: _Caller) -> tuple[str, Callable[[], None]]:
+    def _prepare(self, caller: _Caller) -> tuple[str, Flow[Outcome]]:
         """Check a command's arguments; return the words that accept it, and what to do.
 
         Raises:
@@ -151,27 +170,22 @@ class Commands:
         if command.verb == "kill":
             return self._prepare_kill(caller)
         if command.verb == "stop":
-            return "asking the ranks to stop", lambda: self._stop(caller)
+            return "asking the ranks to stop", self._stop(caller)
         if command.verb == "stacks":
-            ranks = self._ranks(command) or self._book.ranks
-            return f"asking {len(ranks)} ranks", lambda: self._stacking.take(
-                ranks, _STACKS_SECONDS, command.args, lambda answers: self._answered(caller, ranks, answers)
-            )
+            ranks = self._ranks(command) or self._rank_hosts.ranks
+            return f"asking {len(ranks)} ranks", self._stacks(command, ranks)
         if command.verb in ("snapshot", "arm", "compose"):
-            ranks = self._ranks(command) or self._book.ranks
+            ranks = self._ranks(command) or self._rank_hosts.ranks
             if command.verb == "arm":
                 check_arm(command.args)
-            args = {key: value for key, value in command.args.items() if key != "ranks"}
-            return f"asking {len(ranks)} ranks", lambda: self._link.ask(
-                command.verb, ranks, _SNAPSHOT_SECONDS, lambda answers: self._answered(caller, ranks, answers), args
-            )
+            return f"asking {len(ranks)} ranks", self._pass_on(command, ranks)
         if command.verb == "release":
-            return self._prepare_release(caller)
+            return "letting go", self._release(self._ranks(command))
         if command.verb == "console":
             return self._prepare_console(caller)
         if command.verb == "shutdown":
-            return "the hub ends; the ranks go on", lambda: self._shut_down(caller)
-        return "alive", lambda: self._finish(caller, True, "alive", {"pid": os.getpid()})
+            return "the hub ends; the ranks go on", _at_once("the hub ends; the ranks go on unwatched", {})
+        return "alive", _at_once("alive", {"pid": os.getpid()})
 
     def _ranks(self, command: Command) -> list[int]:
         """Read and check a command's ranks; empty means all."""
@@ -179,78 +193,70 @@ class Commands:
             ranks = msgspec.convert(command.args.get("ranks") or [], list[int])
         except msgspec.ValidationError:
             raise UsageError(f"{command.verb}: ranks must be a list of numbers") from None
-        unknown = [rank for rank in ranks if rank not in self._book.ranks]
+        unknown = [rank for rank in ranks if rank not in self._rank_hosts.ranks]
         if unknown:
-            raise UsageError(f"{command.verb}: no rank {unknown[0]}; the run has {_span(self._book.ranks)}")
+            raise UsageError(f"{command.verb}: no rank {unknown[0]}; the run has {_span(self._rank_hosts.ranks)}")
         return sorted(set(ranks))
 
     # kill
 
-    def _prepare_kill(self, caller: _Caller) -> tuple[str, Callable[[], None]]:
+    def _prepare_kill(self, caller: _Caller) -> tuple[str, Flow[Outcome]]:
         command = caller.command
         ranks = self._ranks(command)
         name = str(command.args.get("signal") or "").removeprefix("SIG")
         if name and name not in _SIGNALS:
             raise UsageError(f"kill: signal must be INT, TERM or KILL, not {name}")
-        self._killing.check(ranks)
+        self._kills.check(ranks)
         what = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "the run"
         how = f"with SIG{name}" if name else "with INT, then TERM, then KILL"
-        return f"saving stacks, then killing {what} {how}", lambda: self._kill(caller, ranks, _SIGNALS.get(name))
+        return f"saving stacks, then killing {what} {how}", self._kill(caller, ranks, _SIGNALS.get(name))
 
-    def _kill(self, caller: _Caller, ranks: list[int], number: signal.Signals | None) -> None:
+    async def _kill(self, caller: _Caller, ranks: list[int], number: signal.Signals | None) -> Outcome:
         with contextlib.suppress(OSError):  # a full disk must not keep anybody from killing
             write_intent(self._run, "kill", caller.source, ranks)
-
-        def start(stacks: Answers) -> None:
-            def done(outcome: Outcome) -> None:
-                data = {**outcome.data, "stacks_saved": sorted(rank for rank, a in stacks.items() if a.ok)}
-                self._finish(caller, outcome.ok, outcome.text, data)
-
-            self._killing.start(ranks, number, done)
-
         reason = {"reason": f"kill asked by {caller.source}"}
-        self._stacking.take(ranks or self._book.ranks, STACKS_BEFORE_KILL_SECONDS, reason, start)
+        stacks = await self._stack_requests.collect(ranks or self._rank_hosts.ranks, STACKS_BEFORE_KILL_SECONDS, reason)
+        outcome = await self._kills.kill(ranks, number)
+        saved = sorted(rank for rank, answer in stacks.items() if answer.ok)
+        return Outcome(outcome.ok, outcome.text, {**outcome.data, "stacks_saved": saved})
 
     # stop
 
-    def _stop(self, caller: _Caller) -> None:
+    async def _stop(self, caller: _Caller) -> Outcome:
         with contextlib.suppress(OSError):
             write_intent(self._run, "stop", caller.source)
         # Ranks of one host agree on a last step through a file; those of several are told which it is.
-        args = {"step": self._host.last_step()} if self._book.any_elsewhere else {}
-        ranks = self._book.ranks
-        self._link.ask("stop", ranks, _STOP_SECONDS, lambda answers: self._stop_answered(caller, answers), args)
-
-    def _stop_answered(self, caller: _Caller, answers: Answers) -> None:
+        args = {"step": self._host.last_step()} if self._rank_hosts.any_elsewhere else {}
+        answers = await self._link.ask("stop", self._rank_hosts.ranks, _STOP_SECONDS, args)
         agreed = sorted(rank for rank, answer in answers.items() if answer.ok)
-        if agreed:
-            silent = [rank for rank in self._book.ranks if rank not in agreed]
-            text = f"{_span(agreed)} will save a checkpoint and end after this step"
-            if silent:
-                text += f"; no answer from {_span(silent)}: if the run does not end, kill it"
-            self._finish(caller, True, text, {"agreed": agreed, "silent": silent})
-            return
-        # A foreign script: what ctrl-c would do. The ranks alone first, so that they can still tidy up: DeepSpeed's
-        # launcher, told directly, sends them TERM at once.
-        told = interrupt_ranks(self._book.targets())
-        self._interrupted = {target.pid for target in told}
-        agents = self._killing.agents.reachable()
-        peers = {agent.identity: place for place, agent in enumerate(agents)}
-        self._link.ask_agents(
-            "stop", peers, _STOP_SECONDS, lambda away: self._interrupted_away(caller, told, agents, away)
-        )
+        if not agreed:
+            return await self._interrupt()
+        silent = [rank for rank in self._rank_hosts.ranks if rank not in agreed]
+        text = f"{_span(agreed)} will save a checkpoint and end after this step"
+        if silent:
+            text += f"; no answer from {_span(silent)}: if the run does not end, kill it"
+        return Outcome(True, text, {"agreed": agreed, "silent": silent})
 
-    def _interrupted_away(self, caller: _Caller, told: list[Target], agents: list[Agent], away: Answers) -> None:
+    async def _interrupt(self) -> Outcome:
+        """Stop a foreign script: what ctrl-c would do.
+
+        The ranks alone first, so that they can still tidy up: DeepSpeed's launcher, told directly, sends them TERM at
+        once.
+        """
+        told = interrupt_ranks(self._rank_hosts.targets())
+        self._interrupted = {target.pid for target in told}
+        agents = self._kills.agents.reachable()
+        peers = {agent.identity: place for place, agent in enumerate(agents)}
+        away = await self._link.ask_agents("stop", peers, _STOP_SECONDS)
         there = interrupted_on(agents, away)
         if told or there:
             here = [f"sent SIGINT to {_span([t.rank for t in told])}"] if told else []
             text = f"{'; '.join(here + there)}: the script is not ftmon's own trainer"
             signalled = len(told) + sum(int(answer.data.get("signalled", 0)) for answer in away.values())
-            self._finish(caller, True, text + ", whether it saves anything is up to it", {"signalled": signalled})
-            return
+            return Outcome(True, text + ", whether it saves anything is up to it", {"signalled": signalled})
         groups = self._interrupt_job()
         text = "sent SIGINT to the job" if groups else "nothing of the run was running any more"
-        self._finish(caller, True, text, {"signalled": len(groups)})
+        return Outcome(True, text, {"signalled": len(groups)})
 
     def met(self, hello: Hello) -> None:
         """Note that a rank introduced itself: one begun after a stop was started again by an elastic launcher."""
@@ -260,76 +266,68 @@ class Commands:
 
     def _interrupt_job(self) -> list[int]:
         """Send INT to all process groups of the run on this host; return them."""
-        return interrupt_job(self._run.path, *self._killing.launcher_and_spared())
+        return interrupt_job(self._run.path, *self._kills.launcher_and_spared())
 
     # ranks held at an out-of-memory error
 
-    def _prepare_release(self, caller: _Caller) -> tuple[str, Callable[[], None]]:
-        asked = self._ranks(caller.command)
-        return "letting go", lambda: self._link.ask(
-            "release",
-            asked or self._book.ranks,
-            _RELEASE_SECONDS,
-            lambda answers: self._released(caller, asked, answers),
-        )
-
-    def _released(self, caller: _Caller, asked: list[int], answers: Answers) -> None:
+    async def _release(self, asked: list[int]) -> Outcome:
+        answers = await self._link.ask("release", asked or self._rank_hosts.ranks, _RELEASE_SECONDS)
         let_go = sorted(rank for rank, answer in answers.items() if answer.ok)
         missing = [rank for rank in asked if rank not in let_go]
         text = f"{_span(let_go)} let go" if let_go else "no rank is held"
         if let_go and missing:
             text += f"; {_span(missing)} not held, or without an answer"
-        self._finish(caller, bool(let_go) and not missing, text, {"released": let_go})
+        return Outcome(bool(let_go) and not missing, text, {"released": let_go})
 
-    def _prepare_console(self, caller: _Caller) -> tuple[str, Callable[[], None]]:
+    def _prepare_console(self, caller: _Caller) -> tuple[str, Flow[Outcome]]:
         if caller.away:
             raise UsageError("console: not over TCP; attach on the run's host, or by ssh://")
-        if not self._run.read_run().options.get("allow_console"):
+        if not self._run.read_run().options.allow_console:
             raise UsageError("console: this run was not started with --allow-console")
         rank, code = caller.command.args.get("rank"), caller.command.args.get("code")
-        if not isinstance(rank, int) or rank not in self._book.ranks:
-            raise UsageError(f"console: rank must be one of {_span(self._book.ranks)}")
+        if not isinstance(rank, int) or rank not in self._rank_hosts.ranks:
+            raise UsageError(f"console: rank must be one of {_span(self._rank_hosts.ranks)}")
         if not isinstance(code, str) or len(code) > _CONSOLE_CODE:
             raise UsageError(f"console: code must be text of at most {_CONSOLE_CODE:,} characters")
-        return "running", lambda: self._link.ask(
-            "console", [rank], _CONSOLE_SECONDS, lambda answers: self._ran(caller, rank, answers), {"code": code}
-        )
+        return "running", self._run_code(rank, code)
 
-    def _ran(self, caller: _Caller, rank: int, answers: Answers) -> None:
+    async def _run_code(self, rank: int, code: str) -> Outcome:
+        answers = await self._link.ask("console", [rank], _CONSOLE_SECONDS, {"code": code})
         answer = answers.get(rank)
         if answer is None:
             text = (
                 f"no answer from rank {rank} in {_CONSOLE_SECONDS:.0f} s: it still runs; 'ftmon release' interrupts it"
             )
-            self._finish(caller, False, text, {"busy": True})
-        else:
-            self._finish(caller, answer.ok, answer.text, {"busy": False, **answer.data})
+            return Outcome(False, text, {"busy": True})
+        return Outcome(answer.ok, answer.text, {"busy": False, **answer.data})
 
     # the rest
 
-    def _answered(self, caller: _Caller, ranks: list[int], answers: Answers) -> None:
-        verb = caller.command.verb
-        good = sorted(rank for rank, answer in answers.items() if answer.ok)
-        sentences = [f"{verb} of {_span(good)}"] if good else []
-        sentences += [f"rank {rank}: {answer.text or 'refused'}" for rank, answer in answers.items() if not answer.ok]
-        absent = [rank for rank in ranks if rank not in answers]
-        if absent:
-            sentences.append(f"no answer from {_span(absent)}: stuck in native code, stopped or gone")
-        silent = sorted([*absent, *(rank for rank, answer in answers.items() if answer.data.pop("silent", False))])
-        data = {"answers": {str(rank): answer.data for rank, answer in answers.items()}, "silent": silent}
-        self._finish(caller, len(good) == len(ranks) > 0, "; ".join(sentences) or "no rank is known yet", data)
+    async def _stacks(self, command: Command, ranks: list[int]) -> Outcome:
+        return _of_answers(
+            command.verb, ranks, await self._stack_requests.collect(ranks, _STACKS_SECONDS, command.args)
+        )
 
-    def _shut_down(self, caller: _Caller) -> None:
-        self._finish(caller, True, "the hub ends; the ranks go on unwatched", {})
-        self._host.shut_down()
+    async def _pass_on(self, command: Command, ranks: list[int]) -> Outcome:
+        args = {key: value for key, value in command.args.items() if key != "ranks"}
+        return _of_answers(command.verb, ranks, await self._link.ask(command.verb, ranks, _SNAPSHOT_SECONDS, args))
 
-    def _finish(self, caller: _Caller, ok: bool, text: str, data: dict[str, Any]) -> None:
-        command = caller.command
-        result = Result(command.id, ok, command.verb, text, {**data, "asked_by": caller.source}, time.time())
-        self._under_way -= 1
-        caller.answer(result)
-        if command.verb not in READ_ONLY_VERBS:
-            self._host.emit(result)
+
+async def _at_once(text: str, data: dict[str, Any]) -> Outcome:
+    return Outcome(True, text, data)
+
+
+def _of_answers(verb: str, ranks: list[int], answers: Answers) -> Outcome:
+    """Put the answers of several ranks together."""
+    good = sorted(rank for rank, answer in answers.items() if answer.ok)
+    sentences = [f"{verb} of {_span(good)}"] if good else []
+    sentences += [f"rank {rank}: {answer.text or 'refused'}" for rank, answer in answers.items() if not answer.ok]
+    absent = [rank for rank in ranks if rank not in answers]
+    if absent:
+        sentences.append(f"no answer from {_span(absent)}: stuck in native code, stopped or gone")
+    silent = sorted([*absent, *(rank for rank, answer in answers.items() if answer.data.pop("silent", False))])
+    data = {"answers": {str(rank): answer.data for rank, answer in answers.items()}, "silent": silent}
+    return Outcome(len(good) == len(ranks) > 0, "; ".join(sentences) or "no rank is known yet", data)
 
 
 def check_arm(args: dict[str, Any]) -> None:

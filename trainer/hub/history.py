@@ -6,6 +6,7 @@ then asks misses nothing in between.
 
 import contextlib
 import inspect
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +20,9 @@ from ...protocol import wire
 from ...protocol.control import Answer, Query
 from ...protocol.errors import FtmonError, ProtocolError
 from ...protocol.recording.reader import Reader
+from ...protocol.recording.results import RESULTS
 
-QUERIES = frozenset({"info", "frames", "state_at", "memory", "series", "alerts", "logs", "step_time", "seq_at"})
+QUERIES = frozenset(RESULTS)
 """The methods of ``Reader`` that a peer may call by name."""
 
 MOST = 5_000
@@ -30,7 +32,7 @@ _COMMIT_SECONDS = 1.0
 _POLL_MS = 500
 
 
-class History(threading.Thread):
+class HistoryServer(threading.Thread):
     """Serves the query channel from bound ROUTER ``sockets``, which it owns from ``start`` on.
 
     Args:
@@ -50,6 +52,7 @@ class History(threading.Thread):
         self._recording = recording
         self._request_commit = request_commit
         self._reader: Reader | None = None
+        self._opened: tuple[int, int] | None = None
         self._ending = threading.Event()
 
     def stop(self) -> None:
@@ -69,6 +72,13 @@ class History(threading.Thread):
         for socket in self._sockets:
             socket.close()
         self._close_reader()
+
+    def _there(self) -> tuple[int, int] | None:
+        try:
+            info = os.stat(self._recording)
+        except OSError:
+            return None
+        return info.st_dev, info.st_ino
 
     def _close_reader(self) -> None:
         """Open the recording anew for the next question."""
@@ -104,7 +114,10 @@ class History(threading.Thread):
         if query.name not in QUERIES:
             return Answer(query.id, False, error=f"no query is called {query.name!r}")
         try:
+            if self._reader is not None and self._opened != self._there():
+                self._close_reader()  # it was removed, and another one is in its place
             if self._reader is None:
+                self._opened = self._there()
                 self._reader = Reader(self._recording)
             method = getattr(self._reader, query.name)
             inspect.signature(method).bind(**query.args)

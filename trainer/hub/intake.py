@@ -4,7 +4,7 @@ import contextlib
 import heapq
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import zmq
@@ -13,12 +13,27 @@ from ...protocol.bounds import MAX_RANKS, MAX_WHOLE
 from ...protocol.control import Accepted, Alert, Answer, Command, HubStats, Query, RankState, Result, RunState
 from ...protocol.errors import ProtocolError, VersionError
 from ...protocol.hosts import AgentAck, AgentBeat, HostState
+from ...protocol.jobs import Job
 from ...protocol.telemetry import Goodbye, Heartbeat, Step
 from ...protocol.text import sanitize
 from ...protocol.wire import Header, LossCounter, Message, decode_body, decode_header
 
 _NOT_FROM_RANKS = frozenset(
-    {RankState, RunState, Alert, HubStats, Command, Accepted, Result, Query, Answer, AgentBeat, AgentAck, HostState}
+    {
+        RankState,
+        RunState,
+        Alert,
+        HubStats,
+        Command,
+        Accepted,
+        Result,
+        Query,
+        Answer,
+        AgentBeat,
+        AgentAck,
+        HostState,
+        Job,
+    }
 )
 
 MAX_SENDERS = 4 * MAX_RANKS
@@ -36,18 +51,23 @@ class Intake:
     Args:
         accept: called with each good message: message, time received, sender, body bytes.
         refuse: called with a sender and a sentence the first time that sender is refused.
-        fresh: True for a run's first hub: then every sender's numbering is known to begin at 1.
+        known: the highest sequence number of each sender that an earlier hub has recorded, empty for a run's first hub:
+            every other sender's numbering begins at 1. None: not known, and the first message of each sender sets it.
+        missed: called with the number of messages that an earlier hub had received, or that were on their way to it,
+            and that are in no recording; once for each sender.
     """
 
     def __init__(
         self,
         accept: Callable[[Message, float, str, bytes], None],
         refuse: Callable[[str, str], None],
-        fresh: bool,
+        known: Mapping[str, int] | None,
+        missed: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._accept = accept
         self._refuse = refuse
-        self._fresh = fresh
+        self._known = known
+        self._missed = missed
         self._loss = LossCounter()
         self._seen: dict[str, int | None] = {}
         """Whom messages came from, and which rank each may speak for; None: any."""
@@ -68,6 +88,10 @@ class Intake:
         if len(found) > LOSSES_LISTED:
             found = dict(heapq.nlargest(LOSSES_LISTED, found.items(), key=lambda entry: entry[1]))
         return found
+
+    def numbers(self) -> dict[str, int]:
+        """Return the highest sequence number received from each sender, those of an earlier hub included."""
+        return {**(self._known or {}), **self._loss.numbers}
 
     def drain(self, socket: "zmq.Socket[Any]", limit: int) -> int:
         """Take up to ``limit`` messages that are waiting; return how many there were."""
@@ -95,13 +119,16 @@ class Intake:
         try:
             header = decode_header(frames[0])
             sender = header.src
-            if sender not in self._seen and not self._meet(header):
+            first = sender not in self._seen
+            if first and not self._meet(header):
                 self._no("a stranger", f"{sanitize(sender, 80)} is no rank, or one too many: it is not listened to")
                 return
-            self._loss.see(sender, header.seq)
+            gap = self._loss.see(sender, header.seq)
+            if gap and first:
+                self._missed(gap)
             message = decode_body(frames[1])
         except VersionError as error:
-            self._no(str(error).split(" ", 1)[0], str(error))
+            self._no(error.sender, str(error))
             return
         except ProtocolError as error:
             self._no("a peer", str(error))
@@ -133,8 +160,9 @@ class Intake:
         elif rank >= MAX_RANKS:
             return False
         self._seen[header.src] = rank
-        if self._fresh:
-            self._loss.see(header.src, 0)  # so that a first number above 1 counts as loss
+        if self._known is not None:
+            # So that a first number above the next one counts as loss.
+            self._loss.see(header.src, self._known.get(header.src, 0))
         return True
 
     def _no(self, sender: str, reason: str) -> None:

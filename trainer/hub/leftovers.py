@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from ...protocol.text import sanitize
-from .. import activity, processes
-from ..processes import Process
-from .gpumemory import look
-from .judging import Judging
+from ..host import activity, processes
+from ..host.gpu_memory import look
+from ..host.processes import Process
+from .analysis import Analysis
 
 STAY_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
@@ -23,13 +23,13 @@ class Leftovers:
     """Watches what is left. Main loop only.
 
     Args:
-        judging: raises and resolves the alert.
+        analysis: raises and resolves the alert.
         find: lists the living processes of the run.
         on_gpu: whether the run computes on GPUs.
     """
 
-    def __init__(self, judging: Judging, find: Callable[[], Iterable[Process]], on_gpu: Callable[[], bool]) -> None:
-        self._judging = judging
+    def __init__(self, analysis: Analysis, find: Callable[[], Iterable[Process]], on_gpu: Callable[[], bool]) -> None:
+        self._analysis = analysis
         self._find = find
         self._on_gpu = on_gpu
         self._left: dict[tuple[int, int], Process] = {}
@@ -49,7 +49,7 @@ class Leftovers:
             self._take(self._find())
 
     def waiting(self, now: float) -> bool:
-        """Tell whether the hub should stay for them; ``now`` is ``time.monotonic``."""
+        """Return whether the hub should stay for them; ``now`` is ``time.monotonic``."""
         return bool(self._left) and now - self._since < STAY_SECONDS
 
     def tick(self, now: float) -> None:
@@ -63,7 +63,7 @@ class Leftovers:
             if current is None or not current.alive:
                 del self._left[key]
         if not self._left:
-            self._judging.resolve("note", _RULE, "All of them are gone now.")
+            self._analysis.resolve("note", _RULE, "All of them are gone now.")
         elif len(self._left) != before:
             self._tell()
 
@@ -79,7 +79,7 @@ class Leftovers:
         held = look([process.pid for process in left]) if self._on_gpu() else None
         words = [describe(process) for process in left[:8]]
         gpu = f" They hold {sum(held.held.values()) / 2**30:.2f} GiB of GPU memory." if held and held.held else ""
-        self._judging.alert(
+        self._analysis.alert(
             "note",
             "error",
             f"{len(left)} process{'es' if len(left) > 1 else ''} of the run could not be ended: {words[0]}",
@@ -91,7 +91,7 @@ class Leftovers:
 
 
 def describe(process: Process) -> str:
-    """Say what a process that would not end is doing."""
+    """Return what a process that would not end is doing."""
     current = processes.same(process) or process
     name = f"pid {current.pid} ({sanitize(current.name, 40)})"
     if current.state == "D":

@@ -2,9 +2,11 @@
 
 - A verdict that has stood for ``--hang-grace`` (30 s) is acted on once: ``stacks`` writes the stacks of all ranks to a
   file of the run, ``stop`` interrupts the ranks as ctrl-c does and kills what has not ended 60 s later, ``kill`` kills.
+  These two need proof that nothing can come any more (``protocol.analysis.stalls.proof``).
   Ranks that are held at an out-of-memory error do not hang, and neither does a run all of whose ranks are stopped by a
   signal: somebody paused it.
-- Once a rank has finished, the rest of the run may go on for ``--exit-timeout`` after the last progress of any rank
+- Once a rank has finished, the rest of the run may go on for ``--exit-timeout`` after the last progress of any rank,
+  or the last work of its processes
   (in evaluation and checkpointing as long as that phase may last), then it is killed. The work was done, so this is
   told apart from a hang.
 
@@ -16,26 +18,28 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from ...protocol.analysis.stalls.proof import RankFacts, unproven
+from ...protocol.analysis.stalls.verdicts import Verdict
+from ...protocol.analysis.text.stalls import of_verdict
 from ...protocol.control import Command, Result
+from ...protocol.intent import read_intent, write_intent
+from ...protocol.run_options import RunOptions
 from ...protocol.rundir import RunDir, write_private
 from ...protocol.text import duration, sanitize
 from ...protocol.wire import Message
-from ..hanging import GRACE_SECONDS
-from ..intent import read_intent, write_intent
-from .detectors.verdicts import Verdict
-from .judging import Judging
-from .killer import Outcome
-from .killing import Killing
-from .looking import Looking
-from .rankbook import RankBook
+from ..host import flow
+from .analysis import Analysis
+from .kill import Kills
+from .rank_hosts import RankHosts
+from .stall_probe import StallProbe
 
 STOP_SECONDS = 60.0
 """How long ranks that were interrupted may take to end before they are killed."""
 SURE_SECONDS = 3.0
 """A time that is over must have been over for this long by the hub's own clock."""
-_LONG_PHASES = ("eval", "checkpoint")
+_LONG_PHASES = ("eval", "generate", "checkpoint")
 
 Cause = Literal["hang", "hang-at-exit"]
 
@@ -45,37 +49,39 @@ class Policy:
 
     Args:
         run: the run.
-        options: ``run.json``'s options.
-        judging: holds the tracker, whose verdict is acted on, and raises alerts.
-        looking: has the stacks.
-        killing: kills.
-        book: which ranks run on this host.
+        options: the run's options.
+        analysis: holds the tracker, whose verdict is acted on, and raises alerts.
+        stall_probe: has the stacks.
+        kills: kills.
+        rank_hosts: which ranks run on this host.
         emit: appends a message to the stream.
     """
 
     def __init__(
         self,
         run: RunDir,
-        options: dict[str, Any],
-        judging: Judging,
-        looking: Looking,
-        killing: Killing,
-        book: RankBook,
+        options: RunOptions,
+        analysis: Analysis,
+        stall_probe: StallProbe,
+        kills: Kills,
+        rank_hosts: RankHosts,
         emit: Callable[[Message], object],
     ) -> None:
         self._run = run
-        self._on_hang = str(options.get("on_hang", "warn"))
-        self._grace = float(options.get("hang_grace", GRACE_SECONDS))
-        self._exit_timeout = float(options.get("exit_timeout", 0.0))
-        self._judging = judging
-        self._tracker = judging.tracker
-        self._looking = looking
-        self._killing = killing
-        self._book = book
+        self._on_hang = options.on_hang
+        self._grace = options.hang_grace
+        self._exit_timeout = options.exit_timeout
+        self._analysis = analysis
+        self._tracker = analysis.tracker
+        self._stall_probe = stall_probe
+        self._kills = kills
+        self._rank_hosts = rank_hosts
         self._emit = emit
         self._standing: tuple[object, float] | None = None
         """The verdict that stands, by its kind and those named, and since when."""
         self._acted: object = None
+        self._spared: object = None
+        """The verdict of which it was said why nothing is ended for it yet."""
         self._kill_at: float | None = None
         self._killed = False
         self._why = ""
@@ -95,7 +101,7 @@ class Policy:
             self._look_at_exit(now)
 
     def _being_ended(self) -> bool:
-        """Tell whether somebody else has asked for the run's end, or it has come."""
+        """Return whether somebody else has asked for the run's end, or it has come."""
         state = self._tracker.run_state
         if state is not None and state.state in ("finished", "failed", "stopped"):
             return True
@@ -105,6 +111,9 @@ class Policy:
         verdict = self._tracker.verdict
         if self._on_hang == "warn" or verdict is None or self._is_wanted(verdict):
             self._standing = None
+            if self._spared is not None:
+                self._spared = None
+                self._analysis.resolve("note", "on-hang-proof", "The hang is over.")
             return
         # Who waits may change while the same rank holds them up.
         matter = (verdict.kind, verdict.hung)
@@ -112,9 +121,41 @@ class Policy:
             self._standing = (matter, now)
         if now - self._standing[1] < self._grace or self._acted == matter:
             return
+        if self._on_hang != "stacks" and (missing := self._unproven(verdict)):
+            self._say_why_not(matter, verdict, missing)
+            return
         self._acted = matter
         cause: Cause = "hang-at-exit" if verdict.kind == "exit" else "hang"
-        self._act(now, self._on_hang, "--on-hang", verdict.title, cause)
+        self._act(now, self._on_hang, "--on-hang", of_verdict(verdict).title, cause)
+
+    def _unproven(self, verdict: Verdict) -> str:
+        now = time.time()
+        facts: dict[int, RankFacts] = {}
+        for rank, tracked in self._tracker.ranks.items():
+            view = tracked.view(now)
+            if view.finished:
+                continue
+            found = view.evidence
+            doing = found.place.doing if found is not None else ""
+            facts[rank] = RankFacts(
+                patience=view.limit,
+                quiet=found.quiet if found is not None else None,
+                gone=view.absent == "gone",
+                network=doing == "network",
+                blocked=bool(view.inside) or doing in ("collective", "device", "backward"),
+            )
+        return unproven(verdict.kind, verdict.sure, verdict.waiting, verdict.hung, verdict.age, facts)
+
+    def _say_why_not(self, matter: object, verdict: Verdict, missing: str) -> None:
+        """Say, once for each verdict, why nothing is ended although it has stood for the grace."""
+        if self._spared == matter:
+            return
+        self._spared = matter
+        option = f"--on-hang {self._on_hang}"
+        title = f"{option} waits for proof: {missing}"
+        self._analysis.alert(
+            "note", "warning", title, "on-hang-proof", f"The hang so far: {of_verdict(verdict).title}."
+        )
 
     def _is_wanted(self, verdict: Verdict) -> bool:
         states = {rank: t.state.state for rank, t in self._tracker.ranks.items() if t.state is not None}
@@ -133,11 +174,11 @@ class Policy:
             self._quiet_since = None
             return
         clock = time.time()
-        moved = [tracked.goodbye_at for tracked in finished]
+        moved = [max(each.goodbye_at, self._stall_probe.worked_at.get(each.rank, 0.0)) for each in finished]
         patience = self._exit_timeout
         for tracked in ranks:
             if not tracked.ended and tracked.goodbye is None:
-                moved.append(tracked.progress.moved_at)
+                moved += [tracked.progress.moved_at, self._stall_probe.worked_at.get(tracked.rank, 0.0)]
                 if tracked.progress.phase in _LONG_PHASES:
                     patience = max(patience, tracked.progress.limit())
         quiet = clock - max(moved)
@@ -161,18 +202,18 @@ class Policy:
         path = self._save(why)
         where = f" Stacks: {path}." if path else ""
         if what == "stacks":
-            self._looking.read_native(self._book.ranks, why, lambda _: None)
-            self._judging.alert("note", "warning", f"stacks saved: {why}", "on-hang", where.strip())
+            flow.start(self._stall_probe.read_native(self._rank_hosts.ranks, why))
+            self._analysis.alert("note", "warning", f"stacks saved: {why}", "on-hang", where.strip())
             return
         option = f"{option} {what}" if option == "--on-hang" else f"{option} {self._exit_timeout:g}"
         self._why, self._cause = why, cause
         with contextlib.suppress(OSError):  # a full disk must not keep a hung run alive
             write_intent(self._run, option, "hub", why=why, cause=cause)
         verb = "stop" if what == "stop" else "kill"
-        self._judging.alert("note", "error", f"ending the run ({option}): {why}", "on-hang", where.strip())
+        self._analysis.alert("note", "error", f"ending the run ({option}): {why}", "on-hang", where.strip())
         self._emit(Command("hub-policy", verb, {"reason": why}))
         if what == "stop":
-            told = self._killing.interrupt()
+            told = self._kills.interrupt()
             self._kill_at = now + (STOP_SECONDS if told else 0.0)
         else:
             self._kill_at = now
@@ -184,21 +225,21 @@ class Policy:
         if intent is None or not intent.cause:
             with contextlib.suppress(OSError):
                 write_intent(self._run, "--on-hang", "hub", why=self._why, cause=self._cause)
+        flow.start(self._end_run())
 
-        def done(outcome: Outcome) -> None:
-            data = {**outcome.data, "asked_by": "hub"}
-            self._emit(Result("hub-policy", outcome.ok, "kill", outcome.text, data, time.time()))
-
-        self._killing.start([], None, done)
+    async def _end_run(self) -> None:
+        outcome = await self._kills.kill([], None)
+        data = {**outcome.data, "asked_by": "hub"}
+        self._emit(Result("hub-policy", outcome.ok, "kill", outcome.text, data, time.time()))
 
     def _save(self, why: str) -> str:
         """Write the latest stacks of all ranks to a file of the run; return its path, or nothing."""
-        stacks = self._looking.latest()
+        stacks = self._stall_probe.latest()
         if not stacks:
             return ""
         folder = self._run.path / "stacks"
         path: Path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}.txt"
-        parts = [sanitize(why), *self._looking.grouped(), ""]
+        parts = [sanitize(why), *self._stall_probe.grouped(), ""]
         for rank, one in sorted(stacks.items()):
             parts += [f"==== rank {rank} ({one.taken_by or 'asked'})", one.text, ""]
         with contextlib.suppress(OSError):

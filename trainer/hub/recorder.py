@@ -43,6 +43,8 @@ class Recorder(threading.Thread):
         """When the commit that is under way began, monotonic."""
         self.taken: Callable[[], dict[str, int]] = dict
         """Asked at each commit: the numbers of ``Writer.note_taken``."""
+        self.heard: Callable[[], dict[str, int]] = dict
+        """Asked at each commit: the numbers of ``Writer.note_heard``."""
         self.bytes = 0
         """Size of the recording on disk."""
         self.start()
@@ -57,6 +59,11 @@ class Recorder(threading.Thread):
         return self._writer.error
 
     @property
+    def notice(self) -> str:
+        """What a person should know of the recording's file; empty while nothing has happened to it."""
+        return self._writer.notice
+
+    @property
     def recorded(self) -> int:
         """Messages taken to disk."""
         return self._writer.recorded
@@ -64,6 +71,10 @@ class Recorder(threading.Thread):
     def append(self, seq: int, t: float, message: Message) -> None:
         """Take one message to be written at the next commit; the arguments are those of ``Writer.append``."""
         self._writer.append(seq, t, message)
+
+    def lose(self, count: int, first_t: float, last_t: float, reason: str) -> None:
+        """Have a loss recorded; the arguments are those of ``Writer.lose``."""
+        self._writer.lose(count, first_t, last_t, reason)
 
     def commit(self, then: Callable[[], object] | None = None) -> None:
         """Have written what was appended. Returns at once.
@@ -103,6 +114,7 @@ class Recorder(threading.Thread):
 
     def _hand_over(self, then: Callable[[], object] | None, *, last: bool) -> None:
         self._writer.note_taken(self.taken())
+        self._writer.note_heard(self.heard())
         batch = self._writer.take()
         with self._lock:
             self._next.add(batch)

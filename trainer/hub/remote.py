@@ -11,13 +11,13 @@ import zmq
 from ...protocol import keys, sockets
 from ...protocol.errors import FtmonError
 from ...protocol.rundir import RunDir
-from ..listen import parse_listen
+from ..host.listen import parse_listen
 
 _OF_AGENTS = (*sockets.AGENT_CHANNELS, "telemetry")
 """Whoever may watch may not speak for a rank."""
 
 
-class Remote:
+class RemoteSockets:
     """The TCP sockets of a hub. One that cannot listen says so in ``problem``; the run goes on without.
 
     Args:

@@ -1,20 +1,39 @@
-"""The one probe of this process, where every hook looks for it; None until the process turns out to be a rank."""
+"""This process's state as a rank: its one probe, where every hook looks for it, and what counts before there is one."""
 
 from threading import get_ident
-from typing import TYPE_CHECKING
 
-from .tracker import Counts
+from .loop.training import Training
+from .phases.tracker import Counts
+from .probe import Probe
 
-if TYPE_CHECKING:
-    from .probe import Probe
-
-probe: "Probe | None" = None
+training: Training | None = None
+"""What hooks report to; None until the process turns out to be a rank."""
+probe: Probe | None = None
+"""What the script reports to; None until then too."""
 forked = False
 """This process is a fork of a rank: it never gets a probe."""
 counts = Counts()
+"""Collective calls, counted from the import of torch.distributed on."""
 
 
-def mine() -> "Probe | None":
-    """Return the probe when it is on and the caller is the training thread: the only thread that moves phases."""
-    found = probe
-    return found if found is not None and found.enabled and found.thread == get_ident() else None
+def mine() -> Training | None:
+    """Return what hooks report to when the probe is on and the caller is the thread that trains."""
+    found = training
+    if found is None:
+        return None
+    guard = found.guard
+    return found if guard.enabled and guard.thread == get_ident() else None
+
+
+def switched_on() -> Training | None:
+    """Return what hooks report to when the probe is on, on any thread."""
+    found = training
+    return found if found is not None and found.guard.enabled else None
+
+
+def leave_to_parent() -> None:
+    """In a fork of a rank: the probe stays with the parent."""
+    global training, probe, forked
+    if training is not None:
+        training = probe = None
+        forked = True

@@ -1,8 +1,64 @@
-"""Never harming the host: where the probe writes what went wrong inside itself. Standard library only."""
+"""Never harming the host: the probe's switch, and its own log of what went wrong. Standard library only."""
 
+import functools
 import os
 import time
 import traceback
+from collections.abc import Callable
+from threading import get_ident
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Guard:
+    """Whether the probe is on, and which thread trains: only that thread moves phases."""
+
+    __slots__ = ("enabled", "thread")
+
+    def __init__(self) -> None:
+        self.enabled = True
+        self.thread = get_ident()
+        """The training thread, as ``threading.get_ident`` names it."""
+
+    def is_training_thread(self) -> bool:
+        """Whether the caller is the thread that trains."""
+        return self.thread == get_ident()
+
+    def adopt_thread(self) -> None:
+        """Make the caller's thread the one that trains."""
+        self.thread = get_ident()
+
+    def disable(self, error: BaseException) -> None:
+        """Switch the probe off after an error of its own."""
+        self.enabled = False
+        log_error("the probe has switched itself off", error)
+
+
+class Guarded(Protocol):
+    """What has methods that hooks call."""
+
+    guard: Guard
+
+
+G = TypeVar("G", bound=Guarded)
+
+
+def guarded(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R | None]:
+    """Make a method that hooks call harmless: nothing when the probe is off, and it is off once one has failed."""
+
+    @functools.wraps(method)
+    def safe(self: G, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        if not self.guard.enabled:
+            return None
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            self.guard.disable(error)
+            return None
+
+    return safe
 
 
 def log(text: str) -> None:

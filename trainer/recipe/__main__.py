@@ -3,6 +3,7 @@
 Without CONFIG it reads the run directory's ``config.yaml``. What it reads is settled already (see ``check.resolve``).
 """
 
+import gc
 import os
 import sys
 
@@ -21,16 +22,19 @@ def main(arguments: list[str]) -> int:
         return 2
     rank = os.environ.get("RANK", "0")
     try:
-        from .decode import load
+        gc.disable()
+        from .config.load import load
 
         config = load(path).config
-        from .loop import train
-        from .ranks import World
+        from .engine.distributed import World
+        from .train import train
 
+        _keep_imported()
         world = World()
         train(config, world)
         # Not after a failure: NCCL would wait here for collectives that the other ranks are still in, for ever.
         world.leave()
+        _keep_imported()  # and what was imported since: it goes with the process
     except UsageError as error:
         # Every rank finds the same mistake; once is enough.
         if rank == "0":
@@ -40,6 +44,12 @@ def main(arguments: list[str]) -> int:
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
         return error.exit_status
     return 0
+
+
+def _keep_imported() -> None:
+    """Take what there is by now from the garbage collector, which needs seconds for it at a rank's start and end."""
+    gc.freeze()
+    gc.enable()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from .check import Resolved
+from .config.resolve import Resolved
 from .hardware import free_port
 
 

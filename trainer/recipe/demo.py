@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .decode import Loaded, load
+from .config.load import Loaded, load
 from .hardware import usable_gpus
 
 DATA = Path(__file__).parent / "data" / "instructions.jsonl"
@@ -12,10 +12,12 @@ model:
   config: {model_type: qwen2, hidden_size: 256, intermediate_size: 768, num_hidden_layers: 6, num_attention_heads: 4,
            num_key_value_heads: 2, tie_word_embeddings: true}
 tokenizer: {vocab_size: 2048}
+data: {packing: true}
+evaluation: {share: 0.05, every: 40, samples: 1}
 zero: {stage: 2}
 optimizer: {lr: 1.5e-3, weight_decay: 0.05}
 schedule: {kind: cosine, warmup_steps: 8}
-training: {max_steps: 120, micro_batch: 8, grad_accumulation: 2, sequence_length: 128}
+training: {max_steps: 120, micro_batch: 2, grad_accumulation: 2, sequence_length: 128}
 output: {log_every: 5}
 run: {name: demo, ranks: 2, device: cpu}
 """
@@ -26,6 +28,7 @@ model:
            num_attention_heads: 16, num_key_value_heads: 8, tie_word_embeddings: true}
 tokenizer: {vocab_size: 2048}
 data: {packing: true}
+evaluation: {share: 0.05, every: 100, samples: 1}
 zero: {stage: 2}
 optimizer: {lr: 3.0e-4, weight_decay: 0.05}
 schedule: {kind: cosine, warmup_steps: 20}

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import socket
 from importlib import metadata, util
 from pathlib import Path
@@ -72,6 +73,14 @@ def cores() -> int:
     except (OSError, ValueError):
         return count
     return count if quota == "max" else max(1, min(count, round(int(quota) / int(period))))
+
+
+def compiler(device: str) -> str | None:
+    """Return the compiler that torch.compile would call: of C++ for ``cpu``, of C for ``cuda`` (Triton); None: none."""
+    names = (
+        [os.environ.get("CXX", ""), "g++", "clang++"] if device == "cpu" else [os.environ.get("CC", ""), "gcc", "clang"]
+    )
+    return next((found for found in (shutil.which(name) for name in names if name) if found), None)
 
 
 def port_is_free(port: int) -> bool:

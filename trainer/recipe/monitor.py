@@ -1,8 +1,37 @@
 """The recipe's side of the probe: the same calls whether or not something watches this process."""
 
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from ..probe import api
+
+TELL_SECONDS = 0.5
+"""Between two reports of how far an activity is."""
+
+
+class Progress:
+    """How far an activity is; ``report`` may be called as often as one likes."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self._name = name
+        self._total = total
+        self._text = ""
+        self._begun = self._told = time.monotonic()
+
+    def report(self, done: int = 0, text: str = "") -> None:
+        """Report how many parts are done; sent at most twice a second."""
+        if time.monotonic() - self._told >= TELL_SECONDS:
+            self.say(done, text)
+
+    def say(self, done: int = 0, text: str = "", over: bool = False) -> None:
+        """Report at once; an empty ``text`` leaves the one before."""
+        self._text = text or self._text
+        probe = api.current()
+        if probe is not None and probe.rank == 0:
+            self._told = time.monotonic()
+            seconds = self._told - self._begun
+            probe.activity(self._name, self._text, done, self._total, over, seconds)
 
 
 class Monitor:
@@ -13,11 +42,106 @@ class Monitor:
         probe = api.current()
         return probe.phase(name) if probe is not None else nullcontext()
 
-    def plan(self, total_steps: int, epochs: float, output_dir: str) -> None:
-        """Say how long the run means to go on."""
+    def plan(
+        self,
+        total_steps: int,
+        epochs: float,
+        output_dir: str,
+        *,
+        evaluate_every: int = 0,
+        evaluate_at_end: bool = False,
+        checkpoint_every: int = 0,
+        checkpoint_at_end: bool = False,
+    ) -> None:
+        """Report how long the run means to go on, and every how many steps it evaluates and saves (0: never)."""
         probe = api.current()
         if probe is not None:
-            probe.plan(total_steps, epochs, output_dir)
+            probe.plan(
+                total_steps,
+                epochs,
+                output_dir,
+                evaluate_every=evaluate_every,
+                evaluate_at_end=evaluate_at_end,
+                checkpoint_every=checkpoint_every,
+                checkpoint_at_end=checkpoint_at_end,
+            )
+
+    def micro_batch(
+        self, tokens: int, label_tokens: int, pairs: int = 0, longest: int = 0, samples: int | None = None
+    ) -> None:
+        """Report the exact counts of a micro-batch of this rank, before or after its forward.
+
+        Args:
+            tokens: tokens without padding.
+            label_tokens: labels that the loss is a mean over.
+            pairs: ``protocol.throughput.causal_pairs`` of the lengths of its documents; 0: not known.
+            longest: tokens of the longest document; 0: not known.
+            samples: rows, for ranks that share rows this one's part; None: as many as the forward's batch has.
+        """
+        probe = api.current()
+        if probe is not None:
+            probe.micro_batch(tokens, label_tokens, pairs, longest, samples)
+
+    def normalised_over_ranks(self) -> None:
+        """Report that losses are divided by the label tokens of all ranks: the shown loss is their plain mean."""
+        probe = api.current()
+        if probe is not None:
+            probe.normalise_over_ranks()
+
+    def evaluation(
+        self,
+        loss: float,
+        *,
+        name: str = "evaluation",
+        label_tokens: int = 0,
+        seconds: float = 0.0,
+        best: bool = False,
+        metrics: dict[str, float] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Report an evaluation's result over all ranks; rank 0 does, once for each split. See ``Probe.evaluation``."""
+        probe = api.current()
+        if probe is not None:
+            probe.evaluation(
+                loss, name=name, label_tokens=label_tokens, seconds=seconds, best=best, metrics=metrics, step=step
+            )
+
+    def checkpoint(
+        self, path: str, *, size: int = 0, seconds: float = 0.0, best: bool = False, step: int | None = None
+    ) -> None:
+        """Report that a checkpoint of ``size`` bytes is complete; rank 0 does, from any thread."""
+        probe = api.current()
+        if probe is not None:
+            probe.checkpoint(path, size=size, seconds=seconds, best=best, step=step)
+
+    def checkpoint_failed(self, path: str, error: str, *, kept: str = "", step: int | None = None) -> None:
+        """Report that a checkpoint could not be written; rank 0 does, from any thread. See ``Probe``."""
+        probe = api.current()
+        if probe is not None:
+            probe.checkpoint_failed(path, error, kept=kept, step=step)
+
+    @contextmanager
+    def activity(self, name: str, text: str = "", total: int = 0) -> Generator[Progress]:
+        """Report, as long as a ``with`` block lasts, what the run does besides its steps: rank 0 does, if all call it.
+
+        Args:
+            name: ``rehearsal``, ``evaluation``, ``checkpoint``, ``export``, ``data`` ...
+            text: detail for a person.
+            total: parts of it, which the block may report as they are done; 0: not known.
+        """
+        progress = Progress(name, total)
+        progress.say(0, text)
+        try:
+            yield progress
+        finally:
+            progress.say(total, text, over=True)
+
+    @contextmanager
+    def rehearsal(self) -> Generator[None]:
+        """Let forwards, backwards and updates in a ``with`` block be no training: they end no steps. On every rank."""
+        probe = api.current()
+        with probe.rehearsal() if probe is not None else nullcontext():
+            yield
 
     def resumed(self, step: int) -> None:
         """Say that training goes on after optimizer step ``step`` of an earlier run."""

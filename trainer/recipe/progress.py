@@ -1,12 +1,16 @@
 """Progress lines on rank 0's standard output, without making the training thread wait for the GPU."""
 
+import math
 import time
 from collections import deque
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...protocol.text import duration
+from .engine.distributed import World
+from .state import StepResult
 
 _Pending = tuple[int, torch.Tensor, Any, float, float, int]
 
@@ -14,37 +18,50 @@ _Pending = tuple[int, torch.Tensor, Any, float, float, int]
 class ProgressLines:
     """Prints ``step 10/120  loss 5.1234  lr 1.0e-03  12,345 tokens/s  0.41 s/step`` as the figures become known."""
 
-    def __init__(self, total_steps: int, every: int, ranks: int, silent: bool) -> None:
+    def __init__(self, total_steps: int, every: int, world: World) -> None:
         self._total = total_steps
         self._every = every
-        self._ranks = ranks
-        self._silent = silent
+        self._world = world
         self._waiting: deque[_Pending] = deque()
         self._since = time.perf_counter()
         self._since_step = -1
         self._tokens = 0
+        self.last_loss: float | None = None
+        """The last loss printed, over all ranks."""
+        self.not_a_number = 0
+        """The latest printed losses in a row that are not finite numbers."""
 
-    def step(self, step: int, losses: list[torch.Tensor], lr: float, tokens: int) -> None:
-        """Take in one step: its micro-steps' losses (still on the device), and this rank's tokens."""
-        if self._silent:
-            return
+    def step(self, step: int, result: StepResult, tokens: int) -> None:
+        """Take in one step; all ranks call this, as the loss is summed over them.
+
+        Args:
+            step: its number.
+            result: what it did; the loss is still on the device.
+            tokens: its tokens over all ranks.
+        """
         if self._since_step < 0:
             self._since_step = step - 1
         self._tokens += tokens
         if step == self._since_step + 1 == 1 or step % self._every == 0 or step == self._total:
             now = time.perf_counter()
             seconds = (now - self._since) / max(1, step - self._since_step)
-            rate = self._tokens * self._ranks / max(1e-9, now - self._since)
-            mean = torch.stack(losses).mean()
+            rate = self._tokens / max(1e-9, now - self._since)
+            mean = result.loss_sum.clone()
+            dist.all_reduce(mean)
+            mean /= max(1, result.label_tokens)
             ready: Any = None
             if mean.is_cuda:
                 # Into page-locked memory: a copy into any other makes the host wait for the GPU.
                 mean = torch.empty((), dtype=mean.dtype, pin_memory=True).copy_(mean, non_blocking=True)
                 ready = torch.cuda.Event()
                 ready.record()
-            self._waiting.append((step, mean, ready, lr, seconds, round(rate)))
+            self._waiting.append((step, mean, ready, result.lr, seconds, round(rate)))
             self._since, self._since_step, self._tokens = now, step, 0
         self.flush(wait=False)
+
+    def resume(self) -> None:
+        """Begin the count of tokens and time anew, after something other than steps."""
+        self._since, self._since_step, self._tokens = time.perf_counter(), -1, 0
 
     def flush(self, wait: bool = True) -> None:
         """Print what is known by now; with ``wait``, everything."""
@@ -55,8 +72,9 @@ class ProgressLines:
                     return
                 ready.synchronize()
             self._waiting.popleft()
-            print(
-                f"step {step}/{self._total}  loss {float(mean):.4f}  lr {lr:.2e}  {rate:,} tokens/s  "
-                f"{duration(seconds)}/step",
-                flush=True,
+            self.not_a_number = 0 if math.isfinite(float(mean)) else self.not_a_number + 1
+            self.last_loss = float(mean)
+            self._world.say(
+                f"step {step}/{self._total}  loss {self.last_loss:.4f}  lr {lr:.2e}  {rate:,} tokens/s  "
+                f"{duration(seconds)}/step"
             )

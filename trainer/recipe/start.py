@@ -1,48 +1,48 @@
 """Starting the trainer: check everything that can be checked without torch, then start a run.
 
-``python -m ftmon.trainer.recipe.start train CONFIG [key.sub=value ...]``, ``... demo`` and ``... print-config``.
-Train and demo print one JSON line, ``{"run": "<run directory>"}``; a mistake is one line on stderr and exit status 2.
+``python -m ftmon.trainer.recipe.start`` reads a ``StartRequest`` (JSON) of kind ``train`` or ``demo`` on standard input
+and prints one JSON line, ``{"run": "<run directory>"}``; a mistake is one line on stderr and exit status 2.
+``... print-config`` writes a commented default configuration.
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ...protocol.errors import FtmonError, UsageError
 from ...protocol.rundir import RunDir
-from .. import start
-from ..hanging import add_hang_options, hang_options
-from ..holding import add_hold_options, hold_options
-from . import check, command, describe, faults, hardware
-from .decode import Loaded, load
+from ...protocol.start_request import StartRequest, print_started, read_request
+from ..launch import start
+from . import command, hardware
+from .config import resolve, write
+from .config.load import Loaded, load
 from .demo import demo_config
+from .faults import spec
 
 
-def start_trainer(kind: str, loaded: Loaded, name: str, options: dict[str, Any]) -> RunDir:
+def start_trainer(request: StartRequest, loaded: Loaded) -> RunDir:
     """Check a configuration and start its run.
 
     Args:
-        kind: ``train`` or ``demo``.
+        request: of kind ``train`` or ``demo``. Where it has no name, the run is called ``run.name``, or after the file.
         loaded: the configuration.
-        name: what to call the run; empty: ``run.name``, or the file's name.
-        options: the run's options (see ``ftmon.trainer.start.start_run``).
 
     Raises:
-        UsageError: the configuration does not hold, or packages are missing.
+        UsageError: the configuration or the request does not hold, or packages are missing.
         FtmonError: the run cannot be started.
     """
+    start.check_request(request)
     missing = hardware.missing_packages()
     if missing:
         raise UsageError(f"training needs {', '.join(missing)}, not installed here; run: pip install 'ftmon[train]'")
-    resolved = check.resolve(loaded)
+    resolved = resolve.resolve(loaded)
     _make_output(loaded, resolved.config.output.dir)
     os.environ.update(command.launch_environment(resolved))
-    chosen = name or resolved.config.run.name or Path(loaded.source).stem
-    return start.start_run(kind, chosen, command.launch_command(resolved), options, describe.dump(resolved.config))
+    chosen = request.name or resolved.config.run.name or Path(loaded.source).stem
+    described = write.dump(resolved.config)
+    return start.start_run(request, chosen, command.launch_command(resolved), described)
 
 
 def _make_output(loaded: Loaded, folder: str) -> None:
@@ -58,73 +58,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``python -m ftmon.trainer.recipe.start``; return its exit status."""
     arguments = _parser().parse_args(argv)
     if arguments.what == "print-config":
-        print(describe.commented_default(), end="")
+        print(write.commented_default(), end="")
         return 0
     try:
-        loaded = _demo(arguments) if arguments.what == "demo" else _train(arguments)
-        options = {
-            "listen": arguments.listen or "",
-            "read_only": bool(arguments.read_only),
-            "logs": True,
-            "allocator_events": not arguments.no_allocator_events,
-            **hold_options(arguments),
-            **hang_options(arguments),
-        }
-        run = start_trainer(arguments.what, loaded, arguments.name or "", options)
+        request = read_request(sys.stdin.buffer)
+        run = start_trainer(request, _demo(request) if request.kind == "demo" else _train(request))
     except FtmonError as error:
         print(error, file=sys.stderr)
         return error.exit_status
-    print(json.dumps({"run": str(run.path)}), flush=True)
+    except OSError as error:
+        # A path of the configuration, such as one with a name longer than a file system takes.
+        refusal = UsageError(f"{error.filename or 'the configuration'}: cannot be used: {error.strerror or error}")
+        print(refusal, file=sys.stderr)
+        return refusal.exit_status
+    print_started(run)
     return 0
 
 
-def _train(arguments: argparse.Namespace) -> Loaded:
-    config: str = arguments.config
-    overrides: list[str] = arguments.overrides
-    if "=" in config and not Path(config).exists():
+def _train(request: StartRequest) -> Loaded:
+    if "=" in request.config and not Path(request.config).exists():
         # No file: everything on the command line.
-        return load(None, [config, *overrides])
-    return load(config, overrides)
+        return load(None, [request.config, *request.overrides])
+    return load(request.config, request.overrides)
 
 
-def _demo(arguments: argparse.Namespace) -> Loaded:
-    overrides: list[str] = list(arguments.overrides)
-    for option in ("steps", "ranks"):
-        if getattr(arguments, option) is not None and getattr(arguments, option) < 1:
-            raise UsageError(f"--{option} must be at least 1, not {getattr(arguments, option)}")
-    if arguments.ranks is not None:
-        overrides.append(f"run.ranks={arguments.ranks}")
-    if arguments.steps is not None:
-        overrides.append(f"training.max_steps={arguments.steps}")
-        warmup = min(8, arguments.steps // 4)
+def _demo(request: StartRequest) -> Loaded:
+    overrides = list(request.overrides)
+    for option, value in (("steps", request.steps), ("ranks", request.ranks)):
+        if value is not None and value < 1:
+            raise UsageError(f"--{option} must be at least 1, not {value}")
+    if request.ranks is not None:
+        overrides.append(f"run.ranks={request.ranks}")
+    if request.steps is not None:
+        overrides.append(f"training.max_steps={request.steps}")
+        warmup = min(8, request.steps // 4)
         overrides.insert(0, f"schedule.warmup_steps={warmup}")
     loaded = demo_config(overrides)
-    if arguments.fault:
+    if request.fault:
         try:
-            faults.parse(arguments.fault, loaded.config.run.ranks or 1024)
+            spec.parse(request.fault, loaded.config.run.ranks or 1024)
         except UsageError as error:
             raise UsageError(f"--fault {error}") from None
-        loaded = demo_config([*overrides, f"debug.fault={arguments.fault}"])
+        loaded = demo_config([*overrides, f"debug.fault={request.fault}"])
     return loaded
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ftmon.trainer.recipe.start", description=__doc__)
-    commands = parser.add_subparsers(dest="what", required=True)
-    train = commands.add_parser("train", help="train with a configuration file")
-    train.add_argument("config", metavar="CONFIG", help="YAML file ('ftmon train --print-config' writes one)")
-    demo = commands.add_parser("demo", help="train a small model on data that ships with ftmon")
-    demo.add_argument("--fault", help=f"{'|'.join(faults.KINDS)}[:rank=R,step=S]: make a real one happen")
-    demo.add_argument("--steps", type=int, help="optimizer steps")
-    demo.add_argument("--ranks", type=int, help="number of ranks")
-    for one in (train, demo):
-        one.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that win over the file's")
-        one.add_argument("--name", help="what to call the run")
-        one.add_argument("--listen", metavar="HOST:PORT", help="also serve apps from other hosts, encrypted")
-        one.add_argument("--read-only", action="store_true", help="refuse every command that acts on the run")
-        one.add_argument("--no-allocator-events", action="store_true", help="do not sample the allocator's own trace")
-        add_hold_options(one)
-        add_hang_options(one)
+    commands = parser.add_subparsers(dest="what")
     commands.add_parser("print-config", help="write a commented default configuration")
     return parser
 

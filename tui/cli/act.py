@@ -1,17 +1,14 @@
 """``ftmon kill`` and ``ftmon stop``: what a person asks of a run, and what came of it."""
 
-import os
-import signal
 import sys
-import time
 from argparse import Namespace
 from typing import Any
 
 from ...protocol import rundir
 from ...protocol.errors import FtmonError
-from ...protocol.process import is_alive
 from ...protocol.rundir import RunDir
 from .control import ask
+from .ending import wait_for_end
 from .trainer import living_hub
 
 _END_SECONDS = 60.0
@@ -41,27 +38,6 @@ def stop(arguments: Namespace) -> int:
         print(f"{run.id} has ended already")
         return 0
     return _act(run, "stop", {})
-
-
-def end_at_once(run: RunDir) -> None:
-    """End a run by way of its launcher, which needs no hub: INT, TERM, then KILL, and wait until it is over."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
-        launcher = run.read_run().launcher
-        if launcher is None or not is_alive(launcher):
-            return
-        os.kill(launcher.pid, number)
-        if wait_for_end(run, _END_SECONDS / 6):
-            return
-
-
-def wait_for_end(run: RunDir, seconds: float) -> bool:
-    """Wait until the launcher has written how the job ended; False when it has not in time."""
-    deadline = time.monotonic() + seconds
-    while run.read_exit() is None:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
 
 
 def _is_over(run: RunDir) -> bool:

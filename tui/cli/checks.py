@@ -6,35 +6,22 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
-
-import msgspec
 
 from ... import __version__
-from ...protocol.rundir import home
+from ...protocol.checks import Check, State
+from ...protocol.errors import RunDirError
+from ...protocol.rundir import checked_home
 from ...protocol.text import gib
 from . import terminal
 
 _ELSEWHERE = "set FTMON_HOME to a directory of yours"
 
-State = Literal["ok", "warning", "error"]
-
-
-class Check(msgspec.Struct, frozen=True):
-    """One thing looked at. ``mend`` says what to do about a warning or an error."""
-
-    name: str
-    state: State
-    text: str
-    mend: str = ""
-
 
 def terminal_checks(environ: Mapping[str, str] = os.environ) -> Iterator[Check]:
     """Look at the terminal: whether the app opens in it, its colours, its characters, a multiplexer around it."""
-    reason = terminal.why_no_app(environ)
-    if reason == "not a terminal":
+    if not terminal.is_terminal():
         yield Check("terminal", "ok", "none here: commands print plain lines")
-    elif reason:
+    elif reason := terminal.why_no_app(environ):
         yield Check("terminal", "warning", reason, "enlarge the window, or set TERM to what the terminal is")
     else:
         columns, lines = os.get_terminal_size(sys.stdout.fileno())
@@ -58,14 +45,17 @@ def _colour_check(environ: Mapping[str, str]) -> Check:
     found = terminal.colours(environ)
     if found == "16" and not terminal.why_no_app(environ):
         inside = terminal.multiplexer(environ)
-        mend = "set TERM=xterm-256color" if not inside else f"in {inside}, set default-terminal to {inside}-256color"
-        return Check("colours", "warning", "16: shades of the memory graph fall together", mend)
+        remedy = "set TERM=xterm-256color" if not inside else f"in {inside}, set default-terminal to {inside}-256color"
+        return Check("colours", "warning", "16: shades of the memory graph fall together", remedy)
     return Check("colours", "ok", found)
 
 
 def home_check() -> Check:
     """Look whether run directories can be made where they belong, and are closed to others."""
-    path = home()
+    try:
+        path = checked_home()
+    except RunDirError as error:
+        return Check("run directory", "error", str(error), "set FTMON_HOME to a directory of yours")
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -110,7 +100,7 @@ def nvml_check() -> Check:
             "NVML", "ok", f"driver {driver}, {count} GPU{'' if count == 1 else 's'}: {', '.join(sorted(names))}"
         )
     except pynvml.NVMLError as error:
-        return Check("NVML", "error", f"the driver answers with: {error}", "run nvidia-smi and mend what it reports")
+        return Check("NVML", "error", f"the driver answers with: {error}", "run nvidia-smi and fix what it reports")
     finally:
         pynvml.nvmlShutdown()
 

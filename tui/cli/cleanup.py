@@ -8,4 +8,4 @@ from argparse import Namespace
 def cleanup(arguments: Namespace) -> int:
     """Hand over to the trainer's own clean-up, which asks on this terminal; return its status."""
     words = [f"--{name}" for name in ("yes", "json", "elsewhere") if getattr(arguments, name)]
-    return subprocess.run([sys.executable, "-P", "-m", "ftmon.trainer.cleanup", *words], check=False).returncode
+    return subprocess.run([sys.executable, "-P", "-m", "ftmon.trainer.host.cleanup", *words], check=False).returncode

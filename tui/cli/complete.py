@@ -37,7 +37,7 @@ def completion(arguments: argparse.Namespace) -> int:
     """Print the completion script of one shell."""
     parser = build_parser()
     for action in _actions(parser):
-        if action.dest == "run":  # shtab reads the attribute `complete` of an action
+        if action.dest in ("run", "runs"):  # shtab reads the attribute `complete` of an action
             action.complete = _RUNS_AND_FILES if "FILE" in str(action.metavar) else _RUNS  # type: ignore[attr-defined]
         elif action.dest in ("config", "key", "file", "second"):
             action.complete = shtab.FILE  # type: ignore[attr-defined]

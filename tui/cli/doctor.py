@@ -7,8 +7,10 @@ from importlib.util import find_spec
 
 import msgspec
 
+from ...protocol.checks import Check
 from . import terminal
-from .checks import Check, own_checks
+from .checks import own_checks
+from .printable import print_json
 
 _MARKS = {"ok": ("✓", "ok"), "warning": ("▲", "!!"), "error": ("✖", "XX")}
 _TRAINER_SECONDS = 120.0
@@ -22,15 +24,15 @@ def doctor(arguments: Namespace) -> int:
     groups = {"terminal": list(own_checks()), "training": trainer_checks()}
     broken = any(check.state == "error" for checks in groups.values() for check in checks)
     if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode({"ok": not broken, **groups})).decode())
+        print_json({"ok": not broken, **groups})
     else:
         plain = getattr(arguments, "ascii", False) or terminal.wants_ascii()
         for title, checks in groups.items():
             print(title)
             for check in checks:
                 print(f"  {_MARKS[check.state][plain]} {check.name:<19} {check.text}")
-                if check.mend and check.state != "ok":
-                    print(f"    {'':<19} {'->' if plain else '→'} {check.mend}")
+                if check.remedy and check.state != "ok":
+                    print(f"    {'':<19} {'->' if plain else '→'} {check.remedy}")
     return 1 if broken else 0
 
 

@@ -8,16 +8,17 @@ from typing import Any
 
 import msgspec
 
-from ...protocol import rundir
-from ...protocol.recording.reader import Reader
+from ...protocol import exits, rundir
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import AllocatorEvents
 from ...protocol.text import gib, sanitize
 from ..model.events import phase_rates, segment_bytes
 from ..model.run import RunModel
+from ..source.find import find_recording
 from .follow import LOOK_SECONDS, counted_interrupts
-from .outcome import INTERRUPTED, exit_status
-from .view import check_rank, find_recording
+from .outcome import exit_status
+from .printable import print_json
+from .recordings import check_rank, opened
 
 _WHOLE = 1 << 30
 """So many that none of a rank's samples is left out."""
@@ -29,12 +30,13 @@ _DRAIN_SECONDS = 5.0
 def show_events(arguments: Namespace) -> int:
     """Print the sampled steps of a run, and with ``--follow`` those to come, until it ends."""
     path = find_recording(arguments.run)
-    with Reader(path) as reader:
+    with opened(path) as reader:
         known = reader.info().ranks
         if known or not arguments.follow:  # those of a run that has just begun are to come
             check_rank(known, arguments.rank)
         ranks = known if arguments.rank is None else [arguments.rank]
         frames = [frame for rank in ranks for frame in reader.sampled("events", rank, _WHOLE)]
+        left_out = reader.left_out
     told: dict[int, int] = {}
     for frame in sorted(frames, key=lambda frame: frame.seq):
         if isinstance(frame.message, AllocatorEvents):
@@ -42,7 +44,7 @@ def show_events(arguments: Namespace) -> int:
             _tell(frame.message, arguments.json)
     sys.stdout.flush()
     if not arguments.follow:
-        if not frames and not arguments.json:
+        if not frames and not left_out and not arguments.json:
             print("no step of this run was sampled yet (--follow waits for it)", file=sys.stderr)
         return 0
     run = rundir.find(arguments.run)
@@ -68,11 +70,11 @@ def _follow(run: RunDir, rank: int | None, told: dict[int, int], as_json: bool) 
                 if end is not None:
                     drained_by = drained_by or time.monotonic() + _DRAIN_SECONDS
                     if source.model.ended or time.monotonic() > drained_by:
-                        return exit_status(end, run.read_run().kind)
+                        return exit_status(end)
                 time.sleep(LOOK_SECONDS)
         finally:
             source.close()
-    return INTERRUPTED
+    return exits.INTERRUPTED
 
 
 def _news(model: RunModel, wanted: int | None, told: dict[int, int]) -> Iterator[AllocatorEvents]:
@@ -89,7 +91,7 @@ def _news(model: RunModel, wanted: int | None, told: dict[int, int]) -> Iterator
 
 def _tell(events: AllocatorEvents, as_json: bool) -> None:
     if as_json:
-        print(msgspec.json.encode(events_data(events)).decode())
+        print_json(events_data(events), indent=False)
         return
     for line in event_lines(events):
         print(line)

@@ -4,136 +4,192 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
-from types import FrameType
+import traceback
+from collections import deque
+from contextlib import suppress
 
+from ...protocol import exits
 from ...protocol.errors import HubError
-from ...protocol.process import is_alive
-from ...protocol.rundir import ExitFile, RunDir, RunFile
-from ..model.run import RunModel
+from ...protocol.notices import terminal_sequence
+from ...protocol.rundir import ExitFile, RunDir
+from ..model.notices import TerminalNotices
 from ..source.base import Source
 from .narrate import Narrator
-from .outcome import INTERRUPTED, attach_line, closing_lines, exit_status
+from .outcome import attach_line, closing_lines, exit_status
+from .signals import FOR_THE_RUN, counted_interrupts, kept
+from .standing import Standing
+
+__all__ = ["LOOK_SECONDS", "counted_interrupts", "follow"]
 
 LOOK_SECONDS = 0.1
-_LAUNCHER_SECONDS = 30.0
-"""A launcher writes itself into the run's file well within this."""
 _DRAIN_SECONDS = 5.0
 """How long the stream may lag behind the end of the run before it is no longer waited for."""
 _LATE_SECONDS = 25.0
 """And so much longer while the launcher lives, which waits for the hub: a job may be over before its hub is up."""
+_INTERRUPTS = 3
+"""The first asks the run to end, the second and the third end it; one more leaves it."""
+_INTERRUPT_WORDS = (
+    "ctrl-c was passed on to the training; again: SIGTERM to all of it",
+    "SIGTERM to all of the run; ctrl-c again kills it",
+    "killing the run; ctrl-c again leaves it",
+)
 
 
-class Interrupts:
-    """Counts Ctrl-C, so that none of them lands in the middle of a fold."""
+class Lines:
+    """Prints lines. A reader that has gone, or a disk that is full, ends the printing and nothing else.
 
-    def __init__(self) -> None:
-        self.count = 0
+    Args:
+        forgiving: False: a reader that has gone ends the command, as ``BrokenPipeError``.
+    """
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Take one signal."""
-        self.count += 1
+    def __init__(self, *, forgiving: bool) -> None:
+        self._forgiving = forgiving
+        self._gone = False
+
+    def say(self, text: str, end: str = "\n") -> None:
+        """Print one line."""
+        if self._gone:
+            return
+        try:
+            print(text, end=end, flush=True)
+        except OSError:
+            if not self._forgiving:
+                raise
+            self._gone = True
+            # What is left in the buffer must not fail again when the interpreter ends.
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-@contextmanager
-def counted_interrupts() -> Generator[Interrupts]:
-    """Count SIGINT instead of raising KeyboardInterrupt."""
-    interrupts = Interrupts()
-    before = signal.signal(signal.SIGINT, interrupts)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def follow(source: Source, run: RunDir, narrator: Narrator, *, owned: bool) -> int:
+def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standing, owned: bool) -> int:
     """Print a live run as lines until it ends; return the exit status that its end stands for.
 
     Args:
         source: gathers the run; started and closed here.
         run: the run's directory.
         narrator: makes the lines.
-        owned: this command started the run. Then the first Ctrl-C asks it to stop in order, the second kills it, and
-            the third leaves it; otherwise Ctrl-C only stops following.
+        standing: tells how the run stands, and reaches its launcher.
+        owned: this command started the run: signals are passed on to it, and whatever fails here the run's end is
+            waited for. Otherwise Ctrl-C only stops following.
 
     Raises:
         HubError: the run's launcher and hub are both gone, so nobody tells how it ends.
     """
-    with counted_interrupts() as interrupts:
+    lines = Lines(forgiving=owned)
+    with kept(FOR_THE_RUN if owned else (signal.SIGINT,)) as signals:
+        following = _Following(source, run, narrator, standing, lines, signals, owned)
         source.start()
         try:
-            end = _until_the_end(source, run, narrator, interrupts, owned)
+            end = following.until_the_end()
         finally:
             source.close()
     if end is None:
-        print(attach_line(run.id))
-        return INTERRUPTED
+        standing.let_go()
+        lines.say(attach_line(run.id))
+        return exits.LEFT if owned else exits.INTERRUPTED
     output_told = narrator.with_output and source.model.ended
     for line in closing_lines(run, end, source.model, output_told=output_told):
-        print(line)
-    return INTERRUPTED if interrupts.count else exit_status(end, run.read_run().kind)
+        lines.say(line)
+    asked = following.interrupts and end.state == "stopped" and not following.foreign
+    return exits.INTERRUPTED if asked else exit_status(end)
 
 
-def _until_the_end(
-    source: Source, run: RunDir, narrator: Narrator, interrupts: Interrupts, owned: bool
-) -> ExitFile | None:
-    """Print until the run has ended; None when the person left before."""
-    handled = 0
-    drained_by = 0.0
-    connection = "connecting"
-    while True:
-        source.pump(LOOK_SECONDS)
-        for line in narrator.tell(source.model):
-            print(line, flush=True)
-        if source.connection.state != connection:
-            connection = source.connection.state
-            if connection == "hub-gone":
-                print(source.connection.text, flush=True)
-        if interrupts.count > handled:
-            handled += 1
-            if not owned or handled > 2:
+class _Following:
+    """One run that is followed: the state of the loop of ``follow``."""
+
+    def __init__(
+        self,
+        source: Source,
+        run: RunDir,
+        narrator: Narrator,
+        standing: Standing,
+        lines: Lines,
+        signals: "deque[signal.Signals]",
+        owned: bool,
+    ) -> None:
+        self._source = source
+        self._run = run
+        self._narrator = narrator
+        self._standing = standing
+        self._lines = lines
+        self._signals = signals
+        self._owned = owned
+        self._connection = "connecting"
+        self._narrates = True
+        self._notices = TerminalNotices(run) if sys.stdout.isatty() else None
+        self.interrupts = 0
+        self.foreign = standing.content.kind not in ("demo", "train")
+        """The job knows nothing of ftmon: ctrl-c is its own affair."""
+
+    def until_the_end(self) -> ExitFile | None:
+        """Print until the run has ended; None when the person left before."""
+        drained_by = 0.0
+        while True:
+            self._tell()
+            if self._left():
                 return None
-            _end_it(source, run, handled)
-        end = run.read_exit() or _end_without_launcher(run, source.model)
-        if end is not None:
-            now = time.monotonic()
-            drained_by = drained_by or now + _DRAIN_SECONDS
-            late = now > drained_by + _LATE_SECONDS or (now > drained_by and not _launcher_lives(run.read_run()))
-            if source.model.ended or late:
-                return end
-        time.sleep(LOOK_SECONDS)
+            self._standing.send_waiting()
+            end = self._standing.end() or self._standing.end_without_launcher(self._source.model)
+            if end is not None:
+                now = time.monotonic()
+                drained_by = drained_by or now + _DRAIN_SECONDS
+                waits = self._narrates and self._standing.launcher_lives and self._run.path.exists()
+                late = now > drained_by + (_LATE_SECONDS if waits else 0.0)
+                if self._source.model.ended or late:
+                    return end
+            time.sleep(LOOK_SECONDS)
+
+    def _tell(self) -> None:
+        """Print what is new. A mistake in here must not end a run that this command started."""
+        if not self._narrates:
+            return
+        try:
+            self._source.pump(LOOK_SECONDS)
+            for line in self._narrator.tell(self._source.model):
+                self._lines.say(line)
+            for notice in self._notices.fresh(self._source.model) if self._notices is not None else ():
+                self._lines.say(terminal_sequence(notice), end="")
+            connection = self._source.connection
+            if connection.state != self._connection:
+                self._connection = connection.state
+                if connection.state == "hub-gone":
+                    self._lines.say(connection.text)
+        except Exception as error:
+            if not self._owned or isinstance(error, HubError):
+                raise
+            self._narrates = False
+            _warn(f"the run goes on, and is told no more: {''.join(traceback.format_exception(error)).rstrip()}")
+
+    def _left(self) -> bool:
+        """Act on the signals that came; True when the person wants no more of it."""
+        while self._signals:
+            number = self._signals.popleft()
+            if not self._owned:
+                return True
+            if number != signal.SIGINT:
+                _warn(f"{number.name} is passed on to the run")
+                self._standing.send(number)
+                continue
+            self.interrupts += 1
+            if self.interrupts > _INTERRUPTS - (not self.foreign):
+                return True
+            self._interrupt()
+        return False
+
+    def _interrupt(self) -> None:
+        """Pass a ctrl-c on. ftmon's own trainer is asked by way of the hub: it saves a checkpoint before it ends."""
+        first = self.interrupts == 1
+        if self.foreign:
+            _warn(_INTERRUPT_WORDS[self.interrupts - 1])
+            self._standing.send(signal.SIGINT)
+            return
+        _warn("stopping after this step; ctrl-c again kills the run" if first else "killing the run; again leaves it")
+        if self._source.can_command:
+            self._source.send("stop" if first else "kill")
+            return
+        self._standing.send(signal.SIGINT)
 
 
-def _end_it(source: Source, run: RunDir, time_asked: int) -> None:
-    """Pass a Ctrl-C on: by way of the hub, which knows the ranks; where none answers, by way of the launcher."""
-    first = time_asked == 1
-    print(
-        "stopping after this step; ctrl-c again kills the run" if first else "killing the run; ctrl-c again leaves it",
-        file=sys.stderr,
-        flush=True,
-    )
-    if source.can_command:
-        source.send("stop" if first else "kill")
-        return
-    launcher = run.read_run().launcher
-    if launcher is not None and is_alive(launcher):
-        os.kill(launcher.pid, signal.SIGINT if first else signal.SIGTERM)
-
-
-def _launcher_lives(content: RunFile) -> bool:
-    return content.launcher is not None and is_alive(content.launcher)
-
-
-def _end_without_launcher(run: RunDir, model: RunModel) -> ExitFile | None:
-    """Tell how a run ended that has no launcher (any more): as its hub says; None while somebody lives to tell."""
-    content = run.read_run()
-    starting = content.launcher is None and time.time() - content.created < _LAUNCHER_SECONDS
-    if _launcher_lives(content) or starting:
-        return None
-    if model.ended:
-        code = model.exit_code if model.exit_code is not None else int(model.state != "finished")
-        return ExitFile(code, model.state_time, model.state, model.state_text)
-    if run.living_hub() is None and run.read_exit() is None:
-        raise HubError(f"{run.id}: its launcher and its hub are gone; 'ftmon attach {run.id}' looks for its ranks")
-    return None
+def _warn(text: str) -> None:
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

@@ -2,10 +2,10 @@
 
 from argparse import Namespace
 
-from ...protocol.recording.reader import Reader
 from ...protocol.telemetry import LogLine
 from ...protocol.text import sanitize
-from .view import check_rank, find_recording
+from ..source.find import find_recording
+from .recordings import check_rank, opened
 
 
 def show_logs(arguments: Namespace) -> int:
@@ -15,7 +15,7 @@ def show_logs(arguments: Namespace) -> int:
         UsageError: the run has no such rank.
         RecordingError: the recording cannot be read.
     """
-    with Reader(find_recording(arguments.run)) as reader:
+    with opened(find_recording(arguments.run)) as reader:
         check_rank(reader.info().ranks, arguments.rank)
         frames = reader.logs(rank=arguments.rank, text=arguments.text, limit=arguments.lines)
     for frame in sorted(frames, key=lambda frame: frame.seq):

@@ -7,29 +7,32 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from ...protocol import exits
 from ...protocol.errors import FtmonError
 from .parser import build_parser, split_command
-from .printable import guard_terminal
+from .printable import guard_output
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+_FORMER = {"take": "capture"}
+"""Former names of commands, accepted until version 0.3."""
 
 
 def parse(argv: Sequence[str]) -> Namespace:
     """Turn command-line words into the arguments of one command.
 
     Configuration overrides (``zero.stage=2``) may stand anywhere among the options; argparse alone would refuse them
-    after an option. Everything after the first ``--`` of ``run`` is the watched command, untouched.
+    after an option. Everything after the first ``--`` of ``run`` and ``predict`` is a command, untouched.
 
     Raises:
         SystemExit: wrong usage (status 2), or help or version was asked for (status 0).
     """
     parser = build_parser()
-    words, command = split_command(argv)
+    words, command = split_command(_present_names(argv))
     arguments, rest = parser.parse_known_args(words)
     if command is not None:
         if arguments.command:
             parser.error(f"run: unexpected {arguments.command[0]!r} before '--'")
+        if not command and arguments.handler.startswith("predict:"):
+            parser.error("predict: nothing after '--'; write a command, such as: deepspeed train.py")
         arguments.command = command
     if hasattr(arguments, "overrides"):
         arguments.overrides = [*arguments.overrides, *(word for word in rest if not word.startswith("-"))]
@@ -39,10 +42,26 @@ def parse(argv: Sequence[str]) -> Namespace:
     return arguments
 
 
+def _present_names(argv: Sequence[str]) -> list[str]:
+    """Replace the former name of a command by its present one, with a note."""
+    words = list(argv)
+    place = next((place for place, word in enumerate(words) if not word.startswith("-")), None)
+    if place is not None and words[place] in _FORMER:
+        former, words[place] = words[place], _FORMER[words[place]]
+        print(f"ftmon: note: 'ftmon {former}' is now 'ftmon {words[place]}'", file=sys.stderr)
+    return words
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one ``ftmon`` command and return its exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    guard_terminal()
-    arguments = parse(sys.argv[1:] if argv is None else argv)
+    """Run one ``ftmon`` command and return its exit status (``protocol.exits``)."""
+    guard_output()
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments = parse(words)
+    except SystemExit as refusal:
+        if refusal.code == exits.WRONG_USAGE and _starts_a_script(words):
+            raise SystemExit(exits.RUN_USAGE) from None  # 2 is what many a script says of its own arguments
+        raise
     try:
         status = _handler(arguments.handler)(arguments)
         sys.stdout.flush()
@@ -51,10 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ftmon: {error}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return exits.INTERRUPTED
     except BrokenPipeError:
         _close_stdout()
         return 1
+
+
+def _starts_a_script(words: Sequence[str]) -> bool:
+    return next((word for word in words if not word.startswith("-")), "") == "run"
 
 
 def _handler(name: str) -> Callable[[Namespace], int]:

@@ -8,16 +8,17 @@ from typing import Any
 import msgspec
 
 from ...protocol.memory import Cause
-from ...protocol.phasepeaks import PeakMark
-from ...protocol.recording.reader import Reader
+from ...protocol.recording.phase_peaks import PeakMark
 from ...protocol.text import gib, sanitize
 from ..model.cause import evidence_words, group_parts, shown_bytes, spike_alert, verdict_of, verdict_words
-from ..model.lead import lead_sentences, phase_words
+from ..model.peak_phase import lead_sentences, phase_words
 from ..model.rank import RankModel
 from ..model.run import RunModel
 from ..model.waterfall import REASONS, Waterfall, untaken, waterfall
+from ..source.find import find_recording
 from ..source.load import describe, load
-from .view import check_rank, find_recording
+from .printable import print_json
+from .recordings import check_rank, opened
 
 _LABEL = 24
 _CPU_NOTE = "on a CPU a peak is of the resident set; nothing is reserved there"
@@ -34,7 +35,7 @@ def show_memory(arguments: Namespace) -> int:
     ranks = ranks_of(model, arguments.rank)
     if arguments.json:
         result = {"run": model.info.id, "ranks": [rank_data(model, rank) for rank in ranks]}
-        print(msgspec.json.format(msgspec.json.encode(result)).decode())
+        print_json(result)
         return 0
     if not ranks:
         print("no rank was heard of yet")
@@ -48,7 +49,7 @@ def show_memory(arguments: Namespace) -> int:
 
 def load_model(run: str) -> RunModel:
     """Load a run's state as it was recorded last: of a live one, half a second ago."""
-    with Reader(find_recording(run)) as reader:
+    with opened(find_recording(run)) as reader:
         info = reader.info()
         model = load(reader, info.last_t, describe(info))
         marks: dict[int, list[PeakMark]] = {}

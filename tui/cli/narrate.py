@@ -4,8 +4,12 @@ import time
 from collections.abc import Iterator
 
 from ...protocol.control import Alert
+from ...protocol.telemetry import Evaluation
 from ...protocol.text import duration, gib, sanitize
+from ..model.jobs import job_rows
 from ..model.run import RunModel
+from ..model.training import perplexity_of
+from .jobs_text import job_line
 
 PROGRESS_SECONDS = 2.0
 """A progress line at most this often, by the run's own clock, so that a replay prints what the live run did."""
@@ -33,6 +37,13 @@ class Narrator:
         self._alerts_version = 0
         self._logs_version = 0
         self._log_seq = 0
+        self._job = 0
+        self._results_version = 0
+        self._told_results: set[tuple[str, int, str]] = set()
+        """Evaluations and checkpoints that were told: kind, step, name."""
+        self._activity: tuple[str, str] = ("", "")
+        self._told_jobs: set[int] = set()
+        """Jobs whose end was told."""
 
     def tell(self, model: RunModel) -> Iterator[str]:
         """Yield the lines, mostly none, that say what is new in ``model`` since the last call."""
@@ -40,14 +51,19 @@ class Narrator:
             yield text.encode("ascii", "replace").decode() if self._ascii else text
 
     def _news(self, model: RunModel) -> Iterator[str]:
+        yield from self._jobs(model)
         if not self._introduced and _all_are_known(model):
             self._introduced = True
             yield _at(model.now, _introduction(model))
         if self.with_output:
             yield from self._output(model)
+        self._step = min(self._step, model.step)  # ranks that train anew in one process count from 1 again
         if model.step > self._step and (self._is_due(model) or model.ended):
             self._step, self._step_at = model.step, model.now
             yield _at(model.now, _progress(model))
+        if model.training.version != self._results_version:
+            self._results_version = model.training.version
+            yield from self._results(model)
         if model.alerts.version != self._alerts_version:
             self._alerts_version = model.alerts.version
             for alert in model.alerts:
@@ -57,6 +73,54 @@ class Narrator:
             if model.ended or model.state == "stopping":
                 why = f": {sanitize(model.state_text)}" if model.state_text else ""
                 yield _at(model.state_time or model.now, f"{model.state}{why}")
+
+    def _results(self, model: RunModel) -> Iterator[str]:
+        """Say what was evaluated and saved, and which other activity has begun."""
+        training = model.training
+        for evaluation in training.evaluations:
+            if self._is_new("evaluation", evaluation.step, evaluation.name):
+                yield _at(evaluation.time, evaluation_words(evaluation, training.best))
+        for checkpoint in training.checkpoints:
+            if self._is_new("checkpoint", checkpoint.step, checkpoint.path):
+                size = f", {gib(checkpoint.bytes)}" if checkpoint.bytes else ""
+                spent = f" in {duration(checkpoint.seconds)}" if checkpoint.seconds else ""
+                best = ", the best so far" if checkpoint.best else ""
+                step = f"checkpoint of step {checkpoint.step:,}: "
+                yield _at(checkpoint.time, f"{step}{sanitize(checkpoint.path, 300)}{size}{spent}{best}")
+        activity = training.activity
+        now = (activity.name, activity.text) if activity is not None else ("", "")
+        if now != self._activity:
+            self._activity = now
+            if activity is not None and activity.name not in ("evaluation", "checkpoint"):
+                text = f": {sanitize(activity.text, 200)}" if activity.text else ""
+                yield _at(activity.time, f"{sanitize(activity.name, 40)}{text}")
+
+    def _is_new(self, kind: str, step: int, name: str) -> bool:
+        """Whether a result is to be told: not those before what was told, which a late join reads afterwards."""
+        if (kind, step, name) in self._told_results:
+            return False
+        latest = max((told for of, told, _ in self._told_results if of == kind), default=0)
+        self._told_results.add((kind, step, name))
+        return step >= latest
+
+    def _jobs(self, model: RunModel) -> Iterator[str]:
+        """Say that a job has ended and another begun, once there are several."""
+        if model.job == self._job and not model.has_jobs:
+            return
+        for number, job in model.jobs.items() if model.has_jobs else ():
+            if job.is_over and number not in self._told_jobs:
+                self._told_jobs.add(number)
+                if number == model.job == self._job and model.step > self._step:
+                    self._step, self._step_at = model.step, model.now
+                    yield _at(model.now, _progress(model))
+                yield _at(job.ended or model.now, job_line(model.jobs, number, model.now))
+        if model.job != self._job:
+            if self._job:
+                self._step, self._step_at, self._introduced = 0, float("-inf"), False
+                self._told_results.clear()
+                row = next(row for row in job_rows(model.jobs, model.now) if row.number == model.job)
+                yield _at(model.jobs[model.job].started, f"job {model.job} begins  {row.words}")
+            self._job = model.job
 
     def _is_due(self, model: RunModel) -> bool:
         late = model.now - self._step_at >= PROGRESS_SECONDS
@@ -106,12 +170,14 @@ def _introduction(model: RunModel) -> str:
 
 def _progress(model: RunModel) -> str:
     total = f"/{model.total_steps}" if model.total_steps else ""
-    parts = [f"step {model.step}{total}"]
-    if model.loss is not None:
-        parts.append(f"loss {model.loss:.4f}")
+    job = f"job {model.job} " if model.has_jobs else ""
+    parts = [f"{job}step {model.step}{total}"]
+    parts += loss_words(model)
     rates = model.rates
     if rates.tokens_per_second:
         parts.append(f"{rates.tokens_per_second:,.0f} tok/s")
+    if share := mfu_words(model):
+        parts.append(share)
     if rates.seconds_per_step:
         parts.append(f"{rates.seconds_per_step:.3f} s/step")
     if model.peak is not None:
@@ -119,6 +185,34 @@ def _progress(model: RunModel) -> str:
     if model.seconds_left:
         parts.append(f"{duration(model.seconds_left)} left")
     return "  ".join(parts)
+
+
+def mfu_words(model: RunModel) -> str:
+    """Write the MFU; empty where it is not known."""
+    return f"MFU {model.mfu * 100:.1f} %" if model.mfu is not None else ""
+
+
+def evaluation_words(evaluation: Evaluation, best: Evaluation | None) -> str:
+    """Write an evaluation's result in a line; ``best`` is the one with the lowest loss so far."""
+    words = f"{sanitize(evaluation.name, 40)} at step {evaluation.step:,}:"
+    if evaluation.loss is not None:
+        words += f" loss {evaluation.loss:.4f}"
+    if (perplexity := perplexity_of(evaluation)) is not None:
+        words += f"  perplexity {perplexity:.4g}"
+    words += "".join(f"  {sanitize(name, 30)} {value:.4g}" for name, value in list(evaluation.metrics.items())[:4])
+    if evaluation.seconds:
+        words += f"  in {duration(evaluation.seconds)}"
+    if best is not None and best.loss is not None and best.step < evaluation.step:
+        words += f"  (best {best.loss:.4f} at step {best.step:,})"
+    return words
+
+
+def loss_words(model: RunModel) -> list[str]:
+    """Say the loss, or that of each engine or optimizer where several train; empty where none is known."""
+    several = model.losses_by_name
+    if len(several) > 1:
+        return ["loss " + ", ".join(f"{sanitize(name, 24)} {loss:.4f}" for name, loss in several.items())]
+    return [f"loss {model.loss:.4f}"] if model.loss is not None else []
 
 
 def _at(t: float, text: str) -> str:

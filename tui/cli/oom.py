@@ -3,16 +3,17 @@
 from argparse import Namespace
 from pathlib import Path
 
-import msgspec
-
+from ...protocol.analysis.oom.verdict import OomContext
+from ...protocol.analysis.remedies import remedies
+from ...protocol.analysis.text.oom import explain
 from ...protocol.errors import FtmonError
 from ...protocol.oom import OomReport
-from ...protocol.oomreport.mends import mends
-from ...protocol.oomreport.verdict import Around, explain
 from ...protocol.recording.reader import Reader
 from ...protocol.telemetry import Hello, Oom
+from ..source.find import find_recording
 from .oom_text import report_lines
-from .view import find_recording
+from .printable import print_json
+from .recordings import opened
 
 _MOST = 64
 _SQLITE = b"SQLite format 3\0"
@@ -39,7 +40,7 @@ def show_oom(arguments: Namespace) -> int:
         raise NoOomError(f"{whose}{run or name}: no allocation failed for want of memory")
     if arguments.json:
         result = {"run": run, "file": None if run else name, "reports": reports}
-        print(msgspec.json.format(msgspec.json.encode(result)).decode())
+        print_json(result)
         return 0
     for line in report_lines(reports, of_snapshot=not run):
         print(line)
@@ -47,16 +48,19 @@ def show_oom(arguments: Namespace) -> int:
 
 
 def _is_snapshot(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(_SQLITE)) != _SQLITE
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(_SQLITE)) != _SQLITE
+    except (OSError, ValueError):
+        return False  # whoever reads it as a recording says what is wrong with it
 
 
 def _of_snapshot(name: str) -> tuple[str, list[OomReport]]:
-    from ...protocol.oomreport.fromsnapshot import report_of
+    from ...protocol.analysis.allocator.snapshot.replay import Replay
+    from ...protocol.analysis.oom.from_snapshot import report_of
     from ...protocol.snapshot.reader import open_snapshot
-    from ...protocol.snapshot.replay import Replay
 
     snapshot = open_snapshot(name)
     report = report_of(snapshot, [Replay(snapshot, device) for device in snapshot.devices()])
@@ -65,7 +69,7 @@ def _of_snapshot(name: str) -> tuple[str, list[OomReport]]:
 
 def _of_recording(name: str) -> tuple[str, list[OomReport]]:
     path = find_recording(name)
-    with Reader(path) as reader:
+    with opened(path) as reader:
         info = reader.info()
         reports = [
             frame.message
@@ -87,8 +91,8 @@ def _without_hub(reader: Reader, ranks: list[int]) -> list[OomReport]:
         for frame in reader.sampled("oom", rank, _MOST):
             oom = frame.message
             if isinstance(oom, Oom):
-                around = Around(hellos.get(rank))
+                around = OomContext(hellos.get(rank))
                 verdict = explain(oom, around)
-                made = OomReport(rank, oom.step, oom.phase, oom.time, oom, verdict, mends(oom, verdict, around))
+                made = OomReport(rank, oom.step, oom.phase, oom.time, oom, verdict, remedies(oom, verdict, around))
                 reports.append(made)
     return reports

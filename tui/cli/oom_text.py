@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 
-from ...protocol.oom import Mend, OomReport, RankMoment
+from ...protocol.oom import OomReport, RankMoment, Remedy
 from ...protocol.text import duration, gib, sanitize
 
 _FRAMES = 8
@@ -39,12 +39,12 @@ def _report(report: OomReport, of_snapshot: bool) -> Iterator[str]:
     yield f"  {verdict.text}"
     yield "evidence:"
     yield from (f"  {line}" for line in verdict.evidence)
-    if report.mends:
+    if report.remedies:
         yield "to try, in this order:"
-        for number, mend in enumerate(report.mends, 1):
-            yield f"  {number}. {mend.text}{mend_bytes(mend)}"
-            if mend.setting:
-                yield f"     {mend.setting}"
+        for number, remedy in enumerate(report.remedies, 1):
+            yield f"  {number}. {remedy.text}{remedy_bytes(remedy)}"
+            if remedy.setting:
+                yield f"     {remedy.setting}"
     if oom.stack:
         whose = (
             "the training thread, which waited for the backward pass" if oom.stack_of == "training" else "the request"
@@ -69,10 +69,10 @@ def _report(report: OomReport, of_snapshot: bool) -> Iterator[str]:
             yield f"report: {report.path}"
 
 
-def mend_bytes(mend: Mend) -> str:
-    """Say what a mend frees: `` (frees about 4.00 GiB)``; empty where the numbers do not say."""
-    bound = f" {mend.bound}" if mend.bound else ""
-    return f" (frees{bound} {gib(mend.frees_bytes)})" if mend.frees_bytes else ""
+def remedy_bytes(remedy: Remedy) -> str:
+    """Say what a remedy frees: `` (frees about 4.00 GiB)``; empty where the numbers do not say."""
+    bound = f" {remedy.bound}" if remedy.bound else ""
+    return f" (frees{bound} {gib(remedy.frees_bytes)})" if remedy.frees_bytes else ""
 
 
 def _moment(moment: RankMoment) -> str:

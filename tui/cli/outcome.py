@@ -4,39 +4,22 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ...protocol import exits
 from ...protocol.rundir import ExitFile, RunDir
 from ...protocol.text import sanitize
+from ..model.jobs import failed
 from ..model.run import RunModel
+from .jobs_text import job_table
 
-INTERRUPTED = 130
-WRONG_USAGE = 2
-HUNG = 3
-HUNG_AT_EXIT = 4
 _LOG_LINES = 15
 _LINE_LENGTH = 400
 _LOG_TAIL_BYTES = 16_384
 _FATAL = ("failure", "oom", "died")
 
 
-def exit_status(end: ExitFile, kind: str = "run") -> int:
-    """Map how the job ended to a command's exit status.
-
-    Args:
-        end: how it ended.
-        kind: the run's kind. Where the job is ftmon's own trainer, its 2 means what it means for the command: a wrong
-            configuration, found out where the model or the data were loaded.
-
-    Returns:
-        0 done, 1 failed, 2 wrong configuration, 3 it hung and ftmon ended it (``--on-hang``), 4 it hung at exit after
-        its work was done and ftmon ended it (``--exit-timeout``), 130 ended by somebody's wish before it was done.
-    """
-    if end.cause:
-        return HUNG_AT_EXIT if end.cause == "hang-at-exit" else HUNG
-    if end.state == "stopped":
-        return INTERRUPTED
-    if end.exit_code == WRONG_USAGE and kind in ("demo", "train"):
-        return WRONG_USAGE
-    return int(end.exit_code != 0)
+def exit_status(end: ExitFile) -> int:
+    """Map how the job ended to a command's exit status: the training's own, or one of ``protocol.exits.OWN``."""
+    return exits.of_run(end)
 
 
 def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_told: bool = False) -> Iterator[str]:
@@ -56,7 +39,13 @@ def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_told: b
         yield from (f"  {sanitize(line)}" for line in last_words(run.logs / "launcher.log"))
     output_dir = model.plan.output_dir if model.plan else ""
     yield f"{run.id} {end.state}" + (f": {sanitize(end.text)}" if end.text else "")
-    yield from _results(Path(output_dir or run.path / "output"))
+    if end.state == "failed" and (why := reason(model)):
+        yield f"why:        {sanitize(why)}"
+    if model.has_jobs:
+        bad = failed(model.jobs)
+        yield f"jobs:       {len(model.jobs)}" + (f", {len(bad)} failed" if bad else "")
+        yield from (f"            {line}" for line in job_table(model.jobs, end.time))
+    yield from _results(run, Path(output_dir or run.path / "output"))
     if run.recording.exists():
         yield f"recording:  {run.recording}"
         yield f"replay it:  ftmon replay {shlex.quote(run.id)}"
@@ -69,10 +58,13 @@ def attach_line(run_id: str, words: Sequence[str] = ()) -> str:
     return f"{run_id} goes on; attach again: ftmon attach {shlex.join(words or [run_id])}"
 
 
-def _results(output: Path) -> Iterator[str]:
+def _results(run: RunDir, output: Path) -> Iterator[str]:
     """Say where the trainer's results are: the final model, and the newest checkpoint to resume from."""
-    if (output / "model" / "config.json").exists():
-        yield f"model:      {output / 'model'}"
+    model = output / "model"
+    if any((model / name).exists() for name in ("config.json", "adapter_config.json")):
+        yield f"model:      {model}"
+        # A run that is not the trainer's own has no configuration to find its model by.
+        yield f"talk to it: ftmon chat {shlex.quote(run.id if run.config.exists() else str(model))}"
     try:
         newest = output / "checkpoints" / (output / "checkpoints" / "latest").read_text().strip()
     except OSError:
@@ -81,9 +73,22 @@ def _results(output: Path) -> Iterator[str]:
 
 
 def first_to_fail(model: RunModel) -> int | None:
-    """Return the rank whose failure or death came first; None when no rank is to blame."""
-    blamed = [alert for alert in model.alerts if alert.kind in _FATAL and alert.severity == "error"]
+    """Return the rank whose failure or death came first; None when no rank is to blame.
+
+    What ended an earlier job of the run, and was resolved when a later one trained, is not to blame for its end.
+    """
+    blamed = [
+        alert for alert in model.alerts if alert.kind in _FATAL and alert.severity == "error" and alert.resolved is None
+    ]
     return min(blamed, key=lambda alert: (alert.time, alert.id)).rank if blamed else None
+
+
+def reason(model: RunModel) -> str:
+    """Say in one line what a failed run failed of: a port that was taken, or else its first trouble; empty: unknown."""
+    standing = [alert for alert in model.alerts if alert.severity == "error" and alert.resolved is None]
+    fatal = [alert for alert in standing if alert.kind in (*_FATAL, "exit")]
+    first = min(fatal, key=lambda alert: ("port" not in alert.evidence, alert.time, alert.id), default=None)
+    return first.title if first is not None else ""
 
 
 def last_words(log: Path, limit: int = _LOG_LINES) -> list[str]:

@@ -1,10 +1,26 @@
-"""A terminal that is only written to: what a recording, a log line or a path could make it obey is taken out."""
+"""Standard output and error that are only written to: what a recording, a log line or a path could do is taken out."""
 
 import io
+import json
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
-from ...protocol.text import sanitize
+from ...protocol.text import escape_json, sanitize
+
+
+def print_json(value: Any, *, indent: bool = True) -> None:
+    """Print a value as JSON, on one line or indented.
+
+    Characters that a terminal obeys or does not show are escaped, so that a reader gets the value as it is, and a
+    terminal nothing but text. NaN and infinity become null.
+    """
+    import msgspec
+
+    try:
+        text = msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:  # a path of bytes that are no UTF-8
+        text = json.dumps(msgspec.to_builtins(value))
+    print(escape_json(msgspec.json.format(text) if indent else text))
 
 
 class Printable(io.TextIOWrapper):
@@ -19,19 +35,20 @@ class Printable(io.TextIOWrapper):
         return len(text)
 
 
-def guard_terminal() -> None:
-    """Put such a one in the place of standard output and error, where they are a terminal.
+def guard_output() -> None:
+    """Put such a one in the place of standard output and error, terminals, files and pipes alike.
 
-    Every command that prints makes what it shows harmless by itself; this holds for the one that forgot. Files and
-    pipes get what they always got, and the app draws through streams of its own.
+    Every command that prints makes what it shows harmless by itself; this holds for the one that forgot. What is
+    piped ends in a terminal too, of ``less -R`` or of a CI log. The app draws through streams of its own.
     """
     sys.stdout = _guarded(sys.stdout)
     sys.stderr = _guarded(sys.stderr)
 
 
 def _guarded(stream: TextIO) -> TextIO:
-    if type(stream) is not io.TextIOWrapper or not stream.isatty():
+    if type(stream) is not io.TextIOWrapper:
         return stream
     stream.flush()
     raw = io.FileIO(stream.fileno(), "wb", closefd=False)
-    return Printable(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True)
+    errors = "backslashreplace" if stream.errors == "strict" else stream.errors
+    return Printable(io.BufferedWriter(raw), stream.encoding, errors, line_buffering=stream.line_buffering)

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import zmq
 
-from ...protocol import keys
+from ...protocol import exits, keys
 from ...protocol.errors import UsageError
 from ...protocol.rundir import RunDir
 from ...protocol.sockets import CHANNELS
+from ...protocol.text import sanitize
 from ..source.live import LiveSource
 from . import terminal
 from .follow import LOOK_SECONDS, counted_interrupts
 from .narrate import Narrator
-from .outcome import INTERRUPTED, attach_line
+from .outcome import attach_line
 
 CONNECT_SECONDS = 15.0
 """A hub that lets this user in answers at once; one that does not never answers at all."""
@@ -119,7 +120,7 @@ def _tell(source: LiveSource, arguments: Namespace, no_answer: Callable[[], Usag
                 for line in narrator.tell(source.model):
                     print(line, flush=True)
                 if interrupts.count:
-                    return INTERRUPTED
+                    return exits.INTERRUPTED
                 if not source.model.last_seq and time.monotonic() > deadline:
                     raise no_answer()
                 time.sleep(LOOK_SECONDS)
@@ -145,14 +146,15 @@ def listen_line(run: RunDir, listen: str) -> str:
 
 def manage_keys(arguments: Namespace) -> int:
     """Show this user's public key and whom this user's hubs let in; let a key in, or no more."""
-    if arguments.allow:
+    if arguments.allow is not None:
         keys.allow(arguments.allow, arguments.remark)
-    if arguments.remove:
+    if arguments.remove is not None:
         keys.disallow(arguments.remove)
+        print(f"removed {sanitize(arguments.remove)}; connections that stand are not cut")
     own = keys.client_pair().public
     print(f"your public key, to be allowed on the host of a run:\n  {own}")
     others = {key: remark for key, remark in keys.allowed().items() if key != own}
     print("let in here, besides you:" if others else "nobody else is let in here", file=sys.stdout)
     for key, remark in others.items():
-        print(f"  {key}  {remark}".rstrip())
+        print(f"  {key}  {sanitize(remark)}".rstrip())
     return 0

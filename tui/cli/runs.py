@@ -4,28 +4,40 @@ import shlex
 import time
 from argparse import Namespace
 
-import msgspec
-
 from ...protocol import rundir
 from ...protocol.text import duration, gib, sanitize
-from ..model.runs import RunEntry, RunList
+from ..model.runs import RunEntry, RunList, recorded_entry
+from ..source.find import recording_file
+from .printable import print_json
 
 _COMMAND_WIDTH = 60
 
 
 def list_runs(arguments: Namespace) -> int:
-    """Print the runs of this user, newest first."""
-    entries = RunList().entries()
+    """Print the runs of this user, newest first, or what the named recordings hold.
+
+    Raises:
+        RecordingError: a named recording cannot be read.
+        RunNotFoundError: a name is neither a file nor a run.
+    """
+    named: list[str] = getattr(arguments, "runs", [])
+    entries = [_named(name) for name in named] if named else RunList().entries()
     if getattr(arguments, "json", False):
-        print(msgspec.json.format(msgspec.json.encode(entries)).decode())
+        print_json(entries)
     elif not entries:
         print(f"no runs in {rundir.home() / 'runs'}: start one with 'ftmon demo' or 'ftmon run -- COMMAND'")
     else:
-        width = max(len(found.id) for found in entries)
+        shown = [sanitize(found.id) for found in entries]
+        width = max(map(len, shown))
         print(f"{'RUN':<{width}}  STATE      STARTED           LASTED         STEP  RANKS    RECORDED  COMMAND")
-        for found in entries:
-            print(f"{found.id:<{width}}  {_line(found)}")
+        for name, found in zip(shown, entries, strict=True):
+            print(f"{name:<{width}}  {_line(found)}")
     return 0
+
+
+def _named(name: str) -> RunEntry:
+    recording = recording_file(name)
+    return RunList().entry(rundir.find(name)) if recording is None else recorded_entry(recording)
 
 
 def _line(found: RunEntry) -> str:
@@ -35,6 +47,5 @@ def _line(found: RunEntry) -> str:
     command = sanitize(shlex.join(found.command))
     if len(command) > _COMMAND_WIDTH:
         command = command[: _COMMAND_WIDTH - 3] + "..."
-    return (
-        f"{found.state:<9}  {started}  {lasted:<9}  {found.step:>8,}  {found.ranks:>5}  {size:>10}  {command}".rstrip()
-    )
+    state = sanitize(found.state, 20)
+    return f"{state:<9}  {started}  {lasted:<9}  {found.step:>8,}  {found.ranks:>5}  {size:>10}  {command}".rstrip()

@@ -7,13 +7,12 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from importlib import import_module
 
-import msgspec
-
+from ...protocol.analysis.allocator.snapshot.replay import Replay
+from ...protocol.analysis.allocator.snapshot.report import difference_report, report
 from ...protocol.errors import UsageError
-from ...protocol.snapshot.reader import open_replays
-from ...protocol.snapshot.replay import Replay
-from ...protocol.snapshot.report import difference_report, report
+from ..source.snapshot import open_replays
 from . import terminal
+from .printable import print_json
 
 _LARGE = 4 * 2**20
 """Files from this size on, bytes, take long enough to say so."""
@@ -43,7 +42,7 @@ def explore(arguments: Namespace) -> int:
     if arguments.json:
         # Of two files the second is described, as how things are now, and what is different about it.
         result = reports[-1] if len(reports) == 1 else reports[-1] | {"difference": _difference(opened, arguments.top)}
-        print(msgspec.json.format(msgspec.json.encode(result)).decode())
+        print_json(result)
         return 0
     from .snapshot_text import difference_lines, lines
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from ...protocol.snapshot.analysis import NO_STACK, difference, find_oom, largest, live_stacks, place
-from ...protocol.snapshot.layout import fragmentation, layout_at
-from ...protocol.snapshot.replay import Replay
-from ...protocol.snapshot.stacks import frame_words
-from ...protocol.snapshot.tree import Node, node_words, stack_tree
-from ...protocol.snapshot.words import fragmentation_words
+from ...protocol.analysis.allocator.snapshot.analysis import NO_STACK, difference, find_oom, largest, live_stacks, place
+from ...protocol.analysis.allocator.snapshot.fragmentation_text import fragmentation_words
+from ...protocol.analysis.allocator.snapshot.layout import fragmentation, layout_at
+from ...protocol.analysis.allocator.snapshot.replay import Replay
+from ...protocol.analysis.allocator.snapshot.stack_tree import Node, node_words, stack_tree
+from ...protocol.analysis.allocator.snapshot.stacks import frame_words
 from ...protocol.text import gib, sanitize
 
 _STACKS_SHOWN, _DEPTH = 8, 12

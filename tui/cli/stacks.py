@@ -1,35 +1,87 @@
 """``ftmon stacks RUN``: where the ranks are, those with the same stack together."""
 
-import json
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
-from ...protocol import pystacks, rundir
+from ...protocol import rundir
+from ...protocol.analysis.stalls import python_stacks
 from ...protocol.control import Result
 from ...protocol.errors import UsageError
+from ...protocol.telemetry import Stacks
 from ...protocol.text import sanitize
 from ..model.stacks import ranks_in_short
+from ..source.find import recording_file
 from .control import ask
+from .printable import print_json
+from .recordings import check_rank, opened
 from .trainer import living_hub
 
 _SECONDS = 60.0
+_MOST = 240
+"""Recorded stacks of a rank that are looked through."""
 
 
 def show_stacks(arguments: Namespace) -> int:
-    """Ask the ranks for their stacks and print them; status 0 when every rank's were had."""
+    """Ask the ranks for their stacks and print them; of a recording or an ended run, those that were recorded last.
+
+    Returns:
+        0 when every rank's were had.
+
+    Raises:
+        UsageError: the recording has none.
+        RecordingError: it cannot be read.
+    """
+    recording = recording_file(arguments.run)
+    if recording is not None:
+        return _show(recorded(recording, arguments.rank), arguments)
     run = rundir.find(arguments.run)
     if run.read_exit() is not None:
-        raise UsageError(f"{run.id} has ended; stacks that were taken are in its recording: ftmon replay {run.id}")
+        return _show(recorded(run.recording, arguments.rank), arguments)
     args: dict[str, Any] = {"ranks": sorted(set(arguments.rank)), "reason": "ftmon stacks"}
     if arguments.native:
         args["native"] = True
-    result = ask(living_hub(run), "stacks", args, result_seconds=_SECONDS)
+    return _show(ask(living_hub(run), "stacks", args, result_seconds=_SECONDS), arguments)
+
+
+def _show(result: Result, arguments: Namespace) -> int:
     if arguments.json:
-        print(json.dumps(as_json(result), indent=2))
+        print_json(as_json(result))
     else:
         for line in as_lines(result, all_threads=arguments.all_threads):
             print(line)
     return 0 if result.ok else 1
+
+
+def recorded(path: Path, ranks: list[int]) -> Result:
+    """Read the last stacks of each rank from a recording, as if it had answered.
+
+    Args:
+        path: the recording.
+        ranks: of these only; empty: of all.
+
+    Raises:
+        UsageError: the run has no such rank, or no stacks of it were taken.
+        RecordingError: the recording cannot be read.
+    """
+    with opened(path) as reader:
+        known = reader.info().ranks
+        for rank in ranks:
+            check_rank(known, rank)
+        frames = [frame for rank in ranks or known for frame in reader.sampled("stacks", rank, _MOST)]
+        answers: dict[str, dict[str, Any]] = {}
+        for frame in sorted(frames, key=lambda frame: frame.seq):
+            found = frame.message
+            if not isinstance(found, Stacks):
+                continue
+            answer = answers.setdefault(str(found.rank), {})
+            if found.taken_by == "py-spy":
+                answer["native"] = found.text
+            else:
+                answer |= {"text": found.text, "thread": found.thread, "time": found.time, "reason": found.reason}
+        if not answers:
+            raise UsageError(f"{path}: no stacks were taken in this run")
+    return Result("", True, data={"answers": answers, "silent": []})
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -42,7 +94,7 @@ def as_json(result: Result) -> dict[str, Any]:
             "what": group.place.text,
             "frames": [{"file": frame.file, "line": frame.line, "function": frame.function} for frame in group.frames],
         }
-        for group in pystacks.group(stacks)
+        for group in python_stacks.group(stacks)
     ]
     return {"groups": groups, "ranks": result.data.get("answers", {}), "silent": result.data.get("silent", [])}
 
@@ -52,7 +104,7 @@ def as_lines(result: Result, *, all_threads: bool = False) -> list[str]:
     stacks = _stacks_of(result)
     answers: dict[str, dict[str, Any]] = result.data.get("answers", {})
     lines: list[str] = []
-    for group in pystacks.group(stacks):
+    for group in python_stacks.group(stacks):
         lines += [f"{ranks_in_short(group.ranks)}: {group.place.text or 'no Python frames'}"]
         if not all_threads:
             lines += [f"    {frame.place} in {frame.function}" for frame in group.frames]

@@ -1,27 +1,33 @@
 """``ftmon demo``, ``train`` and ``run``: start a run, then watch it."""
 
+import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Literal, NoReturn
 
-from ...protocol import rundir
-from ...protocol.errors import UsageError
+from ...protocol import exits, rundir
+from ...protocol.errors import FtmonError, UsageError
 from ...protocol.join import JOIN_NAME, join_path
-from ...protocol.rundir import RunDir
+from ...protocol.notices import make_notify
+from ...protocol.run_options import RunOptions
+from ...protocol.start_request import StartRequest
+from ...protocol.starter import CommandEnd
 from .outcome import attach_line
-from .trainer import RECIPE, SCRIPT, become, print_config, require_training, start_run
+from .trainer import SCRIPT, StartFailedError, become, print_config, require_training, start_run
 
 
 def demo(arguments: Namespace) -> int:
     """Fine-tune a small model on this machine and watch it."""
     require_training()
-    words = ["demo", *_common(arguments)]
-    for option in ("fault", "steps", "ranks"):
-        value = getattr(arguments, option)
-        if value is not None:
-            words += [f"--{option}", str(value)]
-    return _start_and_watch(arguments, lambda: start_run(RECIPE, [*words, *arguments.overrides]))
+    request = _request(
+        "demo",
+        arguments,
+        overrides=arguments.overrides,
+        fault=arguments.fault,
+        steps=arguments.steps,
+        ranks=arguments.ranks,
+    )
+    return _start_and_watch(arguments, request)
 
 
 def train(arguments: Namespace) -> int:
@@ -31,20 +37,31 @@ def train(arguments: Namespace) -> int:
         return print_config()
     if arguments.config is None:
         raise UsageError("train needs CONFIG.yaml; 'ftmon train --print-config' writes one to start from")
-    words = ["train", *_common(arguments), arguments.config, *arguments.overrides]
-    return _start_and_watch(arguments, lambda: start_run(RECIPE, words))
+    push = [f"output.push={arguments.push}"] if arguments.push else []
+    request = _request("train", arguments, config=arguments.config, overrides=[*arguments.overrides, *push])
+    return _start_and_watch(arguments, request)
 
 
 def run(arguments: Namespace) -> int:
-    """Watch a script that knows nothing of ftmon."""
+    """Watch a script that knows nothing of ftmon; return its exit status, or one of ``protocol.exits.OWN``.
+
+    Raises:
+        StartFailedError: it could not be started, or nobody knows how it ended.
+    """
+    try:
+        return _run(arguments)
+    except StartFailedError:
+        raise
+    except FtmonError as error:
+        raise StartFailedError(str(error), exits.of_error(error)) from None
+
+
+def _run(arguments: Namespace) -> int:
     if not arguments.command:
         raise UsageError("run needs a command after '--', as in: ftmon run -- deepspeed train.py")
     if arguments.join:
         join(arguments.join, arguments.command)
-    words = ["run", *_common(arguments)]
-    if arguments.no_logs:
-        words.append("--no-logs")
-    return _start_and_watch(arguments, lambda: start_run(SCRIPT, [*words, "--", *arguments.command]))
+    return _start_and_watch(arguments, _request("run", arguments, command=arguments.command), stdin=True)
 
 
 def join(target: str, command: list[str]) -> NoReturn:
@@ -55,40 +72,73 @@ def join(target: str, command: list[str]) -> NoReturn:
     become(SCRIPT, ["join", str(path), "--", *command])
 
 
-def _common(arguments: Namespace) -> Iterator[str]:
-    if arguments.name:
-        yield from ("--name", arguments.name)
-    if arguments.listen:
-        yield from ("--listen", arguments.listen)
-    if arguments.read_only:
-        yield "--read-only"
-    if arguments.no_allocator_events:
-        yield "--no-allocator-events"
-    if arguments.on_oom == "hold":
-        yield from ("--on-oom", "hold")
-    if arguments.allow_console:
-        yield "--allow-console"
-    if arguments.hold_timeout:
-        yield from ("--hold-timeout", str(arguments.hold_timeout))
-    if arguments.on_hang != "warn":
-        yield from ("--on-hang", arguments.on_hang)
-    if arguments.hang_grace:
-        yield from ("--hang-grace", str(arguments.hang_grace))
-    if arguments.exit_timeout:
-        yield from ("--exit-timeout", str(arguments.exit_timeout))
+def _request(kind: Literal["run", "train", "demo"], arguments: Namespace, **more: Any) -> StartRequest:
+    """Return the request that a command's arguments make; an option that was not given keeps its default.
+
+    Raises:
+        UsageError: ``--notify-on`` names no event.
+    """
+    given: dict[str, Any] = {
+        "listen": arguments.listen,
+        "hold_timeout": arguments.hold_timeout,
+        "hang_grace": arguments.hang_grace,
+        "stop_grace": arguments.stop_grace,
+        "exit_timeout": arguments.exit_timeout,
+    }
+    options = RunOptions(
+        read_only=arguments.read_only,
+        logs=not getattr(arguments, "no_logs", False),
+        allocator_events=not arguments.no_allocator_events,
+        predict=not getattr(arguments, "no_predict", False),
+        on_oom=arguments.on_oom,
+        allow_console=arguments.allow_console,
+        on_hang=arguments.on_hang,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    notify = make_notify(arguments.notify, arguments.notify_on or "")
+    return StartRequest(kind, arguments.name or "", options, notify, **more)
 
 
-def _start_and_watch(arguments: Namespace, start: Callable[[], RunDir]) -> int:
-    started = start()
-    if (started.read_run().options.get("several") or {}).get("by_hand"):
+def _start_and_watch(arguments: Namespace, request: StartRequest, *, stdin: bool = False) -> int:
+    """Start a run and watch it, or leave it, as ``--detach`` asks.
+
+    Args:
+        arguments: of the command.
+        request: the run to start.
+        stdin: the job may read this command's standard input, where the app does not.
+    """
+    from .view import opens_app, watch
+
+    line = None if arguments.detach else CommandEnd()
+    stdin = stdin and line is not None and _may_read_stdin() and not opens_app(arguments)
+    started = start_run(request, line, stdin=stdin)
+    if stdin:
+        _let_go_of_stdin()
+    hosts = started.read_run().options.multihost
+    if hosts is not None and hosts.by_hand:
         print(f"on each other host: ftmon run --join {join_path(started)} -- COMMAND", flush=True)
     if arguments.listen:
         from .remote import listen_line
 
         print(listen_line(started, arguments.listen), flush=True)
-    if arguments.detach:
+    if line is None:
         print(attach_line(started.id))
         return 0
-    from .view import watch
+    return watch(started, arguments, line)
 
-    return watch(started, arguments, owned=True)
+
+def _may_read_stdin() -> bool:
+    """Whether the job may have standard input: not the terminal of a shell in whose background this command is."""
+    try:
+        os.fstat(0)
+        return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _let_go_of_stdin() -> None:
+    """Leave a pipe to the job alone: whoever writes to it must see it closed when the job closes it."""
+    if not os.isatty(0):
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)

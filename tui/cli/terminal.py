@@ -11,12 +11,14 @@ MIN_LINES = 16
 _NO_SCREEN = ("", "dumb", "unknown", "emacs")
 
 
-def why_no_app(environ: Mapping[str, str] = os.environ) -> str:
-    """Say why the app cannot open here; empty when it can.
+def is_terminal() -> bool:
+    """Whether standard input, output and error are all a terminal: the app reads keys from one and draws on two."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
 
-    It reads keys from standard input and draws on standard output and error, so all three must be the terminal.
-    """
-    if not all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+
+def why_no_app(environ: Mapping[str, str] = os.environ) -> str:
+    """Return why the app cannot open here, in words; empty when it can."""
+    if not is_terminal():
         return "not a terminal"
     if environ.get("TERM", "") in _NO_SCREEN:
         return f"TERM={environ.get('TERM', '')!s} cannot draw"

@@ -9,28 +9,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
-
-import msgspec
 
 from ...protocol.errors import FtmonError, HubError, UsageError
 from ...protocol.process import is_alive
-from ...protocol.rundir import RUN_ENV, HubFile, RunDir
+from ...protocol.rundir import HubFile, RunDir
+from ...protocol.spawn import module_command, spawn_hub
+from ...protocol.start_request import StartRequest, spawn_start, started_run
+from ...protocol.starter import CommandEnd
+from ...protocol.text import sanitize
 from .doctor import INSTALL, missing_training_packages
+from .ending import end_at_once
 
-RECIPE = "ftmon.trainer.recipe.start"
-SCRIPT = "ftmon.trainer.start"
-
-# -P: modules in the person's working directory must not shadow the standard library's.
-_PYTHON = (sys.executable, "-P", "-m")
+_RECIPE = "ftmon.trainer.recipe.start"
+SCRIPT = "ftmon.trainer.launch.start"
 _HUB_SECONDS = 15.0
 _LAUNCHER_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-
-
-class _Started(msgspec.Struct):
-    run: str
+_PREFIX_COLUMNS = 10
+"""``launcher| `` before each line of output."""
+_MOST_LINES = 100
+"""The last lines of what a process wrote that could not start a run."""
 
 
 class StartFailedError(FtmonError):
@@ -40,6 +39,10 @@ class StartFailedError(FtmonError):
         """Keep the process's own words, and its exit status as the command's."""
         super().__init__(text)
         self.exit_status = status
+
+    def __str__(self) -> str:
+        """Return the process's own words, of as many lines as they have."""
+        return "\n".join(sanitize(line) for line in str(self.args[0]).splitlines()[-_MOST_LINES:])
 
 
 def require_training() -> None:
@@ -52,37 +55,47 @@ def require_training() -> None:
         raise UsageError(f"training needs {', '.join(missing)}, not installed here: {INSTALL}")
 
 
-def start_run(module: str, words: Sequence[str]) -> RunDir:
-    """Run ``python -m module words`` and return the run that it started.
+def start_run(request: StartRequest, line: CommandEnd | None = None, *, stdin: bool = False) -> RunDir:
+    """Have a process start a run, and return the run.
 
     The process is out of reach of the terminal's Ctrl-C, so that an interrupt never leaves a run that nobody knows
     of: it is waited for, and what it started is ended.
 
+    Args:
+        request: the run to start.
+        line: this command's end of the line to the run's launcher; None: nobody waits for the run.
+        stdin: the job reads this command's standard input.
+
     Raises:
         StartFailedError: it refused; the text is its own words.
     """
-    process = subprocess.Popen(
-        [*_PYTHON, module, *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        env=_with_own_programs(),
-    )
+    environment = _with_own_programs() | (_window() if line is not None else {})
+    process, written = spawn_start(request, line, stdin=0 if stdin else None, environ=environment)
     try:
-        output, errors = process.communicate()
+        output, errors = process.communicate(written)
     except KeyboardInterrupt:
         _give_up(process)
     if process.returncode:
         words_of_it = errors.decode(errors="replace").strip()
         raise StartFailedError(words_of_it or "the run was not started", max(process.returncode, 1))
-    return _started_run(output)
+    return _started(output)
+
+
+def _window() -> dict[str, str]:
+    """Return the terminal's size less the room that a line's source takes, for progress bars; nothing without one."""
+    try:
+        columns, lines = os.get_terminal_size(1)
+    except OSError:
+        return {}
+    found = {"COLUMNS": str(max(20, columns - _PREFIX_COLUMNS)), "LINES": str(lines)}
+    return {name: value for name, value in found.items() if columns and name not in os.environ}
 
 
 def become(module: str, words: Sequence[str]) -> NoReturn:
     """Become ``python -m module words``: its exit status, its signals and its terminal are this command's."""
     sys.stdout.flush()
-    os.execve(sys.executable, [*_PYTHON, module, *words], _with_own_programs())
+    command = module_command(module, words)
+    os.execve(command[0], command, _with_own_programs())
 
 
 def _with_own_programs() -> dict[str, str]:
@@ -96,27 +109,23 @@ def _with_own_programs() -> dict[str, str]:
 
 def _give_up(process: "subprocess.Popen[bytes]") -> NoReturn:
     """End a start that was interrupted, and what it has started already."""
-    from .act import end_at_once
-
     process.terminate()
     output, _ = process.communicate()
     if process.returncode == 0:
-        end_at_once(_started_run(output))
+        end_at_once(_started(output))
     raise KeyboardInterrupt
 
 
-def _started_run(output: bytes) -> RunDir:
-    for line in reversed(output.splitlines()):
-        try:
-            return RunDir(Path(msgspec.json.decode(line, type=_Started).run))
-        except msgspec.MsgspecError:
-            continue  # a line that an imported library printed
-    raise StartFailedError("the trainer did not say which run it started", 1)
+def _started(output: bytes) -> RunDir:
+    run = started_run(output)
+    if run is None:
+        raise StartFailedError("the trainer did not say which run it started", 1)
+    return run
 
 
 def print_config() -> int:
     """Let the trainer print its commented default configuration; return its exit status."""
-    return subprocess.run([*_PYTHON, RECIPE, "print-config"], stdin=subprocess.DEVNULL, check=False).returncode
+    return subprocess.run(module_command(_RECIPE, ["print-config"]), stdin=subprocess.DEVNULL, check=False).returncode
 
 
 def living_hub(run: RunDir) -> HubFile:
@@ -137,7 +146,8 @@ def living_hub(run: RunDir) -> HubFile:
             return found
     found = run.living_hub()
     if found is None:
-        _spawn_hub(run)
+        with (run.logs / "hub.log").open("ab") as log:
+            spawn_hub(run, log)
         found = _wait_for_hub(run, _HUB_SECONDS)
     if found is None:
         raise HubError(f"{run.id}: its hub is gone and a new one did not start: see {run.logs / 'hub.log'}")
@@ -149,20 +159,3 @@ def _wait_for_hub(run: RunDir, seconds: float) -> HubFile | None:
     while (found := run.living_hub()) is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return found
-
-
-def _spawn_hub(run: RunDir) -> None:
-    """Start a hub; should another start at the same time, the hub's lock lets only one of them live."""
-    # A hub must not carry the mark of a run: whoever ends that run would take it for one of its ranks.
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith("FTMON_RANK") and key != RUN_ENV
-    }
-    with (run.logs / "hub.log").open("ab") as output:
-        subprocess.Popen(
-            [*_PYTHON, "ftmon.trainer.hub", str(run.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            env=environment,
-        )

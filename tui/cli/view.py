@@ -1,15 +1,25 @@
 """Watching a run, live or recorded: in the app where a terminal can show it, else in plain lines."""
 
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...protocol import rundir
-from ...protocol.errors import HubError, UsageError
+from ...protocol.errors import HubError
 from ...protocol.rundir import RunDir
+from ...protocol.starter import CommandEnd
+from ..source.find import find_recording
 from . import terminal
 from .outcome import attach_line, closing_lines, exit_status
+from .recordings import opened
+from .standing import Standing
+
+if TYPE_CHECKING:
+    pass
+
+_LOOK_SECONDS = 0.1
 
 
 def choose(arguments: Namespace) -> int:
@@ -20,6 +30,7 @@ def choose(arguments: Namespace) -> int:
         return list_runs(arguments)
     from ..app import run_picker
 
+    rundir.checked_home()
     run_picker(ascii_only=_ascii(arguments))
     return 0
 
@@ -38,45 +49,65 @@ def attach(arguments: Namespace) -> int:
     if run.read_exit() is None:
         run.check()
         _bring_back_hub(run)
-    return watch(run, arguments, owned=False)
+    return watch(run, arguments)
 
 
-def watch(run: RunDir, arguments: Namespace, *, owned: bool) -> int:
+def watch(run: RunDir, arguments: Namespace, line: CommandEnd | None = None) -> int:
     """Watch a run until it ends or the person leaves.
 
     Args:
         run: the run.
         arguments: ``plain``, ``ascii`` and ``read_only`` as given.
-        owned: this command started it, so its exit status becomes the command's.
+        line: this command started the run, and this is its line to the launcher: the run's exit status becomes the
+            command's.
     """
-    ended_before = run.read_exit() is not None
-    if not _opens_app(arguments):
-        if ended_before and not owned:
+    owned = line is not None
+    if not opens_app(arguments):
+        if run.read_exit() is not None and not owned:
             return tell_recording(run.recording, arguments)
         from ..source.live import LiveSource
         from .follow import follow
         from .narrate import Narrator
 
         narrator = Narrator(ascii_only=_ascii(arguments), with_output=run.read_run().kind == "run")
-        return follow(LiveSource(run), run, narrator, owned=owned)
-    from ..app import run_app
-    from ..source.live import LiveSource
+        return follow(LiveSource(run), run, narrator, standing=Standing(run, line), owned=owned)
+    return _in_app(run, arguments, Standing(run, line), owned)
 
+
+def _in_app(run: RunDir, arguments: Namespace, standing: Standing, owned: bool) -> int:
+    """Watch in the app. The run outlives it, unless SIGTERM ends the app: that is meant for the run too."""
+    from ..app import run_app
+    from ..model.notices import TerminalNotices
+    from ..source.live import LiveSource
+    from .signals import passed_on
+
+    standing.let_go()
     source = LiveSource(run)
-    run_app(source, ascii_only=_ascii(arguments), read_only=arguments.read_only)
-    end = run.read_exit()
+    with passed_on(standing.send, owned) as stopped:
+        run_app(
+            source,
+            ascii_only=_ascii(arguments),
+            read_only=arguments.read_only,
+            ends=stopped.is_set,
+            notices=TerminalNotices(run),
+        )
+        end = standing.end()
+        while end is None and stopped.is_set():
+            standing.send_waiting()
+            end = standing.end() or standing.end_without_launcher(source.model)
+            time.sleep(_LOOK_SECONDS)
     if end is None:
         print(attach_line(run.id))
         return 0
-    for line in closing_lines(run, end, source.model):
-        print(line)
-    return exit_status(end, run.read_run().kind) if owned else 0
+    for text in closing_lines(run, end, source.model):
+        print(text)
+    return exit_status(end) if owned else 0
 
 
 def replay(arguments: Namespace) -> int:
     """Play a recording: a file, a run directory, or a run by name."""
     path = find_recording(arguments.run)
-    if not _opens_app(arguments):
+    if not opens_app(arguments):
         return tell_recording(path, arguments)
     from ..app import run_app
     from ..source.replay import ReplaySource
@@ -85,54 +116,31 @@ def replay(arguments: Namespace) -> int:
     return 0
 
 
-def check_rank(ranks: Collection[int], rank: int | None) -> None:
-    """See that a run has the rank that was asked for; None is any.
-
-    Raises:
-        UsageError: there is none of that number.
-    """
-    if rank is not None and rank not in ranks:
-        known = f"{min(ranks)} to {max(ranks)}" if ranks else "none yet"
-        raise UsageError(f"no rank {rank} in this run; its ranks: {known}")
-
-
-def find_recording(name: str) -> Path:
-    """Find the recording that a file, a run directory or a run's name means.
-
-    Raises:
-        RunNotFoundError: it is neither, or several runs match.
-    """
-    path = Path(name)
-    if path.is_dir():
-        return RunDir(path).recording
-    return path if path.exists() or path.suffix else rundir.find(name).recording
-
-
 def tell_recording(path: Path, arguments: Namespace) -> int:
     """Print what a recording holds as the lines that were printed live.
 
     Raises:
         RecordingError: it is not one, or cannot be read.
     """
-    from ...protocol.recording.reader import Reader
     from ..model.run import RunModel
     from .narrate import Narrator
 
-    reader = Reader(path)
     model = RunModel()
     narrator = Narrator(ascii_only=_ascii(arguments))
-    info = reader.info()
-    while frames := reader.frames(model.last_seq, 2000):
-        for frame in frames:
-            model.apply(frame)
-            for line in narrator.tell(model):
-                print(line)
+    with opened(path) as reader:
+        info = reader.info()
+        while frames := reader.frames(model.last_seq, 2000):
+            for frame in frames:
+                model.apply(frame)
+                for line in narrator.tell(model):
+                    print(line)
     if info.missing:
         print(f"incomplete: {info.missing}")
     return 0
 
 
-def _opens_app(arguments: Namespace) -> bool:
+def opens_app(arguments: Namespace) -> bool:
+    """Whether the app opens; where it was wanted and cannot, the reason is printed."""
     if arguments.plain:
         return False
     reason = terminal.why_no_app()

@@ -10,7 +10,7 @@ CAPACITY = 2_000
 SEVERITIES: dict[Severity, int] = {"info": 0, "warning": 1, "error": 2}
 
 
-class AlertBook:
+class AlertHistory:
     """All alerts of a run as they stand."""
 
     def __init__(self) -> None:

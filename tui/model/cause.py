@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from ...protocol.blocks import StackGroup
+from ...protocol.code_owner import library_of
 from ...protocol.control import Alert
 from ...protocol.memory import Cause
-from ...protocol.snapshot.stacks import library_of
 from ...protocol.text import duration, gib, sanitize
 
 _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<name>.*)")
@@ -23,18 +23,30 @@ class Verdict:
     pattern: str = ""
     """Such as ``foreach temporaries``; empty where it cannot tell."""
     where: str = ""
-    mend: str = ""
+    remedy: str = ""
     """What a person would try."""
     saves_bytes: int = 0
 
 
+def split_frame(frame: str) -> tuple[str, str, str]:
+    """Return file, line and function of ``file:line function``; a frame of another form is all function."""
+    text = sanitize(frame, 1000)
+    found = _FRAME.fullmatch(text)
+    return (found["file"], found["line"], found["name"]) if found is not None else ("", "", text[:400])
+
+
 def frame_parts(frame: str) -> tuple[str, str]:
     """Split ``file:line function`` into ``function  file:line`` and the package it belongs to (empty: one's own)."""
-    found = _FRAME.fullmatch(sanitize(frame, 400))
-    if found is None:
-        return sanitize(frame, 400), ""
-    short = found["file"].replace("\\", "/").rpartition("/")[2]
-    return f"{found['name']}  {short}:{found['line']}", library_of(found["file"])
+    filename, line, name = split_frame(frame)
+    if not filename:
+        return name, ""
+    short = filename.replace("\\", "/").rpartition("/")[2]
+    return f"{name}  {short}:{line}", library_of(filename)
+
+
+def innermost(group: StackGroup) -> str:
+    """Name the innermost function of a group's stack; a frame of another form whole, empty without a stack."""
+    return split_frame(group.frames[-1])[2] if group.frames else ""
 
 
 def group_parts(group: StackGroup) -> tuple[str, str]:
@@ -47,13 +59,13 @@ def group_parts(group: StackGroup) -> tuple[str, str]:
 
 
 def shown_bytes(cause: Cause, group: StackGroup) -> int:
-    """Give what a group adds to what is explained: what came and went, or of a leak and of what stayed all of it."""
+    """Return what a group adds to what is explained: what came and went, or of a leak and of what stayed all of it."""
     passing = group.bytes - group.kept_bytes
     return group.bytes if cause.reason == "leak" or passing <= 0 else passing
 
 
 def evidence_words(cause: Cause) -> str:
-    """Say how much of it has stacks, and what recording them cost."""
+    """Return how much of it has stacks, and what recording them cost."""
     parts: list[str] = []
     if cause.transient_bytes > 0:
         share = min(1.0, max(0.0, cause.attributed_bytes / cause.transient_bytes))
@@ -69,7 +81,7 @@ CAUSE_EVIDENCE = ("stacks", "mend", "saves_bytes", "armed_us", "usual_us", "read
 
 
 def other_evidence(alert: Alert) -> dict[str, Any]:
-    """Give the evidence of an alert that is not told as its cause."""
+    """Return the evidence of an alert that is not told as its cause."""
     return {
         key: value
         for key, value in alert.evidence.items()
@@ -102,21 +114,21 @@ def spike_alert(alerts: Iterable[Alert], rank: int, phase: str) -> Alert | None:
 def verdict_of(alert: Alert | None) -> Verdict | None:
     """Take the hub's verdict out of an alert's evidence; None where there is none."""
     evidence = alert.evidence if alert is not None else {}
-    pattern, mend = _text(evidence.get("cause_pattern")), _text(evidence.get("mend"))
+    pattern, remedy = _text(evidence.get("cause_pattern")), _text(evidence.get("mend"))
     saves = evidence.get("saves_bytes")
-    if not pattern and not mend:
+    if not pattern and not remedy:
         return None
     size = saves if isinstance(saves, int) else 0
-    return Verdict(pattern.replace("_", " "), _text(evidence.get("cause_where")), mend, size)
+    return Verdict(pattern.replace("_", " "), _text(evidence.get("cause_where")), remedy, size)
 
 
 def verdict_words(verdict: Verdict) -> list[str]:
-    """Say what it is, and what to try."""
+    """Return what it is, and what to try."""
     where = f", in {verdict.where}" if verdict.where else ""
     found = [f"{verdict.pattern}{where}"] if verdict.pattern else []
-    if verdict.mend:
+    if verdict.remedy:
         saves = f", which would save {gib(verdict.saves_bytes)}" if verdict.saves_bytes > 0 else ""
-        found.append(f"try: {verdict.mend}{saves}")
+        found.append(f"try: {verdict.remedy}{saves}")
     return found
 
 

@@ -14,7 +14,7 @@ MOST_LINES = 5000
 Kind = Literal["in", "out", "error", "note"]
 
 
-class Asked(Protocol):
+class SentCommand(Protocol):
     """A command that was sent, and its answers as they come."""
 
     @property
@@ -64,7 +64,7 @@ class ConsoleSession:
         for line in text.splitlines():
             self._add(kind, line)
 
-    def take(self, commands: Mapping[str, Asked]) -> None:
+    def take(self, commands: Mapping[str, SentCommand]) -> None:
         """Take over the answers that have come."""
         for number in list(self._waiting):
             record = commands.get(number)
@@ -116,7 +116,7 @@ class ConsoleSession:
 
 
 def is_complete(code: str) -> bool:
-    """Tell whether Python would run this now: not in the middle of a bracket or a block. What is wrong is complete.
+    """Return whether Python would run this now: not in the middle of a bracket or a block. What is wrong is complete.
 
     The code is compiled here and never run; the rank compiles it again.
     """

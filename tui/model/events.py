@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...protocol.telemetry import STEP_PHASES, AllocatorEvents, Step
+from ...protocol.telemetry import PHASES, AllocatorEvents, Step
 
 KEPT = 240
 """Sampled steps kept."""
@@ -91,18 +91,18 @@ def allocated_bytes(events: AllocatorEvents) -> int:
 
 
 def segment_bytes(events: AllocatorEvents) -> int:
-    """Tell how reserved memory grew in a sampled step."""
+    """Return how reserved memory grew in a sampled step."""
     return sum(phase.segment_bytes for phase in events.phases)
 
 
 def phase_rates(events: AllocatorEvents, steps: Iterable[Step]) -> list[PhaseRates]:
-    """Tell what the allocator did in each phase of a sampled step, in the order phases run.
+    """Return what the allocator did in each phase of a sampled step, in the order phases run.
 
     Args:
         events: the sample.
         steps: the rank's recent steps; for a probe that does not send the phases' times with the sample.
     """
-    order = {name: index for index, name in enumerate(STEP_PHASES)}
+    order = {name: index for index, name in enumerate(PHASES)}
     step = next((step for step in steps if step.step == events.step), None)
     found: list[PhaseRates] = []
     for phase in sorted(events.phases, key=lambda phase: order.get(phase.name, len(order))):

@@ -73,7 +73,7 @@ class Level:
         return other
 
     def highest(self, first: int, last: int) -> tuple[int, int, int]:
-        """Give the highest figures of columns ``first`` to ``last``, ``EMPTY`` where there are none."""
+        """Return the highest figures of columns ``first`` to ``last``, ``EMPTY`` where there are none."""
         begin, end = max(first - self.first, 0), last - self.first + 1
         if end <= begin:
             return EMPTY, EMPTY, EMPTY

@@ -21,7 +21,7 @@ class LogEntry:
     text: str
 
 
-class LogBook:
+class LogHistory:
     """A ring of log lines, oldest first."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
@@ -34,12 +34,6 @@ class LogBook:
     def put(self, seq: int, line: LogLine) -> None:
         """Add a line; the oldest goes when the ring is full."""
         self._entries.append(LogEntry(seq, line.time, line.rank, line.stream, line.text[:LONGEST]))
-        self.version += 1
-
-    def put_older(self, entries: list[LogEntry]) -> None:
-        """Add lines from before the oldest one, as far as there is room; oldest first."""
-        room = (self._entries.maxlen or CAPACITY) - len(self._entries)
-        self._entries.extendleft(reversed(entries[-room:] if room > 0 else []))
         self.version += 1
 
     def after(self, seq: int) -> list[tuple[int, LogEntry]]:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from ...protocol.memory import Cause, Composition
-from ...protocol.phasepeaks import PeakMark, PhasePeaks
+from ...protocol.recording.phase_peaks import PeakMark, PhasePeaks
 from ...protocol.telemetry import Step
-from .lead import Lead, lead_of
+from .peak_phase import PeakRanking, lead_of
 
 
 class RankMemory:
@@ -25,7 +25,7 @@ class RankMemory:
         self._past: Sequence[PeakMark] = ()
         """Marks of the whole run, also those after this state; what is before it is looked at when it is asked for."""
         self._step = 0
-        self._lead: tuple[int, Lead | None] = (-1, None)
+        self._lead: tuple[int, PeakRanking | None] = (-1, None)
 
     def on_step(self, step: Step) -> None:
         """Fold a finished step."""
@@ -60,7 +60,7 @@ class RankMemory:
         return [*(mark for mark in self._past if mark.step <= self._step), *self._peaks.marks]
 
     @property
-    def lead(self) -> Lead | None:
+    def lead(self) -> PeakRanking | None:
         """Which phase makes the peak of the run so far; None before the first step."""
         if self._lead[0] != self.version:
             self._lead = (self.version, lead_of(self.marks))
@@ -73,6 +73,6 @@ class RankMemory:
 
 
 def highest_bytes(composition: Composition) -> int:
-    """Give the highest peak of a step that was taken apart."""
+    """Return the highest peak of a step that was taken apart."""
     top = composition.peak_phase
     return top.peak_bytes if top is not None else 0

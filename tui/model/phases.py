@@ -4,9 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ...protocol.telemetry import STEP_PHASES, PhaseRecord, Span, Step
+from ...protocol.telemetry import PHASES, STEP_PHASES, PhaseRecord, Span, Step
 
-SHARE_NAMES: tuple[str, ...] = (*STEP_PHASES, "wait", "other")
+_OWN_SHARE = (*STEP_PHASES, "generate")
+SHARE_NAMES: tuple[str, ...] = (*(name for name in PHASES if name in _OWN_SHARE), "wait", "other")
 """The parts of a step, in the order they are drawn; ``wait`` is time inside collective calls."""
 
 
@@ -26,7 +27,8 @@ class Shares:
 def shares(steps: Iterable[Step]) -> Shares:
     """Divide the time of these steps into phases: on device time when all of them have it, else on host time.
 
-    On host time the seconds inside collective calls come off their phase and are ``wait``.
+    On host time the seconds inside collective calls come off their phase and are ``wait``. The record of ``init`` that
+    the first step carries lies before that step and is left out.
     """
     chosen = list(steps)
     clock: Literal["device", "host"] = "device" if chosen and all(_on_device(step) for step in chosen) else "host"
@@ -35,9 +37,11 @@ def shares(steps: Iterable[Step]) -> Shares:
     for step in chosen:
         known = 0
         for record in step.phases:
+            if record.name == "init":
+                continue
             wait = 0 if clock == "device" else min(record.collective_us, record.host_us)
             time = record.device_us if clock == "device" and record.device_us is not None else record.host_us
-            parts[record.name if record.name in STEP_PHASES else "other"] += time - wait
+            parts[record.name if record.name in _OWN_SHARE else "other"] += time - wait
             parts["wait"] += wait
             known += time
         whole = max(known, (step.device_us if clock == "device" else step.host_us) or 0)
@@ -49,7 +53,8 @@ def shares(steps: Iterable[Step]) -> Shares:
 
 
 def _on_device(step: Step) -> bool:
-    return bool(step.phases) and all(record.device_us is not None for record in step.phases)
+    within = [record for record in step.phases if record.name != "init"]
+    return bool(within) and all(record.device_us is not None for record in within)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ...protocol.control import RankState, RankStateName
 from ...protocol.telemetry import (
+    Closing,
     Failure,
     Goodbye,
     Heartbeat,
@@ -14,6 +15,7 @@ from ...protocol.telemetry import (
     Stacks,
     Step,
 )
+from ...protocol.throughput import peak_flops
 from .events import AllocatorHistory
 from .memory import RankMemory
 from .phases import PhaseRow, Shares, rows, shares
@@ -37,6 +39,13 @@ class Peak:
     time: float
     """When the phase began, seconds since the epoch, on the rank's clock."""
     rank: int
+    after: bool = False
+    """It came after ``step``, the last one of the rank: in a final evaluation, a save, an export."""
+
+    @property
+    def place(self) -> str:
+        """Where it was, such as ``backward of step 12`` or ``eval after step 30``."""
+        return f"{self.phase} {'after' if self.after else 'of'} step {self.step:,}"
 
 
 class RankModel:
@@ -56,6 +65,8 @@ class RankModel:
         """The latest heartbeat; None in a replay, which has none."""
         self.last: Step | None = None
         """The last finished step."""
+        self.closing: Closing | None = None
+        """What it did after its last step, once it has ended."""
         self.steps: deque[Step] = deque(maxlen=keep_steps)
         """Recent finished steps, oldest first."""
         self.peak: Peak | None = None
@@ -82,13 +93,13 @@ class RankModel:
         self.reserved_bytes = 0
         self.resident_bytes = 0
         """Latest known resident set size; 0 on CUDA."""
-        self.spike_step: int | None = None
-        """The step of the latest spike alert."""
         self.dropped = 0
         self.clock_offset = 0.0
         """Seconds to add to its host's times to get the hub's."""
         """Messages its probe says it has dropped."""
         self.version = 0
+        self.peak_flops: float | None = None
+        """Data-sheet peak of its device for its data type, FLOP/s; None: not known."""
 
     @property
     def step(self) -> int:
@@ -133,11 +144,26 @@ class RankModel:
         """The phase table of the last finished step."""
         return rows(self.last)
 
-    def on_step(self, step: Step) -> None:
-        """Fold a finished step; one that is already known changes nothing."""
+    def begin_job(self, now: float) -> None:
+        """Begin anew with another job of the run; the memory over time and the snapshots are kept."""
+        self.state, self.state_text, self.state_since = "starting", "", now
+        self.exit_code = self.signal = None
+        self.hello = None
+        self.beat = self.last = self.goodbye = self.oom = self.failure = None
+        self.stacks = self.native_stacks = None
+        self.steps.clear()
+        self.peak = None
+        self.reserved_peak = 0
+        self.step_ms = StepSeries()
+        self.memory = RankMemory()
+        self.allocator = AllocatorHistory()
+        self.version += 1
+
+    def on_step(self, step: Step) -> bool:
+        """Fold a finished step; False: it is already known and changes nothing."""
         last = self.last
         if last is not None and step.step <= last.step and any(known.started == step.started for known in self.steps):
-            return
+            return False
         started = step.started + self.clock_offset
         highest = self.peak.bytes if self.peak is not None else -1
         # Most steps lie in one column, which then needs one look; this runs for every step of every rank.
@@ -178,6 +204,22 @@ class RankModel:
             self.state = "training"
             self.state_since = started
         self.version += 1
+        return True
+
+    def on_closing(self, closing: Closing) -> None:
+        """Fold what the rank did after its last step: it counts as memory, and as no step."""
+        started = closing.started + self.clock_offset
+        for record in closing.phases:
+            allocated, reserved, resident = record.allocated, record.reserved, record.resident
+            begin = started + record.start_us * 1e-6
+            highs = allocated.peak, reserved.peak, EMPTY if resident is None else resident.peak
+            true = highs[0] if resident is None else highs[2]
+            if self.peak is None or true > self.peak.bytes:
+                self.peak = Peak(true, record.name, closing.step, begin, self.rank, after=True)
+            self.timeline.add_range(int(begin), int(begin + record.host_us * 1e-6), *highs)
+            self.reserved_peak = max(self.reserved_peak, highs[1])
+        self.closing = closing
+        self.version += 1
 
     def on_hello(self, hello: Hello) -> None:
         """Fold a hello; one of another process begins the rank anew, its history kept."""
@@ -187,6 +229,7 @@ class RankModel:
             self.exit_code = self.signal = None
             self.beat = self.goodbye = self.oom = self.failure = None
         self.hello = hello
+        self.peak_flops = peak_flops(hello.device.name, hello.matmul_precision)
         if not self.state_since:
             self.state_since = hello.time
         self.version += 1

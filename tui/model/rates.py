@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ...protocol.telemetry import PAUSES
 from .rank import RankModel
 
 RATE_STEPS = 20
@@ -14,21 +15,23 @@ _PATIENCE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Speed over the recent steps, pauses between steps included; all 0 while nothing is known."""
+    """Speed over the recent steps, without evaluations and checkpoints; all 0 while nothing is known."""
 
     steps_per_second: float = 0.0
     seconds_per_step: float = 0.0
     """Mean time from one step's end to the next; not stretched by a stall, so that time left stays sane."""
     tokens_per_second: float = 0.0
     """Of all ranks together."""
-    samples_per_second: float = 0.0
+    flops_per_second: float = 0.0
+    """Of the model on all ranks together; 0 unless every one knows them."""
 
 
 def rates(ranks: Iterable[RankModel], now: float) -> Rates:
     """Take the speed of a run at ``now``: the slowest rank's steps, and the tokens of all."""
     slowest = 0.0
     seconds = 0.0
-    tokens = samples = 0.0
+    tokens = flops = 0.0
+    all_flops = True
     for rank in ranks:
         steps = rank.steps
         if not steps or rank.state == "gone":
@@ -40,11 +43,14 @@ def rates(ranks: Iterable[RankModel], now: float) -> Rates:
             recent = recent[1:]
         else:
             begin = recent[0].started
-        elapsed = max(end - begin, 1e-6)
+        paused = sum(step.host_us - step.training_us for step in recent) * 1e-6
+        elapsed = max(end - begin - paused, 1e-6)
         mean = elapsed / len(recent)
-        stretched = max(elapsed, now - _PATIENCE * mean - begin) if rank.state != "finished" else elapsed
+        rests = rank.state == "finished" or rank.phase in PAUSES
+        stretched = elapsed if rests else max(elapsed, now - _PATIENCE * mean - begin - paused)
         tokens += sum(step.tokens for step in recent) / stretched
-        samples += sum(step.samples for step in recent) / stretched
+        flops += sum(step.flops for step in recent) / stretched
+        all_flops = all_flops and all(step.flops for step in recent)
         slowest = max(slowest, stretched / len(recent))
         seconds = max(seconds, mean)
-    return Rates(1 / slowest if slowest else 0.0, seconds, tokens, samples)
+    return Rates(1 / slowest if slowest else 0.0, seconds, tokens, flops if all_flops else 0.0)

@@ -1,100 +1,38 @@
-"""The state of a run: a plain fold over the frames of its one stream, live or replayed."""
+"""A run's state as a plain fold over the frames of its one stream, live or replayed."""
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, ClassVar
 
-from ...protocol import control, hosts, memory, telemetry
+from ...protocol import control, hosts, jobs, memory, telemetry
 from ...protocol.bounds import MAX_RANKS
 from ...protocol.oom import OomReport
+from ...protocol.prediction import Prediction
+from ...protocol.recording.curves import point_of
 from ...protocol.wire import Frame
-from .alerts import AlertBook
-from .fit import Fit, fit
-from .logs import LogBook
-from .oom import OomBook
-from .rank import RECENT_STEPS, Peak, RankModel
-from .rates import Rates, rates
+from .rank import RECENT_STEPS, RankModel
+from .run_state import FEWEST_STEPS, RunState
+from .run_state import RunInfo as RunInfo
 from .series import StepSeries
 from .timeline import Mark
-
-DeviceKey = tuple[str, str, int]
-"""Host, kind (``gpu`` or ``host``) and index."""
+from .training import Training
 
 _MOST_DEVICES = 4_096
 _FAR_FUTURE = 1e11
 """No time of a message is beyond it, in seconds since the epoch."""
 
 _ALL_STEPS = 20_000
-_FEWEST_STEPS = 40
-"""Recent steps kept whole: of all ranks together (some 40 MB), and of each rank at the least."""
+"""Recent steps kept whole, of all ranks together (some 40 MB)."""
 
-_STANDING = ("hung", "stopped", "gone", "unreachable", "held")
-"""States of a rank in which the run does not go on, however fast it was."""
+KEPT_JOBS = 64
+"""Jobs whose losses are kept."""
 
 MARKED_ALERTS = ("spike", "hang", "oom", "died", "growth", "slow", "failure")
 """Kinds of alert that are marked in the timelines of their ranks."""
 
 
-@dataclass(slots=True)
-class RunInfo:
-    """What is known of a run besides its state; filled from its directory, its recording and its ranks' hellos."""
-
-    id: str = ""
-    name: str = ""
-    kind: str = ""
-    """``demo``, ``train``, ``run`` or ``watch``."""
-    command: list[str] = field(default_factory=list[str])
-    created: float = 0.0
-    host: str = ""
-    model: str = ""
-    zero_stage: int | None = None
-    precision: str = ""
-    framework: str = ""
-    backend: str = ""
-    parameters: int = 0
-    world_size: int = 0
-    micro_batch: int | None = None
-    grad_accumulation: int | None = None
-
-
-class RunModel:
-    """Everything the screens draw. ``apply`` folds a frame; nothing here knows where frames come from."""
-
-    def __init__(self, info: RunInfo | None = None) -> None:
-        self.info = info or RunInfo()
-        self.state: control.RunStateName = "starting"
-        self.state_text = ""
-        self.state_time = 0.0
-        self.exit_code: int | None = None
-        self.plan: telemetry.Plan | None = None
-        self.ranks: dict[int, RankModel] = {}
-        """By rank, in rank order."""
-        self.devices: dict[DeviceKey, telemetry.DeviceSample] = {}
-        """The latest sample of each device and host."""
-        self.alerts = AlertBook()
-        self.logs = LogBook()
-        self.ooms = OomBook()
-        self.hub: control.HubStats | None = None
-        self.hosts: dict[str, hosts.HostState] = {}
-        """The run's other hosts, by name."""
-        self.results: deque[control.Result] = deque(maxlen=100)
-        """What commands came to, newest last."""
-        self.losses = StepSeries()
-        """Mean over ranks of each step's loss, over the whole run."""
-        self.first_t = 0.0
-        """Hub time of the first frame; 0 before any."""
-        self.now = 0.0
-        """The time this state is of, seconds since the epoch: the latest frame's, or later (see ``tick``)."""
-        self.last_t = 0.0
-        """Hub time of the latest frame."""
-        self.last_seq = 0
-        self.version = 0
-        """Moves with every frame."""
-        self.damaged = 0
-        """Messages with figures that cannot be (an infinite time, a rank beyond all ranks); they are left out."""
-        self._by_uuid: dict[str, DeviceKey] = {}
+class RunModel(RunState):
+    """A run's state that changes by frames: ``apply`` folds one; nothing here knows where frames come from."""
 
     def apply(self, frame: Frame) -> bool:
         """Fold one frame; False when it was already in (its number is not above the last one's)."""
@@ -134,107 +72,21 @@ class RunModel:
         if found is None:
             if not 0 <= rank < MAX_RANKS:
                 raise ValueError(f"{rank} is no rank")
-            keep = min(RECENT_STEPS, max(_FEWEST_STEPS, _ALL_STEPS // max(self.info.world_size, 1)))
+            keep = min(RECENT_STEPS, max(FEWEST_STEPS, _ALL_STEPS // max(self.info.world_size, 1)))
             found = self.ranks[rank] = RankModel(rank, keep)
             if len(self.ranks) > 1 and rank != max(self.ranks):
                 self.ranks = dict(sorted(self.ranks.items()))
         return found
 
-    def device_of(self, rank: RankModel) -> telemetry.DeviceSample | None:
-        """Find the latest sample of a rank's device: by uuid, else by host and index; of the host for a CPU rank."""
-        hello = rank.hello
-        if hello is None:
-            return None
-        if hello.device.kind == "cpu":
-            return self.devices.get((hello.host, "host", 0))
-        key = self._by_uuid.get(hello.device.uuid) if hello.device.uuid else None
-        if key is None and not hello.device.uuid:
-            key = (hello.host, "gpu", hello.device.index)
-        return self.devices.get(key) if key else None
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the run: as the hellos say, or as many as were heard of."""
-        return max(self.info.world_size, len(self.ranks))
-
-    @property
-    def step(self) -> int:
-        """The last step that every rank has finished (0 before the first)."""
-        return min((rank.step for rank in self.ranks.values()), default=0)
-
-    @property
-    def leading_step(self) -> int:
-        """The last step that any rank has finished."""
-        return max((rank.step for rank in self.ranks.values()), default=0)
-
-    @property
-    def total_steps(self) -> int | None:
-        """Steps the run means to make; None when nobody said."""
-        return self.plan.total_steps if self.plan else None
-
-    @property
-    def rates(self) -> Rates:
-        """Speed over the recent steps."""
-        return rates(self.ranks.values(), self.now)
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Time to the planned end at the recent speed; None without a plan or a speed, or when it does not go on."""
-        if not self.total_steps or self.ended or any(rank.state in _STANDING for rank in self.ranks.values()):
-            return None
-        pace = self.rates.seconds_per_step
-        if not pace:
-            return None
-        return max(0, self.total_steps - self.step) * pace
-
-    @property
-    def ended(self) -> bool:
-        """Whether the run is over."""
-        return self.state in ("finished", "failed", "stopped")
-
-    @property
-    def loss(self) -> float | None:
-        """The last step's loss, mean over the ranks that have one; None when no rank tells."""
-        found = [rank.last.loss for rank in self.ranks.values() if rank.last and rank.last.loss is not None]
-        return sum(found) / len(found) if found else None
-
-    @property
-    def lr(self) -> float | None:
-        """The latest learning rate."""
-        return next((r.last.lr for r in self.ranks.values() if r.last and r.last.lr is not None), None)
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The latest gradient norm."""
-        return next((r.last.grad_norm for r in self.ranks.values() if r.last and r.last.grad_norm is not None), None)
-
-    @property
-    def peak(self) -> Peak | None:
-        """The highest peak over all ranks, with its rank, phase and step."""
-        return max((rank.peak for rank in self.ranks.values() if rank.peak), key=lambda peak: peak.bytes, default=None)
-
-    @property
-    def fit(self) -> Fit:
-        """Whether the run fits its devices."""
-        return fit(self.ranks.values())
-
-    @property
-    def stacks(self) -> dict[int, telemetry.Stacks]:
-        """The latest stacks of each rank that has any."""
-        return {rank.rank: rank.stacks for rank in self.ranks.values() if rank.stacks is not None}
-
-    def rank_states(self) -> dict[control.RankStateName, int]:
-        """Count the ranks in each state; states no rank is in are left out."""
-        counts: dict[control.RankStateName, int] = {}
-        for rank in self.ranks.values():
-            counts[rank.state] = counts.get(rank.state, 0) + 1
-        return counts
-
     def _step(self, step: telemetry.Step, frame: Frame) -> None:
         rank = self.ranks.get(step.rank) or self.rank(step.rank)
-        rank.on_step(step)
+        if not rank.on_step(step):
+            return
+        self.training.on_step(step, point_of(step, frame.t))
         if step.loss is not None and isfinite(step.loss):
-            self.losses.add(step.step, step.loss)
+            self.losses.add_pooled(step.step, step.loss, step.loss, step.loss, step.label_tokens or 1)
+        if step.updates:
+            self._update_names += [each.name for each in step.updates if each.name not in self._update_names]
         if self.state == "starting":
             self.state = "training"
             self.state_time = frame.t
@@ -251,13 +103,54 @@ class RunModel:
         info.framework = hello.framework or info.framework
         info.backend = hello.backend or info.backend
         info.parameters = hello.parameters or info.parameters
+        info.trainable_parameters = hello.trainable_parameters or info.trainable_parameters
         info.zero_stage = hello.zero_stage if hello.zero_stage is not None else info.zero_stage
         info.micro_batch = hello.micro_batch if hello.micro_batch is not None else info.micro_batch
         if hello.grad_accumulation is not None:
             info.grad_accumulation = hello.grad_accumulation
 
+    def _job(self, job: jobs.Job, frame: Frame) -> None:
+        known = self.jobs.get(job.number)
+        self.jobs[job.number] = job
+        if known is None and len(self.jobs) > 1:
+            self.jobs = dict(sorted(self.jobs.items()))
+        if job.shown and not job.is_over and job.number != self.job:
+            if self.job:
+                self._begin_job(job)
+            self.job = job.number
+
+    def _begin_job(self, job: jobs.Job) -> None:
+        """Begin anew with a job; what is of the run and its hosts stays."""
+        self.job_losses[self.job] = self.losses
+        while len(self.job_losses) > KEPT_JOBS:
+            del self.job_losses[next(iter(self.job_losses))]
+        self.losses = StepSeries()
+        self.training = Training()
+        self.plan = None
+        info = self.info
+        info.world_size = job.world_size
+        info.model = info.precision = info.framework = info.backend = ""
+        info.parameters = info.trainable_parameters = 0
+        self._update_names = []
+        info.zero_stage = info.micro_batch = info.grad_accumulation = None
+        self.ranks = {number: rank for number, rank in self.ranks.items() if number < job.world_size}
+        for rank in self.ranks.values():
+            rank.begin_job(job.started)
+
     def _plan(self, plan: telemetry.Plan, frame: Frame) -> None:
         self.plan = plan
+
+    def _predicted(self, prediction: Prediction, frame: Frame) -> None:
+        self.prediction = prediction
+
+    def _evaluation(self, evaluation: telemetry.Evaluation, frame: Frame) -> None:
+        self.training.on_evaluation(evaluation)
+
+    def _checkpoint(self, checkpoint: telemetry.Checkpoint, frame: Frame) -> None:
+        self.training.on_checkpoint(checkpoint)
+
+    def _activity(self, activity: telemetry.Activity, frame: Frame) -> None:
+        self.training.on_activity(activity)
 
     def _device(self, sample: telemetry.DeviceSample, frame: Frame) -> None:
         key = (sample.host, sample.kind, sample.index)
@@ -299,6 +192,9 @@ class RunModel:
         else:
             rank.stacks = stacks
 
+    def _closing(self, closing: telemetry.Closing, frame: Frame) -> None:
+        self.rank(closing.rank).on_closing(closing)
+
     def _goodbye(self, goodbye: telemetry.Goodbye, frame: Frame) -> None:
         self._touch(goodbye.rank).goodbye = goodbye
 
@@ -321,8 +217,6 @@ class RunModel:
             found = self.ranks.get(rank) or self.rank(rank)
             found.version += 1
             found.timeline.mark(mark)
-            if alert.kind == "spike":
-                found.spike_step = alert.step
 
     def _host(self, host: hosts.HostState, frame: Frame) -> None:
         if host.host in self.hosts or len(self.hosts) < MAX_RANKS:
@@ -358,6 +252,7 @@ class RunModel:
         OomReport: _oom_report,
         telemetry.Failure: _failure,
         telemetry.Stacks: _stacks,
+        telemetry.Closing: _closing,
         telemetry.Goodbye: _goodbye,
         control.RankState: _rank_state,
         control.RunState: _run_state,
@@ -365,4 +260,9 @@ class RunModel:
         control.HubStats: _hub_stats,
         hosts.HostState: _host,
         control.Result: _result,
+        jobs.Job: _job,
+        telemetry.Evaluation: _evaluation,
+        telemetry.Checkpoint: _checkpoint,
+        telemetry.Activity: _activity,
+        Prediction: _predicted,
     }

@@ -1,6 +1,7 @@
 """The runs of this user on this host, live and recorded, as a list; quick enough to be looked at every second."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -110,9 +111,44 @@ class RunList:
         return known[1], known[2]
 
 
+def recorded_entry(path: Path, info: RecordingInfo | None = None) -> RunEntry:
+    """Describe a run by its recording alone, which may have been copied from anywhere.
+
+    Args:
+        path: the recording.
+        info: what it holds, where that was read already.
+
+    Raises:
+        RecordingError: the recording cannot be read.
+    """
+    if info is None:
+        with Reader(path, once=True) as reader:
+            info = reader.info()
+    state = ("lost" if info.state in OPEN_STATES else info.state) if not info.live else info.state or "starting"
+    size = sum(found for _, found in _sizes(path))
+    return RunEntry(
+        id=info.run_id or path.parent.name,
+        name=info.name,
+        kind=info.kind,
+        state=state,
+        live=info.live,
+        created=info.started,
+        ended=None if info.live else max(info.last_t, info.started),
+        host=info.host,
+        command=list(info.command),
+        ranks=len(info.ranks),
+        step=info.last_step,
+        exit_code=info.exit_code,
+        recording=str(path),
+        recording_bytes=size,
+        problem="",
+        missing="" if info.live else info.missing,
+    )
+
+
 def _read_info(run: RunDir) -> tuple[RecordingInfo | None, str]:
     try:
-        with Reader(run.recording) as reader:
+        with Reader(run.recording, once=True) as reader:
             return reader.info(), ""
     except RecordingError as error:
         return None, str(error)
@@ -129,10 +165,14 @@ def _stamp(run: RunDir) -> tuple[int, int]:
 
 
 def _files(run: RunDir) -> list[tuple[int, int]]:
+    return _sizes(run.recording)
+
+
+def _sizes(recording: Path) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for suffix in ("", "-wal"):
         try:
-            info = run.recording.with_name(run.recording.name + suffix).stat()
+            info = recording.with_name(recording.name + suffix).stat()
         except OSError:
             continue
         found.append((info.st_mtime_ns, info.st_size))

@@ -37,6 +37,11 @@ class StepSeries:
     def __len__(self) -> int:
         return len(self._sums)
 
+    @property
+    def first_step(self) -> int | None:
+        """The oldest bucket's first step; None while empty."""
+        return next(((self._first + at) * self.per for at, count in enumerate(self._counts) if count), None)
+
     def add(self, step: int, value: float) -> None:
         """Add one rank's value for one step; not-a-number and infinities are left out of means by the caller."""
         self.add_pooled(step, value, value, value, 1)
@@ -69,7 +74,7 @@ class StepSeries:
         self.version += 1
 
     def points(self, last: int | None = None) -> list[Point]:
-        """Give the buckets that have values, oldest first; only the last ``last`` of them if given."""
+        """Return the buckets that have values, oldest first; only the last ``last`` of them if given."""
         start = 0 if last is None else max(0, len(self._sums) - last)
         return [
             Point(
@@ -85,7 +90,7 @@ class StepSeries:
         ]
 
     def means(self, width: int) -> list[float]:
-        """Give the whole run's means pooled into at most ``width`` values, oldest first: a sparkline."""
+        """Return the whole run's means pooled into at most ``width`` values, oldest first: a sparkline."""
         points = self.points()
         if not points or width < 1:
             return []

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import NamedTuple
 
-from ...protocol.snapshot.allocations import columns
+from ...protocol.analysis.allocator.snapshot.allocations import columns
+from ...protocol.analysis.allocator.snapshot.replay import Replay
 from ...protocol.snapshot.model import OWN_SPAN, Annotation
-from ...protocol.snapshot.replay import Replay
 from ...protocol.telemetry import PHASES
 
 MOST_BANDS = 20_000

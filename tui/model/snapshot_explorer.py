@@ -3,10 +3,18 @@
 import gc
 from bisect import bisect_right
 
-from ...protocol.snapshot.analysis import Between, Change, Oom, between, difference, find_oom, live_stacks
+from ...protocol.analysis.allocator.snapshot.analysis import (
+    Between,
+    Change,
+    Oom,
+    between,
+    difference,
+    find_oom,
+    live_stacks,
+)
+from ...protocol.analysis.allocator.snapshot.replay import Replay
+from ...protocol.analysis.allocator.snapshot.stack_tree import Node, StackTree
 from ...protocol.snapshot.model import ACTIONS, OWN_SPAN, Annotation
-from ...protocol.snapshot.replay import Replay
-from ...protocol.snapshot.tree import Node, StackTree
 from ...protocol.text import gib
 from .snapshot_bands import Band, bands_of
 
@@ -146,7 +154,7 @@ class Explorer:
         return tree.weigh(live_stacks(self.replay, self.cursor), self.find)
 
     def entry_words(self) -> str:
-        """Say what happened at the cursor: ``alloc 4.64 GiB``."""
+        """Return what happened at the cursor: ``alloc 4.64 GiB``."""
         replay = self.replay
         if self.cursor < 0:
             return "before the first entry" if replay.entries else "the end; no history was recorded"
@@ -175,6 +183,6 @@ class Explorer:
         return " > ".join(names[-4:])
 
     def seconds(self) -> float | None:
-        """Give the cursor's time since the first entry, seconds; None where times were not recorded."""
+        """Return the cursor's time since the first entry, seconds; None where times were not recorded."""
         now, begin = self.replay.time_of(self.cursor), self.replay.time_of(0)
         return (now - begin) / 1e6 if now and begin else None

@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
-from ...protocol.snapshot.analysis import NO_STACK, by_size, largest, place, total
-from ...protocol.snapshot.layout import Piece, fragmentation, layout_at
-from ...protocol.snapshot.replay import Replay
-from ...protocol.snapshot.stacks import Tally, frame_words, library_of, matches
-from ...protocol.snapshot.tree import Key, Node, node_words
-from ...protocol.snapshot.words import fragmentation_words
+from ...protocol.analysis.allocator.snapshot.analysis import NO_STACK, by_size, largest, place, total
+from ...protocol.analysis.allocator.snapshot.fragmentation_text import fragmentation_words
+from ...protocol.analysis.allocator.snapshot.layout import Piece, fragmentation, layout_at
+from ...protocol.analysis.allocator.snapshot.replay import Replay
+from ...protocol.analysis.allocator.snapshot.stack_tree import Key, Node, node_words
+from ...protocol.analysis.allocator.snapshot.stacks import Tally, frame_words, matches
+from ...protocol.code_owner import library_of
 from ...protocol.text import gib, sanitize
 from .snapshot_explorer import Explorer
 

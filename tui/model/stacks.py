@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
-from ...protocol import pystacks
+from ...protocol.analysis.stalls import python_stacks
 from ...protocol.telemetry import Stacks
 from ...protocol.text import sanitize
 
@@ -30,7 +30,7 @@ def rows(
             frames of their group.
     """
     found: list[Row] = []
-    for group in pystacks.group({rank: (one.text, one.thread) for rank, one in stacks.items()}):
+    for group in python_stacks.group({rank: (one.text, one.thread) for rank, one in stacks.items()}):
         ranks = tuple(group.ranks)
         what = group.place.text or "no Python frames"
         by_signal = any(stacks[rank].taken_by == "signal" for rank in ranks)

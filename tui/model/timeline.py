@@ -141,14 +141,14 @@ class Timeline:
         self.version += 1
 
     def window(self, width: int, now: float, span: int = 1) -> Columns:
-        """Give the last ``width`` columns of ``span`` seconds, the last of which contains ``now``.
+        """Return the last ``width`` columns of ``span`` seconds, the last of which contains ``now``.
 
         Where history is not known that finely (any more, or after a seek) a coarser column stands for all its span.
         """
         return self._columns(floor(now / span) - width + 1, width, span)
 
     def whole(self, width: int, now: float | None = None) -> Columns:
-        """Give everything from the first column on in at most ``width`` columns of 1, 2, 4, 8 ... seconds each."""
+        """Return everything from the first column on in at most ``width`` columns of 1, 2, 4, 8 ... seconds each."""
         begin, end = self.start, self.end
         if begin is None or end is None:
             return Columns(0.0, 1, [], [], [], [])

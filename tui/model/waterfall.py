@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ...protocol.footprint import footprint
+from ...protocol.analysis.memory.footprint import footprint
 from ...protocol.memory import PARTS, Composition, MemoryMeasure, PhaseComposition
-from ...protocol.telemetry import STEP_PHASES, DeviceSample, Step
+from ...protocol.telemetry import PHASES, DeviceSample, Step
 from .rank import RankModel
 
 LABELS = {
@@ -142,8 +142,8 @@ def step_standing(step: Step) -> list[tuple[str, int]]:
 
 
 def next_phase(known: Iterable[str], phase: str, direction: int) -> str:
-    """Give the phase after (or before) one, in the order phases run; round at the ends."""
-    order = {name: index for index, name in enumerate(STEP_PHASES)}
+    """Return the phase after (or before) one, in the order phases run; round at the ends."""
+    order = {name: index for index, name in enumerate(PHASES)}
     names = sorted(set(known), key=lambda name: (order.get(name, len(order)), name))
     if not names:
         return phase

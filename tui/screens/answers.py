@@ -6,10 +6,10 @@ from ..model.run import RunModel
 from ..source.base import CommandRecord
 from ..widgets.alert_lines import wrap
 from ..widgets.line import Line
-from ..widgets.look import Look
+from ..widgets.theme import Theme
 
 
-def button_line(no: str, yes: str, yes_chosen: bool, look: Look) -> Line:
+def button_line(no: str, yes: str, yes_chosen: bool, look: Theme) -> Line:
     """Draw two buttons; the chosen one is filled and in brackets."""
 
     def button(text: str, chosen: bool, tone: str) -> Line:
@@ -21,7 +21,7 @@ def button_line(no: str, yes: str, yes_chosen: bool, look: Look) -> Line:
     return line.join(button(yes, yes_chosen, "error"))
 
 
-def answer_lines(record: CommandRecord, model: RunModel, width: int, look: Look) -> list[Line]:
+def answer_lines(record: CommandRecord, model: RunModel, width: int, look: Theme) -> list[Line]:
     """Draw how far a command is: sent, accepted or refused, done or failed, with what the hub says of it."""
     glyphs = look.glyphs
     good, bad, dim = look.style("good"), look.style("error", bold=True), look.style("dim")
@@ -39,7 +39,7 @@ def answer_lines(record: CommandRecord, model: RunModel, width: int, look: Look)
     return lines + _marked(f"{mark} ", result.text or ("done" if result.ok else "failed"), style, width, look)
 
 
-def _marked(mark: str, text: str, style: Style, width: int, look: Look) -> list[Line]:
+def _marked(mark: str, text: str, style: Style, width: int, look: Theme) -> list[Line]:
     """Draw text with a mark before its first row."""
     first, *rest = wrap(text, width - len(mark))
     return [Line(mark, style).add(first, look.base), *(Line(" " * len(mark) + row, look.base) for row in rest)]

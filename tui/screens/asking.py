@@ -5,7 +5,7 @@ from typing import Any
 from ...protocol.control import Result
 from ...protocol.text import sanitize
 from ..source.base import CommandRecord
-from ..widgets.stage import Stage
+from ..widgets.app_state import AppState
 
 _DONE = {
     "compose": "a step was taken apart",
@@ -17,7 +17,7 @@ _DONE = {
 class Asking:
     """Sends commands and says on the screen's foot how each stands."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: AppState) -> None:
         self._stage = stage
         self._open: dict[str, str] = {}
         """Commands without a last answer, and what was said of each last."""

@@ -9,10 +9,10 @@ from textual.events import Resize
 from textual.screen import Screen
 from textual.widget import Widget
 
+from ..widgets.app_state import AppState
 from ..widgets.canvas import Canvas
 from ..widgets.line import Line
 from ..widgets.panes import KeyBar, ReplayBar, SummaryBar
-from ..widgets.stage import Stage
 from .targets import suggested
 
 SMALLEST = (60, 16)
@@ -38,6 +38,7 @@ COMMON_KEYS: list[BindingType] = [
     key("n", "app.alert(1)", "alert", "jump to the next alert"),
     key("N", "app.alert(-1)", "alert before", "jump to the previous alert", show=False),
     key("o", "app.oom", "oom", "out-of-memory errors: why, what to try, and what can be done now"),
+    key("J", "app.jobs", "jobs", "the jobs of the run: steps, peaks, loss and end of each training that it started"),
     key("g", "app.goto", "go to", "go to a step or a time"),
     key("L", "app.live", "live", "back to the live end of the run", show=False),
     key("comma", "app.finer", "finer", "graphs: less time a column", show=False),
@@ -57,9 +58,9 @@ class TooSmall(Canvas):
         """Say how large it is and how large it must be."""
         size, look = self.app.size, self.look
         text = f"terminal {size.width}x{size.height} is too small:"
-        mend = f"ftmon needs {SMALLEST[0]}x{SMALLEST[1]}"
+        remedy = f"ftmon needs {SMALLEST[0]}x{SMALLEST[1]}"
         lines = [Line()] * max(0, (height - 3) // 2)
-        for row, tone in ((text, "warning"), (mend, "text"), ("q: detach", "dim")):
+        for row, tone in ((text, "warning"), (remedy, "text"), ("q: detach", "dim")):
             lines.append(Line(row.center(width), look.style(tone)))
         return lines
 
@@ -79,7 +80,7 @@ class MonitorScreen(Screen[Any]):
     LEGEND: ClassVar[tuple[str, ...]] = ()
     """Parts of the legend that belong to the screen: names of ``widgets.legend.LEGENDS``."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: AppState) -> None:
         super().__init__()
         self.stage = stage
 

@@ -7,10 +7,10 @@ from textual.binding import Binding, BindingType
 from textual.events import Resize
 from textual.screen import ModalScreen
 
+from ..widgets.app_state import AppState
 from ..widgets.canvas import Canvas
 from ..widgets.line import Line
-from ..widgets.look import Look
-from ..widgets.stage import Stage
+from ..widgets.theme import Theme
 
 
 class Panel(Canvas):
@@ -29,13 +29,13 @@ class Dialog(ModalScreen[Any]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", "close", tooltip="do nothing")]
     WIDTH = 76
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: AppState) -> None:
         super().__init__()
         self.stage = stage
         self.panel = Panel(stage, name="panel", classes="dialog")
 
     @property
-    def look(self) -> Look:
+    def look(self) -> Theme:
         """The palette and glyphs in force."""
         return self.stage.look
 

@@ -5,10 +5,10 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from ..widgets.alert_lines import wrap
+from ..widgets.app_state import AppState
 from ..widgets.legend import LEGENDS
 from ..widgets.line import Line
 from ..widgets.panes import key_words
-from ..widgets.stage import Stage
 from .base import MonitorScreen
 from .dialog import Dialog
 
@@ -23,7 +23,7 @@ class HelpScreen(Dialog):
     ]
     WIDTH = 96
 
-    def __init__(self, stage: Stage, behind: MonitorScreen) -> None:
+    def __init__(self, stage: AppState, behind: MonitorScreen) -> None:
         super().__init__(stage)
         self.behind = behind
         self.top = 0
@@ -45,7 +45,8 @@ class HelpScreen(Dialog):
     def _bindings_of_behind(self) -> list[Binding]:
         own = [binding for binding in type(self.behind).BINDINGS if isinstance(binding, Binding)]
         common = [binding for binding in MonitorScreen.BINDINGS if isinstance(binding, Binding)]
-        return [*own, *(binding for binding in common if binding.action not in {each.action for each in own})]
+        actions, keys = {each.action for each in own}, {each for binding in own for each in binding.key.split(",")}
+        return [*own, *(each for each in common if each.action not in actions and each.key not in keys)]
 
     def lines(self, width: int, height: int) -> list[Line]:
         """Draw the part in view, and how to see the rest."""

@@ -5,8 +5,8 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from ..source.base import CommandRecord
+from ..widgets.app_state import AppState
 from ..widgets.line import Line
-from ..widgets.stage import Stage
 from .answers import answer_lines, button_line
 from .dialog import Dialog
 from .targets import Targets, signal_line, target_line, what_follows
@@ -41,7 +41,7 @@ class KillDialog(Dialog):
     ]
     WIDTH = 78
 
-    def __init__(self, stage: Stage, marked: set[int]) -> None:
+    def __init__(self, stage: AppState, marked: set[int]) -> None:
         super().__init__(stage)
         self.targets = Targets.of(stage.model, marked)
         self.cursor = self.buttons

@@ -10,13 +10,13 @@ from textual.widget import Widget
 from ..model.cause import spike_alert, verdict_of
 from ..model.rank import RankModel
 from ..model.waterfall import next_phase, rank_bars
+from ..widgets.app_state import AppState
 from ..widgets.canvas import Canvas
 from ..widgets.card import name
 from ..widgets.charts import Chart, Series, chart_lines
 from ..widgets.line import Line
 from ..widgets.memory_view import MemoryChoice, body_lines, cause_of, fall_of, head_lines, title_line
 from ..widgets.peak_bars import peak_bars
-from ..widgets.stage import Stage
 from .asking import Asking
 from .base import MonitorScreen, key
 
@@ -45,7 +45,7 @@ class MemoryCanvas(Canvas):
         sample = model.device_of(rank)
         of_all = sum(each.memory.version for each in model.ranks.values()) if self.bars else 0
         state = id(rank), rank.memory.version, id(rank.last), self.stage.source is not None and self._can_ask
-        return chosen, state, of_all, id(sample), model.alerts.version
+        return chosen, state, of_all, id(sample), model.alerts.version, id(model.prediction)
 
     @property
     def _can_ask(self) -> bool:
@@ -68,7 +68,8 @@ class MemoryCanvas(Canvas):
         lines += head_lines(rank, fall, self.choice, width, look)
         cause = cause_of(rank, fall.phase)
         alert = spike_alert(self.stage.model.alerts, rank.rank, cause.phase) if cause is not None else None
-        body = body_lines(rank, fall, self.choice, verdict_of(alert), self._why(), width, look)
+        prediction = self.stage.model.prediction
+        body = body_lines(rank, fall, self.choice, verdict_of(alert), self._why(), width, look, prediction)
         room = height - len(lines)
         if len(body) > room:
             self.top = max(0, min(self.top, len(body) - room))
@@ -130,7 +131,9 @@ class MemoryScreen(MonitorScreen):
         "allocated at the peak of the phase in view, by what it is for, then what is reserved and not used, what the "
         "process holds outside PyTorch, and other processes. 'not attributed' is what the evidence does not reach, "
         "'unexplained' what the device counts as used and none of the rows holds. Below stands which phase makes the "
-        "run's peak, at which batch lengths, and the code that allocated the last spike. v shows all ranks together."
+        "run's peak, at which batch lengths, and the code that allocated the last spike. Of a run of ftmon's own "
+        "trainer on GPUs the column 'predicted' has what a dry run of its configuration takes with batches of that "
+        "length. v shows all ranks together."
     )
     LEGEND = ("parts",)
     TITLE_LINES = 1
@@ -152,7 +155,7 @@ class MemoryScreen(MonitorScreen):
         key("a", "app.alerts", "alerts", "all alerts, each with its evidence", show=False),
     ]
 
-    def __init__(self, stage: Stage, phase: str = "") -> None:
+    def __init__(self, stage: AppState, phase: str = "") -> None:
         super().__init__(stage)
         self._canvas = MemoryCanvas(stage, name="body")
         self._canvas.choice = MemoryChoice(phase=phase)

@@ -6,8 +6,8 @@ from typing import ClassVar
 from textual.binding import BindingType
 from textual.widget import Widget
 
-from ..widgets.fleet import Fleet
 from ..widgets.panes import AlertStrip
+from ..widgets.rank_grid import RankGrid
 from .base import MonitorScreen, key
 
 
@@ -23,6 +23,7 @@ class OverviewScreen(MonitorScreen):
     LEGEND = ("graph", "phases", "states", "alerts", "heat")
     BINDINGS: ClassVar[list[BindingType]] = [
         key("enter", "app.open", "open", "open the selected rank"),
+        key("t", "app.training", "training", "loss, evaluations, learning rate, speed and MFU over the run"),
         key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
         key("m", "app.memory", "memory", "where the memory of a step's peak goes"),
         key("l", "app.logs", "logs", "the output of all ranks"),
@@ -40,17 +41,17 @@ class OverviewScreen(MonitorScreen):
 
     def body(self) -> Iterable[Widget]:
         """Give the ranks and the alert strip."""
-        yield Fleet(self.stage)
+        yield RankGrid(self.stage)
         yield AlertStrip(self.stage, name="alerts")
 
     def tick(self) -> None:
         """Draw what changed."""
         super().tick()
-        self.query_one(Fleet).tick()
+        self.query_one(RankGrid).tick()
 
     def action_move(self, dx: int, dy: int) -> None:
         """Move the selection."""
-        self.query_one(Fleet).move(dx, dy)
+        self.query_one(RankGrid).move(dx, dy)
 
     def action_zoom(self) -> None:
         """Switch the scale of the graphs."""

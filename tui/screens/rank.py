@@ -8,6 +8,7 @@ from textual.containers import Container
 from textual.widget import Widget
 
 from ..model.rank import RankModel
+from ..widgets.app_state import AppState
 from ..widgets.canvas import Canvas
 from ..widgets.card import title
 from ..widgets.charts import Chart, Series, chart_lines
@@ -15,7 +16,6 @@ from ..widgets.line import Line
 from ..widgets.log_lines import log_line
 from ..widgets.phase_table import phase_table
 from ..widgets.rank_figures import figure_lines
-from ..widgets.stage import Stage
 from .base import MonitorScreen, key
 
 
@@ -121,6 +121,9 @@ class RankScreen(MonitorScreen):
         key("escape", "app.back", "back", "back to the overview"),
         key("left,up", "rank(-1)", "previous", "the rank before"),
         key("right,down", "rank(1)", "next rank", "the rank after"),
+        key(
+            "t", "app.training", "training", "loss, evaluations, learning rate, speed and MFU over the run", show=False
+        ),
         key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
         key("m", "app.memory", "memory", "where the memory of a step's peak goes"),
         key("l", "app.logs", "logs", "the output of all ranks"),
@@ -130,7 +133,7 @@ class RankScreen(MonitorScreen):
         key("S", "app.stop", "stop", "save a checkpoint and end the run; asks first", show=False),
     ]
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: AppState) -> None:
         super().__init__(stage)
         self._parts: list[Canvas] = []
 

@@ -9,13 +9,14 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widget import Widget
 
+from ...protocol.errors import FtmonError
 from ...protocol.rundir import RunDir, home
 from ...protocol.text import duration
 from ..model.runs import RunEntry, RunList
+from ..widgets.app_state import AppState
 from ..widgets.line import Line, cut
 from ..widgets.listing import Listing
 from ..widgets.prompt import Prompt
-from ..widgets.stage import Stage
 from .base import COMMON_KEYS, MonitorScreen, key
 
 LOOK_SECONDS = 1.0
@@ -32,7 +33,7 @@ class RunRows(Listing):
     empty = "no runs yet: start one with 'ftmon demo' or 'ftmon run -- COMMAND'"
     text = ""
 
-    def __init__(self, stage: Stage, name: str) -> None:
+    def __init__(self, stage: AppState, name: str) -> None:
         super().__init__(stage, name=name)
         self._list = RunList()
         self._entries: list[RunEntry] = []
@@ -44,7 +45,10 @@ class RunRows(Listing):
             return
         chosen = self.chosen
         self._looked = now
-        self._entries = self._list.entries()
+        try:
+            self._entries = self._list.entries()
+        except FtmonError:  # somebody has changed the directory of runs: the command line says how
+            self._entries = []
         if chosen is not None:
             ids = [entry.id for entry in self.entries()]
             self.selected = ids.index(chosen.id) if chosen.id in ids else self.selected

@@ -8,7 +8,7 @@ from ..model.run import RunModel
 from ..widgets.alert_lines import wrap
 from ..widgets.figures import gib
 from ..widgets.line import Line, cut
-from ..widgets.look import Look
+from ..widgets.theme import Theme
 
 _STUCK = ("hung", "stopped", "unreachable", "held")
 """States of a rank that does not go on by itself and holds up the others; those that wait for it are not to blame."""
@@ -79,7 +79,7 @@ class Targets:
             if rank is not None:
                 self.before[number] = _held(model, rank)
 
-    def aftermath(self, model: RunModel, width: int, look: Look) -> list[Line]:
+    def aftermath(self, model: RunModel, width: int, look: Theme) -> list[Line]:
         """Draw each target's state and the device memory it held and holds."""
         lines: list[Line] = []
         numbers = list(self.before)
@@ -140,7 +140,7 @@ def _held(model: RunModel, rank: RankModel) -> int:
     return sum(own) if own or not rank.alive else sample.used_bytes
 
 
-def target_line(targets: Targets, row: int, model: RunModel, width: int, look: Look, at_cursor: bool) -> Line:
+def target_line(targets: Targets, row: int, model: RunModel, width: int, look: Theme, at_cursor: bool) -> Line:
     """Draw a target: the whole run in row 0, then a rank a row."""
     glyphs = look.glyphs
     marked = targets.whole or (row > 0 and targets.ranks[row - 1] in targets.marked)
@@ -159,7 +159,7 @@ def target_line(targets: Targets, row: int, model: RunModel, width: int, look: L
     return line.add(f", step {rank.step:,}", look.style("dim")).fit(width, look.base)
 
 
-def signal_line(name: str, at_cursor: bool, look: Look) -> Line:
+def signal_line(name: str, at_cursor: bool, look: Theme) -> Line:
     """Draw the choice of signal."""
     words = f"SIG{name}" if name else "INT, then TERM, then KILL"
     line = Line(f"{look.glyphs.selected if at_cursor else ' '} ", look.style("accent", bold=True))
@@ -167,7 +167,7 @@ def signal_line(name: str, at_cursor: bool, look: Look) -> Line:
     return line.add(f"< {words} >", look.style("accent" if at_cursor else "text", bold=at_cursor))
 
 
-def what_follows(targets: Targets, model: RunModel, signal: str, width: int, look: Look) -> list[Line]:
+def what_follows(targets: Targets, model: RunModel, signal: str, width: int, look: Theme) -> list[Line]:
     """Say what ending the targets brings about."""
     text = _consequence(targets, model)
     text += " Stacks are saved first; then SIG" + signal + "." if signal else " Stacks are saved first."

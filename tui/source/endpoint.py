@@ -52,11 +52,11 @@ class Endpoint:
         return Hub(found.addresses, found.process, found.read_only) if found else None
 
     def is_alive(self, hub: Hub) -> bool:
-        """Tell whether that very hub lives; of one elsewhere it is not known, and so is said to."""
+        """Return whether that very hub lives; of one elsewhere it is not known, and so is said to."""
         return hub.process is None or is_alive(hub.process)
 
     def ended(self) -> bool:
-        """Tell whether the run is over and nobody would start a hub any more.
+        """Return whether the run is over and nobody would start a hub any more.
 
         A launcher outlives its job until a hub has recorded the end, also one that came up after it.
         """

@@ -3,8 +3,8 @@
 from typing import Protocol
 
 from ...protocol.control import Alert
-from ...protocol.phasepeaks import PeakMark
-from ...protocol.recording.results import MemoryColumn, RecordingInfo, StepPoint
+from ...protocol.recording.phase_peaks import PeakMark
+from ...protocol.recording.results import MemoryColumn, RecordingInfo, StepPoint, TrainingPoint
 from ...protocol.wire import Frame
 
 
@@ -31,6 +31,10 @@ class History(Protocol):
         """Read a rank's steps, pooled when there are more than ``limit``."""
         ...
 
+    def training(self, rank: int, t0: float, t1: float, limit: int) -> list[TrainingPoint]:
+        """Read what a rank's steps came to as training, pooled when there are more than ``limit``."""
+        ...
+
     def alerts(self, t0: float | None = None, t1: float | None = None) -> list[Alert]:
         """Read alerts as they stood last."""
         ...
@@ -49,12 +53,16 @@ class History(Protocol):
         """Read messages of one type of a rank, spread evenly over the recording."""
         ...
 
+    def jobs(self) -> list[Frame]:
+        """Read how each job stood last."""
+        ...
+
     def step_time(self, step: int) -> float | None:
-        """Tell when a step was finished."""
+        """Return when a step was finished."""
         ...
 
     def seq_at(self, t: float) -> int:
-        """Tell the stream's number at a time."""
+        """Return the stream's number at a time."""
         ...
 
     def close(self) -> None:

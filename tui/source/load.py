@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from math import ceil, floor
 
 from ...protocol.recording.results import RecordingInfo
-from ...protocol.telemetry import Step
+from ...protocol.telemetry import Checkpoint, Evaluation, Step
 from ...protocol.wire import Frame
 from ..model.levels import Level
 from ..model.run import RunInfo, RunModel
@@ -111,11 +111,12 @@ def _load(
         go_on()
     # Charts and rates want steps without holes; of older ones (the run's peak) only what they tell is kept.
     fold(model, (frames[number] for number in sorted(frames) if number <= begin))
-    older = {number: rank.last for number, rank in model.ranks.items()}
+    job, older = model.job, {number: rank.last for number, rank in model.ranks.items()}
     for rank in model.ranks.values():
         rank.forget_steps()
+    model.training.forget_course()
     fold(model, (frames[number] for number in sorted(frames) if number > begin))
-    for number, last in older.items():
+    for number, last in older.items() if model.job == job else ():
         rank = model.ranks[number]
         if last is not None and not rank.steps:
             rank.remember_step(last)
@@ -132,11 +133,20 @@ def fold(model: RunModel, frames: Iterable[Frame]) -> None:
         model.apply(frame)
 
 
-def adopt(model: RunModel, overview: Overview, until: float | None = None) -> None:
-    """Give a model the run's past: memory before ``until`` (or before what it has), steps before those it knows."""
+def adopt(model: RunModel, overview: Overview, until: float | None = None, now: float | None = None) -> None:
+    """Give a model the run's past.
+
+    Args:
+        model: gets memory before ``until``, or before what it has; and steps before those it knows.
+        overview: the whole run, copied from.
+        until: seconds since the epoch.
+        now: the model's time, where the run is known beyond it: a rank without memory gets it up to then.
+    """
     for rank, past in overview.memory.items():
         timeline = model.rank(rank).timeline
-        end = timeline.start if until is None else until
+        end = until
+        if end is None:
+            end = now if timeline.start is None else timeline.start
         timeline.adopt(past.copy(None if end is None else ceil(end / overview.span)))
     adopt_steps(model, overview)
 
@@ -144,17 +154,29 @@ def adopt(model: RunModel, overview: Overview, until: float | None = None) -> No
 def adopt_steps(model: RunModel, overview: Overview) -> None:
     """Give a model the step times, losses and explanations of the steps before those it knows."""
     firsts: list[int] = []
+    curves = overview.of(model.job)
     for number, rank in model.ranks.items():
         if number in overview.marks:
             rank.memory.adopt(overview.marks[number])
         if number in overview.events:
             rank.allocator.adopt(overview.events[number])
-        if rank.steps:
-            firsts.append(rank.steps[0].step)
-            if number in overview.step_ms:
-                rank.step_ms.adopt(overview.step_ms[number], rank.steps[0].step)
-    if firsts:
-        model.losses.adopt(overview.losses, min(firsts))
+        first = rank.step_ms.first_step
+        if first is not None:
+            firsts.append(first)
+            if curves is not None and number in curves.step_ms:
+                rank.step_ms.adopt(curves.step_ms[number], first)
+    if firsts and curves is not None:
+        model.losses.adopt(curves.losses, min(firsts))
+    if curves is not None:
+        model.training.course.adopt(curves.course, min(firsts, default=1 << 62))
+        for frame in curves.results:
+            if frame.t <= model.now and isinstance(frame.message, Evaluation):
+                model.training.on_evaluation(frame.message)
+            elif frame.t <= model.now and isinstance(frame.message, Checkpoint):
+                model.training.on_checkpoint(frame.message)
+    for job, past in overview.curves.items():
+        if 0 < job < model.job and not model.job_losses.get(job):
+            model.job_losses[job] = past.losses
 
 
 def _load_memory(history: History, told: float, t: float, model: RunModel, overview: Overview | None) -> None:

@@ -5,12 +5,15 @@ from collections.abc import Callable
 from math import ceil, floor, inf
 
 from ...protocol.errors import FtmonError
-from ...protocol.phasepeaks import PeakMark
+from ...protocol.jobs import Job
+from ...protocol.recording.phase_peaks import PeakMark
 from ...protocol.recording.results import RecordingInfo
 from ...protocol.telemetry import AllocatorEvents
+from ...protocol.wire import Frame
 from ..model.events import KEPT
 from ..model.levels import EMPTY, RATIO, Level
 from ..model.series import StepSeries
+from ..model.training import TrainingHistory
 from .history import History
 
 MAX_COLUMNS = 512
@@ -22,12 +25,41 @@ FEWEST_SAMPLES = 8
 """Sampled steps of all ranks together; with so many ranks that each would get fewer than those, none are read."""
 
 SERIES_POINTS = 512
+FEWEST_RANKS = 4
+JOBS_READ = 16
+"""Jobs whose curves are read, and the ranks of each at the least."""
+
+COURSE_POINTS = 2048
+COURSE_RANKS = 4
+"""Points of the course of a training that are read, and of how many ranks: the others are taken to be like them."""
+
+RESULTS_READ = 1000
+"""Evaluations, and checkpoints, that are read; of more, so many are spread evenly over the recording."""
+
 SERIES_RANKS = 64
 """Ranks whose step times are read; beyond, only the recent steps are charted."""
 
 
+_RESULT_KINDS = ("evaluation", "checkpoint")
+
+
+class Curves:
+    """Step times by rank, losses, the course of the training and its results, of one job."""
+
+    def __init__(self) -> None:
+        self.step_ms: dict[int, StepSeries] = {}
+        self.losses = StepSeries()
+        self.course = TrainingHistory()
+        self.results: list[Frame] = []
+        """Evaluations and checkpoints, in the order of the stream."""
+
+
 class Overview:
     """Memory of every rank in aligned columns, step times, and losses; copies of its parts go into models."""
+
+    def of(self, job: int) -> Curves | None:
+        """Return the curves of a job; of a run with one job its only ones."""
+        return self.curves.get(job) or (next(iter(self.curves.values())) if len(self.curves) == 1 else None)
 
     def __init__(self, begin: float, end: float, ranks: int) -> None:
         columns = max(32, min(MAX_COLUMNS, MAX_CELLS // max(ranks, 1)))
@@ -40,8 +72,8 @@ class Overview:
         self.end = end
         """The time it was read up to."""
         self.memory: dict[int, Level] = {}
-        self.step_ms: dict[int, StepSeries] = {}
-        self.losses = StepSeries()
+        self.curves: dict[int, Curves] = {}
+        """By job; a run whose hub tells of no jobs has one part, under 0."""
         self.marks: dict[int, list[PeakMark]] = {}
         """By rank: where a phase came higher than before."""
         self.events: dict[int, list[AllocatorEvents]] = {}
@@ -59,17 +91,61 @@ def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[],
     end = info.last_t
     overview = Overview(info.first_t, end, len(info.ranks))
     overview.memory = read_memory(history, overview.first, overview.columns, overview.span)
-    for rank in info.ranks[:SERIES_RANKS]:
-        if cancelled():
-            break
-        series = overview.step_ms[rank] = StepSeries()
-        for point in history.series(rank, info.first_t, end, SERIES_POINTS):
-            series.add_pooled(point.step, point.host_ms, point.host_ms, point.max_host_ms or point.host_ms, point.count)
-            if point.loss is not None:
-                overview.losses.add_pooled(point.step, point.loss, point.loss, point.loss, point.count)
+    spans = _job_spans(history, info)
+    for job, (begin, until) in spans.items():
+        curves = overview.curves[job] = Curves()
+        for rank in info.ranks[: max(FEWEST_RANKS, SERIES_RANKS // len(spans))]:
+            if cancelled():
+                break
+            series = curves.step_ms[rank] = StepSeries()
+            for point in history.series(rank, begin, until, SERIES_POINTS):
+                longest = point.max_host_ms or point.host_ms
+                series.add_pooled(point.step, point.host_ms, point.host_ms, longest, point.count)
+                if point.loss is not None:
+                    curves.losses.add_pooled(point.step, point.loss, point.loss, point.loss, point.count)
+        with contextlib.suppress(FtmonError):  # a hub of an earlier version does not know it
+            _read_course(curves.course, history, info.ranks[:COURSE_RANKS], (begin, until), cancelled)
+    _read_results(overview, spans, history, info.ranks)
     with contextlib.suppress(FtmonError):  # a hub of an earlier version knows neither
         _read_explanations(overview, history, info.ranks, cancelled)
     return overview
+
+
+def _read_course(
+    course: TrainingHistory,
+    history: History,
+    ranks: list[int],
+    span: tuple[float, float],
+    cancelled: Callable[[], bool],
+) -> None:
+    for rank in ranks:
+        if cancelled():
+            return
+        for point in history.training(rank, *span, COURSE_POINTS):
+            course.add(point)
+
+
+def _read_results(
+    overview: Overview, spans: dict[int, tuple[float, float]], history: History, ranks: list[int]
+) -> None:
+    """Read evaluations and checkpoints of the first rank, which reports them, into the jobs they belong to."""
+    found = [frame for kind in _RESULT_KINDS for frame in history.sampled(kind, min(ranks, default=0), RESULTS_READ)]
+    for frame in sorted(found, key=lambda frame: frame.seq):
+        for job, (begin, until) in spans.items():
+            if begin <= frame.t <= until:
+                overview.curves[job].results.append(frame)
+
+
+def _job_spans(history: History, info: RecordingInfo) -> dict[int, tuple[float, float]]:
+    """Say from when to when each of the last jobs was in the stream; of a run with one job, under 0, all of it."""
+    jobs: list[Job] = []
+    with contextlib.suppress(FtmonError):  # a hub of an earlier version knows of none
+        jobs = [frame.message for frame in history.jobs() if isinstance(frame.message, Job) and frame.message.shown]
+    if len(jobs) < 2:
+        return {0: (info.first_t, info.last_t)}
+    ends = [*(job.started for job in jobs[1:]), info.last_t]
+    spans = {job.number: (job.started, end) for job, end in zip(jobs, ends, strict=True)}
+    return dict(list(spans.items())[-JOBS_READ:])
 
 
 def _read_explanations(overview: Overview, history: History, ranks: list[int], cancelled: Callable[[], bool]) -> None:
@@ -87,15 +163,19 @@ def _read_explanations(overview: Overview, history: History, ranks: list[int], c
 def read_memory(history: History, first: int, columns: int, span: int, until: float = inf) -> dict[int, Level]:
     """Read aligned columns of ``span`` seconds from column ``first`` (spans since the epoch) on, by rank.
 
-    A single column may end early, at ``until``.
+    A rank's begin with its first data. A single column may end early, at ``until``.
     """
     levels: dict[int, Level] = {}
     if columns <= 0:
         return levels
-    for column in history.memory(float(first * span), min(float((first + columns) * span), until), columns):
+    found = history.memory(float(first * span), min(float((first + columns) * span), until), columns)
+    begins: dict[int, int] = {}
+    for column in found:
+        begins[column.rank] = min(begins.get(column.rank, column.index), column.index)
+    for column in found:
         level = levels.get(column.rank)
         if level is None:
-            level = levels[column.rank] = Level(span, first)
+            level = levels[column.rank] = Level(span, first + begins[column.rank])
         level.reach(first + column.index)
         level.lift(
             first + column.index,

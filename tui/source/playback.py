@@ -14,7 +14,7 @@ from ...protocol.wire import Frame
 from ..model.run import RunInfo, RunModel
 from . import positions
 from .history import History
-from .load import Superseded, load
+from .load import Superseded, adopt, load
 from .overview import Overview, read_overview
 from .seek import alert_time, marks
 from .transport import AlertMark, Request, Transport, next_speed
@@ -46,6 +46,7 @@ class _Update:
     """Requests carried out so far."""
     model: RunModel | None = None
     frames: list[Frame] = field(default_factory=list[Frame])
+    overview: Overview | None = None
     marks: list[AlertMark] | None = None
     span: tuple[float, float] | None = None
     message: str | None = None
@@ -152,6 +153,9 @@ class Playback:
         transport.position, transport.playing, transport.speed = update.position, update.playing, update.speed
         if update.model is not None:
             self.model, update.model = update.model, None
+        if update.overview is not None:
+            adopt(self.model, update.overview, now=update.position)
+            update.overview = None
         if update.marks is not None:
             transport.marks = update.marks
         if update.span is not None:
@@ -198,8 +202,9 @@ class Playback:
             history = self._open(self._closing.is_set)
             self._new_overview = read_overview(history, history.info(), self._closing.is_set)
             self._requests.put(Request("overview"))
-        except FtmonError as error:
-            self._put(message=f"older history cannot be read: {error}")
+        except Exception as error:  # nobody sees a thread die
+            words = str(error) if isinstance(error, FtmonError) else f"{type(error).__name__}: {error}"
+            self._put(message=f"older history cannot be read: {words}")
         finally:
             if history is not None:
                 history.close()
@@ -269,7 +274,8 @@ class Playback:
         """Where a request leads, or None when it moves nothing; sets playing and speed."""
         if request.kind == "overview":
             self._overview = self._new_overview
-            self._loaded = False  # what is shown is to be loaded anew, with its past
+            if self._loaded:
+                self._put(overview=self._overview)  # what was folded is finer than what a load would read: it stays
             return None
         if request.kind == "speed":
             self._speed = request.number
@@ -365,6 +371,7 @@ class Playback:
         self,
         model: RunModel | None = None,
         frames: list[Frame] | None = None,
+        overview: Overview | None = None,
         marks: list[AlertMark] | None = None,
         span: tuple[float, float] | None = None,
         message: str | None = None,
@@ -378,6 +385,7 @@ class Playback:
                 self._handled,
                 model,
                 frames or [],
+                overview,
                 marks,
                 span,
                 message,

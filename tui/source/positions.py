@@ -16,14 +16,14 @@ MEND = "type a step (812), a time (12:03:10), a jump (+90s, -2m) or a share (50%
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Position:
     """Where to go: a step, or a time in seconds since the epoch."""
 
     step: int | None = None
     time: float = 0.0
 
 
-def parse(text: str, position: float, first: float, last: float) -> Place:
+def parse(text: str, position: float, first: float, last: float) -> Position:
     """Understand what a person typed into "go to".
 
     Args:
@@ -39,17 +39,17 @@ def parse(text: str, position: float, first: float, last: float) -> Place:
     typed = text.strip().lower()
     step = re.fullmatch(r"(?:step|#)?\s*(\d[\d,_]*)", typed)
     if step:
-        return Place(step=int(re.sub("[,_]", "", step[1])))
+        return Position(step=int(re.sub("[,_]", "", step[1])))
     share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", typed)
     if share:
-        return Place(time=first + (last - first) * min(float(share[1]), 100.0) / 100.0)
+        return Position(time=first + (last - first) * min(float(share[1]), 100.0) / 100.0)
     jump = _JUMP.fullmatch(typed)
     if jump:
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(jump[2]))
-        return Place(time=_within(position + (seconds if jump[1] == "+" else -seconds), first, last))
+        return Position(time=_within(position + (seconds if jump[1] == "+" else -seconds), first, last))
     clock = _CLOCK.fullmatch(text.strip())
     if clock:
-        return Place(time=_within(_time_of_day(clock, text, position, first, last), first, last))
+        return Position(time=_within(_time_of_day(clock, text, position, first, last), first, last))
     raise UsageError(f"cannot go to {text!r}: {MEND}")
 
 

@@ -222,11 +222,11 @@ class RelayedEndpoint(Endpoint):
         return self._hub
 
     def is_alive(self, hub: Hub) -> bool:
-        """Tell whether the relay to that very hub carries."""
+        """Return whether the relay to that very hub carries."""
         return hub is self._hub and self._relay is not None and self._relay.alive
 
     def ended(self) -> bool:
-        """Tell whether the relay said that the run is over."""
+        """Return whether the relay said that the run is over."""
         return self._relay is not None and self._relay.ended_in_order
 
     def open_recording(self) -> History:

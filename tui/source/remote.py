@@ -10,8 +10,8 @@ import zmq
 from ...protocol import wire
 from ...protocol.control import Alert, Answer, Query
 from ...protocol.errors import HubError, RecordingError
-from ...protocol.phasepeaks import PeakMark
-from ...protocol.recording.results import MemoryColumn, RecordingInfo, StepPoint, decode_answer
+from ...protocol.recording.phase_peaks import PeakMark
+from ...protocol.recording.results import MemoryColumn, RecordingInfo, StepPoint, TrainingPoint, decode_answer
 from ...protocol.sockets import peer_socket
 from ...protocol.wire import Frame
 
@@ -65,6 +65,10 @@ class RemoteReader:
         """Read a rank's steps between two times, pooled when there are more than ``limit``."""
         return self._ask("series", rank=rank, t0=t0, t1=t1, limit=limit)
 
+    def training(self, rank: int, t0: float, t1: float, limit: int) -> list[TrainingPoint]:
+        """Read what a rank's steps came to as training, pooled when there are more than ``limit``."""
+        return self._ask("training", rank=rank, t0=t0, t1=t1, limit=limit)
+
     def alerts(self, t0: float | None = None, t1: float | None = None) -> list[Alert]:
         """Read alerts as they stood last."""
         return self._ask("alerts", t0=t0, t1=t1)
@@ -83,12 +87,16 @@ class RemoteReader:
         """Read messages of one type of a rank, spread evenly over the recording."""
         return self._ask("sampled", kind=kind, rank=rank, limit=limit)
 
+    def jobs(self) -> list[Frame]:
+        """Read how each job stood last."""
+        return self._ask("jobs")
+
     def step_time(self, step: int) -> float | None:
-        """Tell when a step was finished; None when it was not."""
+        """Return when a step was finished; None when it was not."""
         return self._ask("step_time", step=step)
 
     def seq_at(self, t: float) -> int:
-        """Tell the stream's number at hub time ``t``."""
+        """Return the stream's number at hub time ``t``."""
         return self._ask("seq_at", t=t)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ _TOGETHER_S = 1.0
 
 
 def first_ranks_time(reader: Reader, info: RecordingInfo) -> float:
-    """Tell when the ranks that came first were all heard of; where none ever was, when the recording begins."""
+    """Return when the ranks that came first were all heard of; where none ever was, when the recording begins."""
     after, found = 0, 0.0
     while info.ranks and (frames := reader.frames(after, _LOOKED_AT)):
         for frame in frames:
@@ -64,9 +65,8 @@ class ReplaySource:
         self._transport = Transport("replay", self._request)
         self._transport.first, self._transport.last = info.first_t, info.last_t
         self._transport.position = begin if start is None else start
-        self._playback = Playback(
-            lambda _: Reader(self._path), describe(info), self._transport, self._transport.position
-        )
+        self._readers: list[Reader] = []
+        self._playback = Playback(self._open, describe(info), self._transport, self._transport.position)
         self._play = play
         self._commands: dict[str, CommandRecord] = {}
         self._since = time.time()
@@ -85,7 +85,8 @@ class ReplaySource:
     @property
     def connection(self) -> Connection:
         """Says what is missing of the recording, if anything is."""
-        return Connection("replay", self._playback.error or self._missing, self._since)
+        left_out = next((reader.left_out for reader in self._readers if reader.left_out), "")
+        return Connection("replay", self._playback.error or self._missing or left_out, self._since)
 
     @property
     def commands(self) -> dict[str, CommandRecord]:
@@ -122,6 +123,11 @@ class ReplaySource:
     def close(self) -> None:
         """End the thread."""
         self._playback.close()
+
+    def _open(self, _cancelled: Callable[[], bool]) -> Reader:
+        reader = Reader(self._path)
+        self._readers.append(reader)
+        return reader
 
     def _request(self, request: Request) -> None:
         if request.kind != "live":

@@ -19,7 +19,7 @@ RequestKind = Literal["play", "pause", "speed", "faster", "time", "step", "skip"
 
 
 def next_speed(speed: float, *, up: bool) -> float:
-    """Give the playing speed after this one, or before it; the last of them stays."""
+    """Return the playing speed after this one, or before it; the last of them stays."""
     if up:
         return next((each for each in SPEEDS if each > speed), SPEEDS[-1])
     return next((each for each in reversed(SPEEDS) if each < speed), SPEEDS[0])

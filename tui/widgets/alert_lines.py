@@ -10,8 +10,8 @@ from ..model.cause import evidence_groups, other_evidence, verdict_of, verdict_w
 from .cause_lines import cause_lines, stack_lines
 from .figures import gib
 from .line import Line, cut, spread
-from .look import Look
 from .scrubber import time_of_day
+from .theme import Theme
 from .wrapping import wrap as wrap
 
 _MOMENTS = ("last_recorded", "since", "time", "started")
@@ -19,7 +19,7 @@ _MOMENTS = ("last_recorded", "since", "time", "started")
 _EPOCH = 1e9
 
 
-def alert_line(alert: Alert, width: int, look: Look, selected: bool = False, hint: str = "") -> Line:
+def alert_line(alert: Alert, width: int, look: Theme, selected: bool = False, hint: str = "") -> Line:
     """Draw one alert on one line: time, severity, title, and at the right whether it is over."""
     ground = "raised" if selected else "background"
     glyph, tone = look.severity(alert.severity)
@@ -46,7 +46,7 @@ def alert_line(alert: Alert, width: int, look: Look, selected: bool = False, hin
 
 
 def alert_detail(
-    alert: Alert, width: int, look: Look, cause: Cause | None = None, unfolded: bool = False
+    alert: Alert, width: int, look: Theme, cause: Cause | None = None, unfolded: bool = False
 ) -> list[Line]:
     """Draw one alert in full: what, where, what it means, the code it came from where that is known, the evidence."""
     base, dim = look.base, look.style("dim")
@@ -80,7 +80,7 @@ def alert_detail(
     return lines
 
 
-def _cause(alert: Alert, cause: Cause | None, width: int, look: Look, unfolded: bool) -> list[Line]:
+def _cause(alert: Alert, cause: Cause | None, width: int, look: Theme, unfolded: bool) -> list[Line]:
     verdict, groups = verdict_of(alert), evidence_groups(alert)
     if cause is not None:
         return [Line(), *cause_lines(cause, verdict, width, look, unfolded)]
@@ -92,7 +92,7 @@ def _cause(alert: Alert, cause: Cause | None, width: int, look: Look, unfolded: 
     return [*lines, *stack_lines(groups, width, look)]
 
 
-def evidence_lines(evidence: Mapping[str, Any], width: int, look: Look, indent: int = 3) -> list[Line]:
+def evidence_lines(evidence: Mapping[str, Any], width: int, look: Theme, indent: int = 3) -> list[Line]:
     """Draw evidence as names and figures; keys ending in ``bytes``, ``_us`` or ``_ms`` get their units."""
     base, dim = look.base, look.style("dim")
     label = min(max((len(words(key)) for key in evidence), default=0), width // 2)

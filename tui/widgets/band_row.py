@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 from ..model.snapshot_bands import Band
 from .line import Line, cut
-from .look import Look
 from .phase_bar import FILLS, SHORT
+from .theme import Theme
 
 
-def band_row(bands: Sequence[Band], column_of: Callable[[int], int], width: int, look: Look) -> Line:
+def band_row(bands: Sequence[Band], column_of: Callable[[int], int], width: int, look: Theme) -> Line:
     """Draw the bands over ``width`` columns.
 
     Args:
@@ -35,7 +35,7 @@ def band_row(bands: Sequence[Band], column_of: Callable[[int], int], width: int,
     return line
 
 
-def _band(line: Line, band: Band, number: int, cells: int, look: Look) -> None:
+def _band(line: Line, band: Band, number: int, cells: int, look: Theme) -> None:
     short = SHORT.get(band.phase, "") if band.phase else ""
     label = next((text for text in (f" {band.name} ", band.name, short) if text and len(text) <= cells), "")
     if not label and not band.phase and cells > 3:

@@ -6,9 +6,9 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
+from .app_state import AppState
 from .line import Line
-from .look import Look
-from .stage import Stage
+from .theme import Theme
 
 
 class Canvas(Widget, can_focus=False):
@@ -25,14 +25,14 @@ class Canvas(Widget, can_focus=False):
     _strips: list[Strip]
     _last_key: Any = None
 
-    def __init__(self, stage: Stage, name: str | None = None, classes: str | None = None) -> None:
+    def __init__(self, stage: AppState, name: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=name, classes=classes)
         self.stage = stage
         self._lines = []
         self._strips = []
 
     @property
-    def look(self) -> Look:
+    def look(self) -> Theme:
         """The palette and glyphs in force."""
         return self.stage.look
 

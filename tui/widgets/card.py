@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from ...protocol.text import duration, sanitize
 from .figures import gib, step_time
 from .line import Line, cut, spread, width_of
-from .look import Look
 from .memory_graph import Column, Scale, memory_graph
 from .phase_bar import SHORT, phase_bar
 from .rank_view import RankView
+from .theme import Theme
 
 FIXED_LINES = 4
 """Lines of a card besides its graph: title, figures, phases, health."""
 
 
 def card(
-    view: RankView, columns: Sequence[Column | None], width: int, height: int, scale: Scale, look: Look, selected: bool
+    view: RankView, columns: Sequence[Column | None], width: int, height: int, scale: Scale, look: Theme, selected: bool
 ) -> list[Line]:
     """Draw a card of ``width`` x ``height`` cells (at least 30 x 6)."""
     inner = width - 2
@@ -28,7 +28,7 @@ def card(
     return lines
 
 
-def title(view: RankView, width: int, look: Look, selected: bool) -> Line:
+def title(view: RankView, width: int, look: Theme, selected: bool) -> Line:
     """Draw the rule above a card, with the rank's name at its left and its state at its right."""
     rule = look.style("accent" if selected else "rule")
     glyph, tone = look.state(view.state)
@@ -46,7 +46,7 @@ def title(view: RankView, width: int, look: Look, selected: bool) -> Line:
     return left.add(dash * max(0, gap), rule).join(right).fit(width, look.base)
 
 
-def name(view: RankView, look: Look) -> str:
+def name(view: RankView, look: Theme) -> str:
     """Name a rank: ``GPU 0 · rank 0``, with its host where there are several."""
     parts = [view.device, f"rank {view.rank}", view.host]
     return f" {look.glyphs.dot} ".join(part for part in parts if part)
@@ -59,7 +59,7 @@ def state_words(view: RankView) -> str:
     return view.state
 
 
-def figures(view: RankView, width: int, look: Look) -> Line:
+def figures(view: RankView, width: int, look: Theme) -> Line:
     """Draw allocated, peak and what is behind, in GiB."""
     solid, behind = view.words
     parts = ((solid, view.allocated, "text"), ("peak", view.peak, "peak"), (behind, view.behind, "dim"))
@@ -83,7 +83,7 @@ def figures(view: RankView, width: int, look: Look) -> Line:
     return spread(line, right, width, look.base) if line.width + right.width < width - 1 else line.fit(width, look.base)
 
 
-def foot(view: RankView, width: int, look: Look) -> list[Line]:
+def foot(view: RankView, width: int, look: Theme) -> list[Line]:
     """Draw phase shares and health in two lines; trouble that takes more than a line to tell takes both."""
     if view.in_trouble and width_of(view.text) + 2 > width:
         glyph, tone = look.state(view.state)
@@ -94,7 +94,7 @@ def foot(view: RankView, width: int, look: Look) -> list[Line]:
     return [phase_bar(view.shares, width, look), health(view, width, look)]
 
 
-def health(view: RankView, width: int, look: Look) -> Line:
+def health(view: RankView, width: int, look: Theme) -> Line:
     """Draw utilisation, power and temperature; of a rank in trouble, what it is doing instead."""
     if view.in_trouble or (view.text and view.state in ("starting", "failed")):
         glyph, tone = look.state(view.state)
@@ -110,7 +110,7 @@ def health(view: RankView, width: int, look: Look) -> Line:
     return spread(line, right, width, look.base)
 
 
-def health_words(view: RankView, look: Look) -> str:
+def health_words(view: RankView, look: Theme) -> str:
     """Say utilisation, power and temperature, or the host's of a rank on the CPU."""
     words: list[str] = []
     label = "util" if view.measure == "cuda" else "host CPU"

@@ -7,14 +7,14 @@ from ...protocol.memory import Cause
 from ...protocol.text import gib, sanitize
 from ..model.cause import Verdict, evidence_words, frame_parts, group_parts, shown_bytes, verdict_words
 from .line import Line, cut
-from .look import Look
+from .theme import Theme
 from .wrapping import wrap
 
 SHORT_LIST = 3
 """Stacks that are shown while the list is folded."""
 
 
-def cause_lines(cause: Cause, verdict: Verdict | None, width: int, look: Look, unfolded: bool = False) -> list[Line]:
+def cause_lines(cause: Cause, verdict: Verdict | None, width: int, look: Theme, unfolded: bool = False) -> list[Line]:
     """Draw a cause: a head, what the hub made of it, the evidence, and its stacks.
 
     Args:
@@ -43,7 +43,7 @@ def cause_lines(cause: Cause, verdict: Verdict | None, width: int, look: Look, u
     return lines
 
 
-def cause_head(cause: Cause, look: Look) -> Line:
+def cause_head(cause: Cause, look: Theme) -> Line:
     """Say which phase took how much, in which step."""
     stayed = cause.reason == "leak"
     line = Line(f" {look.glyphs.spike} ", look.style("warning", bold=True))
@@ -53,7 +53,7 @@ def cause_head(cause: Cause, look: Look) -> Line:
     return line.add(f" {words} step {cause.step:,}, allocated by", look.base)
 
 
-def _group_line(group: StackGroup, size: int, width: int, look: Look) -> Line:
+def _group_line(group: StackGroup, size: int, width: int, look: Theme) -> Line:
     line = Line(f"   {gib(size):>10} ", look.base)
     line.add(f"{look.glyphs.times}{group.count:<5,} ", look.style("dim"))
     innermost, own = group_parts(group)
@@ -65,7 +65,7 @@ def _group_line(group: StackGroup, size: int, width: int, look: Look) -> Line:
     return line
 
 
-def _frames(group: StackGroup, width: int, look: Look) -> list[Line]:
+def _frames(group: StackGroup, width: int, look: Theme) -> list[Line]:
     lines: list[Line] = []
     for frame in reversed(group.frames):
         words, library = frame_parts(frame)
@@ -74,6 +74,6 @@ def _frames(group: StackGroup, width: int, look: Look) -> list[Line]:
     return lines
 
 
-def stack_lines(groups: Sequence[StackGroup], width: int, look: Look) -> list[Line]:
+def stack_lines(groups: Sequence[StackGroup], width: int, look: Theme) -> list[Line]:
     """Draw stacks in short, as in an alert's evidence."""
     return [_group_line(group, group.bytes, width, look) for group in groups]

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.text import Text
 
+from ..plotext_figure import draw, new_figure, rows
 from .line import Line
-from .look import Look
+from .theme import Theme
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Chart:
     floor: bool = False
 
 
-def chart_lines(chart: Chart, width: int, height: int, look: Look) -> list[Line]:
+def chart_lines(chart: Chart, width: int, height: int, look: Theme) -> list[Line]:
     """Draw a chart of ``width`` x ``height`` cells: a title with the legend, then the plot."""
     head = Line(f" {chart.title}", look.style("text", bold=True)).add(f", {chart.unit} ", look.style("dim"))
     for index, series in enumerate(chart.series if len(chart.series) > 1 else ()):
@@ -40,37 +40,32 @@ def chart_lines(chart: Chart, width: int, height: int, look: Look) -> list[Line]
     return [head.fit(width, look.base), *_plot(chart, width, height - 1, look)]
 
 
-def _markers(look: Look) -> tuple[list[str], list[str]]:
+def _markers(look: Theme) -> tuple[list[str], list[str]]:
     """Give plotext's marker of each series, and the sign of it in the legend."""
     if look.glyphs.is_ascii:
         return ["*", "o", "."], ["*", "o", "."]
     return (["braille"] * 3, ["━", "━", "━"]) if look.color else (["braille", "+", "x"], ["⠶", "+", "x"])
 
 
-def _plot(chart: Chart, width: int, height: int, look: Look) -> list[Line]:
-    import plotext
-
-    plot: Any = plotext
-    plot.clear_figure()
-    plot.theme("clear")
-    plot.limit_size(False, False)
-    plot.plot_size(width - 1, height)
-    plot.frame(False)
+def _plot(chart: Chart, width: int, height: int, look: Theme) -> list[Line]:
+    figure = new_figure(width - 1, height)
+    figure.axes(False)
     markers = _markers(look)[0]
     for index, series in enumerate(chart.series):
         color = _rgb(look.tone(series.tone)) if look.color else None
-        plot.plot(list(chart.steps), list(series.values), marker=markers[index], color=color)
+        draw(figure, chart.steps, series.values, markers[index], line=True, color=color)
     low = min(min(series.values) for series in chart.series)
     high = max(max(series.values) for series in chart.series)
     low = 0.0 if chart.floor else low
     margin = (high - low) * 0.05 or max(abs(high) * 0.05, 1e-3)
-    plot.ylim(low if chart.floor else low - margin, high + margin)
+    y = figure.ruler("y")
+    y.lim(low if chart.floor else low - margin, high + margin)
     ticks = [low + (high - low) * part / 3 for part in range(4)] if high > low else [high]
-    plot.yticks(ticks, [_tick(value, high) for value in ticks])
+    y.ticks(ticks, [_tick(value, high) for value in ticks])
     first, last = chart.steps[0], chart.steps[-1]
     shown = sorted({first, *(round(first + (last - first) * part / 4) for part in range(1, 4)), last})
-    plot.xticks(shown, [f"{step:,}" for step in shown])
-    return [_line(row, width, look) for row in plot.build().splitlines()[:height]]
+    figure.ruler("x").ticks(shown, [f"{step:,}" for step in shown])
+    return [_line(row, width, look) for row in rows(figure)[:height]]
 
 
 def _tick(value: float, high: float) -> str:
@@ -81,7 +76,7 @@ def _rgb(color: str) -> tuple[int, int, int]:
     return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
 
 
-def _line(ansi: str, width: int, look: Look) -> Line:
+def _line(ansi: str, width: int, look: Theme) -> Line:
     """Turn a row of plotext's output into a line: its colours on our ground, everything else dim."""
     text = Text.from_ansi(ansi)
     dim = look.style("dim")

@@ -6,9 +6,9 @@ from textual.events import Key, Paste
 from textual.message import Message
 
 from ..model.console import ConsoleSession, is_complete
+from .app_state import AppState
 from .canvas import Canvas
 from .line import Line
-from .stage import Stage
 
 
 class ConsoleInput(Canvas, can_focus=True):
@@ -29,7 +29,7 @@ class ConsoleInput(Canvas, can_focus=True):
 
         direction: int
 
-    def __init__(self, stage: Stage, name: str) -> None:
+    def __init__(self, stage: AppState, name: str) -> None:
         super().__init__(stage, name=name)
         self.session: ConsoleSession | None = None
         self.before = ""

@@ -10,14 +10,14 @@ from ..model.rank import RankModel
 from ..model.timeline import EMPTY
 from .figures import count, gib_signed, milliseconds
 from .line import Line, cut
-from .look import Look
 from .memory_graph import Column, Scale, memory_graph
+from .theme import Theme
 
 _LABEL = 33
 """Cells before a graph: what it shows, and its latest figure."""
 
 
-def title_line(rank: RankModel, name: str, width: int, look: Look) -> Line:
+def title_line(rank: RankModel, name: str, width: int, look: Theme) -> Line:
     """Draw the rule that says whose allocator it is and which step was sampled last."""
     rule = look.style("rule")
     line = Line(look.glyphs.rule, rule).add(" allocator of ", look.style("dim"))
@@ -31,7 +31,7 @@ def title_line(rank: RankModel, name: str, width: int, look: Look) -> Line:
     return line.add(look.glyphs.rule * max(0, width - line.width - right.width), rule).join(right)
 
 
-def phase_lines(rank: RankModel, width: int, look: Look) -> list[Line]:
+def phase_lines(rank: RankModel, width: int, look: Theme) -> list[Line]:
     """Draw the table of the last sampled step: a head, a line a phase, and the step as a whole."""
     last = rank.allocator.last
     if last is None:
@@ -52,7 +52,7 @@ def phase_lines(rank: RankModel, width: int, look: Look) -> list[Line]:
     return [*lines, line]
 
 
-def _figures(line: Line, row: PhaseRates, wide: bool, look: Look) -> Line:
+def _figures(line: Line, row: PhaseRates, wide: bool, look: Theme) -> Line:
     rate = "-" if row.allocations_per_second is None else count(row.allocations_per_second)
     speed = "-" if row.bytes_per_second is None else f"{row.bytes_per_second / 2**30:.1f}"
     line.add(f"{row.allocations:>12,}{rate:>10}{speed:>9}{gib_words(row.largest):>13}", look.base)
@@ -69,7 +69,7 @@ def _grown(size: int) -> str:
     return f"{gib_signed(size)} GiB" if size else "0"
 
 
-def course_lines(rank: RankModel, width: int, height: int, look: Look) -> list[Line]:
+def course_lines(rank: RankModel, width: int, height: int, look: Theme) -> list[Line]:
     """Draw the course of the sampled steps, each graph ``height`` rows high, and that of unused memory over the run."""
     samples = rank.allocator.samples
     if not samples:
@@ -86,7 +86,7 @@ def course_lines(rank: RankModel, width: int, height: int, look: Look) -> list[L
     return lines
 
 
-def unused_lines(rank: RankModel, width: int, height: int, look: Look) -> list[Line]:
+def unused_lines(rank: RankModel, width: int, height: int, look: Theme) -> list[Line]:
     """Draw how much of what is reserved was not allocated at the peaks, over the whole run: fragmentation, mostly."""
     room = max(8, width - _LABEL - 1)
     columns = rank.timeline.whole(room)
@@ -109,7 +109,7 @@ def unused_share(rank: RankModel) -> float | None:
     return max(0.0, 1 - allocated / reserved) if reserved else None
 
 
-def free_line(rank: RankModel, width: int, look: Look) -> Line | None:
+def free_line(rank: RankModel, width: int, look: Theme) -> Line | None:
     """Say of what the unused memory consists: whether a large allocation finds a place in it."""
     last = rank.allocator.last
     if last is None or not last.reserved_bytes:
@@ -123,7 +123,7 @@ def free_line(rank: RankModel, width: int, look: Look) -> Line | None:
     return line.add(cut("   " + f" {look.glyphs.dot} ".join(words), width - line.width, ""), look.style("dim"))
 
 
-def retry_line(rank: RankModel, width: int, look: Look) -> Line:
+def retry_line(rank: RankModel, width: int, look: Theme) -> Line:
     """Say how often the allocator had to give its cache back to the device before it could go on, and when."""
     retries = rank.allocator.retries or 0
     line = Line(f" {'retries (cudaMalloc flushes)':<{_LABEL}}", look.style("warning" if retries else "dim"))
@@ -138,7 +138,7 @@ def retry_line(rank: RankModel, width: int, look: Look) -> Line:
 
 
 def _graph(
-    label: str, figure: str, values: Sequence[int], top: int, room: int, height: int, tone: str, look: Look
+    label: str, figure: str, values: Sequence[int], top: int, room: int, height: int, tone: str, look: Theme
 ) -> list[Line]:
     """Draw one graph with its label and latest figure at the left of its foot; pooled by maximum to the room."""
     shown = stretched(pooled(values, room), room)
@@ -152,7 +152,7 @@ def _graph(
     return lines
 
 
-def _toned(row: Line, tone: str, look: Look) -> Line:
+def _toned(row: Line, tone: str, look: Theme) -> Line:
     """Colour a graph drawn in the tone of allocated memory in another."""
     if tone == "allocated" or look.plain_graphs:
         return row
@@ -181,7 +181,7 @@ def stretched(values: Sequence[int], width: int) -> list[int]:
     return [value for value in values for _ in range(cells)]
 
 
-def rank_lines(ranks: Sequence[RankModel], selected: int, height: int, look: Look) -> list[Line]:
+def rank_lines(ranks: Sequence[RankModel], selected: int, height: int, look: Theme) -> list[Line]:
     """Draw a line a rank, the selected one in view: its last sampled step, its retries, its unused memory."""
     if len(ranks) < 2 or height < 3:
         return []

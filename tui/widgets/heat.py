@@ -6,8 +6,8 @@ from typing import NamedTuple
 from .card import name, state_words
 from .figures import gib
 from .line import Line, spread
-from .look import Look
 from .rank_view import RankView
+from .theme import Theme
 
 GROUP = 8
 """Ranks between gaps: the devices of an ordinary node."""
@@ -50,7 +50,7 @@ def plan(ranks: int, width: int, height: int) -> Grid:
 
 
 def heat_map(
-    views: Sequence[RankView], grid: Grid, first_row: int, height: int, selected: int, look: Look
+    views: Sequence[RankView], grid: Grid, first_row: int, height: int, selected: int, look: Theme
 ) -> list[Line]:
     """Draw rows of cells from ``first_row`` on, at most ``height`` lines. ``selected`` is an index into ``views``."""
     lines: list[Line] = []
@@ -69,7 +69,7 @@ def heat_map(
     return lines
 
 
-def _cell(line: Line, view: RankView, grid: Grid, part: int, selected: bool, look: Look) -> None:
+def _cell(line: Line, view: RankView, grid: Grid, part: int, selected: bool, look: Theme) -> None:
     inner = grid.width - 1
     middle = part == (grid.height - 1) // 2
     text = (_text(view, inner, look) if middle else "").center(inner)
@@ -83,7 +83,7 @@ def _cell(line: Line, view: RankView, grid: Grid, part: int, selected: bool, loo
     line.add(text, look.style(ink, ground, bold=selected or not sound)).add(" ", look.base)
 
 
-def _text(view: RankView, width: int, look: Look) -> str:
+def _text(view: RankView, width: int, look: Theme) -> str:
     """Say what fits: percent of memory, in a narrow cell its tens; a state's glyph before anything else."""
     share = min(1.0, view.share)
     percent = f"{share * 100:.0f}" if view.peak else ""
@@ -95,7 +95,7 @@ def _text(view: RankView, width: int, look: Look) -> str:
     return str(min(9, int(share * 10))) if view.peak else " "
 
 
-def _colors(view: RankView, look: Look) -> tuple[str, str]:
+def _colors(view: RankView, look: Theme) -> tuple[str, str]:
     """Give ink and ground of a cell."""
     palette = look.palette
     if view.state in ("finished", "starting"):
@@ -109,7 +109,7 @@ def _colors(view: RankView, look: Look) -> tuple[str, str]:
     return (palette.on_color if deep else palette.text), look.heat(view.share)
 
 
-def chosen_line(view: RankView, width: int, look: Look) -> Line:
+def chosen_line(view: RankView, width: int, look: Theme) -> Line:
     """Say the figures of the selected rank, and at the right what the colours mean."""
     glyph, tone = look.state(view.state)
     line = Line(f" {look.glyphs.selected} ", look.style("accent")).add(f"{glyph} ", look.style(tone))

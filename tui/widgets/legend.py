@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 from ..model.waterfall import LABELS
 from .line import Line
-from .look import Look
 from .peak_bars import PART_FILLS
 from .phase_bar import FILLS, SHORT
+from .plot import sign_of
+from .theme import Theme
 
 STATE_WORDS = {
     "starting": "its process is up, no step is finished yet",
@@ -22,6 +23,7 @@ STATE_WORDS = {
 
 PHASE_WORDS = {
     "data": "waiting for the next batch",
+    "generate": "generation (the rollout of a step)",
     "forward": "forward pass",
     "backward": "backward pass, gradient reduction included",
     "optimizer": "optimizer step",
@@ -30,11 +32,11 @@ PHASE_WORDS = {
 }
 
 
-def _head(text: str, look: Look) -> Line:
+def _head(text: str, look: Theme) -> Line:
     return Line(text, look.style("accent", bold=True))
 
 
-def graph_legend(look: Look) -> list[Line]:
+def graph_legend(look: Theme) -> list[Line]:
     """Explain the memory graph."""
     glyphs = look.glyphs
     solid = Line("  ", look.base).add(glyphs.eighths[8] * 2, look.style("allocated"))
@@ -50,7 +52,7 @@ def graph_legend(look: Look) -> list[Line]:
     return [_head("memory", look), solid, behind, peak, spike, top]
 
 
-def phase_legend(look: Look) -> list[Line]:
+def phase_legend(look: Theme) -> list[Line]:
     """Explain the phase bar."""
     lines = [_head("shares of a step", look)]
     for name, words in PHASE_WORDS.items():
@@ -60,7 +62,7 @@ def phase_legend(look: Look) -> list[Line]:
     return lines
 
 
-def state_legend(look: Look) -> list[Line]:
+def state_legend(look: Theme) -> list[Line]:
     """Explain the states of a rank."""
     lines = [_head("states", look)]
     for state, words in STATE_WORDS.items():
@@ -70,7 +72,7 @@ def state_legend(look: Look) -> list[Line]:
     return lines
 
 
-def alert_legend(look: Look) -> list[Line]:
+def alert_legend(look: Theme) -> list[Line]:
     """Explain the severities."""
     lines = [_head("alerts", look)]
     for severity, words in (
@@ -83,7 +85,7 @@ def alert_legend(look: Look) -> list[Line]:
     return lines
 
 
-def heat_legend(look: Look) -> list[Line]:
+def heat_legend(look: Theme) -> list[Line]:
     """Explain the heat map."""
     ramp = Line("  ", look.base)
     for color in look.palette.heat if look.color else ():
@@ -108,7 +110,7 @@ PART_WORDS = {
 """What the parts of a memory peak are."""
 
 
-def part_legend(look: Look) -> list[Line]:
+def part_legend(look: Theme) -> list[Line]:
     """Explain the parts of a memory peak by their colours (in stacked bars without colour: by their letters)."""
     lines = [_head("what a peak is made of", look)]
     for name, words in PART_WORDS.items():
@@ -119,12 +121,26 @@ def part_legend(look: Look) -> list[Line]:
     return lines
 
 
-LEGENDS: dict[str, Callable[[Look], list[Line]]] = {
+def training_legend(look: Theme) -> list[Line]:
+    """Explain the curves and marks of a training."""
+    lines = [_head("curves and marks", look)]
+    for sign, tone, words in (
+        (sign_of("points", look), "dim", "loss of single steps; where several share a dot, the lowest and the highest"),
+        (sign_of("line", look), "accent", "smoothed loss; below, the mean of the steps"),
+        (sign_of("marks", look), "warning", "loss of an evaluation"),
+        ("c", "good", "a checkpoint; C is the best so far"),
+    ):
+        lines.append(Line("  ", look.base).add(sign, look.style(tone)).add(f"   {words}", look.style("dim")))
+    return lines
+
+
+LEGENDS: dict[str, Callable[[Theme], list[Line]]] = {
     "graph": graph_legend,
     "phases": phase_legend,
     "states": state_legend,
     "alerts": alert_legend,
     "heat": heat_legend,
     "parts": part_legend,
+    "training": training_legend,
 }
 """The parts a screen's help may name."""

@@ -3,11 +3,11 @@
 from ...protocol.text import sanitize
 from ..model.logs import LogEntry
 from .line import Line, cut
-from .look import Look
 from .scrubber import time_of_day
+from .theme import Theme
 
 
-def log_line(entry: LogEntry, width: int, look: Look, with_rank: bool = True, selected: bool = False) -> Line:
+def log_line(entry: LogEntry, width: int, look: Theme, with_rank: bool = True, selected: bool = False) -> Line:
     """Draw time, rank and text; standard error and the launcher in their own tones."""
     ground = "raised" if selected else "background"
     line = Line(f" {time_of_day(entry.time)} ", look.style("dim", ground))

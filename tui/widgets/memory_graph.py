@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rich.style import Style
 
 from .line import Line
-from .look import Look
+from .theme import Theme
 
 
 class Column(NamedTuple):
@@ -39,7 +39,7 @@ def eighths(count: float, top: float, height: int) -> int:
     return max(1, min(height * 8, round(count / top * height * 8)))
 
 
-def memory_graph(columns: Sequence[Column | None], width: int, height: int, scale: Scale, look: Look) -> list[Line]:
+def memory_graph(columns: Sequence[Column | None], width: int, height: int, scale: Scale, look: Theme) -> list[Line]:
     """Draw the newest ``width`` columns, right-aligned, as ``height`` lines from top to bottom. None: nothing known."""
     shown = list(columns[-width:])
     shown = [None] * (width - len(shown)) + shown
@@ -67,13 +67,13 @@ def _reach(column: Column | None, top: int, height: int) -> tuple[int, int, str,
     return solid, behind, column.mark, column.spike
 
 
-def _mark_style(allocated: int, reserved: int, tone: str, look: Look) -> Style:
+def _mark_style(allocated: int, reserved: int, tone: str, look: Theme) -> Style:
     if allocated >= 4:
         return look.style("on_color", tone, bold=True)
     return look.style(tone, "reserved" if reserved >= 4 else "background", bold=True)
 
 
-def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, look: Look) -> tuple[str, Style]:
+def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, look: Theme) -> tuple[str, Style]:
     """Draw one cell from how far both parts reach above its floor, in eighths."""
     blocks = look.glyphs.eighths
     solid, back = ("warning", "spike_behind") if spike else ("allocated", "reserved")
@@ -90,7 +90,7 @@ def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, look
     return (look.glyphs.peak, look.style("peak")) if at_peak else (" ", look.base)
 
 
-def _plain_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, look: Look) -> tuple[str, Style]:
+def _plain_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, look: Theme) -> tuple[str, Style]:
     """Draw one cell with characters alone: for terminals without colour or without block characters."""
     del spike
     glyphs = look.glyphs

@@ -2,19 +2,22 @@
 
 from dataclasses import dataclass
 
+from ...protocol.analysis.text.prediction import comparison_sentences, percent
 from ...protocol.memory import Cause, Composition
+from ...protocol.prediction import Prediction
 from ...protocol.telemetry import DeviceSample
 from ...protocol.text import sanitize
-from ..model.cause import Verdict, group_parts
-from ..model.lead import lead_sentences, phase_words
+from ..model.cause import Verdict, innermost
+from ..model.peak_phase import lead_sentences, phase_words
+from ..model.prediction import compared_phases, predicted_phase
 from ..model.rank import RankModel
 from ..model.waterfall import REASONS, Waterfall, untaken, waterfall
 from .alert_lines import wrap
 from .cause_lines import cause_lines
 from .line import Line, cut, spread
-from .look import Look
 from .phase_bar import SHORT
 from .scrubber import time_of_day
+from .theme import Theme
 from .waterfall import size_words, unit_of, waterfall_lines
 
 
@@ -47,7 +50,7 @@ def cause_of(rank: RankModel, phase: str) -> Cause | None:
     return rank.memory.causes.get(phase) or rank.memory.cause
 
 
-def head_lines(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: int, look: Look) -> list[Line]:
+def head_lines(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: int, look: Theme) -> list[Line]:
     """Say what the step's peak is, which phase is next, and offer the phases."""
     dim, base = look.style("dim"), look.base
     top, highest = fall.standing[0]
@@ -67,11 +70,11 @@ def head_lines(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: in
     return [spread(left, right, width, base), _tabs(rank, fall, choice, width, look)]
 
 
-def _signed(fall: Waterfall, size: int, look: Look) -> str:
+def _signed(fall: Waterfall, size: int, look: Theme) -> str:
     return ("+" if size > 0 else look.glyphs.minus if size < 0 else "") + size_words(fall, abs(size))
 
 
-def _tabs(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: int, look: Look) -> Line:
+def _tabs(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: int, look: Theme) -> Line:
     line = Line(" ", look.base)
     for name, peak in fall.standing:
         chosen = name == fall.phase
@@ -93,7 +96,8 @@ def body_lines(
     verdict: Verdict | None,
     why: str,
     width: int,
-    look: Look,
+    look: Theme,
+    prediction: Prediction | None = None,
 ) -> list[Line]:
     """Draw what scrolls: the waterfall, what limits it, the lead in words, and the cause of the last spike.
 
@@ -105,12 +109,19 @@ def body_lines(
         why: why nothing was taken apart yet and what comes; shown in that case only.
         width: cells.
         look: how.
+        prediction: of the run, to be shown beside it.
     """
     cause = cause_of(rank, fall.phase)
     note = ""
-    if cause is not None and cause.phase == fall.phase and cause.groups and cause.groups[0].frames:
-        note = group_parts(cause.groups[0])[0].partition("  ")[0]
-    lines = waterfall_lines(fall, width, look, note)
+    if cause is not None and cause.phase == fall.phase and cause.groups:
+        note = innermost(cause.groups[0])
+    composition = composition_of(rank, choice) if fall.taken_apart else None
+    expected = predicted_phase(rank, prediction, composition, fall.step, fall.phase)
+    error = prediction.error if prediction is not None else 0.0
+    parted = [one for one in compared_phases(rank, prediction) if one.parted]
+    most = max(parted, key=lambda one: abs(one.share), default=None)
+    warning = f"{look.glyphs.warning} {most.phase} {percent(most.share)}" if most is not None else ""
+    lines = waterfall_lines(fall, width, look, note, expected, error, warning)
     if not fall.taken_apart:
         lines += [Line(" " + row, look.style("accent")) for row in wrap(why, width - 2)]
     composition = composition_of(rank, choice)
@@ -119,6 +130,7 @@ def body_lines(
     elif fall.measure == "glibc":
         text = "On a CPU a peak is of the resident set: there is no device allocator, and nothing is reserved."
         lines += [Line(" " + row, look.style("dim")) for row in wrap(text, width - 2)]
+    lines += _predicted_lines(rank, prediction, width, look)
     lead = rank.memory.lead
     for index, sentence in enumerate(lead_sentences(lead) if lead is not None else []):
         first, *rest = wrap(sentence, width - 4)
@@ -130,7 +142,32 @@ def body_lines(
     return lines
 
 
-def title_line(rank: RankModel, name: str, width: int, look: Look) -> Line:
+def _predicted_lines(rank: RankModel, prediction: Prediction | None, width: int, look: Theme) -> list[Line]:
+    """Say how the phases' peaks stand to the prediction, or why there is nothing to compare."""
+    if prediction is None:
+        return []
+    found = compared_phases(rank, prediction)
+    if prediction.refused:
+        sentences = [f"no prediction to compare: {sanitize(prediction.refused, 400)}"]
+    elif found:
+        sentences = comparison_sentences(found, prediction.error)
+    elif rank.step:
+        sentences = ["the prediction is of later steps, or of batches of other lengths: nothing to compare yet"]
+    else:
+        sentences = []
+    parted = any(one.parted for one in found)
+    lines: list[Line] = []
+    for index, sentence in enumerate(sentences):
+        first, *rest = wrap(sentence, width - 4)
+        warn = parted and index > 0
+        style = look.style("warning") if warn else look.style("dim") if not found else look.base
+        mark = look.glyphs.warning if warn else look.glyphs.dot
+        lines.append(Line(f" {mark} ", look.style("warning" if warn else "accent")).add(first, style))
+        lines += [Line("   " + row, style) for row in rest]
+    return lines
+
+
+def title_line(rank: RankModel, name: str, width: int, look: Theme) -> Line:
     """Draw the rule that says whose memory it is."""
     rule = look.style("rule")
     line = Line(look.glyphs.rule, rule).add(" memory of ", look.style("dim"))

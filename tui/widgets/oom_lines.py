@@ -1,23 +1,25 @@
-"""The report of an out-of-memory error, drawn: verdict, mends, figures, batch, the other ranks, where it failed."""
+"""The report of an out-of-memory error, drawn: verdict, remedies, figures, batch, the other ranks, where it failed."""
 
-import re
 from collections.abc import Iterable, Iterator
 
+from ...protocol.analysis.text.oom import shape_words
+from ...protocol.code_owner import library_of
 from ...protocol.memory import PARTS
-from ...protocol.oom import Mend, RankMoment
-from ...protocol.oomreport.words import shape_words
-from ...protocol.snapshot.stacks import library_of
+from ...protocol.oom import RankMoment, Remedy
 from ...protocol.telemetry import Oom
 from ...protocol.text import gib, sanitize
-from ..model.oom import OomCase, hold_words, numbers
+from ..model.cause import split_frame
+from ..model.held import hold_words
+from ..model.oom import OomCase, numbers
 from ..model.run import RunModel
 from ..model.waterfall import CPU_LABELS, LABELS
+from ..model.what_if import WhatIf
 from .line import Line, cut
-from .look import Look
 from .peak_bars import PART_FILLS
+from .theme import Theme
+from .what_if_lines import what_if_lines
 from .wrapping import wrap
 
-_FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<name>.*)")
 _MOST_WIDE = 118
 """Sentences get no longer than this: longer lines are hard to read."""
 _FRAMES, _HOLDERS = 16, 8
@@ -27,7 +29,9 @@ _WIDE = 100
 """From this width on there is room for reserved memory beside the collective a rank was in."""
 
 
-def report_lines(case: OomCase, model: RunModel, place: str, acts: bool, width: int, look: Look) -> list[Line]:
+def report_lines(
+    case: OomCase, model: RunModel, place: str, acts: bool, width: int, look: Theme, what_if: WhatIf | None = None
+) -> list[Line]:
     """Draw a report, top to bottom; in a wide terminal in two columns: what it means, and what it rests on.
 
     Args:
@@ -37,15 +41,17 @@ def report_lines(case: OomCase, model: RunModel, place: str, acts: bool, width: 
         acts: whether anything can be done to the rank from here.
         width: cells.
         look: how.
+        what_if: changes of the run that were predicted, or are.
     """
+    asked = what_if or WhatIf()
     if width < _TWO_COLUMNS:
         return [
-            *_meaning(case, model, acts, width, look),
+            *_meaning(case, model, acts, asked, width, look),
             *_numbers(case.oom, width, look),
             *_rest(case, place, width, look),
         ]
     room = (width - 3) // 2
-    left = [*_meaning(case, model, acts, room, look), *_numbers(case.oom, room, look)]
+    left = [*_meaning(case, model, acts, asked, room, look), *_numbers(case.oom, room, look)]
     right = _rest(case, place, width - room - 3, look)[1:]
     blank = [Line()] * abs(len(left) - len(right))
     left, right = (left + blank, right) if len(left) < len(right) else (left, right + blank)
@@ -53,7 +59,7 @@ def report_lines(case: OomCase, model: RunModel, place: str, acts: bool, width: 
     return [one.fit(room, look.base).join(bar).join(other) for one, other in zip(left, right, strict=True)]
 
 
-def _meaning(case: OomCase, model: RunModel, acts: bool, width: int, look: Look) -> list[Line]:
+def _meaning(case: OomCase, model: RunModel, acts: bool, asked: WhatIf, width: int, look: Theme) -> list[Line]:
     """Say why, what is going on now, and what to try."""
     lines = [Line(" " + row, look.base) for row in wrap(case.verdict.text, min(width, _MOST_WIDE) - 2)]
     sure = "the numbers leave no other reading" if case.verdict.sure else "the likeliest reading of the numbers"
@@ -64,10 +70,11 @@ def _meaning(case: OomCase, model: RunModel, acts: bool, width: int, look: Look)
         if acts:
             console = "c: a console in that frame   " if case.oom.console else ""
             lines.append(Line(f"  {console}r: let it go   k: kill", look.style("accent")))
-    return lines + _section("what to try, in this order", _mends(case.mends, width, look), look)
+    lines += what_if_lines(asked, width, look)
+    return lines + _section("what to try, in this order", _remedy_sentences(case.remedies, width, look), look)
 
 
-def _rest(case: OomCase, place: str, width: int, look: Look) -> list[Line]:
+def _rest(case: OomCase, place: str, width: int, look: Theme) -> list[Line]:
     """List what it was made of, and where everybody was."""
     oom, lines = case.oom, list[Line]()
     if oom.parts:
@@ -88,49 +95,49 @@ def _rest(case: OomCase, place: str, width: int, look: Look) -> list[Line]:
     return lines
 
 
-def _sentences(texts: list[str], width: int, look: Look, tone: str = "text") -> list[Line]:
+def _sentences(texts: list[str], width: int, look: Theme, tone: str = "text") -> list[Line]:
     rows = [row for text in texts for row in wrap(text, min(width, _MOST_WIDE) - 3)]
     return [Line("  " + row, look.style(tone)) for row in rows]
 
 
-def _head(text: str, look: Look, tone: str = "accent") -> Line:
+def _head(text: str, look: Theme, tone: str = "accent") -> Line:
     return Line(f" {text}", look.style(tone, bold=True))
 
 
-def _section(title: str, rows: Iterable[Line], look: Look) -> list[Line]:
+def _section(title: str, rows: Iterable[Line], look: Theme) -> list[Line]:
     return [Line(), _head(title, look), *rows]
 
 
-def _mends(mends: list[Mend], width: int, look: Look) -> Iterator[Line]:
-    if not mends:
+def _remedy_sentences(remedies: list[Remedy], width: int, look: Theme) -> Iterator[Line]:
+    if not remedies:
         yield Line("  the numbers suggest nothing", look.style("dim"))
-    for number, mend in enumerate(mends, 1):
-        frees = f"{mend.bound + ' ' if mend.bound else ''}{gib(mend.frees_bytes)}" if mend.frees_bytes else ""
+    for number, remedy in enumerate(remedies, 1):
+        frees = f"{remedy.bound + ' ' if remedy.bound else ''}{gib(remedy.frees_bytes)}" if remedy.frees_bytes else ""
         room = min(width, _MOST_WIDE) - 5
-        for index, row in enumerate(wrap(mend.text, room)):
+        for index, row in enumerate(wrap(remedy.text, room)):
             mark = f"  {number} " if not index else "    "
             yield Line(mark, look.style("accent", bold=True)).add(row, look.base)
-        if not mend.setting and not frees:
+        if not remedy.setting and not frees:
             continue
         line = Line("    ", look.base)
         if frees:
-            line.add(f"frees {frees}", look.style("good", bold=True)).add("   " if mend.setting else "", look.base)
-        line.add(cut(sanitize(mend.setting), width - line.width - 1, look.glyphs.ellipsis), look.style("dim"))
+            line.add(f"frees {frees}", look.style("good", bold=True)).add("   " if remedy.setting else "", look.base)
+        line.add(cut(sanitize(remedy.setting), width - line.width - 1, look.glyphs.ellipsis), look.style("dim"))
         yield line
 
 
-def _numbers(oom: Oom, width: int, look: Look) -> list[Line]:
+def _numbers(oom: Oom, width: int, look: Theme) -> list[Line]:
     return _section("the numbers at that moment", _number_rows(oom, width, look), look)
 
 
-def _number_rows(oom: Oom, width: int, look: Look) -> Iterator[Line]:
+def _number_rows(oom: Oom, width: int, look: Theme) -> Iterator[Line]:
     for index, (name, size, remark) in enumerate(numbers(oom)):
         line = Line(f"  {name:<24}", look.style("dim"))
         line.add(f"{gib(size):>12}", look.style("error" if index == 0 else "text", bold=index == 0))
         yield line.add(cut(f"  {sanitize(remark)}", width - line.width, look.glyphs.ellipsis), look.style("dim"))
 
 
-def _parts(oom: Oom, width: int, look: Look) -> Iterator[Line]:
+def _parts(oom: Oom, width: int, look: Theme) -> Iterator[Line]:
     """Draw what was allocated by part, a bar each against the largest."""
     total = max(1, sum(oom.parts.values()))
     largest = max(1, *oom.parts.values())
@@ -146,7 +153,7 @@ def _parts(oom: Oom, width: int, look: Look) -> Iterator[Line]:
         yield line.add(fill * cells, look.style("on_color", look.part(name)))
 
 
-def _batch(oom: Oom, look: Look) -> Line:
+def _batch(oom: Oom, look: Theme) -> Line:
     line = Line(f"  {shape_words(oom.batch_shape)}", look.style("text", bold=True))
     if oom.micro_step:
         line.add(f", micro-step {oom.micro_step}", look.base)
@@ -156,7 +163,7 @@ def _batch(oom: Oom, look: Look) -> Line:
     return line.add(f"; the largest before was {shape_words(oom.largest_shape)}{step}", look.style("dim"))
 
 
-def _holders(oom: Oom, width: int, look: Look) -> Iterator[Line]:
+def _holders(oom: Oom, width: int, look: Theme) -> Iterator[Line]:
     for group in oom.holders[:_HOLDERS]:
         blocks = f"{group.count:>6,} " + ("block " if group.count == 1 else "blocks")
         line = Line(f"  {gib(group.bytes):>12}", look.style("text", bold=True)).add(f" {blocks}  ", look.style("dim"))
@@ -165,7 +172,7 @@ def _holders(oom: Oom, width: int, look: Look) -> Iterator[Line]:
 
 def _place(frames: list[str]) -> str:
     """Name a stack by its innermost frame, and the innermost of the person's own code."""
-    parts = [_parts_of(frame) for frame in reversed(frames)]
+    parts = [split_frame(frame) for frame in reversed(frames)]
     if not parts:
         return "no Python stack recorded"
     own = next((part for part in parts if not library_of(part[0])), None)
@@ -173,16 +180,11 @@ def _place(frames: list[str]) -> str:
     return words if own is None or own == parts[0] else f"{words} (from {_frame_words(*own)})"
 
 
-def _parts_of(frame: str) -> tuple[str, str, str]:
-    found = _FRAME.match(sanitize(frame, 1000))
-    return (found["file"], found["line"], found["name"]) if found else ("", "", sanitize(frame, 300))
-
-
 def _frame_words(filename: str, line: str, name: str) -> str:
     return f"{name} {filename.replace(chr(92), '/').rpartition('/')[2]}:{line}" if filename else name
 
 
-def _ranks(case: OomCase, width: int, look: Look) -> Iterator[Line]:
+def _ranks(case: OomCase, width: int, look: Theme) -> Iterator[Line]:
     reserved = f"{'reserved':>11}" if width >= _WIDE else ""
     head = f"  {'rank':<6}{'state':<13}{'step':>8}  {'phase':<11}{'allocated':>11}{reserved}{'batch':>11}"
     yield Line(cut(head, width, ""), look.style("dim"))
@@ -190,7 +192,7 @@ def _ranks(case: OomCase, width: int, look: Look) -> Iterator[Line]:
         yield _rank(moment, moment.rank == case.oom.rank, width, look)
 
 
-def _rank(moment: RankMoment, failed: bool, width: int, look: Look) -> Line:
+def _rank(moment: RankMoment, failed: bool, width: int, look: Theme) -> Line:
     glyph, tone = look.state(moment.state)
     line = Line(f"{look.glyphs.error if failed else ' '} {moment.rank:<6}", look.style("error" if failed else "text"))
     line.add(f"{glyph} ", look.style(tone)).add(f"{sanitize(moment.state)[:10]:<11}", look.base)
@@ -204,8 +206,8 @@ def _rank(moment: RankMoment, failed: bool, width: int, look: Look) -> Line:
     return line
 
 
-def _stack(oom: Oom, width: int, look: Look) -> Iterator[Line]:
-    frames = [_parts_of(frame) for frame in reversed(oom.stack)]
+def _stack(oom: Oom, width: int, look: Theme) -> Iterator[Line]:
+    frames = [split_frame(frame) for frame in reversed(oom.stack)]
     for filename, number, name in frames[:_FRAMES]:
         own = bool(filename) and not library_of(filename)
         line = Line(f"  {name}", look.style("text" if own else "dim", bold=own))

@@ -1,11 +1,15 @@
 """The parts of the out-of-memory screen: head with its views, the report that scrolls, the console's output."""
 
+import time
+
 from rich.cells import chop_cells
 from rich.style import Style
 
 from ...protocol.text import duration, sanitize
 from ..model.console import ConsoleSession
-from ..model.oom import CaseKey, OomCase, held_since
+from ..model.held import held_since
+from ..model.oom import CaseKey, OomCase
+from ..model.what_if import WhatIf
 from .canvas import Canvas
 from .line import Line, cut, spread
 from .oom_lines import report_lines
@@ -93,14 +97,22 @@ class OomReportView(OomCanvas):
         """Change with the case; while its rank is held, with each second."""
         model, case = self.stage.model, self.case
         held = int(model.now) if case is not None and held_since(model, case) else 0
-        return model.ooms.version, id(model.ooms), self.case_key, self.top, self.place, self.acts, held
+        asked = self._what_if
+        since = int(time.monotonic() - asked.since) if asked is not None and asked.state == "running" else 0
+        dry = (id(asked), asked.version, since) if asked is not None else None
+        return model.ooms.version, id(model.ooms), self.case_key, self.top, self.place, self.acts, held, dry
+
+    @property
+    def _what_if(self) -> WhatIf | None:
+        runs = self.stage.dry_runs.get(self.case_key) if self.case_key is not None else None
+        return runs.found if runs is not None else None
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the part in view, and a mark where there is more."""
         case, look = self.case, self.look
         if case is None:
             return [Line(" the run has no out-of-memory error at this moment", look.style("dim"))]
-        lines = report_lines(case, self.stage.model, self.place, self.acts, width - 1, look)
+        lines = report_lines(case, self.stage.model, self.place, self.acts, width - 1, look, self._what_if)
         self.top = max(0, min(self.top, len(lines) - height))
         shown = [line.fit(width - 1, look.base) for line in lines[self.top : self.top + height]]
         if len(lines) > height:

@@ -56,6 +56,7 @@ DARK = Palette(
     phases={
         "init": "#7f8b99",
         "data": "#8fb573",
+        "generate": "#d6bf5a",
         "forward": "#64a0e8",
         "backward": "#9a86ea",
         "optimizer": "#dd83b4",
@@ -107,6 +108,7 @@ LIGHT = Palette(
     phases={
         "init": "#6d7783",
         "data": "#557f33",
+        "generate": "#8f7400",
         "forward": "#2468b4",
         "backward": "#6a4fc4",
         "optimizer": "#b23a7c",

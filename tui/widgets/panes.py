@@ -6,9 +6,9 @@ from ...protocol.control import Alert
 from .alert_lines import alert_line
 from .canvas import Canvas
 from .line import Line, spread
-from .look import Look
 from .scrubber import scrubber
 from .summary import Summary, first_line, summary_lines
+from .theme import Theme
 from .views import playback_of, summary_of
 
 
@@ -161,6 +161,6 @@ _NAMES = {
 }
 
 
-def key_words(binding: Binding, look: Look) -> str:
+def key_words(binding: Binding, look: Theme) -> str:
     """Write a binding's key as it stands on a keyboard."""
     return " ".join(look.glyphs.keys.get(key, _NAMES.get(key, key)) for key in binding.key.split(","))

@@ -6,7 +6,7 @@ from ...protocol.text import sanitize
 from ..model.waterfall import LABELS, RankBar
 from .figures import gib
 from .line import Line
-from .look import Look
+from .theme import Theme
 from .views import nice_top
 
 PART_FILLS = {
@@ -29,7 +29,7 @@ _WIDEST = 20
 
 
 def peak_bars(
-    bars: Sequence[RankBar], phase: str, selected: int, capacity: int, width: int, height: int, look: Look
+    bars: Sequence[RankBar], phase: str, selected: int, capacity: int, width: int, height: int, look: Theme
 ) -> list[Line]:
     """Draw the bars with an axis at the left, the ranks below, and the parts' colours at the foot.
 
@@ -84,7 +84,7 @@ def _fill(bar: RankBar, top: int, rows: int, plain: bool) -> list[tuple[str, int
 
 
 def _row(
-    fills: Sequence[list[tuple[str, int, int]]], row: int, rows: int, cell: int, gap: int, top: int, look: Look
+    fills: Sequence[list[tuple[str, int, int]]], row: int, rows: int, cell: int, gap: int, top: int, look: Theme
 ) -> Line:
     marked = row in (rows - 1, rows // 2, 0)
     value = top * (row + 1) / rows if row else 0
@@ -97,7 +97,7 @@ def _row(
     return line
 
 
-def _cells(line: Line, inside: list[tuple[str, int, int]], row: int, cell: int, look: Look) -> None:
+def _cells(line: Line, inside: list[tuple[str, int, int]], row: int, cell: int, look: Theme) -> None:
     if not inside:
         line.add(" " * cell, look.base)
         return
@@ -121,7 +121,7 @@ def _scale_line(
     capacity: int,
     bars: Sequence[RankBar],
     groups: Sequence[Sequence[RankBar]],
-    look: Look,
+    look: Theme,
 ) -> Line:
     line = Line(f" {sanitize(phase, 16) or 'highest phase'}", look.style(bold=True))
     steps = {bar.step for bar in bars}
@@ -134,7 +134,7 @@ def _scale_line(
     return line
 
 
-def _ranks_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, look: Look) -> Line:
+def _ranks_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, look: Theme) -> Line:
     line = Line(" " * (_AXIS - 1) + look.glyphs.cross, look.style("rule"))
     every = max(1, -(-5 // cell)) if cell < 4 else 1
     written = 0
@@ -152,7 +152,7 @@ def _ranks_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, l
     return line
 
 
-def _figures_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, look: Look) -> Line:
+def _figures_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, look: Theme) -> Line:
     """Say each peak below its bar where that fits, else the selected rank's and the extremes in words."""
     bars = [bar for group in groups for bar in group]
     if cell >= 6 and len(groups) == len(bars):
@@ -173,7 +173,7 @@ def _figures_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int,
     return line
 
 
-def _legend(bars: Sequence[RankBar], width: int, look: Look) -> list[Line]:
+def _legend(bars: Sequence[RankBar], width: int, look: Theme) -> list[Line]:
     """Name the parts that are there, with their colours, in as many lines as they need."""
     names = dict.fromkeys(name for bar in bars for name, _ in bar.parts)
     order = [name for name in PART_FILLS if name in names] + [name for name in names if name not in PART_FILLS]

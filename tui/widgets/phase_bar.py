@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 from .line import Line
-from .look import Look
+from .theme import Theme
 
 SHORT = {
     "init": "init",
     "data": "data",
+    "generate": "gen",
     "forward": "fwd",
     "backward": "bwd",
     "optimizer": "opt",
@@ -19,11 +20,11 @@ SHORT = {
 }
 """Short names of phases; ``wait`` is time inside collective calls, taken out of the phases it fell in."""
 
-FILLS = {"data": ".", "forward": "-", "backward": "=", "optimizer": "#", "wait": "~"}
+FILLS = {"data": ".", "generate": "+", "forward": "-", "backward": "=", "optimizer": "#", "wait": "~"}
 """What fills a phase's part where colour cannot tell the parts apart."""
 
 
-def phase_bar(shares: Sequence[tuple[str, float]], width: int, look: Look, figures: bool = True) -> Line:
+def phase_bar(shares: Sequence[tuple[str, float]], width: int, look: Theme, figures: bool = True) -> Line:
     """Draw the bar ``width`` cells wide. ``shares`` are (phase, share 0..1) in drawing order, their sum at most 1."""
     line = Line()
     for (name, share), cells in zip(shares, cells_of([share for _, share in shares], width), strict=True):

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from ..model.phases import PhaseRow
 from .figures import GIB_UNIT, MIB_UNIT, Unit, milliseconds
 from .line import Line
-from .look import Look
+from .theme import Theme
 
 _SMALL = 2 * 2**30
 """A step whose peak is below this is shown in MiB."""
 
 
-def phase_table(table: Sequence[PhaseRow], width: int, look: Look) -> list[Line]:
+def phase_table(table: Sequence[PhaseRow], width: int, look: Theme) -> list[Line]:
     """Draw the table: a head and a line a phase; the phase that makes the step's peak is marked."""
     dim = look.style("dim")
     resident = any(row.resident is not None for row in table)
@@ -34,7 +34,7 @@ def phase_table(table: Sequence[PhaseRow], width: int, look: Look) -> list[Line]
     return lines
 
 
-def _line(row: PhaseRow, top: int, unit: Unit, device: bool, wide: bool, look: Look) -> Line:
+def _line(row: PhaseRow, top: int, unit: Unit, device: bool, wide: bool, look: Theme) -> Line:
     span = row.resident if row.resident is not None else row.allocated
     behind = row.resident.end if row.resident is not None else row.reserved.end
     base, dim = look.base, look.style("dim")

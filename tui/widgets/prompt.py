@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from textual.events import Key
 from textual.message import Message
 
+from .app_state import AppState
 from .canvas import Canvas
 from .line import Line
-from .stage import Stage
 
 
 class Prompt(Canvas, can_focus=True):
@@ -26,7 +26,7 @@ class Prompt(Canvas, can_focus=True):
         text: str
         accepted: bool
 
-    def __init__(self, stage: Stage, label: str, hint: str = "", name: str | None = None) -> None:
+    def __init__(self, stage: AppState, label: str, hint: str = "", name: str | None = None) -> None:
         super().__init__(stage, name=name)
         self.label, self.hint = label, hint
         self.text = ""

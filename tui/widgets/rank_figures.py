@@ -2,19 +2,20 @@
 
 from math import prod
 
+from ...protocol.text import sanitize
 from ..model.events import allocations
 from ..model.rank import RankModel
 from ..model.run import RunModel
 from .card import health, state_words
 from .figures import count, gib, loss, milliseconds, small
 from .line import Line, cut
-from .look import Look
 from .rank_view import RankView
+from .theme import Theme
 
 Pairs = list[tuple[str, str]]
 
 
-def figure_lines(model: RunModel, rank: RankModel, view: RankView, width: int, look: Look) -> list[Line]:
+def figure_lines(model: RunModel, rank: RankModel, view: RankView, width: int, look: Theme) -> list[Line]:
     """Draw the figures as name and value pairs, as many to a line as fit."""
     lines = [_pairs(_process(rank), width, look)]
     lines.append(_pairs(_training(rank), width, look))
@@ -30,7 +31,7 @@ def figure_lines(model: RunModel, rank: RankModel, view: RankView, width: int, l
     return lines
 
 
-def _pairs(pairs: Pairs, width: int, look: Look) -> Line:
+def _pairs(pairs: Pairs, width: int, look: Theme) -> Line:
     line = Line(" ", look.base)
     for name, value in pairs:
         if line.width + len(name) + len(value) + 2 > width:
@@ -67,7 +68,9 @@ def _training(rank: RankModel) -> Pairs:
         )
     elif last.batch_shape:
         found.append(("elements", count(prod(last.batch_shape))))
-    found += [("loss", loss(last.loss))] if last.loss is not None else []
+    several = [each for each in last.updates if each.loss is not None] if len(last.updates) > 1 else []
+    found += [(f"loss {sanitize(each.name, 20)}", loss(each.loss)) for each in several if each.loss is not None]
+    found += [("loss", loss(last.loss))] if last.loss is not None and not several else []
     found += [("lr", small(last.lr))] if last.lr is not None else []
     found += [("grad norm", small(last.grad_norm))] if last.grad_norm is not None else []
     found += [("loss scale", count(last.loss_scale))] if last.loss_scale is not None else []
@@ -79,7 +82,9 @@ def _memory(rank: RankModel, view: RankView) -> Pairs:
     solid, behind = view.words
     found = [(solid, gib(view.allocated)), (behind, f"{gib(view.behind)} GiB")]
     if rank.peak is not None:
-        found.append(("peak", f"{gib(rank.peak.bytes)} GiB in {rank.peak.phase}, step {rank.peak.step:,}"))
+        peak = rank.peak
+        step = f"{'after ' if peak.after else ''}step {peak.step:,}"
+        found.append(("peak", f"{gib(peak.bytes)} GiB in {peak.phase}, {step}"))
     if rank.last is not None and not rank.on_cpu:
         found += [("retries", f"{rank.last.retries}"), ("OOMs", f"{rank.last.ooms}")]
     if rank.on_cpu:

@@ -6,10 +6,10 @@ from typing import NamedTuple
 from .card import health_words, state_words
 from .figures import gib
 from .line import Line, cut, spread
-from .look import Look
 from .memory_graph import Column, Scale, memory_graph
 from .phase_bar import phase_bar
 from .rank_view import RankView
+from .theme import Theme
 
 NARROWEST = 76
 """Cells a row takes at the least; two rows stand side by side from twice that on."""
@@ -32,7 +32,7 @@ def parts(width: int) -> Parts:
     return Parts(label, rest - phases, figures, phases)
 
 
-def label(view: RankView, width: int, height: int, look: Look, selected: bool) -> list[Line]:
+def label(view: RankView, width: int, height: int, look: Theme, selected: bool) -> list[Line]:
     """Draw rank number and state; below them the device and its spikes."""
     glyph, tone = look.state(view.state)
     line = Line(look.glyphs.selected if selected else " ", look.style("accent"))
@@ -51,7 +51,7 @@ def label(view: RankView, width: int, height: int, look: Look, selected: bool) -
     return fill([line, below], width, height, look)
 
 
-def graph(columns: Sequence[Column | None], width: int, height: int, scale: Scale, look: Look) -> list[Line]:
+def graph(columns: Sequence[Column | None], width: int, height: int, scale: Scale, look: Theme) -> list[Line]:
     """Draw a memory graph; in a single row without the peak's line, which would hide it. Tall rows get a gap above."""
     peak = scale.peak if height > 2 else 0
     gap = [Line(" " * width, look.base)] if height > 2 else []
@@ -59,7 +59,7 @@ def graph(columns: Sequence[Column | None], width: int, height: int, scale: Scal
     return [*gap, *(line.pad(width, look.base) for line in lines)]
 
 
-def figures(view: RankView, width: int, height: int, look: Look) -> list[Line]:
+def figures(view: RankView, width: int, height: int, look: Theme) -> list[Line]:
     """Draw allocated, peak and what is behind, in GiB, in fixed places; below them the peak's share of the device."""
     line = Line(f"{_size(view.allocated):>6}", look.base)
     line.add(f"{_size(view.peak):>7}", look.style("peak")).add(f"{_size(view.behind):>7}", look.style("dim"))
@@ -71,7 +71,7 @@ def _size(count: int) -> str:
     return gib(count) if count else "-"
 
 
-def last(view: RankView, width: int, height: int, look: Look) -> list[Line]:
+def last(view: RankView, width: int, height: int, look: Theme) -> list[Line]:
     """Draw the phase shares, and the device's health below or beside them; for a rank in trouble, what it does."""
     trouble = Line(cut(view.text, width - 1, look.glyphs.ellipsis), look.style(look.state(view.state)[1]))
     in_trouble = view.in_trouble and bool(view.text)
@@ -87,14 +87,14 @@ def last(view: RankView, width: int, height: int, look: Look) -> list[Line]:
     return fill([phase_bar(view.shares, width - tail.width - 1, look).add(" ", look.base).join(tail)], width, 1, look)
 
 
-def fill(lines: list[Line], width: int, height: int, look: Look) -> list[Line]:
+def fill(lines: list[Line], width: int, height: int, look: Theme) -> list[Line]:
     """Make a row's part ``height`` lines: in a tall row the text stands at the foot, beside the graph's floor."""
     shown = lines[:height]
     blank = [Line() for _ in range(height - len(shown))]
     return [line.fit(width, look.base) for line in [*blank, *shown]]
 
 
-def heading(widths: Parts, view: RankView | None, look: Look) -> list[Line]:
+def heading(widths: Parts, view: RankView | None, look: Theme) -> list[Line]:
     """Draw the column heads of each part."""
     solid, behind = view.words if view else ("alloc", "rsvd")
     style = look.style("dim")

@@ -4,7 +4,7 @@ import time as clock
 from dataclasses import dataclass
 
 from .line import Line
-from .look import Look
+from .theme import Theme
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def speed_words(speed: float) -> str:
     return f"{speed:g}x"
 
 
-def scrubber(playback: Playback, width: int, look: Look) -> Line:
+def scrubber(playback: Playback, width: int, look: Theme) -> Line:
     """Draw the bar."""
     glyphs, dim, base = look.glyphs, look.style("dim"), look.base
     at_end = playback.now >= playback.last and not playback.live
@@ -54,7 +54,7 @@ def scrubber(playback: Playback, width: int, look: Look) -> Line:
     return left.join(track(playback, max(4, width - left.width - right.width), look)).join(right).fit(width, base)
 
 
-def track(playback: Playback, width: int, look: Look) -> Line:
+def track(playback: Playback, width: int, look: Theme) -> Line:
     """Draw the track with the alerts and the knob."""
     glyphs = look.glyphs
     length = max(1e-9, playback.last - playback.first)

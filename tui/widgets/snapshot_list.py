@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from ...protocol.snapshot.layout import Piece
+from ...protocol.analysis.allocator.snapshot.layout import Piece
 from ...protocol.snapshot.model import FREE, PENDING
 from ...protocol.text import gib
 from ..model.snapshot_explorer import Explorer
 from ..model.snapshot_rows import Row, rows_of
+from .app_state import AppState
 from .line import Line, cut, spread
 from .listing import Listing
-from .stage import Stage
 
 _TITLES = {
     "stacks": "1 live stacks",
@@ -34,7 +34,7 @@ class SnapshotList(Listing):
 
     empty = "nothing is live here"
 
-    def __init__(self, stage: Stage, explorer: Explorer, name: str) -> None:
+    def __init__(self, stage: AppState, explorer: Explorer, name: str) -> None:
         super().__init__(stage, name=name)
         self.explorer = explorer
         self._rows: Sequence[Row] = []

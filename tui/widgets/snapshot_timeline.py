@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 from ...protocol.text import duration, sanitize
 from ..model.snapshot_explorer import Explorer
+from .app_state import AppState
 from .band_row import band_row
 from .canvas import Canvas
 from .figures import gib
 from .line import Line, beside, cut, spread
 from .memory_graph import Column, Scale, memory_graph
-from .stage import Stage
 from .views import nice_top
 
 _AXIS = 7
@@ -27,7 +27,7 @@ class _Pooled(NamedTuple):
 class SnapshotTimeline(Canvas):
     """Both curves by trace entry, each column the highest of its entries."""
 
-    def __init__(self, stage: Stage, explorer: Explorer, name: str) -> None:
+    def __init__(self, stage: AppState, explorer: Explorer, name: str) -> None:
         super().__init__(stage, name=name)
         self.explorer = explorer
         self._pooled: _Pooled | None = None

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from .line import Line
-from .look import Look
+from .theme import Theme
 
 
-def spark(values: Sequence[float | None], width: int, look: Look, tone: str = "accent") -> Line:
+def spark(values: Sequence[float | None], width: int, look: Theme, tone: str = "accent") -> Line:
     """Draw the newest values, oldest left, between their own lowest and highest; None and NaN leave a gap."""
     shown = pool_mean(values, width)
     known = [value for value in shown if value is not None]

@@ -2,11 +2,15 @@
 
 from dataclasses import dataclass
 
+from ...protocol.analysis.text.prediction import percent
 from ...protocol.text import duration
 from .figures import count, gib, loss, step_time
 from .line import Line, beside, cut, spread
-from .look import Look
 from .spark import spark
+from .theme import Theme
+
+WITH_EVALUATION = 92
+"""Columns from which on the second line has the evaluation's loss too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,20 +22,35 @@ class Summary:
     text: str = ""
     trouble: str = ""
     """Trouble of ranks in a few words, such as ``1 hung, 3 waiting``."""
+    job: int = 0
+    """The number of the job, where the run has several."""
+    activity: str = ""
+    """What the run does besides its steps, in place of the word of its state: ``evaluation 12/40``."""
     step: int = 0
     total_steps: int | None = None
+    epochs: str = ""
+    """Epochs that are done and planned, where there is room: ``1.25 / 3``."""
     seconds_left: float | None = None
     stalled_seconds: int | None = None
     """How long ranks have kept the run from going on; None while it goes on."""
     ended: str = ""
     """How the run ended, once it has."""
     loss: float | None = None
+    losses_by_name: tuple[tuple[str, float], ...] = ()
+    """The loss of each engine or optimizer where several train."""
     losses: tuple[float, ...] = ()
+    evaluation_loss: float | None = None
     tokens_per_second: float | None = None
+    mfu: float | None = None
+    """Model FLOPs utilisation, 0 to 1."""
     step_seconds: float | None = None
     peak: int = 0
     peak_rank: int | None = None
     capacity: int = 0
+    predicted: int = 0
+    """What the phase of the highest peak was predicted to take with that batch; 0: not known."""
+    parted: bool = False
+    """They differ by more than the prediction's expected error."""
     model: str = ""
     setup: str = ""
     """Parameters, ZeRO stage, ranks: shown where there is room."""
@@ -39,12 +58,12 @@ class Summary:
     """What is wrong with the source, such as ``the hub is gone: reconnecting``."""
 
 
-def summary_lines(summary: Summary, width: int, look: Look) -> list[Line]:
+def summary_lines(summary: Summary, width: int, look: Theme) -> list[Line]:
     """Draw both lines."""
     return [first_line(summary, width, look), second_line(summary, width, look)]
 
 
-def first_line(summary: Summary, width: int, look: Look) -> Line:
+def first_line(summary: Summary, width: int, look: Theme) -> Line:
     """Draw name, state, step and time left; a wide line also says what is being trained.
 
     Where it is tight, trouble stays: the name is cut, then the time left goes, then the word of the state.
@@ -52,8 +71,10 @@ def first_line(summary: Summary, width: int, look: Look) -> Line:
     base = look.base
     progress = _progress(summary, look)
     both = beside([progress, _time(summary, look)], "    ", base).add(" ", base)
+    whole = beside([progress, _epochs(summary, look), _time(summary, look)], "    ", base).add(" ", base)
     left, right = Line(), both
     for name_width, brief, right in (
+        (max(12, width // 4), False, whole),
         (max(12, width // 4), False, both),
         (12, False, both),
         (12, False, progress),
@@ -67,7 +88,7 @@ def first_line(summary: Summary, width: int, look: Look) -> Line:
     return spread(left, right, width, base)
 
 
-def _name_and_state(summary: Summary, name_width: int, brief: bool, look: Look) -> Line:
+def _name_and_state(summary: Summary, name_width: int, brief: bool, look: Theme) -> Line:
     base = look.base
     left = Line(" ", base).add("ftmon", look.style("accent", bold=True)).add("  ", base)
     left.add(cut(summary.name, name_width, look.glyphs.ellipsis), look.style(bold=True)).add("   ", base)
@@ -78,18 +99,24 @@ def _name_and_state(summary: Summary, name_width: int, brief: bool, look: Look) 
     elif summary.trouble:
         trouble.add(f"{look.glyphs.error} {summary.trouble}", look.style("error", bold=True))
     if not brief or not trouble.width:
-        left.add(f"{glyph} {summary.state}", look.style(tone, bold=summary.state == "failed"))
+        left.add(f"{glyph} {summary.activity or summary.state}", look.style(tone, bold=summary.state == "failed"))
         left.add("  " if trouble.width else "", base)
     return left.join(trouble)
 
 
-def _progress(summary: Summary, look: Look) -> Line:
+def _progress(summary: Summary, look: Theme) -> Line:
     dim = look.style("dim")
-    progress = Line("step ", dim).add(f"{summary.step:,}", look.style(bold=True))
+    progress = Line(f"job {summary.job}  step " if summary.job else "step ", dim).add(
+        f"{summary.step:,}", look.style(bold=True)
+    )
     return progress.add(f" / {summary.total_steps:,}" if summary.total_steps else "", dim)
 
 
-def _time(summary: Summary, look: Look) -> Line:
+def _epochs(summary: Summary, look: Theme) -> Line:
+    return Line("epoch ", look.style("dim")).add(summary.epochs, look.base) if summary.epochs else Line()
+
+
+def _time(summary: Summary, look: Theme) -> Line:
     if summary.ended:
         return Line(summary.ended, look.style("dim"))
     if summary.stalled_seconds is not None:
@@ -100,21 +127,47 @@ def _time(summary: Summary, look: Look) -> Line:
     return Line(words, look.base)
 
 
-def second_line(summary: Summary, width: int, look: Look) -> Line:
+def _peak(summary: Summary, words: str, look: Theme, predicted: bool = False) -> Line:
+    """Draw the highest peak against capacity, and what was predicted; nothing before there is one."""
+    dim = look.style("dim")
+    if not summary.peak:
+        return Line()
+    line = Line(words, dim).add(gib(summary.peak), look.style("peak", bold=True))
+    if predicted and summary.predicted:
+        share = (summary.peak - summary.predicted) / summary.predicted
+        line.add(f" (predicted {gib(summary.predicted)}, ", dim)
+        line.add(percent(share), look.style("warning" if summary.parted else "dim")).add(")", dim)
+    return line.add(f" / {gib(summary.capacity)} GiB ", dim)
+
+
+def second_line(summary: Summary, width: int, look: Theme) -> Line:
     """Draw the loss with its sparkline, throughput, step time and the highest peak against capacity."""
     dim, base = look.style("dim"), look.base
-    peak = Line()
-    if summary.peak:
-        peak.add("highest peak " if width >= 76 else "peak ", dim).add(gib(summary.peak), look.style("peak", bold=True))
-        peak.add(f" / {gib(summary.capacity)} GiB ", dim)
+    peak = _peak(summary, "highest peak " if width >= 76 else "peak ", look)
     rates: list[Line] = []
     if summary.tokens_per_second is not None:
         rates.append(Line(f"{count(summary.tokens_per_second)} ", base).add("tok/s", dim))
+    if summary.mfu is not None:
+        rates.append(Line(f"{summary.mfu * 100:.0f} % ", base).add("MFU", dim))
     if summary.step_seconds is not None:
         rates.append(Line(f"{step_time(summary.step_seconds)}", base).add("/step", dim))
     middle = beside(rates, "  ", base)
     left = Line(" loss ", dim)
-    left.add(loss(summary.loss) if summary.loss is not None else "not yet", look.style(bold=True)).add(" ", base)
+    if len(summary.losses_by_name) > 1:
+        for name, value in summary.losses_by_name[: 2 if width < 120 else 4]:
+            left.add(f"{cut(name, 12, look.glyphs.ellipsis)} ", dim).add(loss(value), look.style(bold=True)).add(
+                " ", base
+            )
+    else:
+        left.add(loss(summary.loss) if summary.loss is not None else "not yet", look.style(bold=True)).add(" ", base)
+        if summary.evaluation_loss is not None and width >= WITH_EVALUATION:
+            left.add("eval ", dim).add(loss(summary.evaluation_loss), look.style(bold=True)).add(" ", base)
+    around = left.width + 3 + middle.width + 2
+    whole = _peak(summary, "highest peak ", look, predicted=True)
+    if summary.predicted and around + whole.width + 8 <= width:
+        peak = whole
+    elif around + peak.width > width:
+        peak = _peak(summary, "peak ", look)
     room = width - left.width - middle.width - peak.width - 6
     if summary.losses and room >= 4:
         left.join(spark(summary.losses, min(room, max(12, width // 4)), look))

@@ -3,6 +3,9 @@
 from math import floor
 
 from ...protocol.telemetry import DeviceSample
+from ...protocol.text import sanitize
+from ..model.prediction import highest_prediction
+from ..model.progress import activity_words, epoch_words
 from ..model.rank import RankModel
 from ..model.run import RunModel
 from ..model.timeline import Columns
@@ -153,6 +156,7 @@ def summary_of(model: RunModel, connection: Connection, read_only: bool = False)
     """Make the summary of a run."""
     info, fit, peak, rates = model.info, model.fit, model.peak, model.rates
     losses = tuple(float(f"{value:.4g}") for value in model.losses.means(60))
+    expected = highest_prediction(model)
     ended = ""
     if model.ended:
         ended = model.state_text or (f"exit code {model.exit_code}" if model.exit_code else "")
@@ -160,18 +164,26 @@ def summary_of(model: RunModel, connection: Connection, read_only: bool = False)
         name=info.name or info.id or "run",
         state=model.state,
         trouble=trouble_words(model),
+        job=model.job if model.has_jobs else 0,
+        activity=activity_words(model),
         step=model.step,
         total_steps=model.total_steps,
+        epochs=epoch_words(model),
         seconds_left=model.seconds_left,
         stalled_seconds=stalled_seconds(model),
         ended=ended,
         loss=model.loss,
+        losses_by_name=tuple((sanitize(name, 24), value) for name, value in model.losses_by_name.items()),
         losses=losses,
+        evaluation_loss=model.training.evaluation.loss if model.training.evaluation else None,
         tokens_per_second=float(f"{rates.tokens_per_second:.3g}") if rates.tokens_per_second else None,
+        mfu=None if model.mfu is None else round(model.mfu, 2),
         step_seconds=float(f"{rates.seconds_per_step:.2g}") if rates.seconds_per_step else None,
         peak=peak.bytes if peak else 0,
         peak_rank=peak.rank if peak else None,
         capacity=fit.capacity_bytes,
+        predicted=expected.predicted_bytes if expected is not None else 0,
+        parted=expected is not None and expected.parted,
         setup=setup_words(model),
         connection=connection_words(connection, model, read_only),
     )
@@ -195,7 +207,9 @@ def setup_words(model: RunModel) -> str:
     info = model.info
     words = [info.model.rsplit("/", 1)[-1]] if info.model else []
     if info.parameters:
-        words.append(f"{count(info.parameters)} parameters")
+        some = 0 < info.trainable_parameters < info.parameters
+        trained = f" ({count(info.trainable_parameters)} trained)" if some else ""
+        words.append(f"{count(info.parameters)} parameters{trained}")
     if info.zero_stage is not None:
         words.append(f"ZeRO-{info.zero_stage}")
     elif info.framework:

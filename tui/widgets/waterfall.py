@@ -1,12 +1,16 @@
 """The waterfall: what a peak is made of, a row a part, each bar beginning where the one above it ends."""
 
+from ...protocol.analysis.estimates.live import FLOOR_BYTES
+from ...protocol.prediction import PredictedPhase
 from ..model.waterfall import Waterfall
 from .figures import gib_fixed, mib_fixed
 from .line import Line, cut
-from .look import Look
+from .theme import Theme
 
 _LABEL = 23
 _FIGURE = 8
+_PREDICTED = 11
+_DIFFERENCE = 10
 _SMALL = 2**30
 """A waterfall that reaches less far than this is in MiB."""
 
@@ -21,7 +25,15 @@ def size_words(fall: Waterfall, size: float) -> str:
     return gib_fixed(size) if unit_of(fall) == "GiB" else mib_fixed(size)
 
 
-def waterfall_lines(fall: Waterfall, width: int, look: Look, note: str = "") -> list[Line]:
+def waterfall_lines(
+    fall: Waterfall,
+    width: int,
+    look: Theme,
+    note: str = "",
+    expected: PredictedPhase | None = None,
+    error: float = 0.0,
+    warning: str = "",
+) -> list[Line]:
     """Draw the rows.
 
     Args:
@@ -29,20 +41,47 @@ def waterfall_lines(fall: Waterfall, width: int, look: Look, note: str = "") -> 
         width: cells.
         look: how.
         note: stands beside the bar of the temporaries, where there is room: what they are.
+        expected: what the phase was predicted to take, in columns of its own; None: it was not.
+        error: expected error of the prediction, as a share.
+        warning: stands in the row of their heads.
     """
+    allowed = max(FLOOR_BYTES, error * expected.allocated_peak_bytes) if expected is not None else 0.0
+    figures = _LABEL + _FIGURE + (0 if expected is None else _PREDICTED + _DIFFERENCE)
 
-    def row(label: str, size: int | None, begin: int, tone: str, bold: bool = False) -> Line:
+    def beside(size: int, predicted: int | None) -> Line:
+        """Draw the prediction of a row and the difference to it; blanks where nothing was predicted."""
+        if expected is None:
+            return Line()
+        if predicted is None:
+            return Line(" " * (_PREDICTED + _DIFFERENCE), look.base)
+        by = size - predicted
+        line = Line(f"{size_words(fall, predicted):>{_PREDICTED}}", look.style("dim"))
+        tone = "warning" if abs(by) > allowed else "dim"
+        size_text = size_words(fall, abs(by))
+        sign = "" if not size_text.strip("0.") else "+" if by > 0 else look.glyphs.minus
+        return line.add(f"{sign + size_text:>{_DIFFERENCE}}", look.style(tone))
+
+    def row(
+        label: str, size: int | None, begin: int, tone: str, bold: bool = False, predicted: int | None = None
+    ) -> Line:
         figure = "-" if size is None else size_words(fall, size)
-        return _row(label, figure, begin, size or 0, fall.extent, width, look, tone, bold)
+        more = beside(size or 0, predicted)
+        return _row(label, figure, begin, size or 0, fall.extent, width, look, tone, bold, more)
 
     lines: list[Line] = []
+    if expected is not None:
+        head = f"{unit_of(fall):>{_LABEL + _FIGURE}}{'predicted':>{_PREDICTED}}{'difference':>{_DIFFERENCE + 1}}"
+        lines.append(Line(head, look.style("dim")).add(f"   {warning}" if warning else "", look.style("warning")))
+    by_part = expected.parts if expected is not None and fall.taken_apart else {}
     for part in fall.parts:
-        line = row(part.label, part.bytes, part.begin, look.part(part.name))
+        known = by_part.get(part.name, 0) if by_part else None
+        line = row(part.label, part.bytes, part.begin, look.part(part.name), predicted=known)
         if part.name == "temporaries" and part.bytes and note:
-            line = _beside(line, note, part.begin + part.bytes, fall.extent, width, look)
+            line = _beside(line, note, part.begin + part.bytes, fall.extent, width, look, figures)
         lines.append(line)
     on_cpu = fall.measure == "glibc"
-    lines.append(row("resident" if on_cpu else "allocated", fall.peak, 0, "allocated", bold=True))
+    total = expected.allocated_peak_bytes if expected is not None else None
+    lines.append(row("resident" if on_cpu else "allocated", fall.peak, 0, "allocated", bold=True, predicted=total))
     if on_cpu:
         return lines
     at = fall.peak
@@ -58,7 +97,7 @@ def waterfall_lines(fall: Waterfall, width: int, look: Look, note: str = "") -> 
     return lines
 
 
-def used_line(fall: Waterfall, width: int, look: Look) -> Line:
+def used_line(fall: Waterfall, width: int, look: Theme) -> Line:
     """Say what NVML counts as used, of how much, and what of it none of the rows explains."""
     line = Line(f" {'used (NVML)':<{_LABEL - 1}}", look.style(bold=True))
     if fall.used is None:
@@ -82,15 +121,26 @@ def used_line(fall: Waterfall, width: int, look: Look) -> Line:
 
 
 def _row(
-    label: str, figure: str, begin: int, length: int, extent: int, width: int, look: Look, tone: str, bold: bool
+    label: str,
+    figure: str,
+    begin: int,
+    length: int,
+    extent: int,
+    width: int,
+    look: Theme,
+    tone: str,
+    bold: bool,
+    more: Line,
 ) -> Line:
     style = look.style("text" if length else "dim", bold=bold)
     line = Line(f" {cut(label, _LABEL - 2, look.glyphs.ellipsis):<{_LABEL - 1}}", style)
-    line.add(f"{figure:>{_FIGURE}}  ", style)
+    line.add(f"{figure:>{_FIGURE}}" + ("" if more.width else "  "), style)
+    if more.width:
+        line.join(more).add("  ", look.base)
     return line.join(bar(begin, length, max(1, extent), width - line.width - 1, look, tone))
 
 
-def bar(begin: int, length: int, extent: int, width: int, look: Look, tone: str) -> Line:
+def bar(begin: int, length: int, extent: int, width: int, look: Theme, tone: str) -> Line:
     """Draw a bar from ``begin`` over ``length`` on a scale of ``extent``, as ``width`` cells; both ends to an eighth.
 
     Anything at all is drawn, if only as an eighth of a cell.
@@ -122,16 +172,16 @@ def bar(begin: int, length: int, extent: int, width: int, look: Look, tone: str)
     return line.pad(width, look.base)
 
 
-def _plain_bar(first: int, last: int, width: int, look: Look) -> Line:
+def _plain_bar(first: int, last: int, width: int, look: Theme) -> Line:
     begin, end = first // 8, max(first // 8 + 1, round(last / 8))
     full = look.glyphs.across[-1]
     return Line(" " * begin, look.base).add(full * (end - begin), look.base).pad(width, look.base)
 
 
-def _beside(line: Line, note: str, end: int, extent: int, width: int, look: Look) -> Line:
+def _beside(line: Line, note: str, end: int, extent: int, width: int, look: Theme, figures: int) -> Line:
     """Put words after a bar, or before it, where they fit."""
     text = f"{look.glyphs.spike} {note}"
-    after = _LABEL + _FIGURE + 4 + int(end / extent * (width - _LABEL - _FIGURE - 2))
+    after = figures + 4 + int(end / extent * (width - figures - 2))
     if after + len(text) < width:
         return line.fit(after, look.base).add(text, look.style("warning"))
     made = Line()

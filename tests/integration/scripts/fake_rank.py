@@ -3,7 +3,9 @@
 Options come as a JSON object in argv[1]: ``rank``, ``world``, ``rate`` (steps a second), ``steps`` (0: for ever),
 ``workers`` (child processes in sessions of their own), ``deaf`` (ignores INT and TERM), ``native`` (after the first
 step, holds the GIL in C for ever), ``agrees`` (answers ``stop`` with yes), ``silent`` (never answers), ``exit``
-(its exit status), ``gpu_bytes`` (CUDA memory it holds), ``lingers`` (lives on after its goodbye).
+(its exit status), ``gpu_bytes`` (CUDA memory it holds), ``pretends`` (name of a GPU that it says it is on),
+``lingers`` (lives on after its goodbye),
+``daemons`` (forks twice: one process as it is, one with an environment of its own).
 """
 
 import ctypes
@@ -31,6 +33,7 @@ class FakeRank:
         self.options = options
         self.rank = int(options.get("rank", 0))
         me = this_process()
+        on_gpu = options.get("gpu_bytes") or options.get("pretends")
         self.hello = Hello(
             rank=self.rank,
             local_rank=self.rank,
@@ -38,8 +41,8 @@ class FakeRank:
             host=os.uname().nodename,
             pid=me.pid,
             start_ticks=me.start_ticks,
-            device=DeviceInfo("cuda" if options.get("gpu_bytes") else "cpu", 0, "test", 2**30),
-            memory_measure="cuda" if options.get("gpu_bytes") else "glibc",
+            device=DeviceInfo("cuda" if on_gpu else "cpu", 0, options.get("pretends") or "test", 2**30),
+            memory_measure="cuda" if on_gpu else "glibc",
             time=time.time(),
         )
         self.src = f"rank-{self.rank}-{me.pid}-{me.start_ticks}"
@@ -99,9 +102,22 @@ class FakeRank:
         self.send(Goodbye(self.rank, time.time(), self.step, reason))
 
 
+def daemon(run):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            run()
+        os._exit(0)
+    os.wait()
+
+
 def main():
     options = json.loads(sys.argv[1])
     options.setdefault("rank", int(os.environ.get("RANK", "0")))
+    if options.get("daemons"):
+        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+        daemon(lambda: time.sleep(600))
+        daemon(lambda: os.execve(sys.executable, sleep, {}))
     os.environ["FTMON_RANK_PID"] = str(os.getpid())
     if options.get("deaf"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)

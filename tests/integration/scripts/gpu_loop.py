@@ -1,19 +1,17 @@
 """A single-GPU PyTorch loop with a mask, an optimizer that needs temporaries, and its own figures printed as JSON.
 
 Modes: ``hand`` measures every phase's peak by itself, as one would without ftmon; ``plain`` reads its own peaks only
-at the end; ``reset`` resets them in the middle; ``oom`` asks for too much once and goes on; ``wait`` stays; ``cost``
-measures step times.
+at the end; ``reset`` resets them in the middle; ``oom`` asks for too much once and goes on; ``wait`` stays.
 """
 
 import contextlib
 import json
 import sys
-import time
 
 import torch
 
 MODE = sys.argv[1]
-STEPS = 200 if MODE == "cost" else 6
+STEPS = 6
 WIDTH = 2048
 
 
@@ -47,7 +45,7 @@ def main():
     model = Model().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     loader = iter(torch.utils.data.DataLoader(Rows(STEPS * 4), batch_size=4))
-    peaks, losses, times = [], [], []
+    peaks, losses = [], []
 
     def boundary(name):
         if MODE == "hand" and name is not None:
@@ -56,7 +54,6 @@ def main():
             torch.cuda.reset_peak_memory_stats()
 
     for step in range(STEPS):
-        start = time.perf_counter()
         peaks.append({})
         boundary(None)
         batch = next(loader)
@@ -76,9 +73,6 @@ def main():
         boundary("optimizer")
         optimizer.zero_grad()
         losses.append(loss.detach())
-        if MODE == "cost":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
     stats = torch.cuda.memory_stats()
     found = {
         "phases": peaks,
@@ -86,7 +80,6 @@ def main():
         "max_reserved": torch.cuda.max_memory_reserved(),
         "peaks": {key: value for key, value in stats.items() if key.endswith(".peak")},
         "losses": [float(loss) for loss in losses],
-        "median_ms": sorted(times)[len(times) // 2] * 1e3,
     }
     print("RESULT", json.dumps(found), flush=True)
     while MODE == "wait":

@@ -30,7 +30,7 @@ def main():
         optimizer.step()
         torch.distributed.barrier()
         time.sleep(0.02)
-    print(f"stopped after {probe.tracker.step}", flush=True)  # in one write: two ranks share the output
+    print(f"stopped after {probe.step}", flush=True)  # in one write: two ranks share the output
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import zmq
+from eventually import eventually
 from ftmon.protocol import keys, rundir, sockets, wire
+from ftmon.protocol.analysis.stalls.tracked_rank import ProcessFact
 from ftmon.protocol.hosts import AgentBeat, HostState, KernelKill, ProcessState
 from ftmon.protocol.join import JoinFile
 from ftmon.protocol.telemetry import DeviceInfo, Hello, LogLine
@@ -17,7 +19,6 @@ from ftmon.trainer.agent import uplink as uplink_module
 from ftmon.trainer.agent.uplink import Uplink
 from ftmon.trainer.hub import agents as agents_module
 from ftmon.trainer.hub.agents import Agents
-from ftmon.trainer.hub.detectors.tracked import ProcessFact
 
 NAME = "agent-nodeb-7-70"
 HELLO = Hello(3, 0, 4, "nodeb", 12, 99, DeviceInfo("cpu", 0, "x", 1), "glibc", 1.0)
@@ -93,14 +94,13 @@ def beat(**fields: Any) -> AgentBeat:
     return AgentBeat("nodeb", 7, 70, "1", time.time(), **fields)
 
 
-def turning(hub: Hub, uplink: Uplink, condition: Callable[[], object], seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
+def turning(hub: Hub, uplink: Uplink, condition: Callable[[], object]) -> None:
+    def turn() -> None:
         uplink.pump()
         hub.turn()
         uplink.receive()
-        assert time.monotonic() < deadline, (hub.texts[-3:], uplink.waiting)
-        time.sleep(0.005)
+
+    eventually(condition, "the messages", each=turn, state=lambda: (hub.texts[-3:], uplink.waiting), every=0.005)
 
 
 def test_what_is_passed_on_comes_in_order_and_is_forgotten_once_confirmed(hub: Hub, uplink: Uplink) -> None:
@@ -115,11 +115,12 @@ def test_what_is_passed_on_comes_in_order_and_is_forgotten_once_confirmed(hub: H
 def test_a_cut_link_costs_nothing_and_repeats_nothing(hub: Hub, uplink: Uplink) -> None:
     uplink.connect(hub.address)
     put(uplink, *map(str, range(500)))
-    deadline = time.monotonic() + 10
-    while len(hub.texts) < 200 and time.monotonic() < deadline:
+
+    def take() -> None:
         uplink.pump()
         hub.agents.receive(hub.socket, 50)  # taken, and not confirmed
-        time.sleep(0.005)
+
+    eventually(lambda: len(hub.texts) >= 200, "200 messages taken", each=take, every=0.005)
     uplink.disconnect()
     put(uplink, *map(str, range(500, 900)))
     assert uplink.waiting == 900
@@ -170,10 +171,8 @@ def test_what_was_lost_on_the_way_is_waited_for(hub: Hub, uplink: Uplink, monkey
     put(uplink, "four", "five", "six")
     lost = uplink._waiting.popleft()
     uplink._flying.append(lost)  # sent, as far as it knows
-    with contextlib.suppress(AssertionError):
-        turning(hub, uplink, lambda: False, 0.5)
+    turning(hub, uplink, lambda: uplink.silent)
     assert hub.texts == ["one", "two", "three"], "taken although one before it is missing"
-    assert uplink.silent
     uplink.connect(hub.address)
     turning(hub, uplink, lambda: not uplink.waiting)
     assert hub.texts == ["one", "two", "three", "four", "five", "six"]
@@ -181,13 +180,13 @@ def test_what_was_lost_on_the_way_is_waited_for(hub: Hub, uplink: Uplink, monkey
 
 def test_a_beat_introduces_the_host_measures_its_clock_and_tells_of_its_ranks(hub: Hub, uplink: Uplink) -> None:
     uplink.connect(hub.address)
-    deadline = time.monotonic() + 10
-    while uplink.clock_offset is None:
+
+    def beat_once() -> None:
         uplink.say(beat(processes=[ProcessState(3, 12, 99, True, "S")]))
         hub.turn()
         uplink.receive()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+
+    eventually(lambda: uplink.clock_offset is not None, "the clock's offset", each=beat_once, every=0.01)
     assert abs(uplink.clock_offset) < 0.05
     assert hub.facts[0] == ProcessFact(3, 12, 99, True, "S")
     (state,) = hub.agents.tick()
@@ -218,12 +217,11 @@ def test_the_kernel_s_part_in_a_death_on_another_host_is_known_here_and_cannot_c
 def test_a_host_that_is_not_heard_is_cut_off_until_it_is(
     hub: Hub, uplink: Uplink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agents_module, "CUT_OFF_SECONDS", 0.3)
     uplink.connect(hub.address)
     turning(hub, uplink, lambda: uplink.say(beat()) or hub.agents.all())
     assert [state.state for state in hub.agents.tick()] == ["reachable"]
-    time.sleep(0.4)
-    (state,) = hub.agents.tick()
+    monkeypatch.setattr(agents_module, "CUT_OFF_SECONDS", 0.3)
+    (state,) = eventually(hub.agents.tick, "a change of its state")
     assert state.state == "cut off"
     assert time.time() - state.since > 0.3
     assert hub.agents.reachable() == []
@@ -290,11 +288,12 @@ def test_a_hub_that_was_killed_before_it_could_confirm_what_it_had_recorded_is_f
 ) -> None:
     uplink.connect(hub.address)
     put(uplink, "a", "b", "c")
-    deadline = time.monotonic() + 15
-    while len(hub.texts) < 3:  # taken, and nothing confirmed
+
+    def take() -> None:
         uplink.pump()
         hub.agents.receive(hub.socket, 100)
-        assert time.monotonic() < deadline
+
+    eventually(lambda: len(hub.texts) >= 3, "all taken, and nothing confirmed", each=take)
     assert uplink.waiting == 3
     hub.agents = Agents([hub.socket], hub._take, hub.facts.append, hub.agents.taken())
     uplink.connect(hub.address)  # anew: all that was not confirmed is said again
@@ -333,13 +332,12 @@ def test_an_agents_key_opens_no_app_channel(context: "zmq.Context[Any]", run: ru
 
 
 def test_a_silent_address_is_given_up(context: "zmq.Context[Any]", run: rundir.RunDir, monkeypatch: Any) -> None:
-    monkeypatch.setattr(uplink_module, "SILENT_SECONDS", 0.2)
     uplink = make_uplink(context, run)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         uplink.connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
         assert not uplink.silent
-        time.sleep(0.3)
-        assert uplink.silent
+        monkeypatch.setattr(uplink_module, "SILENT_SECONDS", 0.2)
+        eventually(lambda: uplink.silent, "silence")
         assert not uplink.connected
 
 

@@ -32,7 +32,7 @@ def test_tmux_and_screen_are_recognised() -> None:
     assert terminal.multiplexer({}) == ""
 
 
-def test_a_runs_directory_open_to_others_is_flagged_with_its_mend(
+def test_a_runs_directory_open_to_others_is_flagged_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
@@ -40,7 +40,7 @@ def test_a_runs_directory_open_to_others_is_flagged_with_its_mend(
     (tmp_path / "runs").chmod(0o755)
     check = checks.home_check()
     assert check.state == "warning"
-    assert check.mend == f"chmod 700 {tmp_path / 'runs'}"
+    assert check.remedy == f"chmod 700 {tmp_path / 'runs'}"
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="no /proc: nowhere that even root cannot write")

@@ -1,4 +1,4 @@
-"""``ftmon memory``, ``ftmon events`` and ``ftmon take``: the same as on the screens, in lines and as JSON."""
+"""``ftmon memory``, ``ftmon events`` and ``ftmon capture``: the same as on the screens, in lines and as JSON."""
 
 import json
 from pathlib import Path
@@ -71,5 +71,5 @@ def test_a_snapshot_of_a_run_that_has_ended_is_refused_in_one_line(
     run.path.mkdir(parents=True, mode=0o700)
     run.write_run(RUN)
     run.write_exit(ExitFile(0, RUN.created, "finished"))
-    assert main(["take", RUN.id]) == 1
+    assert main(["capture", RUN.id]) == 1
     assert "has ended" in capsys.readouterr().err

@@ -106,3 +106,31 @@ def test_the_end_brings_the_last_step_and_the_reason() -> None:
     told = tell(messages)
     assert told[-2].startswith("step 2 ")
     assert told[-1] == "failed: exit code 1"
+
+
+def test_evaluations_checkpoints_and_a_rehearsal_are_told_once() -> None:
+    first = telemetry.Evaluation(0, 10, START + 3, "validation", 2.0, 7.389, seconds=1.5, metrics={"accuracy": 0.5})
+    second = telemetry.Evaluation(0, 20, START + 5, "validation", 2.5)
+    saved = telemetry.Checkpoint(0, 20, START + 6, "out/step-20", 3 * 2**30, 2.5, best=True)
+    told = tell(
+        [
+            (0, telemetry.Activity(0, START, "rehearsal", text="the longest batch, 4 x 2,048")),
+            (1, telemetry.Activity(0, START + 1, "rehearsal", text="the longest batch, 4 x 2,048", done=1, total=4)),
+            (2, telemetry.Activity(0, START + 2, "rehearsal", over=True)),
+            (3, first),
+            (4, first),
+            (5, second),
+            (6, saved),
+        ]
+    )
+    assert told == [
+        "rehearsal: the longest batch, 4 x 2,048",
+        "validation at step 10: loss 2.0000  perplexity 7.389  accuracy 0.5  in 1.5 s",
+        "validation at step 20: loss 2.5000  perplexity 12.18  (best 2.0000 at step 10)",
+        "checkpoint of step 20: out/step-20, 3.00 GiB in 2.5 s, the best so far",
+    ]
+
+
+def test_an_evaluation_from_before_a_late_join_is_not_told_afterwards() -> None:
+    later, earlier = (telemetry.Evaluation(0, step, START + step, "validation", 2.0) for step in (20, 10))
+    assert [line[:24] for line in tell([(0, later), (1, earlier)])] == ["validation at step 20: l"]

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol import control, telemetry, wire
+from ftmon.protocol import control, exits, telemetry, wire
 from ftmon.protocol.rundir import ExitFile, RunDir
 from ftmon.tui.cli import outcome
+from ftmon.tui.cli.grammar import watch
 from ftmon.tui.model.run import RunModel
 
 
@@ -13,21 +14,27 @@ from ftmon.tui.model.run import RunModel
     ("code", "state", "status"),
     [
         (0, "finished", 0),
-        (0, "stopped", 130),
         (1, "failed", 1),
-        (-9, "failed", 1),
-        (3, "failed", 1),
+        (2, "failed", 2),
+        (3, "failed", 3),
+        (255, "failed", 255),
+        (-9, "failed", 137),
         (-2, "stopped", 130),
-        (1, "stopped", 130),
+        (5, "stopped", 5),
+        (0, "stopped", 0),
     ],
 )
-def test_exit_status_follows_the_job(code: int, state: str, status: int) -> None:
+def test_the_exit_status_is_the_trainings_own_as_a_shell_gives_it(code: int, state: str, status: int) -> None:
     assert outcome.exit_status(ExitFile(code, 0.0, state)) == status
 
 
-@pytest.mark.parametrize(("kind", "status"), [("train", 2), ("demo", 2), ("run", 1), ("watch", 1)])
-def test_a_mistake_that_only_the_trainer_could_find_is_wrong_usage(kind: str, status: int) -> None:
-    assert outcome.exit_status(ExitFile(2, 0.0, "failed"), kind) == status
+def test_the_codes_for_ftmons_own_outcomes_are_those_of_nobody_else_and_stand_in_the_help_and_the_guide() -> None:
+    assert set(exits.CAUSES.values()) | {exits.RUN_USAGE, exits.LEFT} == set(exits.OWN)
+    assert not set(exits.OWN) & {0, 1, 2, 120, *range(64, 79), *range(124, 193), *range(200, 256)}
+    guide = (Path(exits.__file__).parents[1] / "docs" / "guide.md").read_text()
+    for code, meaning in exits.OWN.items():
+        assert f"| {code} | {meaning} |" in guide
+        assert f"  {code}  {meaning}\n" in watch._RUN_EPILOG
 
 
 def model_with(*messages: wire.Message) -> RunModel:
@@ -50,6 +57,7 @@ def test_closing_lines_say_where_everything_is(tmp_path: Path) -> None:
     assert lines == [
         "demo-1 finished: exit code 0",
         f"model:      {output}/model",
+        f"talk to it: ftmon chat {output}/model",
         f"checkpoint: {output}/checkpoints/step-8  "
         f"(resume: ftmon train CONFIG.yaml checkpoint.resume={output}/checkpoints/step-8)",
         f"recording:  {run.recording}",
@@ -84,6 +92,6 @@ def test_a_failed_run_shows_the_last_words_of_the_rank_that_failed_first(tmp_pat
     assert told[0] == f"{run.id} failed: exit code 2"
 
 
-@pytest.mark.parametrize(("cause", "status"), [("hang", 3), ("hang-at-exit", 4)])
-def test_a_run_that_ftmon_ended_itself_has_a_status_of_its_own(cause: str, status: int) -> None:
+@pytest.mark.parametrize(("cause", "status"), list(exits.CAUSES.items()))
+def test_a_run_that_did_not_end_by_itself_has_a_status_of_its_own(cause: str, status: int) -> None:
     assert outcome.exit_status(ExitFile(-9, 1.0, "failed", "", cause)) == status

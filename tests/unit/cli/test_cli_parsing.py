@@ -1,10 +1,12 @@
 """The grammar of the command line, and what importing it costs."""
 
-import subprocess
-import sys
+import argparse
 
 import pytest
+from ftmon.tui.cli.grammar import end, investigate, set_up, train, watch
+from ftmon.tui.cli.grouped import GROUPS, INTERNAL
 from ftmon.tui.cli.main import main, parse
+from ftmon.tui.cli.parser import build_parser
 
 COMMANDS = (
     "demo",
@@ -28,19 +30,27 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         parse(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"    {command}" in text for command in COMMANDS)
+    assert all(f"\n  {command} " in text for command in COMMANDS)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["run", "--help"]])
-def test_help_imports_neither_torch_nor_textual_nor_zmq(words: list[str]) -> None:
-    code = (
-        "import sys\nfrom ftmon.tui.cli.main import main\n"
-        f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'textual', 'zmq', 'msgspec', 'deepspeed', 'sqlite3', 'rich'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+def test_each_command_but_the_internal_ones_is_in_one_group_of_the_help() -> None:
+    (commands,) = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(set(commands) - set(INTERNAL))
+
+
+def test_a_command_is_declared_in_the_file_of_its_group() -> None:
+    for title, module in zip(GROUPS, (train, watch, investigate, end, set_up), strict=True):
+        commands = argparse.ArgumentParser().add_subparsers()
+        module.add(commands)
+        assert module.__name__.endswith(title.replace(" ", "_"))
+        assert set(commands.choices) - set(INTERNAL) == set(GROUPS[title])
+
+
+def test_the_former_name_of_a_command_works_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["take", "abc", "--rank", "1"]).handler == "capture:capture"
+    assert capsys.readouterr().err == "ftmon: note: 'ftmon take' is now 'ftmon capture'\n"
+    assert parse(["run", "--", "take"]).command == ["take"]
 
 
 @pytest.mark.parametrize("command", ["demo", "train"])

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ftmon.protocol.analysis.findings.alert_store import AlertStore
+from ftmon.protocol.analysis.pipeline import Detectors
+from ftmon.protocol.analysis.stalls.rank_tracker import ProcessFact, RankTracker
 from ftmon.protocol.control import Alert, RankState, RunState
 from ftmon.protocol.telemetry import DeviceInfo, Heartbeat, Hello, PhaseRecord, Span, Step
 from ftmon.protocol.wire import Frame
-from ftmon.trainer.hub.detectors.book import AlertBook
-from ftmon.trainer.hub.detectors.bundle import Detectors
-from ftmon.trainer.hub.states import ProcessFact, RankTracker
 
 MIB = 2**20
 GIB = 2**30
@@ -29,7 +29,7 @@ class Sim:
         self.seq = 0
         self.sent: list[Any] = []
         self.frames: list[Frame] = []
-        self.book = AlertBook()
+        self.book = AlertStore()
         self.tracker = RankTracker()
         self.detectors = Detectors(self.tracker, self.book)
         self.progress = dict.fromkeys(range(ranks), 0)
@@ -79,7 +79,8 @@ class Sim:
         device = DeviceInfo("cuda" if self.cuda else "cpu", rank, "H200" if self.cuda else "host", self.capacity)
         measure = "cuda" if self.cuda else "glibc"
         given = {"backend": self.backend, "zero_stage": 2, **fields}
-        return Hello(rank, rank, self.count, "host", 100 + rank, 7, device, measure, self.now, **given)
+        pid = given.pop("pid", 100 + rank)
+        return Hello(rank, rank, self.count, "host", pid, 7, device, measure, self.now, **given)
 
     def begin(self) -> None:
         for rank in range(self.count):

@@ -7,11 +7,12 @@ from pathlib import Path
 import psutil
 import pynvml
 import pytest
+from ftmon.protocol.health import DeviceHealth
 from ftmon.protocol.telemetry import DeviceSample
-from ftmon.trainer.hub import devices
-from ftmon.trainer.hub.devices import DeviceSampler
-from ftmon.trainer.hub.hostload import HostLoad, group_memory, memory_group
-from ftmon.trainer.hub.nvml import reasons_in_words
+from ftmon.trainer.host import devices
+from ftmon.trainer.host.devices import DeviceSampler
+from ftmon.trainer.host.load import HostLoad, group_memory, memory_group
+from ftmon.trainer.host.nvml import reasons_in_words
 
 GIB = 2**30
 
@@ -28,7 +29,7 @@ def wait_for(sampler: DeviceSampler, kind: str, count: int = 1) -> list[DeviceSa
     found: list[DeviceSample] = []
     tick = threading.Event()
     for _ in range(200):
-        found += [sample for sample in sampler.poll() if sample.kind == kind]
+        found += [one for one in sampler.poll() if isinstance(one, DeviceSample) and one.kind == kind]
         if len(found) >= count:
             return found
         tick.wait(0.05)
@@ -124,6 +125,9 @@ def test_a_driver_that_fails_in_the_middle_is_given_up_and_tried_again(monkeypat
                 raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
             looks.append("sampled")
             return [DeviceSample(host, "gpu", 0, "a GPU", now, 1, 2)]
+
+        def health(self, host: str, now: float) -> list[DeviceHealth]:
+            return [DeviceHealth(host, 0, now)]
 
         def close(self) -> None:
             looks.append("closed")

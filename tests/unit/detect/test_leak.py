@@ -5,14 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ftmon.protocol.analysis.finding_alerts import FindingAlerts
+from ftmon.protocol.analysis.findings.alert_store import AlertStore
+from ftmon.protocol.analysis.findings.requests import DiagnosticRequests
+from ftmon.protocol.analysis.memory import leak
+from ftmon.protocol.analysis.memory.leak import LeakDetector
+from ftmon.protocol.analysis.memory.trend import LIKELY, SURE, climbs, mann_kendall, theil_sen
 from ftmon.protocol.control import Alert
 from ftmon.protocol.memory import Cause, StackGroup
 from ftmon.protocol.telemetry import DeviceInfo, Hello, PhaseRecord, Plan, Span, Step
-from ftmon.trainer.hub.detectors import leak
-from ftmon.trainer.hub.detectors.asks import Asks
-from ftmon.trainer.hub.detectors.book import AlertBook
-from ftmon.trainer.hub.detectors.leak import LeakDetector
-from ftmon.trainer.hub.detectors.trend import LIKELY, SURE, climbs, mann_kendall, theil_sen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,9 +26,10 @@ class Run:
     """One detector, fed with what ranks hold when their forward begins."""
 
     def __init__(self, ranks: int = 1, *, cuda: bool = True, total: int = 0) -> None:
-        self.book = AlertBook()
-        self.asks = Asks()
-        self.detector = LeakDetector(self.book, self.asks)
+        self.book = AlertStore()
+        self.alerts = FindingAlerts(self.book)
+        self.asks = DiagnosticRequests()
+        self.detector = LeakDetector(self.asks)
         self.cuda = cuda
         self.sent: list[Alert] = []
         self.now = 0.0
@@ -52,7 +54,7 @@ class Run:
         phases = [forward, *(PhaseRecord(name, 0, 9000, span, span) for name in names)]
         self.now += 0.1
         step = Step(rank, number, self.now, 9000, phases, batch_shape=[4, batch])
-        self.sent += self.detector.step(self.now, step)
+        self.sent += self.alerts.put(self.now, self.detector.step(step))
         self.sent += self.book.tick(self.now)
 
     def steps(self, count: int, held: Callable[[int], float], first: int = 1, **fields: Any) -> None:
@@ -147,8 +149,7 @@ def test_a_leak_is_told_with_its_rate_and_the_step_at_which_the_device_is_full()
     assert (alert.kind, alert.severity, alert.ranks, alert.resolved) == ("leak", "warning", [0, 1], None)
     # Full: 118 GiB are left beside the peak of 2 GiB above the level, 8 MiB a step.
     assert alert.evidence["full_at_step"] == pytest.approx((140 - 22) * 128, rel=0.01)
-    assert alert.title == f"memory grows by 8.0 MiB a step, full around step {alert.evidence['full_at_step']:,}"
-    assert "keep loss.item()" in alert.text
+    assert alert.evidence["bytes_per_step"] == pytest.approx(8 * MIB, rel=0.01)
     first = run.sent[0].step
     assert first is not None
     assert first <= 80, "two windows of 64 steps that overlap, after the first steps"
@@ -160,14 +161,13 @@ def test_a_leak_that_stops_is_resolved() -> None:
     assert run.last.resolved is None
     run.steps(60, lambda _: 20 * GIB + 8 * MIB * 120, first=121)
     assert run.last.resolved is not None
-    assert "stopped growing" in run.last.text
 
 
 def test_a_leak_that_the_run_outlives_is_information() -> None:
     run = Run(total=500)
     run.steps(300, lambda n: 20 * GIB + MIB * n)
     assert run.last.severity == "info"
-    assert "the run ends before, at step 500" in run.last.text
+    assert run.last.evidence["ends_at_step"] == 500
 
 
 def test_batches_that_grow_longer_are_not_told_from_a_leak() -> None:
@@ -202,10 +202,9 @@ def test_stacks_of_whole_steps_are_asked_for_and_give_the_place() -> None:
     assert (asked.verb, asked.ranks, asked.args) == ("arm", (0,), {"phase": "", "steps": 3, "reason": "leak"})
     groups = [StackGroup(16 * MIB, 2, ["/home/user/loop.py:55 main"], 8 * MIB, 16 * MIB)]
     cause = Cause(0, 103, "", 0.0, "leak", 16 * MIB, groups, armed_us=70_000, usual_us=55_000, read_us=20_000)
-    run.sent += run.detector.cause(run.now, cause)
+    run.sent += run.alerts.put(run.now, run.detector.cause(cause))
     run.steps(60, lambda n: 20 * GIB + 8 * MIB * n, first=101)
     alert = run.last
-    assert alert.title.endswith(": loop.py:55 main")
     assert alert.evidence["place"] == "loop.py:55 main"
     assert "16.0 MiB in 2 blocks of loop.py:55 main" in alert.text
     assert "the step took 70 ms in place of 55 ms" in alert.text
@@ -216,7 +215,9 @@ def test_a_leak_goes_on_under_its_number_after_a_restart_of_the_hub() -> None:
     run.steps(100, lambda n: 20 * GIB + 8 * MIB * n)
     later = Run()
     later.book.restore(run.last)
-    later.detector.restore(run.last)
+    restored = later.alerts.restore(run.last)
+    assert restored is not None
+    later.detector.restore(restored)
     later.steps(60, lambda n: 20 * GIB + 8 * MIB * n, first=101)
     assert {alert.id for alert in later.sent} <= {run.last.id}
     later.steps(60, lambda _: 20 * GIB, first=161)

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.rundir import RunDir
 from ftmon.protocol.telemetry import LogLine
-from ftmon.trainer.hub import logtail
-from ftmon.trainer.hub.logtail import LogTail, offsets_after
+from ftmon.trainer.host import log_tail
+from ftmon.trainer.host.log_tail import LogTail, offsets_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr(logtail.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(log_tail.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -56,7 +56,7 @@ def test_a_line_without_end_is_given_after_a_while_and_at_the_end_of_the_run(run
     tail = LogTail(run)
     append(run, "rank-0.out", b"Continue? [y/n] ")
     assert tail.poll() == []
-    clock[0] += logtail.PARTIAL_S
+    clock[0] += log_tail.PARTIAL_S
     assert texts(tail.poll()) == ["Continue? [y/n]"]
     append(run, "rank-0.out", b"last words")
     assert texts(tail.poll(last=True)) == ["last words"]
@@ -69,10 +69,20 @@ def test_a_progress_bar_counts_by_its_last_state(run: RunDir, clock: list[float]
     assert texts(tail.poll()) == [" 87%|###| loss 1.2"]
     append(run, "rank-0.err", b"\r 90%|###| loss 1.1")
     assert tail.poll() == [], "a moving bar is not a line for every state"
-    clock[0] += logtail.BAR_S
+    clock[0] += log_tail.BAR_S
     assert texts(tail.poll()) == [" 90%|###| loss 1.1"]
     append(run, "rank-0.err", b"\r100%|###| loss 1.0\nsaved\n")
     assert texts(tail.poll()) == ["100%|###| loss 1.0", "saved"]
+
+
+def test_bars_below_each_other_are_one_bar_and_lines_between_them_stay(run: RunDir, clock: list[float]):
+    tail = LogTail(run)
+    up = "\x1b[A"
+    for step in range(30):
+        append(run, "rank-0.err", f"\rtrain {step}/30\n\rshard {step}/30{up}\n\n\rfiles {step}/30{up}{up}".encode())
+        clock[0] += 0.05
+    append(run, "rank-0.err", b"\rsaved at step 30\n\rtrain 30/30\nall done\n")
+    assert texts(tail.poll(last=True)) == ["saved at step 30", "train 30/30", "all done"]
 
 
 def test_a_bar_that_ends_as_it_was_last_shown_is_not_shown_twice(run: RunDir, clock: list[float]):
@@ -99,7 +109,7 @@ def test_a_huge_line_is_cut_and_the_next_one_is_whole(run: RunDir):
     tail = LogTail(run)
     append(run, "rank-0.out", b"x" * 300_000)
     (line,) = tail.poll()
-    assert len(line.text) == logtail.LINE_LIMIT
+    assert len(line.text) == log_tail.LINE_LIMIT
     assert line.text.endswith("(cut)")
     append(run, "rank-0.out", b"x" * 300_000 + b"\nnext\n")
     assert texts(tail.poll()) == ["next"]
@@ -111,7 +121,7 @@ def test_a_flood_of_lines_loses_its_middle_and_says_how_much(run: RunDir):
     assert found[0] == "line 0"
     assert found[-1] == "line 4999"
     assert found[len(found) // 2] == f"... {5000 - (len(found) - 1)} lines skipped"
-    assert len(found) <= logtail.LINES_A_LOOK + 1
+    assert len(found) <= log_tail.LINES_A_LOOK + 1
 
 
 def test_a_backlog_of_many_mebibytes_is_skipped_not_read(run: RunDir):
@@ -173,7 +183,7 @@ def test_whatever_the_writes_are_cut_into_the_lines_come_out_whole(
     for start in range(0, len(data), cut * 17):
         append(run, "rank-0.out", data[start : start + cut * 17])
         found += texts(tail.poll())
-    assert [text.replace("�", "") for text in found] == [logtail.sanitize(line).replace("�", "") for line in expected]
+    assert [text.replace("�", "") for text in found] == [log_tail.sanitize(line).replace("�", "") for line in expected]
 
 
 @settings(max_examples=100, deadline=None)
@@ -186,5 +196,5 @@ def test_any_bytes_give_safe_bounded_lines(tmp_path_factory: pytest.TempPathFact
         append(run, "rank-0.err", piece)
         for line in tail.poll():
             assert not {unicodedata.category(letter) for letter in line.text} & {"Cc", "Cs", "Zl", "Zp"}
-            assert len(line.text) <= logtail.LINE_LIMIT
+            assert len(line.text) <= log_tail.LINE_LIMIT
     tail.poll(last=True)

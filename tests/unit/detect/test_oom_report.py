@@ -31,7 +31,6 @@ def test_the_report_has_all_ranks_at_that_moment_and_who_held_memory_of_the_devi
     assert report.processes == [mine, other]
     assert report.verdict.kind == "other_process"
     (alert,) = sim.alerts("oom")
-    assert alert.title.endswith("; another process holds memory of this device")
     assert alert.evidence["verdict"] == "other_process"
     assert alert.evidence["mends"][0]["frees_bytes"] == 6 * GIB
 
@@ -54,11 +53,10 @@ def test_a_rank_that_is_held_is_no_hang_and_what_waits_for_it_is_evidence_of_its
     assert sim.states(0)[-1] == "waiting"
     assert sim.alerts("hang") == []
     (alert,) = sim.alerts("oom")
-    assert "ftmon release" in alert.text
-    assert "the other ranks wait" in alert.text
+    assert alert.evidence["held"] is True
     assert alert.evidence["waiting"] == [0]
     sim.feed(sim.beat(1, 7, "backward", moved=True))
     sim.wait(10.0)
     assert "held" in sim.states(1)
     assert sim.states(1)[-1] != "held"
-    assert "It was let go." in sim.alerts("oom")[0].text
+    assert sim.alerts("oom")[0].evidence["held"] is False

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ftmon.protocol.analysis.memory.causes import Entry, Span, blocks_at_peak, grouped
+from ftmon.protocol.analysis.memory.stack_patterns import name_cause, parse_frame, pattern_of, place_of
+from ftmon.protocol.analysis.remedies import remedy_of
 from ftmon.protocol.memory import Cause, StackGroup
 from ftmon.protocol.telemetry import DeviceInfo, Hello
-from ftmon.trainer.hub.detectors.mends import mend_of
-from ftmon.trainer.hub.detectors.patterns import name_cause, parse_frame, pattern_of, place_of
-from ftmon.trainer.probe.causes import Entry, Span, blocks_at_peak, grouped
 
 MIB = 2**20
 GIB = 2**30
@@ -157,9 +157,9 @@ def hello(**fields: Any) -> Hello:
         ("checkpoint_saving", {}, "save less often", 0),
     ],
 )
-def test_a_mend_names_the_option_and_what_it_saves_where_the_numbers_say(
+def test_a_remedy_names_the_option_and_what_it_saves_where_the_numbers_say(
     pattern: str, fields: dict[str, Any], words: str, saves: int
 ) -> None:
-    mend = mend_of(pattern, GIB, hello(**fields))
-    assert words in mend.text
-    assert mend.saves_bytes == saves
+    remedy = remedy_of(pattern, GIB, hello(**fields))
+    assert words in remedy.text
+    assert remedy.frees_bytes == saves

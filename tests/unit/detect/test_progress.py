@@ -1,9 +1,12 @@
 from typing import Any
 
 import pytest
-from ftmon.trainer.hub.detectors.progress import FLOOR_S, RankProgress
+from ftmon.protocol.analysis.stalls.patience import ROWS
+from ftmon.protocol.analysis.stalls.progress import RankProgress
 from hypothesis import given
 from hypothesis import strategies as st
+
+FLOOR_S = {row.phase: row.computing_s for row in ROWS}
 
 
 def learned(make_sim: Any, seconds: list[float], phase: str = "forward") -> RankProgress:

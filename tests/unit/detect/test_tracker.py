@@ -2,9 +2,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from ftmon.protocol.analysis.stalls.rank_tracker import ProcessFact, RankTracker
 from ftmon.protocol.control import Command
 from ftmon.protocol.telemetry import Failure, Goodbye
-from ftmon.trainer.hub.states import ProcessFact, RankTracker
 
 
 def hang(sim: Any, seconds: float, guilty: int, **where: Any) -> list[Any]:
@@ -59,7 +59,7 @@ def test_a_hang_names_the_rank_that_did_not_come_and_ends_when_it_comes(make_sim
     (alert,) = sim.alerts("hang")
     assert alert.time - began < 10, "a verdict within ten seconds where steps are short"
     assert (alert.rank, alert.ranks, alert.severity, alert.resolved) == (3, [3], "error", None)
-    assert "rank 3 has not entered all_reduce #100" in alert.title
+    assert alert.evidence["collective"] == "all_reduce #100"
     assert alert.evidence["waiting"] == [0, 1, 2]
     assert alert.evidence["where"]["3"] == "in forward"
     assert [sim.state(rank).state for rank in range(4)] == ["waiting", "waiting", "waiting", "hung"]
@@ -67,7 +67,6 @@ def test_a_hang_names_the_rank_that_did_not_come_and_ends_when_it_comes(make_sim
     sim.train(13, 16)
     (alert,) = sim.alerts("hang")
     assert alert.resolved is not None
-    assert "resolved after" in alert.text
     assert [sim.state(rank).state for rank in range(4)] == ["training"] * 4
 
 
@@ -77,7 +76,7 @@ def test_a_standing_hang_is_brought_up_to_date_without_a_flood(make_sim: Any):
     sim.train(1, 12)
     hang(sim, 300, guilty=3)
     (alert,) = sim.alerts("hang")
-    assert "4 m" in alert.title or "5 m" in alert.title
+    assert alert.evidence["age_s"] > 240
     assert alert.count == 1
     assert sim.sends("hang") < 25
     assert len(sim.states(0)) <= 4, "a state is not sent again because time passes"
@@ -106,7 +105,7 @@ def test_under_nccl_the_last_rank_by_count_is_hung(make_sim: Any):
     sim.wait(25, beats)
     (alert,) = sim.alerts("hang")
     assert alert.rank == 2
-    assert "reduce_scatter_tensor #404" in alert.title
+    assert alert.evidence["collective"] == "reduce_scatter_tensor #404"
     assert sim.state(2).text == "not in reduce_scatter_tensor #404, in Python code outside any phase"
 
 
@@ -213,7 +212,7 @@ def test_a_stopped_rank_is_told_at_once_and_what_waits_for_it_is_its_evidence(ma
     sim.fact(1, proc_state="T")
     sim.tick()
     (alert,) = sim.alerts("hang")
-    assert alert.title == "rank 1 is stopped by a signal (SIGSTOP)"
+    assert (alert.rank, alert.evidence["process_state"]) == (1, "T")
     assert sim.state(1).state == "stopped"
 
     def beats() -> None:
@@ -250,7 +249,8 @@ def test_an_exit_status_learned_later_is_added(make_sim: Any):
     sim.fact(0, alive=False, exit_code=3)
     sim.tick()
     assert (sim.state(0).text, sim.state(0).exit_code) == ("exit code 3", 3)
-    assert sim.alerts("died")[0].title == "rank 0 ended: exit code 3"
+    (alert,) = sim.alerts("died")
+    assert (alert.rank, alert.evidence["exit_code"]) == (0, 3)
 
 
 def test_a_fact_about_another_process_is_ignored(make_sim: Any):
@@ -284,7 +284,6 @@ def test_a_hang_at_exit_is_recognised(make_sim: Any):
     sim.wait(40, lambda: sim.feed(sim.beat(1, 13, "idle", collective="barrier", collectives=37)))
     (alert,) = sim.alerts("hang")
     assert alert.evidence["rule"] == "exit"
-    assert alert.title.startswith("hang at exit: rank 0 finished, rank 1 still there")
     assert sim.state(0).state == "finished"
     assert sim.state(1).state == "waiting"
 
@@ -330,7 +329,7 @@ def test_ranks_that_end_as_asked_are_finished_and_no_hang_at_exit(make_sim: Any)
     hang(sim, 3, guilty=1)
     assert (sim.state(1).state, sim.state(1).text) == ("finished", "interrupted")
     (alert,) = sim.alerts("hang")
-    assert "ended with the run" in alert.text
+    assert alert.resolved is not None
 
 
 def test_without_a_launcher_the_run_ends_with_its_ranks(make_sim: Any):
@@ -355,7 +354,7 @@ def test_a_failed_rank_is_gone_with_its_error(make_sim: Any):
     sim.wait(2)
     assert (sim.state(0).state, sim.state(0).text) == ("gone", "failed: ValueError: shapes (exit code 1)")
     (alert,) = sim.alerts("failure")
-    assert "exit code 1" in alert.text
+    assert alert.evidence["ended"] == "exit code 1"
     assert sim.alerts("died") == []
 
 
@@ -390,3 +389,69 @@ def test_states_are_sent_only_when_they_change(make_sim: Any, ranks: int):
     sim.train(1, 4)
     sim.wait(3, lambda: sim.feed(*(sim.beat(rank, 5, moved=True) for rank in range(ranks))))
     assert all(len(sim.states(rank)) == 2 for rank in range(ranks))
+
+
+def test_a_rank_that_a_kill_could_not_end_says_that_it_waits_for_the_kernel(make_sim: Any):
+    sim = make_sim(2)
+    sim.begin()
+    sim.train(1, 6)
+    sim.wait(1, lambda: sim.fact(1, proc_state="D"))
+    assert sim.tracker.ranks[1].state.state == "training", "a disk is waited for now and then"
+    sim.feed(Command("c", "kill", {"ranks": [1]}))
+    sim.wait(45, lambda: sim.fact(1, proc_state="D"))
+    state = sim.tracker.ranks[1].state
+    assert (state.state, "uninterruptible sleep" in state.text) == ("hung", True)
+    sim.fact(1, alive=False, proc_state="", signal=9)
+    sim.wait(2)
+    assert sim.tracker.ranks[1].state.state == "gone"
+
+
+@pytest.mark.parametrize(("heard", "limit"), [(0, 60.0), (1, 8.0)])
+def test_a_rank_that_went_silent_before_its_steps_were_heard_is_judged_by_those_of_the_ranks_that_wait(
+    make_sim: Any, heard: int, limit: float
+):
+    sim = make_sim(2, cuda=False)
+    sim.begin()
+    for step in range(1, 9):
+        for rank in range(2) if step <= heard else (0,):
+            sim.feed(sim.step(rank, step))
+        sim.tick(0.05)
+    if heard:
+        sim.feed(sim.beat(1, 2, "forward", moved=True))
+    waits = {"collective": "all_reduce", "last_collective": "all_reduce", "collectives": 25}
+    silent = sim.tracker.ranks[1].progress
+    assert silent.limit() == (60.0 if heard else 300.0), "its first steps, as far as it is known"
+    sim.wait(8, lambda: sim.feed(sim.beat(0, 9, "backward", **waits)))
+    assert silent.limit() == limit
+    sim.feed(sim.beat(1, 1, "init", moved=True))
+    assert silent.peer_steps == 0, "it speaks for itself"
+
+
+def test_a_silent_rank_last_heard_in_its_start_has_left_it_when_steps_came_after(make_sim: Any):
+    sim = make_sim(2, cuda=False)
+    sim.begin()
+    for rank in range(2):
+        sim.feed(sim.beat(rank, 1, "init", moved=True))
+    for step in range(1, 12):
+        for rank in range(2):
+            sim.feed(sim.step(rank, step))  # all at once, before its next heartbeat
+    silent = sim.tracker.ranks[1].progress
+    assert (silent.phase, silent.steps_seen) == ("init", 11)
+    waits = {"collective": "all_reduce", "last_collective": "all_reduce", "collectives": 23}
+    sim.wait(8, lambda: sim.feed(sim.beat(0, 12, "backward", **waits)))
+    assert silent.limit() == 60.0
+
+
+def test_a_silent_rank_last_heard_between_two_steps_has_left_them_when_a_step_came_after(make_sim: Any):
+    sim = make_sim(2, cuda=False)
+    sim.begin()
+    sim.train(1, 5)
+    sim.feed(sim.beat(1, 6, "idle", moved=True))
+    silent = sim.tracker.ranks[1].progress
+    waits = {"collective": "all_reduce", "last_collective": "all_reduce", "collectives": 25}
+    sim.wait(8, lambda: sim.feed(sim.beat(0, 6, "backward", **waits)))
+    assert silent.limit() == 300.0, "it may evaluate there"
+    sim.feed(sim.step(1, 6))
+    sim.feed(sim.step(0, 6))
+    sim.wait(8, lambda: sim.feed(sim.beat(0, 7, "backward", **waits)))
+    assert silent.limit() == 60.0

@@ -1,28 +1,30 @@
 """A job's environment carries the mark of its run, the import hook, and what DeepSpeed passes to other hosts."""
 
-import json
 from pathlib import Path
 
-from ftmon.trainer.environment import INJECT_DIR, flight_recorder, job_environment, monitor_environment
+from ftmon.protocol.environment import monitor_environment
+from ftmon.trainer.launch.environment import INJECT_DIR, flight_recorder, job_environment
+
+MARKS = ("FTMON_RUN", "FTMON_RANK_PID", "FTMON_JOIN", "FTMON_PLACE")
 
 
 def test_a_job_is_marked_and_hooked_and_keeps_its_own_python_path(run):
-    found = job_environment(run, {"logs": True}, {"PYTHONPATH": "/mine", "FTMON_RANK_PID": "3", "X": "1"})
+    outer = {"FTMON_RUN": "/outer", "FTMON_RANK_PID": "3", "FTMON_JOIN": "/outer/join.json", "FTMON_PLACE": "/place"}
+    found = job_environment(run, {**outer, "PYTHONPATH": "/mine", "X": "1"})
     assert found["FTMON_RUN"] == str(run.path)
     assert found["PYTHONPATH"] == f"{INJECT_DIR}:/mine"
-    assert json.loads(found["FTMON_OPTIONS"]) == {"logs": True}
     assert found["PYTHONUNBUFFERED"] == "1"
     assert "2000" in (found.get("TORCH_FR_BUFFER_SIZE"), found.get("TORCH_NCCL_TRACE_BUFFER_SIZE"))
     assert found["X"] == "1"
-    assert "FTMON_RANK_PID" not in found
+    assert not {"FTMON_RANK_PID", "FTMON_JOIN", "FTMON_PLACE"} & set(found), "marks of the run that this one is in"
 
 
 def test_no_empty_entry_is_put_on_the_python_path(run):
-    assert job_environment(run, {}, {})["PYTHONPATH"] == str(INJECT_DIR)
+    assert job_environment(run, {})["PYTHONPATH"] == str(INJECT_DIR)
 
 
 def test_what_the_person_set_is_left_alone(run):
-    found = job_environment(run, {}, {"TORCH_FR_BUFFER_SIZE": "9", "PYTHONUNBUFFERED": ""})
+    found = job_environment(run, {"TORCH_FR_BUFFER_SIZE": "9", "PYTHONUNBUFFERED": ""})
     assert found["TORCH_FR_BUFFER_SIZE"] == "9"
     assert found["PYTHONUNBUFFERED"] == ""
 
@@ -31,16 +33,14 @@ def test_deepspeed_exports_our_marks_after_the_persons_own_lines(run, tmp_path, 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(run.path)
     (tmp_path / ".deepspeed_env").write_text("MINE=1\n")
-    lines = Path(job_environment(run, {}, {})["DS_ENV_FILE"]).read_text().splitlines()
+    lines = Path(job_environment(run, {})["DS_ENV_FILE"]).read_text().splitlines()
     assert lines[0] == "MINE=1"
     assert f"FTMON_RUN={run.path}" in lines
     assert all(line.count("=") >= 1 for line in lines)
 
 
 def test_hub_and_launcher_carry_no_mark():
-    assert monitor_environment({"FTMON_RUN": "/r", "FTMON_OPTIONS": "{}", "FTMON_RANK_PID": "1", "A": "b"}) == {
-        "A": "b"
-    }
+    assert monitor_environment({**dict.fromkeys(MARKS, "x"), "A": "b"}) == {"A": "b"}
 
 
 def test_the_flight_recorder_goes_by_the_name_that_this_torch_knows():

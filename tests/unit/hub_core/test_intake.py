@@ -9,23 +9,26 @@ from ftmon.protocol.telemetry import Goodbye, Heartbeat
 from ftmon.trainer.hub.intake import Intake
 
 BEAT = Heartbeat(rank=0, step=1, phase="data", phase_started=1.0, progress=1, time=1.0)
+BEAT_1, BEAT_2 = (msgspec.structs.replace(BEAT, rank=rank) for rank in (1, 2))
 
 
 class Line:
     """A PUSH/PULL pair with an intake at its end."""
 
-    def __init__(self, fresh: bool = True) -> None:
+    def __init__(self, known: dict[str, int] | None) -> None:
         self.context = zmq.Context()
         self.pull = self.context.socket(zmq.PULL)
         self.pull.bind("inproc://telemetry")
         self.push = self.context.socket(zmq.PUSH)
         self.push.connect("inproc://telemetry")
         self.accepted: list[tuple[wire.Message, str, bytes]] = []
+        self.missed: list[int] = []
         self.refusals: list[tuple[str, str]] = []
         self.intake = Intake(
             lambda message, t, sender, body: self.accepted.append((message, sender, body)),
             lambda sender, reason: self.refusals.append((sender, reason)),
-            fresh,
+            known,
+            lambda count: self.missed.append(count),
         )
 
     def send(self, seq: int, message: wire.Message = BEAT, src: str = "rank-0-1-1") -> None:
@@ -38,7 +41,7 @@ class Line:
 
 @pytest.fixture
 def line():
-    made = Line()
+    made = Line({})
     yield made
     made.context.destroy(linger=0)
 
@@ -58,15 +61,22 @@ def test_gaps_and_self_declared_drops_are_both_losses(line):
     assert line.intake.lost == {"rank-0-1-1": 5}
 
 
-def test_a_first_number_above_one_is_loss_for_a_first_hub_and_unknown_for_one_that_took_over(line):
+def test_a_first_number_is_counted_from_what_was_recorded_before_and_unknown_without_that(line):
     line.send(4)
     line.drain()
     assert line.intake.lost == {"rank-0-1-1": 3}
-    successor = Line(fresh=False)
-    successor.send(4)
-    successor.drain()
-    assert successor.intake.lost == {}
-    successor.context.destroy(linger=0)
+    assert line.intake.numbers() == {"rank-0-1-1": 4}
+    for known, lost in ((None, {}), ({"rank-0-1-1": 7, "rank-1-1-1": 2}, {"rank-0-1-1": 12, "rank-2-1-1": 1})):
+        successor = Line(known)
+        successor.send(20)
+        successor.send(21)
+        if known:
+            successor.send(3, BEAT_1, "rank-1-1-1")
+            successor.send(2, BEAT_2, "rank-2-1-1")
+        successor.drain()
+        assert successor.intake.lost == lost
+        assert sum(successor.missed) == sum(lost.values())
+        successor.context.destroy(linger=0)
 
 
 def test_another_major_version_is_refused_counted_and_told_once(line):

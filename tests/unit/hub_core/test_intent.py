@@ -1,6 +1,6 @@
 """A job that was told to end has not failed."""
 
-from ftmon.trainer.intent import read_intent, write_intent
+from ftmon.protocol.intent import read_intent, write_intent
 
 
 def test_a_request_for_the_whole_run_explains_any_end(run):

@@ -1,21 +1,20 @@
 """What another host is given to join a run, and how."""
 
-import json
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from ftmon.protocol import rundir
+from ftmon.protocol.environment import monitor_environment
 from ftmon.protocol.errors import RunDirError, UsageError
 from ftmon.protocol.join import JOIN_ENV, join_path, read_join
+from ftmon.protocol.run_options import MultiHost, RunOptions
 from ftmon.protocol.rundir import RunDir
-from ftmon.trainer.environment import job_environment, joined_environment, monitor_environment
-from ftmon.trainer.joining import free_listen, prepare, push
-from ftmon.trainer.listen import parse_listen
-from ftmon.trainer.several import Several
+from ftmon.trainer.host.listen import parse_listen
+from ftmon.trainer.launch.environment import job_environment, joined_environment
+from ftmon.trainer.launch.join import free_listen, prepare, push
+from ftmon.trainer.probe.link.options import read_options
 
 SSH = """\
 #!/bin/sh
@@ -30,7 +29,7 @@ sh -c "$(echo "$last" | sed 's|{runs}|{other}|g')"
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    return rundir.create("two", ["deepspeed", "train.py"], "run", {"logs": True, "listen": "0.0.0.0:7420"})
+    return rundir.create("two", ["deepspeed", "train.py"], "run", RunOptions(on_oom="hold", listen="0.0.0.0:7420"))
 
 
 def test_the_file_tells_where_the_hub_is_and_holds_a_key_for_agents_alone(run: RunDir) -> None:
@@ -60,7 +59,7 @@ def test_a_file_that_others_can_read_is_refused(run: RunDir, tmp_path: Path) -> 
 
 def test_the_environment_names_the_file_and_never_holds_the_key(run: RunDir) -> None:
     path = prepare(run, "0.0.0.0:7420")
-    environment = job_environment(run, run.read_run().options, {"PATH": "/bin"})
+    environment = job_environment(run, {"PATH": "/bin"})
     secret = read_join(path).secret
     assert environment[JOIN_ENV] == str(path)
     assert secret not in str(environment)
@@ -71,13 +70,20 @@ def test_the_environment_names_the_file_and_never_holds_the_key(run: RunDir) -> 
     assert JOIN_ENV not in monitor_environment(environment)
 
 
-def test_a_further_host_gets_the_same_marks(run: RunDir, tmp_path: Path) -> None:
-    join = read_join(prepare(run, "0.0.0.0:7420"))
-    environment = joined_environment(tmp_path / "join.json", join, {"PATH": "/bin"})
+def test_a_further_host_gets_the_same_marks_and_options(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = prepare(run, "0.0.0.0:7420").rename(tmp_path / "join.json")
+    join = read_join(path)
+    environment = joined_environment(path, join, {"PATH": "/bin"})
     assert environment["FTMON_RUN"] == str(run.path)
     assert environment[JOIN_ENV] == str(tmp_path / "join.json")
-    assert json.loads(environment["FTMON_OPTIONS"]) == {"logs": True}
     assert "inject" in environment["PYTHONPATH"]
+    monkeypatch.setenv("FTMON_RUN", "/not/at/hand/there")
+    monkeypatch.setenv(JOIN_ENV, str(path))
+    assert read_options() == run.read_run().options
+    path.write_text("damaged")
+    assert read_options() == RunOptions()
 
 
 def test_hosts_that_share_no_files_are_given_the_key_over_sshs_input(run: RunDir, tmp_path: Path) -> None:
@@ -86,7 +92,7 @@ def test_hosts_that_share_no_files_are_given_the_key_over_sshs_input(run: RunDir
     program.write_text(SSH.format(other=other, log=log, runs=run.path.parent))
     program.chmod(0o755)
     environ = {"PATH": os.environ["PATH"], "FTMON_SSH": str(program)}
-    problems = push(run, Several([os.uname().nodename, "there", "broken"], 2222), environ)
+    problems = push(run, MultiHost([os.uname().nodename, "there", "broken"], 2222), environ)
     assert problems == ["broken was not given the run's key over ssh (ssh: connect to host broken: No route to host)"]
     copy = other / run.id / "join.json"
     assert read_join(copy).secret == read_join(path).secret
@@ -102,7 +108,7 @@ def test_where_the_directory_is_shared_the_file_stays(run: RunDir, tmp_path: Pat
     program = tmp_path / "ssh"
     program.write_text('#!/bin/sh\nfor word; do last=$word; done\nsh -c "$last"\n')
     program.chmod(0o755)
-    assert push(run, Several(["there"]), {"PATH": os.environ["PATH"], "FTMON_SSH": str(program)}) == []
+    assert push(run, MultiHost(["there"]), {"PATH": os.environ["PATH"], "FTMON_SSH": str(program)}) == []
     assert not read_join(join_path(run)).pushed
     assert path.exists()
 
@@ -117,28 +123,15 @@ def test_in_a_slurm_job_srun_brings_the_key_to_every_node(run: RunDir, tmp_path:
     )
     program.chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    assert push(run, Several(slurm_nodes=3), environ) == []
+    assert push(run, MultiHost(slurm_nodes=3), environ) == []
     copy = read_join(other / run.id / "join.json")
     assert (copy.secret, copy.pushed) == (read_join(path).secret, True)
     assert "--overlap --nodes=3 --ntasks=3 --ntasks-per-node=1" in log.read_text()
     assert copy.secret not in log.read_text()
     program.write_text("#!/bin/sh\necho srun: error: Invalid job id >&2\nexit 1\n")
-    (problem,) = push(run, Several(slurm_nodes=3), environ)
+    (problem,) = push(run, MultiHost(slurm_nodes=3), environ)
     assert problem == "the job's nodes were not given the run's key by srun (srun: error: Invalid job id)"
 
 
 def test_free_ports_are_found() -> None:
     assert parse_listen(free_listen()).host == "0.0.0.0"
-
-
-def test_a_further_host_becomes_its_command_as_a_part_of_the_run(run: RunDir, tmp_path: Path) -> None:
-    path = prepare(run, "0.0.0.0:7420")
-    words = [sys.executable, "-P", "-m", "ftmon.trainer.start", "join", str(path), "--", "sh", "-c", "env; exit 7"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 7, done.stderr
-    assert f"FTMON_RUN={run.path}" in done.stdout.splitlines()
-    assert f"joining {run.id}" in done.stderr
-    words[5] = str(tmp_path / "none.json")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1

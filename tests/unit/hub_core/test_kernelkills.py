@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from ftmon.trainer.hub.kernelkills import RECENT_SECONDS, KernelKills, kill_count, memory_groups, read_kill
+from ftmon.trainer.host.kernel_log import RECENT_SECONDS, KernelKills, kill_count, memory_groups, read_kill
 
 PID = 7894
 RECORDS = (

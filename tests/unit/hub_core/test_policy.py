@@ -6,15 +6,20 @@ from typing import Any
 
 import pytest
 from ftmon.protocol import rundir
-from ftmon.protocol.control import Command, RankState
+from ftmon.protocol.analysis.stalls.evidence import Collective, Evidence
+from ftmon.protocol.analysis.stalls.rank_view import RankView
+from ftmon.protocol.analysis.stalls.verdicts import Verdict
+from ftmon.protocol.control import Alert, Command, RankState
+from ftmon.protocol.intent import read_intent
+from ftmon.protocol.run_options import RunOptions
 from ftmon.protocol.rundir import RunDir
 from ftmon.protocol.telemetry import DeviceInfo, Goodbye, Hello, Stacks
-from ftmon.trainer.hub.detectors.verdicts import Verdict
-from ftmon.trainer.hub.judging import Judging
+from ftmon.trainer.host.kill import Outcome
+from ftmon.trainer.hub.analysis import Analysis
 from ftmon.trainer.hub.policy import STOP_SECONDS, SURE_SECONDS, Policy
-from ftmon.trainer.intent import read_intent
 
-HANG = Verdict("missing", (0,), (1,), True, "rank 1 has not entered all_reduce #5; rank 0 waits 9 s", "", 9.0)
+VIEWS = {rank: RankView(rank, 12, "backward", 9.0, 8.0) for rank in (1, 0)}
+HANG = Verdict("missing", (0,), (1,), True, 9.0, Collective("all_reduce", 5), VIEWS)
 
 
 class Hands:
@@ -24,9 +29,10 @@ class Hands:
         self.killed = 0
         self.interrupted = 0
 
-    def start(self, ranks: list[int], number: Any, done: Any) -> None:
+    async def kill(self, ranks: list[int], number: Any) -> Outcome:
         assert (ranks, number) == ([], None)
         self.killed += 1
+        return Outcome(True, "killed", {})
 
     def interrupt(self) -> list[int]:
         self.interrupted += 1
@@ -38,10 +44,15 @@ class Hands:
     def grouped(self) -> list[str]:
         return ["rank 1: train.py:5 in main"]
 
-    def read_native(self, ranks: list[int], reason: str, done: Any) -> None:
-        del ranks, reason, done
+    async def read_native(self, ranks: list[int], reason: str) -> dict[int, tuple[str, str]]:
+        del ranks, reason
+        return {}
 
     ranks = (0, 1)
+
+    @property
+    def worked_at(self) -> dict[int, float]:
+        return {}
 
 
 class Bench:
@@ -50,12 +61,12 @@ class Bench:
     def __init__(self, run: RunDir, **options: Any) -> None:
         self.sent: list[Any] = []
         self.run = run
-        self.judging = Judging(run.read_run(), self._emit)
+        self.analysis = Analysis(run.read_run(), self._emit)
         self.hands: Any = Hands()
-        emit = lambda message: self.judging.feed(*self._emit(message), message)  # noqa: E731
-        self.policy = Policy(run, options, self.judging, self.hands, self.hands, self.hands, emit)
+        emit = lambda message: self.analysis.feed(*self._emit(message), message)  # noqa: E731
+        self.policy = Policy(run, RunOptions(**options), self.analysis, self.hands, self.hands, self.hands, emit)
         self.now = 100.0
-        self.tracker = self.judging.tracker
+        self.tracker = self.analysis.tracker
 
     def _emit(self, message: Any) -> tuple[int, float]:
         self.sent.append(message)
@@ -63,7 +74,18 @@ class Bench:
 
     def hello(self, rank: int, world: int = 2) -> None:
         device = DeviceInfo("cpu", 0, "cpu", 1)
-        self.judging.feed(1, time.time(), Hello(rank, rank, world, "h", 1, 1, device, "glibc", 1.0))
+        self.analysis.feed(1, time.time(), Hello(rank, rank, world, "h", 1, 1, device, "glibc", 1.0))
+
+    def hang(self, quiet: float | None, work: Any = "", phase: str = "backward") -> None:
+        """Have rank 1 stand still in that phase for ten minutes, its processes at rest for ``quiet`` seconds."""
+        for rank in (0, 1):
+            self.hello(rank)
+        progress = self.tracker.ranks[1].progress
+        progress.moved_at = time.time() - 600.0
+        progress.heard_at = time.time() + 3600.0
+        progress.phase, progress.has_stepped, progress.steps_seen = phase, True, 30
+        self.tracker.ranks[1].evidence = Evidence(time.time(), by="probe", quiet=quiet, work=work)
+        self.tracker.verdict = HANG
 
     def wait(self, seconds: float) -> None:
         end = self.now + seconds
@@ -80,12 +102,12 @@ class Bench:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    return rundir.create("test", ["x"], "run", {})
+    return rundir.create("test", ["x"], "run")
 
 
 def test_a_hang_is_acted_on_once_it_has_stood_and_its_stacks_are_saved_first(run: RunDir):
     bench = Bench(run, on_hang="kill", hang_grace=10.0)
-    bench.tracker.verdict = HANG
+    bench.hang(quiet=60.0)
     bench.wait(9.0)
     assert (bench.hands.killed, bench.saved) == (0, [])
     bench.wait(2.0)
@@ -112,7 +134,7 @@ def test_a_stall_that_ends_in_time_is_left_alone(run: RunDir):
 
 def test_stop_interrupts_and_kills_what_has_not_ended(run: RunDir):
     bench = Bench(run, on_hang="stop", hang_grace=1.0)
-    bench.tracker.verdict = HANG
+    bench.hang(quiet=60.0)
     bench.wait(3.0)
     assert (bench.hands.interrupted, bench.hands.killed) == (1, 0)
     bench.wait(STOP_SECONDS)
@@ -137,14 +159,39 @@ def test_what_somebody_paused_is_no_hang(run: RunDir, state: Any):
     bench.wait(20.0)
     assert bench.hands.killed == 0
     bench.tracker.ranks[0].state = RankState(0, "waiting", 1.0)
+    bench.tracker.ranks[1].evidence = Evidence(time.time() + 1.0, quiet=400.0)
     bench.wait(20.0)
     assert bench.hands.killed == (1 if state == "stopped" else 0), "one rank that is stopped holds the others up"
+
+
+@pytest.mark.parametrize(
+    ("phase", "quiet", "ended"),
+    [
+        ("backward", 29.0, False),
+        ("backward", 31.0, True),
+        ("idle", 200.0, False),
+        ("idle", 301.0, True),
+        ("eval", 200.0, False),
+        ("checkpoint", 500.0, False),
+        ("checkpoint", 601.0, True),
+        ("backward", None, False),
+    ],
+)
+def test_nothing_is_ended_before_a_ranks_processes_rested_for_the_patience_of_its_phase(
+    run: RunDir, phase: str, quiet: float | None, ended: bool
+):
+    bench = Bench(run, on_hang="kill", hang_grace=1.0)
+    bench.hang(quiet, phase=phase)
+    bench.wait(60.0)
+    assert bench.hands.killed == ended
+    notes = [one.title for one in bench.sent if isinstance(one, Alert) and "waits for proof" in one.title]
+    assert len(notes) == (not ended), "said once, and why"
 
 
 def test_the_rest_may_go_on_for_so_long_after_a_rank_has_finished(run: RunDir):
     bench = Bench(run, exit_timeout=20.0)
     bench.hello(0)
-    bench.judging.feed(2, time.time() - 60.0, Goodbye(0, 1.0, 9, "finished"))
+    bench.analysis.feed(2, time.time() - 60.0, Goodbye(0, 1.0, 9, "finished"))
     bench.wait(10.0)
     assert bench.hands.killed == 0, "rank 1 has not begun"
     bench.hello(1)
@@ -164,7 +211,7 @@ def test_a_checkpoint_at_the_end_keeps_its_own_patience(run: RunDir):
     bench = Bench(run, exit_timeout=20.0)
     for rank in (0, 1):
         bench.hello(rank)
-    bench.judging.feed(2, time.time() - 60.0, Goodbye(0, 1.0, 9, "finished"))
+    bench.analysis.feed(2, time.time() - 60.0, Goodbye(0, 1.0, 9, "finished"))
     progress = bench.tracker.ranks[1].progress
     progress.moved_at, progress.phase, progress.has_stepped, progress.steps_seen = (
         time.time() - 60,

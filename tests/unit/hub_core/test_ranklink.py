@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import zmq
+from eventually import SECONDS
 from ftmon.protocol import sockets, wire
 from ftmon.protocol.control import Command, Result
-from ftmon.trainer.hub import ranklink
-from ftmon.trainer.hub.ranklink import Answers, RankLink
+from ftmon.trainer.hub import rank_link
+from ftmon.trainer.hub.rank_link import Answers, RankLink
 
 AGENT = b"agent-nodeb-7-70"
 
@@ -27,12 +28,12 @@ def test_an_agent_that_connects_anew_is_asked_when_it_is_there(context: "zmq.Con
     hub.bind(f"ipc://{tmp_path}/r")
     link = RankLink([hub])
     done: list[Answers] = []
-    link.ask_agents("kill", {AGENT: 0}, 20.0, done.append)
+    link.ask_agents("kill", {AGENT: 0}, 20.0).then(done.append)
     link.expire()
     assert not done, "given up at once"
     agent = sockets.peer_socket(context, "ranks", AGENT)
     agent.connect(f"ipc://{tmp_path}/r")
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + SECONDS
     while not done:
         assert time.monotonic() < deadline
         link.expire()
@@ -51,7 +52,7 @@ def test_who_has_left_is_not_waited_for(context: "zmq.Context[Any]", tmp_path: P
     link = RankLink([hub])
     left: set[int] = set()
     done: list[Answers] = []
-    link.ask_agents("kill", {AGENT: 0}, 20.0, done.append, left=left.__contains__)
+    link.ask_agents("kill", {AGENT: 0}, 20.0, left=left.__contains__).then(done.append)
     link.expire()
     assert not done
     left.add(0)
@@ -63,12 +64,12 @@ def test_who_has_left_is_not_waited_for(context: "zmq.Context[Any]", tmp_path: P
 def test_an_agent_that_owes_an_answer_is_asked_again_and_another_in_its_place(
     context: "zmq.Context[Any]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranklink, "_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(rank_link, "_AGAIN_SECONDS", 0.1)
     hub = sockets.hub_socket(context, "ranks")
     hub.bind(f"ipc://{tmp_path}/r")
     link = RankLink([hub])
     done: list[Answers] = []
-    link.ask_agents("kill", {AGENT: 0}, 20.0, done.append)
+    link.ask_agents("kill", {AGENT: 0}, 20.0).then(done.append)
     first, later = (sockets.peer_socket(context, "ranks", name) for name in (AGENT, b"agent-nodeb-8-80"))
     first.connect(f"ipc://{tmp_path}/r")
     asked = {command(link, first).id for _ in range(3)}
@@ -84,7 +85,7 @@ def test_an_agent_that_owes_an_answer_is_asked_again_and_another_in_its_place(
 
 
 def command(link: RankLink, agent: "zmq.Socket[Any]") -> Command:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + SECONDS
     while not agent.poll(20):
         link.expire()
         assert time.monotonic() < deadline

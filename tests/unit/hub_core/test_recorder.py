@@ -1,9 +1,9 @@
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from eventually import eventually
 from ftmon.protocol.recording import batch as batches
 from ftmon.protocol.recording import writer as writers
 from ftmon.protocol.recording.batch import Batch
@@ -64,9 +64,7 @@ def test_a_disk_that_takes_nothing_for_long_is_told_of_and_its_end_too(path: Pat
     recorder = Recorder(SlowWriter(path, RUN))
     assert recorder.error == ""
     recorder.commit()
-    deadline = time.monotonic() + 10
-    while not recorder.error and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: recorder.error, "the recorder's error")
     assert recorder.error.startswith(f"{path}: the disk has taken nothing for ")
     done = threading.Event()
     recorder.commit(done.set)

@@ -1,12 +1,17 @@
 """What cannot be started is refused in one line before anything is made."""
 
+import io
 import socket
 
+import msgspec
 import pytest
-from ftmon.protocol import rundir
+from ftmon.protocol import exits, rundir
 from ftmon.protocol.errors import UsageError
-from ftmon.trainer import start
-from ftmon.trainer.listen import check_free, parse_listen
+from ftmon.protocol.notices import Notify
+from ftmon.protocol.run_options import RunOptions
+from ftmon.protocol.start_request import StartRequest, spawn_start
+from ftmon.trainer.host.listen import check_free, parse_listen
+from ftmon.trainer.launch import start
 
 
 @pytest.fixture
@@ -15,21 +20,43 @@ def home(tmp_path, monkeypatch):
     return tmp_path / "home"
 
 
+@pytest.fixture
+def start_with(monkeypatch):
+    """Has the process that starts runs read a request, or any other bytes; returns its exit status."""
+
+    def status(request):
+        written = request if isinstance(request, bytes) else msgspec.json.encode(request)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(written)))
+        return start.main([])
+
+    return status
+
+
+def run_of(*command, **options):
+    return StartRequest("run", options=RunOptions(**options), command=list(command))
+
+
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("request_", "said"),
     [
-        (["run"], "no command"),
-        (["run", "--", "no-such-program-here"], "no-such-program-here: command not found"),
-        (["run", "--listen", "nonsense", "--", "true"], "must be HOST:PORT"),
-        (["run", "--listen", "127.0.0.1:99999", "--", "true"], "must be HOST:PORT"),
-        (["run", "--allow-console", "--", "true"], "need --on-oom hold"),
-        (["run", "--hold-timeout", "5", "--", "true"], "need --on-oom hold"),
-        (["run", "--on-oom", "hold", "--hold-timeout", "nan", "--", "true"], "must be seconds"),
-        (["run", "--on-oom", "hold", "--allow-console", "--read-only", "--", "true"], "runs nobody's code"),
+        (run_of(), "no command"),
+        (run_of("no-such-program-here"), "no-such-program-here: command not found"),
+        (run_of("true", listen="nonsense"), "must be HOST:PORT"),
+        (run_of("true", listen="127.0.0.1:99999"), "must be HOST:PORT"),
+        (run_of("true", allow_console=True), "need --on-oom hold"),
+        (run_of("true", hold_timeout=5.0), "need --on-oom hold"),
+        (run_of("true", on_oom="hold", hold_timeout=-1.0), "--hold-timeout must be seconds"),
+        (run_of("true", stop_grace=-1.0), "--stop-grace must be seconds"),
+        (run_of("true", on_oom="hold", allow_console=True, read_only=True), "runs nobody's code"),
+        (run_of("true", exit_timeout=5.0, read_only=True), "--exit-timeout need a run that is not --read-only"),
+        (StartRequest("run", command=["true"], notify=Notify([" "], ["hang"])), "--notify needs a command"),
+        (StartRequest("run", command=["true"], line=987), "descriptor 987, which is not open"),
+        (b'{"kind": "run", "options": {"on_hang": "pray"}}', "$.options.on_hang"),
+        (b"", "must be a request to start a run"),
     ],
 )
-def test_wrong_usage_is_one_line_and_status_2_and_leaves_no_run(words, said, home, capsys):
-    assert start.main(words) == 2
+def test_wrong_usage_is_one_line_with_a_status_of_its_own_and_leaves_no_run(request_, said, home, start_with, capsys):
+    assert start_with(request_) == (exits.NOT_STARTED if "not found" in said else exits.RUN_USAGE)
     printed = capsys.readouterr()
     assert said in printed.err
     assert printed.err.count("\n") == 1
@@ -37,19 +64,29 @@ def test_wrong_usage_is_one_line_and_status_2_and_leaves_no_run(words, said, hom
     assert rundir.all_runs() == []
 
 
-def test_a_script_that_is_not_executable_is_told_how_to_run_it(home, tmp_path, capsys):
+def test_seconds_that_are_none_are_refused():
+    with pytest.raises(UsageError, match="--hang-grace must be seconds"):
+        RunOptions(hang_grace=float("nan")).check()
+
+
+def test_a_word_that_is_not_utf_8_is_refused_before_anything_starts():
+    with pytest.raises(UsageError, match="not UTF-8"):
+        spawn_start(run_of("python", b"caf\xe9.py".decode("utf-8", "surrogateescape")), environ={})
+
+
+def test_a_script_that_is_not_executable_is_told_how_to_run_it(home, tmp_path, start_with, capsys):
     script = tmp_path / "train.py"
     script.write_text("pass\n")
-    assert start.main(["run", "--", str(script)]) == 2
+    assert start_with(run_of(str(script))) == exits.NOT_STARTED
     assert f"python {script}" in capsys.readouterr().err
 
 
-def test_a_taken_port_is_named(home, capsys):
+def test_a_taken_port_is_named(home, start_with, capsys):
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        assert start.main(["run", "--listen", f"127.0.0.1:{port}", "--", "true"]) == 2
+        assert start_with(run_of("true", listen=f"127.0.0.1:{port}")) == exits.RUN_USAGE
     assert f"port {port} cannot be used" in capsys.readouterr().err
 
 

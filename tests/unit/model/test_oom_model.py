@@ -1,16 +1,16 @@
 """What is known of out-of-memory errors, folded from frames, and the session of a console."""
 
-import time
 import unicodedata
 from pathlib import Path
 
 import pytest
+from eventually import eventually
 from ftmon.protocol.control import Accepted, RankState, Result
 from ftmon.protocol.telemetry import Heartbeat
 from ftmon.protocol.wire import Frame, Message
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.console import MOST_LINES, ConsoleSession, is_complete
-from ftmon.tui.model.oom import HeldWatch, first_to_show, held_cases, held_since, hold_words
+from ftmon.tui.model.held import HeldWatch, first_to_show, held_cases, held_since, hold_words
 from ftmon.tui.source.base import CommandRecord
 from ftmon.tui.source.replay import ReplaySource
 from hypothesis import given
@@ -33,7 +33,7 @@ def test_the_hubs_report_takes_the_place_of_the_ranks_bare_numbers() -> None:
     case = bare.ooms.of_rank(1)
     assert case is not None
     assert (case.report, case.verdict.kind, case.ranks) == (None, "logits", [])
-    assert case.mends
+    assert case.remedies
     model = folded(oom, *rest)
     assert len(model.ooms) == 1
     found = model.ooms.of_rank(1)
@@ -88,10 +88,7 @@ def test_a_replay_of_the_recording_shows_the_report(tmp_path: Path) -> None:
     source = ReplaySource(out_of_memory(tmp_path), at_end=True)
     source.start()
     try:
-        deadline = time.monotonic() + 15
-        while not source.model.ooms and time.monotonic() < deadline:
-            source.pump()
-            time.sleep(0.005)
+        eventually(lambda: source.model.ooms, "the report", each=source.pump, every=0.005)
         case = source.model.ooms.of_rank(1)
         assert case is not None
         assert case.report is not None

@@ -130,7 +130,6 @@ def test_an_alert_sent_again_replaces_itself_and_marks_its_rank_once() -> None:
     assert [alert.id for alert in model.alerts.newest_first()] == [7, 8]
     assert model.alerts.get(7) == again
     assert len(model.ranks[1].timeline.marks) == 1
-    assert model.ranks[1].spike_step == 4
     assert model.alerts.of_rank(0) == [error]
 
 
@@ -152,8 +151,16 @@ def test_shares_of_a_cpu_step_tell_waiting_in_collectives_apart() -> None:
     assert shares.clock == "host"
     assert shares.step_ms == pytest.approx(500.0)
     assert shares.parts == pytest.approx(
-        {"data": 0, "forward": 0.2, "backward": 0.2, "optimizer": 0, "wait": 0.4, "other": 0.2}
+        {"data": 0, "generate": 0, "forward": 0.2, "backward": 0.2, "optimizer": 0, "wait": 0.4, "other": 0.2}
     )
+
+
+def test_start_up_is_in_no_step_s_time_and_a_rollout_is_a_share_of_its_own() -> None:
+    first = step(0, 1, phase("init", 1, -3_000_000, 3_000_000), phase("generate", 9, 0, 300_000), phase("forward", 9))
+    shares = folded(first).ranks[0].shares
+    assert shares.step_ms == pytest.approx(first.host_us / 1000)
+    assert shares.parts["generate"] == pytest.approx(300_000 / first.host_us)
+    assert sum(shares.parts.values()) == pytest.approx(1)
 
 
 def test_shares_are_of_device_time_where_every_phase_has_it() -> None:

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.oomreport.fromsnapshot import report_of
+from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
+from ftmon.protocol.analysis.oom.from_snapshot import report_of
 from ftmon.protocol.snapshot.reader import open_snapshot
-from ftmon.protocol.snapshot.replay import Replay
 from ftmon.tui.cli.main import main
 
 DATA = Path(__file__).parents[2] / "data"
@@ -21,7 +21,7 @@ def test_a_real_failure_at_the_loss_is_told_as_logits_with_the_size_of_a_copy() 
     assert (report.verdict.kind, report.verdict.sure) == ("logits", True)
     assert report.oom.stack[-1].endswith("functional.py:3504 cross_entropy")
     assert "120.12 GiB free" in report.verdict.text  # a limit was set on that process
-    first = report.mends[0]
+    first = report.remedies[0]
     assert (first.kind, first.frees_bytes) == ("chunked_loss", report.oom.requested_bytes)
 
 

@@ -6,11 +6,14 @@ from types import SimpleNamespace
 import pytest
 from caching_allocator import CachingAllocator
 from ftmon.protocol.memory import Composition
+from ftmon.protocol.run_options import RunOptions
 from ftmon.protocol.telemetry import AllocatorEvents
-from ftmon.trainer.probe import allocator
-from ftmon.trainer.probe.allocator import FIRST_STEPS, AllocatorWatch
-from ftmon.trainer.probe.reading import Reading
-from ftmon.trainer.probe.tracker import Counts, Tracker
+from ftmon.trainer.probe.device.reading import Reading
+from ftmon.trainer.probe.memory import allocator
+from ftmon.trainer.probe.memory.allocator import FIRST_STEPS, AllocatorWatch
+from ftmon.trainer.probe.phases.pace import Pace
+from ftmon.trainer.probe.phases.tracker import Counts, Tracker
+from ftmon.trainer.probe.rank.trained import Trained
 
 MIB = 2**20
 
@@ -66,18 +69,12 @@ def rank(monkeypatch):
     monkeypatch.setattr(allocator, "MIN_SECONDS", 0.0)
     device, sent = Device(), []
     tracker = Tracker(device, lambda: None, Counts(), lambda _: None)
-    probe = SimpleNamespace(
-        device=SimpleNamespace(memory=device),
-        tracker=tracker,
-        about=SimpleNamespace(rank=5),
-        engine=lambda: None,
-        model=lambda: None,
-        primary=None,
-        step_seconds=0.01,
-        step_sent=1 << 62,
-    )
+    context = SimpleNamespace(device=SimpleNamespace(memory=device), rank=5, options=RunOptions())
+    pace = Pace()
+    pace.note(0.01)
     recorder = Recorder(device)
-    watch = AllocatorWatch(probe, recorder, sent.append)
+    watch = AllocatorWatch(context, tracker, Trained(), pace, recorder, sent.append)
+    watch.note_sent(1 << 62)
     device.alloc(30 * MIB)
 
     def step(during=lambda: None):
@@ -94,7 +91,7 @@ def rank(monkeypatch):
         tracker.end_step()
 
     return SimpleNamespace(
-        device=device, tracker=tracker, watch=watch, sent=sent, step=step, recorder=recorder, probe=probe
+        device=device, tracker=tracker, watch=watch, sent=sent, step=step, recorder=recorder, pace=pace
     )
 
 
@@ -193,7 +190,7 @@ def test_with_events_off_a_rank_is_looked_at_when_asked_and_the_recorder_is_off_
 def test_an_asker_hears_when_no_step_ends(rank, monkeypatch):
     monkeypatch.setattr(allocator, "PATIENCE_SECONDS", -1.0)
     answers = []
-    rank.probe.step_seconds = 0.0
+    rank.pace.usual = 0.0
     rank.watch.want("asked", lambda *answer: answers.append(answer))
     rank.watch.tick()
     time.sleep(0.01)
@@ -202,12 +199,12 @@ def test_an_asker_hears_when_no_step_ends(rank, monkeypatch):
 
 
 def test_what_is_found_in_a_step_follows_the_step_s_own_message(rank):
-    rank.probe.step_sent = 0
+    rank.watch.note_sent(0)
     rank.watch.tick()
     rank.step()
     for _ in range(3):
         rank.watch.tick()
     assert rank.sent == []
-    rank.probe.step_sent = 1
+    rank.watch.note_sent(1)
     rank.watch.send_ready()
     assert [(type(message), message.step) for message in rank.sent] == [(AllocatorEvents, 1), (Composition, 1)]

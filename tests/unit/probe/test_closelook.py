@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from ftmon.trainer.probe.composition.closelook import CloseLook
-from ftmon.trainer.probe.composition.residency import resident_bytes
-from ftmon.trainer.probe.composition.storages import Held, Storages, tensors
-from ftmon.trainer.probe.composition.walk import Roots, walk
-from ftmon.trainer.probe.tracker import Counts, Tracker
+from ftmon.trainer.probe.memory.composition.residency import resident_bytes
+from ftmon.trainer.probe.memory.composition.step_capture import CloseLook
+from ftmon.trainer.probe.memory.composition.storages import Held, Storages, tensors
+from ftmon.trainer.probe.memory.composition.walk import Roots, walk
+from ftmon.trainer.probe.phases.tracker import Counts, Tracker
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils.checkpoint import checkpoint

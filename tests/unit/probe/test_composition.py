@@ -5,17 +5,17 @@ import pickle
 from pathlib import Path
 
 import pytest
+from ftmon.protocol.analysis.allocator.snapshot.allocations import Allocations
 from ftmon.protocol.memory import PARTS
-from ftmon.protocol.snapshot.allocations import Allocations
-from ftmon.trainer.probe.composition.closelook import CloseLook, Sighting, Walked
-from ftmon.trainer.probe.composition.messages import of_cuda
-from ftmon.trainer.probe.composition.pulse import Pulse
-from ftmon.trainer.probe.composition.storages import Held
-from ftmon.trainer.probe.composition.timeline import Timeline
-from ftmon.trainer.probe.composition.trace import compact
-from ftmon.trainer.probe.raw import Mark
-from ftmon.trainer.probe.reading import Reading
-from ftmon.trainer.probe.tracker import Counts, Tracker
+from ftmon.trainer.probe.device.reading import Reading
+from ftmon.trainer.probe.memory.composition.messages import of_cuda
+from ftmon.trainer.probe.memory.composition.step_capture import CloseLook, Sighting, Walked
+from ftmon.trainer.probe.memory.composition.storages import Held
+from ftmon.trainer.probe.memory.composition.time_slices import Pulse
+from ftmon.trainer.probe.memory.composition.timeline import Timeline
+from ftmon.trainer.probe.memory.composition.trace import compact
+from ftmon.trainer.probe.phases.marks import Mark
+from ftmon.trainer.probe.phases.tracker import Counts, Tracker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_step import SimulatedStep, same

@@ -4,8 +4,8 @@ import time
 from typing import Any
 
 from ftmon.protocol.snapshot.columns import compact
-from ftmon.trainer.probe.phasemarks import PhaseMarks
-from ftmon.trainer.probe.raw import Mark
+from ftmon.trainer.probe.memory.annotations import PhaseMarks
+from ftmon.trainer.probe.phases.marks import Mark
 
 
 def mark(phase: str, ns: int) -> Mark:
@@ -13,7 +13,7 @@ def mark(phase: str, ns: int) -> Mark:
 
 
 def test_the_last_steps_and_the_one_under_way_are_spans_of_the_device() -> None:
-    now = time.perf_counter_ns()
+    begun, now = time.time(), time.perf_counter_ns()
     marks = PhaseMarks()
     ms = 1_000_000
     steps = [("data", -90), ("forward", -80), ("", -75), ("backward", -60), ("optimizer", -50), ("idle", -40)]
@@ -29,7 +29,7 @@ def test_the_last_steps_and_the_one_under_way_are_spans_of_the_device() -> None:
         ("ftmon step 8", 50), ("ftmon idle", 50), ("ftmon forward", 60),
     ]  # fmt: skip
     assert all(span.end_us >= span.begin_us for span in spans)
-    assert abs(spans[-1].end_us - time.time() * 1e6) < 5e6
+    assert (begun - 1) * 1e6 < spans[-1].end_us < (time.time() + 1) * 1e6
 
 
 def test_only_so_many_steps_are_remembered_and_none_is_no_trouble() -> None:

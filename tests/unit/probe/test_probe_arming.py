@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from ftmon.protocol.memory import Cause
-from ftmon.trainer.probe.arming import Arming
-from ftmon.trainer.probe.fold import fold
-from ftmon.trainer.probe.reading import Reading
-from ftmon.trainer.probe.recording import Recording
-from ftmon.trainer.probe.tracker import Counts, Tracker
+from ftmon.trainer.probe.device.reading import Reading
+from ftmon.trainer.probe.link.step_message import fold
+from ftmon.trainer.probe.memory.history import Recording
+from ftmon.trainer.probe.memory.stack_capture import Arming
+from ftmon.trainer.probe.phases.pace import Pace
+from ftmon.trainer.probe.phases.tracker import Counts, Tracker
+from ftmon.trainer.probe.rank.trained import Trained
 
 MIB = 2**20
 
@@ -75,11 +77,12 @@ class Rig:
         self.answers: list[tuple[bool, str]] = []
         self.tracker = Tracker(self.memory, lambda: None, Counts(), self.steps.append)
         model = torch.nn.Linear(64, 1024)
-        about = SimpleNamespace(rank=3, world_size=2, facts={"zero_stage": 2})
-        device = SimpleNamespace(memory=self.memory)
-        probe: Any = SimpleNamespace(about=about, device=device, tracker=self.tracker, step_seconds=0.01, primary=None)
-        probe.model, probe.engine = (lambda: model), (lambda: None)
-        self.arming = Arming(probe, self.recorder, self.sent.append)
+        rank: Any = SimpleNamespace(rank=3, world_size=2, device=SimpleNamespace(memory=self.memory))
+        trained = Trained()
+        trained.model, trained.partitions = (lambda: model), 2
+        pace = Pace()
+        pace.note(0.01)
+        self.arming = Arming(rank, self.tracker, trained, pace, self.recorder, self.sent.append)
 
     def want(self, phase: str, steps: int = 1, from_step: int = 0, reason: str = "spike") -> None:
         self.arming.want(phase, steps, from_step, reason, lambda ok, text, _: self.answers.append((ok, text)))

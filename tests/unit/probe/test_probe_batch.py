@@ -1,6 +1,7 @@
 import torch
-from ftmon.trainer.probe import batch, values
-from ftmon.trainer.probe.raw import Notes
+from ftmon.trainer.probe.device import device_values
+from ftmon.trainer.probe.phases.marks import Notes
+from ftmon.trainer.probe.values import batch
 
 
 def noted(*args, **kwargs):
@@ -10,7 +11,7 @@ def noted(*args, **kwargs):
 
 
 def tokens(notes):
-    return sum(values.read_count(count) for count in notes.tokens)
+    return sum(device_values.read_count(count) for count in notes.tokens)
 
 
 def test_pads_are_not_tokens_where_a_mask_says_so():
@@ -55,13 +56,13 @@ def test_a_call_without_tensors_leaves_nothing():
 
 def test_scalars_are_read_as_they_were_when_fetched():
     loss = torch.tensor(1.5, requires_grad=True)
-    fetched = values.fetch(loss * 2)
+    fetched = device_values.fetch(loss * 2)
     norm = torch.tensor([7.0])
-    held = values.fetch(norm)
+    held = device_values.fetch(norm)
     norm.zero_()
-    assert (values.read(fetched), values.read(held)) == (3.0, 7.0)
-    assert values.fetch(torch.zeros(3)) is None
-    assert values.read(values.fetch(None)) is None
+    assert (device_values.read(fetched), device_values.read(held)) == (3.0, 7.0)
+    assert device_values.fetch(torch.zeros(3)) is None
+    assert device_values.read(device_values.fetch(None)) is None
 
 
 def test_a_mask_may_be_counted_later_and_is_then_counted_as_it_is():

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.trainer.probe.recording import LONG_ENTRIES, MAX_ENTRIES, MIN_ENTRIES, Recording
+from ftmon.trainer.probe.memory.history import LONG_ENTRIES, MAX_ENTRIES, MIN_ENTRIES, Recording
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 

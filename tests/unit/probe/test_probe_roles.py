@@ -1,13 +1,8 @@
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from ftmon.trainer.environment import INJECT_DIR as INJECT
-from ftmon.trainer.probe.roles import RANK_PID_ENV, decide, launcher_name, parse_program, parse_rank
+from ftmon.trainer.probe.rank.roles import RANK_PID_ENV, decide, launcher_name, parse_program, parse_rank
 
-PROGRAMS = Path(sys.executable).parent
 RANK = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
 
 
@@ -46,27 +41,6 @@ def test_the_program_is_found_behind_the_interpreters_options(argv, script, modu
 def test_launchers_are_known_by_their_command(argv):
     assert launcher_name(parse_program(argv))
     assert decide(argv, {}, 10) == "launcher"
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        [str(PROGRAMS / "deepspeed"), "train.py"],
-        [str(PROGRAMS / "torchrun"), "train.py"],
-        [str(PROGRAMS / "accelerate"), "launch", "train.py"],
-        [sys.executable, "-m", "torch.distributed.run", "train.py"],
-        [sys.executable, "-m", "accelerate.commands.launch", "train.py"],
-    ],
-    ids=lambda command: " ".join([Path(command[0]).name, *command[1:]]),
-)
-def test_a_launcher_started_from_inside_a_rank_is_refused_in_words_before_it_imports_anything(command, tmp_path):
-    environment = {**os.environ, "FTMON_RUN": str(tmp_path), RANK_PID_ENV: str(os.getpid()), "PYTHONPATH": str(INJECT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.startswith("ftmon: refused: '"), done.stderr
-    assert "was started from inside a rank" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_what_only_looks_like_a_launcher_is_none():

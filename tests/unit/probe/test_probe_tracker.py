@@ -1,8 +1,10 @@
 import pytest
-from ftmon.trainer.probe import tracker as tracker_module
-from ftmon.trainer.probe.fold import fold
-from ftmon.trainer.probe.reading import Reading
-from ftmon.trainer.probe.tracker import Counts, Tracker
+from ftmon.protocol.telemetry import Span
+from ftmon.trainer.probe.device.reading import Reading
+from ftmon.trainer.probe.link.step_message import fold
+from ftmon.trainer.probe.phases import tracker as tracker_module
+from ftmon.trainer.probe.phases.marks import Counts as Counted
+from ftmon.trainer.probe.phases.tracker import Counts, Tracker
 
 MIB = 2**20
 
@@ -161,6 +163,45 @@ def test_light_marks_take_the_next_figures_and_leave_the_peak_where_it_was(rig):
     assert {p.name: p.host_us for p in step.phases} == {"backward": 1000, "idle": 2000, "data": 4000, "forward": 0}
 
 
+def test_a_driven_steps_first_forward_begins_with_the_figures_of_the_steps_beginning(rig):
+    rig.tracker.light = tracker_module.DRIVEN
+    taken = []
+    sample = rig.memory.sample
+    rig.memory.sample = lambda: taken.append(rig.tracker.phase) or sample()
+    rig.tracker.enter("optimizer")
+    rig.memory.set(50, peak=700)
+    rig.tracker.end_step()
+    taken.clear()
+    for phase, now, peak in (("data", 50, 50), ("forward", 55, 55), ("backward", 300, 400), ("idle", 60, 350)):
+        rig.memory.set(now, peak)
+        rig.tracker.enter(phase)
+    rig.tracker.enter("optimizer")
+    rig.tracker.end_step()
+    assert taken == ["forward", "idle", "optimizer"], "one sample a boundary less than there are"
+    step = rig.step()
+    forward = step.phase("forward").allocated
+    assert (forward.start // MIB, forward.end // MIB, forward.peak // MIB) == (50, 300, 400)
+    assert step.phase("data").allocated.peak == 50 * MIB, "the update's peak of 700 is the update's"
+    rig.tracker.watchers = (lambda before, after: None,)
+    taken.clear()
+    rig.tracker.enter("forward")
+    assert taken == ["idle"], "who looks closer at a step gets exact figures"
+
+
+def test_figures_taken_before_the_forward_are_its_beginning(rig):
+    rig.tracker.light = tracker_module.DRIVEN
+    rig.tracker.end_step()
+    before = rig.tracker.open_scope("eval")
+    rig.memory.set(80, peak=600)
+    rig.tracker.close_scope(before)
+    rig.memory.set(70)
+    rig.tracker.enter("forward")
+    rig.memory.set(90)
+    rig.tracker.end_step()
+    forward = rig.step().phase("forward").allocated
+    assert (forward.start // MIB, forward.peak // MIB) == (70, 90)
+
+
 def test_a_reset_by_the_script_loses_no_peak(rig):
     run_step(rig)
     rig.tracker.enter("forward")
@@ -240,18 +281,18 @@ def test_collectives_are_counted_for_the_phase_they_were_entered_in(rig):
     assert rig.tracker.step_collectives == 5
 
 
-def test_losses_are_averaged_or_summed_as_the_script_scales_them(rig):
-    for summed, expected in ((False, 3.0), (True, 6.0)):
-        rig.tracker.notes.losses = [2.0, 4.0]
-        rig.tracker.notes.sum_losses = summed
-        run_step(rig)
-        assert rig.step().loss == expected
-
-
 def test_a_framework_s_own_step_number_is_taken_over(rig):
     rig.tracker.end_step(700)
     rig.tracker.end_step()
     assert [raw.number for raw in rig.steps] == [700, 701]
+
+
+@pytest.mark.parametrize(("rows", "samples"), [((1, 2), 3), ((0, 0), 0), ((None, None), 8), ((1, None), 8)])
+def test_rows_that_a_loop_counts_take_the_place_of_the_forwards(rig, rows, samples):
+    rig.tracker.notes.samples = 8
+    rig.tracker.notes.counts += [Counted(5, 4, 15, 5, one) for one in rows]
+    run_step(rig)
+    assert (rig.step().samples, rig.step().tokens, rig.step().label_tokens) == (samples, 10, 8)
 
 
 def test_a_watcher_sees_every_boundary_once_it_is_put_in_and_the_end_of_the_step_as_end(rig):
@@ -266,3 +307,67 @@ def test_a_watcher_sees_every_boundary_once_it_is_put_in_and_the_end_of_the_step
     tracker.watchers = ()
     tracker.enter("data")
     assert seen == [("data", "forward"), ("forward", "backward"), ("backward", "optimizer"), ("optimizer", "end")]
+
+
+def test_a_sliver_of_an_update_before_its_closure_is_no_phase_of_its_own(rig):
+    run_step(rig)
+    rig.tracker.enter("forward")
+    rig.memory.set(100, peak=700)
+    rig.tracker.enter("optimizer")
+    rig.tracker.interrupt("forward")
+    rig.clock.pass_ms(5)
+    rig.memory.set(200)
+    rig.tracker.enter("backward")
+    rig.memory.set(300)
+    rig.clock.pass_ms(5)
+    rig.tracker.interrupt("optimizer")
+    rig.clock.pass_ms(2)
+    rig.memory.set(900)
+    rig.tracker.end_step()
+    step = rig.step()
+    assert [(p.name, p.count, p.host_us) for p in step.phases] == [
+        ("forward", 1, 5000),
+        ("backward", 1, 5000),
+        ("optimizer", 1, 2000),
+    ]
+    assert step.phase("forward").allocated.peak == 700 * MIB
+    assert step.phase("optimizer").allocated == Span(300 * MIB, 900 * MIB, 900 * MIB)
+
+
+def test_an_update_s_own_work_around_its_closure_stays_with_it(rig):
+    run_step(rig)
+    rig.tracker.enter("optimizer")
+    rig.clock.pass_ms(3)
+    rig.tracker.interrupt("forward")
+    rig.clock.pass_ms(5)
+    rig.tracker.enter("backward")
+    rig.clock.pass_ms(5)
+    rig.tracker.interrupt("optimizer")
+    rig.clock.pass_ms(4)
+    rig.tracker.end_step()
+    assert (rig.step().phase("optimizer").host_us, rig.step().phase("optimizer").count) == (7000, 2)
+
+
+def test_saving_during_start_up_is_start_up_and_no_time_of_the_first_step(rig):
+    rig.clock.pass_ms(100)
+    before = rig.tracker.open_scope("checkpoint")
+    rig.clock.pass_ms(200)
+    rig.tracker.close_scope(before)
+    rig.clock.pass_ms(300)
+    run_step(rig)
+    step = rig.step()
+    assert (step.host_us, step.phase("init").host_us, step.phase("checkpoint")) == (36_000, 600_000, None)
+
+
+def test_after_a_rollout_the_script_is_not_waiting_for_data(rig):
+    run_step(rig)
+    rig.tracker.enter("data")
+    before = rig.tracker.open_scope("generate")
+    rig.clock.pass_ms(50)
+    rig.tracker.close_scope(before)
+    rig.clock.pass_ms(20)
+    run_step(rig)
+    assert {name: rig.step().phase(name).host_us for name in ("generate", "idle")} == {
+        "generate": 50_000,
+        "idle": 20_000,
+    }

@@ -4,39 +4,17 @@ import re
 import sqlite3
 from pathlib import Path
 
+import field_tables
 import msgspec
 import pytest
-from ftmon.protocol import blocks, control, hosts, join, keys, memory, oom, process, rundir, sockets, telemetry, wire
+from ftmon.protocol import control, jobs, keys, sockets, telemetry, wire
 from ftmon.protocol.recording import results, schema
+from messages import EXAMPLES
 from streams import Stream, write
 
 DOCS = Path(__file__).parents[3] / "docs"
 PROTOCOL = (DOCS / "protocol.md").read_text()
 RECORDING = (DOCS / "recording.md").read_text()
-
-PARTS = (
-    telemetry.DeviceInfo,
-    telemetry.SelfDump,
-    telemetry.PhaseRecord,
-    telemetry.AllocatorPhase,
-    telemetry.ProcessMemory,
-    memory.PhaseComposition,
-    memory.StackGroup,
-    blocks.SegmentUse,
-    oom.OomVerdict,
-    oom.Mend,
-    oom.RankMoment,
-    rundir.RunFile,
-    rundir.HubFile,
-    rundir.ExitFile,
-    process.ProcessId,
-    hosts.KernelKill,
-    hosts.ProcessState,
-    join.JoinFile,
-    results.RecordingInfo,
-    results.MemoryColumn,
-    results.StepPoint,
-)
 
 
 def section(heading: str) -> str:
@@ -50,15 +28,32 @@ def rows(text: str) -> list[str]:
     return re.findall(r"^\| `(\w+)` \|", text, re.M)
 
 
-@pytest.mark.parametrize("struct", wire.MESSAGE_TYPES, ids=lambda struct: struct.__name__)
-def test_every_message_has_a_table_with_exactly_its_fields(struct: type[msgspec.Struct]) -> None:
-    heading = f"`{struct.__struct_config__.tag}` ({struct.__name__})"
-    assert rows(section(heading)) == list(struct.__struct_fields__)
+def test_the_field_tables_are_those_of_the_types() -> None:
+    lines, current = PROTOCOL.splitlines(), field_tables.rewritten(PROTOCOL).splitlines()
+    stale = [f"- {line}" for line in lines if line not in current] + [
+        f"+ {line}" for line in current if line not in lines
+    ]
+    assert lines == current, "\n".join(["run: python tests/support/field_tables.py", *stale])
 
 
-@pytest.mark.parametrize("struct", PARTS, ids=lambda struct: struct.__name__)
-def test_every_part_has_a_table_with_exactly_its_fields(struct: type[msgspec.Struct]) -> None:
-    assert rows(section(struct.__name__)) == list(struct.__struct_fields__)
+class _Newer(msgspec.Struct, tag="alert"):
+    """An alert with a field more, whose table is the alert's."""
+
+    id: int
+    urgent: bool = False
+    """Somebody is to be woken."""
+    blank: int = 0
+
+
+def test_a_field_that_the_document_lacks_is_added_with_its_docstring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(field_tables, "PARTS", ())
+    monkeypatch.setattr(wire, "MESSAGE_TYPES", (_Newer,))
+    head = "#### `alert` (_Newer)\n\n| field | type | default | meaning |\n| --- | --- | --- | --- |\n"
+    document = head + "| `id` | str | 3 | its number |\n"
+    with pytest.raises(ValueError, match=r"_Newer\.blank: has no meaning"):
+        field_tables.rewritten(document)
+    found = field_tables.rewritten(document + "| `blank` | | | nothing |\n")
+    assert "| `id` | int | required | its number |\n| `urgent` | bool | false | somebody is to be woken |\n" in found
 
 
 def test_the_header_the_span_and_the_version_are_there() -> None:
@@ -66,15 +61,6 @@ def test_the_header_the_span_and_the_version_are_there() -> None:
     assert all(f"`{name}`" in section("Span") for name in telemetry.Span.__struct_fields__)
     assert f"Version **{wire.VERSION[0]}.{wire.VERSION[1]}**" in PROTOCOL
     assert f"| {wire.VERSION[0]}.{wire.VERSION[1]} |" in section("Change notes")
-
-
-def test_every_required_field_and_default_is_told() -> None:
-    for struct in (*wire.MESSAGE_TYPES, *PARTS):
-        tag = struct.__struct_config__.tag
-        text = section(f"`{tag}` ({struct.__name__})" if tag else struct.__name__)
-        for field in msgspec.structs.fields(struct):
-            cells = next(line for line in text.splitlines() if line.startswith(f"| `{field.name}` |"))
-            assert (re.split(r"(?<!\\)\|", cells)[3].strip() == "required") == field.required, field.name
 
 
 def test_every_channel_verb_and_query_has_its_row() -> None:
@@ -113,7 +99,10 @@ def test_every_table_and_view_of_a_recording_is_described(tmp_path: Path) -> Non
 
 
 def test_the_examples_for_a_recording_run(tmp_path: Path) -> None:
-    connection = sqlite3.connect(write(tmp_path / "r.sqlite", Stream(ranks=2, steps=50).frames()))
+    frames = list(Stream(ranks=2, steps=50).frames())
+    job = next(message for message in EXAMPLES if isinstance(message, jobs.Job))
+    frames.append(wire.Frame(frames[-1].seq + 1, frames[-1].t, job))
+    connection = sqlite3.connect(write(tmp_path / "r.sqlite", frames))
     examples = re.findall(r"```sql\n(.*?)```", RECORDING, re.S)
     assert len(examples) >= 4
     for statement in (part for example in examples for part in example.split(";") if part.strip()):

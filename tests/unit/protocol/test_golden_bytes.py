@@ -24,7 +24,8 @@ def test_there_is_an_example_of_every_message_type_with_every_field_off_its_defa
     assert [type(message) for message in EXAMPLES] == list(wire.MESSAGE_TYPES)
     for message in EXAMPLES:
         sent = msgspec.msgpack.decode(wire.encode_body(message))
-        assert set(sent) == {"type", *message.__struct_fields__}, f"{tag(message)}: a field is left at its default"
+        names = {"type", *message.__struct_encode_fields__}
+        assert set(sent) == names, f"{tag(message)}: a field is left at its default"
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=tag)

@@ -45,7 +45,7 @@ def test_a_secret_that_others_can_read_is_refused(home: Path) -> None:
         keys.client_pair()
 
 
-def test_a_damaged_key_file_is_named_with_the_mend(home: Path) -> None:
+def test_a_damaged_key_file_is_named_with_the_remedy(home: Path) -> None:
     keys.client_pair()
     (home / "keys" / "client.key").write_text("{")
     with pytest.raises(RunDirError, match=r"client\.key: is not a key file.*remove it"):
@@ -88,3 +88,17 @@ def test_a_damaged_line_of_the_list_is_named_and_lets_nobody_in(home: Path) -> N
 def test_only_a_key_can_be_allowed() -> None:
     with pytest.raises(UsageError, match="is not a public key"):
         keys.allow("ssh-ed25519 AAAA")
+
+
+def test_removing_a_key_that_is_not_let_in_is_refused_and_changes_nothing(home: Path) -> None:
+    other = keys.make_pair().public
+    keys.allow(other, "a colleague")
+    with pytest.raises(UsageError, match="is not let in here, so nothing was removed"):
+        keys.disallow(keys.make_pair().public)
+    with pytest.raises(UsageError, match="a public key has 40 characters"):
+        keys.disallow("")
+    with pytest.raises(UsageError, match="is your own key"):
+        keys.disallow(keys.client_pair().public)
+    assert other in keys.allowed()
+    keys.disallow(other)
+    assert other not in keys.allowed()

@@ -5,7 +5,7 @@ import tempfile
 import threading
 from typing import Any
 
-from ftmon.protocol.pystacks import Frame, group, parse, training_thread, where
+from ftmon.protocol.analysis.stalls.python_stacks import Frame, group, parse, training_thread, where
 
 SITE = "/env/lib/python3.11/site-packages"
 
@@ -17,7 +17,7 @@ Thread 0x00007f0000000001 (most recent call first):
 Thread 0x00007f0000000002 (most recent call first):
   File "{SITE}/torch/distributed/distributed_c10d.py", line 3800 in all_gather_into_tensor
   File "{SITE}/torch/distributed/c10d_logger.py", line 81 in wrapper
-  File "{SITE}/ftmon/trainer/probe/collectives.py", line 84 in call
+  File "{SITE}/ftmon/trainer/probe/hooks/collectives.py", line 84 in call
   File "{SITE}/deepspeed/comm/torch.py", line 120 in all_gather_into_tensor
   File "{SITE}/deepspeed/comm/comm.py", line 117 in log_wrapper
   File "{SITE}/deepspeed/runtime/zero/stage3.py", line 582 in gather
@@ -30,7 +30,7 @@ Thread 0x00007f0000000009 (most recent call first):
   File "/usr/lib/python3.11/selectors.py", line 415 in select
   File "{SITE}/torch/utils/data/dataloader.py", line 1270 in _try_get_data
   File "{SITE}/torch/utils/data/dataloader.py", line 700 in __next__
-  File "{SITE}/ftmon/trainer/probe/hooks_torch.py", line 88 in __next__
+  File "{SITE}/ftmon/trainer/probe/hooks/torch.py", line 88 in __next__
   File "/home/me/train.py", line 38 in main
   File "/home/me/train.py", line 60 in <module>
 """

@@ -19,6 +19,9 @@ from hypothesis import strategies as st
         ("one\u2028two", "one�two"),
         ("bytes \udcff that were no text", "bytes � that were no text"),
         ("äö 漢字 🙂", "äö 漢字 🙂"),
+        ("ad\u200bmin\ufeff", "ad�min�"),
+        ("\U000e0041tag\u2060", "�tag�"),
+        ("\u0646\u200c\u0647 👩\u200d💻", "\u0646\u0647 👩💻"),
     ],
 )
 def test_what_a_terminal_would_obey_is_taken_out(text: str, shown: str) -> None:

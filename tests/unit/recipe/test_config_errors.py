@@ -4,12 +4,20 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.errors import ConfigError, UsageError
-from ftmon.trainer.recipe.decode import load
+from ftmon.trainer.recipe.config.load import load
 
 REFUSALS = [
     ("zero:\n  stage: 5", "train.yaml:2: zero.stage must be 0, 1, 2 or 3, not 5"),
     ("zero:\n  stag: 3", "train.yaml:2: unknown key zero.stag; did you mean zero.stage?"),
     ("# a comment\n\nstage: 3", "train.yaml:3: unknown key stage; did you mean zero.stage?"),
+    (
+        "training:\n  sequence_parallel_size: 0",
+        "train.yaml:2: training.sequence_parallel_size must be a whole number of at least 1, not 0",
+    ),
+    (
+        "zero:\n  sequence_parallel_size: 2",
+        "train.yaml:2: unknown key zero.sequence_parallel_size; did you mean training.sequence_parallel_size?",
+    ),
     ("zero: 3", "train.yaml:1: zero must be a section with keys such as stage, offload_optimizer, bucket_bytes, not 3"),
     ("training:\n  micro_batch: 0", "train.yaml:2: training.micro_batch must be a whole number of at least 1, not 0"),
     (

@@ -1,19 +1,17 @@
 """What is written as YAML loads back to the same configuration."""
 
-import subprocess
-import sys
 from typing import Any
 
 import msgspec
-from ftmon.trainer.recipe import describe
-from ftmon.trainer.recipe.config import Config
-from ftmon.trainer.recipe.decode import decode
-from ftmon.trainer.recipe.nodes import parse
-from hypothesis import given
+from ftmon.trainer.recipe.config import write
+from ftmon.trainer.recipe.config.load import decode
+from ftmon.trainer.recipe.config.nodes import parse
+from ftmon.trainer.recipe.config.schema import Config
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 SCALARS = st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(-1e9, 1e9) | TEXT
 FREE = st.dictionaries(
     st.text("abcdefgh_", min_size=1, max_size=6),
@@ -24,6 +22,8 @@ FREE = st.dictionaries(
 
 def values(info: inspect.Type) -> "st.SearchStrategy[Any]":
     match info:
+        case inspect.Metadata(type=inner):
+            return values(inner)
         case inspect.StructType(cls=cls, fields=fields):
             return st.builds(cls, **{found.name: values(found.type) for found in fields})
         case inspect.LiteralType(values=allowed):
@@ -61,30 +61,21 @@ def read(text: str) -> Config:
     return decode(parse(text, "train.yaml"), "train.yaml").config
 
 
+@settings(deadline=None, max_examples=40)
 @given(CONFIGS)
 def test_a_dump_loads_back_to_the_same(config: Config) -> None:
-    assert read(describe.dump(config)) == config
+    assert read(write.dump(config)) == config
 
 
 def test_the_commented_default_loads_back_to_the_defaults() -> None:
-    assert read(describe.commented_default()) == Config()
+    assert read(write.commented_default()) == Config()
 
 
 def test_every_field_has_a_docstring_and_the_default_shows_it() -> None:
-    text = " ".join(describe.commented_default().replace("#", " ").split())
-    docs = describe.field_docs()
-    for section in msgspec.structs.fields(Config):
+    text = " ".join(write.commented_default().replace("#", " ").split())
+    docs = write.field_docs()
+    assert docs["Config", "deepspeed"] in text
+    for section in (one for one in msgspec.structs.fields(Config) if one.name != "deepspeed"):
         for found in msgspec.structs.fields(section.type):
             doc = docs[section.type.__name__, found.name]
             assert doc in text, f"{section.name}.{found.name}"
-
-
-def test_print_config_needs_no_torch() -> None:
-    program = (
-        "import sys; from ftmon.trainer.recipe import start; status = start.main(['print-config'])\n"
-        "assert not {'torch', 'deepspeed', 'transformers', 'datasets'} & set(sys.modules), 'imported torch'\n"
-        "sys.exit(status)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert read(done.stdout) == Config()

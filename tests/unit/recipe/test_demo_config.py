@@ -4,7 +4,8 @@ import json
 
 import pytest
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe import check, demo, hardware
+from ftmon.trainer.recipe import demo, hardware
+from ftmon.trainer.recipe.config import resolve
 
 
 def test_the_data_set_is_small_distinct_and_whole() -> None:
@@ -18,7 +19,7 @@ def test_the_data_set_is_small_distinct_and_whole() -> None:
 def test_it_takes_all_gpus_or_two_cpu_ranks(gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "usable_gpus", lambda: gpus)
     monkeypatch.setattr(demo, "usable_gpus", lambda: gpus)
-    resolved = check.resolve(demo.demo_config([]))
+    resolved = resolve.resolve(demo.demo_config([]))
     assert resolved.ranks == (len(gpus) or 2)
     assert resolved.gpus == gpus
     assert resolved.config.zero.stage == 2

@@ -2,7 +2,7 @@
 
 import pytest
 from ftmon.protocol.errors import UsageError
-from ftmon.trainer.recipe.faults import DEFAULT_STEP, KINDS, Fault, parse
+from ftmon.trainer.recipe.faults.spec import DEFAULT_STEP, KINDS, Fault, parse
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.trainer.recipe import check, command, demo, hardware
+from ftmon.trainer.recipe import command, demo, hardware
+from ftmon.trainer.recipe.config import resolve
 
 
-def resolved(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *overrides: str) -> check.Resolved:
+def resolved(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *overrides: str) -> resolve.Resolved:
     monkeypatch.setattr(hardware, "usable_gpus", lambda: gpus)
     monkeypatch.setattr(demo, "usable_gpus", lambda: gpus)
-    return check.resolve(demo.demo_config(list(overrides)))
+    return resolve.resolve(demo.demo_config(list(overrides)))
 
 
 def option(words: list[str], name: str) -> str:

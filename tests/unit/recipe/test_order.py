@@ -2,20 +2,25 @@
 
 from itertools import islice
 
+import numpy
 import pytest
 
 pytest.importorskip("torch")
 
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe.config import Config, Data, Training
-from ftmon.trainer.recipe.data import Order
+from ftmon.trainer.recipe.config.schema import Config, Training
+from ftmon.trainer.recipe.data.config import Data
+from ftmon.trainer.recipe.data.order import Order
+from ftmon.trainer.recipe.data.pipeline import Examples
 from hypothesis import given
 from hypothesis import strategies as st
 
 
 def order(examples: int, rank: int, ranks: int, micro: int = 2, accumulation: int = 2, shuffle: bool = True) -> Order:
     training = Training(micro_batch=micro, grad_accumulation=accumulation, seed=3)
-    return Order(examples, Config(training=training, data=Data(shuffle=shuffle)), rank, ranks)
+    one = numpy.ones(examples, numpy.int64)
+    rows = Examples(range(examples), 3 * numpy.arange(examples), one, examples)
+    return Order(rows, Config(training=training, data=Data(shuffle=shuffle)), rank, ranks)
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 11))
@@ -52,3 +57,39 @@ def test_without_shuffling_the_data_is_read_as_it_stands() -> None:
 def test_data_that_does_not_fill_one_step_is_refused() -> None:
     with pytest.raises(ConfigError, match="7 examples are fewer than one step takes, 8"):
         order(7, 0, 2)
+
+
+def test_the_counts_of_a_global_batch_are_those_of_all_ranks_and_micro_steps() -> None:
+    ranks = [islice(order(50, rank, 3, 2, 2), 8) for rank in range(3)]
+    taken = [[next(batches) for batches in ranks for _ in range(2)] for _ in range(4)]
+    for step, micro_batches in enumerate(taken):
+        rows = [row for batch in micro_batches for row in batch]
+        assert order(50, 0, 3, 2, 2).counts(step) == (3 * sum(rows), len(rows))
+
+
+@given(st.integers(0, 7), st.booleans())
+def test_fewer_ranks_with_more_accumulation_take_the_same_global_batches(done: int, shuffle: bool) -> None:
+    def global_batches(ranks: int, micro: int, accumulation: int) -> list[set[int]]:
+        taken: list[set[int]] = [set() for _ in range(6)]
+        for rank in range(ranks):
+            one = order(64, rank, ranks, micro, accumulation, shuffle)
+            one.first_step = done
+            for number, batch in enumerate(islice(one, 6 * accumulation)):
+                taken[number // accumulation] |= set(batch)
+        return taken
+
+    assert global_batches(4, 2, 1) == global_batches(2, 2, 2) == global_batches(1, 4, 2)
+
+
+def test_rows_of_similar_length_share_a_global_batch_and_none_is_lost() -> None:
+    training = Training(micro_batch=2, grad_accumulation=2, seed=3)
+    tokens = numpy.random.default_rng(0).integers(1, 1000, 4000)
+    rows = Examples(range(4000), tokens, numpy.ones(4000, numpy.int64), 4000)
+
+    def spread(group: bool) -> float:
+        one = Order(rows, Config(training=training, data=Data(group_by_length=group)), 0, 2)
+        taken = list(islice(one, 1000))
+        assert len({index for batch in taken for index in batch}) == 2000
+        return float(numpy.mean([tokens[batch].max() - tokens[batch].mean() for batch in taken]))
+
+    assert spread(True) < spread(False) / 5

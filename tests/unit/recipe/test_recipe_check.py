@@ -8,8 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe import check, hardware
-from ftmon.trainer.recipe.decode import Loaded, load
+from ftmon.trainer.recipe import hardware
+from ftmon.trainer.recipe.config import resolve
+from ftmon.trainer.recipe.config.load import Loaded, load
+from ftmon.trainer.recipe.data import formats
+from ftmon.trainer.recipe.demo import DATA
 
 MODEL = "model.config={model_type: qwen2, hidden_size: 64}"
 
@@ -32,14 +35,14 @@ def loaded(data: Path, *overrides: str) -> Loaded:
 
 def refusal(data: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as raised:
-        check.resolve(loaded(data, *overrides))
+        resolve.resolve(loaded(data, *overrides))
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
 
 def test_what_was_left_to_choose_is_settled(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(data.parent)
-    resolved = check.resolve(loaded(Path(data.name), "output.dir=out"))
+    resolved = resolve.resolve(loaded(Path(data.name), "output.dir=out"))
     config = resolved.config
     assert (resolved.device, resolved.gpus, resolved.ranks) == ("cpu", [], 1)
     assert config.training.precision == "fp32"
@@ -49,16 +52,26 @@ def test_what_was_left_to_choose_is_settled(data: Path, monkeypatch: pytest.Monk
 
 
 def test_a_settled_configuration_passes_unchanged(data: Path) -> None:
-    first = check.resolve(loaded(data, "run.ranks=2")).config
-    assert check.resolve(Loaded(first, "train.yaml")).config == first
+    first = resolve.resolve(loaded(data, "run.ranks=2")).config
+    assert resolve.resolve(Loaded(first, "train.yaml")).config == first
 
 
 def test_all_gpus_are_taken_unless_fewer_are_asked_for(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "usable_gpus", lambda: ["0", "1", "2", "3"])
-    assert check.resolve(loaded(data)).gpus == ["0", "1", "2", "3"]
-    two = check.resolve(loaded(data, "run.ranks=2"))
+    assert resolve.resolve(loaded(data)).gpus == ["0", "1", "2", "3"]
+    two = resolve.resolve(loaded(data, "run.ranks=2"))
     assert (two.gpus, two.config.training.precision) == (["0", "1"], "bf16")
-    assert check.resolve(loaded(data, "run.device=cpu")).gpus == []
+    assert resolve.resolve(loaded(data, "run.device=cpu")).gpus == []
+
+
+def test_ranks_on_gpus_have_few_host_threads_unless_the_host_computes(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "usable_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(hardware, "cores", lambda: 64)
+    assert resolve.resolve(loaded(data)).config.run.threads == 4
+    assert resolve.resolve(loaded(data, "zero.offload_optimizer=true")).config.run.threads == 32
+    assert resolve.resolve(loaded(data, "run.threads=7")).config.run.threads == 7
 
 
 def test_more_ranks_than_gpus_are_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +92,10 @@ def test_more_ranks_than_gpus_are_refused(data: Path, monkeypatch: pytest.Monkey
         (["data.name=squad"], "data has both a path and a name"),
         (["data.path=/nowhere.jsonl"], "data.path /nowhere.jsonl: no such file"),
         (["data.path=/tmp"], "data.path /tmp: is a directory"),
-        (["data.path=/etc/hostname"], "data.path /etc/hostname: must end in .jsonl, .json or .parquet"),
+        (
+            ["data.path=/etc/hostname"],
+            "data.path /etc/hostname: must end in .jsonl, .json, .csv, .tsv, .txt or .parquet",
+        ),
         (["data.path=", "data.name=./a.jsonl"], "data.name ./a.jsonl looks like a file; give it as data.path"),
         (["data.response_column=answer"], "data.format cannot be told from the columns (prompt, response)"),
         (
@@ -88,6 +104,19 @@ def test_more_ranks_than_gpus_are_refused(data: Path, monkeypatch: pytest.Monkey
         ),
         (["run.device=cuda"], "run.device is cuda, but"),
         (["zero.stage=0", "zero.offload_optimizer=true"], "zero.offload_optimizer needs zero.stage 1, 2 or 3"),
+        (["lora={rank: 4, kind: dora}", "zero.stage=3"], "lora.kind dora cannot be used with zero.stage=3"),
+        (["model.quantization=nf4"], "model.quantization needs lora.rank above 0"),
+        (["model.quantization=nf4", "lora.rank=4"], "model.quantization needs a model.name"),
+        (
+            [
+                "model.quantization=nf4",
+                "lora={rank: 4, merge: false}",
+                "model.config=",
+                "model.name=a/b",
+                "zero.stage=3",
+            ],
+            "model.quantization cannot be used with zero.stage=3",
+        ),
         (["training.precision=fp16"], "training.precision fp16 is not for the CPU"),
         (
             ["training.total_batch=7"],
@@ -114,7 +143,7 @@ def test_a_place_of_the_file_is_named_for_a_value_of_the_file(data: Path) -> Non
     path = data.parent / "train.yaml"
     path.write_text(f"model:\n  config: {{model_type: qwen2}}\ndata:\n  path: {data}x\n")
     with pytest.raises(ConfigError) as raised:
-        check.resolve(load(str(path)))
+        resolve.resolve(load(str(path)))
     assert str(raised.value) == f"{path}:4: data.path {data}x: no such file"
 
 
@@ -129,7 +158,7 @@ def test_results_of_an_earlier_run_are_not_written_over(data: Path) -> None:
     (out / "checkpoints").mkdir(parents=True)
     assert "holds results of an earlier run" in refusal(data, f"output.dir={out}")
     for way_out in ("checkpoint.resume=auto", "output.overwrite=true"):
-        assert check.resolve(loaded(data, f"output.dir={out}", way_out)).config.output.dir == str(out)
+        assert resolve.resolve(loaded(data, f"output.dir={out}", way_out)).config.output.dir == str(out)
 
 
 def test_a_port_that_is_taken_is_refused(data: Path) -> None:
@@ -149,10 +178,28 @@ def test_an_output_folder_that_cannot_be_written_is_refused(data: Path) -> None:
 )
 def test_the_columns_tell_what_a_record_is(data: Path, record: "dict[str, object]", kind: str) -> None:
     data.write_text(json.dumps(record) + "\n")
-    config = check.resolve(loaded(data)).config
-    assert check.data_format(config, list(record)) == kind
+    config = resolve.resolve(loaded(data)).config
+    assert formats.detect(record, config.data) == kind
 
 
 def test_the_settled_configuration_is_still_a_valid_one(data: Path) -> None:
-    config = check.resolve(loaded(data)).config
+    config = resolve.resolve(loaded(data)).config
     assert msgspec.convert(msgspec.to_builtins(config), type(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["evaluation.every=5"], "evaluation.every needs data: evaluation.path, evaluation.split or .share"),
+        (["evaluation={share: 0.1, split: test}"], "evaluation.share is given beside evaluation.split; leave one out"),
+        (["evaluation.path=/nowhere.jsonl"], "evaluation.path /nowhere.jsonl: no such file"),
+        (["evaluation={share: 0.1, patience: 2}"], "evaluation.patience needs evaluation.every above 0"),
+        (["evaluation.split=test"], "evaluation.split needs data.name"),
+        (["evaluation={share: 0.1, at_end: false}"], "nothing would be evaluated"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_refused(words: list[str], text: str) -> None:
+    base = ["model.config={model_type: llama}", f"data.path={DATA}", "run={device: cpu, ranks: 1}"]
+    with pytest.raises(ConfigError) as raised:
+        resolve.resolve(load(None, base + words))
+    assert text in str(raised.value)

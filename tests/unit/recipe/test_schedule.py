@@ -1,8 +1,8 @@
 """The learning rate over time."""
 
 import pytest
-from ftmon.trainer.recipe.config import Schedule
-from ftmon.trainer.recipe.schedule import factor
+from ftmon.trainer.recipe.optim.config import Schedule
+from ftmon.trainer.recipe.optim.schedule import factor
 from hypothesis import given
 from hypothesis import strategies as st
 

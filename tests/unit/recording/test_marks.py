@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.memory import Cause, Composition
-from ftmon.protocol.phasepeaks import PeakMark, PhasePeaks
+from ftmon.protocol.recording.phase_peaks import PeakMark, PhasePeaks
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.results import answer_query, decode_answer
 from ftmon.protocol.recording.writer import Writer

@@ -1,26 +1,44 @@
 """A recording in which somebody wrote what no hub writes: the rest of it is read."""
 
 import sqlite3
+import time
 import zlib
 from pathlib import Path
 
 import msgspec
 import pytest
+from eventually import eventually
 from ftmon.protocol import wire
+from ftmon.protocol.recording import guard, opening
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Failure
+from ftmon.protocol.telemetry import Failure, Step
 from ftmon.protocol.wire import Frame
+from ftmon.tui.cli.main import main
+from ftmon.tui.source.replay import ReplaySource
 from streams import Stream, write
 
 FAILURE = Failure(rank=0, step=1, phase="data", time=1.0, error="no", traceback="")
 BOMB = zlib.compress(bytes(65 * 2**20))
+
+
+def many(value: bytes, count: int = 2**21) -> bytes:
+    head = msgspec.msgpack.encode({"type": "command", "id": "x", "verb": "v", "args": {"a": []}})[:-1]
+    return zlib.compress(head + b"\xdd" + count.to_bytes(4, "big") + value * count)
+
+
+COSTLY = zlib.compress(
+    msgspec.msgpack.encode({"type": "command", "id": "x", "verb": "v", "args": {"a": [[]] * 190_000}})
+)
+"""Believable, of some 200 bytes in the file, and ten megabytes in memory."""
 IMPOSSIBLE = msgspec.msgpack.encode({**msgspec.msgpack.decode(wire.encode_body(FAILURE)), "rank": 2**40})
 
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"\xc1", b"x" * 100, zlib.compress(b"\x91" * 1_000), BOMB, IMPOSSIBLE, "text", 7, None],
-    ids=["nothing", "no msgpack", "text", "nested", "65 MiB of zeros", "rank 2^40", "a string", "a number", "null"],
+    [b"", b"\xc1", b"x" * 100, zlib.compress(b"\x91" * 1_000), BOMB, IMPOSSIBLE, "text", 7, None,
+     many(b"\x90"), many(b"\xdc\0\0"), many(b"\xd4\x05\0")],
+    ids=["nothing", "no msgpack", "text", "nested", "zeros", "rank 2^40", "a string", "a number", "null",
+         "lists", "long lists", "extensions"],
 )  # fmt: skip
 def test_one_message_that_cannot_be_costs_that_message(tmp_path: Path, body: object) -> None:
     frames = list(Stream(ranks=2, steps=20, finished=False).frames())
@@ -44,3 +62,93 @@ def test_one_step_that_cannot_be_ends_nothing(tmp_path: Path, column: str, value
     with Reader(tmp_path / "r.sqlite") as reader:
         assert len(reader.frames(limit=100_000)) >= len(frames) - 2
         reader.state_at(frames[-1].t)
+
+
+@pytest.fixture
+def costly(tmp_path: Path) -> Path:
+    """A recording with 1,500 messages each of which takes milliseconds to unpack."""
+    frames = list(Stream(ranks=2, steps=20, finished=False).frames())
+    last = frames[-1]
+    failures = [Frame(last.seq + number, last.t, FAILURE) for number in range(1, 1_501)]
+    path = write(tmp_path / "r.sqlite", [*frames, *failures])
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE events SET body = ? WHERE seq > ?", (COSTLY, last.seq))
+    return path
+
+
+@pytest.mark.parametrize("words", [["status"], ["memory"], ["replay", "--plain"], ["stacks"]], ids=" ".join)
+def test_a_command_shows_part_of_a_recording_that_costs_too_much_and_says_so(
+    costly: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_MESSAGE_SECONDS", 0.05)
+    status = main([*words, str(costly)])
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    if words != ["stacks"]:  # there are none in it
+        assert status == 0
+        assert printed.out
+        assert "messages were left out" in printed.err
+
+
+def test_all_questions_of_a_command_share_what_the_file_justifies(
+    costly: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_MESSAGE_SECONDS", 0.05)
+    with Reader(costly, once=True) as reader:
+        found = len(reader.frames(limit=100_000))
+        assert 40 < found < 1_500
+        begun = time.thread_time()
+        steps = [
+            len([0 for frame in reader.frames(limit=100_000) if isinstance(frame.message, Step)]) for _ in range(9)
+        ]
+        assert time.thread_time() - begun < 5
+        assert steps == [40] * 9, "what costs little is read all the same"
+        assert "left out" in reader.left_out
+    with Reader(costly) as reader:  # of one that stays open each question has its own
+        first, second = len(reader.frames(limit=100_000)), len(reader.frames(limit=100_000))
+        assert first > 50
+        assert second > 50
+
+
+def test_a_recording_that_goes_away_while_it_is_opened_is_a_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Between the look at its header and the next the file is removed, for the overview's thread."""
+    path = write(tmp_path / "r.sqlite", list(Stream(ranks=2, steps=20).frames()))
+    check, looks = opening._check_header, list[Path]()
+
+    def checked(name: Path) -> opening._Header:
+        header = check(name)
+        looks.append(name)
+        if len(looks) == 3:
+            name.unlink()
+        return header
+
+    monkeypatch.setattr(opening, "_check_header", checked)
+    source = ReplaySource(path)  # looks once, the playback's thread again, the overview's a third time
+    source.start()
+    try:
+        transport = source.transport
+        eventually(lambda: "removed" in transport.message, "what was removed", each=source.pump, every=0.002)
+        assert source.transport.message == f"older history cannot be read: {path}: was removed while it was read"
+        assert source.model.ranks
+    finally:
+        source.close()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("value", [9e999, -9e999, 1e300, -1.0])
+def test_times_that_no_clock_has_are_shown_as_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float
+) -> None:
+    write(tmp_path / "r.sqlite", list(Stream(ranks=2, steps=5).frames()))
+    with sqlite3.connect(tmp_path / "r.sqlite") as connection:
+        for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+            if any(row[1] == "t" for row in connection.execute(f"PRAGMA table_info({table})")):
+                connection.execute(f"UPDATE {table} SET t = ?", (value,))
+    with Reader(tmp_path / "r.sqlite") as reader:
+        info = reader.info()
+    assert (info.first_t, info.last_t) == (0.0, 0.0)
+    for command in ("ls", "status", "memory"):
+        assert main([command, str(tmp_path / "r.sqlite")]) in (0, 1, 2)
+    assert capsys.readouterr().err.count("\n") <= 3

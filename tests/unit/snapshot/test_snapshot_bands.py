@@ -3,8 +3,8 @@
 from typing import Any
 
 from caching_allocator import CachingAllocator
+from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
 from ftmon.protocol.snapshot.columns import compact
-from ftmon.protocol.snapshot.replay import Replay
 from ftmon.tui.model.snapshot_bands import Band, bands_of
 from ftmon.tui.model.snapshot_explorer import Explorer
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from caching_allocator import MIB, CachingAllocator
-from ftmon.protocol.snapshot.analysis import live_stacks
+from ftmon.protocol.analysis.allocator.snapshot.analysis import live_stacks
+from ftmon.protocol.analysis.allocator.snapshot.layout import fragmentation, layout_at
+from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
 from ftmon.protocol.snapshot.columns import compact
 from ftmon.protocol.snapshot.errors import SnapshotError
-from ftmon.protocol.snapshot.layout import fragmentation, layout_at
 from ftmon.protocol.snapshot.reader import open_snapshot
-from ftmon.protocol.snapshot.replay import Replay
 from ftmon.protocol.snapshot.unpickle import read_pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,7 +145,7 @@ def test_a_file_that_unpacks_to_more_than_the_bound_is_refused(tmp_path: Path) -
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_a_damaged_snapshot_is_read_or_refused_but_never_anything_else(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
@@ -175,7 +175,7 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN, st.lists(st.dictionaries(st.sampled_from(KEYS), PLAIN, max_size=8), max_size=6))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_any_plain_data_is_read_or_refused_and_what_is_read_is_consistent(
     segments: Any, entries: list[dict[str, Any]]
 ) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.snapshot.analysis import difference, find_oom, live_stacks
-from ftmon.protocol.snapshot.layout import fragmentation, layout_at
+from ftmon.protocol.analysis.allocator.snapshot.analysis import difference, find_oom, live_stacks
+from ftmon.protocol.analysis.allocator.snapshot.large_blocks import size_large
+from ftmon.protocol.analysis.allocator.snapshot.layout import fragmentation, layout_at
+from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
+from ftmon.protocol.analysis.allocator.snapshot.report import difference_report, report
+from ftmon.protocol.analysis.allocator.snapshot.rounding import SMALL_MOST, round_size
+from ftmon.protocol.analysis.allocator.snapshot.stack_tree import stack_tree
 from ftmon.protocol.snapshot.reader import open_snapshot
-from ftmon.protocol.snapshot.replay import Replay
-from ftmon.protocol.snapshot.report import difference_report, report
-from ftmon.protocol.snapshot.rooms import size_large
-from ftmon.protocol.snapshot.rounding import SMALL_MOST, round_size
-from ftmon.protocol.snapshot.tree import stack_tree
 
 DATA = Path(__file__).parents[2] / "data"
 NAMES = ["oom_backward", "step_zero3"]

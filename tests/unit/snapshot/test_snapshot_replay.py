@@ -4,11 +4,11 @@ import random
 
 import pytest
 from caching_allocator import MIB, CachingAllocator, Figures
-from ftmon.protocol.snapshot import live
-from ftmon.protocol.snapshot.analysis import between, find_oom, live_stacks, total
+from ftmon.protocol.analysis.allocator.snapshot import live
+from ftmon.protocol.analysis.allocator.snapshot.analysis import between, find_oom, live_stacks, total
+from ftmon.protocol.analysis.allocator.snapshot.layout import fragmentation, layout_at
+from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
 from ftmon.protocol.snapshot.columns import compact
-from ftmon.protocol.snapshot.layout import fragmentation, layout_at
-from ftmon.protocol.snapshot.replay import Replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

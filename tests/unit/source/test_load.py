@@ -46,7 +46,7 @@ def shown(model: RunModel) -> dict[str, Any]:
 
 
 @given(place=st.integers(60, len(FRAMES) - 1), with_overview=st.booleans())
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 def test_a_seek_shows_what_folding_everything_shows(recording: Path, place: int, with_overview: bool) -> None:
     t = FRAMES[place].t
     with Reader(recording) as reader:
@@ -60,7 +60,7 @@ def test_a_seek_shows_what_folding_everything_shows(recording: Path, place: int,
 
 
 @given(place=st.integers(1, len(FRAMES) - 2), more=st.integers(1, 400))
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 def test_history_and_then_the_tail_is_the_same_as_everything(recording: Path, place: int, more: int) -> None:
     """A late join: the state as recorded, then the live frames, some of which are in both."""
     t = FRAMES[place].t

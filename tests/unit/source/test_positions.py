@@ -2,24 +2,24 @@ from datetime import datetime
 
 import pytest
 from ftmon.protocol.errors import UsageError
-from ftmon.tui.source.positions import Place, parse
+from ftmon.tui.source.positions import Position, parse
 
 FIRST = datetime(2026, 3, 1, 22, 0, 0).timestamp()
 LAST = datetime(2026, 3, 2, 4, 0, 0).timestamp()
 NOW = datetime(2026, 3, 1, 23, 30, 0).timestamp()
 
 
-def at(text: str) -> Place:
+def at(text: str) -> Position:
     return parse(text, NOW, FIRST, LAST)
 
 
 @pytest.mark.parametrize("text", ["812", " 812 ", "step 812", "#812", "8_12"])
 def test_a_bare_number_is_a_step(text: str) -> None:
-    assert at(text) == Place(step=812)
+    assert at(text) == Position(step=812)
 
 
 def test_a_thousands_comma_is_understood() -> None:
-    assert at("1,204") == Place(step=1204)
+    assert at("1,204") == Position(step=1204)
 
 
 @pytest.mark.parametrize(

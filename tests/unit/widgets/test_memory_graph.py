@@ -1,12 +1,12 @@
 """The memory graph: scaled to what it is told, boundaries to an eighth of a row, spikes never lost."""
 
 from ftmon.tui.widgets.glyphs import ASCII, UNICODE
-from ftmon.tui.widgets.look import Look
 from ftmon.tui.widgets.memory_graph import Column, Scale, eighths, memory_graph
 from ftmon.tui.widgets.palette import DARK
+from ftmon.tui.widgets.theme import Theme
 
 GIB = 2**30
-LOOK = Look()
+LOOK = Theme()
 
 
 def cells(lines, x):
@@ -72,7 +72,7 @@ def test_the_newest_column_stands_at_the_right():
 
 
 def test_without_colour_reserved_memory_has_a_character_of_its_own():
-    lines = memory_graph([Column(4 * GIB, 12 * GIB)], 1, 4, Scale(16 * GIB), Look(color=False))
+    lines = memory_graph([Column(4 * GIB, 12 * GIB)], 1, 4, Scale(16 * GIB), Theme(color=False))
     assert [char for char, _ in cells(lines, 0)] == [" ", "░", "░", "█"]
-    lines = memory_graph([Column(4 * GIB, 12 * GIB)], 1, 4, Scale(16 * GIB), Look(DARK, ASCII))
+    lines = memory_graph([Column(4 * GIB, 12 * GIB)], 1, 4, Scale(16 * GIB), Theme(DARK, ASCII))
     assert [char for char, _ in cells(lines, 0)] == [" ", "-", "-", "#"]

@@ -12,20 +12,23 @@ from ftmon.tui.cli.memory import rank_lines as text_lines
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.cause import Verdict
 from ftmon.tui.model.waterfall import rank_bars
+from ftmon.tui.source.base import Connection
 from ftmon.tui.widgets import events_view
 from ftmon.tui.widgets.alert_lines import alert_detail
 from ftmon.tui.widgets.glyphs import ASCII, UNICODE
 from ftmon.tui.widgets.line import Line
-from ftmon.tui.widgets.look import Look
 from ftmon.tui.widgets.memory_view import MemoryChoice, body_lines, fall_of, head_lines, title_line
 from ftmon.tui.widgets.palette import DARK, LIGHT
 from ftmon.tui.widgets.peak_bars import grouped, peak_bars
+from ftmon.tui.widgets.summary import second_line
+from ftmon.tui.widgets.theme import Theme
+from ftmon.tui.widgets.views import summary_of
 from ftmon.tui.widgets.waterfall import bar
 from peaks import Explained
 
 MIB = 2**20
 EVIL = "\x1b[2J\x07\x9bevil\r\n\u202e" + "x" * 300
-LOOKS = [Look(), Look(LIGHT), Look(DARK, ASCII), Look(DARK, UNICODE, color=False)]
+LOOKS = [Theme(), Theme(LIGHT), Theme(DARK, ASCII), Theme(DARK, UNICODE, color=False)]
 
 
 def model_of(**options: object) -> RunModel:
@@ -49,7 +52,7 @@ def hostile() -> RunModel:
     return model
 
 
-def every_line(model: RunModel, width: int, look: Look) -> Iterator[Line]:
+def every_line(model: RunModel, width: int, look: Theme) -> Iterator[Line]:
     for rank in model.ranks.values():
         for phase in ("", "forward", "optimizer"):
             choice = MemoryChoice(phase, unfolded=True)
@@ -73,7 +76,7 @@ def is_safe(text: str) -> bool:
 
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_nothing_that_a_rank_sends_reaches_the_terminal_as_control(look: Look, width: int) -> None:
+def test_nothing_that_a_rank_sends_reaches_the_terminal_as_control(look: Theme, width: int) -> None:
     lines = list(every_line(hostile(), width, look))
     assert any("evil" in line.plain for line in lines)
     assert all(is_safe(line.plain) for line in lines)
@@ -87,12 +90,12 @@ def test_nor_on_the_command_line_or_in_an_alert() -> None:
     assert all(is_safe(line) for line in event_lines(last))
     alert = Alert(1, "spike", "warning", 1.0, EVIL, rank=0, phase=EVIL, evidence={"mend": EVIL, "cause_pattern": EVIL})
     cause = model.ranks[0].memory.causes[EVIL]
-    assert all(is_safe(line.plain) for line in alert_detail(alert, 80, Look(), cause, unfolded=True))
+    assert all(is_safe(line.plain) for line in alert_detail(alert, 80, Theme(), cause, unfolded=True))
 
 
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_no_row_of_the_waterfall_is_wider_than_the_screen(look: Look, width: int) -> None:
+def test_no_row_of_the_waterfall_is_wider_than_the_screen(look: Theme, width: int) -> None:
     rank = model_of(ranks=1, steps=8).ranks[0]
     fall = fall_of(rank, MemoryChoice(), None)
     assert fall is not None
@@ -100,8 +103,8 @@ def test_no_row_of_the_waterfall_is_wider_than_the_screen(look: Look, width: int
     assert max(line.width for line in lines) <= width
 
 
-@pytest.mark.parametrize("look", [Look(), Look(DARK, ASCII)])
-def test_a_bar_is_as_wide_as_its_room_and_never_invisible(look: Look) -> None:
+@pytest.mark.parametrize("look", [Theme(), Theme(DARK, ASCII)])
+def test_a_bar_is_as_wide_as_its_room_and_never_invisible(look: Theme) -> None:
     for begin, length in ((0, 1), (0, 1000), (999, 1), (333, 5), (500, 250), (124, 2)):
         line = bar(begin, length, 1000, 40, look, "accent")
         assert line.width == 40
@@ -114,7 +117,7 @@ def test_a_bar_is_as_wide_as_its_room_and_never_invisible(look: Look) -> None:
 def test_bars_of_any_number_of_ranks_fit(ranks: int, size: tuple[int, int]) -> None:
     width, height = size
     bars = rank_bars(model_of(ranks=ranks, steps=2).ranks.values(), "")
-    lines = peak_bars(bars, "", ranks - 1, 2**37, width, height, Look())
+    lines = peak_bars(bars, "", ranks - 1, 2**37, width, height, Theme())
     assert len(lines) <= height
     assert all(line.width <= width for line in lines[1:-2])
 
@@ -123,3 +126,51 @@ def test_groups_of_ranks_lose_nobody() -> None:
     bars = rank_bars(model_of(ranks=30, steps=2).ranks.values(), "")
     assert [bar.rank for group in grouped(bars, 7) for bar in group] == list(range(30))
     assert len(grouped(bars, 7)) <= 7
+
+
+def shown(model: RunModel, phase: str, width: int = 80) -> list[str]:
+    (rank,) = model.ranks.values()
+    choice = MemoryChoice(phase)
+    fall = fall_of(rank, choice, model.device_of(rank))
+    assert fall is not None
+    return [line.plain for line in body_lines(rank, fall, choice, None, "why", width, Theme(), model.prediction)]
+
+
+def test_a_prediction_stands_beside_each_part_with_the_difference() -> None:
+    lines = shown(model_of(ranks=1, predicted={"activations": 0.5}), "backward", 160)
+    head, activations = lines[0], next(line for line in lines if line.startswith(" activations"))
+    assert head.split()[:3] == ["GiB", "predicted", "difference"]
+    measured, expected, difference = (float(figure) for figure in activations.split()[1:4])
+    assert expected == pytest.approx(measured / 2, abs=0.011)
+    assert difference == pytest.approx(measured - expected, abs=0.011)
+    parameters = next(line for line in lines if line.startswith(" parameters"))
+    assert parameters.split()[1:4] == ["0.86", "0.86", "0.00"]
+    unused = next(line for line in lines if line.startswith(" unused"))
+    assert len(unused[:55].split()) == 4, "of what is outside the peak nothing is predicted"
+    (parted,) = [line for line in lines if "by more than the expected error of 2 %" in line]
+    assert "activations +" in parted
+
+
+def test_a_prediction_that_holds_says_so_and_warns_of_nothing() -> None:
+    model = model_of(ranks=1, predicted={})
+    lines = " ".join(shown(model, "backward", 160))
+    assert "backward 13.49 GiB (measured 0.0 %)" in lines
+    assert "expected error" not in lines
+    assert "+0.00" not in lines
+    assert "\N{MINUS SIGN}0.00" not in lines
+    summary = summary_of(model, Connection("live"))
+    assert summary.predicted == pytest.approx(summary.peak, rel=0.005)
+    assert not summary.parted
+    assert "predicted" in second_line(summary, 160, Theme()).plain
+    assert "predicted" not in second_line(summary, 80, Theme()).plain
+
+
+def test_on_a_cpu_the_screen_says_why_there_is_nothing_to_compare() -> None:
+    lines = " ".join(shown(model_of(ranks=1, cuda=False, refused="the ranks train on the CPU"), "backward", 160))
+    assert "no prediction to compare: the ranks train on the CPU" in lines
+    assert "difference" not in lines
+
+
+def test_the_first_step_is_not_compared() -> None:
+    lines = " ".join(shown(model_of(ranks=1, steps=1, predicted={}), "backward", 160))
+    assert "nothing to compare yet" in lines

@@ -6,21 +6,21 @@ from ftmon.tui.widgets import heat
 from ftmon.tui.widgets.alert_lines import alert_detail, alert_line, figure
 from ftmon.tui.widgets.card import card
 from ftmon.tui.widgets.figures import count, gib, gib_signed, milliseconds, step_time
-from ftmon.tui.widgets.fleet import plan
 from ftmon.tui.widgets.glyphs import ASCII, UNICODE, choose
 from ftmon.tui.widgets.line import Line, cut, spread
-from ftmon.tui.widgets.look import Look
 from ftmon.tui.widgets.memory_graph import Scale
 from ftmon.tui.widgets.palette import DARK, LIGHT
 from ftmon.tui.widgets.phase_bar import cells_of, phase_bar
+from ftmon.tui.widgets.rank_grid import plan
 from ftmon.tui.widgets.rank_view import RankView
 from ftmon.tui.widgets.scrubber import Playback, scrubber, time_of_day
 from ftmon.tui.widgets.spark import spark
 from ftmon.tui.widgets.summary import Summary, summary_lines
+from ftmon.tui.widgets.theme import Theme
 from ftmon.tui.widgets.views import nice_top
 
 GIB = 2**30
-LOOK = Look()
+LOOK = Theme()
 SHARES = (("data", 0.02), ("forward", 0.31), ("backward", 0.50), ("optimizer", 0.15), ("other", 0.02))
 VIEW = RankView(
     rank=3,
@@ -41,8 +41,8 @@ HUNG = RankView(rank=3, device="GPU 3", state="hung", text="not in all_gather #8
 
 @pytest.mark.parametrize("width", [36, 40, 80, 200])
 @pytest.mark.parametrize("height", [6, 9, 20])
-@pytest.mark.parametrize("look", [LOOK, Look(LIGHT), Look(DARK, ASCII), Look(color=False)])
-def test_a_card_keeps_its_size(width: int, height: int, look: Look) -> None:
+@pytest.mark.parametrize("look", [LOOK, Theme(LIGHT), Theme(DARK, ASCII), Theme(color=False)])
+def test_a_card_keeps_its_size(width: int, height: int, look: Theme) -> None:
     lines = card(VIEW, [], width, height, Scale(80 * GIB, 40 * GIB), look, selected=True)
     assert len(lines) == height
     assert {line.width for line in lines} == {width}
@@ -56,7 +56,7 @@ def test_a_card_says_what_a_hung_rank_does_even_where_it_takes_two_lines() -> No
 
 def test_every_ascii_card_is_ascii() -> None:
     for view in (VIEW, HUNG):
-        lines = card(view, [], 60, 9, Scale(80 * GIB, 40 * GIB), Look(DARK, ASCII), selected=True)
+        lines = card(view, [], 60, 9, Scale(80 * GIB, 40 * GIB), Theme(DARK, ASCII), selected=True)
         assert all(line.plain.isascii() for line in lines)
 
 

@@ -29,7 +29,7 @@ def _begin() -> None:
         return
     try:
         # Absolute: Python runs this file by itself, not as a part of the package.
-        begin: Any = importlib.import_module("ftmon.trainer.probe.activate").begin
+        begin: Any = importlib.import_module("ftmon.trainer.probe.start.activate").begin
 
         begin()
     except Exception as error:

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 from textual.binding import BindingType
 
-from ....protocol.snapshot.reader import open_replays
 from ....protocol.telemetry import Oom
 from ....protocol.text import sanitize
 from ...model.run import RunModel
 from ...model.snapshot_explorer import Explorer
-from ...widgets.stage import Stage
+from ...source.snapshot import open_replays
+from ...widgets.app_state import AppState
 from ..base import key
 from ..snapshot.screen import SnapshotScreen
 
@@ -23,7 +23,7 @@ class CapturedScreen(SnapshotScreen, inherit_bindings=False):
         *SnapshotScreen.BINDINGS,
     ]
 
-    def __init__(self, stage: Stage, explorer: Explorer, view: str) -> None:
+    def __init__(self, stage: AppState, explorer: Explorer, view: str) -> None:
         super().__init__(stage, explorer)
         if not explorer.before:
             explorer.show(view)

@@ -4,11 +4,12 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from ...model.oom import OomCase, held_cases
+from ...model.held import held_cases
+from ...model.oom import OomCase
 from ...source.base import CommandRecord
 from ...widgets.alert_lines import wrap
+from ...widgets.app_state import AppState
 from ...widgets.line import Line
-from ...widgets.stage import Stage
 from ..answers import answer_lines, button_line
 from ..dialog import Dialog
 
@@ -29,7 +30,7 @@ class ReleaseDialog(Dialog):
     sent = ""
     all_of_them = False
 
-    def __init__(self, stage: Stage, case: OomCase) -> None:
+    def __init__(self, stage: AppState, case: OomCase) -> None:
         super().__init__(stage)
         self.case = case
 

@@ -11,14 +11,16 @@ from textual.widget import Widget
 from ....protocol.errors import FtmonError
 from ....protocol.text import sanitize
 from ...model.console import ConsoleSession
-from ...model.oom import CaseKey, OomCase, first_to_show, held_since
+from ...model.held import first_to_show, held_since
+from ...model.oom import CaseKey, OomCase
 from ...model.snapshot_explorer import Explorer
+from ...widgets.app_state import AppState
 from ...widgets.console_input import ConsoleInput
 from ...widgets.oom_panes import VIEWS, ConsoleOutput, OomHead, OomReportView
-from ...widgets.stage import Stage
 from ..base import MonitorScreen, key
 from .captured import CapturedScreen, file_of, open_explorer, place_words
 from .release import ReleaseDialog
+from .what_if import begin
 
 
 class OomScreen(MonitorScreen):
@@ -29,7 +31,8 @@ class OomScreen(MonitorScreen):
         "An allocation that failed: why, judged from the numbers of that moment; what to try, in order, with the bytes "
         "it would free; the figures, the batch against the largest so far, all ranks then, and where it failed. 2 to 4 "
         "open the memory snapshot captured then. Of a run started with --on-oom hold the rank waits in the failing "
-        "frame: r lets it go, k kills; with --allow-console too, c is a console in that frame."
+        "frame: r lets it go, k kills; with --allow-console too, c is a console in that frame. w predicts which "
+        "changes of a run of ftmon's own trainer fit."
     )
     TITLE_LINES = 1
     LEGEND = ("states",)
@@ -42,6 +45,7 @@ class OomScreen(MonitorScreen):
         key("c,5", "console", "console", "run code in the failing frame of a rank that is held", bar="c"),
         key("r", "release", "let go", "let a held rank go; asks first"),
         key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
+        key("w", "what_if", "what if", "predict which changes fit, each by a dry run of this job; again: cancel"),
         key("2", "explore('stacks')", "stacks", "the timeline of that moment's snapshot, and what was live", bar="2"),
         key("3", "explore('blocks')", "blocks", "the largest blocks of it", show=False),
         key("4", "explore('segments')", "segments", "the map of its segments and blocks", bar="4"),
@@ -52,7 +56,7 @@ class OomScreen(MonitorScreen):
         key("enter", "type", "type", "type into the console", show=False),
     ]
 
-    def __init__(self, stage: Stage, rank: int | None = None) -> None:
+    def __init__(self, stage: AppState, rank: int | None = None) -> None:
         super().__init__(stage)
         found = first_to_show(stage.model, rank)
         self.case_key: CaseKey | None = found.key if found is not None else None
@@ -85,6 +89,8 @@ class OomScreen(MonitorScreen):
             self.stage.select(case.oom.rank)
             self._report.place = place_words(case.oom, source.folder if source else None, model)
             self._report.acts = source is not None and source.can_command and not self.stage.read_only
+            if (runs := self.stage.dry_runs.get(case.key)) is not None:
+                runs.poll()
             session = self._session(case.oom.rank)
             if source is not None:
                 session.take(source.commands)
@@ -210,6 +216,25 @@ class OomScreen(MonitorScreen):
             stage.say("cannot let it go: the run has no hub that takes commands", "warning")
         else:
             self.app.push_screen(ReleaseDialog(stage, case))
+        self.tick()
+
+    def action_what_if(self) -> None:
+        """Predict the changes that would fit; while that goes on, cancel it."""
+        case, stage = self.case, self.stage
+        if case is None:
+            return
+        runs = stage.dry_runs.get(case.key)
+        if runs is not None and runs.running:
+            runs.cancel()
+        elif runs is not None and runs.found.state == "done":
+            stage.say("the changes are predicted already")
+        else:
+            begun = begin(stage, case)
+            if isinstance(begun, str):
+                stage.say(sanitize(begun, 400), "warning")
+            else:
+                stage.dry_runs[case.key] = begun
+                self.action_report()
         self.tick()
 
     # The snapshot.

@@ -6,11 +6,11 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 
 from ...model.snapshot_explorer import Explorer
+from ...widgets.app_state import AppState
 from ...widgets.panes import KeyBar
 from ...widgets.prompt import Prompt
 from ...widgets.snapshot_list import SnapshotList
 from ...widgets.snapshot_timeline import SnapshotTimeline
-from ...widgets.stage import Stage
 from ..base import MonitorScreen, TooSmall, key
 
 
@@ -59,7 +59,7 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         key("q", "app.detach", "quit", "leave"),
     ]
 
-    def __init__(self, stage: Stage, explorer: Explorer) -> None:
+    def __init__(self, stage: AppState, explorer: Explorer) -> None:
         super().__init__(stage)
         self.explorer = explorer
 

@@ -1,0 +1,170 @@
+"""What the probe costs a training loop: blocks of steps with the probe on and off in turn, in one process.
+
+    ftmon run --plain -- python bench/gpu/probe_cost.py [--loop torch|engine] [--pairs 40] [--out FILE]
+
+A host-bound loop (a Qwen2 of 24 small layers, two dataloader workers). A block is 20 steps between two
+synchronisations of the device; the first two steps after a switch are not timed. "Off" leaves the hooks in place,
+asleep, with PyTorch's memory recorder off: a function call or two a step remain, which no bare loop has. The order
+inside a pair is drawn, so that a drift of the host's speed hits both alike.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WARM_STEPS, TIMED_STEPS = 2, 20
+QWEN = {
+    "vocab_size": 32000,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "use_cache": False,
+}
+
+
+class Rows:
+    """Random token ids, drawn in the loader's workers."""
+
+    def __len__(self) -> int:
+        return 10_000_000
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        return torch.randint(0, 32000, (256,), generator=torch.Generator().manual_seed(index))
+
+
+def torch_step(model: Any) -> Callable[[Any], None]:
+    """One update of a plain PyTorch loop."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(ids: Any) -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def engine_step(model: Any) -> Callable[[Any], None]:
+    """One update of a DeepSpeed engine, ZeRO-2."""
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+            "zero_optimization": {"stage": 2},
+            "steps_per_print": 10**9,
+        },
+    )
+
+    def step(ids: Any) -> None:
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+
+    return step
+
+
+class Switch:
+    """Turns the probe of this process, and PyTorch's recorder with it, on and off."""
+
+    def __init__(self) -> None:
+        from ftmon.trainer.probe import active
+
+        assert active.training is not None, "start this under `ftmon run`"
+        self.training = active.training
+        publisher: Any = next(t for t in threading.enumerate() if t.name == "ftmon-publisher")
+        self.watch = publisher._allocator
+        self.costs_us: list[float] = []
+        finish = self.training.tracker._finish
+
+        def note(raw: Any) -> None:
+            self.costs_us.append(raw.cost_ns / 1000)
+            finish(raw)
+
+        self.training.tracker._finish = note
+
+    def set(self, on: bool) -> None:
+        """Switch, and wait until the recorder follows."""
+        self.watch._wanted = on
+        self.training.guard.enabled = on
+        time.sleep(0.25)  # two turns of the publisher, which gives up or takes up the recorder
+        if not on:
+            self.watch._recording.off()
+        if on:
+            self.costs_us = self.costs_us[:-1] if self.costs_us else []  # a step that was begun before the pause
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loop", choices=["torch", "engine"], default="torch")
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    torch.cuda.set_device(0)
+    with torch.device("cuda"):
+        model = Qwen2ForCausalLM(Qwen2Config(**QWEN)).to(torch.bfloat16)
+    step = (torch_step if args.loop == "torch" else engine_step)(model)
+    loader = iter(torch.utils.data.DataLoader(Rows(), batch_size=2, num_workers=2, pin_memory=True))  # type: ignore[arg-type]
+
+    def steps(count: int) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(count):
+            step(next(loader).cuda(non_blocking=True))
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begin) * 1000 / count
+
+    steps(60)
+    switch = Switch()
+    blocks: dict[bool, list[float]] = {True: [], False: []}
+    draw = random.Random(0)
+    for _ in range(args.pairs):
+        for on in draw.sample((True, False), 2):
+            switch.set(on)
+            steps(WARM_STEPS)
+            blocks[on].append(steps(TIMED_STEPS))
+            print("on " if on else "off", f"{blocks[on][-1]:.3f} ms a step", flush=True)
+    switch.set(True)
+    with_ms, without_ms = blocks[True], blocks[False]
+    ratios = sorted(on / off for on, off in zip(with_ms, without_ms, strict=True))
+    tenth = len(with_ms) // 10
+    found = {
+        "loop": args.loop,
+        "device": torch.cuda.get_device_name(0),
+        "pairs": args.pairs,
+        "off_ms": statistics.median(without_ms),
+        "on_ms": statistics.median(with_ms),
+        "median_ratio_of_pairs": statistics.median(ratios),
+        "middle_half_of_ratios": [ratios[len(ratios) // 4], ratios[-len(ratios) // 4]],
+        "fastest_block": min(with_ms) / min(without_ms),
+        "tenth_percentile": sorted(with_ms)[tenth] / sorted(without_ms)[tenth],
+        "hook_us_median": statistics.median(switch.costs_us),
+        "hook_us_95": sorted(switch.costs_us)[len(switch.costs_us) * 95 // 100],
+    }
+    text = json.dumps(found)
+    print(text, flush=True)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""PyTorch's caching allocator: its snapshots, and a model of its rules."""

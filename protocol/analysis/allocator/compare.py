@@ -1,0 +1,295 @@
+"""The model against a recorded trace: a snapshot's requests go through the model, its segments are compared.
+
+A trace holds what the program asked for (``alloc``, ``free_requested``), when a block became free (``free_completed``)
+and what the allocator did to its segments. The model gets the first two and must do the third by itself.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+
+import msgspec
+
+from ...snapshot.model import (
+    ALLOC,
+    FREE_COMPLETED,
+    FREE_REQUESTED,
+    OOM,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    Snapshot,
+)
+from .caching import CachingAllocator
+from .driver import Driver
+from .settings import LARGE_SEGMENT_BYTES, SMALL_MOST_BYTES, Settings
+from .snapshot.replay import Replay
+from .snapshot.segments import Range
+from .views import BlockView, DeviceOutOfMemory, SegmentView
+
+_TAKES = (SEGMENT_ALLOC, SEGMENT_MAP)
+_GIVES = (SEGMENT_FREE, SEGMENT_UNMAP)
+_OTHER_STREAM = -2
+"""Stream passed to ``record_stream`` where a free was deferred; the trace does not name the one that used the block."""
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """How a recorded trace and the model's own agree."""
+
+    entries: int
+    requests: int
+    same_address: int
+    """Requests that the model served from the recorded address."""
+    recorded_changes: int
+    """Segments got, given back, mapped and unmapped."""
+    first_difference: int | None
+    """Number of the first of these changes that the model did not make alike (kind and size); None: it made all."""
+    same_segments: bool
+    """The segments at the end have the same sizes, streams and pools."""
+    same_blocks: bool
+    """... and the same blocks at the same addresses."""
+    recorded_reserved_peak_bytes: int
+    modelled_reserved_peak_bytes: int
+    largest_reserved_error: float
+    """Largest share by which the model's reserved bytes were off at any entry."""
+    ooms: int
+    modelled_ooms: int
+
+
+class RecordedDriver(Driver):
+    """Gives segments the addresses that were recorded, in their order, and notes what was asked of it."""
+
+    def __init__(self, addresses: list[tuple[int, int]], capacity_bytes: int | None) -> None:
+        super().__init__(capacity_bytes)
+        self._addresses = deque(addresses)
+        self.ranges: list[int] = []
+        """Addresses mapped for the request at hand: a new range of addresses begins at the first of them."""
+        self.changes: list[tuple[bool, int]] = []
+
+    def allocate(self, size: int) -> int | None:
+        """Return the next recorded address where the size is the recorded one."""
+        address = super().allocate(size)
+        if address is None:
+            return None
+        self.changes.append((True, size))
+        if self._addresses and self._addresses[0][1] == size:
+            return self._addresses.popleft()[0]
+        return address
+
+    def release(self, address: int, size: int) -> None:
+        """Take a segment back."""
+        self.give(size)
+        self.changes.append((False, size))
+
+    def reserve(self, size: int) -> int:
+        """Return the recorded begin of a range of addresses."""
+        own = super().reserve(size)
+        return self.ranges[0] if self.ranges else own
+
+
+def compare(
+    snapshot: Snapshot,
+    device: int,
+    settings: Settings,
+    allowed_bytes: int | None = None,
+    recorded_addresses: bool = True,
+    device_bytes: int | None = None,
+) -> Comparison:
+    """Send a snapshot's trace through the model, from the state at the trace's beginning.
+
+    Args:
+        snapshot: with a trace of the device.
+        device: its index.
+        settings: those the trace was recorded with.
+        allowed_bytes: what ``set_per_process_memory_fraction`` allowed; None: releases of cached memory are taken as
+            calls of ``empty_cache``.
+        recorded_addresses: segments get their recorded addresses; else those of the model's driver.
+        device_bytes: the device's memory; expandable segments reserve addresses for an eighth more than that.
+    """
+    return _Comparing(snapshot, device, settings, allowed_bytes, recorded_addresses, device_bytes).run()
+
+
+class _Comparing:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        device: int,
+        settings: Settings,
+        allowed: int | None,
+        recorded_addresses: bool,
+        device_bytes: int | None,
+    ) -> None:
+        self.replay = Replay(snapshot, device)
+        self.snapshot, self.device = snapshot, device
+        trace = self.replay.trace
+        self.actions = trace.actions
+        self.addresses = memoryview(trace.addresses).cast("Q")
+        self.sizes = memoryview(trace.sizes).cast("q")
+        self.streams = memoryview(trace.streams).cast("q")
+        self.changes = [
+            (action in _TAKES, self.sizes[index])
+            for index, action in enumerate(self.actions)
+            if action in _TAKES or action in _GIVES
+        ]
+        self.allowed = allowed
+        taken = [(self.addresses[i], self.sizes[i]) for i, action in enumerate(self.actions) if action == SEGMENT_ALLOC]
+        self.driver = RecordedDriver(taken if recorded_addresses else [], None)
+        self.recorded_addresses = recorded_addresses
+        settings = msgspec.structs.replace(settings, per_process_memory_fraction=1.0)
+        self.model = CachingAllocator(settings, device_bytes=device_bytes, driver=self.driver)
+        if allowed is not None:
+            self.model.limit_reserved(allowed)
+        before = _segments_before(self.replay)
+        self.held = self.model.restore(before, self._begins(before, self.model.space_bytes))
+
+    def run(self) -> Comparison:
+        worst, peak, requests, same, ooms, modelled_ooms = 0.0, self.model.reserved, 0, 0, 0, 0
+        recorded = self.replay.reserved
+        for index, action in enumerate(self.actions):
+            address, size = self.addresses[index], self.sizes[index]
+            if action == ALLOC:
+                requests += 1
+                try:
+                    handle = self.held[address] = self.model.allocate(size, self.streams[index])
+                except DeviceOutOfMemory:
+                    modelled_ooms += 1
+                    continue
+                self.driver.ranges.clear()
+                same += self.model.address(handle) == address
+                off = abs(self.model.reserved - recorded[index + 1]) / max(1, recorded[index + 1])
+                worst, peak = max(worst, off), max(peak, self.model.reserved)
+            elif action == FREE_REQUESTED:
+                self._free(index, address)
+            elif action == FREE_COMPLETED:
+                self.model.complete_free(self.held.pop(address, 0))
+            elif action == OOM:
+                ooms += 1
+                try:
+                    self.model.allocate(size, self.streams[index])
+                except DeviceOutOfMemory:
+                    modelled_ooms += 1
+            elif action == SEGMENT_MAP and self.recorded_addresses:
+                self.driver.ranges.append(address)
+            elif action in _GIVES and self._by_program(index):
+                self.model.empty_cache()
+        ends = self._segments_after()
+        return Comparison(
+            len(self.actions), requests, same, len(self.changes), self._first_difference(),
+            Counter(map(_outline, ends)) == Counter(map(_outline, self.model.segments())),
+            _places(ends) == _places(self.model.segments()),
+            max(recorded), peak, worst, ooms, modelled_ooms,
+        )  # fmt: skip
+
+    def _begins(self, before: list[SegmentView], space_bytes: int) -> dict[int, int]:
+        """Find where expandable segments begin, of which the first pages are not mapped at the trace's beginning.
+
+        The allocator maps the lowest pages first: the lowest address that a trace maps is the lowest that was free.
+        """
+        known = {(one.stream, one.address) for one in before if one.expandable}
+        mapped = {(self.streams[i], self.addresses[i]) for i, one in enumerate(self.actions) if one == SEGMENT_MAP}
+        found: dict[int, int] = {}
+        begin: tuple[int, int] | None = None
+        for stream, address in sorted(known | mapped):
+            if begin is None or stream != begin[0] or address >= begin[1] + space_bytes:
+                begin = (stream, address)
+            found[address] = begin[1]
+        return found
+
+    def _free(self, index: int, address: int) -> None:
+        handle = self.held.get(address, 0)
+        following = index + 1
+        at_once = (
+            following < len(self.actions)
+            and self.actions[following] == FREE_COMPLETED
+            and self.addresses[following] == address
+        )
+        if not at_once:
+            self.model.record_stream(handle, _OTHER_STREAM)
+        self.model.free(handle)
+
+    def _by_program(self, index: int) -> bool:
+        """Return whether the program gave memory back, and not the allocator for the next request."""
+        if index and self.actions[index - 1] in _GIVES:
+            return False  # the call was made at the first of them
+        if self.allowed is None:
+            return True
+        following = next((at for at in range(index, len(self.actions)) if self.actions[at] not in _GIVES), None)
+        if following is None or self.actions[following] not in (*_TAKES, OOM):
+            return True
+        settings, reserved = self.model.settings, self.model.reserved
+        if 0 < settings.garbage_collection_threshold * self.allowed < reserved:
+            return False
+        return reserved + settings.segment_size(self.sizes[following]) <= self.allowed
+
+    def _first_difference(self) -> int | None:
+        if any(action in (SEGMENT_MAP, SEGMENT_UNMAP) for action in self.actions):
+            return None  # pages are counted by the reserved bytes
+        for number, change in enumerate(self.changes):
+            if number >= len(self.driver.changes) or self.driver.changes[number] != change:
+                return number
+        return None if len(self.driver.changes) == len(self.changes) else len(self.changes)
+
+    def _segments_after(self) -> list[SegmentView]:
+        sizes, addresses = (
+            memoryview(self.snapshot.block_sizes).cast("q"),
+            memoryview(self.snapshot.block_addresses).cast("Q"),
+        )
+        requested = memoryview(self.snapshot.block_requested).cast("q")
+        states = ("inactive", "active_allocated", "active_pending_free")
+        return [
+            SegmentView(
+                one.address, one.size, one.stream, one.small, one.expandable,
+                tuple(
+                    BlockView(addresses[at], sizes[at], requested[at], states[self.snapshot.block_states[at]], 0)
+                    for at in range(one.first_block, one.first_block + one.blocks)
+                ),
+            )
+            for one in self.snapshot.segments
+            if one.device == self.device
+        ]  # fmt: skip
+
+
+def _outline(one: SegmentView) -> tuple[int, int, bool, bool]:
+    return one.size_bytes, one.stream, one.small, one.expandable
+
+
+def _places(segments: list[SegmentView]) -> list[tuple[int, int, bool]]:
+    return sorted(
+        (block.address, block.size_bytes, block.state == "inactive") for segment in segments for block in segment.blocks
+    )
+
+
+def _segments_before(replay: Replay) -> list[SegmentView]:
+    """Put together the segments and blocks right before a trace's first entry."""
+    of = replay.allocations
+    taken = sorted(
+        (of.addresses[number], of.sizes[number], of.requested[number], of.freed[number] != -1)
+        for number in replay.active_at(-1)
+    )
+    found: list[SegmentView] = []
+    at = 0
+    for one in replay.segments.at(-1):
+        held: list[tuple[int, int, int, bool]] = []
+        while at < len(taken) and taken[at][0] < one.end:
+            held.append(taken[at])
+            at += 1
+        # Of a range that was unmapped within the trace the pool is not known; the large one maps 20 MiB at a time.
+        small = one.small or (one.expandable and one.size % LARGE_SEGMENT_BYTES != 0)
+        found.append(SegmentView(one.address, one.size, one.stream, small, one.expandable, tuple(_blocks(one, held))))
+    return found
+
+
+def _blocks(one: Range, held: list[tuple[int, int, int, bool]]) -> Iterator[BlockView]:
+    """List a segment's blocks from those that are held: address, size, requested bytes, not yet freed."""
+    place = one.address
+    splits = one.small or one.expandable
+    for number, (address, size, requested, allocated) in enumerate(held):
+        if address > place:
+            yield BlockView(place, address - place, 0, "inactive", 0)
+        following = held[number + 1][0] if number + 1 < len(held) else one.end
+        if not splits and following - address - size <= SMALL_MOST_BYTES:
+            size = following - address  # what is left was not split off; the trace does not say so
+        yield BlockView(address, size, requested, "active_allocated" if allocated else "active_pending_free", 0)
+        place = address + size
+    if one.end > place:
+        yield BlockView(place, one.end - place, 0, "inactive", 0)

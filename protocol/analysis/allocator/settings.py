@@ -1,0 +1,168 @@
+"""Settings of PyTorch's caching allocator, as PYTORCH_CUDA_ALLOC_CONF gives them."""
+
+import re
+
+import msgspec
+
+from .snapshot.rounding import round_size
+
+MIB = 2**20
+SMALL_MOST_BYTES = MIB
+"""Largest request of the small pool (kSmallSize)."""
+SMALL_SEGMENT_BYTES = 2 * MIB
+"""A segment of the small pool, and a page of its expandable segment (kSmallBuffer)."""
+LARGE_SEGMENT_BYTES = 20 * MIB
+"""A segment for large requests below 10 MiB, and a page of the large pool's expandable segment (kLargeBuffer)."""
+OWN_SEGMENT_BYTES = 10 * MIB
+"""Requests of this and more get a segment of their own size (kMinLargeAlloc) ..."""
+ROUND_LARGE_BYTES = 2 * MIB
+"""... rounded up to this (kRoundLarge)."""
+INTERVALS = 16
+"""Powers of two from 1 MiB on that ``roundup_power2_divisions`` is given for."""
+
+_IGNORED = (
+    "backend", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "pinned_use_cuda_host_register",
+    "pinned_use_hip_host_register", "pinned_num_register_threads", "pinned_use_background_threads",
+    "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb", "pinned_reserve_segment_size_mb",
+    "pinned_free_catch_all", "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom",
+    "expandable_segments_handle_type",
+)  # fmt: skip
+"""Options that do not change which device memory is reserved."""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What decides which segments the allocator gets, with PyTorch's defaults.
+
+    Source: c10/core/AllocatorConfig.h and c10/cuda/CUDAAllocatorConfig.h of PyTorch 2.6 to 2.13.
+    """
+
+    expandable_segments: bool = False
+    max_split_size_bytes: int | None = None
+    """Blocks of this size and more are not split; None: all are."""
+    garbage_collection_threshold: float = 0.0
+    """Share of the allowed memory above which old free segments are released; 0: never. It has an effect only where
+    the allowed memory is limited by ``set_per_process_memory_fraction``."""
+    roundup_power2_divisions: tuple[int, ...] = ()
+    """Divisions for requests of 1, 2, 4 ... MiB and more; empty: requests are rounded to 512 bytes only."""
+    max_non_split_rounding_bytes: int = LARGE_SEGMENT_BYTES
+    """By how much a block that may not be split may exceed the request that it serves."""
+    large_segment_bytes: int = LARGE_SEGMENT_BYTES
+    per_process_memory_fraction: float = 1.0
+    """``set_per_process_memory_fraction`` by configuration; 1: no limit but the device's."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Settings":
+        """Return the settings that a value of ``PYTORCH_CUDA_ALLOC_CONF`` gives.
+
+        Raises:
+            ValueError: one line with the option and what it must be, where PyTorch would refuse the text.
+        """
+        options = _options(text)
+        found: dict[str, object] = {}
+        for key, value in options:
+            if key in _READERS:
+                field, read = _READERS[key]
+                found[field] = read(key, value)
+            elif key == "backend" and value != "native":
+                raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: backend:{value} is not the allocator modelled; use native")
+            elif key not in _IGNORED:
+                raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {key} is not an option of PyTorch's allocator")
+        return cls(**found)  # type: ignore[arg-type]
+
+    def rounded(self, size_bytes: int) -> int:
+        """Return the size of the block that a request needs, bytes (``round_size``)."""
+        return round_size(size_bytes, self.roundup_power2_divisions)
+
+    def segment_size(self, rounded_bytes: int) -> int:
+        """Return the size of a new segment for a rounded request, bytes (``get_allocation_size``)."""
+        if rounded_bytes <= SMALL_MOST_BYTES:
+            return SMALL_SEGMENT_BYTES
+        if rounded_bytes < OWN_SEGMENT_BYTES:
+            return self.large_segment_bytes
+        return -(-rounded_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+
+
+def _options(text: str) -> list[tuple[str, str]]:
+    """Split ``key:value,key:[a:b,c:d]`` at the commas outside brackets; white space does not count."""
+    text = re.sub(r"\s", "", text)
+    found: list[tuple[str, str]] = []
+    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text):
+        key, colon, value = part.partition(":")
+        if not colon or not value:
+            raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {part} must be OPTION:VALUE")
+        found.append((key, value))
+    return found
+
+
+def _truth(key: str, value: str) -> bool:
+    if value not in ("True", "False"):
+        raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {key} must be True or False, not {value}")
+    return value == "True"
+
+
+def _number(key: str, value: str) -> int:
+    if not value.isdigit():
+        raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {key} must be a whole number, not {value}")
+    return int(value)
+
+
+def _above_segment(key: str, value: str) -> int:
+    size = _number(key, value) * MIB
+    if size < LARGE_SEGMENT_BYTES:
+        raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {key} must be 20 or more, not {value}")
+    return size
+
+
+def _large_segment(key: str, value: str) -> int:
+    size = _number(key, value) * MIB
+    if size <= SMALL_SEGMENT_BYTES:
+        raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {key} must be more than 2, not {value}")
+    return size
+
+
+def _share(key: str, value: str) -> float:
+    try:
+        share = float(value)
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1 or (share == 1 and key == "garbage_collection_threshold"):
+        raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {key} must be above 0 and below 1, not {value}")
+    return share
+
+
+def _divisions(key: str, value: str) -> tuple[int, ...]:
+    """Read one number for all sizes, or ``[256:1,512:2,>:4]``: sizes in MiB with the divisions from there on."""
+    if not value.startswith("["):
+        return (_power(key, value),) * INTERVALS
+    found = [0] * INTERVALS
+    last, first = 0, True
+    for part in value.strip("[]").split(","):
+        boundary, _, number = part.partition(":")
+        divisions = 0 if number == "0" else _power(key, number)
+        if boundary == ">":
+            found[last + 1 :] = [divisions] * (INTERVALS - last - 1)
+            continue
+        last = min(_power(key, boundary).bit_length() - 1, INTERVALS - 1)
+        if first:
+            found[:last] = [divisions] * last
+            first = False
+        found[last] = divisions
+    return tuple(found)
+
+
+def _power(key: str, value: str) -> int:
+    number = _number(key, value)
+    if number < 1 or number & (number - 1):
+        raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {key} must be powers of two, not {value}")
+    return number
+
+
+_READERS = {
+    "expandable_segments": ("expandable_segments", _truth),
+    "max_split_size_mb": ("max_split_size_bytes", _above_segment),
+    "garbage_collection_threshold": ("garbage_collection_threshold", _share),
+    "roundup_power2_divisions": ("roundup_power2_divisions", _divisions),
+    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _above_segment),
+    "large_segment_size_mb": ("large_segment_bytes", _large_segment),
+    "per_process_memory_fraction": ("per_process_memory_fraction", _share),
+}

@@ -1,0 +1,177 @@
+"""From a trace and the blocks that stand at its end: every allocation of the window, with its span and its size."""
+
+from array import array
+from itertools import compress
+
+from ....snapshot.model import ALLOC, ALLOCATED, FREE, FREE_COMPLETED, FREE_REQUESTED, PENDING, Snapshot, Trace
+from .large_blocks import Odd, size_large
+from .rounding import SMALL_MOST, round_sizes
+
+BEFORE = -1
+"""The begin of what was there before the first entry."""
+
+_IS_ALLOC = bytes(action == ALLOC for action in range(256))
+NOTHING, BEGINS, FREED, ENDS, FREED_AND_ENDS = range(5)
+"""What an entry does to the allocation it is of."""
+
+_EVENT_OF = bytes({ALLOC: BEGINS, FREE_REQUESTED: FREED, FREE_COMPLETED: ENDS}.get(action, 0) for action in range(256))
+
+
+class Allocations:
+    """All allocations that lived at some time of the window, as columns indexed by their number.
+
+    An allocation counts as *allocated* from ``begins`` to ``freed`` (the program let go of it) and as *active* to
+    ``ends`` (its block could be used again). An index in these columns is the entry that changed it: ``BEFORE`` for
+    before the first entry, the number of entries for never.
+    """
+
+    def __init__(self, snapshot: Snapshot, device: int) -> None:
+        self.device = device
+        trace = snapshot.trace(device)
+        self.trace = trace if trace is not None else Trace(device, b"", b"", b"", b"", b"", b"", b"")
+        self.entries = len(self.trace)
+        is_alloc = self.trace.actions.translate(_IS_ALLOC)
+        self.begins = array("i", compress(range(self.entries), is_alloc))
+        self.in_window = len(self.begins)
+        """How many began within the window: these have the first numbers, in the order in which they began."""
+        self.freed = array("i", [self.entries]) * len(self.begins)
+        self.ends = self.freed[:]
+        self.addresses = array("Q", compress(columns(self.trace.addresses, "Q"), is_alloc))
+        self.requested = array("q", compress(columns(self.trace.sizes, "q"), is_alloc))
+        self.sizes = array("q")
+        self.stacks = array("I")
+        """Empty until ``take_stacks``; a snapshot may be replayed before its stacks are there."""
+        self.different_stacks = 0
+        self._block_of: dict[int, int] = {}
+        self.numbers = array("i", [-1]) * self.entries
+        """Of each entry, the allocation that it begins, frees or ends; -1 for other entries."""
+        self.events = bytearray(self.trace.actions.translate(_EVENT_OF))
+        """Of each entry, what it does to that allocation: ``BEGINS``, ``FREED`` ..."""
+        self.odd: list[Odd] = []
+        """What happened without an entry of its own, by index."""
+        self.known: dict[int, int] = {}
+        """Sizes of the blocks that stand at the end, by allocation."""
+        self.lost = 0
+        """Allocations whose end was not recorded."""
+        self.unsure = 0
+        """Allocations from before the window that ended in it: their size is at least the rounded request."""
+        self.unsure_bytes = 0
+        """By how much the sizes of those may be too low together, bytes."""
+        self._walk()
+        self._meet_the_end(snapshot)
+        self.odd.sort()
+        self._size(snapshot)
+        if snapshot.stacks:
+            self.take_stacks(snapshot)
+
+    def take_stacks(self, snapshot: Snapshot) -> None:
+        """Take over the stacks of the whole snapshot."""
+        self.trace = snapshot.trace(self.device) or self.trace
+        self.different_stacks = len(snapshot.stacks)
+        is_alloc = self.trace.actions.translate(_IS_ALLOC)
+        stacks = array("I", compress(columns(self.trace.stacks, "I"), is_alloc))
+        stacks += array("I", bytes(4 * (len(self.begins) - len(stacks))))
+        of_block = columns(snapshot.block_stacks, "I")
+        for number, block in self._block_of.items():
+            stacks[number] = of_block[block] or stacks[number]
+        self.stacks = stacks
+
+    def _walk(self) -> None:
+        """Pair allocations with frees by address, oldest first."""
+        trace, numbers, freed, ends, events = self.trace, self.numbers, self.freed, self.ends, self.events
+        live = self._open = dict[int, int]()
+        get, pop = live.get, live.pop
+        never, following = self.entries, 0
+        for index, (action, address) in enumerate(zip(trace.actions, columns(trace.addresses, "Q"), strict=True)):
+            if action == ALLOC:
+                if address in live:
+                    self._lose(live[address], index)
+                live[address] = numbers[index] = following
+                following += 1
+            elif action == FREE_REQUESTED:
+                number = get(address)
+                if number is None or freed[number] < never:
+                    if number is not None:
+                        self._lose(number, index)
+                    number = live[address] = self._from_before(address, index)
+                freed[number] = index
+                numbers[index] = number
+            elif action == FREE_COMPLETED:
+                number = pop(address, None)
+                if number is None:
+                    # It was freed before the window began, and waited for a stream.
+                    number = self._from_before(address, index)
+                    freed[number] = BEFORE
+                elif freed[number] == never:
+                    freed[number] = index
+                    events[index] = FREED_AND_ENDS
+                ends[number] = index
+                numbers[index] = number
+
+    def _from_before(self, address: int, index: int) -> int:
+        """Add what the window's entry ``index`` frees and no entry of it allocated."""
+        return self._add(address, columns(self.trace.sizes, "q")[index])
+
+    def _add(self, address: int, requested: int) -> int:
+        self.begins.append(BEFORE)
+        self.freed.append(self.entries)
+        self.ends.append(self.entries)
+        self.addresses.append(address)
+        self.requested.append(requested)
+        return len(self.begins) - 1
+
+    def _lose(self, number: int, index: int) -> None:
+        self.odd.append(Odd(index, number, self.freed[number] > index, True))
+        self.freed[number] = min(self.freed[number], index)
+        self.ends[number] = index
+        self.lost += 1
+
+    def _meet_the_end(self, snapshot: Snapshot) -> None:
+        """Take over the sizes of blocks that stand at the end, and add those that the trace never mentions."""
+        block_sizes, requested = columns(snapshot.block_sizes, "q"), columns(snapshot.block_requested, "q")
+        block_addresses = columns(snapshot.block_addresses, "Q")
+        segments = [segment for segment in snapshot.segments if segment.device == self.device]
+        taken = [
+            block
+            for segment in segments
+            for block in range(segment.first_block, segment.first_block + segment.blocks)
+            if snapshot.block_states[block] != FREE
+        ]
+        for block in taken:
+            state, address = snapshot.block_states[block], block_addresses[block]
+            number = self._open.pop(address, None)
+            if number is None:
+                number = self._add(address, requested[block])
+                if state == PENDING:
+                    self.freed[number] = BEFORE
+            elif state == ALLOCATED and self.freed[number] < self.entries:
+                self.events[self.freed[number]] = NOTHING
+                self.freed[number] = self.entries
+            elif state == PENDING and self.freed[number] == self.entries:
+                self.freed[number] = self.entries - 1
+                self.odd.append(Odd(self.entries - 1, number, True, False))
+            self.requested[number] = requested[block]
+            self._block_of[number] = block
+            self.known[number] = block_sizes[block]
+        if segments and self.entries:
+            # Trace and segments are read one after the other: what has no block any more was freed in between.
+            for number in self._open.values():
+                self._lose(number, self.entries - 1)
+        self._open.clear()
+
+    def _size(self, snapshot: Snapshot) -> None:
+        """Give every allocation the size of its block."""
+        self.sizes = round_sizes(self.requested, snapshot.divisions)
+        large = set(compress(range(len(self.sizes)), map(SMALL_MOST.__lt__, self.sizes)))
+        for number, size in self.known.items():
+            self.sizes[number] = size
+        if large:
+            size_large(self, snapshot, large)
+        before = [n for n, begin in enumerate(self.begins) if begin == BEFORE and n not in self.known]
+        self.unsure = len(before)
+        self.unsure_bytes = SMALL_MOST * sum(number in large for number in before)
+
+
+def columns(data: bytes, code: str) -> "memoryview[int]":
+    """View a column's bytes as whole numbers."""
+    return memoryview(data).cast(code)  # type: ignore[call-overload]  # typeshed wants a literal

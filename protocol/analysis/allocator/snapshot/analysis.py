@@ -1,0 +1,219 @@
+"""What a person asks of a snapshot: whose is the memory, what came and went, what changed, why did it fail."""
+
+from bisect import bisect_right
+from heapq import nlargest
+from operator import neg
+from typing import NamedTuple
+
+from ....code_owner import library_of
+from ....snapshot.model import Frame, Snapshot
+from ....text import gib
+from .allocations import BEFORE, columns
+from .layout import Piece, layout_at, matters
+from .live import Totals, sums
+from .replay import Replay
+from .rounding import SMALL_MOST
+from .stacks import Tally, frame_words
+from .states_to_come import states_to_come
+
+NO_STACK = "no Python stack recorded"
+"""Of what was allocated before the window, by C++ threads such as the backward pass has, or without stacks."""
+
+
+def by_size(totals: Totals) -> dict[int, Tally]:
+    """Order totals by their bytes, most first."""
+    order = sorted(totals, key=lambda stack: (-totals[stack][0], stack))
+    return {stack: Tally(*totals[stack]) for stack in order}
+
+
+def live_stacks(replay: Replay, index: int) -> dict[int, Tally]:
+    """Sum up by stack what the program holds right after entry ``index``; the bytes add up to allocated memory."""
+    return by_size(replay.totals_at(index))
+
+
+def largest(replay: Replay, index: int, most: int) -> list[int]:
+    """List the largest allocations that live right after entry ``index``."""
+    of = replay.allocations
+    live = replay.live_at(index)
+    # Of blocks of one size the oldest come first: tuples compare faster than a key that makes them.
+    ages = map(neg, map(of.begins.__getitem__, live))
+    return [number for _, _, number in nlargest(most, zip(map(of.sizes.__getitem__, live), ages, live, strict=True))]
+
+
+class Between(NamedTuple):
+    """What happened from right after entry ``first`` to right after entry ``last``, by stack."""
+
+    first: int
+    last: int
+    stayed: Totals
+    """Allocated in between and still held at the end of it."""
+    gone: Totals
+    """Held at its beginning and freed in between."""
+    came_and_went: Totals
+    """Both allocated and freed in between."""
+
+
+def total(of: Totals) -> Tally:
+    """Sum totals up over all stacks."""
+    return Tally(sum(size for size, _ in of.values()), sum(blocks for _, blocks in of.values()))
+
+
+def between(replay: Replay, one: int, other: int) -> Between:
+    """Compare two moments; their order does not matter."""
+    first, last = sorted(max(BEFORE, min(moment, replay.last)) for moment in (one, other))
+    of = replay.allocations
+    low, high = (bisect_right(of.begins, moment, 0, of.in_window) for moment in (first, last))
+    # Far fewer live at a moment than come and go in between, and fewer still from the one moment to the other.
+    kept = sums(of, [number for number in replay.live_at(first) if of.freed[number] > last])
+    stayed, gone = _less(replay.totals_at(last), kept), _less(replay.totals_at(first), kept)
+    return Between(first, last, stayed, gone, _less(replay.begun_sums(low, high), stayed))
+
+
+def _less(whole: Totals, part: Totals) -> Totals:
+    """Take away what is part of it; stacks with nothing left are left out."""
+    left = dict(whole)
+    for stack, (size, blocks) in part.items():
+        all_size, all_blocks = left.pop(stack)
+        if all_blocks > blocks:
+            left[stack] = all_size - size, all_blocks - blocks
+    return left
+
+
+class Change(NamedTuple):
+    """How a stack differs between two snapshots; positive where the second has more."""
+
+    frames: tuple[Frame, ...]
+    bytes: int
+    blocks: int
+    before: Tally
+    after: Tally
+
+
+def difference(before: Replay, first: int, after: Replay, second: int) -> list[Change]:
+    """Compare what lives at a moment of one snapshot with a moment of another by stack, largest change first.
+
+    Stacks are the same when their functions, files and lines are; addresses mean nothing across processes.
+    """
+    tallies = [
+        {tuple(replay.snapshot.frames_of(stack)): found for stack, found in live_stacks(replay, index).items()}
+        for replay, index in ((before, first), (after, second))
+    ]
+    none = Tally(0, 0)
+    changes: list[Change] = []
+    for frames in {**tallies[0], **tallies[1]}:
+        old, new = tallies[0].get(frames, none), tallies[1].get(frames, none)
+        if old != new:
+            changes.append(Change(frames, new.bytes - old.bytes, new.blocks - old.blocks, old, new))
+    return sorted(changes, key=lambda change: (-abs(change.bytes), change.frames))
+
+
+class Oom(NamedTuple):
+    """An allocation that failed, and how things stood."""
+
+    device: int
+    entry: int
+    requested_bytes: int
+    """The block or segment that was sought, rounded as the error message says it."""
+    device_free_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    free_bytes: int
+    largest_free_block_bytes: int
+    usable_free_bytes: int
+    """Free in blocks of the pool and stream of the request."""
+    kind: str
+    """``fragmentation``, ``limit`` or ``too_large``."""
+    verdict: str
+    stack: int
+    to_come_bytes: int = 0
+    """What the optimizer still had to allocate for its states, the request included; 0: not known, or it was none."""
+
+
+def find_oom(replay: Replay) -> Oom | None:
+    """Describe the last out-of-memory error of the trace, if there is one."""
+    index = replay.oom_index()
+    if index is None:
+        return None
+    asked = columns(replay.trace.sizes, "q")[index]
+    stream = columns(replay.trace.streams, "q")[index]
+    device_free = replay.trace.device_free.get(index, 0)
+    pieces = layout_at(replay, index)
+    usable = [piece for piece in pieces if _serves(piece, asked, stream)]
+    reserved = replay.at(replay.reserved, index)
+    allocated = replay.at(replay.allocated, index)
+    free = sum(piece.free_bytes for piece in pieces)
+    to_come = states_to_come(replay, index)
+    kind, verdict = _verdict(asked, device_free, usable, reserved, to_come)
+    verdict += f". {_holder(replay, index, allocated)}" if allocated else ""
+    return Oom(
+        replay.device, index, asked, device_free, allocated, reserved, free,
+        max((piece.largest_free_bytes for piece in pieces), default=0), sum(piece.free_bytes for piece in usable),
+        kind, verdict, columns(replay.trace.stacks, "I")[index], to_come,
+    )  # fmt: skip
+
+
+def _serves(piece: Piece, asked: int, stream: int) -> bool:
+    return piece.stream == stream and not piece.pool and piece.small == (asked <= SMALL_MOST)
+
+
+def _verdict(asked: int, device_free: int, usable: list[Piece], reserved: int, to_come: int) -> tuple[str, str]:
+    free = sum(piece.free_bytes for piece in usable)
+    largest_free = max((piece.largest_free_bytes for piece in usable), default=0)
+    pieces = sum(len(piece.free_sizes) for piece in usable)
+    in_one_piece_enough = matters(free, reserved) and free + device_free >= to_come
+    if free >= asked > largest_free and in_one_piece_enough:
+        expandable = any(piece.expandable for piece in usable)
+        remedy = "" if expandable else "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True would let them be one"
+        return "fragmentation", (
+            f"fragmentation: {gib(asked)} was asked for and {gib(free)} of reserved memory was free, but in {pieces:,} "
+            f"pieces of at most {gib(largest_free)}{remedy}"
+        )
+    if device_free >= asked:
+        return "limit", (
+            f"a limit on this process, not a full device: {gib(asked)} was asked for while the device had "
+            f"{gib(device_free)} free; with {gib(reserved)} reserved it would have passed a limit such as "
+            f"torch.cuda.set_per_process_memory_fraction sets (less likely, the driver could not map that much)"
+        )
+    short = asked - device_free - free
+    also = f" and {gib(free)} of reserved memory, at most {gib(largest_free)} of it in one piece" if free else ""
+    if short <= 0 and to_come > free + device_free:
+        return "too_large", (
+            f"too large: {gib(asked)} was asked for, {gib(device_free)} of the device was free{also}: even in one "
+            f"piece it would not have sufficed for the optimizer states still to come, some {gib(to_come)} by those "
+            "made so far"
+        )
+    if short <= 0 and not matters(free, reserved):
+        return "too_large", (
+            f"too large: {gib(asked)} was asked for, {gib(device_free)} of the device was free{also}: even in one "
+            f"piece it would have served little more than this request, with {gib(reserved - free)} of "
+            f"{gib(reserved)} reserved in use"
+        )
+    if short <= 0:
+        return "fragmentation", (
+            f"fragmentation: {gib(asked)} was asked for; {gib(device_free)} of the device was free{also}: enough "
+            "together, but never in one piece; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets them be one"
+        )
+    return "too_large", (
+        f"too large: {gib(asked)} was asked for, but only {gib(device_free)} of the device was free{also}: "
+        f"{gib(short)} short"
+    )
+
+
+def _holder(replay: Replay, index: int, allocated: int) -> str:
+    stacks = live_stacks(replay, index)
+    stack, most = next(iter(stacks.items()))
+    share = most.bytes / allocated * 100
+    times = f" in {most.blocks:,} blocks" if most.blocks > 1 else ""
+    where = place(replay.snapshot, stack)
+    return f"The most is held by {where}: {gib(most.bytes)}{times}, {share:.0f} % of what is allocated"
+
+
+def place(snapshot: Snapshot, stack: int) -> str:
+    """Name a stack in one phrase: its innermost call, and the innermost one of the person's own code."""
+    frames = snapshot.frames_of(stack)
+    if not frames:
+        return NO_STACK
+    inner = frames[0]
+    own = next((frame for frame in frames if not library_of(frame.filename)), None)
+    text = frame_words(inner).replace("  ", " ")
+    return text if own is None or own == inner else f"{text} (from {frame_words(own).replace('  ', ' ')})"

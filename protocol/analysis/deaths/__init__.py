@@ -1,0 +1,1 @@
+"""Why a process ended: judged from what it printed."""

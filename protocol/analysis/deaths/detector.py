@@ -1,0 +1,257 @@
+"""Failures and deaths: the first one is the alert, what follows from it is its evidence.
+
+- An exception that left the script's main thread raises ``failure`` with its traceback (``oom`` takes those for want of
+  memory). One that only tells of a lost peer ("connection closed by peer", a broken communicator) waits 3 s for the
+  peer's own death or failure, or the end of the job, and becomes part of that when it comes.
+  Where that peer's script had ended without an error, it ended early, and that is the alert.
+- A process that is gone without a goodbye raises ``died``, with its exit code or signal in words and the last lines of
+  its log (those that arrive within 3 s too). After a failure of the same rank it only adds the exit status to that.
+- Within 60 s of the first trouble other ranks that end by SIGTERM, SIGINT, SIGKILL or SIGABRT, or for a lost peer, are
+  counted as what followed: DeepSpeed's and torchrun's launchers end all ranks of a node when one exits non-zero.
+- A launcher that ended before its ranks is an alert of its own, and what becomes of them follows from it: ftmon ends
+  what a job leaves behind, and its launcher writes ``left.json`` before.
+- A death that a person asked for (kill) is information about that rank, and so is the lost peer of the others; of a
+  whole run it is no alert at all.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from ...control import RankState
+from ...hosts import KernelKill
+from ...telemetry import Failure, LogLine
+from ..findings import Finding
+from ..findings.alert_store import RANKS_LISTED
+from ..findings.finding import Matter, added
+from ..oom.detector import TRACEBACK_LIMIT, OomDetector
+from .facts import (
+    Ended,
+    EndedEarly,
+    Followed,
+    Follower,
+    HostPressure,
+    LastLog,
+    LauncherEnded,
+    ProcessDeath,
+    ScriptFailure,
+)
+
+LOG_LINES = 12
+HELD_S = 3.0
+CONSEQUENCE_S = 60.0
+
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection was likely closed",
+    "connection reset by peer",
+    "broken pipe",
+    "connection refused",
+    "nccl communicator was aborted",
+    "ncclremoteerror",
+    "remote process exited",
+    "socket closed",
+    "connectionreseterror",
+)
+_FOLLOWING_SIGNALS = {2, 6, 9, 15}
+_FOLLOWING_CODES = {128 + number for number in _FOLLOWING_SIGNALS}
+
+
+def _by_kernel(kill: KernelKill | None) -> bool:
+    return kill is not None and bool(kill.text)
+
+
+def _lost_peer(error: str) -> bool:
+    lowered = error.lower()
+    return any(words in lowered for words in _LOST_PEER)
+
+
+class DeathDetector:
+    """Finds failures and deaths of ranks (rules: this module's docstring)."""
+
+    def __init__(self, oom: OomDetector, finished: Callable[[], Mapping[int, int]] = dict[int, int]) -> None:
+        self._finished = finished
+        """Ranks whose script ended without an error, with the last step of each."""
+        self._oom = oom
+        self._logs: dict[int, deque[str]] = {}
+        self._held: list[tuple[float, Failure, bool]] = []
+        """Since when, what, and whether somebody had asked for another rank's end."""
+        self._failed: dict[int, Matter] = {}
+        self._died: set[int] = set()
+        """Ranks whose death was found."""
+        self._first: tuple[float, Matter] | None = None
+        """When trouble began, and what it was."""
+        self._followers: dict[int, Follower] = {}
+        self._awaiting_logs: dict[int, tuple[float, Matter]] = {}
+
+    def log(self, line: LogLine) -> None:
+        """Keep a rank's last lines; -1 is the launcher."""
+        lines = self._logs.get(line.rank)
+        if lines is None:
+            lines = self._logs[line.rank] = deque(maxlen=LOG_LINES)
+        lines.append(line.text)
+
+    def left(self, t: float, code: int | None, count: int, processes: list[str]) -> list[Finding]:
+        """Take in that the job's command ended before its ranks did: what becomes of them follows from that.
+
+        Args:
+            t: seconds since the epoch.
+            code: the command's exit status, negative for a signal; None: it never began.
+            count: how many processes it left.
+            processes: the first of them: pid and name.
+        """
+        if self._recent(t):
+            return []
+        facts = LauncherEnded(code, count, processes)
+        finding = Finding("launcher_ended", facts, severity="warning" if code == 0 else "error")
+        self.trouble(t, finding.matter)
+        return [finding, *self._release(t)]
+
+    def trouble(self, t: float, matter: Matter) -> None:
+        """Note that a finding, perhaps another detector's (out of memory), may be where the trouble began."""
+        if self._first is None or t - self._first[0] > CONSEQUENCE_S:
+            self._first = (t, matter)
+            self._followers = {}
+        if matter.rank is not None and matter.kind != "died":
+            self._failed[matter.rank] = matter
+
+    def failure(self, t: float, failure: Failure, kill_asked: set[int]) -> list[Finding]:
+        """Take in an exception that ended a rank's script."""
+        if -1 in kill_asked and (
+            _lost_peer(failure.error) or failure.error.startswith(("KeyboardInterrupt", "SystemExit"))
+        ):
+            return []
+        if _lost_peer(failure.error):
+            if self._recent(t):
+                return self._followed(t, failure.rank, failure.error)
+            self._held.append((t, failure, bool(kill_asked - {failure.rank})))
+            return []
+        return self._failure(t, failure)
+
+    def gone(
+        self,
+        t: float,
+        state: RankState,
+        kill_asked: set[int],
+        kill: KernelKill | None = None,
+        pressure: HostPressure | None = None,
+    ) -> list[Finding]:
+        """Take in that a rank's process is gone.
+
+        Args:
+            t: seconds since the epoch.
+            state: the rank's state.
+            kill_asked: ranks whose end was asked for.
+            kill: what is known of the kernel's part in it.
+            pressure: how full the host's memory was just before; None: not full, or not known.
+        """
+        rank, ended = state.rank, Ended(state.exit_code, state.signal)
+        known = self._failed.get(rank)
+        if known is not None:
+            return [added(known, ended)]
+        if -1 in kill_asked or any(failure.rank == rank for _, failure, _ in self._held):
+            # Its own failure, of a lost peer, is still held back: it will tell, or become part of the peer's.
+            return []
+        asked = rank in kill_asked
+        if rank not in self._died and not asked and not _by_kernel(kill) and self._recent(t) and self._follows(state):
+            return self._followed(t, rank, ended)
+        facts = ProcessDeath(
+            state.pid, state.exit_code, state.signal, state.text, self._log_of(rank), asked, kill, pressure
+        )
+        finding = Finding("died", facts, severity="info" if asked else "error", ranks=(rank,), rank=rank)
+        self.trouble(t, finding.matter)
+        self._died.add(rank)
+        self._awaiting_logs[rank] = (t, finding.matter)
+        return [finding, *self._release(t)]
+
+    def tick(self, now: float, over: bool = False) -> list[Finding]:
+        """Let go of what was held back for long enough, or of everything because the job is over."""
+        findings: list[Finding] = []
+        while self._held and (over or now - self._held[0][0] > HELD_S):
+            first, *rest = self._held
+            self._held = rest
+            _, failure, asked = first
+            early = {} if asked else dict(self._finished())
+            early.pop(failure.rank, None)
+            if early:
+                findings += self._ended_early(now, failure, early)
+            else:
+                findings += self._failure(now, failure, asked)
+        for rank, (since, matter) in list(self._awaiting_logs.items()):
+            if over or now - since > HELD_S:
+                del self._awaiting_logs[rank]
+                findings.append(added(matter, LastLog(self._log_of(rank))))
+        return findings
+
+    def restore(self, t: float, finding: Finding) -> None:
+        """Take in a failure or death of the recording, found at ``t``."""
+        if finding.kind == "died" and finding.rank is not None:
+            self._died.add(finding.rank)
+        elif finding.rank is not None and finding.state != "resolved":
+            self._failed[finding.rank] = finding.matter
+        self._first = (t, finding.matter)
+
+    def _failure(self, t: float, failure: Failure, asked: bool = False) -> list[Finding]:
+        taken = self._oom.failure(failure)
+        if taken is not None:
+            matter = self._oom.standing(failure.rank)
+            if matter is not None:
+                self.trouble(t, matter)
+            return taken + self._release(t)
+        finding = Finding(
+            "failure",
+            ScriptFailure(failure.error, failure.traceback[-TRACEBACK_LIMIT:], self._log_of(failure.rank), asked),
+            severity="info" if asked else "error",
+            ranks=(failure.rank,),
+            step=failure.step,
+            rank=failure.rank,
+            phase=failure.phase,
+        )
+        self.trouble(t, finding.matter)
+        return [finding, *self._release(t)]
+
+    def _ended_early(self, t: float, failure: Failure, early: dict[int, int]) -> list[Finding]:
+        """A rank lost its connection because others had ended before it."""
+        steps = dict(sorted(early.items()))
+        traceback = failure.traceback[-TRACEBACK_LIMIT:]
+        finding = Finding(
+            "ended_early",
+            EndedEarly(steps, failure.rank, failure.error, traceback, self._log_of(failure.rank)),
+            severity="error",
+            ranks=tuple(steps),
+            step=failure.step,
+            rank=next(iter(steps)) if len(steps) == 1 else None,
+        )
+        self.trouble(t, finding.matter)
+        self._failed[failure.rank] = finding.matter
+        return [finding, *self._release(t)]
+
+    def _log_of(self, rank: int) -> list[str]:
+        return list(self._logs.get(rank, ()))
+
+    def _recent(self, t: float) -> bool:
+        return self._first is not None and t - self._first[0] <= CONSEQUENCE_S
+
+    @staticmethod
+    def _follows(state: RankState) -> bool:
+        code = state.exit_code
+        if state.signal is not None:
+            return state.signal in _FOLLOWING_SIGNALS
+        return code is None or code in _FOLLOWING_CODES or -code in _FOLLOWING_SIGNALS or code == 1
+
+    def _followed(self, t: float, rank: int, event: Ended | str) -> list[Finding]:
+        if self._first is None:
+            return []
+        since, matter = self._first
+        known = self._followers.get(rank)
+        if known is None and len(self._followers) < RANKS_LISTED:
+            self._followers[rank] = Follower(max(0.0, t - since), [event])
+        elif known is not None and (isinstance(event, str) or event.is_known):
+            self._followers[rank] = msgspec.structs.replace(known, events=[*known.events, event])
+        return [added(matter, Followed(dict(self._followers)))]
+
+    def _release(self, t: float) -> list[Finding]:
+        """Something primary has come up: what was held back followed from it."""
+        held, self._held = self._held, []
+        return [found for _, failure, _ in held for found in self._followed(t, failure.rank, failure.error)]

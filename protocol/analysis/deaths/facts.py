@@ -1,0 +1,101 @@
+"""What is known of failures and deaths, as figures; ``analysis.text`` has the words."""
+
+import msgspec
+
+from ...hosts import KernelKill
+
+
+class HostPressure(msgspec.Struct, frozen=True):
+    """How full a host's memory, or its control group's, was."""
+
+    age_s: float
+    """Seconds between the measurement and the death."""
+    used_bytes: int
+    total_bytes: int
+    rank_bytes: int
+    """Held by the rank itself."""
+
+
+class ScriptFailure(msgspec.Struct, frozen=True):
+    """An exception that left a script."""
+
+    error: str
+    traceback: str
+    log: list[str]
+    """The rank's last lines."""
+    peer_killed: bool = False
+    """It lost a peer whose end was asked for."""
+
+
+class EndedEarly(msgspec.Struct, frozen=True):
+    """Ranks whose script ended without an error while another one went on and lost the connection to them."""
+
+    last_steps: dict[int, int]
+    """The last step of each rank that ended."""
+    lost: int
+    """The rank that lost the connection."""
+    error: str
+    traceback: str
+    log: list[str]
+
+
+class ProcessDeath(msgspec.Struct, frozen=True):
+    """A process that is gone without a goodbye."""
+
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    state: str
+    """What its rank state says of it."""
+    log: list[str]
+    asked: bool = False
+    """A person asked for it."""
+    kernel_kill: KernelKill | None = None
+    pressure: HostPressure | None = None
+
+    @property
+    def by_signal(self) -> int | None:
+        """The signal that ended it, however its exit status tells."""
+        return self.signal or (-self.exit_code if self.exit_code is not None and self.exit_code < 0 else None)
+
+
+class LauncherEnded(msgspec.Struct, frozen=True):
+    """A job's command that ended before its ranks."""
+
+    exit_code: int | None
+    """Negative for a signal; None: it never began."""
+    left: int
+    """Processes that it left behind."""
+    processes: list[str]
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """Added: how the process ended; both None: not known."""
+
+    exit_code: int | None
+    signal: int | None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything is known of it."""
+        return self.exit_code is not None or self.signal is not None
+
+
+class LastLog(msgspec.Struct, frozen=True):
+    """Added: the rank's last lines, once all have arrived."""
+
+    log: list[str]
+
+
+class Follower(msgspec.Struct, frozen=True):
+    """A rank that failed or ended because of the trouble of another one."""
+
+    after_s: float
+    events: list[Ended | str]
+    """Its exceptions and how it ended, in this order."""
+
+
+class Followed(msgspec.Struct, frozen=True):
+    """Added: what followed from it, by rank."""
+
+    followers: dict[int, Follower]

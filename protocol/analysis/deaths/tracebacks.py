@@ -1,0 +1,111 @@
+"""The exception that ended a Python process, found in what it printed; and what an address in use says."""
+
+import re
+from collections.abc import Iterable
+
+import msgspec
+
+_PREFIX = re.compile(r"^\[rank(\d+)\]: ?")
+_BEGIN = "Traceback (most recent call last):"
+_TYPE = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (.*))?$")
+_FILE = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)$')
+_LAUNCHER_TYPES = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
+"""What a launcher raises because a process of its own failed: no cause."""
+_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_PORTS = (re.compile(r"\bport: ?(\d{2,5})\b"), re.compile(r":(\d{2,5})\b(?=[^\d]*(?:errno|\(|,|\.|$))"))
+_MESSAGE_LINES = 8
+
+
+class RaisedException(msgspec.Struct, frozen=True):
+    """An exception as its traceback tells of it."""
+
+    kind: str
+    """Its type, without the module."""
+    message: str
+    """What it said; may have several lines."""
+    file: str = ""
+    """Where it was raised."""
+    line: int = 0
+    function: str = ""
+    rank: int | None = None
+    """Of a line that torchrun marks with its rank."""
+
+    @property
+    def words(self) -> str:
+        """Type and first line of the message: ``ValueError: no such dataset``."""
+        first = next((line.strip() for line in self.message.splitlines() if line.strip()), "")
+        return f"{self.kind}: {first}" if first else self.kind
+
+
+def last_exception(lines: Iterable[str]) -> RaisedException | None:
+    """Return the exception of the last traceback in ``lines``; one that only tells of a failed child is passed over.
+
+    Where all tell of failed children the last of those is returned; None: there is no whole traceback.
+    """
+    found: list[RaisedException] = []
+    following: RaisedException | None = None
+    for raised in _exceptions(lines):
+        if raised.kind in _LAUNCHER_TYPES:
+            following = raised
+        else:
+            found.append(raised)
+    return found[-1] if found else following
+
+
+def _exceptions(lines: Iterable[str]) -> Iterable[RaisedException]:
+    """Yield the exception of each traceback, by the rank that printed it: ranks write into each other's."""
+    opened: dict[int | None, list[str]] = {}
+    for text in lines:
+        match = _PREFIX.match(text)
+        rank = int(match.group(1)) if match else None
+        line = text[match.end() :] if match else text
+        if line.strip() == _BEGIN:
+            if rank in opened and (done := _read(opened[rank], rank)) is not None:
+                yield done
+            opened[rank] = []
+        elif rank in opened:
+            opened[rank].append(line)
+    for rank, body in opened.items():
+        if (done := _read(body, rank)) is not None:
+            yield done
+
+
+def _read(body: list[str], rank: int | None) -> RaisedException | None:
+    """Read what follows a traceback's first line: frames are indented, the exception is not."""
+    place: tuple[str, int, str] = ("", 0, "")
+    for at, line in enumerate(body):
+        frame = _FILE.match(line)
+        if frame is not None:
+            place = frame.group(1), int(frame.group(2)), frame.group(3)
+            continue
+        if not line.strip() or line[:1].isspace():
+            continue
+        found = _TYPE.match(line.rstrip())
+        if found is None or not place[1]:
+            return None
+        message = [found.group(2) or ""]
+        for more in body[at + 1 : at + _MESSAGE_LINES]:
+            if not more.strip() or _starts_something_else(more):
+                break
+            message.append(more.rstrip())
+        return RaisedException(found.group(1).rsplit(".", 1)[-1], "\n".join(message).strip(), *place, rank=rank)
+    return None
+
+
+def _starts_something_else(line: str) -> bool:
+    return line.startswith(("During handling", "The above exception", "[", "E0", "W0", "I0", "ftmon: "))
+
+
+def address_in_use(text: str) -> int | None:
+    """Return the port of an error that says its address is in use: 0 where it does not name the port, None for others.
+
+    PyTorch says ``port: 29500, useIpv6: false, code: -98, name: EADDRINUSE``, its earlier versions
+    ``failed to bind to [::]:29500 (errno: 98 - Address already in use)``, Python ``[Errno 98] Address already in use``.
+    """
+    if not _IN_USE.search(text):
+        return None
+    for pattern in _PORTS:
+        found = pattern.search(text)
+        if found is not None and 0 < int(found.group(1)) < 65536:
+            return int(found.group(1))
+    return 0

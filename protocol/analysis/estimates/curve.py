@@ -1,0 +1,206 @@
+"""A peak over sequence length or micro-batch as straight pieces, each with the phase that leads.
+
+Every tensor of a step has a size that is affine in the length (attention without a materialised matrix), so the peak of
+a phase is the highest of a few straight lines, one for each moment that can be its peak, and the peak of the step is
+the highest over the phases. The pieces are these lines between their crossovers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+Points = Mapping[int, Mapping[str, float]]
+"""Peak bytes of each phase, by length (or micro-batch)."""
+
+WHOLE_STEP = "peak"
+"""The phase of points that are known for the whole step only."""
+_TOLERANCE = 0.002
+"""Share of the peak by which a point may lie beside its line."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A straight piece of a curve; ``start`` to ``end``, both included."""
+
+    start: float
+    end: float
+    phase: str
+    """The phase whose peak is the highest here."""
+    slope_bytes: float
+    """Bytes a token (or a row of the micro-batch)."""
+    intercept_bytes: float
+    """Where the line meets 0."""
+
+    def at(self, x: float) -> float:
+        """Return the peak at a length, bytes."""
+        return self.intercept_bytes + self.slope_bytes * x
+
+
+class Line(NamedTuple):
+    """A straight line over a range of points."""
+
+    start: float
+    end: float
+    slope: float
+    intercept: float
+
+    def at(self, x: float) -> float:
+        """Return the value at a length."""
+        return self.intercept + self.slope * x
+
+
+def pieces(points: Points, tolerance: float = _TOLERANCE) -> list[Piece]:
+    """Return the pieces of the highest phase's peak, from the lowest length to the highest.
+
+    Args:
+        points: at least one length; each with the same phases.
+        tolerance: share of the peak by which points may lie beside their piece.
+
+    Raises:
+        ValueError: no points, or a phase is missing somewhere.
+    """
+    if not points:
+        raise ValueError("a curve needs at least one point")
+    lengths = sorted(points)
+    phases = list(points[lengths[0]])
+    if not phases or any(set(points[x]) != set(phases) for x in lengths):
+        raise ValueError("every point must have the same phases")
+    highest = max(max(points[x].values()) for x in lengths)
+    lines = {phase: fit_lines([(x, points[x][phase]) for x in lengths], tolerance * highest) for phase in phases}
+    return _envelope(lines, lengths[0], lengths[-1])
+
+
+def peak_at(curve: Sequence[Piece], x: float) -> float:
+    """Return the peak at a length, bytes; outside the curve the first and last piece go on."""
+    for piece in curve:
+        if x <= piece.end:
+            return piece.at(x)
+    return curve[-1].at(x)
+
+
+def fit_lines(values: Sequence[tuple[float, float]], tolerance: float) -> list[Line]:
+    """Return straight lines that pass within ``tolerance`` of all points, in order, each as long as it can be.
+
+    Where one line ends and the next one begins between two points, both are continued to where they cross.
+    """
+    runs = _runs(values, tolerance)
+    lines: list[Line] = []
+    at = 0
+    while at < len(runs):
+        line = _regress(runs[at])
+        gap = at > 0 and len(runs[at]) == 2 and at + 1 < len(runs)
+        after = _regress(runs[at + 1]) if gap else line
+        crossing = _crossing(lines[-1], after) if gap and lines else None
+        if crossing is not None and line.start < crossing < line.end:
+            lines[-1] = lines[-1]._replace(end=crossing)
+            lines.append(after._replace(start=crossing))
+            at += 2
+        else:
+            lines.append(line)
+            at += 1
+    return lines
+
+
+def _runs(values: Sequence[tuple[float, float]], tolerance: float) -> list[Sequence[tuple[float, float]]]:
+    """Cut the points into runs on a straight line each; neighbours share a point."""
+    runs: list[Sequence[tuple[float, float]]] = []
+    begin, last = 0, len(values) - 1
+    while begin < last or not runs:
+        end, step = min(begin + 1, last), 1
+        while step:
+            if end + step <= last and _holds(values[begin : end + step + 1], tolerance):
+                end += step
+                step *= 2
+            else:
+                step //= 2
+        runs.append(values[begin : end + 1])
+        begin = end
+    return runs
+
+
+def _crossing(before: Line, after: Line) -> float | None:
+    """Return where a line is overtaken by a steeper one."""
+    if after.slope <= before.slope:
+        return None
+    return (before.intercept - after.intercept) / (after.slope - before.slope)
+
+
+def _regress(values: Sequence[tuple[float, float]]) -> Line:
+    """Return the line of least squares."""
+    count = len(values)
+    middle = sum(x for x, _ in values) / count
+    mean = sum(y for _, y in values) / count
+    spread = sum((x - middle) ** 2 for x, _ in values)
+    slope = sum((x - middle) * (y - mean) for x, y in values) / spread if spread else 0.0
+    return Line(values[0][0], values[-1][0], slope, mean - slope * middle)
+
+
+def _holds(values: Sequence[tuple[float, float]], tolerance: float) -> bool:
+    line = _regress(values)
+    return all(abs(line.at(x) - y) <= tolerance for x, y in values)
+
+
+def _envelope(lines: Mapping[str, Sequence[Line]], low: float, high: float) -> list[Piece]:
+    """Return the highest of the phases' lines, cut where another one becomes the highest."""
+    cuts = {low, high} | {line.start for one in lines.values() for line in one}
+    for x, end in zip(sorted(cuts), sorted(cuts)[1:], strict=False):
+        active = [_active(one, (x + end) / 2) for one in lines.values()]
+        for number, first in enumerate(active):
+            for second in active[number + 1 :]:
+                if first.slope != second.slope:
+                    at = (second.intercept - first.intercept) / (first.slope - second.slope)
+                    if x < at < end:
+                        cuts.add(at)
+    found: list[Piece] = []
+    ordered = sorted(cuts)
+    for x, end in zip(ordered, ordered[1:] or ordered, strict=False):
+        middle = (x + end) / 2
+        phase = max(lines, key=lambda name: _active(lines[name], middle).at(middle))
+        line = _active(lines[phase], middle)
+        last = found[-1] if found else None
+        if last is not None and (last.phase, last.slope_bytes, last.intercept_bytes) == (phase, *line[2:]):
+            found[-1] = msgspec.structs.replace(last, end=end)
+        else:
+            found.append(Piece(x, end, phase, line.slope, line.intercept))
+    return found
+
+
+def _active(lines: Sequence[Line], x: float) -> Line:
+    return next((line for line in lines if x <= line.end), lines[-1])
+
+
+def sample_curve(
+    predict: Callable[[int], Mapping[str, float]], low: int, high: int, tolerance: float = 0.005, most: int = 40
+) -> dict[int, Mapping[str, float]]:
+    """Call ``predict`` where it is needed until straight pieces explain the curve; returns the points.
+
+    The range is halved where the middle does not lie on the straight line between its ends, for some phase.
+
+    Args:
+        predict: peak bytes of each phase at a length.
+        low: lowest length.
+        high: highest length.
+        tolerance: share of the peak within which the middle counts as on the line.
+        most: calls at the most.
+    """
+    points: dict[int, Mapping[str, float]] = {}
+
+    def value(x: int) -> Mapping[str, float]:
+        if x not in points:
+            points[x] = predict(x)
+        return points[x]
+
+    ranges = [(low, high)]
+    value(low)
+    value(high)
+    while ranges and len(points) < most:
+        start, end = ranges.pop(0)
+        middle = (start + end) // 2
+        if middle in (start, end):
+            continue
+        begin, half, stop = value(start), value(middle), value(end)
+        share = (middle - start) / (end - start)
+        allowed = tolerance * max(half.values())
+        if any(abs(begin[phase] + (stop[phase] - begin[phase]) * share - half[phase]) > allowed for phase in half):
+            ranges += [(start, middle), (middle, end)]
+    return dict(sorted(points.items()))

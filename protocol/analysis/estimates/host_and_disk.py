@@ -1,0 +1,95 @@
+"""Host memory of offloading, and disk space of checkpoints."""
+
+import msgspec
+
+MASTER_BYTES, STATE_BYTES, GRADIENT_BYTES, WEIGHT_BYTES = 4, 8, 4, 2
+"""Bytes a parameter: fp32 master copy, Adam's two fp32 states, fp32 gradient on the host, bf16 weight."""
+
+
+def pinned_bytes(size_bytes: int, round_below_bytes: int | None = None) -> int:
+    """Return what a pinned tensor takes: PyTorch's pinned allocator rounds up to a power of two.
+
+    Args:
+        size_bytes: of the tensor.
+        round_below_bytes: ``pinned_max_round_threshold_mb``: larger requests are not rounded. None: all are.
+    """
+    if size_bytes <= 0:
+        return 0
+    if round_below_bytes is not None and size_bytes > round_below_bytes:
+        return -(-size_bytes // 4096) * 4096
+    return 1 << (size_bytes - 1).bit_length()
+
+
+class HostMemory(msgspec.Struct, frozen=True):
+    """Host memory of all ranks of one host, bytes."""
+
+    optimizer_bytes: int
+    """Master copies, states and gradients of an offloaded optimizer."""
+    parameter_bytes: int
+    """Offloaded parameters."""
+    pinned_loss_bytes: int
+    """What rounding of pinned buffers adds."""
+    process_bytes: int
+    """The processes themselves."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.optimizer_bytes + self.parameter_bytes + self.pinned_loss_bytes + self.process_bytes
+
+
+def host_memory(
+    trainable: int,
+    ranks: int,
+    ranks_on_host: int,
+    stage: int,
+    offload_optimizer: bool = False,
+    offload_parameters: bool = False,
+    parameters: int = 0,
+    pinned: bool = False,
+    process_bytes: int = 2 * 2**30,
+) -> HostMemory:
+    """Return the host memory of a training with Adam under ZeRO.
+
+    Args:
+        trainable: parameters that are trained.
+        ranks: of the whole run.
+        ranks_on_host: of them, on this host.
+        stage: of ZeRO; below 1 the optimizer is not partitioned.
+        offload_optimizer: master copies, states and gradients are on the CPU.
+        offload_parameters: of ZeRO-3: the bf16 weights are too.
+        parameters: all parameters, where those are offloaded; ``trainable`` if 0.
+        pinned: DeepSpeed's ``pin_memory``: a rank's share of each buffer is rounded up to a power of two.
+        process_bytes: resident memory of one rank's process with torch and DeepSpeed; an assumption, not a measurement.
+    """
+    split = ranks if stage >= 1 else 1
+    share = -(-trainable // split)
+    buffers: list[int] = []
+    optimizer = 0
+    if offload_optimizer:
+        buffers += [share * GRADIENT_BYTES]
+        optimizer = share * (MASTER_BYTES + STATE_BYTES + GRADIENT_BYTES)
+    weights = 0
+    if offload_parameters and stage == 3:
+        weights = -(-(parameters or trainable) // ranks) * WEIGHT_BYTES
+        buffers.append(weights)
+    loss = sum(pinned_bytes(size) - size for size in buffers) if pinned else 0
+    return HostMemory(
+        *(part * ranks_on_host for part in (optimizer, weights, loss, process_bytes)),
+    )
+
+
+def checkpoint_bytes(
+    parameters: int, trainable: int, kept: int = 1, optimizer: bool = True, exported: bool = False
+) -> int:
+    """Return the disk space of checkpoints, over all ranks.
+
+    Args:
+        parameters: all parameters; bf16 weights are written once.
+        trainable: those with a master copy and two Adam states in fp32.
+        kept: how many checkpoints stand at once; while one is written there is one more.
+        optimizer: they can be resumed from.
+        exported: a model folder in bf16 is written besides.
+    """
+    one = parameters * WEIGHT_BYTES + (trainable * (MASTER_BYTES + STATE_BYTES) if optimizer else 0)
+    return one * (kept + 1) + (parameters * WEIGHT_BYTES if exported else 0)

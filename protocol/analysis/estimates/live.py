@@ -1,0 +1,134 @@
+"""A live run's peaks beside those that were predicted of its configuration."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from ...prediction import PredictedPhase, PredictedPoint, Prediction
+
+FLOOR_BYTES = 8 << 20
+"""Differences below this are no difference: workspaces of libraries, rounding."""
+_TELLING_SHARE = 0.2
+"""Of a difference: parts that make less of it are not named."""
+_MOST_PARTS = 2
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """One phase of one rank: the highest peak, and the prediction for a batch of that size."""
+
+    phase: str
+    measured_bytes: int
+    predicted_bytes: int
+    allowed_bytes: float
+    """By how much they may part: the expected error."""
+    parts: tuple[tuple[str, int], ...] = ()
+    """Where they part by more and a step was taken apart: the parts that make most of it, measured less predicted."""
+    parts_step: int = 0
+    """The step of ``parts``, where it is another than that of the peak."""
+
+    @property
+    def by_bytes(self) -> int:
+        """Measured less predicted."""
+        return self.measured_bytes - self.predicted_bytes
+
+    @property
+    def share(self) -> float:
+        """The difference as a share of the prediction."""
+        return self.by_bytes / self.predicted_bytes if self.predicted_bytes else 0.0
+
+    @property
+    def parted(self) -> bool:
+        """Whether they differ by more than the expected error."""
+        return abs(self.by_bytes) > self.allowed_bytes
+
+
+def predicted(prediction: Prediction, rank: int, phase: str, elements: int) -> PredictedPhase | None:
+    """Return what a phase was predicted to take with batches of some size.
+
+    Args:
+        prediction: of the run.
+        rank: one that was not run has the figures of the nearest.
+        phase: its name.
+        elements: of the largest micro-batch: sequences times their length.
+
+    Returns:
+        None where nothing was predicted of the phase, or of no batches so small or so large.
+    """
+    points = _points(prediction.points, rank)
+    if not points or prediction.micro_batch < 1 or elements < 1:
+        return None
+    length = elements / prediction.micro_batch
+    for point in points:
+        if point.sequence_length == length:
+            return _phase(point, phase)
+    for below, above in pairwise(points):
+        if below.sequence_length < length < above.sequence_length:
+            share = (length - below.sequence_length) / (above.sequence_length - below.sequence_length)
+            first, second = _phase(below, phase), _phase(above, phase)
+            return _between(first, second, share) if first is not None and second is not None else None
+    return None
+
+
+def compared(
+    prediction: Prediction,
+    rank: int,
+    phase: str,
+    measured_bytes: int,
+    elements: int,
+    parts: Mapping[str, int] | None = None,
+) -> Compared | None:
+    """Return a phase's peak beside its prediction; None where there is none.
+
+    Args:
+        prediction: of the run.
+        rank: whose peak it is.
+        phase: its name.
+        measured_bytes: highest allocated bytes.
+        elements: of the largest micro-batch.
+        parts: what the peak consists of, where it was taken apart.
+    """
+    found = predicted(prediction, rank, phase, elements)
+    if found is None or found.allocated_peak_bytes <= 0:
+        return None
+    expected = found.allocated_peak_bytes
+    allowed = max(FLOOR_BYTES, prediction.error * expected)
+    result = Compared(phase, measured_bytes, expected, allowed)
+    if not result.parted or parts is None:
+        return result
+    return msgspec.structs.replace(result, parts=tuple(_telling(differences(parts, found.parts), result.by_bytes)))
+
+
+def differences(measured: Mapping[str, int], expected: Mapping[str, int]) -> dict[str, int]:
+    """Return each part's bytes, measured less predicted."""
+    return {name: measured.get(name, 0) - expected.get(name, 0) for name in {**measured, **expected}}
+
+
+def _telling(by_part: Mapping[str, int], by: int) -> Sequence[tuple[str, int]]:
+    """Return the parts that make most of a difference, the largest first."""
+    same = [(name, size) for name, size in by_part.items() if size * by > 0 and abs(size) >= _TELLING_SHARE * abs(by)]
+    return sorted(same, key=lambda one: -abs(one[1]))[:_MOST_PARTS]
+
+
+def _points(points: Sequence[PredictedPoint], rank: int) -> list[PredictedPoint]:
+    """Return the points of the nearest rank, by length."""
+    nearest = min((point.rank for point in points), key=lambda one: (abs(one - rank), one), default=None)
+    mine = [point for point in points if point.rank == nearest]
+    return sorted(mine, key=lambda point: point.sequence_length)
+
+
+def _phase(point: PredictedPoint, name: str) -> PredictedPhase | None:
+    return next((phase for phase in point.phases if phase.name == name), None)
+
+
+def _between(first: PredictedPhase, second: PredictedPhase, share: float) -> PredictedPhase:
+    def on_line(low: int, high: int) -> int:
+        return round(low + (high - low) * share)
+
+    names = {**first.parts, **second.parts}
+    return PredictedPhase(
+        first.name,
+        on_line(first.allocated_peak_bytes, second.allocated_peak_bytes),
+        on_line(first.reserved_peak_bytes, second.reserved_peak_bytes),
+        {name: on_line(first.parts.get(name, 0), second.parts.get(name, 0)) for name in names},
+    )

@@ -1,0 +1,168 @@
+"""Time of a step from its operations: each takes as long as its arithmetic or its memory traffic, whichever is longer.
+
+Shares of the data sheet's rates that are reached in practice are parameters with defaults; they carry the error. A step
+also cannot be faster than the host starts its operations.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from ...gpus import Gpu
+from ...throughput import Precision
+from .figure import Figure
+
+_ERRORS = {"host": 0.5, "communication": 0.5, "offload": 0.5}
+"""Expected error by what a step is bound by; 0.3 else."""
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "reduce", "broadcast", "all_to_all"]
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """An operation on the device, ``count`` times."""
+
+    flops: float = 0.0
+    bytes_moved: float = 0.0
+    """Read and written in the device's memory."""
+    precision: Precision = "bf16"
+    count: int = 1
+    attention: bool = False
+    """A fused attention kernel, which reaches less of the arithmetic than a matrix product."""
+
+
+class Communication(msgspec.Struct, frozen=True):
+    """A collective, ``count`` times."""
+
+    kind: Collective
+    size_bytes: float
+    """Of the whole tensor: what each rank has after a gather or before a scatter."""
+    ranks: int
+    overlapped: bool = False
+    """It runs beside computation and counts only as far as it is longer."""
+    count: int = 1
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What one rank's step does."""
+
+    operations: list[Operation]
+    """Kernels."""
+    communications: list[Communication]
+    calls: int = 0
+    """Operations that the host dispatches, those without a kernel (views, empty tensors) too."""
+    transfer_bytes: int = 0
+    """Copied between host and device."""
+    host_bytes: int = 0
+    """Read and written in the host's memory by an optimizer on the CPU."""
+    fetches: int = 0
+    """Modules whose parameters ZeRO-3 gathers, each time: its hooks run on the host whether or not anything is sent."""
+
+
+class Efficiency(msgspec.Struct, frozen=True):
+    """Shares of the data sheet's rates that a training reaches, and fixed costs.
+
+    Host times are fitted to steps of 0.5B to 1.2B models under ZeRO 0 to 3 on H200s (``bench/data/h200_peaks.jsonl``),
+    whose hosts differed by a factor of two.
+    """
+
+    arithmetic: float = 0.7
+    """Large bf16 products with cuBLAS on Hopper reach 65 to 80 %."""
+    attention: float = 0.4
+    """FlashAttention 2 on Hopper, forward and backward together."""
+    memory: float = 0.85
+    link: float = 0.75
+    """NCCL's bus bandwidth for messages of 64 MiB and more."""
+    call_seconds: float = 11e-6
+    """Host time of a dispatched operation in eager PyTorch, with the Python of modules and engine around it."""
+    fetch_seconds: float = 250e-6
+    """Host time of ZeRO-3's hooks each time that a module's parameters are gathered and released."""
+    collective_host_seconds: float = 60e-6
+    """Host time of a collective in DeepSpeed."""
+    collective_seconds: float = 25e-6
+    """Latency of a collective on the device."""
+    transfer: float = 0.8
+    """Of the bandwidth to the host, with page-locked memory."""
+    host_memory_gbs: float = 22.0
+    """GB/s that DeepSpeed's CPUAdam of one rank reads and writes: 20 to 28 for 0.5B, 1B and 2B parameters a rank."""
+
+
+class StepTime(msgspec.Struct, frozen=True):
+    """Seconds of a step by what they go to; ``total`` has the error of the sum."""
+
+    compute_seconds: float
+    communication_seconds: float
+    """Of the collectives that are not overlapped by computation."""
+    host_seconds: float
+    """What the host alone takes to start the operations."""
+    offload_seconds: float
+    """Copies between host and device, and the optimizer on the CPU: not overlapped by the rest."""
+    total: Figure
+    bound_by: Literal["arithmetic", "memory", "communication", "host", "offload"]
+
+
+def step_time(
+    work: Work, gpu: Gpu, efficiency: Efficiency | None = None, hosts: int = 1, network_gbs: float = 50.0
+) -> StepTime:
+    """Return the time of a step.
+
+    Args:
+        work: of one rank.
+        gpu: the kind of GPU.
+        efficiency: shares of its rates.
+        hosts: of the run; with more than one, collectives go at ``network_gbs``.
+        network_gbs: GB/s a GPU has to other hosts, in one direction (400 Gbit/s: 50).
+
+    Raises:
+        ValueError: the table has no rates of this GPU.
+    """
+    reached = efficiency or Efficiency()
+    arithmetic = memory = 0.0
+    for one in work.operations:
+        share = reached.attention if one.attention else reached.arithmetic
+        flops_seconds = one.flops / (_rate(gpu, one.precision) * share) if one.flops else 0.0
+        bytes_seconds = one.bytes_moved / (gpu.memory_gbs * 1e9 * reached.memory)
+        if flops_seconds >= bytes_seconds:
+            arithmetic += flops_seconds * one.count
+        else:
+            memory += bytes_seconds * one.count
+    link = min(gpu.link_gbs, network_gbs) if hosts > 1 else gpu.link_gbs
+    host = work.calls * reached.call_seconds + work.fetches * reached.fetch_seconds
+    exposed = beside = 0.0
+    for one in work.communications:
+        host += one.count * reached.collective_host_seconds
+        seconds = collective_seconds(one.kind, one.size_bytes, one.ranks, link, reached) * one.count
+        if one.overlapped:
+            beside += seconds
+        else:
+            exposed += seconds
+    compute = arithmetic + memory
+    communication = exposed + max(0.0, beside - compute)
+    offload = work.transfer_bytes / (gpu.host_gbs * 1e9 * reached.transfer)
+    offload += work.host_bytes / (reached.host_memory_gbs * 1e9)
+    total = max(compute + communication, host) + offload
+    parts = {"arithmetic": arithmetic, "memory": memory, "communication": communication, "offload": offload}
+    bound = "host" if host > compute + communication + offload else max(parts, key=lambda name: parts[name])
+    error = _ERRORS.get(bound, 0.3)
+    basis = (
+        f"roofline at {reached.arithmetic:.0%} of the arithmetic and {reached.memory:.0%} of the memory rate of the "
+        f"data sheet, {reached.call_seconds * 1e6:.0f} us of host time an operation; bound by {bound}"
+    )
+    return StepTime(compute, communication, host, offload, Figure(total, error, basis), bound)  # type: ignore[arg-type]
+
+
+def collective_seconds(
+    kind: Collective, size_bytes: float, ranks: int, link_gbs: float, efficiency: Efficiency | None = None
+) -> float:
+    """Return the time of a collective by NCCL's bus bandwidth: an all-reduce sends its data twice."""
+    if ranks < 2:
+        return 0.0
+    reached = efficiency or Efficiency()
+    share = 1.0 if kind in ("broadcast", "reduce") else (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
+    return reached.collective_seconds + size_bytes * share / (link_gbs * 1e9 * reached.link)
+
+
+def _rate(gpu: Gpu, precision: Precision) -> float:
+    """Return FLOP/s; a type without tensor cores goes at the rate of fp32."""
+    rate = gpu.peak_flops(precision) or gpu.peak_flops("fp32")
+    if rate is None:
+        raise ValueError(f"no rates are known of {gpu.title or gpu.pattern}: give another GPU's name for the time")
+    return rate

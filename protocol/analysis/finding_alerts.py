@@ -1,0 +1,128 @@
+"""From findings to alerts: each is put into words and given to the alert store."""
+
+from collections.abc import Iterable
+
+from ..control import Alert, AlertKind
+from . import text
+from .findings import Finding, FindingKind
+from .findings.alert_store import AlertStore, Key, key_of
+from .findings.finding import Matter
+
+ORPHAN_S = 600.0
+_STANDING = ("gpu_xid", "checkpoint_failed")
+"""Findings that stay true, however long nothing is seen of them again."""
+
+
+_OWN: dict[FindingKind, tuple[AlertKind, str]] = {
+    "spike": ("spike", "recent"),
+    "steady_transient": ("spike", "steady"),
+    "state_growth": ("growth", "first-step"),
+    "leak": ("leak", "trend"),
+    "straggler": ("slow", "own-work"),
+    "failure": ("failure", "exception"),
+    "ended_early": ("failure", "ended-early"),
+    "died": ("died", "process"),
+    "launcher_ended": ("died", "launcher"),
+    "oom": ("oom", "allocation"),
+    "oom_failure": ("oom", "exception"),
+    "stopped": ("hang", "stopped"),
+    "unreachable": ("note", "unreachable"),
+    "telemetry_lost": ("dropped", "lost"),
+    "not_recording": ("disk", "recording"),
+    "no_step": ("exit", "no-step"),
+}
+"""Findings that are not of the kind ``health``: the kind and the rule of their alerts. A hang's rule is its verdict."""
+_OF_RULE: dict[tuple[AlertKind, str], FindingKind] = {rule: kind for kind, rule in _OWN.items()}
+_COUNTED = ("spike", "failure", "ended_early", "oom", "oom_failure", "hang", "stopped", "telemetry_lost")
+"""Findings that are counted up each time they are raised."""
+_WHOLE = ("failure", "died", "oom", "hang", "note", "dropped", "exit")
+"""Kinds of alert whose titles are not cut: each part of them is short already."""
+
+
+class FindingAlerts:
+    """Raises, updates and resolves alerts. Of kind ``health``, ``evidence["finding"]`` is the finding's own kind."""
+
+    def __init__(self, book: AlertStore) -> None:
+        self._book = book
+        self._orphans: dict[Key, float] = {}
+        """Alerts that an earlier hub left standing, and since when this one has seen nothing of them."""
+
+    def restore(self, alert: Alert) -> Finding | None:
+        """Take in an alert of the recording; return the finding behind it, None where it was made of none.
+
+        One of kind ``health`` that is not raised again ends after ``ORPHAN_S``.
+        """
+        if alert.kind == "health" and alert.resolved is None and alert.evidence.get("finding") not in _STANDING:
+            self._orphans[key_of(alert)] = 0.0
+        elif alert.kind == "health":
+            self._orphans.pop(key_of(alert), None)
+        kind, rank, phase, rule = key_of(alert)
+        own = _OF_RULE.get((kind, rule)) or ("hang" if kind == "hang" else None)
+        if own is None:
+            return None
+        return Finding(
+            own,
+            text.facts(own, alert),
+            "raised" if alert.resolved is None else "resolved",
+            alert.severity,
+            tuple(alert.ranks),
+            step=alert.step,
+            rank=rank,
+            phase=phase,
+            key=rule if own == "hang" else "",
+        )
+
+    def tick(self, now: float) -> list[Alert]:
+        """End what this hub has seen nothing of."""
+        alerts: list[Alert] = []
+        for key, since in list(self._orphans.items()):
+            if not since:
+                self._orphans[key] = now
+            elif now - since > ORPHAN_S:
+                del self._orphans[key]
+                alerts += self._book.resolve(now, key, "Not seen again since the hub was restarted.")
+        return alerts
+
+    def put(self, now: float, findings: Iterable[Finding]) -> list[Alert]:
+        """Turn findings into the alerts to be sent now; ``now`` is seconds since the epoch."""
+        alerts: list[Alert] = []
+        for finding in findings:
+            key = _key(finding.matter)
+            self._orphans.pop(key, None)
+            if finding.state == "resolved":
+                alerts += self._book.resolve(now, key, text.over(finding))
+                continue
+            if finding.state == "added":
+                alerts += self._book.annotate(now, key, *text.added(finding))
+                continue
+            said, evidence = text.words(finding), text.evidence(finding)
+            words = " ".join(filter(None, (said.text, said.remedy)))
+            kind, rank, phase, rule = key
+            title = said.title if kind in _WHOLE else said.title[:240]
+            if finding.state == "explained":
+                alerts += self._book.update(now, key, title, words, evidence)
+                continue
+            alerts += self._book.raise_alert(
+                now,
+                kind,
+                finding.severity,
+                title,
+                rule=rule,
+                rank=rank,
+                ranks=list(finding.ranks),
+                step=finding.step,
+                phase=phase,
+                text=words,
+                evidence=evidence,
+                repeat=finding.kind in _COUNTED and finding.state == "raised",
+            )
+        return alerts
+
+
+def _key(matter: Matter) -> Key:
+    if matter.kind == "hang":
+        return "hang", matter.rank, matter.phase, matter.key
+    own = _OWN.get(matter.kind)
+    if own is not None:
+        return own[0], matter.rank, matter.phase, own[1]
+    return "health", None, "", f"{matter.kind}:{matter.key}" if matter.key else matter.kind

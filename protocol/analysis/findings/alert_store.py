@@ -1,0 +1,275 @@
+"""The alert store: one entry a matter, sent when it is raised, when it changes and when it ends; never a flood.
+
+A matter is known by its key: kind, rank (None when several ranks share it), phase and ``evidence["rule"]``. Raising a
+matter again counts it up. An alert is sent at once when it is new, when its severity rises or when it ends. A mere
+change is sent at once too while that alert has sendings to spare: it has ``BURST``, and gets one back every
+``RESEND_S``; without one the change waits for ``tick``. At most ``FRESH_LIMIT`` new alerts in ``FRESH_WINDOW_S`` are
+let through; the rest are counted in one note.
+"""
+
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from ...control import Alert, AlertKind, Severity
+
+RESEND_S = 5.0
+BURST = 3
+FRESH_LIMIT = 40
+FRESH_WINDOW_S = 60.0
+RANKS_LISTED = 64
+"""Evidence and rank lists are cut at so many entries: an alert stays a line, not a table."""
+
+LASTING = ("dropped", "disk", "note", "health")
+"""Kinds of alert that are of the monitor itself and of the hosts, or that end by themselves with a job."""
+FATAL = ("died", "failure", "oom", "exit")
+"""Kinds that stand after their job has ended, until a later job makes a step."""
+
+Key = tuple[AlertKind, int | None, str, str]
+_RAISED = ""
+_OVER = "over"
+_SEVERITY = {"info": 0, "warning": 1, "error": 2}
+
+
+class _Entry:
+    __slots__ = ("alert", "at", "parts", "restored", "spare")
+
+    def __init__(self, alert: Alert, now: float, *, restored: bool = False) -> None:
+        self.alert = alert
+        self.parts = {_RAISED: alert.text}
+        """What the text is made of, in order: said when it was raised, each addition by its name, how it ended."""
+        self.restored = restored
+        """It comes from a recording: its additions are in the text it was raised with."""
+        self.spare = BURST - 1.0
+        self.at = now
+
+    @property
+    def text(self) -> str:
+        """The alert's text, of its parts."""
+        return " ".join(filter(None, self.parts.values()))
+
+    def may_send(self, now: float) -> bool:
+        """Take one of the sendings to spare, if there is one."""
+        self.spare = min(float(BURST), self.spare + max(0.0, now - self.at) / RESEND_S)
+        self.at = now
+        if self.spare < 1.0:
+            return False
+        self.spare -= 1.0
+        return True
+
+
+def key_of(alert: Alert) -> Key:
+    """Return the key of the matter an alert is about, as ``AlertStore.raise_alert`` made it."""
+    return alert.kind, alert.rank, alert.phase, str(alert.evidence.get("rule", ""))
+
+
+class AlertStore:
+    """All alerts of the run, standing and past. Ids count from 1 and go on after ``restore``."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, _Entry] = {}
+        self._next_id = 1
+        self._fresh: deque[float] = deque()
+        self._dirty: set[Key] = set()
+        self._past: list[_Entry] = []
+        """What ended earlier jobs, and stands until a later one makes a step."""
+
+    def begin_job(self, now: float) -> list[Alert]:
+        """Let the next job raise alerts of its own: those that stand of the job before end, but for what ended it."""
+        alerts: list[Alert] = []
+        for key, entry in list(self._entries.items()):
+            if entry.alert.kind in LASTING:
+                continue
+            if key in self._dirty:
+                alerts += self._send(key, entry, now, at_once=True)
+            if entry.alert.resolved is None and entry.alert.kind in FATAL:
+                self._past.append(entry)
+            else:
+                alerts += self.resolve(now, key, "Its job has ended.")
+            del self._entries[key]
+        return alerts
+
+    @property
+    def past(self) -> bool:
+        """Whether an alert stands of what ended an earlier job."""
+        return bool(self._past)
+
+    def resolve_past(self, now: float, text: str) -> list[Alert]:
+        """Resolve what ended earlier jobs: a later one has made a step."""
+        past, self._past = self._past, []
+        return [
+            msgspec.structs.replace(entry.alert, resolved=now, text=f"{entry.alert.text} {text}".strip())
+            for entry in past
+        ]
+
+    def raise_alert(
+        self,
+        now: float,
+        kind: AlertKind,
+        severity: Severity,
+        title: str,
+        *,
+        rule: str = "",
+        rank: int | None = None,
+        ranks: list[int] | None = None,
+        step: int | None = None,
+        phase: str = "",
+        text: str = "",
+        evidence: dict[str, Any] | None = None,
+        repeat: bool = True,
+    ) -> list[Alert]:
+        """Raise a matter, or note that it happened again or changed; return what is to be sent now.
+
+        Args:
+            now: Seconds since the epoch.
+            kind: See ``ftmon.protocol.control.AlertKind``.
+            severity: How bad it is; a standing alert's severity never falls.
+            title: One line for a list.
+            rule: Which rule of its detector raised it; kept as ``evidence["rule"]`` and part of the key.
+            rank: The one rank it is about; None for several.
+            ranks: All ranks it is about.
+            step: The step in which it happened last.
+            phase: The phase, where one is concerned.
+            text: What it means and what to do.
+            evidence: Figures it rests on: plain numbers, strings, lists and maps.
+            repeat: True counts it up; False only updates what is said of it.
+        """
+        found = {"rule": rule, **(evidence or {})} if rule else dict(evidence or {})
+        listed = ranks if ranks is not None else [rank] if rank is not None else []
+        key: Key = (kind, rank, phase, rule)
+        entry = self._entries.get(key)
+        if entry is None:
+            if not self._admit(now):
+                return self._overflow(now)
+            alert = Alert(
+                self._next_id, kind, severity, now, title, rank, listed[:RANKS_LISTED], step, phase, text, found
+            )
+            self._next_id += 1
+            self._entries[key] = _Entry(alert, now)
+            return [alert]
+        known = entry.alert
+        worse = _SEVERITY[severity] > _SEVERITY[known.severity]
+        again = known.resolved is not None
+        changed = msgspec.structs.replace(
+            known,
+            severity=severity if worse or again else known.severity,
+            title=title,
+            ranks=listed[:RANKS_LISTED],
+            step=step,
+            text=text,
+            evidence=found,
+            resolved=None,
+            count=known.count + 1 if repeat or again else known.count,
+        )
+        if changed == known:
+            return []
+        entry.alert, entry.parts, entry.restored = changed, {_RAISED: text}, False
+        return self._send(key, entry, now, at_once=worse)
+
+    def update(self, now: float, key: Key, title: str, text: str, evidence: dict[str, Any]) -> list[Alert]:
+        """Replace what is said of a matter, whether it stands or is over; nothing where the store has none.
+
+        Args:
+            now: seconds since the epoch.
+            key: the matter.
+            title: one line for a list.
+            text: what it means; what was added when it was resolved stays.
+            evidence: all its figures.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            return []
+        rule = {"rule": key[3]} if key[3] else {}
+        over = entry.parts.get(_OVER)
+        entry.parts = {_RAISED: text, _OVER: over} if over else {_RAISED: text}
+        return self._change(key, entry, now, title=title, text=entry.text, evidence={**rule, **evidence})
+
+    def annotate(self, now: float, key: Key, name: str, evidence: dict[str, Any], text: str = "") -> list[Alert]:
+        """Add evidence (and a sentence) to a matter; nothing where the store has none.
+
+        Args:
+            now: seconds since the epoch.
+            key: the matter.
+            name: what was added; its sentence replaces the one added under this name before.
+            evidence: to add.
+            text: a sentence to add at the end; empty: none.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            return []
+        found = {**entry.alert.evidence, **evidence}
+        if text and not (entry.restored and name not in entry.parts and found == entry.alert.evidence):
+            entry.parts[name] = text
+        return self._change(key, entry, now, evidence=found, text=entry.text)
+
+    def _change(self, key: Key, entry: _Entry, now: float, **fields: Any) -> list[Alert]:
+        changed = msgspec.structs.replace(entry.alert, **fields)
+        if changed == entry.alert:
+            return []
+        entry.alert = changed
+        return self._send(key, entry, now, at_once=False)
+
+    def resolve(self, now: float, key: Key, text: str = "", title: str = "") -> list[Alert]:
+        """Note that a matter ended by itself; return what is to be sent. Resolving twice, or nothing, sends nothing."""
+        entry = self._entries.get(key)
+        if entry is None or entry.alert.resolved is not None:
+            return []
+        known = entry.alert
+        entry.parts.pop(_OVER, None)
+        entry.parts[_OVER] = text
+        entry.alert = msgspec.structs.replace(known, resolved=now, text=entry.text, title=title or known.title)
+        return self._send(key, entry, now, at_once=True)
+
+    def get(self, key: Key) -> Alert | None:
+        """Return the alert of a matter as it now stands, or None."""
+        entry = self._entries.get(key)
+        return entry.alert if entry is not None else None
+
+    def standing(self, kind: AlertKind) -> list[Alert]:
+        """Return the alerts of a kind that have not ended, oldest first."""
+        return [
+            entry.alert for entry in self._entries.values() if entry.alert.kind == kind and entry.alert.resolved is None
+        ]
+
+    def tick(self, now: float, *, everything: bool = False) -> list[Alert]:
+        """Return the changes that had to wait for their turn; ``everything`` at the end of the run."""
+        alerts: list[Alert] = []
+        for key in list(self._dirty):
+            alerts += self._send(key, self._entries[key], now, at_once=everything)
+        return alerts
+
+    def restore(self, alert: Alert) -> None:
+        """Take in an alert of the recording, so that its matter goes on under the same id."""
+        self._entries[key_of(alert)] = _Entry(alert, alert.time, restored=True)
+        self._next_id = max(self._next_id, alert.id + 1)
+
+    def _send(self, key: Key, entry: _Entry, now: float, *, at_once: bool) -> list[Alert]:
+        if not at_once and not entry.may_send(now):
+            self._dirty.add(key)
+            return []
+        self._dirty.discard(key)
+        return [entry.alert]
+
+    def _admit(self, now: float) -> bool:
+        fresh = self._fresh
+        while fresh and now - fresh[0] > FRESH_WINDOW_S:
+            fresh.popleft()
+        if len(fresh) >= FRESH_LIMIT:
+            return False
+        fresh.append(now)
+        return True
+
+    def _overflow(self, now: float) -> list[Alert]:
+        key: Key = ("note", None, "", "overflow")
+        if key not in self._entries:
+            # The note itself is always let through.
+            self._fresh.popleft()
+        return self.raise_alert(
+            now,
+            "note",
+            "warning",
+            f"more than {FRESH_LIMIT} alerts within a minute: the rest are only counted here",
+            rule="overflow",
+            text="Many things go wrong at once; the first alerts say where it began.",
+        )

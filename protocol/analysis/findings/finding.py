@@ -1,0 +1,105 @@
+"""A finding: what a detector concluded, as figures. ``analysis.text`` turns it into sentences."""
+
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from ...control import Severity
+
+FindingKind = Literal[
+    "nan_loss",
+    "nan_gradient",
+    "diverging_loss",
+    "loss_plateau",
+    "gradient_explosion",
+    "gradient_collapse",
+    "scaler_floor",
+    "scaler_skipping",
+    "input_bound",
+    "recompilation",
+    "replica_divergence",
+    "unequal_losses",
+    "gpu_throttling",
+    "gpu_memory_errors",
+    "gpu_xid",
+    "pcie_degraded",
+    "nvlink_degraded",
+    "disk_filling",
+    "checkpoint_failed",
+    "spike",
+    "steady_transient",
+    "state_growth",
+    "leak",
+    "straggler",
+    "failure",
+    "ended_early",
+    "died",
+    "launcher_ended",
+    "oom",
+    "oom_failure",
+    "hang",
+    "stopped",
+    "unreachable",
+    "telemetry_lost",
+    "not_recording",
+    "no_step",
+]
+"""Stable names: an alert of kind ``health`` carries its own as ``evidence["finding"]``."""
+
+State = Literal["raised", "updated", "explained", "added", "resolved"]
+"""``updated``: other figures of one that stands. ``explained``: more is known of one, whether it stands or is over.
+``added``: the facts are what has become known beside those it was raised with."""
+
+
+ResolvedWhy = Literal["calm", "rank_ended", "restarted", "caught", "resumed", "run_ended", "superseded"]
+
+
+class Matter(NamedTuple):
+    """What a finding is about: all findings of one matter are one alert."""
+
+    kind: FindingKind
+    rank: int | None = None
+    phase: str = ""
+    key: str = ""
+
+
+class Resolution(msgspec.Struct, frozen=True):
+    """How a finding was resolved, in place of its facts."""
+
+    why: ResolvedWhy
+    number: float = 0
+    """A step, a number of steps, or seconds; see ``analysis.text``."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One conclusion of one detector at one moment."""
+
+    kind: FindingKind
+    facts: Any
+    """The figures it rests on: a struct of its detector's."""
+    state: State = "raised"
+    severity: Severity = "warning"
+    ranks: tuple[int, ...] = ()
+    """The ranks concerned; empty: the whole run, or a host."""
+    key: str = ""
+    """Distinguishes two findings of one kind: a host and a path, a device, a function. Empty: one of a kind."""
+    step: int | None = None
+    rank: int | None = None
+    """The one rank it is about, where each rank has a finding of its own."""
+    phase: str = ""
+
+    @property
+    def matter(self) -> Matter:
+        """What it is about."""
+        return Matter(self.kind, self.rank, self.phase, self.key)
+
+
+def added(matter: Matter, facts: Any) -> Finding:
+    """Return the finding that more is known of a matter."""
+    return Finding(matter.kind, facts, "added", rank=matter.rank, phase=matter.phase, key=matter.key)
+
+
+def resolved(matter: Matter, over: Resolution) -> Finding:
+    """Return the finding that a matter is over."""
+    ranks = () if matter.rank is None else (matter.rank,)
+    return Finding(matter.kind, over, "resolved", ranks=ranks, rank=matter.rank, phase=matter.phase, key=matter.key)

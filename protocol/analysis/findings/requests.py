@@ -1,0 +1,107 @@
+"""What detectors ask ranks to do: queued here, sent by the hub over its line to the ranks.
+
+A closer look costs the rank something (stacks make a phase dearer), so it is asked for rarely: a rank with a spike of
+its own at most ``PER_RANK`` times a run, each time after a longer pause unless the next spike can be foreseen, at most
+``RANKS_A_PHASE`` ranks for one phase, and once for a transient of every step. Only ranks on a GPU are asked: on the CPU
+allocations leave no trace.
+"""
+
+from typing import Any, NamedTuple
+
+from ...telemetry import PHASES, Hello
+
+PER_RANK = 3
+PAUSE_S = 30.0
+LONGER = 4.0
+"""Each pause is so many times the one before."""
+RANKS_A_PHASE = 4
+LEAK_STEPS = 3
+
+
+class Action(NamedTuple):
+    """A command that a detector asks the hub to send."""
+
+    verb: str
+    ranks: tuple[int, ...]
+    args: dict[str, Any]
+    why: str
+
+
+class DiagnosticRequests:
+    """The queue, and the limits of asking for stacks. Pure: times are passed in."""
+
+    def __init__(self) -> None:
+        self._queue: list[Action] = []
+        self._cuda: set[int] = set()
+        self._asked: dict[int, tuple[int, float]] = {}
+        """For each rank: how often it was asked, and when last."""
+        self._awaited: dict[int, int] = {}
+        """For each rank, the step that it was asked to record beforehand."""
+        self._ranks: dict[str, set[int]] = {}
+        self._steady: set[str] = set()
+        self._leak_asked = 0
+
+    def take(self) -> list[Action]:
+        """Return what has been asked for since the last call."""
+        found, self._queue = self._queue, []
+        return found
+
+    def add(self, action: Action) -> None:
+        """Ask for something."""
+        self._queue.append(action)
+
+    def hello(self, hello: Hello) -> None:
+        """Learn whether a rank has a trace to read."""
+        (self._cuda.add if hello.memory_measure == "cuda" else self._cuda.discard)(hello.rank)
+
+    def spike(self, t: float, rank: int, phase: str, steps: list[int]) -> None:
+        """A rank had a spike: have it record the stacks of that phase, of the step in which it is to come again.
+
+        Args:
+            t: seconds since the epoch.
+            rank: the rank.
+            phase: the phase.
+            steps: the steps in which it had one, ascending.
+        """
+        ranks = self._ranks.setdefault(phase, set())
+        times, last = self._asked.get(rank, (0, 0.0))
+        if rank not in self._cuda or phase not in PHASES or times >= PER_RANK:
+            return
+        expected = next_step(steps)
+        # One that can be foreseen is caught at its next time; the pause is for those that cannot.
+        if times and not expected and t - last < PAUSE_S * LONGER ** (times - 1):
+            return
+        if (rank not in ranks and len(ranks) >= RANKS_A_PHASE) or steps[-1] <= self._awaited.get(rank, -1):
+            return
+        self._awaited[rank] = expected
+        ranks.add(rank)
+        self._asked[rank] = times + 1, t
+        self._arm(rank, phase, expected, f"a spike in {phase}, step {steps[-1]}")
+
+    def steady(self, rank: int, phase: str) -> None:
+        """A phase takes much in every step: have one rank say once what it is."""
+        if phase not in self._steady and rank in self._cuda and phase in PHASES:
+            self._steady.add(phase)
+            self._arm(rank, phase, 0, f"a transient of every {phase}")
+
+    def leak(self, rank: int) -> None:
+        """A rank's memory grows: have it record what whole steps leave behind."""
+        if rank in self._cuda and self._leak_asked < PER_RANK:
+            self._leak_asked += 1
+            args = {"phase": "", "steps": LEAK_STEPS, "reason": "leak"}
+            self.add(Action("arm", (rank,), args, "memory that grows step over step"))
+
+    def _arm(self, rank: int, phase: str, from_step: int, why: str) -> None:
+        args: dict[str, Any] = {"phase": phase, "steps": 1, "reason": "spike"}
+        if from_step:
+            args["from_step"] = from_step
+        self.add(Action("arm", (rank,), args, why))
+        self.add(Action("compose", (rank,), {"reason": "spike"}, why))
+
+
+def next_step(steps: list[int]) -> int:
+    """Return the step of the next spike, where the ones before came at even distances; 0: cannot tell."""
+    if len(steps) < 3:
+        return 0
+    first, second = steps[-1] - steps[-2], steps[-2] - steps[-3]
+    return steps[-1] + first if first == second > 1 else 0

@@ -1,0 +1,1 @@
+"""Loss, gradients, throughput and devices: what is wrong with a run that still trains."""

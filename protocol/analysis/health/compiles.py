@@ -1,0 +1,95 @@
+"""Recompilation storms of ``torch.compile``: the same function compiled again and again while the run trains.
+
+A rank reports each compilation that Dynamo made (``Compiles``). A few are healthy: the first, one with dynamic shapes,
+another for the last batch of an epoch or for evaluation. Found when one function was recompiled ``RECOMPILES`` times
+after the run's first ``WARM_UP`` steps, or Dynamo gave it up at its limit. Resolved after ``QUIET_STEPS`` steps
+without another.
+"""
+
+import msgspec
+
+from ...health import Compiles
+from ..findings import Finding
+
+RECOMPILES = 4
+WARM_UP = 1
+QUIET_STEPS = 100
+
+
+class CompileFacts(msgspec.Struct, frozen=True):
+    """Which function, how often, and why the last time."""
+
+    function: str
+    recompiles: int
+    seconds: float
+    """Spent compiling it since warm-up."""
+    reason: str
+    """Dynamo's own words for the guard that failed last; empty: not known."""
+    since_step: int
+    limit_reached: bool = False
+    """Dynamo has given it up: it runs uncompiled from now on."""
+
+
+class _Function:
+    __slots__ = ("count", "limit", "raised", "ranks", "reason", "seconds", "since", "step")
+
+    def __init__(self, step: int) -> None:
+        self.count: dict[int, int] = {}
+        self.seconds = 0.0
+        self.reason = ""
+        self.since = self.step = step
+        self.ranks: set[int] = set()
+        self.raised = False
+        self.limit = False
+
+
+class Recompilation:
+    """Judges all ranks of a run."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, _Function] = {}
+
+    def compiles(self, message: Compiles) -> list[Finding]:
+        """Take in what a rank has compiled since its last message."""
+        found: list[Finding] = []
+        for one in message.functions:
+            if one.step <= WARM_UP or not (one.reason or one.failed):
+                continue
+            function = self._functions.setdefault(one.name, _Function(one.step))
+            function.count[message.rank] = function.count.get(message.rank, 0) + 1
+            function.seconds += one.seconds
+            function.reason = one.reason or function.reason
+            function.step = max(function.step, one.step)
+            function.limit = function.limit or "limit" in one.failed.lower()
+            if function.count[message.rank] >= RECOMPILES or function.limit:
+                fresh = not function.raised or message.rank not in function.ranks
+                function.ranks.add(message.rank)
+                state = "updated" if function.raised else "raised"
+                if fresh or one is message.functions[-1]:
+                    found.append(_finding(one.name, function, state))
+                function.raised = True
+        return found
+
+    def step(self, step: int) -> list[Finding]:
+        """Let a step pass; call it now and then."""
+        found: list[Finding] = []
+        for name, function in list(self._functions.items()):
+            if step - function.step > QUIET_STEPS:
+                del self._functions[name]
+                if function.raised:
+                    found.append(_finding(name, function, "resolved"))
+        return found
+
+    def reset(self) -> list[Finding]:
+        """Forget everything; returns the end of what stood."""
+        found = [_finding(name, one, "resolved") for name, one in self._functions.items() if one.raised]
+        self._functions.clear()
+        return found
+
+
+def _finding(name: str, function: _Function, state: str) -> Finding:
+    facts = CompileFacts(
+        name, max(function.count.values()), function.seconds, function.reason, function.since, function.limit
+    )
+    ranks = tuple(sorted(function.ranks))
+    return Finding("recompilation", facts, state, "warning", ranks, name, function.step)  # type: ignore[arg-type]

@@ -1,0 +1,165 @@
+"""Input-bound runs: the share of a step in which the training thread waits for its next batch.
+
+Over the last ``WINDOW`` steps of a rank, the longest ``LEFT_OUT`` of them left out (an epoch's first batch waits for
+new workers), the first ``WARM_UP`` steps never counted. On a GPU waiting costs only what the device idles meanwhile:
+the share is then the smaller of the host's wait and the part of the step's device time that lies outside of forward,
+backward, optimizer, evaluation and checkpoint. Found when at least half of the ranks have a share of ``SHARE`` or more
+and ``LEAST_US`` a step (one rank alone is a slow rank, which is another detector's), in that window and in
+``FEWEST_PARTS`` of the ``EVERY`` steps that it consists of: a shuffle buffer that is filled again, or a file system
+that is busy for a moment, takes long in a few of them. Resolved below half of ``SHARE`` at two looks.
+"""
+
+from collections import deque
+
+import msgspec
+
+from ...health import DataLoaderInfo
+from ...telemetry import Hello, Step
+from ..findings import Finding
+
+WINDOW = 80
+WARM_UP = 5
+LEFT_OUT = 4
+EVERY = 10
+SHARE = 0.25
+LEAST_US = 5_000
+FEWEST_PARTS = 5
+LOOKS = 2
+_WORK = frozenset(("forward", "backward", "optimizer", "eval", "checkpoint"))
+
+
+class DataWaitFacts(msgspec.Struct, frozen=True):
+    """How long a step waits, and what loads the data."""
+
+    share: float
+    """Of the step, median over ranks."""
+    wait_ms: float
+    step_ms: float
+    window_steps: int
+    ranks_bound: int
+    ranks_total: int
+    cuda: bool
+    loader: DataLoaderInfo | None = None
+    """Settings of the DataLoader of the rank that waits longest; None: not known, or no PyTorch DataLoader."""
+    workers_needed: int = 0
+    """Worker processes a rank that would hide the wait, if they scale; 0: cannot be said."""
+
+
+class _Rank:
+    __slots__ = ("cuda", "loader", "steps", "window")
+
+    def __init__(self) -> None:
+        self.cuda = False
+        self.loader: DataLoaderInfo | None = None
+        self.steps = 0
+        self.window: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+
+
+class DataWait:
+    """Judges all ranks of a run."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+        self._free = 0
+        self._facts: DataWaitFacts | None = None
+        self._who: tuple[int, ...] = ()
+
+    def hello(self, hello: Hello) -> None:
+        """Learn a rank's device and loader."""
+        rank = self._ranks.setdefault(hello.rank, _Rank())
+        rank.cuda = hello.device.kind == "cuda"
+        if hello.loader is not None:
+            rank.loader = hello.loader
+
+    def drop(self, rank: int) -> None:
+        """Forget a rank that ended."""
+        self._ranks.pop(rank, None)
+
+    def step(self, step: Step) -> list[Finding]:
+        """Look at one rank's step."""
+        rank = self._ranks.get(step.rank)
+        if rank is None:
+            rank = self._ranks[step.rank] = _Rank()
+        rank.steps += 1
+        if rank.steps <= WARM_UP:
+            return []
+        wait = work = 0
+        for record in step.phases:
+            if record.name == "data":
+                wait = record.host_us
+            elif record.name in _WORK and record.device_us is not None:
+                work += record.device_us
+        if rank.cuda and step.device_us is not None and wait:
+            wait = max(0, min(wait, step.device_us - work))
+        rank.window.append((wait, step.host_us))
+        if rank.steps % EVERY or len(rank.window) < WINDOW or step.rank != min(self._ranks):
+            return []
+        return self._look(step.step)
+
+    def reset(self) -> list[Finding]:
+        """Forget the steps; returns the end of what stood."""
+        facts, who = self._facts, self._who
+        self._facts, self._free = None, 0
+        for rank in self._ranks.values():
+            rank.steps = 0
+            rank.window.clear()
+        return [Finding("input_bound", facts, "resolved", "warning", who)] if facts is not None else []
+
+    def _look(self, step: int) -> list[Finding]:
+        shares: dict[int, tuple[float, float, float]] = {}
+        bound: list[int] = []
+        for number, rank in self._ranks.items():
+            if len(rank.window) == WINDOW:
+                steps = list(rank.window)
+                shares[number] = share, wait, _ = _share(sorted(steps)[:-LEFT_OUT])
+                parts = [_share(steps[at : at + EVERY])[0] for at in range(0, WINDOW, EVERY)]
+                bound_parts = sum(part >= SHARE for part in parts)
+                if share >= SHARE and wait >= LEAST_US and bound_parts >= FEWEST_PARTS:
+                    bound.append(number)
+        if not shares:
+            return []
+        middle = sorted(shares.values())[len(shares) // 2]
+        if self._facts is not None:
+            self._free = self._free + 1 if middle[0] < SHARE / 2 else 0
+            if self._free < LOOKS:
+                return []
+            found = Finding("input_bound", self._facts, "resolved", "warning", self._who, step=step)
+            self._facts = None
+            return [found]
+        if not bound or len(bound) * 2 < len(shares):
+            return []
+        worst = max(bound, key=lambda number: shares[number][0])
+        share, wait, host = shares[worst]
+        loader = self._ranks[worst].loader
+        self._free, self._who = 0, tuple(sorted(bound))
+        self._facts = DataWaitFacts(
+            share,
+            wait / 1e3,
+            host / 1e3,
+            WINDOW,
+            len(bound),
+            len(shares),
+            self._ranks[worst].cuda,
+            loader,
+            workers_needed(loader, wait, host),
+        )
+        return [Finding("input_bound", self._facts, "raised", "warning", self._who, step=step)]
+
+
+def _share(steps: list[tuple[int, int]]) -> tuple[float, float, float]:
+    """Return (share of the steps' time that was waiting, wait of a step, length of a step), times in microseconds."""
+    wait, host = sum(one for one, _ in steps), sum(one for _, one in steps)
+    return wait / max(1, host), wait / len(steps), host / len(steps)
+
+
+def workers_needed(loader: DataLoaderInfo | None, wait_us: float, step_us: float) -> int:
+    """Return how many worker processes would load a batch in the time that the rest of a step takes; 0: not known.
+
+    Without workers the wait is a batch's whole cost. With ``w`` of them a run that waits gets one batch every
+    ``step / w``, so one costs about ``w`` steps.
+    """
+    compute = step_us - wait_us
+    if loader is None or compute <= 0:
+        return 0
+    cost = wait_us if loader.workers == 0 else loader.workers * step_us
+    return min(64, int(-(-cost // compute)) + (loader.workers == 0))

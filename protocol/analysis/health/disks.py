@@ -1,0 +1,200 @@
+"""Disks about to fill: by what is left, by the rate at which it goes, and by what was written at once before.
+
+A finding is about one volume of one host; the volumes are those that the run writes to.
+
+- *rate*: what is left has fallen in each quarter of the last ``LEAST_S`` seconds or longer, it will be gone within
+  ``HORIZON_S`` at that rate and within ``LOOKAHEAD`` times as long as the fall has lasted. So a checkpoint that is
+  being written is none, unless it takes a third of what was left when it began; nor are the first checkpoints of
+  which a few are kept: what falls in bursts is judged by the latest alone before there are ``FEWEST_BURSTS``.
+- *next write*: twice or more, ``BURST_BYTES`` and more were written at once (a checkpoint), and what was left
+  ``SETTLED_S`` after the last is less than the largest of them.
+- *low*: little is left whatever the rate.
+
+Resolved when none of these has held for ``CALM_S``.
+"""
+
+from collections import deque
+from itertools import pairwise
+from typing import Literal
+
+import msgspec
+
+from ...health import DiskSpace, Volume
+from ..findings import Finding
+
+KEPT_S = 900.0
+LEAST_S = 8.0
+FEWEST = 4
+HORIZON_S = 1200.0
+LOOKAHEAD = 2.0
+LEAST_FALL = 8 * 2**20
+BURST_BYTES = 256 * 2**20
+BURST_GAP_S = 10.0
+FEWEST_BURSTS = 5
+SETTLED_S = 30.0
+CALM_S = 20.0
+LOW_SHARE = 0.02
+LOW_BYTES = 2 * 2**30
+NONE_BYTES = 64 * 2**20
+
+Why = Literal["rate", "next write", "low"]
+
+
+class DiskFacts(msgspec.Struct, frozen=True):
+    """What is left on a volume, and how fast it goes."""
+
+    host: str
+    path: str
+    """The directory of the run that lies on it."""
+    use: str
+    """What the run has there: ``run directory``, ``output``, ``working directory``, ``TMPDIR``, ``/dev/shm``."""
+    why: Why
+    free_bytes: int
+    total_bytes: int
+    bytes_per_s: float = 0.0
+    full_in_s: float | None = None
+    burst_bytes: int = 0
+
+
+class _Volume:
+    def __init__(self) -> None:
+        self.samples: deque[tuple[float, int]] = deque()
+        self.facts: DiskFacts | None = None
+        self.severity: Literal["warning", "error"] = "warning"
+        self.calm_since: float | None = None
+        self.sent = 0.0
+        self.bursts: list[int] = []
+        self.burst_from: int | None = None
+        self.fell_at = 0.0
+
+    def add(self, t: float, free: int) -> None:
+        before = self.samples[-1][1] if self.samples else free
+        self.samples.append((t, free))
+        while self.samples[0][0] < t - KEPT_S:
+            self.samples.popleft()
+        if free < before:
+            if self.burst_from is None:
+                self.burst_from = before
+            self.fell_at = t
+        elif self.burst_from is not None and t - self.fell_at > BURST_GAP_S:
+            written = self.burst_from - min(one for at, one in self.samples if at >= self.fell_at)
+            self.burst_from = None
+            if written >= BURST_BYTES:
+                self.bursts = [*self.bursts[-3:], written]
+
+    def falling(self) -> tuple[float, float] | None:
+        """Return (bytes a second, seconds it has lasted) of the fall that goes on now; None: there is none."""
+        samples = self.samples
+        if len(samples) < FEWEST:
+            return None
+        last_t, last = samples[-1]
+        start = len(samples) - 1
+        highest = last
+        # Back to where it began to fall; it may have stood still meanwhile, but not risen by more than a tenth.
+        for at in range(len(samples) - 2, -1, -1):
+            free = samples[at][1]
+            if free < highest - (highest - last) // 10 - 2**20:
+                break
+            if free > highest:
+                highest, start = free, at
+        bursts, latest = self._bursts(start)
+        if 1 < bursts < FEWEST_BURSTS:
+            start = latest  # what fell before a pause is no part of the present rate
+        begun, top = samples[start]
+        lasted = last_t - begun
+        if lasted < LEAST_S or top - last < LEAST_FALL or len(samples) - start < FEWEST:
+            return None
+        edges = [self._at(begun + lasted * share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+        if any(later >= earlier for earlier, later in pairwise(edges)):
+            return None
+        return (top - last) / lasted, lasted
+
+    def _bursts(self, start: int) -> tuple[int, int]:
+        """Return in how many bursts what is left has fallen since the sample ``start``, and where the latest begins.
+
+        What falls most of the time falls in one. Between bursts little is written for ``BURST_GAP_S``.
+        """
+        samples = list(self.samples)[start:]
+        drops = [before[1] - after[1] for before, after in pairwise(samples)]
+        if not drops:
+            return 0, start
+        least = sum(drops) / len(drops) / 4
+        falls = [drop > least for drop in drops]
+        if 2 * sum(falls) >= len(falls):
+            return 1, start
+        bursts, latest, fell_at = 0, start, samples[0][0] - 2 * BURST_GAP_S
+        for at, is_falling in enumerate(falls):
+            if is_falling:
+                if samples[at][0] - fell_at > BURST_GAP_S:
+                    bursts, latest = bursts + 1, start + at
+                fell_at = samples[at + 1][0]
+        return bursts, latest
+
+    def _at(self, t: float) -> int:
+        return min(self.samples, key=lambda one: abs(one[0] - t))[1]
+
+
+class Disks:
+    """Judges every volume of every host of a run."""
+
+    def __init__(self) -> None:
+        self._volumes: dict[tuple[str, str], _Volume] = {}
+
+    def space(self, message: DiskSpace) -> list[Finding]:
+        """Take in one look at a host's volumes."""
+        found: list[Finding] = []
+        for one in message.volumes:
+            volume = self._volumes.setdefault((message.host, one.path), _Volume())
+            volume.add(message.time, one.free_bytes)
+            found += self._judge(message, one, volume)
+        return found
+
+    def _judge(self, message: DiskSpace, one: Volume, volume: _Volume) -> list[Finding]:
+        facts = _facts(message, one, volume)
+        t = message.time
+        if facts is None:
+            return self._calm(t, volume)
+        volume.calm_since = None
+        gone = one.free_bytes < min(NONE_BYTES, one.total_bytes // 100)
+        soon = facts.full_in_s is not None and facts.full_in_s < 120
+        severity: Literal["warning", "error"] = "error" if gone or soon or volume.severity == "error" else "warning"
+        fresh, worse = volume.facts is None, severity != volume.severity
+        volume.severity = severity
+        if not fresh and not worse and t - volume.sent < 30:
+            return []
+        volume.facts, volume.sent = facts, t
+        return [_finding(facts, "raised" if fresh else "updated", severity)]
+
+    def _calm(self, t: float, volume: _Volume) -> list[Finding]:
+        if volume.facts is None:
+            return []
+        if volume.calm_since is None:
+            volume.calm_since = t
+        if t - volume.calm_since < CALM_S:
+            return []
+        facts, volume.facts = volume.facts, None
+        severity, volume.severity = volume.severity, "warning"
+        return [_finding(facts, "resolved", severity)]
+
+
+def _facts(message: DiskSpace, one: Volume, volume: _Volume) -> DiskFacts | None:
+    free = one.free_bytes
+    fall = volume.falling()
+    rate = fall[0] if fall is not None else 0.0
+    full_in = free / rate if rate > 0 else None
+
+    def made(why: Why, burst: int = 0) -> DiskFacts:
+        return DiskFacts(message.host, one.path, one.use, why, free, one.total_bytes, rate, full_in, burst)
+
+    if fall is not None and full_in is not None and full_in < min(HORIZON_S, LOOKAHEAD * fall[1]):
+        return made("rate")
+    if free < min(LOW_BYTES, LOW_SHARE * one.total_bytes):
+        return made("low")
+    settled = message.time - volume.fell_at > SETTLED_S
+    if len(volume.bursts) >= 2 and settled and free < max(volume.bursts):
+        return made("next write", max(volume.bursts))
+    return None
+
+
+def _finding(facts: DiskFacts, state: str, severity: str) -> Finding:
+    return Finding("disk_filling", facts, state, severity, key=f"{facts.host}:{facts.path}")  # type: ignore[arg-type]

@@ -1,0 +1,296 @@
+"""Divergence: the loss has risen far above its own recent level, and does not come back.
+
+The loss of a step is the mean over ranks. The median of its last ``BLOCK`` values is compared with the blocks of the
+last 384 steps that had a comparable learning rate (``levels``). A rise counts when it is above the lowest of them by
+all of
+
+- ``NOISE`` times the spread of single steps, by the median absolute deviation or the tail (a mixture of easy and hard
+  batches), and ``BLOCK_NOISE`` times that of one block against the next;
+- ``SHARE_OF_LEVEL`` of that lowest level, and ``SHARE_OF_GAIN`` of all that the run has gained since its start; where
+  the run has not learned anything yet (a generator, a policy) ``UNLEARNED`` times the larger of that level and the
+  first one;
+- ``SWING`` times the largest rise of the series before this one began, over as many steps at most: a loss that swings,
+  or has risen all the time, does not diverge. Early in a run the series has not shown all of its swings yet, and the
+  factor is larger.
+
+What counts is found when it is seen at ``RISING_LOOKS`` looks in a row (one every ``EVERY`` steps) and the loss still
+rises, or at ``STAYING_LOOKS`` in a row without falling: harder data, another task, a restart of the learning rate or a
+new target network let the loss jump too, and it falls from then on or jumps back. For ``RESTART_STEPS`` after the
+learning rate jumped up nothing is found. A rise that was found and came back is found again only if it is higher, or
+lasts twice as long.
+
+It is information only (``info``)
+
+- where less than ``MUCH_OF_GAIN`` of the gain is lost and the level has not trebled: a weight of a loss term that grows
+  looks the same;
+- where the loss stepped up and stays below the run's start, or the run has not learned: other data look the same. A
+  warning follows when it has stayed for ``STEPPED_LOOKS``, or rises further;
+- where steps generate what they learn from: losses of policies and values grow as rewards do.
+
+Resolved when the level has fallen below the middle of the rise. Where one rank's rows alternate between engines,
+nothing is judged.
+"""
+
+from collections import deque
+from itertools import pairwise
+from typing import Literal
+
+import msgspec
+
+from ...control import Severity
+from ..findings import Finding
+from .joined import JoinedStep
+from .levels import BLOCK, Block, Levels
+from .recent import median, spread, tail
+
+FEWEST_BLOCKS = 5
+EVERY = 4
+RISING_LOOKS = 5
+STAYING_LOOKS = 25
+STEPPED_LOOKS = 75
+FURTHER = 1.5
+NOISE = 3.0
+BLOCK_NOISE = 6.0
+SHARE_OF_LEVEL = 0.5
+SHARE_OF_GAIN = 0.25
+MUCH_OF_GAIN = 0.66
+MANY_TIMES = 2.5
+UNLEARNED = 1.5
+ABOVE_START = 0.1
+ONSET = 0.25
+LEARNED = 0.1
+SWING = 1.25
+EARLY_BLOCKS = 16
+RESTART_RATIO = 3.0
+RESTART_STEPS = 100
+UPDATE_LOOKS = 25
+
+
+class DivergenceFacts(msgspec.Struct, frozen=True):
+    """The level before and after, and what the rise is measured by."""
+
+    loss: float
+    """Median of the last steps."""
+    lowest: float
+    """Median of the lowest block of the reference."""
+    lowest_step: int
+    since_step: int
+    """The step at which the rise was seen first."""
+    noise: float
+    """Robust standard deviation of single steps."""
+    first_loss: float
+    """Median of the run's first steps."""
+    lr: float | None
+    grad_norm: float | None
+    steps: int
+    """Steps in the reference."""
+    rollouts: bool = False
+    """Steps generate what they learn from."""
+    stepped: bool = False
+    """It rose at once to a level that it stays at, as with other data."""
+
+
+class _Rise(msgspec.Struct):
+    """How far the loss is above its reference, and how far it must be."""
+
+    height: float
+    limit: float
+    noise: float
+    lowest: Block
+    steps: int
+    learned: bool
+
+
+class Divergence:
+    """Judges the series of one run."""
+
+    def __init__(self) -> None:
+        self._levels = Levels()
+        self._rates: deque[float] = deque(maxlen=BLOCK + 1)
+        self._first: float | None = None
+        self._lowest_of_run: float | None = None
+        self._held_until = 0
+        self._high: list[float] = []
+        """The loss at each look since it is high."""
+        self._since = 0
+        self._low = 0
+        self._facts: DivergenceFacts | None = None
+        self._severity: Severity = "warning"
+        self._peak = self._height = 0.0
+        self._returned = 0.0, 0
+        """The highest and the longest of the rises that were found and came back: (height, looks)."""
+        self._middle = 0.0
+        self._looks = 0
+
+    def step(self, row: JoinedStep) -> list[Finding]:
+        """Take in one step of the run."""
+        if row.loss is None:
+            return []
+        self._rate(row)
+        levels = self._levels
+        levels.add(row.loss, row.step, row.lr)
+        if levels.count == BLOCK and self._first is None:
+            self._first = median(levels.recent)
+        if levels.count % EVERY or levels.count < (FEWEST_BLOCKS + 1) * BLOCK:
+            return []
+        return self._look(row) if self._facts is None else self._watch(row, self._facts)
+
+    def reset(self) -> list[Finding]:
+        """Forget everything; returns the end of what stood."""
+        facts, severity = self._facts, self._severity
+        self.__init__()
+        return [_finding(facts, "resolved", severity, None)] if facts is not None else []
+
+    def _rate(self, row: JoinedStep) -> None:
+        if row.lr is None:
+            return
+        rates = self._rates
+        if rates and self._levels.count > BLOCK and 0 < rates[0] * RESTART_RATIO < row.lr:
+            self._held_until = row.step + RESTART_STEPS
+            rates.clear()
+        rates.append(row.lr)
+
+    def _look(self, row: JoinedStep) -> list[Finding]:
+        recent = median(self._levels.recent)
+        rise = self._rise(recent, row)
+        if rise is None or rise.height <= rise.limit or row.step < self._held_until:
+            self._high = []
+            return []
+        self._high.append(recent)
+        if len(self._high) == 1:
+            self._since = max(1, row.step - BLOCK // 2)
+        how = self._lasts(rise)
+        if not how:
+            return []
+        self._middle = rise.lowest.level + rise.limit / 2
+        self._low = self._looks = 0
+        self._peak, self._height = recent, rise.height
+        first = self._first if self._first is not None else recent
+        facts = DivergenceFacts(
+            recent,
+            rise.lowest.level,
+            rise.lowest.step,
+            self._since,
+            rise.noise,
+            first,
+            row.lr,
+            row.grad_norm,
+            rise.steps,
+            row.rollout,
+            how == "stays" and not (rise.learned and recent >= first),
+        )
+        self._facts, self._severity = facts, self._severity_of(facts)
+        return [_finding(facts, "raised", self._severity, row.step)]
+
+    def _rise(self, recent: float, row: JoinedStep) -> _Rise | None:
+        """Return the rise that counts most; None: there is none worth measuring, or nothing to compare it with."""
+        before = self._levels.before()
+        if len(before) < FEWEST_BLOCKS:
+            return None
+        lowest = min(block.level for block in before)
+        self._lowest_of_run = lowest if self._lowest_of_run is None else min(lowest, self._lowest_of_run)
+        # Cheap and decisive for most looks: nothing above the level's share, nothing to judge.
+        if recent - lowest <= SHARE_OF_LEVEL * abs(lowest):
+            return None
+        comparable = self._levels.comparable(row.lr, FEWEST_BLOCKS)
+        rises: list[_Rise] = []
+        if len(comparable) >= FEWEST_BLOCKS:
+            rises.append(self._measured(recent, comparable))
+        if len(comparable) < len(before):
+            # Against a lower learning rate only what lies above the run's start counts.
+            rises.append(self._measured(recent, before))
+            start = ABOVE_START * abs(self._first or 0.0) + (self._first or 0.0) - rises[-1].lowest.level
+            rises[-1].limit = max(rises[-1].limit, start)
+        return max(rises, key=lambda rise: rise.height - rise.limit, default=None)
+
+    def _measured(self, recent: float, reference: list[Block]) -> _Rise:
+        lowest = min(reference, key=lambda block: block.level)
+        level = lowest.level
+        height = recent - level
+        residuals = [value for block in reference for value in block.residuals]
+        noise = max(spread(residuals, 0.0), tail(residuals))
+        between = spread([b.level - a.level for a, b in pairwise(reference)], 0.0)
+        first = self._first if self._first is not None else level
+        gained = max(0.0, first - (self._lowest_of_run if self._lowest_of_run is not None else level))
+        swing, blocks = self._swing(level + ONSET * height)
+        learned = gained > max(LEARNED * abs(first), 2 * noise, swing)
+        if learned:
+            share = max(SHARE_OF_LEVEL * abs(level), min(SHARE_OF_GAIN * gained, MANY_TIMES * abs(level)))
+        else:
+            share = UNLEARNED * max(abs(level), abs(first))
+        factor = SWING * (1 + EARLY_BLOCKS / max(1, blocks))
+        limit = max(NOISE * noise, BLOCK_NOISE * between, share, factor * swing)
+        return _Rise(height, limit, noise, lowest, len(reference) * BLOCK, learned)
+
+    def _swing(self, onset: float) -> tuple[float, int]:
+        """Return the largest rise of the series before it was last below ``onset``, and in how many blocks."""
+        blocks = self._levels.blocks
+        count = len(blocks)
+        for block in reversed(blocks):
+            if block.level <= onset:
+                return block.largest_rise, count
+            count -= 1
+        return 0.0, 0
+
+    def _lasts(self, rise: _Rise) -> Literal["", "rises", "stays"]:
+        """Return how the loss has been high for long enough, as it goes on rising, or does not fall; empty: neither."""
+        height, longest = self._returned
+        if len(self._high) < RISING_LOOKS or (rise.height < SWING * height and len(self._high) < 2 * longest):
+            return ""
+        looks = self._high[2:]  # the first ones lie on the way up
+        # Two medians of BLOCK values each, and what their difference scatters by.
+        scatter = 1.25 * spread([after - before for before, after in pairwise(looks)], 0.0)
+        margin = max(0.15 * rise.height, 3 * rise.noise * 1.25 * (2 / BLOCK) ** 0.5, 3 * scatter)
+        if looks[-1] - looks[0] > margin:
+            return "rises"
+        if len(self._high) < STAYING_LOOKS:
+            return ""
+        looks = self._high[-STAYING_LOOKS:]
+        early, late = median(looks[: STAYING_LOOKS // 2]), median(looks[STAYING_LOOKS // 2 :])
+        return "stays" if early - late < 0.1 * rise.height else ""
+
+    def _severity_of(self, facts: DivergenceFacts) -> Severity:
+        rise, lowest = facts.loss - facts.lowest, abs(facts.lowest)
+        gained = facts.first_loss - (self._lowest_of_run if self._lowest_of_run is not None else facts.lowest)
+        if facts.rollouts or facts.stepped or (rise < MUCH_OF_GAIN * gained and rise < 2 * lowest):
+            return "info"
+        return "error" if facts.loss > max(facts.first_loss, 2 * lowest) else "warning"
+
+    def _stepped(self, recent: float, facts: DivergenceFacts) -> bool:
+        """Whether a loss that stepped up may still be that of other data: not for long, and no further."""
+        if recent - facts.lowest > FURTHER * self._height:
+            return False
+        fallen = self._peak - recent > 0.25 * (self._peak - facts.lowest)
+        return self._looks < STEPPED_LOOKS or fallen
+
+    def _watch(self, row: JoinedStep, facts: DivergenceFacts) -> list[Finding]:
+        recent = median(self._levels.recent)
+        self._looks += 1
+        self._low = self._low + 1 if recent < self._middle else 0
+        self._peak = max(self._peak, recent)
+        stepped = facts.stepped and self._stepped(recent, facts)
+        self._facts = facts = msgspec.structs.replace(
+            facts, loss=recent, lr=row.lr, grad_norm=row.grad_norm, stepped=stepped
+        )
+        severity = self._severity_of(facts)
+        if self._low >= RISING_LOOKS:
+            found = _finding(facts, "resolved", self._severity, row.step)
+            height, longest = self._returned
+            looks = len(self._high) + self._looks
+            self._returned = max(height, self._peak - facts.lowest), max(longest, looks)
+            self._facts, self._high = None, []
+            # The level is judged anew: what was high is no reference.
+            self._levels = Levels()
+            return [found]
+        worse = _ORDER.index(severity) > _ORDER.index(self._severity)
+        if worse or self._looks % UPDATE_LOOKS == 0:
+            self._severity = severity if worse else self._severity
+            return [_finding(facts, "updated", self._severity, row.step)]
+        return []
+
+
+_ORDER: tuple[Severity, ...] = ("info", "warning", "error")
+
+
+def _finding(facts: DivergenceFacts, state: str, severity: Severity, step: int | None) -> Finding:
+    return Finding("diverging_loss", facts, state, severity, step=step)  # type: ignore[arg-type]

@@ -1,0 +1,241 @@
+"""What hinders or damages a GPU, by NVML and the driver's log: throttling, memory errors, XIDs, degraded links.
+
+- throttling: a thermal, power-brake or hardware slowdown reason in at least half of the samples of ``WINDOW_S``
+  seconds while the GPU computes. A power cap alone is how a GPU under full load runs. Resolved when none showed for
+  ``WINDOW_S``.
+- memory errors: uncorrectable ECC errors since the driver was loaded, remapped rows that wait for a reset or failed.
+- XIDs: as the driver reported them; those that follow from a process's death are passed over (``ignored``).
+- links: PCIe narrower or slower than the device and its slot allow, under load for ``WINDOW_S`` (idle GPUs slow their
+  links to save power); replays that go on; NVLinks that are down where they were up, or where the host's other GPUs
+  have more. Resolved when the link is back.
+"""
+
+from collections import deque
+from typing import Any, Literal
+
+import msgspec
+
+from ...health import DeviceHealth, Xid
+from ...telemetry import DeviceSample
+from ..findings import Finding
+from .xids import IGNORED, meaning
+
+WINDOW_S = 20.0
+FEWEST = 10
+BUSY_PERCENT = 50.0
+REPLAYS = 100
+"""PCIe replays within ``WINDOW_S`` that are no longer chance."""
+HINDERING = ("hardware slowdown", "thermal (software)", "thermal (hardware)", "power brake")
+
+State = Literal["raised", "updated", "resolved"]
+
+
+class DeviceFacts(msgspec.Struct, frozen=True):
+    """Which GPU, and the figures that tell."""
+
+    host: str
+    index: int
+    name: str = ""
+    reasons: tuple[str, ...] = ()
+    temperature_c: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    sm_clock_mhz: int | None = None
+    others_sm_clock_mhz: int | None = None
+    """Median of the host's other busy GPUs."""
+    uncorrected: int | None = None
+    new_errors: int = 0
+    remap_pending: bool = False
+    remap_failed: bool = False
+    pcie_gen: int | None = None
+    pcie_gen_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    replays: int = 0
+    links_up: int | None = None
+    links_expected: int | None = None
+
+
+class XidFacts(msgspec.Struct, frozen=True):
+    """A driver error."""
+
+    host: str
+    code: int
+    index: int
+    """NVML's index of the GPU; -1: not known."""
+    bus: str
+    count: int
+    text: str
+    """The driver's line."""
+    meaning: str
+
+
+class _Gpu:
+    def __init__(self) -> None:
+        self.samples: deque[tuple[float, bool, bool, tuple[str, ...]]] = deque()
+        """Time, whether it computed, whether it was hindered, and by what."""
+        self.last: DeviceSample | None = None
+        self.health: DeviceHealth | None = None
+        self.narrow: deque[tuple[float, bool]] = deque()
+        self.replays: deque[tuple[float, int]] = deque()
+        self.most_links = 0
+        self.first_errors: int | None = None
+        self.standing: dict[str, DeviceFacts] = {}
+
+    @property
+    def busy(self) -> bool:
+        return self.last is not None and (self.last.utilization_percent or 0.0) >= BUSY_PERCENT
+
+
+class Gpus:
+    """Judges every GPU of every host of a run."""
+
+    def __init__(self) -> None:
+        self._gpus: dict[tuple[str, int], _Gpu] = {}
+        self._xids: dict[tuple[str, str, int], int] = {}
+
+    def sample(self, sample: DeviceSample) -> list[Finding]:
+        """Look at one sample: throttling."""
+        if sample.kind != "gpu":
+            return []
+        gpu = self._gpus.setdefault((sample.host, sample.index), _Gpu())
+        gpu.last = sample
+        reasons = tuple(reason for reason in sample.throttle_reasons if reason in HINDERING)
+        gpu.samples.append((sample.time, gpu.busy, bool(reasons), reasons))
+        while gpu.samples and gpu.samples[0][0] < sample.time - WINDOW_S:
+            gpu.samples.popleft()
+        count = len(gpu.samples)
+        hindered = [one for one in gpu.samples if one[2]]
+        busy = sum(one[1] for one in gpu.samples)
+        bad = count >= FEWEST and 2 * len(hindered) >= count and 2 * busy >= count
+        over = count >= FEWEST and not hindered
+        facts = self._facts(sample, reasons=hindered[-1][3] if hindered else ())
+        return self._settle("gpu_throttling", gpu, facts, bad, over, "warning")
+
+    def health(self, message: DeviceHealth) -> list[Finding]:
+        """Look at what NVML says of a GPU's memory and links."""
+        gpu = self._gpus.setdefault((message.host, message.index), _Gpu())
+        gpu.health = message
+        return [*self._memory(message, gpu), *self._pcie(message, gpu), *self._links(message, gpu)]
+
+    def xid(self, message: Xid) -> list[Finding]:
+        """Take in an error that the driver reported."""
+        if message.code in IGNORED:
+            return []
+        key = message.host, message.bus, message.code
+        self._xids[key] = count = self._xids.get(key, 0) + 1
+        what, severity = meaning(message.code)
+        facts = XidFacts(message.host, message.code, message.index, message.bus, count, message.text, what)
+        state: State = "raised" if count == 1 else "updated"
+        name = f"{message.host}:{message.bus or message.index}:{message.code}"
+        return [Finding("gpu_xid", facts, state, severity, key=name)]
+
+    def _memory(self, message: DeviceHealth, gpu: _Gpu) -> list[Finding]:
+        errors = message.ecc_uncorrected
+        if gpu.first_errors is None:
+            gpu.first_errors = errors
+        new = max(0, (errors or 0) - (gpu.first_errors or 0))
+        bad = bool(errors) or message.remap_pending or message.remap_failed
+        facts = self._facts(
+            gpu.last,
+            message,
+            uncorrected=errors,
+            new_errors=new,
+            remap_pending=message.remap_pending,
+            remap_failed=message.remap_failed,
+        )
+        severity: Literal["warning", "error"] = "error" if new or message.remap_failed else "warning"
+        return self._settle("gpu_memory_errors", gpu, facts, bad, not bad, severity)
+
+    def _pcie(self, message: DeviceHealth, gpu: _Gpu) -> list[Finding]:
+        width, widest, gen, fastest = (
+            message.pcie_width,
+            message.pcie_width_max,
+            message.pcie_gen,
+            message.pcie_gen_max,
+        )
+        narrow = bool(width and widest and width < widest) or bool(gen and fastest and gen < fastest)
+        if gpu.busy:
+            gpu.narrow.append((message.time, narrow))
+        while gpu.narrow and gpu.narrow[0][0] < message.time - 2 * WINDOW_S:
+            gpu.narrow.popleft()
+        lasting = len(gpu.narrow) >= 3 and gpu.narrow[-1][0] - gpu.narrow[0][0] >= WINDOW_S
+        replays = 0
+        if message.pcie_replays is not None:
+            gpu.replays.append((message.time, message.pcie_replays))
+            while gpu.replays[0][0] < message.time - 2 * WINDOW_S:
+                gpu.replays.popleft()
+            replays = max(0, message.pcie_replays - gpu.replays[0][1])
+        bad = (lasting and all(one for _, one in gpu.narrow)) or replays >= REPLAYS
+        over = gpu.busy and not narrow and replays == 0
+        facts = self._facts(
+            gpu.last,
+            message,
+            pcie_gen=gen,
+            pcie_gen_max=fastest,
+            pcie_width=width,
+            pcie_width_max=widest,
+            replays=replays,
+        )
+        return self._settle("pcie_degraded", gpu, facts, bad, over, "warning")
+
+    def _links(self, message: DeviceHealth, gpu: _Gpu) -> list[Finding]:
+        up = message.nvlinks_up
+        if up is None:
+            return []
+        gpu.most_links = max(gpu.most_links, up)
+        others = [
+            one.health.nvlinks_up
+            for (host, index), one in self._gpus.items()
+            if host == message.host and index != message.index and one.health is not None and one.health.nvlinks_up
+        ]
+        expected = max(gpu.most_links, min(others) if len(others) > 1 else 0)
+        facts = self._facts(gpu.last, message, links_up=up, links_expected=expected)
+        return self._settle("nvlink_degraded", gpu, facts, up < expected, up >= expected, "warning")
+
+    def _facts(self, sample: DeviceSample | None, health: DeviceHealth | None = None, **fields: Any) -> DeviceFacts:
+        host, index = (health.host, health.index) if health is not None else ("", 0)
+        if sample is None:
+            return DeviceFacts(host, index, **fields)
+        clocks = sorted(
+            one.last.sm_clock_mhz
+            for (host, index), one in self._gpus.items()
+            if host == sample.host
+            and index != sample.index
+            and one.busy
+            and one.last is not None
+            and one.last.sm_clock_mhz
+        )
+        return DeviceFacts(
+            sample.host,
+            sample.index,
+            sample.name,
+            temperature_c=sample.temperature_c,
+            power_w=sample.power_w,
+            power_limit_w=sample.power_limit_w,
+            sm_clock_mhz=sample.sm_clock_mhz,
+            others_sm_clock_mhz=clocks[len(clocks) // 2] if clocks else None,
+            **fields,
+        )
+
+    @staticmethod
+    def _settle(kind: Any, gpu: _Gpu, facts: DeviceFacts, bad: bool, over: bool, severity: Any) -> list[Finding]:
+        """Raise what is bad and new, update what got worse, resolve what is over."""
+        known = gpu.standing.get(kind)
+        key = f"{facts.host}:{facts.index}"
+        if bad and (known is None or _figures(kind, known) != _figures(kind, facts)):
+            gpu.standing[kind] = facts
+            return [Finding(kind, facts, "updated" if known is not None else "raised", severity, key=key)]
+        if over and known is not None:
+            del gpu.standing[kind]
+            return [Finding(kind, known, "resolved", severity, key=key)]
+        return []
+
+
+def _figures(kind: str, facts: DeviceFacts) -> object:
+    """Return what makes a standing finding worth sending again."""
+    if kind == "gpu_throttling":
+        return facts.reasons
+    if kind == "gpu_memory_errors":
+        return facts.uncorrected, facts.remap_pending, facts.remap_failed
+    return facts.pcie_gen, facts.pcie_width, bool(facts.replays), facts.links_up

@@ -1,0 +1,211 @@
+"""Gradient norm explosion and collapse, in logarithms: norms of healthy runs are spread over factors, not sums.
+
+Explosion: in ``EXPLODED_STEPS`` of the last ``EXPLODED_WINDOW`` steps the norm is ``RATIO`` times the median of the
+``REFERENCE`` steps before, above it by ``SIGMAS`` of their spread, and ``RATIO_OF_TAIL`` times the highest twentieth
+of them; single spikes, and a few in a row, are what clipping is for. Collapse: at ``COLLAPSED_STEPS`` steps in a row it
+is below a thousandth of that median (and so many sigmas, and below the lowest twentieth), while the loss is not near
+zero too. Resolved after ``FINE_STEPS`` steps in a row back within the square root of the limits. An explosion that was
+found and came back is how this run is (a second task, a wandering source of data): another is found only if it is
+``RATIO_AGAIN`` times as high, or lasts twice as long.
+"""
+
+import math
+from collections import deque
+from typing import Literal
+
+import msgspec
+
+from ..findings import Finding
+from .joined import JoinedStep
+from .recent import median, spread
+
+REFERENCE = 200
+FEWEST = 40
+WARM_UP = 10
+RATIO = 10.0
+SIGMAS = 6.0
+LEAST_SIGMA = 0.1
+"""In natural logarithms: a norm that never moves by more than a few percent has a spread all the same."""
+RATIO_OF_TAIL = 3.0
+RATIO_AGAIN = 3.0
+FEW = 5
+EXPLODED_STEPS = 10
+EXPLODED_WINDOW = 12
+COLLAPSE = 1e-3
+COLLAPSED_STEPS = 20
+SOLVED = 0.05
+FINE_STEPS = 10
+_ZERO = 1e-30
+
+
+class GradientFacts(msgspec.Struct, frozen=True):
+    """The norm now and before."""
+
+    grad_norm: float
+    """Median of the steps that raised it."""
+    usual: float
+    """Median of the reference."""
+    ratio: float
+    since_step: int
+    steps: int
+    """Such steps when it was found."""
+    loss: float | None
+    lr: float | None
+
+
+class _Explosion:
+    """The steps around the present one whose norm is high."""
+
+    def __init__(self) -> None:
+        self.window: deque[tuple[int, float] | None] = deque(maxlen=EXPLODED_WINDOW)
+        """Step and logarithm of the norm where it is high; None where it is not."""
+        self.steps = 0
+        """High ones since the last ``FINE_STEPS`` in a row that were not."""
+        self.peak = 0.0
+        """The highest of those above the median, as a logarithm."""
+        self.fine = 0
+        self.standing = False
+        self.returned = 0.0, 0
+        """Of the explosions that were found and came back: the highest ``peak`` and the most ``steps``."""
+
+    def add(self, step: int, log: float, above: float | None) -> None:
+        """Append a step; ``above`` is how far it is above the median where that is too high, else None."""
+        self.window.append(None if above is None else (step, log))
+        if above is not None:
+            self.fine = 0
+            self.steps += 1
+            self.peak = max(self.peak, above)
+            return
+        self.fine += 1
+        if self.fine >= FINE_STEPS and not self.standing:
+            self.steps, self.peak = 0, 0.0
+
+    def found(self) -> list[tuple[int, float]]:
+        """Return the high steps of the window where they are an explosion."""
+        high = [one for one in self.window if one is not None]
+        peak, steps = self.returned
+        usual = steps and self.peak < peak + math.log(RATIO_AGAIN) and self.steps < 2 * steps
+        return [] if len(high) < EXPLODED_STEPS or usual else high
+
+    def over(self) -> None:
+        """The explosion that was found came back."""
+        peak, steps = self.returned
+        self.returned = max(peak, self.peak), max(steps, self.steps)
+        self.standing = False
+
+
+class Gradients:
+    """Judges the series of one run."""
+
+    def __init__(self) -> None:
+        self._logs: deque[float] = deque(maxlen=REFERENCE)
+        self._seen = 0
+        self._odd: list[float] = []
+        """Logarithms of the norms in a row that are too high, or too low."""
+        self._odd_way: Literal["", "up", "down"] = ""
+        self._odd_since = 0
+        self._up = _Explosion()
+        self._first_loss: float | None = None
+        self._standing: dict[str, tuple[GradientFacts, float]] = {}
+        self._fine = 0
+        self._middle = 0.0
+        self._sigma = 0.0
+        self._low = self._high = 0.0
+        self._judged_at = -1
+
+    def step(self, row: JoinedStep) -> list[Finding]:
+        """Take in one step of the run."""
+        if row.loss is not None and self._first_loss is None:
+            self._first_loss = row.loss
+        norm = row.grad_norm
+        if norm is None or norm < 0 or row.overflow:
+            return []
+        self._seen += 1
+        if self._seen <= WARM_UP:
+            return []
+        log = math.log(max(norm, _ZERO))
+        if len(self._logs) < FEWEST:
+            if norm > 0:
+                self._logs.append(log)
+            return []
+        self._measure()
+        way = self._way(log)
+        found = self._resolve(log, row) if self._standing else []
+        self._up.add(row.step, log, log - self._middle if way == "up" else None)
+        if way != self._odd_way and len(self._odd) < FEW:
+            self._logs.extend(self._odd)  # a few in a row are how this run is
+        if not way:
+            self._odd, self._odd_way = [], ""
+            self._logs.append(log)
+            return found
+        if way != self._odd_way:
+            self._odd, self._odd_way, self._odd_since = [], way, row.step
+        self._odd.append(log)
+        if len(self._odd) > REFERENCE:
+            # What lasts as long as the reference itself becomes the reference.
+            self._logs.append(log)
+        if way in self._standing:
+            return found
+        return found + (self._exploded(row) if way == "up" else self._collapsed(row))
+
+    def reset(self) -> list[Finding]:
+        """Forget everything; returns the end of what stood."""
+        found = [_finding(way, facts, "resolved", None) for way, (facts, _) in self._standing.items()]
+        self.__init__()
+        return found
+
+    def _measure(self) -> None:
+        """Median and spread of the reference, every few steps: the reference moves slowly."""
+        if self._judged_at >= 0 and self._seen - self._judged_at < 8:
+            return
+        self._judged_at = self._seen
+        self._middle = median(self._logs)
+        ordered = sorted(self._logs)
+        self._sigma = max(LEAST_SIGMA, spread(ordered, self._middle))
+        self._low, self._high = ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
+
+    def _way(self, log: float) -> Literal["", "up", "down"]:
+        above, beyond = log - self._middle, math.log(RATIO_OF_TAIL)
+        if above > max(math.log(RATIO), SIGMAS * self._sigma) and log > self._high + beyond:
+            return "up"
+        if -above > max(-math.log(COLLAPSE), SIGMAS * self._sigma) and log < self._low - beyond:
+            return "down"
+        return ""
+
+    def _exploded(self, row: JoinedStep) -> list[Finding]:
+        high = self._up.found()
+        if not high:
+            return []
+        self._up.standing = True
+        return self._raise("up", high[0][0], [log for _, log in high], row)
+
+    def _collapsed(self, row: JoinedStep) -> list[Finding]:
+        if len(self._odd) != COLLAPSED_STEPS:
+            return []
+        solved = row.loss is not None and self._first_loss is not None and row.loss <= SOLVED * self._first_loss
+        return [] if solved else self._raise("down", self._odd_since, self._odd, row)
+
+    def _raise(self, way: str, since: int, logs: list[float], row: JoinedStep) -> list[Finding]:
+        norm, usual = math.exp(median(logs)), math.exp(self._middle)
+        shown = 0.0 if norm <= 2 * _ZERO else norm
+        facts = GradientFacts(shown, usual, norm / usual, since, len(logs), row.loss, row.lr)
+        self._standing[way] = facts, self._middle
+        self._fine = 0
+        return [_finding(way, facts, "raised", row.step)]
+
+    def _resolve(self, log: float, row: JoinedStep) -> list[Finding]:
+        found: list[Finding] = []
+        for way, (facts, middle) in list(self._standing.items()):
+            back = log - middle < math.log(RATIO) / 2 if way == "up" else middle - log < -math.log(COLLAPSE) / 2
+            self._fine = self._fine + 1 if back else 0
+            if self._fine >= FINE_STEPS:
+                del self._standing[way]
+                found.append(_finding(way, facts, "resolved", row.step))
+                if way == "up":
+                    self._up.over()
+        return found
+
+
+def _finding(way: str, facts: GradientFacts, state: str, step: int | None) -> Finding:
+    kind = "gradient_explosion" if way == "up" else "gradient_collapse"
+    return Finding(kind, facts, state, "warning", step=step)  # type: ignore[arg-type]

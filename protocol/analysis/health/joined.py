@@ -1,0 +1,86 @@
+"""The steps of all ranks joined by their number: one row a step of the run, with means over ranks."""
+
+import math
+from dataclasses import dataclass
+
+from ...telemetry import Step
+
+LAG = 16
+"""A step is passed on without the ranks that are so many steps behind the newest."""
+REPEATS = 3
+"""So many step numbers that one rank sends twice: rows of several engines or optimizers alternate."""
+
+
+@dataclass(slots=True)
+class JoinedStep:
+    """One step of the run; a figure is None where no rank gave a finite one."""
+
+    step: int
+    loss: float | None = None
+    """Mean over the ranks that have one."""
+    grad_norm: float | None = None
+    lr: float | None = None
+    loss_scale: float | None = None
+    overflow: bool = False
+    rollout: bool = False
+    """It generated what it learned from: reinforcement learning."""
+    ranks: int = 0
+    _losses: int = 0
+
+    def add(self, step: Step) -> None:
+        """Add one rank's step."""
+        self.ranks += 1
+        loss, norm = step.loss, step.grad_norm
+        if loss is not None and math.isfinite(loss):
+            self._losses += 1
+            self.loss = loss if self.loss is None else self.loss + (loss - self.loss) / self._losses
+        if norm is not None and math.isfinite(norm):
+            self.grad_norm = norm if self.grad_norm is None else max(self.grad_norm, norm)
+        if step.lr is not None:
+            self.lr = step.lr
+        if step.loss_scale is not None:
+            self.loss_scale = step.loss_scale
+        self.overflow = self.overflow or step.overflow
+        self.rollout = self.rollout or any(phase.name == "generate" for phase in step.phases)
+
+
+class Join:
+    """Joins steps. ``ranks`` says who is waited for."""
+
+    def __init__(self) -> None:
+        self.ranks: set[int] = set()
+        self.alternating = False
+        """Several engines or optimizers train in one loop: their losses are not one series."""
+        self._open: dict[int, JoinedStep] = {}
+        self._last: dict[int, int] = {}
+        self._repeats = 0
+        self._passed = 0
+
+    def add(self, step: Step) -> list[JoinedStep]:
+        """Add one rank's step; return the steps that are complete now, ascending."""
+        if len(step.updates) > 1:
+            self.alternating = True
+        last = self._last.get(step.rank)
+        if last == step.step:
+            self._repeats += 1
+            self.alternating = self.alternating or self._repeats >= REPEATS
+            return []
+        self._last[step.rank] = step.step
+        self.ranks.add(step.rank)
+        if step.step <= self._passed:
+            return []  # a straggler's, after the others were passed on without it
+        row = self._open.get(step.step)
+        if row is None:
+            row = self._open[step.step] = JoinedStep(step.step)
+        row.add(step)
+        late = step.step - LAG
+        complete = [number for number, one in self._open.items() if one.ranks >= len(self.ranks) or number <= late]
+        if not complete:
+            return []
+        self._passed = newest = max(complete)
+        return [self._open.pop(number) for number in sorted(self._open) if number <= newest]
+
+    def drop(self, rank: int) -> None:
+        """Wait for a rank no more."""
+        self.ranks.discard(rank)
+        self._last.pop(rank, None)

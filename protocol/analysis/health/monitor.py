@@ -1,0 +1,144 @@
+"""All health detectors behind one door: messages of the stream in, findings out. Pure: every time is passed in.
+
+A rank's second hello from another process begins another job of the run: what was judged by its steps begins anew.
+"""
+
+from ...health import BatchLoss, Checksum, Compiles, DeviceHealth, DiskSpace, Xid
+from ...telemetry import Checkpoint, CheckpointFailed, DeviceSample, Hello, Plan, Step
+from ..findings import Finding
+from .checkpoints import Checkpoints
+from .compiles import Recompilation
+from .data_wait import DataWait
+from .disks import Disks
+from .divergence import Divergence
+from .gpus import Gpus
+from .gradients import Gradients
+from .joined import Join
+from .nonfinite import NonFinite
+from .plateau import Plateau
+from .replicas import Replicas
+from .scaler import FLOOR, Scaler
+from .unequal_losses import UnequalLosses
+
+
+class HealthMonitor:
+    """The detectors of one run."""
+
+    def __init__(self) -> None:
+        self._join = Join()
+        self._losses, self._norms = NonFinite("loss"), NonFinite("grad_norm")
+        self._divergence, self._plateau = Divergence(), Plateau()
+        self._gradients, self._scaler = Gradients(), Scaler()
+        self._data_wait = DataWait()
+        self._compiles = Recompilation()
+        self._checkpoints = Checkpoints()
+        self._replicas = Replicas()
+        self._batches = UnequalLosses()
+        self._gpus, self._disks = Gpus(), Disks()
+        self._processes: dict[int, tuple[int, int]] = {}
+        self._precision = ""
+
+    def hello(self, hello: Hello) -> list[Finding]:
+        """Meet a rank; one that was known as another process begins another job."""
+        process = hello.pid, hello.start_ticks
+        before = self._processes.get(hello.rank)
+        found: list[Finding] = []
+        if before is not None and before != process:
+            found = self._reset()
+            self._processes.clear()
+        self._processes[hello.rank] = process
+        self._precision = hello.precision or self._precision
+        self._scaler.floor = _floor(hello)
+        self._join.ranks.add(hello.rank)
+        self._data_wait.hello(hello)
+        return found
+
+    def drop(self, rank: int) -> list[Finding]:
+        """A rank ended: wait for it, and compare with it, no more."""
+        self._join.drop(rank)
+        self._data_wait.drop(rank)
+        self._replicas.drop(rank)
+        self._batches.drop(rank)
+        return []
+
+    def plan(self, plan: Plan) -> list[Finding]:
+        """Learn how long the run means to go on."""
+        self._plateau.total_steps = plan.total_steps
+        return []
+
+    def step(self, step: Step) -> list[Finding]:
+        """Look at one rank's step."""
+        found = self._losses.step(step, self._precision)
+        found += self._norms.step(step, self._precision)
+        found += self._data_wait.step(step)
+        for row in self._join.add(step):
+            if not self._join.alternating:
+                found += self._divergence.step(row)
+                found += self._plateau.step(row)
+            found += self._gradients.step(row)
+            found += self._scaler.step(row)
+            if row.step % 10 == 0:
+                found += self._compiles.step(row.step)
+        return found
+
+    def compiles(self, message: Compiles) -> list[Finding]:
+        """Take in what a rank compiled."""
+        return self._compiles.compiles(message)
+
+    def checkpoint(self, message: Checkpoint) -> list[Finding]:
+        """Take in a complete checkpoint."""
+        return self._checkpoints.complete(message)
+
+    def checkpoint_failed(self, message: CheckpointFailed) -> list[Finding]:
+        """Take in a checkpoint that could not be written."""
+        return self._checkpoints.failed(message)
+
+    def checksum(self, message: Checksum) -> list[Finding]:
+        """Take in a rank's checksums."""
+        return self._replicas.checksum(message)
+
+    def batch_loss(self, message: BatchLoss) -> list[Finding]:
+        """Take in a rank's loss of one batch."""
+        return self._batches.batch_loss(message)
+
+    def sample(self, sample: DeviceSample) -> list[Finding]:
+        """Look at a device's sample."""
+        return self._gpus.sample(sample)
+
+    def device(self, message: DeviceHealth) -> list[Finding]:
+        """Look at a GPU's faults and links."""
+        return self._gpus.health(message)
+
+    def xid(self, message: Xid) -> list[Finding]:
+        """Take in a driver error."""
+        return self._gpus.xid(message)
+
+    def disks(self, message: DiskSpace) -> list[Finding]:
+        """Look at what is left on a host's disks."""
+        return self._disks.space(message)
+
+    def _reset(self) -> list[Finding]:
+        self._join = Join()
+        found: list[Finding] = []
+        for part in (
+            self._losses,
+            self._norms,
+            self._divergence,
+            self._plateau,
+            self._gradients,
+            self._scaler,
+            self._data_wait,
+            self._compiles,
+            self._checkpoints,
+            self._replicas,
+            self._batches,
+        ):
+            found += part.reset()
+        return found
+
+
+def _floor(hello: Hello) -> float:
+    """Return DeepSpeed's ``min_loss_scale``, or 1."""
+    section = (hello.deepspeed_config or {}).get("fp16")
+    value = section.get("min_loss_scale", FLOOR) if isinstance(section, dict) else FLOOR
+    return float(value) if isinstance(value, int | float) and value > 0 else FLOOR

@@ -1,0 +1,148 @@
+"""NaN and infinite losses and gradient norms: first rank, first step, the last good values.
+
+Raised at the first one in a step whose update the loss scaler did not skip: a skipped update with an infinite norm is
+how dynamic loss scaling works. Resolved after ``CLEAN_STEPS`` finite steps of every rank that had one.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from ...telemetry import Step
+from ..findings import Finding
+
+CLEAN_STEPS = 20
+UPDATE_STEPS = 50
+"""A standing finding is sent again after so many more steps with such a value."""
+
+
+class NonFiniteFacts(msgspec.Struct, frozen=True):
+    """Where the first value that is no number came from."""
+
+    value: str
+    """``nan``, ``inf`` or ``-inf``."""
+    first_rank: int
+    first_step: int
+    last_good_step: int | None
+    """The last step of that rank before it with a finite value; None: there was none."""
+    last_good_loss: float | None
+    last_good_grad_norm: float | None
+    lr: float | None
+    steps: int
+    """Steps with such a value so far, over all ranks."""
+    ranks_total: int
+    finite_elsewhere: bool
+    """In that first step other ranks had a finite value: that rank's batch, or device, began it."""
+    precision: str = ""
+
+
+@dataclass(slots=True)
+class _Rank:
+    good_step: int | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    clean: int = 0
+    bad: bool = False
+
+
+@dataclass(slots=True)
+class _Case:
+    first_rank: int
+    first_step: int
+    value: str
+    good: tuple[int | None, float | None, float | None]
+    lr: float | None
+    steps: int = 0
+    ranks: set[int] | None = None
+
+
+class NonFinite:
+    """One of the two: ``loss`` or ``grad_norm``."""
+
+    def __init__(self, what: Literal["loss", "grad_norm"]) -> None:
+        self._what = what
+        self._kind: Literal["nan_loss", "nan_gradient"] = "nan_loss" if what == "loss" else "nan_gradient"
+        self._ranks: dict[int, _Rank] = {}
+        self._case: _Case | None = None
+        self._finite: dict[int, int] = {}
+        """Of the latest steps, how many ranks were finite: kept for the moment another rank is not."""
+
+    def step(self, step: Step, precision: str = "") -> list[Finding]:
+        """Look at one rank's step."""
+        value: float | None = getattr(step, self._what)
+        if step.updates and (value is None or math.isfinite(value)):
+            # One of several engines is enough; an update that its scaler skipped is not one.
+            of_each = [getattr(one, self._what) for one in step.updates if not one.overflow]
+            value = next((one for one in of_each if one is not None and not math.isfinite(one)), value)
+        if value is None:
+            return []
+        rank = self._ranks.get(step.rank)
+        if rank is None:
+            rank = self._ranks[step.rank] = _Rank()
+        if math.isfinite(value):
+            rank.good_step, rank.loss, rank.grad_norm = step.step, step.loss, step.grad_norm
+            if len(self._ranks) > 1:
+                self._finite[step.step] = self._finite.get(step.step, 0) + 1
+                if len(self._finite) > 64:
+                    del self._finite[next(iter(self._finite))]
+            return self._clean(rank, precision) if rank.bad else []
+        if step.overflow:
+            return []
+        return self._bad(step, rank, value, precision)
+
+    def reset(self) -> list[Finding]:
+        """Forget everything: another job begins. Returns the end of what stood."""
+        case, self._case = self._case, None
+        self._ranks.clear()
+        self._finite.clear()
+        return [self._finding(case, "resolved", "")] if case is not None else []
+
+    def _bad(self, step: Step, rank: _Rank, value: float, precision: str) -> list[Finding]:
+        rank.clean, rank.bad = 0, True
+        case, fresh = self._case, self._case is None
+        if case is None:
+            case = self._case = _Case(step.rank, step.step, repr(float(value)), _good(rank), step.lr, ranks=set())
+        assert case.ranks is not None
+        known = step.rank in case.ranks
+        case.ranks.add(step.rank)
+        case.steps += 1
+        if step.step < case.first_step:  # another rank's message was on its way for longer
+            case.first_rank, case.first_step, case.value = step.rank, step.step, repr(float(value))
+            case.good, known = _good(rank), False
+        if fresh:
+            return [self._finding(case, "raised", precision)]
+        if not known or case.steps % UPDATE_STEPS == 0:
+            return [self._finding(case, "updated", precision)]
+        return []
+
+    def _clean(self, rank: _Rank, precision: str) -> list[Finding]:
+        rank.clean += 1
+        if rank.clean >= CLEAN_STEPS:
+            rank.bad = False
+        case = self._case
+        if case is None or any(one.bad for one in self._ranks.values()):
+            return []
+        self._case = None
+        return [self._finding(case, "resolved", precision)]
+
+    def _finding(self, case: _Case, state: Literal["raised", "updated", "resolved"], precision: str) -> Finding:
+        facts = NonFiniteFacts(
+            case.value,
+            case.first_rank,
+            case.first_step,
+            *case.good,
+            case.lr,
+            case.steps,
+            len(self._ranks),
+            bool(self._finite.get(case.first_step)),
+            precision,
+        )
+        return Finding(
+            self._kind, facts, state, "error", tuple(sorted(case.ranks or {case.first_rank})), step=case.first_step
+        )
+
+
+def _good(rank: _Rank) -> tuple[int | None, float | None, float | None]:
+    return rank.good_step, rank.loss, rank.grad_norm

@@ -1,0 +1,121 @@
+"""Plateau: the loss has not fallen over the last 30 % of the run, and at least ``FEWEST_STEPS`` steps.
+
+Information only. Found when the medians of the two halves of that window differ by less than ``FLAT`` of the level, and
+the noise is low enough to tell: the standard error of that difference is below ``FLAT`` too. Not found
+
+- in the tail of a schedule: the learning rate is below ``TAIL`` of its highest, or the plan is nearly done;
+- where there is nothing left to learn: the level is below ``SOLVED`` of the first one, or not above zero.
+
+Resolved when the level falls by 1 %.
+"""
+
+import msgspec
+
+from ..findings import Finding
+from .joined import JoinedStep
+from .recent import median, spread
+
+FIRST_BLOCK = 10
+MOST_BLOCKS = 512
+FEWEST_STEPS = 1000
+WINDOW_SHARE = 0.3
+FLAT = 0.002
+TAIL = 0.3
+SOLVED = 0.1
+PLAN_SHARE = 0.8
+FALL = 0.01
+
+
+class PlateauFacts(msgspec.Struct, frozen=True):
+    """The level, since when, and what was ruled out."""
+
+    loss: float
+    improvement: float
+    """Median of the window's first half minus that of its second."""
+    since_step: int
+    steps: int
+    first_loss: float
+    lr: float | None
+    never_fell: bool
+    """The level is the one the run began with."""
+
+
+class Plateau:
+    """Judges the series of one run, in at most ``MOST_BLOCKS`` blocks of growing size."""
+
+    def __init__(self) -> None:
+        self._size = FIRST_BLOCK
+        self._blocks: list[float] = []
+        self._block: list[float] = []
+        self._began: list[int] = []
+        self._at = 0
+        self._lr: float | None = None
+        self._top_lr = 0.0
+        self._facts: PlateauFacts | None = None
+        self.total_steps = 0
+        """Of the plan; 0: not known."""
+
+    def step(self, row: JoinedStep) -> list[Finding]:
+        """Take in one step of the run."""
+        if row.loss is None:
+            return []
+        if row.lr is not None:
+            self._lr = row.lr
+            self._top_lr = max(self._top_lr, row.lr)
+        if not self._block:
+            self._at = row.step
+        self._block.append(row.loss)
+        if len(self._block) < self._size:
+            return []
+        self._blocks.append(median(self._block))
+        self._began.append(self._at)
+        self._block = []
+        if len(self._blocks) >= MOST_BLOCKS:
+            self._size *= 2
+            self._blocks = [(a + b) / 2 for a, b in zip(self._blocks[::2], self._blocks[1::2], strict=True)]
+            self._began = self._began[::2]
+        return self._look(row)
+
+    def reset(self) -> list[Finding]:
+        """Forget everything; returns the end of what stood."""
+        facts, total = self._facts, self.total_steps
+        self.__init__()
+        self.total_steps = total
+        return [Finding("loss_plateau", facts, "resolved", "info")] if facts is not None else []
+
+    def _look(self, row: JoinedStep) -> list[Finding]:
+        blocks = self._blocks
+        if self._facts is not None:
+            level = median(blocks[-10:])
+            if level < self._facts.loss - FALL * abs(self._facts.loss):
+                found = Finding("loss_plateau", self._facts, "resolved", "info", step=row.step)
+                self._facts = None
+                self._blocks, self._began, self._block = [], [], []
+                self._size = FIRST_BLOCK
+                return [found]
+            return []
+        count = max(-(-FEWEST_STEPS // self._size), int(WINDOW_SHARE * len(blocks)))
+        if len(blocks) < count + 2 or len(blocks) % 4:
+            return []
+        window = blocks[-count:]
+        early, late = window[: count // 2], window[count // 2 :]
+        level, before, first = median(late), median(early), median(blocks[:3])
+        if level <= 0 or level < SOLVED * first or self._in_tail(row):
+            return []
+        error = 1.25 * spread(late, level) * (2 / len(late)) ** 0.5
+        if abs(before - level) > FLAT * level or error > FLAT * level:
+            return []
+        self._facts = PlateauFacts(
+            level,
+            before - level,
+            self._began[-count],
+            row.step - self._began[-count] + 1,
+            first,
+            self._lr,
+            level > 0.98 * first,
+        )
+        return [Finding("loss_plateau", self._facts, "raised", "info", step=row.step)]
+
+    def _in_tail(self, row: JoinedStep) -> bool:
+        tail = self._lr is not None and self._lr < TAIL * self._top_lr
+        return tail or (self.total_steps > 0 and row.step > PLAN_SHARE * self.total_steps)

@@ -1,0 +1,146 @@
+"""Replicas that differ: ranks that should hold the same parameters do not.
+
+Ranks report checksums of a few parameters at the same steps (``Checksum``): the sum in double precision and the norm.
+Equal parameters have equal sums, to rounding; ranks are compared parameter by parameter at the same step. A difference
+counts from ``SAME`` of the norm on; from ``SERIOUS`` on it is an error, below a drift in the last bits, as GPUs of
+different kinds or non-deterministic optimizers cause. Found at the second check that shows one; resolved at
+``EQUAL_CHECKS`` checks in a row without, over at least as many parameters as there were.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ...health import Checksum, ParameterSum
+from ..findings import Finding
+
+SAME = 1e-9
+SERIOUS = 1e-4
+CHECKS = 2
+EQUAL_CHECKS = 3
+KEPT = 16
+"""Steps whose checksums are kept for ranks that are late."""
+
+
+class ReplicaFacts(msgspec.Struct, frozen=True):
+    """Which parameter differs, on whom, by how much."""
+
+    parameter: str
+    """The one that differs most."""
+    difference: float
+    """Of its sums, in units of its norm: about the relative size of what differs."""
+    odd_ranks: tuple[int, ...]
+    """Ranks that differ from the most common value; empty: no majority."""
+    first_step: int
+    parameters: int
+    """Parameters that differed at the latest check, of ``checked``."""
+    checked: int
+    ranks_total: int
+
+
+@dataclass(slots=True)
+class _Check:
+    sums: dict[int, dict[str, ParameterSum]] = field(default_factory=dict[int, dict[str, ParameterSum]])
+
+
+class Replicas:
+    """Compares the checksums of all ranks."""
+
+    def __init__(self) -> None:
+        self._checks: dict[int, _Check] = {}
+        self._ranks: set[int] = set()
+        self._differing = self._equal = 0
+        self._first = 0
+        self._wanted: set[str] = set()
+        """Parameters that differed, and were not seen equal since."""
+        self._facts: ReplicaFacts | None = None
+        self._severity = "warning"
+
+    def checksum(self, message: Checksum) -> list[Finding]:
+        """Take in one rank's checksums of one step."""
+        self._ranks.add(message.rank)
+        check = self._checks.setdefault(message.step, _Check())
+        check.sums[message.rank] = {one.name: one for one in message.parameters}
+        while len(self._checks) > KEPT:
+            self._checks.pop(min(self._checks))
+        if len(check.sums) < max(2, len(self._ranks)):
+            return []
+        del self._checks[message.step]
+        return self._compare(message.step, check.sums)
+
+    def drop(self, rank: int) -> None:
+        """Forget a rank that ended."""
+        self._ranks.discard(rank)
+
+    def reset(self) -> list[Finding]:
+        """Forget everything; returns the end of what stood."""
+        facts, severity = self._facts, self._severity
+        self.__init__()
+        return [_finding(facts, "resolved", severity, None)] if facts is not None else []
+
+    def _compare(self, step: int, sums: dict[int, dict[str, ParameterSum]]) -> list[Finding]:
+        ranks = sorted(sums)
+        common = [name for name in sums[ranks[0]] if all(name in sums[rank] for rank in ranks)]
+        worst, largest, differing = "", 0.0, 0
+        for name in common:
+            by = _difference([sums[rank][name] for rank in ranks])
+            if by > SAME:
+                differing += 1
+                self._wanted.add(name)
+            else:
+                self._wanted.discard(name)
+            if by > largest:
+                worst, largest = name, by
+        if not common:
+            return []
+        if largest <= SAME:
+            return self._alike(step)
+        self._equal = 0
+        self._differing += 1
+        if self._differing == 1:
+            self._first = step
+        if self._differing < CHECKS:
+            return []
+        odd = _odd({rank: sums[rank][worst] for rank in ranks})
+        state = "raised" if self._facts is None else "updated"
+        self._facts = ReplicaFacts(worst, largest, odd, self._first, differing, len(common), len(ranks))
+        self._severity = "error" if largest >= SERIOUS or self._severity == "error" else "warning"
+        return [_finding(self._facts, state, self._severity, step)]
+
+    def _alike(self, step: int) -> list[Finding]:
+        self._equal += 1
+        if self._facts is None:
+            if not self._wanted:
+                self._differing = 0
+            return []
+        if self._equal < EQUAL_CHECKS or self._wanted:
+            return []
+        facts, severity = self._facts, self._severity
+        self._facts, self._differing, self._severity = None, 0, "warning"
+        return [_finding(facts, "resolved", severity, step)]
+
+
+def _difference(sums: list[ParameterSum]) -> float:
+    values = [one.total for one in sums]
+    if any(value != value for value in values):  # NaN everywhere is another finding's; NaN on some is a difference
+        return 0.0 if all(value != value for value in values) else 1.0
+    low, high = min(values), max(values)
+    norm = max(one.norm for one in sums)
+    if high == low:
+        return 0.0
+    apart = max(one.norm for one in sums) - min(one.norm for one in sums)
+    return max(high - low, apart) / norm if norm > 0 else 1.0
+
+
+def _odd(sums: dict[int, ParameterSum]) -> tuple[int, ...]:
+    ways: dict[float, list[int]] = {}
+    for rank, one in sums.items():
+        ways.setdefault(one.total, []).append(rank)
+    ordered = sorted(ways.values(), key=len)
+    if len(ordered) < 2 or len(ordered[-1]) * 2 <= len(sums):
+        return ()
+    return tuple(sorted(rank for ranks in ordered[:-1] for rank in ranks))
+
+
+def _finding(facts: ReplicaFacts, state: str, severity: str, step: int | None) -> Finding:
+    return Finding("replica_divergence", facts, state, severity, facts.odd_ranks, step=step)  # type: ignore[arg-type]

@@ -1,0 +1,129 @@
+"""Ranks with different losses for the same inputs: replicas that hold or compute something different.
+
+Ranks send the loss of one batch now and then, with a fingerprint of its inputs (``BatchLoss``). Most ranks have batches
+of their own, and nothing is compared. Those of a step with equal fingerprints must have equal losses: a difference
+counts above ``precision`` (which the rank knows) of the larger of the loss and ``SHARE_OF_LARGEST`` of the largest loss
+so far, as losses near zero are sums that cancel, and above ``LEAST``. Found at the second such step in a row; resolved
+at ``EQUAL_CHECKS`` in a row without. Losses that are not finite are another finding's.
+"""
+
+import math
+
+import msgspec
+
+from ...health import BatchLoss
+from ..findings import Finding
+from .recent import median
+
+CHECKS = 2
+EQUAL_CHECKS = 3
+SHARE_OF_LARGEST = 0.01
+LEAST = 1e-6
+KEPT = 16
+"""Steps that are kept for ranks that are late."""
+SHOWN = 8
+
+
+class UnequalLossFacts(msgspec.Struct, frozen=True):
+    """Who had the same inputs, and which losses."""
+
+    step: int
+    """The latest step at which they differed."""
+    first_step: int
+    ranks: tuple[int, ...]
+    """Ranks with the same inputs."""
+    losses: tuple[tuple[int, float], ...]
+    """By rank, the most different ones first; at most ``SHOWN``."""
+    odd_ranks: tuple[int, ...]
+    """Those that differ from most of them; empty: no majority."""
+    difference: float
+    """Between the highest and the lowest, relative to the loss."""
+    precision: float
+
+
+class UnequalLosses:
+    """Compares the losses of ranks that had the same inputs."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, dict[int, BatchLoss]] = {}
+        self._ranks: set[int] = set()
+        self._largest = 0.0
+        self._differing = self._equal = 0
+        self._first = 0
+        self._facts: UnequalLossFacts | None = None
+
+    def batch_loss(self, message: BatchLoss) -> list[Finding]:
+        """Take in one rank's."""
+        self._ranks.add(message.rank)
+        if math.isfinite(message.loss):
+            self._largest = max(self._largest, abs(message.loss))
+        step = self._steps.setdefault(message.step, {})
+        step[message.rank] = message
+        while len(self._steps) > KEPT:
+            self._steps.pop(min(self._steps))
+        if len(step) < max(2, len(self._ranks)) or message.step not in self._steps:
+            return []
+        del self._steps[message.step]
+        return self._compare(message.step, step)
+
+    def drop(self, rank: int) -> None:
+        """Forget a rank that ended."""
+        self._ranks.discard(rank)
+
+    def reset(self) -> list[Finding]:
+        """Forget everything; returns the end of what stood."""
+        facts = self._facts
+        self.__init__()
+        return [_finding(facts, "resolved", None)] if facts is not None else []
+
+    def _compare(self, step: int, losses: dict[int, BatchLoss]) -> list[Finding]:
+        alike: dict[str, dict[int, BatchLoss]] = {}
+        for rank, found in sorted(losses.items()):
+            if math.isfinite(found.loss):
+                alike.setdefault(found.inputs, {})[rank] = found
+        groups = [group for group in alike.values() if len(group) > 1]
+        if not groups:
+            return []
+        worst = max((self._judge(step, group) for group in groups), key=lambda facts: facts.difference)
+        if not worst.ranks:
+            return self._alike(step)
+        self._equal = 0
+        self._differing += 1
+        if self._differing == 1:
+            self._first = step
+        if self._differing < CHECKS:
+            return []
+        state = "raised" if self._facts is None else "updated"
+        self._facts = msgspec.structs.replace(worst, first_step=self._first)
+        return [_finding(self._facts, state, step)]
+
+    def _judge(self, step: int, group: dict[int, BatchLoss]) -> UnequalLossFacts:
+        """Return how far the losses of one group are apart; without ranks where that is no difference."""
+        losses = {rank: found.loss for rank, found in group.items()}
+        precision = max(found.precision for found in group.values())
+        level = max(abs(loss) for loss in losses.values())
+        limit = precision * max(level, SHARE_OF_LARGEST * self._largest) + LEAST
+        spread = max(losses.values()) - min(losses.values())
+        if spread <= limit:
+            return UnequalLossFacts(step, step, (), (), (), 0.0, precision)
+        middle = median(losses.values())
+        away = {rank: abs(loss - middle) for rank, loss in losses.items()}
+        odd = tuple(rank for rank, by in away.items() if by > limit / 2)
+        ordered = sorted(losses.items(), key=lambda one: (-away[one[0]], one[0]))[:SHOWN]
+        is_majority = len(odd) * 2 < len(losses)
+        return UnequalLossFacts(
+            step, step, tuple(losses), tuple(ordered), odd if is_majority else (), spread / level, precision
+        )
+
+    def _alike(self, step: int) -> list[Finding]:
+        self._equal += 1
+        self._differing = 0
+        facts = self._facts
+        if facts is None or self._equal < EQUAL_CHECKS:
+            return []
+        self._facts = None
+        return [_finding(facts, "resolved", step)]
+
+
+def _finding(facts: UnequalLossFacts, state: str, step: int | None) -> Finding:
+    return Finding("unequal_losses", facts, state, "warning", facts.odd_ranks or facts.ranks, step=step)  # type: ignore[arg-type]

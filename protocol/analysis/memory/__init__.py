@@ -1,0 +1,1 @@
+"""Spikes, growth and leaks of a rank's memory, their causes and remedies."""

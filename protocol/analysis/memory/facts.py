@@ -1,0 +1,118 @@
+"""What the memory detectors find, as figures. Alerts carry them as evidence; ``analysis.text`` has the words."""
+
+from typing import Any
+
+import msgspec
+
+from ...memory import Cause
+from ...oom import Remedy
+from .stack_patterns import Named
+
+
+class NumbersCause(msgspec.Struct, frozen=True):
+    """A cause that the step itself names, without stacks."""
+
+    pattern: str
+    """``longer_batch``, ``loss_scale_overflow`` or ``checkpoint_saving``."""
+    remedy: Remedy
+    batch_shape: list[int] = []
+    longest_shape: list[int] = []
+    """The largest batch before."""
+    saves_bytes: int = 0
+    """What a batch like those before would save; 0: see the remedy."""
+
+
+class StackCause(msgspec.Struct, frozen=True):
+    """What the stacks of one step say. Without ``named`` they are of another matter than the transient."""
+
+    cause: Cause
+    named: Named | None = None
+    remedy: Remedy = Remedy("", "")
+
+    @property
+    def pattern(self) -> str:
+        """The pattern of most of it; empty: cannot tell."""
+        return self.named.pattern if self.named is not None else ""
+
+
+class SpikeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A transient far above what the phase usually takes."""
+
+    transient_bytes: int
+    usual_bytes: int
+    limit_bytes: int
+    """Above this a transient counts as a spike."""
+    peak_bytes: int
+    capacity_bytes: int
+    share_of_capacity: float
+    phase_ms: float
+    sets_step_peak: bool
+    sets_run_peak: bool
+    measure: str
+    """``allocated`` or ``resident``."""
+    steps: list[int]
+    """The last ten steps with such a spike."""
+    repeats: bool
+    batch_shape: list[int]
+    allocations: int = 0
+    allocated_bytes: int = 0
+    largest_bytes: list[int] = []
+    """The largest single allocations of the latest, by the allocator's trace."""
+    latest_rank: int = -1
+    """The rank it was seen on last, where ranks share one alert."""
+    causes: Any = ()
+    """``NumbersCause`` and ``StackCause``, as far as they are known."""
+
+
+class SteadyFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A large transient that every step has."""
+
+    transient_bytes: int
+    capacity_bytes: int
+    share_of_capacity: float
+    phase_ms: float
+    peak_bytes: int
+    sets_step_peak: bool
+    measure: str
+    first_steps: int
+    """Steps that were looked at."""
+    repeats: bool = msgspec.field(default_factory=lambda: True)
+    zero_stage: int | None = None
+    causes: Any = ()
+
+
+class GrowthFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the first optimizer step created and kept."""
+
+    growth_bytes: int
+    """On the rank with most."""
+    net_bytes: int
+    """By how much memory rose in that step, on the latest rank."""
+    capacity_bytes: int
+    bytes_by_rank: dict[str, int]
+    freed_bytes: int = 0
+    """Gradients that the same update freed, on the latest rank."""
+
+
+class LeakFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Memory that grows step over step."""
+
+    bytes_per_step: int
+    full_at_step: int
+    """0: cannot be told without a capacity."""
+    window_steps: int
+    block_steps: int
+    rise_bytes: int
+    """Over the window."""
+    level_bytes: int
+    peak_bytes: int
+    capacity_bytes: int
+    measure: str
+    bytes_per_step_by_rank: dict[str, int]
+    latest_rank: int = -1
+    ends_at_step: int = 0
+    """The run's last step, where it comes before the device is full."""
+    place: str = ""
+    """Where most of what is kept was allocated."""
+    cause: Any = None
+    """A ``Cause`` of reason ``leak``: what whole steps left behind, by stack."""

@@ -1,0 +1,106 @@
+"""Why a phase took what it took: from the numbers of its step at once, and from stacks when a rank has sent them.
+
+The numbers name a batch longer than any before, an update that the loss scaler skipped, and a checkpoint being saved.
+Stacks name the rest (``stack_patterns``). Where neither does, there is no cause to report.
+"""
+
+from ...memory import Cause
+from ...telemetry import Hello, Step
+from ..findings.finding import Matter
+from ..remedies import remedy_of
+from .facts import NumbersCause, StackCause
+from .stack_patterns import name_cause
+
+REPEATED_SHARE = 0.5
+"""Stacks of a step that took less than this share of the spike are those of another matter."""
+
+
+class _Rank:
+    __slots__ = ("elements", "hello", "longest", "tokens")
+
+    def __init__(self) -> None:
+        self.hello: Hello | None = None
+        self.elements = 0
+        self.longest: list[int] = []
+        self.tokens = 0
+
+
+class KnownCauses:
+    """What is known of the causes of each rank's and phase's transients."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+        self._numbers: dict[Matter, NumbersCause] = {}
+        self._stacks: dict[Matter, StackCause] = {}
+        self._settled: set[Matter] = set()
+
+    def hello(self, hello: Hello) -> None:
+        """Learn what a rank trains with."""
+        self._rank(hello.rank).hello = hello
+
+    def note(self, step: Step) -> None:
+        """Note a step's batch, once the step has been looked at."""
+        shape = step.batch_shape
+        if not shape:
+            return
+        rank = self._ranks.get(step.rank)
+        if rank is None:
+            rank = self._rank(step.rank)
+        elements = shape[0] * shape[1] if len(shape) > 1 else shape[0]
+        rank.tokens = elements
+        if elements > rank.elements:
+            rank.elements, rank.longest = elements, shape
+
+    def by_numbers(self, matter: Matter, step: Step, phase: str, transient: int, usual: int) -> None:
+        """Look for a cause in what the step itself says; call it before ``note``."""
+        rank = self._rank(step.rank)
+        shape, pattern, saves = step.batch_shape, "", 0
+        if phase == "optimizer" and step.overflow:
+            pattern = "loss_scale_overflow"
+        elif phase == "checkpoint":
+            pattern = "checkpoint_saving"
+        elif phase in ("forward", "backward") and len(shape) > 1 and shape[0] * shape[1] > rank.elements > 0:
+            pattern, saves = "longer_batch", max(0, transient - usual)
+        if pattern:
+            remedy = remedy_of(pattern, transient, rank.hello)
+            self._numbers[matter] = NumbersCause(pattern, remedy, shape, rank.longest, saves)
+        else:
+            self._numbers.pop(matter, None)
+
+    def by_stacks(self, matter: Matter, cause: Cause, transient: int) -> None:
+        """Take in the stacks that a rank has sent, as those of a matter of ``transient`` bytes."""
+        rank = self._rank(cause.rank)
+        if cause.transient_bytes < REPEATED_SHARE * transient:
+            self._stacks[matter] = StackCause(cause)
+            return
+        self._settled.add(Matter("spike", cause.rank, cause.phase))
+        named = name_cause(cause, rank.tokens)
+        found = StackCause(cause, named)
+        if named.pattern:
+            found = StackCause(cause, named, remedy_of(named.pattern, named.parts[0].bytes, rank.hello))
+        self._stacks[matter] = found
+
+    def settled(self, matter: Matter) -> bool:
+        """Whether stacks of a step that had the transient are known already."""
+        return matter in self._settled
+
+    def of(self, matter: Matter) -> tuple[NumbersCause | StackCause, ...]:
+        """Return what is known of a matter, what its own step says first."""
+        return tuple(found for found in (self._numbers.get(matter), self._stacks.get(matter)) if found is not None)
+
+    def _rank(self, number: int) -> _Rank:
+        rank = self._ranks.get(number)
+        if rank is None:
+            rank = self._ranks[number] = _Rank()
+        return rank
+
+
+def matters_of(cause: Cause) -> list[Matter]:
+    """Return the matters that the stacks of a rank's phase may explain."""
+    if cause.reason == "leak":
+        return []
+    return [
+        Matter("spike", cause.rank, cause.phase),
+        Matter("spike", None, cause.phase),
+        Matter("steady_transient", None, cause.phase),
+    ]

@@ -1,0 +1,240 @@
+"""Leaks: memory that grows step over step at the same point of the step, told from noise by a stated test.
+
+**What is measured**: bytes allocated (never reserved) when a step's forward begins, or at the step's end where no
+forward is known; on the CPU the resident set there. The first ``FIRST`` steps of a rank count for nothing, nor do steps
+with an evaluation or a checkpoint.
+
+**The test**, on three windows: 64, 256 and 1,024 steps, each as 16 blocks of which the lowest counts (``levels``). A
+window shows a leak when, twice in a row,
+
+- Mann-Kendall's S is at least 96 of 120: without a trend that has a probability of 6e-7 a test;
+- no single rise makes more than 0.3 of the whole, and the median rises by at least 0.1 of it from each quarter of the
+  window to the next: a level that changed once or twice is no leak;
+- the rise is at least 16 MiB and 0.02 % of the device; on the CPU 64 MiB and 0.5 % of the host's memory (512 MiB are
+  always enough), with glibc's own count of what is in use rising by half of it or more: the resident set alone also
+  grows by fragmentation;
+- half of the rise or more lies above all that was before the window: what wanders, or comes down again (garbage that is
+  collected now and then), does not get there; it is told at most while its first rise is longer than a window;
+- the batches do not grow with it: S of their sizes is below 56, else what is kept of them cannot be told from a leak.
+
+Values that hang together over some ten steps make a false alarm likelier than that: 2 in 2,500 runs of 2,500 steps,
+measured with noise that has 0.9 of its last value in the next.
+
+**The rate** is the median of all pairs' slopes (Theil-Sen). The device is full when the highest peak of the last step,
+growing at that rate, meets its capacity. One alert for all ranks; a warning, or information when the run's plan ends
+before. A leak has stopped when, twice in a row, the last eight blocks grow at less than a fifth of the rate.
+"""
+
+import msgspec
+
+from ...memory import Cause
+from ...telemetry import STEP_PHASES, Hello, Plan, Step
+from ..findings import Finding
+from ..findings.alert_store import RANKS_LISTED
+from ..findings.finding import Resolution
+from ..findings.requests import DiagnosticRequests
+from .facts import LeakFacts
+from .levels import SIZES, Levels, Series
+from .stack_patterns import place_of
+
+MIB = 2**20
+FIRST = 5
+MOST_FLOOR = 512 * MIB
+ORDINARY = len(STEP_PHASES)
+_RETOLD_BLOCKS = 8
+_NONE: list[Finding] = []
+
+
+class _Open:
+    """A leak of one rank."""
+
+    __slots__ = ("blocks", "rate", "series", "slow")
+
+    def __init__(self, series: Series, rate: float) -> None:
+        self.series = series
+        self.rate = rate
+        self.blocks = 0
+        self.slow = 0
+        """How many times in a row it was found to have stopped."""
+
+
+class _Rank:
+    __slots__ = (
+        "batch",
+        "capacity",
+        "cpu",
+        "floor",
+        "host",
+        "levels",
+        "name",
+        "open",
+        "phases",
+        "place",
+        "seen",
+    )
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.levels = Levels()
+        self.batch = 0
+        self.capacity = 0
+        self.cpu = False
+        self.host = ""
+        self.phases = self.place = 0
+        """How many phases its steps have, and which of them is looked at."""
+        self.name = ""
+        self.floor = 64 * MIB
+        self.open: _Open | None = None
+
+
+class LeakDetector:
+    """Finds leaks (rules: this module's docstring). Pure: all times are passed in."""
+
+    def __init__(self, asks: DiagnosticRequests) -> None:
+        self._asks = asks
+        self._ranks: dict[int, _Rank] = {}
+        self._total_steps = 0
+        self._place = ""
+        self._cause: Cause | None = None
+        """What the stacks of whole steps showed."""
+        self._latest: Finding | None = None
+
+    def hello(self, hello: Hello) -> None:
+        """Learn a rank's device."""
+        rank = self._rank(hello.rank)
+        rank.capacity = hello.device.capacity_bytes
+        rank.cpu = hello.memory_measure != "cuda"
+        rank.host = hello.host
+        low, share = (64 * MIB, 0.005) if rank.cpu else (16 * MIB, 0.0002)
+        rank.floor = min(MOST_FLOOR, max(low, int(share * rank.capacity)))
+
+    def plan(self, plan: Plan) -> None:
+        """Learn when the run means to end."""
+        self._total_steps = plan.total_steps
+
+    def step(self, step: Step) -> list[Finding]:
+        """Look at one step."""
+        rank = self._ranks.get(step.rank)
+        if rank is None:
+            rank = self._rank(step.rank)
+        rank.seen += 1
+        batch = rank.batch
+        shape = step.batch_shape
+        rank.batch = shape[0] * shape[1] if len(shape) > 1 else 0
+        if rank.seen <= FIRST or not step.phases:
+            return _NONE
+        phases = step.phases
+        # Steps of four phases or fewer look alike: where the phase of the one before was is looked first.
+        if len(phases) != rank.phases or phases[rank.place].name != rank.name:
+            rank.phases = len(phases) if len(phases) <= ORDINARY else 0
+            names = [record.name for record in phases]
+            if "checkpoint" in names or "eval" in names:
+                rank.phases = 0
+                return _NONE
+            rank.place = names.index("forward") if "forward" in names else len(names) - 1
+            rank.name = names[rank.place]
+        record = phases[rank.place]
+        at_start = rank.name == "forward"
+        span = record.allocated
+        level, second = (span.start if at_start else span.end), -1
+        if record.resident is not None:
+            span = record.resident
+            level, second = (span.start if at_start else span.end), level
+        new = rank.levels.add(level, second, batch)
+        return self._look(step, rank, new) if new else _NONE
+
+    def cause(self, cause: Cause) -> list[Finding]:
+        """Take in what the stacks of whole steps show of what they left behind."""
+        known = self._latest
+        if cause.reason != "leak" or known is None:
+            return []
+        self._cause = cause
+        if cause.groups and cause.groups[0].frames and not self._place:
+            self._place = place_of(cause.groups[0].frames)
+        facts = msgspec.structs.replace(known.facts, cause=cause, place=self._place)
+        self._latest = msgspec.structs.replace(known, facts=facts)
+        return [msgspec.structs.replace(known, facts=facts, state="explained")]
+
+    def restore(self, finding: Finding) -> None:
+        """Take in a leak of the recording, so that it goes on instead of being raised twice."""
+        facts: LeakFacts | None = finding.facts
+        if facts is None or finding.state == "resolved":
+            return
+        self._place = facts.place
+        self._latest = finding
+        size = facts.block_steps
+        for number in finding.ranks:
+            rank = self._rank(number)
+            series = rank.levels.series[SIZES.index(size) if size in SIZES else 0]
+            rank.open = _Open(series, float(facts.bytes_per_step))
+
+    def drop(self, number: int) -> list[Finding]:
+        """A rank has ended: its memory grows no more."""
+        rank = self._ranks.get(number)
+        return self._close(rank, Resolution("rank_ended")) if rank is not None and rank.open is not None else []
+
+    def _rank(self, number: int) -> _Rank:
+        rank = self._ranks.get(number)
+        if rank is None:
+            rank = self._ranks[number] = _Rank()
+        return rank
+
+    def _look(self, step: Step, rank: _Rank, new: int) -> list[Finding]:
+        opened = rank.open
+        if opened is not None:
+            # A wider window knows the rate better, but takes longer to see the end of it.
+            if opened.series not in rank.levels.series[:new]:
+                return []
+            opened.blocks += 1
+            opened.slow = 0 if opened.series.goes_on(opened.rate) else opened.slow + 1
+            if opened.slow > 1:
+                return self._close(rank, Resolution("calm", step.step))
+            if opened.blocks % _RETOLD_BLOCKS or len(opened.series.levels) < 2:
+                return []
+            opened.rate = opened.series.rate
+            return [self._finding(step, rank, opened)]
+        for series in rank.levels.series[:new]:
+            if series.grows(rank.floor):
+                rank.open = _Open(series, series.rate)
+                self._asks.leak(step.rank)
+                return [self._finding(step, rank, rank.open)]
+        return []
+
+    def _close(self, rank: _Rank, why: Resolution) -> list[Finding]:
+        rank.open = None
+        for series in rank.levels.series:
+            series.sure = 0
+        if any(other.open is not None for other in self._ranks.values()):
+            return []
+        return [Finding("leak", why, "resolved")]
+
+    def _finding(self, step: Step, rank: _Rank, opened: _Open) -> Finding:
+        growing = {number: other.open.rate for number, other in self._ranks.items() if other.open is not None}
+        listed = sorted(growing)[:RANKS_LISTED]
+        rate = max(opened.rate, 1.0)
+        peak = step.peak_phase.peak_span.peak if step.peak_phase is not None else opened.series.levels[-1]
+        # The host's memory is shared by the ranks on it, a device is its rank's own.
+        sharing = sum(1 for other in self._ranks.values() if other.host == rank.host) if rank.cpu else 1
+        left = max(0, rank.capacity - peak * sharing)
+        full = step.step + int(left / (rate * sharing)) if rank.capacity else 0
+        in_time = bool(full and self._total_steps and full > self._total_steps)
+        levels = opened.series.levels
+        facts = LeakFacts(
+            bytes_per_step=round(rate),
+            full_at_step=full,
+            window_steps=(len(levels) - 1) * opened.series.size,
+            block_steps=opened.series.size,
+            rise_bytes=levels[-1] - levels[0],
+            level_bytes=levels[-1],
+            peak_bytes=peak,
+            capacity_bytes=rank.capacity,
+            measure="resident" if rank.cpu else "allocated",
+            bytes_per_step_by_rank={str(key): round(growing[key]) for key in listed},
+            latest_rank=step.rank,
+            ends_at_step=self._total_steps if in_time else 0,
+            place=self._place,
+            cause=self._cause,
+        )
+        severity = "info" if in_time else "warning"
+        self._latest = Finding("leak", facts, severity=severity, ranks=tuple(listed), step=step.step)
+        return self._latest

@@ -1,0 +1,335 @@
+"""Spikes: memory that a phase took and gave back, large against its own recent steps, or large in every step.
+
+A phase's transient is ``peak - max(start, end)`` of the figure with a true high-water mark (allocated on a GPU,
+resident set on the CPU). Two rules:
+
+**recent** (one alert for each rank and phase). The transient exceeds what this phase of this rank usually takes::
+
+    transient > usual + max(k x 1.4826 x MAD, share x usual, floor)
+
+over the last 32 steps: ``usual`` is their median (their maximum while there are fewer than 8; the first step does not
+count). ``k`` = 6, ``share`` = 0.25 and at least 2 steps for the optimizer; 8, 1.0 and at least 8 steps for other
+phases, whose activations follow the batch's length. ``floor`` is 0.1 % of the device on a GPU, within 32 to 256 MiB,
+and 0.2 % on the CPU, within 48 to 256 MiB: the resident set jumps by glibc's trimming and by file pages, which is no
+news. A repeat counts the alert up; after 20 calm steps it is resolved. It is a warning in the optimizer, or when it
+makes the run's peak and takes 5 % of the device, else information.
+
+**steady** (one alert for all ranks and a phase). A transient that is there in every step: the median of 5 steps or more
+is at least 0.5 % of the device and 256 MiB (optimizer, GPU), 2 % and 256 MiB (optimizer, CPU), or 10 % for another
+phase that makes the step's peak. It is a warning from 5 % on (optimizer), else information.
+
+Either asks a rank for the stacks of that phase (``requests``); its cause is added once it is known (``known_causes``).
+"""
+
+from collections import deque
+
+import msgspec
+
+from ...control import Severity
+from ...memory import Cause
+from ...telemetry import AllocatorEvents, Hello, PhaseRecord, Step
+from ..findings import Finding
+from ..findings.finding import Matter, Resolution
+from ..findings.requests import DiagnosticRequests
+from .baseline import FEW, Usual, usual_of
+from .facts import SpikeFacts, SteadyFacts
+from .known_causes import KnownCauses, matters_of
+
+MIB = 2**20
+WINDOW = 32
+EARLIEST = 2
+CALM_STEPS = 20
+STEADY_STEPS = 5
+RANKS_APART = 8
+"""So many ranks get a spike alert of their own for a phase; further ones share one."""
+SEVERE_SHARE = 0.05
+
+_NEVER = 1 << 62
+
+
+class _PhaseHistory:
+    __slots__ = ("limit", "next_look", "recent", "seen", "steady_found")
+
+    def __init__(self) -> None:
+        self.recent: deque[int] = deque(maxlen=WINDOW)
+        self.seen = 0
+        self.next_look = EARLIEST
+        self.limit = _NEVER
+        """A cheap bound, looked at anew now and then; what exceeds it is judged exactly."""
+        self.steady_found = False
+
+
+class _Rank:
+    __slots__ = ("capacity", "cpu", "floor", "open", "phases", "run_peak", "steps", "zero_stage")
+
+    def __init__(self) -> None:
+        self.capacity = 0
+        self.cpu = False
+        self.floor = 64 * MIB
+        self.zero_stage: int | None = None
+        self.phases: dict[str, _PhaseHistory] = {}
+        self.run_peak = 0
+        self.steps = 0
+        self.open: dict[str, int] = {}
+        """Phases with a standing alert: the step of the last spike."""
+
+
+class SpikeDetector:
+    """Finds spikes in steps (rules: this module's docstring). Pure: all times are passed in."""
+
+    def __init__(self, causes: KnownCauses, asks: DiagnosticRequests) -> None:
+        self._causes = causes
+        self._asks = asks
+        self._ranks: dict[int, _Rank] = {}
+        self._matters: dict[Matter, Finding] = {}
+        """The latest finding of each matter."""
+        self._apart: dict[str, set[int]] = {}
+        self._recorded: list[Cause] = []
+
+    def hello(self, hello: Hello) -> None:
+        """Learn a rank's device, which the floors are shares of."""
+        rank = self._rank(hello.rank)
+        rank.capacity = hello.device.capacity_bytes
+        rank.cpu = hello.memory_measure != "cuda"
+        rank.zero_stage = hello.zero_stage
+        low, share = (48 * MIB, 0.002) if rank.cpu else (32 * MIB, 0.001)
+        rank.floor = int(min(256 * MIB, max(low, share * rank.capacity))) if rank.capacity else 64 * MIB
+
+    def step(self, t: float, step: Step) -> list[Finding]:
+        """Look at one step's phases."""
+        rank = self._ranks.get(step.rank)
+        if rank is None:
+            rank = self._rank(step.rank)
+        rank.steps += 1
+        suspects: list[tuple[PhaseRecord, int, _PhaseHistory]] | None = None
+        steady: list[tuple[str, _PhaseHistory]] | None = None
+        top = 0
+        histories = rank.phases
+        for record in step.phases:
+            span = record.resident
+            if span is None:
+                span = record.allocated
+            peak, start, end = span.peak, span.start, span.end
+            transient = peak - (start if start > end else end)
+            if peak > top:
+                top = peak
+            history = histories.get(record.name)
+            if history is None:
+                history = histories[record.name] = _PhaseHistory()
+            if rank.steps == 1:
+                continue
+            if transient > history.limit:
+                suspects = [*(suspects or ()), (record, transient, history)]
+            history.recent.append(transient)
+            history.seen += 1
+            if history.seen >= history.next_look:
+                self._look(rank, record.name, history)
+                steady = [*(steady or ()), (record.name, history)]
+        findings: list[Finding] = []
+        if suspects is not None:
+            for record, transient, history in suspects:
+                findings += self._spike(t, step, rank, record, transient, history, top)
+        if steady is not None:
+            for name, history in steady:
+                findings += self._steady(step, rank, name, history, top)
+        if rank.open:
+            findings += self._calm(step, rank)
+        if top > rank.run_peak:
+            rank.run_peak = top
+        self._causes.note(step)
+        return findings
+
+    def allocator(self, events: AllocatorEvents) -> list[Finding]:
+        """Add the largest allocations of a spike's own step, where the allocator's trace has them."""
+        findings: list[Finding] = []
+        for phase in events.phases:
+            matter = Matter("spike", events.rank, phase.name)
+            known = self._matters.get(matter)
+            if known is not None and known.step == events.step and phase.largest:
+                facts = msgspec.structs.replace(known.facts, largest_bytes=phase.largest[:8])
+                findings.append(self._more(matter, known, facts))
+        return findings
+
+    def cause(self, cause: Cause) -> list[Finding]:
+        """Take in what a rank found by stacks; return the findings that it explains."""
+        findings: list[Finding] = []
+        for matter in matters_of(cause):
+            known = self._matters.get(matter)
+            if known is not None and (cause.rank in known.ranks or not known.ranks):
+                self._causes.by_stacks(matter, cause, known.facts.transient_bytes)
+                facts = msgspec.structs.replace(known.facts, causes=self._causes.of(matter))
+                findings.append(self._more(matter, known, facts))
+        return findings
+
+    def restore_cause(self, cause: Cause) -> None:
+        """Take in a cause of the recording; it is used once its alert has been taken in too."""
+        self._recorded.append(cause)
+
+    def observe(self, step: Step) -> None:
+        """Take in a step of the recording: it counts for the run's peak, and the rank is past its first step."""
+        rank = self._rank(step.rank)
+        rank.steps += 1
+        rank.run_peak = max([rank.run_peak, *(record.peak_span.peak for record in step.phases)])
+
+    def restore(self, finding: Finding) -> None:
+        """Take in a finding of the recording, so that it goes on instead of being raised twice."""
+        if finding.facts is not None:
+            self._keep(finding)
+        if finding.kind == "steady_transient":
+            for number in finding.ranks:
+                self._rank(number).phases.setdefault(finding.phase, _PhaseHistory()).steady_found = True
+        elif finding.rank is not None:
+            self._apart.setdefault(finding.phase, set()).add(finding.rank)
+            if finding.state != "resolved":
+                self._rank(finding.rank).open[finding.phase] = finding.step or 0
+
+    def _rank(self, number: int) -> _Rank:
+        rank = self._ranks.get(number)
+        if rank is None:
+            rank = self._ranks[number] = _Rank()
+        return rank
+
+    def _look(self, rank: _Rank, name: str, history: _PhaseHistory) -> None:
+        seen = history.seen
+        history.next_look = seen + (1 if seen < STEADY_STEPS else 3 if seen < 8 else 16 if seen < WINDOW else WINDOW)
+        history.limit = _limit(usual_of(history.recent), name, rank.floor)
+
+    def _spike(
+        self, t: float, step: Step, rank: _Rank, record: PhaseRecord, transient: int, history: _PhaseHistory, top: int
+    ) -> list[Finding]:
+        # The step itself is in the window by now; one value in 32 does not move a median, but a maximum it would.
+        usual = usual_of(list(history.recent)[:-1])
+        limit = _limit(usual, record.name, rank.floor)
+        if transient <= limit or (record.name != "optimizer" and history.seen <= FEW):
+            return []
+        name, number = record.name, step.rank
+        apart = self._apart.setdefault(name, set())
+        own = number in apart or len(apart) < RANKS_APART
+        if own:
+            apart.add(number)
+            rank.open[name] = step.step
+        matter = Matter("spike", number if own else None, name)
+        before = self._matters.get(matter)
+        steps: list[int] = [*(before.facts.steps if before is not None else []), step.step][-10:]
+        share = transient / rank.capacity if rank.capacity else 0.0
+        sets_run = record.peak_span.peak > rank.run_peak
+        severity: Severity = "warning" if name == "optimizer" or (sets_run and share >= SEVERE_SHARE) else "info"
+        self._causes.by_numbers(matter, step, name, transient, usual.typical)
+        self._use_recorded()
+        if own and not self._causes.settled(matter):
+            self._asks.spike(t, number, name, steps)
+        facts = SpikeFacts(
+            transient_bytes=transient,
+            usual_bytes=usual.typical,
+            limit_bytes=limit,
+            peak_bytes=record.peak_span.peak,
+            capacity_bytes=rank.capacity,
+            share_of_capacity=round(share, 5),
+            phase_ms=_milliseconds(record),
+            sets_step_peak=record.peak_span.peak >= top,
+            sets_run_peak=sets_run,
+            measure="resident" if record.resident is not None else "allocated",
+            steps=steps,
+            repeats=len(steps) > 1,
+            batch_shape=step.batch_shape,
+            allocations=record.allocations or 0,
+            allocated_bytes=record.allocated_bytes if record.allocations else 0,
+            latest_rank=-1 if own else number,
+            causes=self._causes.of(matter),
+        )
+        ranks = (number,) if own else tuple(sorted({*(before.ranks if before is not None else ()), number}))
+        return [
+            self._keep(
+                Finding(
+                    "spike",
+                    facts,
+                    severity=severity,
+                    ranks=ranks,
+                    step=step.step,
+                    rank=number if own else None,
+                    phase=name,
+                )
+            )
+        ]
+
+    def _steady(self, step: Step, rank: _Rank, name: str, history: _PhaseHistory, top: int) -> list[Finding]:
+        if history.steady_found or history.seen < STEADY_STEPS or not rank.capacity:
+            return []
+        typical = usual_of(history.recent).middle
+        share = typical / rank.capacity
+        record = step.phase(name)
+        if record is None:
+            return []
+        sets_step = record.peak_span.peak >= top
+        if name == "optimizer":
+            large = typical >= 256 * MIB and share >= (0.02 if rank.cpu else 0.005)
+        else:
+            large = share >= 0.10 and sets_step
+        if not large:
+            return []
+        history.steady_found = True
+        matter = Matter("steady_transient", None, name)
+        known = self._matters.get(matter)
+        self._use_recorded()
+        self._asks.steady(step.rank, name)
+        size = max(typical, known.facts.transient_bytes if known is not None else 0)
+        facts = SteadyFacts(
+            transient_bytes=size,
+            capacity_bytes=rank.capacity,
+            share_of_capacity=round(size / rank.capacity, 5),
+            phase_ms=_milliseconds(record),
+            peak_bytes=record.peak_span.peak,
+            sets_step_peak=sets_step,
+            measure="resident" if record.resident is not None else "allocated",
+            first_steps=history.seen,
+            zero_stage=rank.zero_stage,
+            causes=self._causes.of(matter),
+        )
+        return [
+            self._keep(
+                Finding(
+                    "steady_transient",
+                    facts,
+                    severity="warning" if name == "optimizer" and share >= SEVERE_SHARE else "info",
+                    ranks=tuple(sorted({*(known.ranks if known is not None else ()), step.rank})),
+                    step=step.step,
+                    phase=name,
+                )
+            )
+        ]
+
+    def _calm(self, step: Step, rank: _Rank) -> list[Finding]:
+        over = [name for name, last in rank.open.items() if step.step - last >= CALM_STEPS]
+        for name in over:
+            del rank.open[name]
+        return [
+            Finding("spike", Resolution("calm", CALM_STEPS), "resolved", rank=step.rank, ranks=(step.rank,), phase=name)
+            for name in over
+        ]
+
+    def _use_recorded(self) -> None:
+        """Let the causes of the recording explain the alerts of the recording."""
+        while self._recorded:
+            cause = self._recorded.pop(0)
+            for matter in matters_of(cause):
+                known = self._matters.get(matter)
+                if known is not None:
+                    self._causes.by_stacks(matter, cause, known.facts.transient_bytes)
+
+    def _keep(self, finding: Finding) -> Finding:
+        self._matters[finding.matter] = finding
+        return finding
+
+    def _more(self, matter: Matter, known: Finding, facts: SpikeFacts | SteadyFacts) -> Finding:
+        """Keep what more is known of a matter that was raised."""
+        self._matters[matter] = msgspec.structs.replace(known, facts=facts)
+        return msgspec.structs.replace(known, facts=facts, state="explained")
+
+
+def _milliseconds(record: PhaseRecord) -> float:
+    return round((record.device_us if record.device_us is not None else record.host_us) * 1e-3, 3)
+
+
+def _limit(usual: Usual, phase: str, floor: int) -> int:
+    factor, share = (6.0, 0.25) if phase == "optimizer" else (8.0, 1.0)
+    return int(usual.typical + max(factor * usual.spread, share * usual.typical, floor))

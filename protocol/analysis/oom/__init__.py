@@ -1,0 +1,1 @@
+"""Why an allocation failed, and what would make it fit."""

@@ -1,0 +1,91 @@
+"""Finds out-of-memory errors: reports of failed allocations, and exceptions that say so."""
+
+from typing import Literal
+
+import msgspec
+
+from ...oom import OomReport
+from ...telemetry import Failure, Step
+from ..findings import Finding
+from ..findings.finding import Matter, Resolution, added, resolved
+
+OOM_WORDS = ("outofmemoryerror", "out of memory", "can't allocate memory", "cannot allocate memory", "memoryerror")
+TRACEBACK_LIMIT = 8000
+
+
+class Uncaught(msgspec.Struct, frozen=True):
+    """An exception for want of memory that ended a script; also added to the report of the same error."""
+
+    error: str
+    traceback: str
+
+
+class Released(msgspec.Struct, frozen=True):
+    """Added: a rank that was held at its error is held no more."""
+
+
+def is_oom(error: str) -> bool:
+    """Return whether an exception's words say that memory ran out (CUDA's, the CPU allocator's or Python's own)."""
+    lowered = error.lower()
+    return any(words in lowered for words in OOM_WORDS)
+
+
+class OomDetector:
+    """Finds ranks that are out of memory; one that caught the error and steps on resolves its own finding."""
+
+    def __init__(self) -> None:
+        self._standing: dict[int, tuple[Matter, int]] = {}
+        """For each rank that ran out of memory: what was found, and the step in which it did."""
+        self._held: set[int] = set()
+
+    def oom(self, report: OomReport) -> list[Finding]:
+        """Take in the report of one failed allocation: it holds the finding's facts."""
+        return self._found("oom", report.rank, report.step, report.phase, report)
+
+    def held(self, rank: int, held: bool) -> list[Finding]:
+        """Note that a rank is held at its out-of-memory error, or was let go."""
+        matter = self.standing(rank)
+        if held:
+            self._held.add(rank)
+        if matter is None or held or rank not in self._held:
+            return []
+        self._held.discard(rank)
+        return [added(matter, Released())]
+
+    def failure(self, failure: Failure) -> list[Finding] | None:
+        """Take over a failure for want of memory; None: this failure is about something else."""
+        if not is_oom(failure.error):
+            return None
+        facts = Uncaught(failure.error, failure.traceback[-TRACEBACK_LIMIT:])
+        matter = self.standing(failure.rank)
+        if matter is not None:
+            return [added(matter, facts)]
+        return self._found("oom_failure", failure.rank, failure.step, failure.phase, facts)
+
+    def step(self, step: Step) -> list[Finding]:
+        """A step of a rank that ran out of memory before: its script caught the error and went on."""
+        if not self._standing:
+            return []
+        known = self._standing.get(step.rank)
+        # A step from before it may come in later: steps wait for their device times.
+        if known is None or step.step < known[1]:
+            return []
+        del self._standing[step.rank]
+        return [resolved(known[0], Resolution("caught", step.step))]
+
+    def standing(self, rank: int) -> Matter | None:
+        """Return what was found of a rank that is out of memory, or None."""
+        known = self._standing.get(rank)
+        return known[0] if known is not None else None
+
+    def restore(self, finding: Finding) -> None:
+        """Take in a finding of the recording."""
+        if finding.rank is not None and finding.state != "resolved":
+            self._standing[finding.rank] = finding.matter, finding.step or 0
+
+    def _found(
+        self, kind: Literal["oom", "oom_failure"], rank: int, step: int, phase: str, facts: OomReport | Uncaught
+    ) -> list[Finding]:
+        finding = Finding(kind, facts, severity="error", ranks=(rank,), step=step, rank=rank, phase=phase)
+        self._standing[rank] = finding.matter, step
+        return [finding]

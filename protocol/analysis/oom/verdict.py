@@ -1,0 +1,284 @@
+"""Why an allocation failed, judged from the numbers of that moment; "cannot tell" is a verdict. Pure functions.
+
+A cause counts only if the request would have fitted without it. Where several would do, the one that holds most is the
+verdict, and the others are named beside it. In this order:
+
+1. A request larger than the whole device is **too_large**; one that the host could have served fell to a **limit**.
+2. What can be measured against the request: **fragmentation** (free in reserved memory, but in pieces), another process
+   (**other_process**), this process **outside** of PyTorch's allocator, a **leak** (the steps begin with ever more),
+   a **longer_batch** than any before (by how much more is allocated than at any peak before).
+3. What the failing phase and stack say: **logits**, **buckets**, **optimizer_states**, **optimizer_temporaries**,
+   **checkpoint**, **activations**.
+4. Parameters, gradients and optimizer states that fill the device by themselves: **too_large**. Else **unknown**.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+
+from ...oom import OomKind
+from ...telemetry import Hello, Oom, ProcessMemory
+from ..allocator.snapshot.layout import matters
+from ..allocator.snapshot.states_to_come import STATE_FRAMES
+
+FITTING = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
+"""Parts that a run holds whatever its batches are."""
+_SEGMENT = 2 * 2**20
+"""The allocator asks the driver for multiples of this, and says that size when it fails."""
+_PART_OF_DEVICE = 0.05
+"""Memory of others, or outside, matters from this share of the device on."""
+_PIECES = 0.02
+"""Less than this share of the device in pieces is not why it is full."""
+_OUTSIDE_USUAL = 2 * 2**30
+"""A CUDA context and NCCL's buffers take this much without anything being wrong."""
+_RISING = 0.8
+_LEAST_STEPS = 8
+
+_LOGITS = ("cross_entropy", "log_softmax", "nll_loss", "causallmloss", "linear_cross_entropy", "compute_loss_func")
+_BUCKETS = (
+    "ipg", "bucket", "reduce_scatter", "reduce_grad", "allgather", "all_gather", "flatten_dense", "average_tensor",
+    "partition_grads", "get_flat_partition",
+)  # fmt: skip
+_ADAM = ("adamw", "adam", "fusedadam", "nadam", "radam", "lamb", "fusedlamb")
+"""Optimizers that keep two numbers for each one that they update."""
+
+
+class OomContext(NamedTuple):
+    """What is known besides the failing rank's report."""
+
+    hello: Hello | None = None
+    processes: Sequence[ProcessMemory] = ()
+    """Who held memory of the device, by its latest sample."""
+    to_come: int = 0
+    """What the optimizer still had to allocate for its states, bytes, where a snapshot tells; 0: not known."""
+
+
+ALONE = OomContext()
+
+
+class Outside(NamedTuple):
+    """Memory of the device that PyTorch's allocator in the failing rank does not hold; None: not known."""
+
+    elsewhere: int
+    """All of it."""
+    others: int | None
+    """Of other processes."""
+    own: int | None
+    """Of the failing rank's process: CUDA context, NCCL, libraries."""
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """Why an allocation failed."""
+
+    kind: OomKind
+    also: list[OomKind]
+    """What else would have made the request fit."""
+    sure: bool
+    """The numbers leave no other reading."""
+    short_bytes: int
+    """What was missing for the request."""
+    figures: dict[str, int]
+    """The figures weighed, as ``facts`` returns them."""
+
+
+def judge(oom: Oom, around: OomContext = ALONE) -> Judgement:
+    """Judge a failed allocation (the rules are this module's docstring)."""
+    short, found = shortage(oom), facts(oom, around)
+    kind, also, sure = _kind(oom, found, short)
+    return Judgement(kind, also, sure, short, found)
+
+
+def shortage(oom: Oom) -> int:
+    """Return how many bytes were missing for the request."""
+    return max(0, oom.requested_bytes - _left(oom))
+
+
+def facts(oom: Oom, around: OomContext) -> dict[str, int]:
+    """Return the figures that the judgement weighs, bytes: those that are known and not 0."""
+    outside = outside_of(oom, around)
+    growth = steady_growth(oom.starts)
+    found = {
+        "fragmented": oom.usable_free_bytes if oom.usable_free_bytes > oom.largest_free_bytes else 0,
+        "others": outside.others or 0,
+        "outside": outside.own or 0,
+        "elsewhere": outside.elsewhere,
+        "leak": growth or 0,
+        "excess": excess_of_batch(oom),
+        "logits": logits_bytes(oom),
+        "to_come": around.to_come or states_to_come(oom),
+    }
+    return {name: size for name, size in found.items() if size > 0}
+
+
+def outside_of(oom: Oom, around: OomContext) -> Outside:
+    """Split what is used outside of the failing rank's allocator into other processes and its own."""
+    capacity = oom.capacity_bytes or oom.device_total_bytes
+    elsewhere = max(0, capacity - oom.device_free_bytes - oom.reserved_bytes) if capacity else 0
+    own = next((process.used_bytes for process in around.processes if process.rank == oom.rank), None)
+    if oom.measure != "cuda" or own is None:
+        # A list without the rank itself has pids of another namespace: it says nothing about whose they are.
+        return Outside(elsewhere if oom.measure == "cuda" else 0, None, None)
+    others = sum(process.used_bytes for process in around.processes if process.rank != oom.rank)
+    others = min(others, elsewhere)
+    return Outside(elsewhere, others, max(0, min(own - oom.reserved_bytes, elsewhere - others)))
+
+
+def steady_growth(starts: Sequence[int]) -> int | None:
+    """Return by how much memory at the beginning of the steps has grown, where it grew steadily; else None.
+
+    Steady: over at least 8 steps, the first two (optimizer states, caches) left out, four in five begin with more than
+    the one before, and no fall takes back a quarter of what was gained.
+    """
+    later = list(starts[2:])
+    if len(later) < _LEAST_STEPS:
+        return None
+    changes = [after - before for before, after in pairwise(later)]
+    gained = later[-1] - later[0]
+    rising = sum(change > 0 for change in changes)
+    if gained <= 0 or rising < _RISING * len(changes) or -min(changes) > gained / 4:
+        return None
+    return gained
+
+
+def states_to_come(oom: Oom) -> int:
+    """Estimate what an Adam's first step still had to allocate for its states, bytes: at the least; 0: not known.
+
+    Two numbers for each that is updated, as wide as the parameters are, less what was made of them.
+    """
+    is_adam = oom.optimizer_class.lower() in _ADAM
+    if oom.phase != "optimizer" or not is_adam or not oom.trainable or "optimizer_states" not in oom.parts:
+        return 0
+    width = 4 if oom.parts.get("master_copies") or oom.parameter_bytes >= 4 * oom.trainable else 2
+    return max(0, 2 * width * oom.trainable - oom.parts["optimizer_states"])
+
+
+def elements(shape: Sequence[int]) -> int:
+    """Return how many elements a batch of that shape has; 0 for none known."""
+    return math.prod(shape) if shape else 0
+
+
+def is_longer(oom: Oom) -> bool:
+    """Return whether the batch is larger than that of any step before."""
+    return 0 < elements(oom.largest_shape) < elements(oom.batch_shape)
+
+
+def excess_of_batch(oom: Oom) -> int:
+    """Return by how much a batch larger than any before exceeds the highest peak so far, bytes; 0 where it is none."""
+    if not is_longer(oom) or oom.phase not in ("forward", "backward", "eval") or oom.peak_bytes <= 0:
+        return 0
+    return max(0, oom.allocated_bytes + oom.requested_bytes - oom.peak_bytes)
+
+
+def logits_bytes(oom: Oom) -> int:
+    """Return the size of the fp32 logits of the batch where the request is of that size (or of bf16 ones); else 0."""
+    if len(oom.batch_shape) != 2 or oom.vocabulary <= 0:
+        return 0
+    rows, length = oom.batch_shape
+    for used in (length, length - 1):
+        full = rows * used * oom.vocabulary
+        for width in (4, 2):
+            if full * width > _SEGMENT and _rounded(full * width) == _rounded(oom.requested_bytes):
+                return full * 4
+    return 0
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _SEGMENT)
+
+
+def _kind(oom: Oom, found: dict[str, int], short: int) -> tuple[OomKind, list[OomKind], bool]:
+    """Return the verdict, what else would have made the request fit, and whether it is sure."""
+    capacity = oom.capacity_bytes or oom.device_total_bytes
+    if not capacity or (not oom.requested_bytes and not oom.allocated_bytes):
+        return "unknown", [], False
+    if oom.measure == "cuda" and not oom.requested_bytes:
+        # The driver refused somebody else than PyTorch's allocator, which always says how much.
+        return "outside", [], True
+    if oom.requested_bytes > capacity:
+        return "too_large", [], True
+    if oom.measure != "cuda":
+        if oom.device_free_bytes >= oom.requested_bytes > 0:
+            return "limit", [], bool(oom.limit)
+    elif oom.limit and oom.requested_bytes > oom.device_total_bytes:
+        return "limit", [], True
+    weights: dict[OomKind, int] = {}
+    if oom.usable_free_bytes >= oom.requested_bytes > oom.largest_free_bytes:
+        weights["fragmentation"] = oom.usable_free_bytes
+    elif not oom.free_blocks and oom.measure == "cuda" and _unused(oom) >= oom.requested_bytes:
+        weights["fragmentation"] = _unused(oom)  # nobody looked at the pieces, but one piece would have served
+    elif oom.largest_free_bytes < oom.requested_bytes and found.get("fragmented", 0) >= max(short, _PIECES * capacity):
+        weights["fragmentation"] = found["fragmented"]  # with what the driver had left it would have been enough
+    # Where the device had room, the process's own limit refused the request: memory of others is not the cause.
+    if not (oom.limit and oom.device_free_bytes >= oom.requested_bytes):
+        weights |= _beside_allocator(found, short, capacity)
+    if found.get("leak", 0) >= max(short, 1):
+        weights["leak"] = found["leak"]
+    if found.get("excess", 0) >= max(short, 1):
+        weights["longer_batch"] = found["excess"]
+    by_phase, sure = _of_phase(oom, found)
+    if "fragmentation" in weights and (
+        not matters(weights["fragmentation"], oom.reserved_bytes)
+        or (by_phase == "optimizer_states" and found.get("to_come", 0) > weights["fragmentation"] + _left(oom))
+    ):
+        del weights["fragmentation"]  # in one piece too, what was free would not have taken the run much further
+    order = sorted(weights, key=lambda kind: -weights[kind])
+    if by_phase == "logits" and (not order or order[0] == "longer_batch"):
+        return "logits", order, sure
+    if order:
+        return order[0], order[1:], order[0] not in ("leak", "outside") or bool(found.get("outside"))
+    if by_phase:
+        return by_phase, [], sure
+    if oom.measure == "cuda" and oom.device_free_bytes >= oom.requested_bytes:
+        return "limit", [], bool(oom.limit)
+    fixed = sum(oom.parts.get(part, 0) for part in FITTING)
+    if fixed >= 0.6 * oom.device_total_bytes or oom.phase == "init":
+        return "too_large", [], bool(oom.parts)
+    return "unknown", [], False
+
+
+def _beside_allocator(found: dict[str, int], short: int, capacity: int) -> dict[OomKind, int]:
+    """Return the memory that other processes, or this one outside of PyTorch, hold where it would have sufficed."""
+    weights: dict[OomKind, int] = {}
+    if found.get("others", 0) >= max(short, _PART_OF_DEVICE * capacity):
+        weights["other_process"] = found["others"]
+    if found.get("outside", 0) >= max(short, _PART_OF_DEVICE * capacity, _OUTSIDE_USUAL):
+        weights["outside"] = found["outside"]
+    elif "others" not in found and found.get("elsewhere", 0) >= max(short, 2 * _PART_OF_DEVICE * capacity):
+        weights["outside"] = found["elsewhere"]  # whose it is, nobody could tell
+    return weights
+
+
+def _left(oom: Oom) -> int:
+    return oom.room_bytes if oom.limit or oom.room_bytes else oom.device_free_bytes
+
+
+def _unused(oom: Oom) -> int:
+    return max(0, oom.reserved_bytes - oom.allocated_bytes)
+
+
+def _of_phase(oom: Oom, found: dict[str, int]) -> tuple[OomKind | None, bool]:
+    frames = [frame.lower() for frame in oom.stack] if oom.stack_of == "failing" else []
+    last = " ".join(frames[-12:])
+    if any(word in last for word in STATE_FRAMES) or (oom.phase == "optimizer" and not oom.steps_done and not frames):
+        return "optimizer_states", True
+    if "logits" in found or (oom.phase in ("forward", "eval") and any(word in last for word in _LOGITS)):
+        return "logits", True
+    if any(word in last for word in _BUCKETS):
+        return "buckets", True
+    if oom.phase == "optimizer":
+        temporaries = any(word in last for word in ("_multi_tensor", "_foreach", "_single_tensor"))
+        if not oom.steps_done and not temporaries:
+            return "optimizer_states", False
+        return "optimizer_temporaries", temporaries
+    if oom.phase == "checkpoint":
+        return "checkpoint", False
+    if oom.phase in ("forward", "backward", "eval"):
+        parts = oom.parts
+        fixed = sum(parts.get(part, 0) for part in FITTING)
+        if parts and fixed > 0.6 * oom.allocated_bytes and parts.get("activations", 0) < fixed / 4:
+            return "too_large", False
+        return "activations", bool(parts.get("activations"))
+    return None, False

@@ -1,0 +1,315 @@
+"""All detectors behind one door. Pure: every time is passed in, nothing is read or written, no thread.
+
+How the hub uses it, with the rank tracker that it reads::
+
+    tracker = RankTracker()
+    book = AlertStore()                           # the hub may raise alerts of its own in it
+    detectors = Detectors(tracker, book)
+    tracker.restore(frames)                       # after a hub restart: the recording's frames, oldest first
+    detectors.restore(frames)
+    for every message of the stream, the tracker first:
+        send(tracker.feed(seq, t, message))
+        send(detectors.feed(seq, t, message))
+    for every process fact:  send(tracker.fact(fact))
+    twice a second:          send(tracker.tick(now)); send(detectors.tick(now))
+    when the job ended:      send(tracker.ended(now, state, exit_code, text)); send(detectors.tick(now))
+
+The hub's own messages (states, alerts) may be fed too; they are passed over.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..control import Alert, HubStats, RankState, Result, RunState
+from ..health import BatchLoss, Checksum, Compiles, DeviceHealth, DiskSpace, Xid
+from ..jobs import Job
+from ..memory import Cause, Composition
+from ..oom import OomReport
+from ..telemetry import (
+    AllocatorEvents,
+    Checkpoint,
+    CheckpointFailed,
+    DeviceSample,
+    Failure,
+    Heartbeat,
+    Hello,
+    LogLine,
+    Oom,
+    Plan,
+    Step,
+)
+from ..wire import Frame, Message
+from .deaths.detector import DeathDetector
+from .finding_alerts import FindingAlerts
+from .findings import Finding
+from .findings.alert_store import AlertStore
+from .findings.requests import Action, DiagnosticRequests
+from .health.hub import HealthDetector
+from .health.monitor import HealthMonitor
+from .memory.growth import GrowthDetector
+from .memory.known_causes import KnownCauses
+from .memory.leak import LeakDetector
+from .memory.spike import SpikeDetector
+from .oom.detector import OomDetector
+from .oom.rank_context import LatestByRank
+from .stalls.hang_detector import HangDetector
+from .stalls.rank_tracker import RankTracker
+from .stalls.straggler_detector import SlowDetector
+
+_OVER = ("finished", "failed", "stopped")
+
+
+class Detectors:
+    """Everything that finds something worth an alert, fed with one stream.
+
+    Args:
+        tracker: The run's rank tracker; it must be fed and ticked first.
+        book: The run's alerts.
+        keep: Keeps the report of an out-of-memory error beside the stream, and says where.
+    """
+
+    def __init__(
+        self, tracker: RankTracker, book: AlertStore, keep: Callable[[OomReport], OomReport] | None = None
+    ) -> None:
+        self._keep = keep
+        self._tracker = tracker
+        self._book = book
+        self._moments = LatestByRank()
+        self._health = HealthDetector()
+        self._monitor = HealthMonitor()
+        """It begins anew by itself where a rank is another process, and goes on looking at the hosts."""
+        self._findings = FindingAlerts(book)
+        self._job = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what looks at the ranks of one job; what looks at the hosts and at the monitor itself stays."""
+        self._asks = DiagnosticRequests()
+        self._causes = KnownCauses()
+        self._spike = SpikeDetector(self._causes, self._asks)
+        self._growth = GrowthDetector()
+        self._leak = LeakDetector(self._asks)
+        self._slow = SlowDetector(self._asks)
+        self._oom = OomDetector()
+        self._death = DeathDetector(self._oom, self._ended_without_error)
+        self._hang = HangDetector()
+        self._restorers: dict[str, Callable[[Finding], None]] = {
+            "spike": self._spike.restore,
+            "steady_transient": self._spike.restore,
+            "state_growth": self._growth.restore,
+            "leak": self._leak.restore,
+            "straggler": self._slow.restore,
+            "oom": self._oom.restore,
+            "oom_failure": self._oom.restore,
+            "hang": self._hang.restore,
+            "stopped": self._hang.restore,
+            "unreachable": self._hang.restore,
+        }
+        self._handlers: dict[type, Callable[[float, Any], Sequence[Message]]] = {
+            Step: self._step,
+            Hello: self._hello,
+            LogLine: self._log,
+            Oom: self._out_of_memory,
+            Failure: self._failure,
+            AllocatorEvents: lambda t, found: self._put(t, self._spike.allocator(found)),
+            Cause: self._cause,
+            Plan: self._plan,
+            HubStats: self._stats,
+            Composition: lambda t, found: self._put(t, self._growth.composition(found)),
+            Heartbeat: self._beat,
+            DeviceSample: self._sample,
+            Compiles: lambda t, found: self._put(t, self._monitor.compiles(found)),
+            Checksum: lambda t, found: self._put(t, self._monitor.checksum(found)),
+            BatchLoss: lambda t, found: self._put(t, self._monitor.batch_loss(found)),
+            Checkpoint: lambda t, found: self._put(t, self._monitor.checkpoint(found)),
+            CheckpointFailed: lambda t, found: self._put(t, self._monitor.checkpoint_failed(found)),
+            DiskSpace: lambda t, found: self._put(t, self._monitor.disks(found)),
+            DeviceHealth: lambda t, found: self._put(t, self._monitor.device(found)),
+            Xid: lambda t, found: self._put(t, self._monitor.xid(found)),
+        }
+
+    def begin_job(self, now: float) -> list[Message]:
+        """Begin anew for the next job of the run; return the alerts of the one before that end with it."""
+        alerts = self._put(now, self._death.tick(now, over=True))
+        alerts += self._book.begin_job(now)
+        self._begin()
+        return list(alerts)
+
+    def feed(self, seq: int, t: float, message: Message) -> list[Message]:
+        """Look at one message that the hub received at ``t`` (seconds since the epoch); return the alerts to send."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            return []
+        return list(handler(t, message))
+
+    def take_actions(self) -> list[Action]:
+        """Return what detectors have asked ranks to do since the last call."""
+        return self._asks.take()
+
+    def tick(self, now: float) -> list[Message]:
+        """Look at states and at what time alone changes; return the alerts to send."""
+        alerts: list[Message] = []
+        for change in self._tracker.take_changes():
+            alerts += self._rank_state(now, change) if isinstance(change, RankState) else self._run_state(now, change)
+        run = self._tracker.run_state
+        over = run is not None and run.state in _OVER
+        ending = over or (run is not None and run.state == "stopping")
+        tracker = self._tracker
+        stalls = self._hang.tick(now, tracker.verdict, ending, tracker.found(), tracker.launcher)
+        alerts += self._put(now, stalls)
+        alerts += self._put(now, self._death.tick(now, over))
+        if not ending:
+            self._slow.tick()
+        alerts += self._findings.tick(now)
+        alerts += self._book.tick(now, everything=over)
+        return alerts
+
+    def left(self, now: float, code: int | None, count: int, processes: list[str]) -> list[Message]:
+        """Take in that the job's command ended before its ranks did; return the alerts to send."""
+        return [] if self._tracker.kill_asked else list(self._put(now, self._death.left(now, code, count, processes)))
+
+    def stacks(self, now: float, action: Action, answers: Mapping[int, Result]) -> list[Message]:
+        """Look at the stacks that were asked for; return the alerts to send."""
+        return list(self._put(now, self._slow.stacks(action.ranks, answers)))
+
+    def restore(self, frames: Iterable[Frame]) -> None:
+        """Take in the run's history after a hub restart: alerts go on under their ids, and nothing is sent twice."""
+        for frame in frames:
+            message = frame.message
+            if isinstance(message, Alert):
+                self._book.restore(message)
+                finding = self._findings.restore(message)
+                if finding is not None and finding.kind in self._restorers:
+                    self._restorers[finding.kind](finding)
+                if finding is not None and message.kind in ("failure", "died", "oom"):
+                    self._death.restore(message.time, finding)
+            elif isinstance(message, Job):
+                if message.shown and not message.is_over and message.number != self._job:
+                    if self._job:
+                        self.begin_job(frame.t)
+                    self._job = message.number
+            elif isinstance(message, Step):
+                self._spike.observe(message)
+                self._growth.observe(message)
+                self._monitor.step(message)
+            elif isinstance(message, Checksum):
+                self._monitor.checksum(message)
+            elif isinstance(message, BatchLoss):
+                self._monitor.batch_loss(message)
+            elif isinstance(message, Checkpoint):
+                self._monitor.checkpoint(message)
+            elif isinstance(message, CheckpointFailed):
+                self._monitor.checkpoint_failed(message)
+            elif isinstance(message, Hello):
+                self._hello(frame.t, message)
+            elif isinstance(message, Plan):
+                self._leak.plan(message)
+                self._monitor.plan(message)
+            elif isinstance(message, Cause):
+                self._spike.restore_cause(message)
+            elif isinstance(message, RankState):
+                if message.state in ("gone", "finished"):
+                    self._slow.forget(message.rank)
+                    self._monitor.drop(message.rank)
+            elif isinstance(message, HubStats):
+                self._health.observe(message)
+            elif isinstance(message, LogLine):
+                self._death.log(message)
+
+    def _step(self, t: float, step: Step) -> list[Alert]:
+        self._moments.step(step)
+        # Seven looks at each of up to 20,000 steps a second: lists are joined only where one is not empty.
+        alerts: list[Alert] = []
+        if self._book.past:
+            alerts += self._book.resolve_past(t, "A later job of the run has made a step since.")
+        for found in (
+            self._spike.step(t, step),
+            self._growth.step(step),
+            self._slow.step(t, step),
+            self._leak.step(step),
+            self._monitor.step(step),
+            self._oom.step(step),
+        ):
+            if found:
+                alerts += self._findings.put(t, found)
+        return alerts
+
+    def _put(self, t: float, findings: Sequence[Finding]) -> list[Alert]:
+        return self._findings.put(t, findings) if findings else []
+
+    def _cause(self, t: float, cause: Cause) -> list[Alert]:
+        return self._put(t, [*self._spike.cause(cause), *self._leak.cause(cause)])
+
+    def _stats(self, t: float, stats: HubStats) -> list[Alert]:
+        return self._put(t, self._health.stats(t, stats, bool(self._book.standing("disk"))))
+
+    def _plan(self, t: float, plan: Plan) -> list[Alert]:
+        self._leak.plan(plan)
+        self._monitor.plan(plan)
+        return []
+
+    def _hello(self, t: float, hello: Hello) -> list[Alert]:
+        self._asks.hello(hello)
+        self._causes.hello(hello)
+        self._spike.hello(hello)
+        self._growth.hello(hello)
+        self._leak.hello(hello)
+        self._moments.hello(hello)
+        return self._put(t, [*self._slow.hello(hello), *self._monitor.hello(hello)])
+
+    def _log(self, _t: float, line: LogLine) -> list[Alert]:
+        self._death.log(line)
+        return []
+
+    def _beat(self, _t: float, beat: Heartbeat) -> list[Alert]:
+        self._moments.beat(beat)
+        return []
+
+    def _sample(self, t: float, sample: DeviceSample) -> list[Alert]:
+        self._moments.sample(sample)
+        self._slow.sample(sample)
+        found = self._monitor.sample(sample)
+        return self._findings.put(t, found) if found else []
+
+    def _out_of_memory(self, t: float, oom: Oom) -> list[Message]:
+        states = {rank: tracked.state for rank, tracked in self._tracker.ranks.items() if tracked.state is not None}
+        report = self._moments.report(t, oom, states)
+        if self._keep is not None:
+            report = self._keep(report)
+        messages: list[Message] = [report, *self._put(t, self._oom.oom(report))]
+        matter = self._oom.standing(oom.rank)
+        if matter is not None:
+            self._death.trouble(t, matter)
+        return messages
+
+    def _ended_without_error(self) -> dict[int, int]:
+        return {
+            rank: max(0, tracked.progress.step - 1)
+            for rank, tracked in self._tracker.ranks.items()
+            if tracked.state is not None and tracked.state.state == "finished" and not tracked.failure
+        }
+
+    def _failure(self, t: float, failure: Failure) -> list[Alert]:
+        return self._put(t, self._death.failure(t, failure, self._tracker.kill_asked))
+
+    def _rank_state(self, now: float, state: RankState) -> list[Alert]:
+        tracked = self._tracker.ranks.get(state.rank)
+        fact = tracked.fact if tracked is not None else None
+        alerts = self._put(now, self._hang.state(state, fact is not None and fact.is_traced))
+        self._hang.held(state.rank, self._oom.standing(state.rank) if state.state == "held" else None)
+        alerts += self._put(now, self._oom.held(state.rank, state.state == "held"))
+        if state.state == "gone":
+            kill = fact.kernel_kill if fact is not None else None
+            pressure = self._moments.pressure(now, state.rank)
+            alerts += self._put(now, self._death.gone(now, state, self._tracker.kill_asked, kill, pressure))
+        if state.state in ("gone", "finished"):
+            alerts += self._put(now, [*self._slow.drop(state.rank), *self._leak.drop(state.rank)])
+            self._monitor.drop(state.rank)
+        return alerts
+
+    def _run_state(self, now: float, state: RunState) -> list[Alert]:
+        if state.state not in _OVER:
+            return []
+        if self._book.standing("exit"):
+            return []
+        return self._put(now, self._health.ended(state, self._tracker.stepped, len(self._tracker.ranks)))

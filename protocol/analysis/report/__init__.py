@@ -1,0 +1,1 @@
+"""Comparing runs and sweeps: what differs by more than its noise."""

@@ -1,0 +1,62 @@
+"""A comparison as lines."""
+
+from collections.abc import Sequence
+
+from ...text import gib
+from ..sweep.text import aligned
+from .compare import Comparison, Difference, Measure
+
+_JUDGED = {"same": "", "worse": "worse", "better": "better", "cannot tell": "cannot tell: too noisy"}
+
+
+def measure_text(measure: Measure) -> str:
+    """Return a figure with its unit: ``13.40 GiB``, ``398.2 ms``."""
+    if measure.unit == "bytes":
+        return gib(measure.value)
+    if measure.unit == "loss":
+        return f"{measure.value:.4f}"
+    return f"{measure.value:,.1f} {measure.unit}"
+
+
+def comparison_lines(found: Comparison, gate: float | None) -> list[str]:
+    """Return a comparison: figures, configuration, alerts, and what the gate says."""
+    lines = [f"{found.before} -> {found.after}"]
+    if found.differences:
+        table = [["", "before", "after", "change", "noise", ""], *(_row(one) for one in found.differences)]
+        lines += [f"  {line}" for line in aligned(table)]
+    if found.missing:
+        lines.append(f"  only one has: {', '.join(found.missing)}")
+    if found.settings:
+        lines.append("  configuration:")
+        lines += [f"    {key}: {before} -> {after}" for key, before, after in found.settings]
+    if found.alerts:
+        lines.append("  alerts:")
+        lines += [f"    {kind}: {before} -> {after}" for kind, before, after in found.alerts]
+    if gate is not None:
+        lines.append(f"  {gate_text(found, gate)}")
+    return lines
+
+
+def gate_text(found: Comparison, gate: float) -> str:
+    """Return what the gate says: ``regression: step time +3.4% (gate 3%)``."""
+    undecided = f"; too noisy for it: {', '.join(found.undecided)}" if found.undecided else ""
+    limit = f"{gate * 100:g}%"
+    if found.regressions:
+        return f"regression: {', '.join(found.regressions)} (gate {limit}){undecided}"
+    return f"no regression of {limit}{undecided}"
+
+
+def summary_line(found: Sequence[Comparison], gate: float | None) -> str:
+    """Return the result of several comparisons."""
+    worse = sum(bool(one.regressions) for one in found)
+    unsure = sum(bool(one.undecided) for one in found)
+    if gate is None:
+        return f"{len(found)} configurations compared"
+    words = f"{worse} of {len(found)} regressed" if worse else f"none of {len(found)} regressed"
+    return words + (f", {unsure} too noisy to tell" if unsure else "")
+
+
+def _row(one: Difference) -> list[str]:
+    noise = f"±{one.error:.1%}" if one.error else ""
+    words = _JUDGED[one.judgement]
+    return [one.name, measure_text(one.before), measure_text(one.after), f"{one.change:+.1%}", noise, words]

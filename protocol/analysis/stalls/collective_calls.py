@@ -1,0 +1,182 @@
+"""What the ranks' collectives say when they are laid side by side: who waits for whom, and in what they differ.
+
+Rank *r* waits in a collective of a group for every member of the group that has entered fewer of that group's.
+Following these arrows from the ranks that wait leads to ranks that wait for nobody: those hold the others up. Where the
+arrows only lead round in a circle, no rank can ever go on: a deadlock of groups. Members that entered a collective of
+the same number by another name, or with a tensor of another size, differ: a mismatch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .evidence import Call, all_members
+from .rank_view import RankView
+
+SAME_SIZE = frozenset(
+    (
+        "all_reduce",
+        "allreduce",
+        "broadcast",
+        "reduce",
+        "all_gather_into_tensor",
+        "all_gather_base",
+        "reduce_scatter_tensor",
+        "reduce_scatter_base",
+    )
+)
+"""Collectives to which every rank must give a tensor of the same size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Ranks that entered the collective of one number of one group differently."""
+
+    group: str
+    number: int
+    calls: dict[int, Call]
+    shapes: bool
+    """True: the same collective with tensors of different sizes."""
+
+    def odd_ones(self) -> tuple[int, ...]:
+        """Name the ranks that differ from most others; empty when there is no clear majority."""
+        ways: dict[tuple[str, int], list[int]] = {}
+        for rank, call in self.calls.items():
+            ways.setdefault((call.name, call.size if self.shapes else 0), []).append(rank)
+        ordered = sorted(ways.values(), key=len)
+        if len(ordered) != 2 or len(ordered[0]) * 2 >= len(ordered[1]) + len(ordered[0]):
+            return ()
+        return tuple(sorted(ordered[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What one rank waits in, and for which ranks."""
+
+    call: Call
+    blockers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """All arrows."""
+
+    of: dict[int, list[Wait]]
+    roots: tuple[int, ...]
+    """Ranks that others wait for, directly or not, and that wait for nobody."""
+
+    @property
+    def circle(self) -> bool:
+        """Ranks wait for each other, and nobody else is to blame."""
+        return bool(self.of) and not self.roots
+
+
+def difference(views: Sequence[RankView]) -> Difference | None:
+    """Find the first collective that members of a group entered differently; None when all agree as far as known."""
+    known = [view for view in views if view.evidence is not None and view.evidence.calls.recent]
+    sources = {view.evidence.calls.source for view in known if view.evidence is not None}
+    if len(known) < 2 or len(sources) != 1:
+        return None
+    entered: dict[tuple[str, int], dict[int, Call]] = {}
+    for view in known:
+        for call in view.evidence.calls.recent if view.evidence is not None else ():
+            entered.setdefault((call.group, call.number), {})[view.rank] = call
+    for (group, number), calls in sorted(entered.items(), key=lambda item: item[0][1]):
+        names = {call.name for call in calls.values()}
+        sizes = {call.size for call in calls.values()}
+        shapes = len(names) == 1 and len(sizes) > 1 and names <= SAME_SIZE and 0 not in sizes
+        # What every one of them has behind it was no obstacle, whatever it was.
+        if (len(names) > 1 or shapes) and not all(call.done for call in calls.values()):
+            return Difference(group, number, calls, shapes)
+    return None
+
+
+def waits(views: Sequence[RankView]) -> Waits | None:
+    """Find who waits for whom; None where too little is known of who is in which group.
+
+    Args:
+        views: the ranks that have not finished, those that are stopped, gone or silent too.
+    """
+    members = all_members(view.evidence for view in views)
+    if not members:
+        return None
+    by_rank = {view.rank: view for view in views}
+    of: dict[int, list[Wait]] = {}
+    for view in views:
+        if view.absent in ("stopped", "held", "gone"):
+            continue
+        found = [Wait(call, blockers) for call in _open(view) if (blockers := _blockers(call, view, members, by_rank))]
+        if found:
+            of[view.rank] = found
+    blocking = {rank for waiting in of.values() for wait in waiting for rank in wait.blockers}
+    return Waits(of, tuple(sorted(blocking - of.keys())))
+
+
+def skipped(waiting: RankView, others: Sequence[RankView], steps: int) -> tuple[Call, tuple[int, ...]] | None:
+    """Find ranks that finished ``steps`` steps while ``waiting`` stood in a collective that they never entered.
+
+    Returns:
+        The collective and those ranks; None where every rank it waits for may still come.
+    """
+    mine = waiting.evidence
+    if mine is None:
+        return None
+    by_rank = {view.rank: view for view in others}
+    for call in _open(waiting):
+        found: list[int] = []
+        for rank in mine.calls.members.get(call.group, ()):
+            other = by_rank.get(rank)
+            latest, then = other.latest if other is not None else None, waiting.steps_then.get(rank)
+            if other is None or latest is None or then is None or latest.calls.source != mine.calls.source:
+                continue
+            number = call.number if not waiting.inside else _number(waiting)
+            if latest.steps - then >= steps and latest.calls.last(call.group) < number and other.step > waiting.step:
+                found.append(rank)
+        if found:
+            return call, tuple(found)
+    return None
+
+
+def _open(view: RankView) -> list[Call]:
+    """List the collectives a rank has entered and, as far as known, not left: one of each group."""
+    if view.inside:
+        return [Call(view.group, _number(view), view.inside, view.size, False)] if view.group else []
+    if view.evidence is None:
+        return []
+    first: dict[str, Call] = {}
+    for call in view.evidence.calls.recent:
+        if call.done is False:
+            first.setdefault(call.group, call)
+        elif call.done is None:
+            first[call.group] = call  # not known: the last one may be
+    return list(first.values())
+
+
+def _number(view: RankView) -> int:
+    """Number the collective a rank is inside of as its evidence numbers them, so that it compares with the others'."""
+    calls = view.evidence.calls if view.evidence is not None else None
+    return calls.last(view.group) if calls is not None and calls.recent else view.group_sequence
+
+
+def _blockers(
+    call: Call, view: RankView, members: Mapping[str, tuple[int, ...]], by_rank: Mapping[int, RankView]
+) -> frozenset[int]:
+    found: set[int] = set()
+    for rank in members.get(call.group, ()):
+        other = by_rank.get(rank)
+        if other is None or rank == view.rank:
+            continue
+        if other.absent in ("stopped", "held", "gone") or _behind(other, view, call):
+            found.add(rank)
+    return frozenset(found)
+
+
+def _behind(other: RankView, view: RankView, call: Call) -> bool:
+    """Return whether ``other`` has not entered ``call`` of ``view``."""
+    mine, theirs = view.evidence, other.evidence
+    if mine is not None and theirs is not None and theirs.by == "probe" and mine.calls.source == theirs.calls.source:
+        return theirs.calls.last(call.group) < call.number
+    # One of them could not answer: what its last heartbeat said is compared with the other's own count.
+    counted = mine.calls.counted.get(call.group, 0) if mine is not None else 0
+    if view.inside and view.group == call.group:
+        counted = view.group_sequence
+    return other.group == call.group and counted > 0 and other.group_sequence < counted

@@ -1,0 +1,186 @@
+"""Finds hangs: the tracker's verdict, once it stands; ranks that are stopped; ranks nobody hears of.
+
+A verdict is raised when it was the same at two looks in a row. While it stands its text is brought up to date every
+15 s, and as soon as the ranks have been looked at; when it ends the alert says so. A rank stopped by a signal has an
+alert of its own at once: what waits for it is that alert's evidence, not another hang.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from ...control import RankState
+from ..findings import Finding
+from ..findings.alert_store import RANKS_LISTED
+from ..findings.finding import Matter, Resolution, ResolvedWhy, added, resolved
+from .evidence import Evidence
+from .verdicts import Verdict
+
+REFRESH_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Since:
+    """What is kept of a hang that an earlier hub recorded."""
+
+    since: float
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class HangFacts(Since):
+    """A verdict that stands."""
+
+    verdict: Verdict
+    found: Mapping[int, Evidence]
+    """What a look at the ranks found, by rank."""
+    launcher: str
+    """How the run's launcher is, in a word."""
+
+
+class StoppedFacts(msgspec.Struct, frozen=True):
+    """A rank that is stopped."""
+
+    pid: int
+    traced: bool
+    """By a debugger."""
+
+
+class UnreachableFacts(msgspec.Struct, frozen=True):
+    """Ranks that are unreachable."""
+
+    state: str
+    """What the state of the latest one says; empty: others are left of those found before."""
+
+
+class WaitingRanks(msgspec.Struct, frozen=True):
+    """Added: the ranks that wait for one that is stopped or held."""
+
+    waiting: tuple[int, ...]
+
+
+class HangDetector:
+    """Finds, renews and resolves stalls (rules: this module's docstring)."""
+
+    def __init__(self) -> None:
+        self._seen: Verdict | None = None
+        self._raised: Matter | None = None
+        self._signature: object = None
+        self._raised_at = 0.0
+        self._since = 0.0
+        self._stopped: dict[int, Matter] = {}
+        self._held: dict[int, Matter] = {}
+        """Ranks that are held at an out-of-memory error, with its finding: what waits for one is no hang."""
+        self._unreachable: set[int] = set()
+        self._found: Mapping[int, Evidence] = {}
+        self._launcher = ""
+        self._looked = False
+        """The finding as it was returned last has what a look at the ranks found."""
+
+    def tick(
+        self,
+        now: float,
+        verdict: Verdict | None,
+        run_over: bool = False,
+        found: Mapping[int, Evidence] | None = None,
+        launcher: str = "",
+    ) -> list[Finding]:
+        """Compare the present verdict with what was raised.
+
+        Args:
+            now: seconds since the epoch.
+            verdict: the judge's.
+            run_over: the run has ended, or is about to.
+            found: what a look at the ranks found, by rank.
+            launcher: how the run's launcher is, in a word.
+        """
+        self._found = found or {}
+        self._launcher = launcher
+        known = self._stopped | self._held
+        over: ResolvedWhy = "run_ended" if run_over else "resumed"
+        if verdict is not None and verdict.hung and set(verdict.hung) <= known.keys():
+            self._seen = None
+            waited_for = [added(known[rank], WaitingRanks(verdict.waiting)) for rank in verdict.hung]
+            return self._end(now, over) + waited_for
+        if verdict is None:
+            self._seen = None
+            return self._end(now, over)
+        stands = self._seen is not None and self._seen.signature == verdict.signature
+        self._seen = verdict
+        if not stands:
+            return []
+        if self._signature != verdict.signature:
+            return [*self._end(now, "superseded"), self._raise(now, verdict)]
+        looked = bool(self._found) and not self._looked
+        return [self._raise(now, verdict)] if looked or now - self._raised_at >= REFRESH_S else []
+
+    def held(self, rank: int, matter: Matter | None) -> None:
+        """Note that a rank is held at that out-of-memory error; None: not any more."""
+        if matter is None:
+            self._held.pop(rank, None)
+        else:
+            self._held[rank] = matter
+
+    def state(self, state: RankState, traced: bool = False) -> list[Finding]:
+        """Take in a rank's new state: stopped and unreachable ones are findings, until they are not.
+
+        Args:
+            state: the state.
+            traced: where it is stopped, a debugger did it.
+        """
+        rank = state.rank
+        findings: list[Finding] = []
+        if state.state == "stopped":
+            facts = StoppedFacts(state.pid, traced)
+            findings.append(Finding("stopped", facts, severity="error", ranks=(rank,), rank=rank))
+            self._stopped[rank] = findings[0].matter
+        elif rank in self._stopped:
+            why: ResolvedWhy = "rank_ended" if state.state == "gone" else "resumed"
+            findings.append(resolved(self._stopped.pop(rank), Resolution(why)))
+        if state.state == "unreachable":
+            self._unreachable.add(rank)
+            findings.append(self._unheard(state.text))
+        elif rank in self._unreachable:
+            self._unreachable.discard(rank)
+            findings.append(
+                self._unheard("") if self._unreachable else resolved(Matter("unreachable"), Resolution("resumed"))
+            )
+        return findings
+
+    def restore(self, finding: Finding) -> None:
+        """Take in a finding of the recording, so that it can end."""
+        if finding.state == "resolved":
+            return
+        if finding.kind == "stopped" and finding.rank is not None:
+            self._stopped[finding.rank] = finding.matter
+        elif finding.kind == "unreachable":
+            self._unreachable.update(finding.ranks)
+        elif finding.kind == "hang":
+            self._raised, self._since, self._signature = finding.matter, finding.facts.since, None
+
+    def _raise(self, now: float, verdict: Verdict) -> Finding:
+        rank = verdict.hung[0] if len(verdict.hung) == 1 else None
+        matter = Matter("hang", rank, key=verdict.kind)
+        self._raised_at = now
+        renewed = self._raised == matter
+        if not renewed:
+            self._since = now - verdict.age
+        self._looked = bool(self._found)
+        self._raised, self._signature = matter, verdict.signature
+        return Finding(
+            "hang",
+            HangFacts(self._since, verdict, self._found, self._launcher),
+            "updated" if renewed else "raised",
+            "error" if verdict.sure else "warning",
+            (verdict.hung or verdict.waiting)[:RANKS_LISTED],
+            verdict.kind,
+            rank=rank,
+        )
+
+    def _end(self, now: float, why: ResolvedWhy) -> list[Finding]:
+        matter, self._raised, self._signature = self._raised, None, None
+        return [resolved(matter, Resolution(why, max(0.0, now - self._since)))] if matter is not None else []
+
+    def _unheard(self, state: str) -> Finding:
+        return Finding("unreachable", UnreachableFacts(state), ranks=tuple(sorted(self._unreachable)))

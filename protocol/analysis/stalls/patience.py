@@ -1,0 +1,122 @@
+"""How many seconds without progress each phase allows: the one table of the hub, the tests and the guide.
+
+A rank's limit is ``max(row, LIMIT_FACTOR x usual longest of that phase on that rank)``. Which column holds depends on
+what the rank's process tree was found to do, see ``Row``.
+"""
+
+from typing import NamedTuple
+
+__all__ = [
+    "ACTION_FLOOR_S",
+    "ALONE_ACTION_S",
+    "EARLY_STEPS",
+    "LIMIT_FACTOR",
+    "REGULAR_STEPS",
+    "ROWS",
+    "UNSETTLED_ASLEEP_S",
+    "Row",
+    "action_patience",
+    "as_markdown",
+    "row_of",
+]
+
+LIMIT_FACTOR = 5.0
+"""Five times the usual longest duration of a phase is past any ordinary variation of it."""
+EARLY_STEPS = 3
+"""Steps whose durations include compilation, warm-up and the first touch of memory."""
+REGULAR_STEPS = 20
+"""After so many steps the usual longest duration is known well enough to trust the short limits of ``asleep_s``."""
+UNSETTLED_ASLEEP_S = {"idle": 9.0}
+"""Lower bounds of ``asleep_s``, by phase, before ``REGULAR_STEPS`` steps have been seen; 5 s for the others. Between
+steps a script's own pauses vary most."""
+ACTION_FLOOR_S = 30.0
+"""No process is ended before its tree did nothing for this long, whatever its phase."""
+ALONE_ACTION_S = 300.0
+"""The same where no other rank is known to wait for it: a single process may wait for work done elsewhere."""
+
+
+class Row(NamedTuple):
+    """Patience in one phase, in seconds without progress of the training thread."""
+
+    phase: str
+    title: str
+    """The phase in the guide's words."""
+    computing_s: float
+    """Limit where the rank computes, or where it is not known what it does."""
+    working_s: float
+    """Limit while its process tree reads, writes, sends, receives, compiles, or computes in a child."""
+    asleep_s: float
+    """Limit where it sleeps at one line, nothing is under way in its process tree, and other ranks wait for it."""
+
+
+ROWS = (
+    Row("data", "data", 8.0, 60.0, 7.0),
+    Row("forward", "forward", 8.0, 60.0, 4.5),
+    Row("backward", "backward", 8.0, 60.0, 4.5),
+    Row("optimizer", "optimizer", 8.0, 60.0, 4.5),
+    Row("within step", "Python code within a step", 10.0, 60.0, 4.5),
+    Row("idle", "Python code between steps", 300.0, 300.0, 6.0),
+    Row("eval", "evaluation", 300.0, 300.0, 9.0),
+    Row("generate", "generation", 300.0, 300.0, 9.0),
+    Row("checkpoint", "checkpoint", 600.0, 600.0, 9.0),
+    Row("early", "second and third step", 60.0, 60.0, 9.0),
+    Row("first", "first step", 300.0, 300.0, 9.0),
+    Row("init", "start-up", 300.0, 300.0, 20.0),
+)
+"""Floors of the limits. ``early`` and ``first`` are lower bounds for every phase of those steps; ``init`` holds until a
+first step's phase has begun, and between phases before that: scripts sleep there to let ranks begin in turn."""
+
+_BY_PHASE = {row.phase: row for row in ROWS}
+_UNKNOWN = Row("", "", 60.0, 300.0, 10.0)
+
+
+def row_of(phase: str, *, within_step: bool, steps_seen: int, has_stepped: bool) -> Row:
+    """Return the row that holds: a phase's own, raised to those of the first steps while they last.
+
+    Args:
+        phase: the phase the rank is in.
+        within_step: it is ``idle`` between the phases of one step.
+        steps_seen: optimizer steps the hub has seen of this rank.
+        has_stepped: it has finished a step, seen or not.
+    """
+    row = _BY_PHASE.get("within step" if phase == "idle" and within_step else phase, _UNKNOWN)
+    unsettled = UNSETTLED_ASLEEP_S.get(row.phase, 5.0) if steps_seen < REGULAR_STEPS else 0.0
+    asleep = max(row.asleep_s, unsettled)
+    row = row._replace(asleep_s=asleep)
+    if not has_stepped:
+        in_step = within_step or phase not in ("init", "idle")
+        return _at_least(row, _BY_PHASE["first" if in_step else "init"])
+    return _at_least(row, _BY_PHASE["early"]) if steps_seen < EARLY_STEPS else row
+
+
+def action_patience(computing_s: float, *, awaited: bool) -> float:
+    """Return how many seconds a rank's process tree must have done nothing before the run may be ended for it.
+
+    Args:
+        computing_s: the rank's limit in its phase.
+        awaited: other ranks are blocked in a collective that it has to enter.
+    """
+    return max(computing_s, ACTION_FLOOR_S if awaited else ALONE_ACTION_S)
+
+
+def as_markdown() -> list[str]:
+    """Return the guide's table, a line each."""
+    lines = [
+        "| phase | computes, or not known | reads, writes, sends, compiles | asleep, others wait for it "
+        "| `--on-hang`: nothing done for |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in ROWS:
+        action = action_patience(row.computing_s, awaited=True)
+        lines.append(
+            f"| {row.title} | {row.computing_s:g} s | {row.working_s:g} s | {row.asleep_s:g} s | {action:g} s |"
+        )
+    return lines
+
+
+def _at_least(row: Row, floor: Row) -> Row:
+    return row._replace(
+        computing_s=max(row.computing_s, floor.computing_s),
+        working_s=max(row.working_s, floor.working_s),
+        asleep_s=max(row.asleep_s, floor.asleep_s),
+    )

@@ -1,0 +1,77 @@
+"""Whether a verdict on a stall is proof enough to end the run: that nothing can come any more.
+
+Suspicion is enough for an alert. Ending a run needs both: other ranks are blocked in a collective that the named ranks
+must enter (or cannot match), and the named ranks' process trees have done nothing for the whole patience.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from .patience import ACTION_FLOOR_S, ALONE_ACTION_S, action_patience
+
+_STRUCTURAL = ("mismatch", "deadlock", "ahead", "lock")
+"""Verdicts that prove by themselves that the collectives concerned cannot complete, whatever the ranks do."""
+
+
+class RankFacts(NamedTuple):
+    """What is known of one rank."""
+
+    patience: float
+    """Seconds that its phase allows it while it computes."""
+    quiet: float | None = None
+    """Seconds for which its process tree is known to have done nothing; None: not known."""
+    gone: bool = False
+    """Its process is gone."""
+    network: bool = False
+    """Its training thread waits for an answer from the network, which work elsewhere may still send."""
+    blocked: bool = False
+    """It waits in a collective or for its device."""
+
+
+def unproven(
+    kind: str, sure: bool, waiting: Sequence[int], hung: Sequence[int], age: float, ranks: Mapping[int, RankFacts]
+) -> str:
+    """Return what is missing to end the run for a verdict; empty when nothing is.
+
+    Args:
+        kind: the verdict's kind.
+        sure: whether it names the ranks for certain.
+        waiting: the ranks that wait for others.
+        hung: the ranks named.
+        age: seconds since the last progress of those concerned.
+        ranks: what is known of the living ranks.
+    """
+    if kind in _STRUCTURAL:
+        return "" if age >= ACTION_FLOOR_S else f"it has not stood for {ACTION_FLOOR_S:.0f} s"
+    if kind == "unreachable":
+        return "the host is cut off"
+    if kind == "missing" and not sure:
+        return "it is not certain that the others wait for it"
+    if kind == "missing":
+        return _first(_still(rank, ranks, awaited=bool(waiting)) for rank in hung)
+    if kind == "exit":
+        return _first(_still(rank, ranks, awaited=True) for rank in (*hung, *waiting))
+    if kind == "unclear" and not all(facts.blocked for facts in ranks.values()):
+        return "some rank is in no collective"
+    return _first(_still(rank, ranks, awaited=False) for rank in (hung or tuple(ranks)))
+
+
+def _first(reasons: Iterable[str]) -> str:
+    return next((reason for reason in reasons if reason), "")
+
+
+def _still(rank: int, ranks: Mapping[int, RankFacts], *, awaited: bool) -> str:
+    """Return what a rank's processes may still do; empty: nothing."""
+    facts = ranks.get(rank)
+    if facts is None:
+        return f"nothing is known of rank {rank}"
+    if facts.gone:
+        return ""
+    needed = action_patience(facts.patience, awaited=awaited)
+    if facts.network:
+        needed = max(needed, ALONE_ACTION_S)
+    if facts.quiet is None:
+        return f"it is not known what rank {rank}'s processes do"
+    if facts.quiet < needed:
+        return f"rank {rank}'s processes did something {facts.quiet:.0f} s ago; {needed:.0f} s of rest are needed"
+    return ""

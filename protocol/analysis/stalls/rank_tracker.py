@@ -1,0 +1,464 @@
+"""What the hub holds each rank, and the run, to be doing: fed with messages and with facts about processes.
+
+Rank states, and what each is concluded from (DESIGN's words):
+
+- ``starting``: a Hello was seen, and no step, no phase but ``init``.
+- ``training``: it moves, or stands for less time than its phase allows.
+- ``waiting``: inside a collective call for longer than 4 s and 1.5 times its phase's usual longest; or the judge
+  (``detectors.stall``) says that it waits for others.
+- ``hung``: the judge named it, or its process outlived its goodbye by 30 s; or its end was asked for and its process
+  has been in uninterruptible sleep for 3 s.
+- ``stopped``: /proc says T or t (SIGSTOP, or a debugger).
+- ``gone``: its process is gone and it had not said that it finished.
+- ``finished``: it said so, or left with exit code 0.
+- ``unreachable``: nothing heard for 15 s and nothing known of its process, or for 30 s although its process lives; or
+  its host is cut off, for as long as it is: then nothing else is concluded of it.
+
+A hub that did not look for a while (it was frozen, or the clock jumped) forgives every rank that time, but for what
+the rank's own heartbeats of that time say.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from math import ceil
+from typing import Any
+
+import msgspec
+
+from ...control import Command, RankState, RankStateName, RunState, RunStateName
+from ...hosts import HostState
+from ...telemetry import Failure, Goodbye, Heartbeat, Hello, LogLine, Oom, Step
+from ...wire import Frame, Message
+from ..deaths.slurm import SlurmWords
+from ..text.stalls import STOPPED, TRACED, collective, where
+from .evidence import Evidence
+from .judge import EXIT_LIMIT_S, MOVING_S, Verdict, judge
+from .progress import SILENT_S
+from .rank_view import RankView
+from .tracked_rank import ProcessFact, TrackedRank, by_death
+
+__all__ = ["ProcessFact", "RankTracker", "TrackedRank"]
+
+WAIT_SHOWN_S = 4.0
+WAIT_FACTOR = 1.5
+UNREACHABLE_S = 15.0
+UNREACHABLE_ALIVE_S = 30.0
+GOODBYE_GRACE_S = 1.0
+"""A process may be seen dead before its last message is read; so long is waited for it."""
+UNKILLABLE_S = 3.0
+"""A process whose end was asked for and that is in uninterruptible sleep for so long waits for the kernel."""
+UNKILLABLE = "in uninterruptible sleep: the kill could not end it, it ends when the kernel returns"
+PAUSE_S = 5.0
+"""Ticks farther apart than this: the hub itself was not looking."""
+
+
+class RankTracker:
+    """Turns messages and process facts into rank states and the run's state. Keeps no clock of its own.
+
+    Feed it every message of the stream before the detectors get it (its own messages may be among them; they are
+    passed over), every process fact (about once a second and rank), and tick it about twice a second. What it returns
+    is to be published and recorded.
+
+    Args:
+        has_launcher: A launcher will say how the job ended (``ended``); without one the run ends with its last rank.
+    """
+
+    def __init__(self, *, has_launcher: bool = True) -> None:
+        self.ranks: dict[int, TrackedRank] = {}
+        self.verdict: Verdict | None = None
+        """The judge's present verdict; None while there is no stall."""
+        self.suspected = False
+        """Some rank shows no progress for long enough to look at all of them (``detectors.progress``)."""
+        self.run_state: RunState | None = None
+        self.launcher = ""
+        """How the run's launcher was at the last look: ``alive``, ``stopped``, ``gone``; empty: there is none."""
+        self.stepped = False
+        """Some rank has finished an optimizer step."""
+        self.kill_asked: set[int] = set()
+        """Ranks that were asked to end, by a person or a job scheduler; ``-1`` means the whole run."""
+        self.now = 0.0
+        self._has_launcher = has_launcher
+        self._last_tick: float | None = None
+        self._asked_at = 0.0
+        self._slurm = SlurmWords()
+        self._all_ended_at: float | None = None
+        self._changes: deque[RankState | RunState] = deque(maxlen=100_000)
+        self._handlers: dict[type, Callable[[float, Any], list[Message]]] = {
+            Step: self._step,
+            Heartbeat: self._beat,
+            Hello: self._hello,
+            Goodbye: self._goodbye,
+            Failure: self._failure,
+            Oom: self._heard,
+            Command: self._command,
+            LogLine: self._log,
+            HostState: self._host,
+        }
+
+    def feed(self, seq: int, t: float, message: Message) -> list[Message]:
+        """Take in one message that the hub received at ``t`` (seconds since the epoch); return what changed."""
+        if t > self.now:
+            self.now = t
+        handler = self._handlers.get(type(message))
+        return handler(t, message) if handler is not None else []
+
+    def fact(self, fact: ProcessFact) -> list[Message]:
+        """Take in what the supervisor saw of a process; return what changed."""
+        tracked = self.ranks.get(fact.rank)
+        if tracked is None or (
+            tracked.hello is not None and (tracked.hello.pid, tracked.hello.start_ticks) != (fact.pid, fact.start_ticks)
+        ):
+            return []
+        known = tracked.fact
+        tracked.fact = fact
+        if fact.alive:
+            tracked.died_at = None
+            if fact.proc_state == "D" and self.kill_asked & {-1, fact.rank}:
+                return self._withstands(tracked)
+            if tracked.stuck_since is not None:
+                tracked.stuck_since = None
+                return self._moves(tracked)
+            stopped = fact.proc_state in ("T", "t")
+            was = tracked.state.state if tracked.state is not None else ""
+            if stopped and was not in ("stopped", "gone"):
+                why = TRACED if fact.is_traced else STOPPED
+                return self._set(tracked, "stopped", f"{why}; signal CONT lets it go on")
+            if not stopped and was == "stopped":
+                tracked.progress.moved(self.now)
+                return self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
+            return []
+        if tracked.died_at is None:
+            tracked.died_at = fact.time or self.now
+        late_code = known is None or (known.exit_code is None and known.signal is None)
+        if tracked.ended and late_code and (fact.exit_code is not None or fact.signal is not None):
+            return self._set(tracked, *tracked.ending())
+        return []
+
+    def tick(self, now: float) -> list[Message]:
+        """Judge anew at ``now``; return the states that changed."""
+        messages: list[Message] = []
+        if self._last_tick is not None:
+            gap = now - self._last_tick
+            if gap > PAUSE_S or gap < 0.0:
+                for tracked in self.ranks.values():
+                    tracked.progress.shift(gap, now)
+        self._last_tick = self.now = now
+        if self.run_state is None:
+            messages += self._set_run("starting")
+        ending = [tracked for tracked in self.ranks.values() if not tracked.ended and tracked.may_end]
+        for tracked in by_death(ending, now):
+            ended = self._end_if_dead(tracked, now)
+            if not ended and tracked.died_at is not None:
+                break
+            messages += ended
+        still = [
+            tracked
+            for tracked in self.ranks.values()
+            if (not tracked.ended and now - tracked.progress.moved_at > MOVING_S) or tracked.lingers(now)
+        ]
+        if still:
+            steps = {rank: tracked.progress.steps_seen for rank, tracked in self.ranks.items()}
+            for tracked in still:
+                tracked.note_standstill(steps)
+            self._credit_silent(still, now)
+        views = [tracked.view(now) for tracked in self.ranks.values()] if still else []
+        self.verdict = judge(views) if still else None
+        self.suspected = any(tracked.suspect(now) for tracked in self.ranks.values())
+        if self.verdict is not None and self.verdict.kind == "exit" and now - self._asked_at < EXIT_LIMIT_S:
+            self.verdict = None  # they were asked to end, and may take their time
+        by_rank = {view.rank: view for view in views}
+        for tracked in still:
+            messages += self._still_state(tracked, by_rank[tracked.rank], now)
+        if not self._has_launcher:
+            messages += self._end_without_launcher(now)
+        return messages
+
+    def ended(self, now: float, state: RunStateName, exit_code: int | None, text: str = "") -> list[Message]:
+        """Note how the whole job ended (``exit.json``): ``finished``, ``failed`` or ``stopped``."""
+        self.now = now
+        self.verdict = None
+        self.suspected = False
+        messages: list[Message] = []
+        for tracked in by_death(self.ranks.values(), now):
+            if not tracked.ended and (tracked.fact is None or not tracked.fact.alive):
+                messages += self._set(tracked, *tracked.ending())
+        return messages + self._set_run(state, text, exit_code)
+
+    def close_job(self, now: float) -> list[Message]:
+        """Judge, without waiting for more to come, how the ranks ended whose job another one has followed."""
+        self.now = now
+        messages: list[Message] = []
+        for tracked in by_death(self.ranks.values(), now):
+            if tracked.ended:
+                continue
+            if tracked.fact is not None and tracked.fact.alive:
+                tracked.fact = msgspec.structs.replace(tracked.fact, alive=False)
+            messages += self._set(tracked, *tracked.ending())
+        return messages
+
+    def begin_job(self) -> None:
+        """Forget the ranks of the job before; what was asked of the whole run stands."""
+        self.ranks.clear()
+        self.verdict = None
+        self.suspected = False
+        self.kill_asked &= {-1}
+        self._all_ended_at = None
+
+    def restore(self, frames: Iterable[Frame]) -> None:
+        """Take in the run's history after a hub restart: frames of the recording, oldest first. Sends nothing."""
+        for frame in frames:
+            message = frame.message
+            if isinstance(message, RankState):
+                self._tracked(message.rank, frame.t).state = message
+            elif isinstance(message, RunState):
+                self.run_state = message
+            else:
+                self.feed(frame.seq, frame.t, message)
+            # The first tick sees the gap to this and forgives the ranks what nobody watched.
+            self._last_tick = frame.t
+        self._changes.clear()
+
+    def found(self) -> dict[int, Evidence]:
+        """Return what the last look found of ranks that have made no progress since."""
+        return {
+            rank: tracked.evidence
+            for rank, tracked in self.ranks.items()
+            if tracked.evidence is not None and tracked.evidence.taken >= tracked.progress.moved_at
+        }
+
+    def take_changes(self) -> list[RankState | RunState]:
+        """Return, once, the state messages produced since the last call (the detectors turn them into alerts)."""
+        if not self._changes:
+            return []
+        changes = list(self._changes)
+        self._changes.clear()
+        return changes
+
+    # Messages.
+
+    def _step(self, t: float, step: Step) -> list[Message]:
+        tracked = self.ranks.get(step.rank)
+        if tracked is None:
+            tracked = self._tracked(step.rank, t)
+        tracked.progress.step_done(t, step)
+        self.stepped = True
+        state = tracked.state
+        return [] if state is not None and state.state == "training" else self._moves(tracked)
+
+    def _beat(self, t: float, beat: Heartbeat) -> list[Message]:
+        tracked = self._tracked(beat.rank, t)
+        progress = tracked.progress
+        before = progress.progress
+        progress.beat(t, beat)
+        state = tracked.state
+        held = state is not None and state.state == "held"
+        if held != bool(beat.held_since) and not tracked.ended:
+            # A rank held at an out-of-memory error does not move, and hangs no more than one at a breakpoint.
+            words = f"at an out-of-memory error in {beat.phase}: waits to be released"
+            return self._set(tracked, "held", words) if beat.held_since else self._let_go(tracked)
+        if state is not None and (state.state == "training" or progress.progress == before):
+            return self._moves(tracked) if state.state == "unreachable" else []
+        return self._moves(tracked)
+
+    def _let_go(self, tracked: TrackedRank) -> list[Message]:
+        tracked.progress.moved(self.now)
+        return self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
+
+    def _hello(self, t: float, hello: Hello) -> list[Message]:
+        tracked = self._tracked(hello.rank, t)
+        known = tracked.hello
+        same = known is None or (known.pid, known.start_ticks) == (hello.pid, hello.start_ticks)
+        if not same:
+            # The rank was started again: nothing of the process before counts.
+            tracked = self.ranks[hello.rank] = TrackedRank(hello.rank, t)
+        tracked.hello = hello
+        tracked.progress.heard_at = t
+        if same and tracked.state is not None and tracked.state.state != "unreachable":
+            return []
+        return self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
+
+    def _goodbye(self, t: float, goodbye: Goodbye) -> list[Message]:
+        tracked = self._tracked(goodbye.rank, t)
+        tracked.progress.heard_at = t
+        tracked.goodbye, tracked.goodbye_at = goodbye, t
+        if goodbye.reason == "failed":
+            tracked.failure = tracked.failure or goodbye.text
+            return []
+        text = goodbye.text or ("stopped as asked" if goodbye.reason == "stopped" else "")
+        return self._set(tracked, "finished", text)
+
+    def _failure(self, t: float, failure: Failure) -> list[Message]:
+        tracked = self._tracked(failure.rank, t)
+        tracked.progress.heard_at = t
+        tracked.failure = failure.error
+        return []
+
+    def _heard(self, t: float, oom: Oom) -> list[Message]:
+        self._tracked(oom.rank, t).progress.heard_at = t
+        return []
+
+    def _command(self, t: float, command: Command) -> list[Message]:
+        if command.verb not in ("kill", "stop"):
+            return []
+        ranks: list[int] = command.args.get("ranks") or [] if command.verb == "kill" else []
+        self.kill_asked.update(ranks or [-1])
+        self._asked_at = t
+        if ranks:
+            return []
+        if command.verb == "stop":
+            return self._set_run("stopping", str(command.args.get("reason") or "stop at the next step"))
+        return self._set_run("stopping", f"kill ({command.args.get('signal') or 'INT, TERM, KILL'})")
+
+    def _log(self, t: float, line: LogLine) -> list[Message]:
+        words = self._slurm.read(line.text) if line.rank == -1 else ""
+        if not words:
+            return []
+        self.kill_asked.add(-1)
+        self._asked_at = t
+        return self._set_run("stopping", words)
+
+    def _host(self, t: float, host: HostState) -> list[Message]:
+        messages: list[Message] = []
+        for rank in host.ranks:
+            tracked = self._tracked(rank, t)
+            was, tracked.cut_off = tracked.cut_off, host.host if host.state == "cut off" else ""
+            if tracked.ended or bool(was) == bool(tracked.cut_off):
+                continue
+            if tracked.cut_off:
+                messages += self._set(tracked, "unreachable", f"its host {host.host} is cut off")
+            else:
+                # What nobody could see of it is not held against it; what it sent meanwhile comes now.
+                tracked.progress.moved(t)
+                if tracked.state is not None and tracked.state.state == "unreachable":
+                    messages += self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
+        return messages
+
+    def step_in(self, seconds: float) -> int:
+        """Name a step that all ranks will be in or before for ``seconds`` to come, by the speed they have now."""
+        living = [tracked.progress for tracked in self.ranks.values() if not tracked.ended]
+        fastest = min((progress.step_seconds for progress in living if progress.step_seconds > 0), default=1.0)
+        return max((progress.step for progress in living), default=1) + 3 + ceil(seconds / fastest)
+
+    # States.
+
+    def _tracked(self, rank: int, now: float) -> TrackedRank:
+        tracked = self.ranks.get(rank)
+        if tracked is None:
+            tracked = self.ranks[rank] = TrackedRank(rank, now)
+        return tracked
+
+    def _moves(self, tracked: TrackedRank) -> list[Message]:
+        if tracked.state is not None and tracked.state.state in ("gone", "finished", "stopped", "held", "training"):
+            return []
+        if tracked.progress.phase == "init" and not tracked.progress.has_stepped:
+            return self._set(tracked, "starting")
+        messages = self._set(tracked, "training")
+        if self.run_state is None or self.run_state.state == "starting":
+            messages += self._set_run("training")
+        return messages
+
+    def _withstands(self, tracked: TrackedRank) -> list[Message]:
+        """Note that a rank whose end was asked for is in the kernel, where no signal reaches it."""
+        if tracked.stuck_since is None:
+            tracked.stuck_since = self.now
+        if self.now - tracked.stuck_since < UNKILLABLE_S:
+            return []
+        return self._set(tracked, "hung", UNKILLABLE)
+
+    def _end_if_dead(self, tracked: TrackedRank, now: float) -> list[Message]:
+        died = tracked.died_at
+        if died is not None and now - died >= (0.0 if tracked.goodbye is not None else GOODBYE_GRACE_S):
+            return self._set(tracked, *tracked.ending())
+        failed_unseen = tracked.goodbye is not None and tracked.goodbye.reason == "failed" and tracked.fact is None
+        if failed_unseen and now - tracked.goodbye_at >= GOODBYE_GRACE_S:
+            return self._set(tracked, *tracked.ending())
+        return []
+
+    def _credit_silent(self, still: list[TrackedRank], now: float) -> None:
+        """Credit ranks that send nothing with the steps that those who wait for them have made.
+
+        A finished step that had collectives was met by every rank: a silent one has finished all steps before it.
+        """
+        waiting = [
+            each.progress
+            for each in still
+            if each.progress.collective and each.progress.per_step_collectives > 0 and not each.ended
+        ]
+        met = min((progress.steps_seen for progress in waiting), default=0) - 1
+        for tracked in still:
+            progress = tracked.progress
+            if progress not in waiting and progress.silence(now) > SILENT_S:
+                progress.peer_steps = max(progress.peer_steps, met)
+
+    def _still_state(self, tracked: TrackedRank, view: RankView, now: float) -> list[Message]:
+        """Find the state of a rank that shows no progress at present."""
+        state = tracked.state.state if tracked.state is not None else "starting"
+        if state in ("stopped", "held") or tracked.cut_off or tracked.stuck_since is not None:
+            return []
+        verdict = self.verdict
+        if verdict is not None and tracked.rank in verdict.hung and verdict.kind != "ahead":
+            named = verdict.views.get(tracked.rank)
+            inside = verdict.kind == "missing" and verdict.collective and not view.absent
+            missed = f"not in {collective(verdict.collective)}, " if inside else ""
+            return self._set(tracked, "hung", missed + (where(named) if named is not None else ""))
+        silence = tracked.progress.silence(now)
+        alive = tracked.fact is not None and tracked.fact.alive
+        if silence > (UNREACHABLE_ALIVE_S if alive else UNREACHABLE_S):
+            return self._set(
+                tracked, "unreachable", "its process lives but sends nothing" if alive else "nothing heard of it"
+            )
+        if verdict is not None and tracked.rank in verdict.views:
+            hung = f" for rank {verdict.hung[0]}" if len(verdict.hung) == 1 else ""
+            within = f"in {collective(view.call)}" if view.inside else where(view)
+            why = {"mismatch": "mismatch", "lock": "no compiler runs"}.get(verdict.kind, "cannot tell why")
+            cannot = "" if verdict.hung else f": {why}"
+            return self._set(tracked, "waiting", f"{within}{hung}{cannot}")
+        usual = tracked.progress.usual_max.get(tracked.progress.phase, 0.0)
+        if view.inside and view.age > max(WAIT_SHOWN_S, WAIT_FACTOR * usual):
+            return self._set(tracked, "waiting", f"in {collective(view.call)}")
+        if state in ("waiting", "hung"):
+            return self._moves(tracked)
+        return []
+
+    def _end_without_launcher(self, now: float) -> list[Message]:
+        if not self.ranks or not all(tracked.ended for tracked in self.ranks.values()):
+            self._all_ended_at = None
+            return []
+        if self._all_ended_at is None:
+            self._all_ended_at = now
+        final = self.run_state is not None and self.run_state.state in ("finished", "failed", "stopped")
+        if final or now - self._all_ended_at < 2 * GOODBYE_GRACE_S:
+            return []
+        if all(tracked.state is not None and tracked.state.state == "finished" for tracked in self.ranks.values()):
+            return self._set_run("finished")
+        return self._set_run("stopped" if -1 in self.kill_asked else "failed")
+
+    def _set(self, tracked: TrackedRank, state: RankStateName, text: str = "") -> list[Message]:
+        known, fact, hello = tracked.state, tracked.fact, tracked.hello
+        over = fact is not None and not fact.alive
+        code, signal = (fact.exit_code, fact.signal) if fact is not None and over else (None, None)
+        if known is not None and (known.state, known.text, known.exit_code, known.signal) == (
+            state,
+            text,
+            code,
+            signal,
+        ):
+            return []
+        since = known.since if known is not None and known.state == state else self.now
+        if state in ("waiting", "hung", "unreachable") and since == self.now:
+            since = tracked.progress.moved_at
+        pid = hello.pid if hello is not None else fact.pid if fact is not None else 0
+        message = RankState(tracked.rank, state, self.now, text, since, pid, code, signal)
+        tracked.state = message
+        self._changes.append(message)
+        return [message]
+
+    def _set_run(self, state: RunStateName, text: str = "", exit_code: int | None = None) -> list[Message]:
+        known = self.run_state
+        if known is not None and (known.state, known.text, known.exit_code) == (state, text, exit_code):
+            return []
+        if known is not None and known.state == "stopping" and state == "training":
+            return []
+        self.run_state = RunState(state, self.now, text, exit_code)
+        self._changes.append(self.run_state)
+        return [self.run_state]

@@ -1,0 +1,150 @@
+"""Finds stragglers (``stragglers``), what hinders their devices, and the line at which they are slow.
+
+A straggler's stack is sampled for a while after it was found, to name the line.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from ...control import Result
+from ...telemetry import DeviceSample, Hello, Step
+from ..findings import Finding
+from ..findings.finding import Resolution, ResolvedWhy
+from ..findings.requests import Action, DiagnosticRequests
+from . import python_stacks
+from .places import SAMPLES, usual_place
+from .slow_devices import SlowDevices
+from .stragglers import StragglerFacts, StragglerFinding, Stragglers
+from .work import work_of
+
+_NOT_THE_DEVICE = ("data", "idle")
+"""Phases in which a slow device is no reason."""
+
+
+class SlowRankFacts(msgspec.Struct, frozen=True):
+    """A straggler, with what else is known of it."""
+
+    straggler: StragglerFacts
+    hindrance: str = ""
+    """What slows its device down, in a few words; empty: nothing is seen."""
+    device: dict[str, Any] = {}
+    """The figures of that."""
+    line: str = ""
+    """Where its training thread was seen most; empty: not known yet."""
+    samples: int = 0
+
+
+class SlowDetector:
+    """Feeds steps to the judge of stragglers."""
+
+    def __init__(self, asks: DiagnosticRequests) -> None:
+        self._asks = asks
+        self._found: dict[int, Finding] = {}
+        """The latest finding of each straggler."""
+        self._samples: dict[int, list[python_stacks.Place]] = {}
+        """Of each straggler whose line is looked for, where it was seen."""
+        self._awaited: set[int] = set()
+        """Ranks that have been asked and have not answered."""
+        self._judge = Stragglers()
+        self._processes: dict[int, tuple[str, int, int, int]] = {}
+        self._hindered = SlowDevices()
+
+    def sample(self, sample: DeviceSample) -> None:
+        """Note the state of a device: a slow one is slow for a reason."""
+        self._hindered.sample(sample)
+
+    def hello(self, hello: Hello) -> list[Finding]:
+        """Learn of a rank; a new process under a known rank's number, or a new world size, begins everything anew."""
+        self._hindered.hello(hello)
+        process = (hello.host, hello.pid, hello.start_ticks, hello.world_size)
+        known = self._processes.get(hello.rank)
+        findings: list[Finding] = []
+        if (known is not None and known != process) or any(
+            other[3] != hello.world_size for other in self._processes.values()
+        ):
+            self._processes.clear()
+            findings = self._findings(self._judge.reset(), "restarted")
+        self._processes[hello.rank] = process
+        self._judge.device = hello.device.kind == "cuda"
+        self._judge.add(hello.rank)
+        return findings
+
+    def drop(self, rank: int) -> list[Finding]:
+        """Compare with a rank no more: it ended."""
+        self._processes.pop(rank, None)
+        ended = self._judge.remove(rank)
+        return self._findings([ended] if ended is not None else [], "rank_ended")
+
+    def forget(self, rank: int) -> None:
+        """Compare with a rank no more, and say nothing."""
+        self._processes.pop(rank, None)
+        self._judge.remove(rank)
+
+    def step(self, t: float, step: Step) -> list[Finding]:
+        """Take in one step; the ranks are judged once the last of them has sent it."""
+        found = self._judge.step(t, step.rank, step.step, work_of(step, self._judge.device))
+        return self._findings(found) if found else []
+
+    def tick(self) -> None:
+        """Ask the stragglers whose line is looked for where they are."""
+        for rank in self._samples:
+            if rank not in self._awaited:
+                self._awaited.add(rank)
+                self._asks.add(Action("stacks", (rank,), {"quiet": True}, "the line at which a rank is slow"))
+
+    def stacks(self, asked: Iterable[int], answers: Mapping[int, Result]) -> list[Finding]:
+        """Take in where stragglers are, of those asked; names the line once there are enough samples."""
+        findings: list[Finding] = []
+        self._awaited.difference_update(asked)
+        for rank, answer in answers.items():
+            places = self._samples.get(rank)
+            if places is None or not answer.ok:
+                continue
+            threads = python_stacks.parse(str(answer.data.get("text", "")))
+            thread = python_stacks.training_thread(threads, str(answer.data.get("thread", "")))
+            places.append(python_stacks.where(thread.frames if thread is not None else ()))
+            if len(places) >= SAMPLES:
+                findings += self._place(rank, places)
+        return findings
+
+    def _place(self, rank: int, places: list[python_stacks.Place]) -> list[Finding]:
+        del self._samples[rank]
+        facts, known = self._judge.standing.get(rank), self._found.get(rank)
+        if facts is None or known is None:
+            return []
+        line = usual_place(places, facts.slow_at, (facts.own_us - facts.others_us) / max(1, facts.step_us))
+        if not line:
+            return []
+        found = msgspec.structs.replace(known.facts, line=line, samples=len(places))
+        self._found[rank] = msgspec.structs.replace(known, facts=found)
+        return [msgspec.structs.replace(known, facts=found, state="explained")]
+
+    def restore(self, finding: Finding) -> None:
+        """Take in a standing finding of the recording, so that it can end."""
+        if finding.state != "resolved":
+            self._judge.restore(finding.facts.straggler)
+
+    def _findings(self, judged: list[StragglerFinding], over: ResolvedWhy = "calm") -> list[Finding]:
+        findings: list[Finding] = []
+        for one in judged:
+            rank = one.facts.rank
+            if one.state == "resolved":
+                self._samples.pop(rank, None)
+                self._found.pop(rank, None)
+                findings.append(
+                    Finding("straggler", Resolution(over, one.facts.step), "resolved", rank=rank, ranks=(rank,))
+                )
+            else:
+                self._found[rank] = found = self._finding(one.facts)
+                self._samples[rank] = []
+                findings.append(found)
+        return findings
+
+    def _finding(self, facts: StragglerFacts) -> Finding:
+        device = self._hindered.why(facts.rank) if facts.slow_at not in _NOT_THE_DEVICE else None
+        found = SlowRankFacts(facts)
+        if device is not None:
+            found = SlowRankFacts(facts, device.words, device.evidence)
+        return Finding("straggler", found, ranks=(facts.rank,), step=facts.step, rank=facts.rank)

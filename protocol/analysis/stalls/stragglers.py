@@ -1,0 +1,448 @@
+"""Stragglers: the rank that works while the others wait for it, found from each rank's own work (``work``).
+
+Steps are gathered into blocks of at least ``BLOCK_US``; a long step is one alone. In a block a rank's excess is the
+median over its steps of its own work minus the median of the other ranks'. A block counts against a rank when
+
+- the excess is ``EXCESS_SHARE`` of the step and ``EXCESS_US`` at least, and its own work ``RATIO`` times the others';
+- the others waited longer than it, by half of the excess at least: then the figures support that they wait for it.
+  Ranks whose waiting cannot be seen, or that are not in step with each other, are not compared;
+- no rank waited less than it, by half of the excess: of two slow ranks the others wait for the slower one.
+
+It is a straggler when ``FAST_BLOCKS`` blocks in a row count against it, with excesses that are alike and own work
+``FAST_RATIO`` times the others', and it was hardly ever as much faster than they before; or when all but one of
+``LONG_BLOCKS`` count. Ranks that draw batches of any length at random hardly ever reach either: the sign of the excess
+is a coin's. It is over when all but one of ``FAST_BLOCKS`` blocks are fine, or less than half of ``LONG_BLOCKS`` count.
+After each end the long window doubles, up to ``LONGEST_BLOCKS``, and after the second there is no shorter one: ranks
+that are slow by turns raise a handful of alerts in a long run.
+
+Ranks with different numbers of micro-steps are compared by the work of one micro-step too, and the smaller excess
+counts: more micro-steps are not slowness.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from .work import Work
+
+WARM_UP_STEPS = 2
+BLOCK_US = 300_000
+BLOCK_STEPS = 64
+"""Steps of a block that are looked at; a block of very short steps has more."""
+PART_STEPS = 8
+"""Of those, so many are looked at by phase."""
+EXCESS_US = 2000
+EXCESS_SHARE = 0.10
+RATIO = 1.4
+RATIO_DEVICE = 1.25
+"""On a device's clock ranks do not share cores with each other."""
+FINE_RATIO = 1.15
+FAST_BLOCKS = 8
+FAST_RATIO = 1.7
+LONG_BLOCKS = 24
+LONGEST_BLOCKS = 384
+HISTORY = 128
+"""Blocks whose excesses are kept."""
+ALIKE = 2.0
+"""Excesses within this factor of their median are alike."""
+LIGHTER_SHARE = 0.05
+UPDATE_S = 60.0
+UPDATE_CHANGE = 1.25
+PENDING_STEPS = 256
+
+EVERYWHERE = "everywhere"
+
+
+class StragglerFacts(msgspec.Struct, frozen=True):
+    """The figures a finding rests on: means of one step over the window, microseconds."""
+
+    rank: int
+    step: int
+    """The last one of the window."""
+    steps: int
+    """Steps of the window."""
+    own_us: int
+    others_us: int
+    """The median rank's own work among the others."""
+    waited_us: int
+    others_waited_us: int
+    step_us: int
+    slow_at: str
+    """The phase with most of the excess; ``everywhere`` where no phase has most of it."""
+    phases_us: dict[str, int]
+    others_phases_us: dict[str, int]
+    device: bool = False
+    """Times are the device's, not the host's."""
+    measured: bool = True
+    """False: the waiting is bounded by the phases that hold collectives."""
+    tokens: int = 0
+    others_tokens: int = 0
+    off_cpu_us: int = 0
+    """Of its own work, the time in which its training thread used no CPU; 0 on a device."""
+    others_off_cpu_us: int = 0
+
+
+class StragglerFinding(msgspec.Struct, frozen=True):
+    """A rank became a straggler, its figures changed, or it is none any more (``facts`` as they were)."""
+
+    facts: StragglerFacts
+    state: Literal["raised", "updated", "resolved"] = "raised"
+
+
+@dataclass(slots=True)
+class _Block:
+    excess: float
+    own: float
+    others: float
+    wall: float
+    waited: float
+    others_waited: float
+    least: float
+    """The shortest waiting of any rank."""
+    steps: int
+    off_cpu: float = 0.0
+    others_off_cpu: float = 0.0
+    tokens: float = 0.0
+    others_tokens: float = 0.0
+    parts: dict[str, float] | None = None
+    others_parts: dict[str, float] | None = None
+    uneven: bool = False
+
+    def counts(self, ratio: float) -> bool:
+        half = self.excess / 2
+        return (
+            self.excess >= max(EXCESS_US, EXCESS_SHARE * self.wall)
+            and self.own >= ratio * self.others
+            and self.others_waited - self.waited >= half
+            and self.waited - self.least <= half
+            and not self.uneven
+        )
+
+    def fine(self) -> bool:
+        return self.excess < max(EXCESS_US, EXCESS_SHARE * self.wall) / 2 or self.own < FINE_RATIO * self.others
+
+
+class _Rank:
+    __slots__ = ("blocks", "counted", "excesses", "facts", "told")
+
+    def __init__(self) -> None:
+        self.blocks: deque[_Block] = deque(maxlen=LONG_BLOCKS)
+        self.counted: deque[bool] = deque(maxlen=LONGEST_BLOCKS)
+        """Of each block, whether it counts against the rank."""
+        self.excesses: deque[float] = deque(maxlen=HISTORY)
+        self.facts: StragglerFacts | None = None
+        self.told = 0.0
+
+    def add(self, block: _Block, ratio: float) -> None:
+        """Add a block."""
+        self.blocks.append(block)
+        self.counted.append(block.counts(ratio))
+        self.excesses.append(block.excess)
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self.blocks.clear()
+        self.counted.clear()
+        self.excesses.clear()
+
+
+class Stragglers:
+    """Judges the ranks of one run. Times of ``step`` are passed in."""
+
+    def __init__(self, device: bool = False) -> None:
+        self.device = device
+        self._ranks: dict[int, _Rank] = {}
+        self._pending: dict[int, dict[int, Work]] = {}
+        self._done = 0
+        """Steps that all ranks have finished."""
+        self._block: list[tuple[int, dict[int, Work]]] = []
+        self._block_us = 0.0
+        self._block_count = 0
+        self._ended = 0
+        """Findings that were resolved."""
+
+    @property
+    def standing(self) -> dict[int, StragglerFacts]:
+        """The stragglers as they were told of last."""
+        return {number: rank.facts for number, rank in self._ranks.items() if rank.facts is not None}
+
+    def add(self, rank: int) -> None:
+        """Compare with a rank from now on."""
+        if rank not in self._ranks:
+            self._ranks[rank] = _Rank()
+            self._restart()
+
+    def remove(self, rank: int) -> StragglerFinding | None:
+        """Compare with a rank no more; returns the end of what stood about it."""
+        gone = self._ranks.pop(rank, None)
+        self._restart()
+        return StragglerFinding(gone.facts, "resolved") if gone is not None and gone.facts is not None else None
+
+    def reset(self) -> list[StragglerFinding]:
+        """Forget all ranks: other processes train from now on. Returns the ends of what stood."""
+        ended = [StragglerFinding(facts, "resolved") for facts in self.standing.values()]
+        self.__init__(self.device)
+        return ended
+
+    def restore(self, facts: StragglerFacts) -> None:
+        """Take a finding of the recording for standing, so that it can end."""
+        self.add(facts.rank)
+        self._ranks[facts.rank].facts = facts
+
+    def step(self, t: float, rank: int, number: int, work: Work) -> list[StragglerFinding]:
+        """Take in one step of one rank; judges once the last rank has sent it, and a block is full.
+
+        Args:
+            t: seconds, on any clock.
+            rank: the rank.
+            number: of the step.
+            work: what the rank did.
+        """
+        if rank not in self._ranks:
+            self.add(rank)
+        pending = self._pending
+        works = pending.get(number)
+        if works is None:
+            works = pending[number] = {}
+        works[rank] = work
+        if len(works) < len(self._ranks):
+            if len(pending) > PENDING_STEPS:
+                del pending[min(pending)]
+            return []
+        del pending[number]
+        if len(pending) > 1:
+            # A step that all ranks have finished: one before it that lacks a rank was lost on the way.
+            self._pending = {later: found for later, found in pending.items() if later > number}
+        self._done += 1
+        if len(works) < 2 or self._done <= WARM_UP_STEPS:
+            return []
+        wall = 0
+        for one in works.values():
+            if not one.comparable or one.measured != work.measured:
+                return []
+            if one.wall > wall:
+                wall = one.wall
+        self._block_us += wall
+        self._block_count += 1
+        if len(self._block) < BLOCK_STEPS:
+            self._block.append((number, works))
+        return self._close(t) if self._block_us >= BLOCK_US else []
+
+    def _restart(self) -> None:
+        """Ranks that are compared have changed: what was gathered compares others."""
+        self._pending.clear()
+        self._block, self._block_us, self._block_count = [], 0.0, 0
+        for rank in self._ranks.values():
+            rank.clear()
+
+    def _close(self, t: float) -> list[StragglerFinding]:
+        steps, count = self._block, self._block_count
+        self._block, self._block_us, self._block_count = [], 0.0, 0
+        blocks = _compare([works for _, works in steps], count)
+        findings: list[StragglerFinding] = []
+        for number, block in blocks.items():
+            rank = self._ranks[number]
+            if not block.fine():
+                _fill(block, number, [works for _, works in steps])
+            rank.add(block, RATIO_DEVICE if self.device else RATIO)
+            findings += self._judge(t, steps[-1][0], number, rank, steps[-1][1][number].measured)
+        return findings
+
+    def _judge(self, t: float, step: int, number: int, rank: _Rank, measured: bool) -> list[StragglerFinding]:
+        if rank.facts is None:
+            if (self._ended < 2 and _is_plain(rank)) or _is_lasting(rank, LONG_BLOCKS << self._ended):
+                window = list(rank.blocks)[-FAST_BLOCKS:]
+                rank.facts, rank.told = self._facts(number, step, window, measured), t
+                rank.counted.clear()  # its end is judged by what follows
+                return [StragglerFinding(rank.facts)]
+            return []
+        if _is_over(rank):
+            ended, rank.facts = rank.facts, None
+            self._ended += 1
+            for one in self._ranks.values():
+                one.excesses.clear()  # those of the spell that is over are explained
+            return [StragglerFinding(msgspec.structs.replace(ended, step=step), "resolved")]
+        window = list(rank.blocks)[-FAST_BLOCKS:]
+        if t - rank.told >= UPDATE_S and sum(list(rank.counted)[-FAST_BLOCKS:]) == FAST_BLOCKS:
+            facts = self._facts(number, step, window, measured)
+            if _changed(rank.facts, facts):
+                rank.facts, rank.told = facts, t
+                return [StragglerFinding(facts, "updated")]
+        return []
+
+    def _facts(self, number: int, step: int, window: Sequence[_Block], measured: bool) -> StragglerFacts:
+        mine, theirs = _mean_parts(window)
+        excess = sum(block.excess for block in window) / len(window)
+        own = _mean([block.own for block in window])
+        return StragglerFacts(
+            rank=number,
+            step=step,
+            steps=sum(block.steps for block in window),
+            own_us=own,
+            others_us=_mean([block.others for block in window]),
+            waited_us=_mean([block.waited for block in window]),
+            others_waited_us=_mean([block.others_waited for block in window]),
+            step_us=_mean([block.wall for block in window]),
+            slow_at=_slow_at(mine, theirs, excess),
+            phases_us={name: round(us) for name, us in mine.items()},
+            others_phases_us={name: round(us) for name, us in theirs.items()},
+            device=self.device,
+            measured=measured,
+            tokens=_mean([block.tokens for block in window]),
+            others_tokens=_mean([block.others_tokens for block in window]),
+            off_cpu_us=_mean([block.off_cpu for block in window]),
+            others_off_cpu_us=_mean([block.others_off_cpu for block in window]),
+        )
+
+
+def _compare(steps: Sequence[Mapping[int, Work]], count: int) -> dict[int, _Block]:
+    """Compare each rank with the others over the steps of a block."""
+    excesses: dict[int, list[float]] = {rank: [] for rank in steps[0]}
+    owns = dict.fromkeys(steps[0], 0.0)
+    others = dict.fromkeys(steps[0], 0.0)
+    for works in steps:
+        totals = {rank: float(sum(work.own.values())) for rank, work in works.items()}
+        usual = _Others(totals.values())
+        micro_steps = {work.micro_steps for work in works.values()}
+        each, usual_each = totals, None
+        if len(micro_steps) > 1:
+            fewest = min(micro_steps)
+            each = {rank: totals[rank] * fewest / max(1, works[rank].micro_steps) for rank in works}
+            usual_each = _Others(each.values())
+        for rank, own in totals.items():
+            excess = own - usual.median(own)
+            if usual_each is not None:
+                excess = min(excess, each[rank] - usual_each.median(each[rank]))
+            excesses[rank].append(excess)
+            owns[rank] += own
+            others[rank] += own - excess
+    length = len(steps)
+    waits = {rank: sum(works[rank].waited for works in steps) / length for rank in steps[0]}
+    walls = {rank: sum(works[rank].wall for works in steps) / length for rank in steps[0]}
+    usual_wait, usual_wall = _Others(waits.values()), _Others(walls.values())
+    least = min(waits.values())
+    found: dict[int, _Block] = {}
+    for rank, excess in excesses.items():
+        middle = _median(excess)
+        wall = walls[rank]
+        found[rank] = _Block(
+            excess=middle,
+            own=owns[rank] / length,
+            others=others[rank] / length,
+            wall=wall,
+            waited=waits[rank],
+            others_waited=usual_wait.upper(waits[rank]),
+            least=least,
+            steps=count,
+            # Ranks whose steps last differently are not in step with each other.
+            uneven=abs(wall - usual_wall.median(wall)) > max(0.5 * middle, 0.0),
+        )
+    return found
+
+
+def _fill(block: _Block, number: int, steps: Sequence[Mapping[int, Work]]) -> None:
+    """Add what says where and why a rank is slow: for ranks that may be, because it costs more."""
+    looked = steps[-PART_STEPS:]
+    names = {name for works in looked for work in works.values() for name in work.own}
+    sums = {
+        rank: {name: sum(works[rank].own.get(name, 0) for works in looked) / len(looked) for name in names}
+        for rank in looked[0]
+    }
+    block.parts = sums.pop(number)
+    block.others_parts = {name: _median([parts[name] for parts in sums.values()]) for name in names}
+    tokens = {rank: sum(works[rank].tokens for works in looked) / len(looked) for rank in looked[0]}
+    block.tokens = tokens.pop(number)
+    block.others_tokens = _median(list(tokens.values()))
+    if all(work.cpu for work in looked[-1].values()):
+        off = {
+            rank: sum(max(0, sum(works[rank].own.values()) - works[rank].cpu) for works in looked) / len(looked)
+            for rank in looked[0]
+        }
+        block.off_cpu = off.pop(number)
+        block.others_off_cpu = _median(list(off.values()))
+
+
+def _is_plain(rank: _Rank) -> bool:
+    """Return whether the last blocks are so many and so much alike that no more are needed."""
+    window = list(rank.blocks)[-FAST_BLOCKS:]
+    if len(window) < FAST_BLOCKS or not all(block.counts(FAST_RATIO) for block in window):
+        return False
+    middle = _median([block.excess for block in window])
+    if not all(middle / ALIKE <= block.excess <= middle * ALIKE for block in window):
+        return False
+    return sum(excess < -middle / 2 for excess in rank.excesses) <= LIGHTER_SHARE * len(rank.excesses)
+
+
+def _is_lasting(rank: _Rank, length: int) -> bool:
+    """Return whether all but one of the last ``length`` blocks, the last one among them, count against a rank."""
+    length = min(length, LONGEST_BLOCKS)
+    if len(rank.counted) < length or not rank.counted[-1]:
+        return False
+    return sum(list(rank.counted)[-length:]) >= length - 1
+
+
+def _is_over(rank: _Rank) -> bool:
+    last = list(rank.blocks)[-FAST_BLOCKS:]
+    if len(last) == FAST_BLOCKS and sum(block.fine() for block in last) >= FAST_BLOCKS - 1:
+        return True
+    longer = list(rank.counted)[-LONG_BLOCKS:]
+    return len(longer) == LONG_BLOCKS and sum(longer) < LONG_BLOCKS / 2
+
+
+def _changed(old: StragglerFacts, new: StragglerFacts) -> bool:
+    before, after = max(1, old.own_us - old.others_us), max(1, new.own_us - new.others_us)
+    return old.slow_at != new.slow_at or not before / UPDATE_CHANGE <= after <= before * UPDATE_CHANGE
+
+
+def _slow_at(mine: Mapping[str, float], theirs: Mapping[str, float], excess: float) -> str:
+    """Name the phase that has most of the excess; ``everywhere`` where all phases are slow alike."""
+    more = {name: us - theirs.get(name, 0.0) for name, us in mine.items()}
+    if not more:
+        return EVERYWHERE
+    worst = max(more, key=lambda name: more[name])
+    slow = [name for name, us in mine.items() if us > 1.3 * theirs.get(name, 0.0) and more[name] >= 0.1 * excess]
+    return EVERYWHERE if more[worst] < 0.6 * excess and len(slow) >= 3 else worst
+
+
+def _mean_parts(window: Sequence[_Block]) -> tuple[dict[str, float], dict[str, float]]:
+    mine: dict[str, float] = {}
+    theirs: dict[str, float] = {}
+    filled = [block for block in window if block.parts is not None and block.others_parts is not None]
+    for block in filled:
+        for target, parts in ((mine, block.parts), (theirs, block.others_parts)):
+            for name, us in (parts or {}).items():
+                target[name] = target.get(name, 0.0) + us / len(filled)
+    return mine, theirs
+
+
+def _mean(values: Sequence[float]) -> int:
+    return round(sum(values) / len(values)) if values else 0
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
+
+
+class _Others:
+    """Medians of values with one of them left out, without sorting again."""
+
+    __slots__ = ("_at", "_high", "_low", "_upper_at", "_upper_high", "_upper_low")
+
+    def __init__(self, values: Iterable[float]) -> None:
+        ordered = sorted(values)
+        lower, upper = (len(ordered) - 2) // 2, (len(ordered) - 1) // 2
+        self._at, self._low, self._high = ordered[lower], ordered[lower + 1], ordered[lower]
+        self._upper_at, self._upper_low, self._upper_high = ordered[upper], ordered[upper + 1], ordered[upper]
+
+    def median(self, value: float) -> float:
+        """Return the median of the others than ``value``; of an even number of them, the mean of both."""
+        lower = self._high if value > self._at else self._low
+        return (lower + (self._upper_high if value > self._upper_at else self._upper_low)) / 2
+
+    def upper(self, value: float) -> float:
+        """Return the upper median of the others than ``value``."""
+        return self._upper_high if value > self._upper_at else self._upper_low

@@ -1,0 +1,201 @@
+"""One rank as the tracker holds it: its progress, its process, its last words."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from ...control import RankState, RankStateName
+from ...hosts import KernelKill
+from ...telemetry import Goodbye, Hello
+from ...text import first_line
+from ..text.endings import ending_in_words
+from .evidence import Evidence
+from .judge import EXIT_LIMIT_S, EXIT_SURE_S, EXIT_WORKING_S
+from .progress import SILENT_S, SUSPECT_S, RankProgress
+from .rank_view import Absence, RankView
+
+ASKING_SIGNALS = (2, 15)
+ASKED_LATER_S = 1.0
+
+
+class ProcessFact(msgspec.Struct, frozen=True):
+    """What the supervisor saw of one rank's process, at most a second ago.
+
+    A fact about another process than the one the rank's Hello named (``pid`` and ``start_ticks``) is ignored.
+    """
+
+    rank: int
+    pid: int
+    start_ticks: int
+    alive: bool
+    """The very process (pid and start time) exists and is no zombie."""
+    proc_state: str = ""
+    """The state letter of /proc/PID/stat (proc(5)): R S D T t Z X; empty when it could not be read."""
+    exit_code: int | None = None
+    """Exit code, when the process has ended and its parent told us."""
+    signal: int | None = None
+    """The signal that ended it, likewise."""
+    kernel_kill: KernelKill | None = None
+    """Of a process that SIGKILL ended: what is known of the kernel's part in it; None: nothing."""
+    time: float = 0.0
+    """When it was seen, seconds since the epoch by the hub's clock; 0.0: not known."""
+
+    @property
+    def is_traced(self) -> bool:
+        """A debugger has stopped it."""
+        return self.proc_state == "t"
+
+
+class TrackedRank:
+    """Everything the tracker holds of one rank."""
+
+    __slots__ = (
+        "cut_off",
+        "died_at",
+        "evidence",
+        "fact",
+        "failure",
+        "goodbye",
+        "goodbye_at",
+        "hello",
+        "progress",
+        "rank",
+        "state",
+        "steps_then",
+        "stood_since",
+        "stuck_since",
+    )
+
+    def __init__(self, rank: int, now: float) -> None:
+        self.rank = rank
+        self.progress = RankProgress(now)
+        self.state: RankState | None = None
+        self.hello: Hello | None = None
+        self.fact: ProcessFact | None = None
+        self.died_at: float | None = None
+        self.goodbye: Goodbye | None = None
+        self.goodbye_at = 0.0
+        self.failure = ""
+        self.evidence: Evidence | None = None
+        """What the last look at it found."""
+        self.cut_off = ""
+        """Its host, while nothing is heard from there."""
+        self.stuck_since: float | None = None
+        """Since when its process is in uninterruptible sleep although its end was asked for."""
+        self.steps_then: dict[int, int] = {}
+        self.stood_since = 0.0
+        """``progress.moved_at`` when ``steps_then`` was noted."""
+
+    @property
+    def ended(self) -> bool:
+        """True when nothing more is to come of it."""
+        return self.state is not None and self.state.state in ("gone", "finished")
+
+    @property
+    def may_end(self) -> bool:
+        """Its process was seen dead, or it said that it failed."""
+        return self.died_at is not None or self.goodbye is not None
+
+    def death_order(self, now: float) -> tuple[float, bool]:
+        """Return when it died (seconds since the epoch), and whether the cause is unknown: to find the first death.
+
+        One that was asked to end counts as a moment later: a launcher asks the others when a first one has died, and
+        all of them may be seen dead at one look. Of two seen at the same time, one of which is known to have died of
+        something else than that, the other, of which nothing is known, follows.
+        """
+        died = now if self.died_at is None else self.died_at
+        code, signal = (self.fact.exit_code, self.fact.signal) if self.fact is not None else (None, None)
+        return died + (ASKED_LATER_S if signal in ASKING_SIGNALS else 0.0), code is None and signal is None
+
+    def ending(self) -> tuple[RankStateName, str]:
+        """Return the state and the words in which a rank whose process is gone has ended."""
+        fact, goodbye = self.fact, self.goodbye
+        code, signal = (fact.exit_code, fact.signal) if fact is not None else (None, None)
+        if self.failure:
+            words = "" if code is None and signal is None else f" ({ending_in_words(code, signal)})"
+            return "gone", f"failed: {first_line(self.failure)}{words}"
+        as_asked = goodbye is not None and goodbye.reason == "stopped" and (signal in (2, 15) or code in (130, 143))
+        if goodbye is not None and goodbye.reason != "failed" and (as_asked or (not signal and not code)):
+            return "finished", goodbye.text
+        if goodbye is None and code == 0 and not signal:
+            return "finished", "exit code 0, without a goodbye"
+        kill = fact.kernel_kill if fact is not None else None
+        by_kernel = f" by the kernel for want of memory: {kill.text}" if kill is not None and kill.sure else ""
+        return "gone", ending_in_words(code, signal) + by_kernel
+
+    def view(self, now: float) -> RankView:
+        """Show this rank to the judge as it stands at ``now``."""
+        progress = self.progress
+        state = self.state.state if self.state is not None else "starting"
+        absent: Absence = ""
+        if state == "stopped":
+            absent = "stopped"
+        elif state == "held":
+            absent = "held"
+        elif state == "gone":
+            absent = "gone"
+        elif self.cut_off:
+            absent = "cut off"
+        elif progress.silence(now) > SILENT_S:
+            absent = "silent"
+        lingers = state in ("finished", "hung") and self.lingers(now)
+        return RankView(
+            rank=self.rank,
+            step=progress.step,
+            phase="exit" if lingers else progress.phase,
+            age=now - self.goodbye_at if lingers else progress.age(now),
+            limit=EXIT_LIMIT_S if lingers else progress.limit(),
+            inside="" if lingers else progress.collective,
+            last_collective=progress.last_collective,
+            collectives=progress.collectives,
+            step_collectives=progress.step_collectives,
+            micro_step=progress.micro_step,
+            per_step=progress.per_step_collectives,
+            absent="" if lingers else absent,
+            finished=state == "finished" and not lingers,
+            group=progress.group,
+            group_sequence=progress.group_sequence,
+            size=progress.size,
+            stood_s=max(0.0, progress.heard_at - progress.moved_at),
+            asleep_limit=EXIT_SURE_S if lingers else progress.asleep_limit(),
+            working_limit=EXIT_WORKING_S if lingers else progress.working_limit(),
+            latest=self.evidence,
+            steps_then=self.steps_then,
+            evidence=self._fresh(self.goodbye_at if lingers else progress.moved_at),
+        )
+
+    def _fresh(self, since: float) -> Evidence | None:
+        evidence = self.evidence
+        return evidence if evidence is not None and evidence.taken >= since else None
+
+    def lingers(self, now: float) -> bool:
+        """Return whether its process outlived its goodbye by ``EXIT_LIMIT_S``, longer at work, less asleep."""
+        alive = self.fact is not None and self.fact.alive
+        if not alive or self.goodbye is None:
+            return False
+        found = self._fresh(self.goodbye_at)
+        limit = EXIT_LIMIT_S
+        if found is not None and found.work:
+            limit = EXIT_WORKING_S
+        elif found is not None and found.is_asleep:
+            limit = EXIT_SURE_S
+        return now - self.goodbye_at > limit
+
+    def note_standstill(self, steps: dict[int, int]) -> None:
+        """Note, once for each standstill, how many steps every rank has made so far."""
+        if self.stood_since != self.progress.moved_at:
+            self.stood_since, self.steps_then = self.progress.moved_at, steps
+
+    def suspect(self, now: float) -> bool:
+        """Return whether to inspect it: no progress for suspiciously long, or still there after its goodbye."""
+        if self.cut_off or (self.state is not None and self.state.state == "gone"):
+            return False
+        if self.goodbye is not None or self.ended:
+            alive = self.fact is not None and self.fact.alive
+            return alive and self.goodbye is not None and now - self.goodbye_at > SUSPECT_S
+        return self.progress.age(now) > self.progress.suspect_after()
+
+
+def by_death(ranks: Iterable[TrackedRank], now: float) -> list[TrackedRank]:
+    """Sort by death: the first is where the trouble began, the others follow from it."""
+    return sorted(ranks, key=lambda tracked: tracked.death_order(now))

@@ -1,0 +1,252 @@
+"""The verdicts on a stall: who holds up whom, in which collective, and what is known of each; no words."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .collective_calls import Difference, Waits
+from .evidence import Call, Collective, all_members
+from .rank_view import RankView
+
+ALONE_DATA_S = 30.0
+"""Data loading that holds up no other rank may take this long before it is called a stall."""
+
+VerdictKind = Literal["missing", "ahead", "lock", "alone", "mismatch", "deadlock", "unreachable", "unclear", "exit"]
+
+
+@dataclass(frozen=True, slots=True)
+class DifferentCalls:
+    """One collective that ranks entered differently."""
+
+    calls: Mapping[int, Call]
+
+
+@dataclass(frozen=True, slots=True)
+class InPointToPoint:
+    """Ranks that wait in a send or a receive while the others wait for them in a collective."""
+
+    apart: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CircularWait:
+    """Ranks that wait for each other in different groups."""
+
+    calls: Mapping[int, Collective]
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """Ranks whose host is cut off."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RanAhead:
+    """How far ranks that skip collectives are."""
+
+    step: int
+    behind: int
+    """The step of those that wait for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaleLocks:
+    """Locks that a build left behind."""
+
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Ranks that have ended while others live on."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unclear:
+    """Why the evidence does not separate."""
+
+    why: Literal["entered", "same_collective", "other_counts", "nobody_waits"]
+    """``entered``: a rank outside of the collective had entered it too."""
+    collective: Collective | None = None
+    inside: tuple[int, ...] = ()
+    entered: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Who waits for whom, in which collective, how sure, and the figures it rests on."""
+
+    kind: VerdictKind
+    waiting: tuple[int, ...]
+    hung: tuple[int, ...]
+    sure: bool
+    age: float
+    """Seconds since the last progress of those concerned."""
+    collective: Collective | None = None
+    """The collective concerned."""
+    views: Mapping[int, RankView] = field(default_factory=dict[int, RankView])
+    """Each rank concerned as it was judged, those named first."""
+    differs: tuple[int, ...] = ()
+    """Of a mismatch, the ranks that differ from most others; empty when there is no majority."""
+    facts: (
+        DifferentCalls | InPointToPoint | CircularWait | CutOff | RanAhead | StaleLocks | Finished | Unclear | None
+    ) = None
+
+    @property
+    def signature(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """What makes this verdict another one than before."""
+        return self.kind, self.waiting, self.hung
+
+
+def mismatch(found: Difference, present: list[RankView], age: float) -> Verdict:
+    """Ranks entered one collective differently."""
+    return Verdict(
+        kind="mismatch",
+        waiting=tuple(sorted(found.calls)),
+        hung=(),
+        sure=True,
+        age=age,
+        collective=of_group("", found.number, found.group, present),
+        views=by_rank(present),
+        differs=found.odd_ones(),
+        facts=DifferentCalls(found.calls),
+    )
+
+
+def crossed(apart: list[RankView], waiting: list[RankView], graph: Waits, age: float) -> Verdict:
+    """Ranks wait in a collective for ranks that wait in a send or a receive."""
+    call = graph.of[waiting[0].rank][0].call
+    return Verdict(
+        kind="mismatch",
+        waiting=ranks_of([*apart, *waiting]),
+        hung=(),
+        sure=True,
+        age=age,
+        collective=Collective(call.name, call.number),
+        views=by_rank([*apart, *waiting]),
+        differs=ranks_of(apart),
+        facts=InPointToPoint(ranks_of(apart)),
+    )
+
+
+def deadlock(graph: Waits, waiting: list[RankView], age: float) -> Verdict:
+    """Ranks wait for each other in different groups."""
+    members = all_members(view.evidence for view in waiting)
+    calls: dict[int, Collective] = {}
+    for view in waiting:
+        call = graph.of[view.rank][0].call
+        calls[view.rank] = Collective(call.name, call.number, members.get(call.group, ()), call.group)
+    return Verdict(
+        kind="deadlock",
+        waiting=ranks_of(waiting),
+        hung=(),
+        sure=True,
+        age=age,
+        collective=next(iter(calls.values())),
+        views=by_rank(waiting),
+        facts=CircularWait(calls),
+    )
+
+
+def of_group(name: str, number: int | None, group: str, views: list[RankView]) -> Collective:
+    """Return a collective, with the ranks of its group unless those are all."""
+    members = all_members(view.evidence for view in views).get(group, ())
+    return Collective(name, number, () if {view.rank for view in views} <= set(members) else members)
+
+
+def unreachable(waiting: list[RankView], cut: list[RankView]) -> Verdict | None:
+    """Ranks wait while the host of others is cut off: of those nothing is known, so none is named."""
+    if not waiting:
+        return None
+    return Verdict(
+        kind="unreachable",
+        waiting=ranks_of(waiting),
+        hung=(),
+        sure=False,
+        age=max(view.age for view in waiting),
+        collective=next((view.call for view in waiting if view.inside), None),
+        views=by_rank([*cut, *waiting]),
+        facts=CutOff(ranks_of(cut)),
+    )
+
+
+def missing(
+    waiting: list[RankView], late: list[RankView], collective: Collective | None, age: float, *, sure: bool = True
+) -> Verdict | None:
+    """Name the ranks that others wait for; where nobody waits, as stuck by themselves."""
+    if not waiting:
+        return alone(late, age)
+    return Verdict(
+        kind="missing",
+        waiting=ranks_of(waiting),
+        hung=ranks_of(late),
+        sure=sure and not any(view.absent == "silent" and not has_stacks(view) for view in late),
+        age=age,
+        collective=collective,
+        views=by_rank([*late, *waiting]),
+    )
+
+
+def ahead(ranks: list[RankView], waiting: list[RankView], collective: Collective, age: float) -> Verdict:
+    """Name ranks that skip collectives and run ahead of those that wait in one."""
+    return Verdict(
+        kind="ahead",
+        waiting=ranks_of(waiting),
+        hung=ranks_of(ranks),
+        sure=True,
+        age=age,
+        collective=collective,
+        views=by_rank(waiting),
+        facts=RanAhead(max(view.step for view in ranks), min(view.step for view in waiting)),
+    )
+
+
+def stale_lock(waiting: list[RankView], present: list[RankView], age: float) -> Verdict | None:
+    """Ranks wait for a build's lock that nobody will release."""
+    locks = sorted({view.evidence.lock.path for view in waiting if view.evidence and view.evidence.lock})
+    if not locks:
+        return None
+    return Verdict(
+        kind="lock",
+        waiting=ranks_of(waiting),
+        hung=(),
+        sure=True,
+        age=age,
+        views=by_rank(present),
+        facts=StaleLocks(tuple(locks)),
+    )
+
+
+def alone(stuck: list[RankView], age: float) -> Verdict | None:
+    """Name ranks that are stuck and hold up nobody that can be seen; None where data loading may take longer."""
+    # A shard that is fetched or a disk that is slow holds up nobody else: data loading may take longer then.
+    stuck = [view for view in stuck if view.overdue or view.absent]
+    stuck = [view for view in stuck if view.phase != "data" or view.age > ALONE_DATA_S or view.absent]
+    if not stuck:
+        return None
+    return Verdict(kind="alone", waiting=(), hung=ranks_of(stuck), sure=True, age=age, views=by_rank(stuck))
+
+
+def unclear(present: list[RankView], age: float, facts: Unclear) -> Verdict:
+    """Nothing moves, and the evidence does not separate."""
+    waiting = tuple(view.rank for view in present if view.inside)
+    return Verdict(kind="unclear", waiting=waiting, hung=(), sure=False, age=age, views=by_rank(present), facts=facts)
+
+
+def by_rank(views: Iterable[RankView]) -> dict[int, RankView]:
+    """Return views by their rank, in their order."""
+    return {view.rank: view for view in views}
+
+
+def ranks_of(views: Iterable[RankView]) -> tuple[int, ...]:
+    """List the ranks of views, ascending."""
+    return tuple(sorted(view.rank for view in views))
+
+
+def has_stacks(view: RankView) -> bool:
+    """Return whether it is known at which line a rank is."""
+    return view.evidence is not None and bool(view.evidence.frames)

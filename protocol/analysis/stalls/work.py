@@ -1,0 +1,107 @@
+"""What one rank did itself in one step, and how long it waited for others: the numbers that stragglers are found by.
+
+Collectives make the wall time of a step equal on all ranks, so a slow rank shows in the split of that time: it works
+while the others wait.
+
+On the CPU a phase's own work is its host time without the time inside collectives. Time between phases (``idle``:
+logging, Python code of the loop, a batch read without a DataLoader) is work like any other.
+
+On a GPU waiting happens on the device, and the host waits for the device wherever the script reads a number. So the
+device's own clock is used: the time between events at a phase's ends, kernels and gaps in which the host launched
+nothing, without the time for which the stream waited for other ranks. Where that was measured (DDP's reducer:
+``PhaseRecord.waited_us``) all phases count. Where it was not (DeepSpeed, FSDP, a script's own collectives) only the
+phases before the first collective of the step do: they hold no waiting. Then the waiting is somewhere in the phases
+that hold collectives, and their whole time is its bound.
+"""
+
+from dataclasses import dataclass, field
+
+from ...telemetry import Step
+
+NOT_WORK = ("init",)
+"""Phases that are no part of a step."""
+NOT_COMPARED = ("eval", "checkpoint")
+"""A step in which any rank was in one of these is not compared: often one rank does them, and the others wait."""
+_SPECIAL = frozenset((*NOT_WORK, *NOT_COMPARED))
+FRONT = ("idle", "data", "forward")
+"""The phases between an update and the backward after it."""
+
+
+@dataclass(slots=True)
+class Work:
+    """One step of one rank. Times are microseconds."""
+
+    own: dict[str, int] = field(default_factory=dict[str, int])
+    """Its own work, by phase."""
+    waited: int = 0
+    """How long it waited for others."""
+    measured: bool = True
+    """False: ``own`` is only what came before the first collective, and ``waited`` the whole time of phases that hold
+    collectives."""
+    wall: int = 0
+    """The whole step, on the clock that ``own`` is measured on."""
+    micro_steps: int = 1
+    tokens: int = 0
+    """Padding included."""
+    cpu: int = 0
+    """CPU time of the training thread; 0: not measured."""
+    comparable: bool = True
+    """False: the step holds an evaluation or a checkpoint, or nothing in it tells work from waiting."""
+
+
+def work_of(step: Step, device: bool) -> Work:
+    """Split a step into own work and waiting.
+
+    Args:
+        step: as the rank sent it.
+        device: the rank computes on a GPU.
+    """
+    if device:
+        return _on_device(step)
+    own: dict[str, int] = {}
+    within = waited = 0
+    comparable = True
+    for record in step.phases:
+        name = record.name
+        if name in _SPECIAL:
+            if name in NOT_WORK:
+                continue
+            comparable = False
+        host, inside = record.host_us, record.collective_us
+        if inside > host:
+            inside = host
+        within += host
+        waited += inside
+        own[name] = own.get(name, 0) + host - inside
+    if step.host_us > within:
+        own["idle"] = own.get("idle", 0) + step.host_us - within
+    return Work(own, waited, True, step.host_us, step.micro_steps, step.padded_tokens, step.cpu_us, comparable)
+
+
+def _on_device(step: Step) -> Work:
+    if step.device_us is None:
+        return Work(comparable=False)
+    records = {record.name: record for record in step.phases if record.name not in NOT_WORK}
+    comparable = not any(name in NOT_COMPARED for name in records)
+    times = {name: record.device_us or 0 for name, record in records.items()}
+    # The beginning of ``data`` is a mark without an event of its own: its device time is within that of ``idle``.
+    data, idle = records.get("data"), records.get("idle")
+    front = times.pop("idle", 0) + times.pop("data", 0)
+    front = max(front, step.device_us - sum(times.values()))
+    in_data = min(front, data.host_us) if data is not None else 0
+    own = {**times, "data": in_data, "idle": front - in_data}
+    waits = [record.waited_us for record in records.values() if record.waited_us is not None]
+    if waits:
+        for name, record in records.items():
+            own[name] = max(0, own[name] - (record.waited_us or 0))
+        return _work(step, own, sum(waits), True, comparable)
+    bound = sum(times[name] for name in times if name != "forward" and records[name].collectives)
+    if idle is not None and idle.collectives:
+        bound += own.pop("idle")
+    early = any(records[name].collectives for name in ("data", "forward") if name in records)
+    return _work(step, {name: own[name] for name in FRONT if name in own}, bound, False, comparable and not early)
+
+
+def _work(step: Step, own: dict[str, int], waited: int, measured: bool, comparable: bool) -> Work:
+    comparable = comparable and (measured or waited > 0)
+    return Work(own, waited, measured, step.device_us or 0, step.micro_steps, step.padded_tokens, 0, comparable)

@@ -1,0 +1,78 @@
+"""Figures of one rank over the steps of a run, after its warm-up."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ...sweep.rows import PhaseFigures, RankRow
+from ...telemetry import Hello, PhaseRecord, Step
+
+_BLOCKS = 16
+"""Neighbouring steps are alike (clocks, data), so the error is that of means of so many blocks, not of single steps."""
+_MAD_TO_SD = 1.4826
+"""Standard deviation over the median absolute deviation, of a normal distribution."""
+
+
+def figures(
+    rank: int, steps: Sequence[Step], warm_up: int, most: int | None = None, hello: Hello | None = None, nvml: int = 0
+) -> RankRow:
+    """Return a rank's figures.
+
+    Args:
+        rank: its number.
+        steps: all of its steps, in order.
+        warm_up: steps at the beginning that are left out.
+        most: steps that count; None: all that follow.
+        hello: what the rank said of itself.
+        nvml: highest use of its process by NVML, bytes; 0: not known.
+    """
+    measured = steps[warm_up:] if most is None else steps[warm_up : warm_up + most]
+    device = hello.device.name if hello is not None else ""
+    if not measured:
+        return RankRow(rank, nvml_bytes=nvml, device=device)
+    times = [step.training_us / 1e3 for step in measured]
+    seconds = sum(times) / 1e3
+    names = dict.fromkeys(record.name for step in measured for record in step.phases)
+    return RankRow(
+        rank,
+        steps=len(measured),
+        step_ms=statistics.median(times),
+        step_ms_low=min(times),
+        step_ms_high=max(times),
+        step_ms_error=standard_error(times),
+        tokens_per_second=sum(step.tokens for step in measured) / seconds if seconds > 0 else 0.0,
+        phases={name: _phase([r for step in measured for r in step.phases if r.name == name]) for name in names},
+        reserved_peak_bytes=max((record.reserved.peak for step in steps for record in step.phases), default=0),
+        nvml_bytes=nvml,
+        device=device,
+        loss=measured[-1].loss,
+    )
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the middle of a series whose neighbours are alike; 0 for fewer than 3 values.
+
+    The series is cut into up to 16 blocks; their medians scatter by the error of one block, outliers left out.
+    """
+    if len(values) < 3:
+        return 0.0
+    count = min(_BLOCKS, len(values))
+    cuts = [round(len(values) * number / count) for number in range(count + 1)]
+    blocks = [statistics.median(values[begin:end]) for begin, end in pairwise(cuts)]
+    middle = statistics.median(blocks)
+    deviation = _MAD_TO_SD * statistics.median(abs(block - middle) for block in blocks)
+    return deviation * math.sqrt(math.pi / 2) / math.sqrt(len(blocks))
+
+
+def _phase(records: Sequence[PhaseRecord]) -> PhaseFigures:
+    device = [record.device_us / 1e3 for record in records if record.device_us is not None]
+    host = [record.host_us / 1e3 for record in records]
+    return PhaseFigures(
+        allocated_peak_bytes=max(record.allocated.peak for record in records),
+        reserved_peak_bytes=max(record.reserved.peak for record in records),
+        resident_peak_bytes=max((record.resident.peak for record in records if record.resident), default=0),
+        host_ms=statistics.median(host),
+        device_ms=statistics.median(device) if device else None,
+        ms_error=standard_error(device or host),
+    )

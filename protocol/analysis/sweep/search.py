@@ -1,0 +1,132 @@
+"""Searches along one axis by real runs: the largest value that fits, and where the leading phase changes."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from ..estimates.curve import Piece, pieces, sample_curve
+
+
+class UndecidedError(Exception):
+    """A run neither fitted nor failed for want of memory, so the search cannot go on."""
+
+
+class Tried(NamedTuple):
+    """One run of a search."""
+
+    fits: bool
+    peak_bytes: float
+    """0 where it did not fit."""
+
+
+class Found(NamedTuple):
+    """The result of a search for the largest value."""
+
+    value: int | None
+    """None: not even the lowest fits."""
+    at_the_end: bool
+    """The highest value fits: larger ones may, too."""
+    tried: dict[int, Tried]
+
+
+def largest(measure: Callable[[int], Tried], low: int, high: int, step: int = 1, guess: int | None = None) -> Found:
+    """Return the largest value that fits, among ``low`` and multiples of ``step`` above it up to ``high``.
+
+    The first run is at the guess; then the value beside it that settles the question if the guess is right. A
+    wrong guess is left by doubled distances, and the interval between what fits and what does not is halved.
+
+    Args:
+        measure: runs a value.
+        low: lowest value.
+        high: highest value.
+        step: between values.
+        guess: the largest that fits by prediction; None: the search begins at the lowest value.
+
+    Raises:
+        UndecidedError: from ``measure``.
+    """
+    last = (high - low) // step
+    tried: dict[int, Tried] = {}
+
+    def fits(number: int) -> bool:
+        value = low + number * step
+        if value not in tried:
+            tried[value] = measure(value)
+        return tried[value].fits
+
+    below, above = -1, last + 1  # the largest that is known to fit, the smallest that is known not to
+    at = 0 if guess is None else min(max((guess - low) // step, 0), last)
+    distance = 1
+    while above - below > 1:
+        if fits(at):
+            below = at
+        else:
+            above = at
+        if below < 0:
+            at = max(0, above - distance)
+        elif above > last:
+            at = min(last, below + distance)
+        else:
+            at = (below + above) // 2
+        distance *= 2
+    return Found(low + below * step if below >= 0 else None, below == last, tried)
+
+
+def phase_curve(
+    measure: Callable[[int], Mapping[str, float] | None],
+    low: int,
+    high: int,
+    predicted: Sequence[Piece] = (),
+    tolerance: float = 0.005,
+) -> tuple[dict[int, Mapping[str, float]], list[Piece]]:
+    """Return measured points of the peak's curve and its pieces, by as few runs as straight pieces need.
+
+    Where a curve is predicted, its crossovers cut the range: each part then takes its ends and its middle.
+
+    Args:
+        measure: peak of each phase at a value; None where it did not fit.
+        low: lowest value.
+        high: highest value; where it does not fit, it is halved until it does.
+        predicted: pieces of the predicted curve.
+        tolerance: share of the peak within which a point counts as on a line.
+
+    Returns:
+        Points and pieces; both empty where not even ``low`` fits.
+
+    Raises:
+        UndecidedError: from ``measure``.
+    """
+    known: dict[int, Mapping[str, float]] = {}
+
+    def value(x: int) -> Mapping[str, float] | None:
+        if x not in known:
+            found = measure(x)
+            if found is None:
+                return None
+            known[x] = found
+        return known[x]
+
+    def certain(x: int) -> Mapping[str, float]:
+        found = value(x)
+        if found is None:
+            raise UndecidedError(f"{x:,} does not fit, though {high:,} does")
+        return found
+
+    if value(low) is None:
+        return {}, []
+    while high > low and value(high) is None:
+        high = (low + high) // 2
+    cuts = sorted({math.floor(piece.end) for piece in predicted if low < piece.end < high - 1})
+    ends = [low, *cuts, high]
+    points: dict[int, Mapping[str, float]] = {low: certain(low)}
+    for begin, end in pairwise(ends):
+        points |= sample_curve(certain, begin, end, tolerance)
+    points = dict(sorted(points.items()))
+    return points, pieces(_same_phases(points))
+
+
+def _same_phases(points: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
+    """Return the points with the phases that all of them have."""
+    common = set.intersection(*(set(phases) for phases in points.values()))
+    return {x: {name: size for name, size in phases.items() if name in common} for x, phases in points.items()}

@@ -1,0 +1,213 @@
+"""Sentences about a sweep: one line for a configuration, a row, what is left, and the result."""
+
+from collections.abc import Mapping, Sequence
+
+from ...sweep.rows import Budget, Goal, Plan, Predicted, Row, Settings, Value, Verdict
+from ...text import duration, gib
+from ..estimates.curve import Piece
+from ..text.curve import describe_curve
+from . import columns
+from .budget import Left
+from .summary import Curve, Pooled, Spread, curves, fastest, pool
+
+VERDICTS = {
+    "done": "done",
+    "out-of-memory": "out of memory",
+    "hang": "hung",
+    "crash": "crashed",
+    "timeout": "timed out",
+    "refused": "refused",
+    "no-steps": "no steps",
+    "unfinished": "not finished",
+}
+_UNITS = {"sequence_length": "token", "seq": "token", "seq_len": "token", "micro_batch": "row"}
+
+
+def value_text(value: Value) -> str:
+    """Return an axis's value as a table shows it."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value) or '""'
+
+
+def short_names(axes: Sequence[str]) -> dict[str, str]:
+    """Return the last part of each axis's name where that is unambiguous, else the name."""
+    parts = [axis.rpartition(".")[2] for axis in axes]
+    return {axis: part if parts.count(part) == 1 else axis for axis, part in zip(axes, parts, strict=True)}
+
+
+def settings_text(settings: Settings) -> str:
+    """Return a configuration in one line: ``sequence_length=4,096 stage=3``."""
+    names = short_names(list(settings))
+    return " ".join(f"{names[name]}={value_text(value)}" for name, value in settings.items()) or "as configured"
+
+
+def row_text(row: Row) -> str:
+    """Return what became of a run: ``13.40 GiB in backward, 398 ms a step, 5,146 tokens/s``."""
+    if row.verdict != "done":
+        return failure_text(row)
+    words = [f"{gib(row.peak_bytes)} in {row.peak_phase}" if row.peak_phase else "no memory was measured"]
+    if row.predicted is not None and row.peak_bytes:
+        words.append(f"predicted {row.predicted.peak_bytes / row.peak_bytes - 1:+.1%}")
+    words.append(f"{row.step_ms:,.1f} ms a step")
+    if row.tokens_per_second:
+        words.append(f"{row.tokens_per_second:,.0f} tokens/s")
+    return ", ".join(words) + (f"; {row.note}" if row.note else "")
+
+
+def failure_text(row: Row) -> str:
+    """Return how a run failed: ``out of memory in backward, rank 1, step 3: asked for 4.64 GiB``."""
+    words = VERDICTS[row.verdict] + (f" in {row.phase}" if row.phase else "")
+    words += f", rank {row.rank}" if row.rank is not None else ""
+    words += f", step {row.step}" if row.step else ""
+    why = f"asked for {gib(row.asked_bytes)}" if row.asked_bytes else row.text
+    return words + (f": {why}" if why else "") + (f"; {row.note}" if row.note else "")
+
+
+def predicted_text(predicted: Predicted | None) -> str:
+    """Return what was predicted: ``10.88 GiB in optimizer, fits``; empty where nothing was."""
+    if predicted is None:
+        return ""
+    fits = {True: ", fits", False: ", does not fit", None: ""}[predicted.fits]
+    return f"{gib(predicted.peak_bytes)} in {predicted.phase}{fits}"
+
+
+def budget_text(budget: Budget) -> str:
+    """Return the whole budget: ``2 h 00 m, 28.64``; ``no limit``."""
+    if budget.seconds is None:
+        return "no limit"
+    money = f", {budget.seconds / 3600 * budget.price_per_hour:,.2f} of money" if budget.price_per_hour else ""
+    return duration(budget.seconds) + money
+
+
+def left_text(left: Left) -> str:
+    """Return what was used and what is left: ``4 m 10 s used, 1 h 55 m left; the rest takes about 12 m 00 s``."""
+    words = f"{duration(left.used_seconds)} used"
+    words += f" ({left.used_money:,.2f})" if left.used_money is not None else ""
+    if left.left_seconds is not None:
+        words += f", {duration(left.left_seconds)} left"
+        words += f" ({left.left_money:,.2f})" if left.left_money is not None else ""
+    if left.expected_seconds:
+        words += f"; the rest takes about {duration(left.expected_seconds)}"
+    return words
+
+
+def spread_text(spread: Spread | None, unit: str = "", digits: int = 1) -> str:
+    """Return a median with half its range: ``398.2 ±1.4 ms``."""
+    if spread is None:
+        return "-"
+    half = (spread.high - spread.low) / 2
+    return f"{spread.median:,.{digits}f}{f' ±{half:,.{digits}f}' if half else ''}{unit}"
+
+
+def table(pooled: Sequence[Pooled], wanted: Sequence[str] = ()) -> list[list[str]]:
+    """Return the rows of a table as texts, its header first.
+
+    Args:
+        pooled: configurations.
+        wanted: names of ``columns`` that stand in place of the usual ones.
+    """
+    if wanted:
+        return _wanted_table(pooled, wanted)
+    axes = list(dict.fromkeys(name for one in pooled for name in one.settings))
+    names = short_names(axes)
+    lines = [[*(names[axis] for axis in axes), "peak", "phase", "predicted", "ms/step", "tokens/s", "result"]]
+    for one in pooled:
+        row = one.rows[-1]
+        predicted = next((row.predicted for row in one.rows if row.predicted), None)
+        off = ""
+        if predicted is not None:
+            measured = one.peak_bytes.median if one.peak_bytes else 0
+            off = f"{predicted.peak_bytes / measured - 1:+.1%}" if measured else gib(predicted.peak_bytes)
+        failed = next((row for row in one.rows if row.verdict != "done"), row)
+        lines.append(
+            [
+                *(value_text(one.settings.get(axis)) for axis in axes),
+                gib(one.peak_bytes.median) if one.peak_bytes else "",
+                one.peak_phase,
+                off,
+                spread_text(one.step_ms) if one.step_ms else "",
+                spread_text(one.tokens_per_second, digits=0) if one.tokens_per_second else "",
+                "done" if one.verdict == "done" else failure_text(failed),
+            ]
+        )
+    return lines
+
+
+def _wanted_table(pooled: Sequence[Pooled], wanted: Sequence[str]) -> list[list[str]]:
+    axes = list(dict.fromkeys(name for one in pooled for name in one.settings))
+    names = short_names(axes)
+    lines = [[*(names[axis] for axis in axes), *wanted, "result"]]
+    for one in pooled:
+        failed = next((row for row in one.rows if row.verdict != "done"), one.rows[-1])
+        lines.append(
+            [
+                *(value_text(one.settings.get(axis)) for axis in axes),
+                *(columns.pooled_text(one.rows, name) for name in wanted),
+                "done" if one.verdict == "done" else failure_text(failed),
+            ]
+        )
+    return lines
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table with its columns below each other; the last column is not padded."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def unit_of(axis: str) -> str:
+    """Return what one of an axis is: ``token``, ``row``, or ``step of NAME``."""
+    name = axis.rpartition(".")[2]
+    return _UNITS.get(name, name)
+
+
+def curve_lines(found: Sequence[Curve]) -> list[str]:
+    """Return a sentence for each curve."""
+    lines: list[str] = []
+    for curve in found:
+        where = f" ({settings_text(curve.others)})" if curve.others else ""
+        name = curve.axis.rpartition(".")[2]
+        lines.append(f"peak by {name}{where}: {describe_curve(curve.pieces, unit_of(curve.axis))}")
+    return lines
+
+
+def result_lines(rows: Sequence[Row], plan: Plan | None) -> list[str]:
+    """Return what a sweep found, after its table."""
+    pooled = pool(rows)
+    lines = curve_lines(curves(pooled, plan.search.axis if plan and plan.search else ""))
+    best = fastest(pooled)
+    if best is not None and len(pooled) > 1:
+        speed = (
+            f"{best.tokens_per_second.median:,.0f} tokens/s"
+            if best.tokens_per_second
+            else f"{best.step_ms.median:,.1f} ms a step"
+            if best.step_ms
+            else ""
+        )
+        lines.append(f"fastest: {settings_text(best.settings)}, {speed}")
+    return lines
+
+
+def goal_text(goal: Goal, axis: str) -> str:
+    """Return what is searched for."""
+    name = axis.rpartition(".")[2]
+    return {
+        "largest": f"the largest {name} that fits",
+        "fastest": "the fastest configuration that fits",
+        "phases": f"where the leading phase changes over {name}",
+    }[goal]
+
+
+def describe_pieces(found: Sequence[Piece], axis: str) -> str:
+    """Return the pieces of a curve over an axis as a sentence."""
+    return describe_curve(found, unit_of(axis))
+
+
+def counts_text(counts: Mapping[Verdict, int]) -> str:
+    """Return how many runs came to what: ``38 done, 2 out of memory``."""
+    return ", ".join(f"{count} {VERDICTS[verdict]}" for verdict, count in counts.items()) or "nothing yet"

@@ -1,0 +1,122 @@
+"""The only place where findings become sentences: a title for a list, what it means, what to do, how it ended."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ...control import Alert
+from ...text import duration
+from ..deaths.facts import Ended, Followed, LastLog
+from ..findings import Finding
+from ..findings.finding import Resolution
+from ..memory.facts import GrowthFacts, LeakFacts, SpikeFacts, SteadyFacts
+from ..oom.detector import Released, Uncaught
+from ..stalls.hang_detector import WaitingRanks
+from . import deaths, health, memory, monitor, oom, stalls, stragglers
+from .words import Added as Added
+from .words import Words as Words
+
+_WORDS: dict[str, Callable[[Finding], Words]] = {
+    **health.WORDS,
+    "spike": memory.spike,
+    "steady_transient": memory.steady,
+    "state_growth": memory.growth,
+    "leak": memory.leak,
+    "straggler": stragglers.words,
+    "failure": deaths.failure,
+    "ended_early": deaths.ended_early,
+    "died": deaths.died,
+    "launcher_ended": deaths.launcher_ended,
+    "oom": oom.failed_allocation,
+    "oom_failure": oom.uncaught,
+    "hang": stalls.hang,
+    "stopped": stalls.stopped,
+    "unreachable": stalls.unheard,
+    "telemetry_lost": monitor.telemetry_lost,
+    "not_recording": monitor.not_recording,
+    "no_step": monitor.no_step,
+}
+_EVIDENCE: dict[str, Callable[[Finding], dict[str, Any]]] = {
+    "spike": memory.evidence,
+    "steady_transient": memory.evidence,
+    "state_growth": memory.evidence,
+    "leak": memory.evidence,
+    "straggler": stragglers.evidence,
+    **dict.fromkeys(("failure", "ended_early", "died", "launcher_ended"), deaths.evidence),
+    **dict.fromkeys(("oom", "oom_failure"), oom.evidence),
+    **dict.fromkeys(("hang", "stopped", "unreachable"), stalls.evidence),
+    **dict.fromkeys(("telemetry_lost", "not_recording", "no_step"), monitor.evidence),
+}
+_ADDED: dict[type, Callable[[Any], Added]] = {
+    Ended: deaths.ended,
+    LastLog: deaths.log_read,
+    Followed: deaths.followed,
+    Uncaught: oom.not_caught,
+    Released: oom.let_go,
+    WaitingRanks: stalls.awaited,
+}
+_FACTS: dict[str, Callable[[Alert], Any]] = {
+    "spike": lambda alert: msgspec.convert(alert.evidence, SpikeFacts),
+    "steady_transient": lambda alert: msgspec.convert(alert.evidence, SteadyFacts),
+    "state_growth": lambda alert: msgspec.convert(alert.evidence, GrowthFacts),
+    "leak": lambda alert: msgspec.convert(alert.evidence, LeakFacts),
+    "straggler": stragglers.facts,
+    "hang": stalls.since,
+}
+_OVER = {
+    ("spike", "calm"): "Not seen again in {0} steps.",
+    ("leak", "calm"): "It stopped growing by step {0}.",
+    ("leak", "rank_ended"): "The rank has ended.",
+    ("oom", "caught"): "The script caught it and finished step {0}.",
+    ("oom_failure", "caught"): "The script caught it and finished step {0}.",
+    ("straggler", "calm"): "As fast as the others again at step {0}.",
+    ("straggler", "rank_ended"): "The rank ended.",
+    ("straggler", "restarted"): "The ranks started anew.",
+    ("hang", "resumed"): "It resolved after {1}.",
+    ("hang", "run_ended"): "It ended with the run, after {1}.",
+    ("hang", "superseded"): "The evidence now says something else: see the next alert.",
+    ("stopped", "resumed"): "It runs again.",
+    ("stopped", "rank_ended"): "Its process is gone.",
+    ("unreachable", "resumed"): "Heard of again, or ended.",
+    ("telemetry_lost", "calm"): "None lost since.",
+    ("not_recording", "resumed"): "Recording again.",
+}
+
+
+def words(finding: Finding) -> Words:
+    """Put a finding into words.
+
+    Raises:
+        KeyError: a kind that has no words.
+    """
+    return _WORDS[finding.kind](finding)
+
+
+def over(finding: Finding) -> str:
+    """Return how a finding that is resolved ended."""
+    if isinstance(finding.facts, Resolution):
+        return _OVER[finding.kind, finding.facts.why].format(finding.facts.number, duration(finding.facts.number))
+    return words(finding).over
+
+
+def added(finding: Finding) -> Added:
+    """Put into words what has become known of a finding beside its facts."""
+    return _ADDED[type(finding.facts)](finding.facts)
+
+
+def evidence(finding: Finding) -> dict[str, Any]:
+    """Return a finding's figures as plain values."""
+    return _EVIDENCE.get(finding.kind, health.evidence)(finding)
+
+
+def facts(kind: str, alert: Alert) -> Any:
+    """Return the facts that an alert of the recording has as its evidence.
+
+    None where they are not needed to go on from, or where another version recorded other figures.
+    """
+    make = _FACTS.get(kind)
+    try:
+        return make(alert) if make is not None else None
+    except msgspec.ValidationError:
+        return None

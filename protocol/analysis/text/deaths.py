@@ -1,0 +1,147 @@
+"""Failures and deaths in words."""
+
+import signal as signals
+from typing import Any
+
+from ...text import duration, first_line, gib, ranks_in_words
+from ..deaths.facts import (
+    Ended,
+    EndedEarly,
+    Followed,
+    Follower,
+    HostPressure,
+    LastLog,
+    LauncherEnded,
+    ProcessDeath,
+    ScriptFailure,
+)
+from ..findings import Finding
+from ..findings.alert_store import RANKS_LISTED
+from .endings import ending_in_words, library_hint, signal_hint
+from .words import Added, Words, sentence
+
+_MEMORY_REMEDY = "Give it more memory (the limit, the host), or hold less: fewer workers, smaller batches, no offload."
+
+
+def failure(finding: Finding) -> Words:
+    """An exception that left the script."""
+    facts: ScriptFailure = finding.facts
+    where = f" in {finding.phase}" if finding.phase else ""
+    why = ", its peer killed as asked" if facts.peer_killed else ""
+    return Words(
+        f"rank {finding.rank} failed{where}{why}: {first_line(facts.error)}",
+        f"An exception left the script in step {finding.step}: {first_line(facts.error, 1000)}.",
+        sentence(library_hint(facts.error)),
+    )
+
+
+def ended_early(finding: Finding) -> Words:
+    """Ranks that ended before another one that needed them."""
+    facts: EndedEarly = finding.facts
+    who, steps = ranks_in_words(list(facts.last_steps)), sorted(set(facts.last_steps.values()))
+    after = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    return Words(
+        f"{who} ended early, after {after}; rank {facts.lost} lost the connection in step {finding.step}",
+        f"The script of {who} ended without an error after {after}, while rank {facts.lost} went on and "
+        f"communicated with it in step {finding.step}: {first_line(facts.error)}.",
+        "Give every rank the same number of batches (DistributedSampler, drop_last, "
+        "torch.distributed.algorithms.Join), and end with a barrier.",
+    )
+
+
+def died(finding: Finding) -> Words:
+    """A process that is gone without a goodbye."""
+    facts: ProcessDeath = finding.facts
+    ending, signal = ending_in_words(facts.exit_code, facts.signal), facts.by_signal
+    how = ending if signal else f"ended: {ending}"
+    hint = f"Possibly: {signal_hint(signal)}." if signal and signal_hint(signal) else ""
+    if signal == signals.SIGKILL and not facts.asked:
+        how, hint = _killer(how, hint, facts)
+    return Words(
+        f"rank {finding.rank} {how}{', as asked' if facts.asked else ''}",
+        f"The process of rank {finding.rank} (pid {facts.pid}) is gone: {facts.state or ending}."
+        f"{f' {hint}' if hint and not facts.asked else ''} The other ranks cannot go on without it; "
+        "DeepSpeed's launcher ends them too.",
+    )
+
+
+def launcher_ended(finding: Finding) -> Words:
+    """A job's command that ended before its ranks."""
+    facts: LauncherEnded = finding.facts
+    how = _launcher(facts)
+    return Words(
+        f"the job's command ended ({how}) before its ranks",
+        f"The command that was started ({how}) left {facts.left} processes behind. Nobody would have looked "
+        "after them, so ftmon ended them; no rank is to blame.",
+    )
+
+
+def evidence(finding: Finding) -> dict[str, Any]:
+    """Return what it rests on as plain values."""
+    facts = finding.facts
+    if isinstance(facts, LauncherEnded):
+        return {"ended": _launcher(facts), "left": facts.left, "processes": ", ".join(facts.processes)}
+    if isinstance(facts, ProcessDeath):
+        found: dict[str, Any] = {"pid": facts.pid, "exit_code": facts.exit_code, "signal": facts.signal}
+        found["log"] = facts.log
+        if (kill := facts.kernel_kill) is not None:
+            found["kernel_kill"] = {"sure": kill.sure, "text": kill.text, "why": kill.evidence}
+        if facts.pressure is not None:
+            found["memory_before"] = _pressure(facts.pressure)
+        return found
+    found = {"error": facts.error, "traceback": facts.traceback, "log": facts.log}
+    if isinstance(facts, EndedEarly):
+        steps = {str(rank): step for rank, step in list(facts.last_steps.items())[:RANKS_LISTED]}
+        return {"last_step": steps, "lost": facts.lost, **found}
+    return found
+
+
+def ended(facts: Ended) -> Added:
+    """How the process of a rank that had failed ended."""
+    ending = ending_in_words(facts.exit_code, facts.signal)
+    return Added("ended", {"ended": ending}, f"It ended: {ending}." if facts.is_known else "")
+
+
+def log_read(facts: LastLog) -> Added:
+    """The last lines of a rank that died."""
+    return Added("log", {"log": facts.log}, sentence(library_hint("\n".join(facts.log))))
+
+
+def followed(facts: Followed) -> Added:
+    """What followed, by rank."""
+    return Added("followed", {"then": {str(rank): _follower(one) for rank, one in facts.followers.items()}})
+
+
+def _follower(follower: Follower) -> str:
+    first, *later = (
+        ending_in_words(event.exit_code, event.signal) if isinstance(event, Ended) else first_line(event)
+        for event in follower.events
+    )
+    return ", then ".join([f"{first} after {duration(follower.after_s)}", *later])
+
+
+def _launcher(facts: LauncherEnded) -> str:
+    code = facts.exit_code
+    return "never began" if code is None else f"exit code {code}" if code >= 0 else ending_in_words(code, None)
+
+
+def _killer(how: str, hint: str, facts: ProcessDeath) -> tuple[str, str]:
+    """Return who sent a SIGKILL, as far as the evidence goes: for the title, and in a sentence."""
+    kill = facts.kernel_kill
+    if kill is not None and kill.text:
+        likely = "" if kill.sure else ", probably"
+        why = f"{kill.text.capitalize()}: {'; '.join(kill.evidence)}. {_MEMORY_REMEDY}"
+        return f"{how}{likely} by the kernel for want of memory", why
+    if kill is not None:
+        return how, f"Not by the kernel for memory: {'; '.join(kill.evidence)}. Somebody or a job scheduler sent it."
+    if facts.pressure is not None:
+        why = f"Neither log nor counter could be read; {_pressure(facts.pressure)}."
+        return f"{how}, probably by the kernel for want of memory", why
+    return how, hint
+
+
+def _pressure(facts: HostPressure) -> str:
+    return (
+        f"{facts.age_s:.1f} s before, {gib(facts.used_bytes)} of {gib(facts.total_bytes)} of the "
+        f"host's (or control group's) memory were in use, {gib(facts.rank_bytes)} of it by this rank"
+    )

@@ -1,0 +1,381 @@
+"""Findings about the training, the GPUs and the disks, in words."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ...text import duration, gib, sanitize
+from ..findings import Finding
+from ..health.checkpoints import CheckpointFacts
+from ..health.compiles import CompileFacts
+from ..health.data_wait import DataWaitFacts
+from ..health.disks import DiskFacts
+from ..health.divergence import DivergenceFacts
+from ..health.gpus import DeviceFacts, XidFacts
+from ..health.gradients import GradientFacts
+from ..health.nonfinite import NonFiniteFacts
+from ..health.plateau import PlateauFacts
+from ..health.replicas import ReplicaFacts
+from ..health.scaler import ScalerFacts
+from ..health.unequal_losses import UnequalLossFacts
+from ..health.xids import of_the_program
+from .words import Words, number, ranks
+
+
+def _nan(finding: Finding) -> Words:
+    facts: NonFiniteFacts = finding.facts
+    what = "loss" if finding.kind == "nan_loss" else "gradient norm"
+    value = "NaN" if facts.value == "nan" else "infinite"
+    if facts.last_good_step is None:
+        good = "There was no finite one before"
+    else:
+        norm = f", gradient norm {number(facts.last_good_grad_norm)}" if facts.last_good_grad_norm is not None else ""
+        good = f"Its last good step was {facts.last_good_step}: loss {number(facts.last_good_loss)}{norm}"
+    others = ""
+    if facts.ranks_total > 1 and facts.finite_elsewhere:
+        others = " Other ranks were finite in that step, so it came from that rank's batch or device."
+    elif facts.ranks_total > 1 and len(finding.ranks) > 1:
+        others = f" Since then: {ranks(finding.ranks)}."
+    if finding.kind == "nan_loss":
+        remedy = (
+            "Stop, and resume from a checkpoint before that step: once parameters are NaN they stay so. Look at that "
+            "batch (labels all masked, empty rows, values out of range), lower the learning rate or lengthen its "
+            "warm-up, clip gradients; torch.autograd.set_detect_anomaly(True) names the operation."
+        )
+    else:
+        remedy = (
+            "Clip gradients, and skip an update whose norm is not finite; look at that batch; a division or a "
+            "logarithm near zero is the usual place, which torch.autograd.set_detect_anomaly(True) names."
+        )
+    if facts.precision == "fp16":
+        remedy += " bf16 has the range that fp16 lacks."
+    return Words(
+        f"{value} {what} on rank {facts.first_rank} since step {facts.first_step}",
+        f"{good}, learning rate {number(facts.lr)}.{others}",
+        remedy,
+        "It has been finite on every rank since.",
+    )
+
+
+def _divergence(finding: Finding) -> Words:
+    facts: DivergenceFacts = finding.facts
+    what = "loss has risen to" if finding.severity == "info" else "loss is diverging:"
+    if facts.rollouts:
+        why = " Steps generate what they learn from: a policy's or a value's loss may grow as rewards do."
+    elif facts.stepped:
+        why = " It rose at once and has not fallen since: other data, or a divergence."
+    else:
+        why = ""
+    return Words(
+        f"{what} {number(facts.loss)}, was {number(facts.lowest)} at step {facts.lowest_step}",
+        f"Since about step {facts.since_step} the loss (median of 8 steps, mean over ranks) has been at "
+        f"{number(facts.loss)}, against {number(facts.lowest)} at the lowest of the {facts.steps} steps before; single "
+        f"steps scatter by {number(facts.noise)}. The run began at {number(facts.first_loss)}.{why} Learning rate "
+        f"{number(facts.lr)}, gradient norm {number(facts.grad_norm)}.",
+        f"Where the data changed at step {facts.since_step} (curriculum, another task or shard), look at it first; "
+        "otherwise resume from a checkpoint before it with a lower learning rate, a longer warm-up or tighter gradient "
+        "clipping.",
+        "The loss has come down again.",
+    )
+
+
+def _plateau(finding: Finding) -> Words:
+    facts: PlateauFacts = finding.facts
+    if facts.never_fell:
+        return Words(
+            f"the loss has not fallen since the start: {number(facts.loss)}",
+            f"After {facts.since_step + facts.steps - 1} steps it is at {number(facts.loss)}; it began at "
+            f"{number(facts.first_loss)}. Learning rate {number(facts.lr)}.",
+            "Check that the parameters are trained at all (requires_grad, the optimizer's parameter groups, a learning "
+            "rate that is not zero), that labels are not all masked or shuffled against their inputs.",
+            "The loss falls.",
+        )
+    return Words(
+        f"the loss has been flat at {number(facts.loss)} for {facts.steps} steps",
+        f"Since step {facts.since_step} it fell by {number(facts.improvement)}. Learning rate {number(facts.lr)}, not "
+        "in the tail of its schedule.",
+        "Evaluate whether more steps are worth their cost; a change of the learning rate is what ends a plateau.",
+        "The loss falls again.",
+    )
+
+
+def _gradient(finding: Finding) -> Words:
+    facts: GradientFacts = finding.facts
+    rate = f" Loss {number(facts.loss)}, learning rate {number(facts.lr)}."
+    if finding.kind == "gradient_explosion":
+        return Words(
+            f"gradient norm {number(facts.grad_norm)}, usually {number(facts.usual)}",
+            f"Since step {facts.since_step} it has been {facts.ratio:.0f} times its usual size in {facts.steps} "
+            f"steps (before clipping).{rate}",
+            "Lower the learning rate or clip gradients at a small multiple of the usual norm; a rise in loss that "
+            "follows calls for a checkpoint before that step.",
+            "The norm is back.",
+        )
+    return Words(
+        f"gradient norm has collapsed to {number(facts.grad_norm)}, usually {number(facts.usual)}",
+        f"Since step {facts.since_step}, for {facts.steps} steps in a row, next to nothing has reached the "
+        f"parameters.{rate}",
+        "Look for activations that are saturated or all zero, a loss that is detached or fully masked, parameters "
+        "frozen in mid-run, fp16 gradients that underflow (a loss scale, or bf16).",
+        "The norm is back.",
+    )
+
+
+def _scaler(finding: Finding) -> Words:
+    facts: ScalerFacts = finding.facts
+    scale = f"at a loss scale of {number(facts.loss_scale)}" if facts.loss_scale is not None else "by the loss scaler"
+    counted = f"{facts.skipped} of the last {facts.window} updates were skipped {scale}"
+    remedy = (
+        "Use bf16 where the device has it; otherwise look for the operation that overflows in fp16 (attention scores, "
+        "a loss summed over tokens) and compute it in fp32, lower the learning rate, clip gradients."
+    )
+    if finding.kind == "scaler_floor":
+        return Words(
+            f"loss scale is at its floor, {number(facts.loss_scale)}, and updates still overflow",
+            f"{counted}, {facts.skipped_in_all} in all. The scaler can go no lower: the gradients are infinite "
+            "themselves, and the run does not learn.",
+            remedy,
+            "Updates go through again.",
+        )
+    return Words(
+        f"the loss scaler skips updates: {facts.skipped} of the last {facts.window}",
+        f"{counted}, since step {facts.since_step}, {facts.skipped_in_all} in all. A settled scaler skips one update "
+        "in a thousand.",
+        remedy,
+        "Updates go through again.",
+    )
+
+
+def _input(finding: Finding) -> Words:
+    facts: DataWaitFacts = finding.facts
+    of = "" if facts.ranks_bound == facts.ranks_total else f" ({facts.ranks_bound} of {facts.ranks_total} ranks)"
+    return Words(
+        f"waits for data {facts.share:.0%} of each step{of}",
+        f"The next batch takes {facts.wait_ms:.0f} of {facts.step_ms:.0f} ms a step (mean of {facts.window_steps} "
+        f"steps){_loader(facts)}.",
+        _loader_remedy(facts),
+        "Data comes in time again.",
+    )
+
+
+def _loader(facts: DataWaitFacts) -> str:
+    loader = facts.loader
+    if loader is None:
+        return ""
+    pinned = "pinned" if loader.pin_memory else "not pinned"
+    ahead = f", {loader.prefetch_factor} batches ahead each" if loader.workers else ""
+    return f"; its DataLoader has num_workers={loader.workers}{ahead}, memory {pinned}"
+
+
+def _loader_remedy(facts: DataWaitFacts) -> str:
+    loader = facts.loader
+    if loader is None:
+        return (
+            "Load ahead of the training: a DataLoader with num_workers, or a thread that prefetches; or prepare "
+            "(tokenize, decode) the data once, before the run."
+        )
+    parts: list[str] = []
+    most = loader.cpus or 64
+    if not facts.workers_needed:
+        pass
+    elif facts.workers_needed <= max(most, 1):
+        parts.append(
+            f"num_workers={max(facts.workers_needed, loader.workers + 1)} would hide the wait, if workers scale"
+        )
+    else:
+        parts.append(
+            f"hiding it takes about {facts.workers_needed} workers, and this rank may use {most} processors: make a "
+            "sample cheaper (tokenize or decode once, before the run)"
+        )
+    if not loader.workers and not parts:
+        parts.append("num_workers above 0 loads batches beside the training")
+    if loader.workers and loader.prefetch_factor < 4:
+        parts.append("a higher prefetch_factor evens out samples that differ in cost")
+    if loader.workers and not loader.persistent_workers:
+        parts.append("persistent_workers=True spares their start at each epoch")
+    if facts.cuda and not loader.pin_memory:
+        parts.append("pin_memory=True with non_blocking copies takes the copy off the step")
+    text = "; ".join(parts)
+    return f"Try: {text}." if text else "Make a sample cheaper."
+
+
+def _recompilation(finding: Finding) -> Words:
+    facts: CompileFacts = finding.facts
+    why = f" Last because: {sanitize(facts.reason, 300)}." if facts.reason else ""
+    limit = " torch.compile has given it up: it runs uncompiled from now on." if facts.limit_reached else ""
+    return Words(
+        f"torch.compile recompiles {facts.function} again and again: {facts.recompiles} times",
+        f"Since step {facts.since_step} it took {duration(facts.seconds)}.{why}{limit}",
+        "Shapes that change: pad or bucket them, mark the dimension with torch._dynamo.mark_dynamic, or compile with "
+        "dynamic=True; Python numbers that change: make them tensors. TORCH_LOGS=recompiles prints every reason.",
+        "It was not compiled again since.",
+    )
+
+
+def _replicas(finding: Finding) -> Words:
+    facts: ReplicaFacts = finding.facts
+    who = f"{ranks(facts.odd_ranks)} differs" if len(facts.odd_ranks) == 1 else "ranks differ"
+    if len(facts.odd_ranks) > 1:
+        who = f"{ranks(facts.odd_ranks)} differ"
+    names = "parameter" if facts.parameters == 1 else "parameters"
+    return Words(
+        f"replicas have diverged: {who} in {facts.parameter}",
+        f"Data-parallel ranks must hold equal parameters. Since step {facts.first_step} they do not: of "
+        f"{facts.checked} checked at the latest step {facts.parameters} {names} differ, by {facts.difference:.1e} of "
+        f"the norm at most ({facts.parameter}). What is trained depends on the rank, and a checkpoint is that of the "
+        "rank that saves it.",
+        "Look for code that changes parameters on some ranks only, different seeds or checkpoints at start, gradients "
+        "that are not reduced (a forward outside of the DDP wrapper, no_sync left on, parameters added after it was "
+        "made), a device with errors. Expected with local SGD. Resume from the last checkpoint before.",
+        "They are equal again.",
+    )
+
+
+def _unequal_losses(finding: Finding) -> Words:
+    facts: UnequalLossFacts = finding.facts
+    losses = ", ".join(f"rank {rank} {number(loss)}" for rank, loss in facts.losses)
+    return Words(
+        f"the same batch gives different losses: {ranks(facts.odd_ranks or facts.ranks)}, step {facts.step}",
+        f"Since step {facts.first_step} ranks with the same inputs, none of which drew a random number, have different "
+        f"losses, {facts.difference:.1e} of the loss apart: {losses}. Their parameters or buffers differ, they do not "
+        "compute the same, or the loss depends on the rank.",
+        "Compare parameters and buffers over ranks (running statistics of batch norms are no parameters); look for "
+        "code in the model or the loss that depends on the rank, and for a device with errors.",
+        "They are equal again.",
+    )
+
+
+def _gpu(facts: DeviceFacts) -> str:
+    return f"GPU {facts.index} of {facts.host}"
+
+
+def _throttling(finding: Finding) -> Words:
+    facts: DeviceFacts = finding.facts
+    heat = f" {facts.temperature_c:.0f} °C," if facts.temperature_c is not None else ""
+    power = f" {facts.power_w:.0f} W," if facts.power_w is not None else ""
+    clock = f" SM clock {facts.sm_clock_mhz} MHz" if facts.sm_clock_mhz else ""
+    others = f" (the host's other GPUs: {facts.others_sm_clock_mhz})" if facts.others_sm_clock_mhz else ""
+    return Words(
+        f"{_gpu(facts)} is throttled: {', '.join(facts.reasons)}",
+        f"For most of the last 20 s it was slowed down while computing:{heat}{power}{clock}{others}.",
+        "Heat: look at fans, air flow and the neighbours; power brake or hardware slowdown: at the power supply and "
+        "its cables. The whole run goes at the pace of its slowest GPU.",
+        "It is throttled no more.",
+    )
+
+
+def _memory_errors(finding: Finding) -> Words:
+    facts: DeviceFacts = finding.facts
+    parts: list[str] = []
+    if facts.uncorrected:
+        new = f", {facts.new_errors} of them during this run" if facts.new_errors else ", none of them during this run"
+        parts.append(f"{facts.uncorrected} uncorrectable ECC errors since its driver was loaded{new}")
+    if facts.remap_failed:
+        parts.append("a memory row could not be remapped")
+    if facts.remap_pending:
+        parts.append("a memory row waits to be remapped at the next reset")
+    return Words(
+        f"{_gpu(facts)} has memory errors: {parts[0] if parts else 'none'}",
+        f"{'; '.join(parts)}. Results computed with it cannot be trusted.",
+        "Drain the host and reset the GPU (nvidia-smi -r); where errors come again, or remapping failed, have it "
+        "replaced.",
+        "NVML reports none any more.",
+    )
+
+
+def _xid(finding: Finding) -> Words:
+    facts: XidFacts = finding.facts
+    where = f"GPU {facts.index} of {facts.host}" if facts.index >= 0 else f"{facts.bus or 'a GPU'} of {facts.host}"
+    again = f", {facts.count} times" if facts.count > 1 else ""
+    line = f' The driver\'s line: "{sanitize(facts.text, 300)}".' if facts.text else ""
+    remedy = (
+        "Run with CUDA_LAUNCH_BLOCKING=1, or compute-sanitizer, to find the kernel."
+        if of_the_program(facts.code)
+        else "Drain the host, reset the GPU (nvidia-smi -r) or reboot, and have it tested (dcgmi diag -r 3)."
+    )
+    return Words(f"XID {facts.code} on {where}{again}: {facts.meaning}", f"{facts.meaning}.{line}", remedy)
+
+
+def _pcie(finding: Finding) -> Words:
+    facts: DeviceFacts = finding.facts
+    link = f"PCIe gen {facts.pcie_gen} x{facts.pcie_width}, of gen {facts.pcie_gen_max} x{facts.pcie_width_max}"
+    replays = f" {facts.replays} replays within 40 s." if facts.replays else ""
+    return Words(
+        f"{_gpu(facts)} has a degraded link: {link}",
+        f"Under load its link to the host is slower than the device and its slot allow, or repeats what it "
+        f"sends.{replays} Copies, offloading and collectives without NVLink go at that pace.",
+        "Reseat the card or its riser; look at the slot's setting in the BIOS and at a switch shared with others.",
+        "The link is back.",
+    )
+
+
+def _nvlink(finding: Finding) -> Words:
+    facts: DeviceFacts = finding.facts
+    return Words(
+        f"{_gpu(facts)} has {facts.links_up} of {facts.links_expected} NVLinks up",
+        "Collectives that go over it lose bandwidth, or go over PCIe.",
+        "nvidia-smi nvlink -s and -e show which; look at the fabric manager and the kernel's log, reset the GPU.",
+        "All links are up.",
+    )
+
+
+def _disk(finding: Finding) -> Words:
+    facts: DiskFacts = finding.facts
+    left = f"{gib(facts.free_bytes)} of {gib(facts.total_bytes)} left"
+    where = f"{sanitize(facts.path, 120)} ({facts.use}) on {facts.host}"
+    if facts.why == "rate" and facts.full_in_s is not None:
+        title = f"disk full in {duration(facts.full_in_s)} at {gib(facts.bytes_per_s * 60)}/min: {where}"
+    elif facts.why == "next write":
+        title = f"the next checkpoint will not fit, {left}: {where}"
+    else:
+        title = f"disk nearly full, {left}: {where}"
+    burst = f" The largest write at once was {gib(facts.burst_bytes)}, more than is left." if facts.burst_bytes else ""
+    return Words(
+        title,
+        f"{left}.{burst} A checkpoint or a log that cannot be written ends most trainings.",
+        "Free space there, keep fewer checkpoints (save_total_limit), or have them written elsewhere.",
+        "There is room again.",
+    )
+
+
+def _checkpoint(finding: Finding) -> Words:
+    facts: CheckpointFacts = finding.facts
+    error, path = sanitize(facts.error, 120), sanitize(facts.path, 160)
+    again = f"{facts.failures} checkpoints in a row" if facts.failures > 1 else "a checkpoint"
+    kept = f"The newest complete one is {sanitize(facts.kept, 160)}." if facts.kept else "There is no complete one."
+    return Words(
+        f"{again} could not be written, at step {facts.step}: {error}",
+        f"{path}: {error}. Training continues. {kept} What was trained since then is lost if the run ends now.",
+        "Free space on that disk, or make its folder writable again; the next checkpoint is tried as planned.",
+        "A later checkpoint is complete.",
+    )
+
+
+WORDS: dict[str, Callable[[Finding], Words]] = {
+    "nan_loss": _nan,
+    "nan_gradient": _nan,
+    "diverging_loss": _divergence,
+    "loss_plateau": _plateau,
+    "gradient_explosion": _gradient,
+    "gradient_collapse": _gradient,
+    "scaler_floor": _scaler,
+    "scaler_skipping": _scaler,
+    "input_bound": _input,
+    "recompilation": _recompilation,
+    "replica_divergence": _replicas,
+    "unequal_losses": _unequal_losses,
+    "gpu_throttling": _throttling,
+    "gpu_memory_errors": _memory_errors,
+    "gpu_xid": _xid,
+    "pcie_degraded": _pcie,
+    "nvlink_degraded": _nvlink,
+    "disk_filling": _disk,
+    "checkpoint_failed": _checkpoint,
+}
+
+
+def evidence(finding: Finding) -> dict[str, Any]:
+    """Return a finding's figures as plain values, with its kind and its remedy."""
+    plain: dict[str, Any] = msgspec.to_builtins(finding.facts)
+    return {"finding": finding.kind, "remedy": WORDS[finding.kind](finding).remedy, **plain}

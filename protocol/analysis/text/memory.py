@@ -1,0 +1,268 @@
+"""Memory findings in words: spikes, transients of every step, growth, leaks; and what their causes are."""
+
+from typing import Any
+
+import msgspec
+
+from ...memory import Cause
+from ...text import duration, gib
+from ..findings import Finding
+from ..memory.facts import GrowthFacts, LeakFacts, NumbersCause, SpikeFacts, StackCause, SteadyFacts
+from ..memory.stack_patterns import WORDS, Named, pattern_of, place_of
+from .words import Words
+
+STACKS = 3
+FRAMES = 8
+OPTIMIZER_STATES = "the moments of Adam, or what else the optimizer remembers"
+
+
+def spike(finding: Finding) -> Words:
+    """A transient far above the usual one of its phase."""
+    facts: SpikeFacts = finding.facts
+    name, seconds = finding.phase, facts.phase_ms / 1e3
+    who = f"rank {finding.rank}" if finding.rank is not None else f"further ranks, such as rank {facts.latest_rank},"
+    title = f"{who} {name} +{gib(facts.transient_bytes, 1)} for {duration(seconds)}"
+    share = facts.transient_bytes / facts.capacity_bytes if facts.capacity_bytes else 0.0
+    peak = "no peak"
+    if facts.sets_run_peak:
+        peak = "the highest peak of the run so far"
+    elif facts.sets_step_peak:
+        peak = "the peak of the step"
+    of_device = f" ({share:.1%} of the device)" if share else ""
+    shape = f" Batch shape {facts.batch_shape}." if facts.batch_shape and name in ("forward", "backward") else ""
+    times = len(facts.steps)
+    often = f" Seen {times} times or more, last in step {finding.step}." if times > 1 else " Not seen before."
+    usual = gib(facts.usual_bytes) if facts.usual_bytes else "nothing"
+    cause = _causes(facts.causes) or _common_causes(name, None, facts.measure)
+    largest = ", ".join(gib(size) for size in facts.largest_bytes[:3])
+    return Words(
+        _with_cause(title, facts.causes),
+        f"The {_phase(name)} of step {finding.step} took {gib(facts.transient_bytes)}{of_device} more than it kept, "
+        f"within {duration(seconds)}; usually it is {usual}. It set {peak}.{shape}{often} {cause}"
+        + (f" Its largest single allocations: {largest}." if largest else ""),
+    )
+
+
+def steady(finding: Finding) -> Words:
+    """A large transient that every step has."""
+    facts: SteadyFacts = finding.facts
+    name, seconds = finding.phase, facts.phase_ms / 1e3
+    share = facts.transient_bytes / facts.capacity_bytes
+    peak = ": it makes the peak of the step" if facts.sets_step_peak else ", below the peak of the step"
+    cause = _causes(facts.causes) or _common_causes(name, facts.zero_stage, facts.measure)
+    return Words(
+        _with_cause(f"{name} +{gib(facts.transient_bytes, 1)} for {duration(seconds)} in every step", facts.causes),
+        f"Every {_phase(name)} takes {gib(facts.transient_bytes)} ({share:.1%} of the device) more than it keeps, for "
+        f"{duration(seconds)}, and gives it back{peak}. {cause}",
+    )
+
+
+def growth(finding: Finding) -> Words:
+    """The optimizer's state, created by its first step."""
+    facts: GrowthFacts = finding.facts
+    share = f" ({facts.growth_bytes / facts.capacity_bytes:.1%} of the device)" if facts.capacity_bytes else ""
+    freed = f" Gradients of {gib(facts.freed_bytes)} were freed in the same update." if facts.freed_bytes else ""
+    return Words(
+        f"first optimizer step +{gib(facts.growth_bytes, 1)} that stays: the optimizer's state",
+        f"The first optimizer step created {gib(facts.growth_bytes)} a rank{share} that it keeps: {OPTIMIZER_STATES}. "
+        "It is no leak and does not repeat; later steps need it, so a run that fits its first step with room for their "
+        f"transients goes on fitting.{freed}",
+    )
+
+
+def leak(finding: Finding) -> Words:
+    """Memory that grows step over step."""
+    facts: LeakFacts = finding.facts
+    rate, full = gib(facts.bytes_per_step), facts.full_at_step
+    resident = facts.measure == "resident"
+    holder = "the host's memory" if resident else "the device"
+    end = f"{holder} is full around step {full:,}" if full else "its end cannot be told without a capacity"
+    plan = f"; the run ends before, at step {facts.ends_at_step:,}" if facts.ends_at_step else ""
+    found = f" {_left_behind(facts.cause)}" if facts.cause is not None else ""
+    title = f"memory grows {rate} a step"
+    if full:
+        title = f"memory grows by {gib(facts.bytes_per_step, 1)} a step, full around step {full:,}"
+    return Words(
+        f"{title}: {facts.place}" if facts.place else title,
+        f"At the same point of each step {'the resident set' if resident else 'allocated memory'} of rank "
+        f"{facts.latest_rank} is higher: by {rate} a step, {gib(facts.rise_bytes)} in the last {facts.window_steps} "
+        f"steps. At this rate {end}{plan}. Usual causes: a loss or an output that is kept with its graph (keep "
+        f"loss.item() or loss.detach()), a list or a cache that grows.{found}",
+    )
+
+
+def evidence(finding: Finding) -> dict[str, Any]:
+    """Return the figures as plain values, those of the causes among them."""
+    facts: Any = finding.facts
+    if isinstance(facts, LeakFacts):
+        return msgspec.to_builtins(msgspec.structs.replace(facts, cause=None)) | _leak_evidence(facts.cause)
+    if not isinstance(facts, SpikeFacts | SteadyFacts):
+        return msgspec.to_builtins(facts)
+    found: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(facts, causes=()))
+    # What the step itself says of its cause goes before what another step's stacks say.
+    for cause in reversed(facts.causes):
+        found |= _numbers_evidence(cause) if isinstance(cause, NumbersCause) else _stack_evidence(cause)
+    return found
+
+
+def size_words(size: int, cause: Cause) -> str:
+    """Return how large something is against the model: ``one parameter-size``; empty where it is no simple multiple."""
+    for whole, words in (
+        (cause.parameter_bytes, "parameter-size"),
+        (cause.trainable * 4, "fp32 copy of what is updated"),
+    ):
+        for count, number in ((1, "one"), (2, "two"), (3, "three")):
+            if whole and abs(size - count * whole) <= 0.05 * count * whole:
+                return f"{number} {words}{'s' if count > 1 and words == 'parameter-size' else ''}"
+    return ""
+
+
+def _phase(name: str) -> str:
+    return "optimizer step" if name == "optimizer" else f"{name} phase"
+
+
+def _with_cause(title: str, causes: tuple[NumbersCause | StackCause, ...]) -> str:
+    ending = next((WORDS[cause.pattern] for cause in causes if cause.pattern), "")
+    return f"{title}: {ending}" if ending else title
+
+
+def _common_causes(name: str, zero_stage: int | None, measure: str) -> str:
+    """Name common causes, where neither the numbers nor stacks have named one yet."""
+    common = ""
+    if name == "optimizer":
+        zero = "the fp32 copy of the gradients that ZeRO makes for the update, or " if zero_stage else ""
+        common = f"Common causes: {zero}foreach temporaries of torch.optim (a fused AdamW takes none). "
+    elif name in ("forward", "backward"):
+        common = "Common causes: a longer batch, logits in fp32, or a gather of parameters. "
+    if measure == "resident":
+        return f"{common}Cannot tell which here: on the CPU allocations leave no trace."
+    return f"{common}The stacks of such a step tell which."
+
+
+def _causes(causes: tuple[NumbersCause | StackCause, ...]) -> str:
+    return " ".join(_by_numbers(cause) if isinstance(cause, NumbersCause) else _by_stacks(cause) for cause in causes)
+
+
+def _by_numbers(cause: NumbersCause) -> str:
+    what = {
+        "loss_scale_overflow": "the loss scaler skipped this update",
+        "checkpoint_saving": "a checkpoint was being saved",
+        "longer_batch": f"a batch of {cause.batch_shape} was longer than any before "
+        f"({cause.longest_shape} at the most)",
+    }[cause.pattern]
+    return f"Cause: {what}. Try: {cause.remedy.text}{_saving(cause.saves_bytes)}."
+
+
+def _by_stacks(found: StackCause) -> str:
+    cause, cost = found.cause, _recording_cost(found.cause)
+    if found.named is None:
+        return (
+            f"Cannot tell the cause: step {cause.step}, whose stacks were recorded, took "
+            f"{gib(cause.transient_bytes)} only. {cost}"
+        )
+    if not found.pattern:
+        elsewhere = found.named.elsewhere
+        where = ": what was allocated there was allocated by native code"
+        if elsewhere.where:
+            where = f"; most of it, {gib(elsewhere.bytes)}, in {elsewhere.where}"
+        return f"Cannot tell the cause by the stacks of step {cause.step}{where}. {cost}"
+    remedy = found.remedy
+    return (
+        f"Cause, by the stacks of step {cause.step}: {_parts(found.named, cause)}. Try: {remedy.text}"
+        f"{_saving(remedy.frees_bytes)}. {cost}"
+    )
+
+
+def _parts(named: Named, cause: Cause) -> str:
+    """Say ``0.89 of 0.93 GiB in adamw.py:531 _multi_tensor_adamw: foreach temporaries ..., one parameter-size``."""
+    found: list[str] = []
+    for part in named.parts:
+        where = f" in {part.where}" if part.where else ""
+        size = size_words(part.bytes, cause)
+        of = f" of {gib(named.total)}" if not found else ""
+        found.append(f"{gib(part.bytes)}{of}{where}: {WORDS[part.pattern]}{f', {size}' if size else ''}")
+    return "; ".join(found)
+
+
+def _left_behind(cause: Cause) -> str:
+    """Return what steps left behind, by stack."""
+    cost = _recording_cost(cause)
+    if not cause.groups:
+        return f"The steps up to {cause.step}, whose stacks were recorded, left nothing behind. {cost}"
+    found = [
+        f"{gib(group.bytes)} in {group.count} block{'s' if group.count > 1 else ''} of "
+        f"{place_of(group.frames) or 'native code'}"
+        for group in cause.groups[:3]
+    ]
+    return (
+        f"Of what the steps before step {cause.step} allocated, this was still held a step later: {'; '.join(found)}. "
+        f"{cost}"
+    )
+
+
+def _recording_cost(cause: Cause) -> str:
+    what = f"the {cause.phase} phase" if cause.phase else "the step"
+    usual = f" in place of {duration(cause.usual_us * 1e-6)}" if cause.usual_us else ""
+    return (
+        f"Recording the stacks cost rank {cause.rank} once: {what} took {duration(cause.armed_us * 1e-6)}{usual}, and "
+        f"reading them {duration(cause.read_us * 1e-6)} beside the training."
+    )
+
+
+def _saving(size: int) -> str:
+    return f", which would save {gib(size)}" if size > 0 else ""
+
+
+def _numbers_evidence(cause: NumbersCause) -> dict[str, Any]:
+    saves = cause.saves_bytes or cause.remedy.frees_bytes
+    return {"cause_pattern": cause.pattern, "mend": cause.remedy.text, "saves_bytes": saves}
+
+
+def _stack_evidence(found: StackCause) -> dict[str, Any]:
+    cause, named = found.cause, found.named
+    plain: dict[str, Any] = {
+        "cause_step": cause.step,
+        "cause_rank": cause.rank,
+        "cause_transient_bytes": cause.transient_bytes,
+        **_costs(cause),
+        "stacks": _stacks(cause),
+    }
+    if named is not None and named.pattern:
+        plain |= {
+            "cause_pattern": named.pattern,
+            "cause_where": named.parts[0].where,
+            "cause_bytes": named.parts[0].bytes,
+            "cause_total_bytes": named.total,
+            "cause_parts": {part.pattern: part.bytes for part in named.parts},
+            "mend": found.remedy.text,
+            "saves_bytes": found.remedy.frees_bytes,
+        }
+    return plain
+
+
+def _leak_evidence(cause: Cause | None) -> dict[str, Any]:
+    if cause is None:
+        return {}
+    return {
+        "leak_bytes": cause.transient_bytes,
+        "cause_step": cause.step,
+        "stacks": _stacks(cause),
+        **_costs(cause),
+    }
+
+
+def _costs(cause: Cause) -> dict[str, int]:
+    return {"armed_us": cause.armed_us, "usual_us": cause.usual_us, "read_us": cause.read_us}
+
+
+def _stacks(cause: Cause) -> list[dict[str, Any]]:
+    """Return the largest groups: bytes, blocks, the innermost frames, the pattern."""
+    return [
+        {
+            "bytes": group.bytes,
+            "count": group.count,
+            "frames": group.frames[-FRAMES:],
+            "pattern": pattern_of(group.frames)[0],
+        }
+        for group in cause.groups[:STACKS]
+    ]

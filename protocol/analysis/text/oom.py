@@ -1,0 +1,304 @@
+"""Out-of-memory errors in words: the verdict on each, and its alert."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...oom import OomKind, OomReport, OomVerdict, Remedy
+from ...telemetry import Oom
+from ...text import duration, first_line, gib
+from ..findings import Finding
+from ..oom.detector import Uncaught
+from ..oom.verdict import ALONE, FITTING, OomContext, judge
+from .words import Added, Words
+
+_REMEDIES_TOLD = 3
+_NAMES: dict[OomKind, str] = {
+    "fragmentation": "fragmentation",
+    "limit": "a limit on this process, not a full device",
+    "longer_batch": "activations of a longer or larger batch than any before",
+    "activations": "activations",
+    "logits": "logits and loss",
+    "optimizer_states": "the optimizer's states, created in its first step",
+    "optimizer_temporaries": "temporaries of the optimizer step",
+    "buckets": "communication and reduction buckets",
+    "leak": "a leak",
+    "checkpoint": "gathering a checkpoint",
+    "outside": "memory outside of PyTorch's allocator",
+    "other_process": "another process holds memory of this device",
+    "too_large": "simply too large",
+    "unknown": "cannot tell why",
+}
+_MORE: dict[OomKind, str] = {
+    "fragmentation": ": enough was free, but not in one piece",
+    "leak": ": every step begins with more than the one before",
+}
+"""What the title of a verdict says beside the name."""
+_PART_WORDS = {
+    "optimizer_states": "optimizer states",
+    "master_copies": "fp32 master copies",
+    "partitions": "ZeRO partitions",
+    "temporaries": "temporaries of the phase",
+    "unattributed": "not attributed",
+}
+
+
+def failed_allocation(finding: Finding) -> Words:
+    """A failed allocation that its rank reported."""
+    report: OomReport = finding.facts
+    oom = report.oom
+    parts = (_numbers(oom), report.verdict.text, _remedy_sentences(report.remedies), _held(oom))
+    return Words(
+        f"rank {oom.rank} out of memory{_in(oom.phase)}: wanted {gib(oom.requested_bytes)}, "
+        f"{gib(oom.device_free_bytes)} free; {_NAMES[report.verdict.kind]}",
+        " ".join(filter(None, parts)),
+    )
+
+
+def uncaught(finding: Finding) -> Words:
+    """An exception for want of memory of which no rank reported the allocation."""
+    facts: Uncaught = finding.facts
+    return Words(
+        f"rank {finding.rank} out of memory{_in(finding.phase)}: {first_line(facts.error)}",
+        f"{first_line(facts.error, 1000)}. The script did not catch it and failed in step {finding.step}.",
+        "Use a smaller micro-batch with more accumulation, gradient checkpointing, or a higher ZeRO stage.",
+    )
+
+
+def evidence(finding: Finding) -> dict[str, Any]:
+    """Return what it rests on as plain values."""
+    if isinstance(finding.facts, Uncaught):
+        return {"error": finding.facts.error, "traceback": finding.facts.traceback}
+    report: OomReport = finding.facts
+    oom, verdict = report.oom, report.verdict
+    return {
+        "verdict": verdict.kind,
+        "sure": verdict.sure,
+        "why": verdict.evidence,
+        "mends": [
+            {"kind": one.kind, "setting": one.setting, "frees_bytes": one.frees_bytes, "bound": one.bound}
+            for one in report.remedies
+        ],
+        "requested_bytes": oom.requested_bytes,
+        "device_free_bytes": oom.device_free_bytes,
+        "device_total_bytes": oom.device_total_bytes,
+        "allocated_bytes": oom.allocated_bytes,
+        "reserved_bytes": oom.reserved_bytes,
+        "reserved_unallocated_bytes": max(0, oom.reserved_bytes - oom.allocated_bytes),
+        "largest_free_bytes": oom.largest_free_bytes,
+        "batch_shape": oom.batch_shape,
+        "largest_shape": oom.largest_shape,
+        "held": oom.held,
+        "peer_timeout_s": oom.peer_timeout_s,
+        "report": report.path,
+        "snapshot": oom.snapshot or oom.snapshot_note,
+        "message": oom.message[:2000],
+        "stack": oom.stack[-20:],
+    }
+
+
+def not_caught(facts: Uncaught) -> Added:
+    """The reported error ended the script."""
+    return Added(
+        "uncaught", {"error": facts.error, "traceback": facts.traceback}, "The script did not catch it and failed."
+    )
+
+
+def let_go(_: object) -> Added:
+    """The rank is held no more."""
+    return Added("let_go", {"held": False}, "It was let go.")
+
+
+def explain(oom: Oom, around: OomContext = ALONE) -> OomVerdict:
+    """Judge a failed allocation, and put the judgement into words."""
+    judged = judge(oom, around)
+    kind, found = judged.kind, judged.figures
+    text = _sentence(kind, oom, found)
+    if judged.also:
+        text += f" Without {' or '.join(_NAMES[other] for other in judged.also)} it would have fitted too."
+    if oom.limit and kind != "limit" and oom.measure == "cuda":
+        text += f" The process may use {gib(oom.device_total_bytes)} of the device's memory only ({oom.limit})."
+    elif kind not in ("limit", "fragmentation") and oom.measure == "cuda" and _had_room(oom):
+        text += (
+            f" The device had {gib(oom.device_free_bytes)} free: a limit on this process, such as "
+            "torch.cuda.set_per_process_memory_fraction sets, refused it."
+        )
+    title = f"{_NAMES[kind]}{_MORE.get(kind, '')}"
+    return OomVerdict(kind, title, text, judged.sure, _evidence(oom, found), judged.short_bytes)
+
+
+def shape_words(shape: Sequence[int]) -> str:
+    """Write a batch's shape: ``4 x 2048``."""
+    return " x ".join(map(str, shape))
+
+
+def parts_words(parts: dict[str, int], most: int = 5) -> str:
+    """List the largest parts: ``activations 31.00 GiB, parameters 15.00 GiB``."""
+    order = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{_PART_WORDS.get(name, name)} {gib(size)}" for name, size in order[:most] if size > 0)
+
+
+def _sentence(kind: OomKind, oom: Oom, found: dict[str, int]) -> str:
+    asked, free = gib(oom.requested_bytes), gib(oom.device_free_bytes)
+    shape = shape_words(oom.batch_shape)
+    where = "host" if oom.measure != "cuda" else "device"
+    if kind == "fragmentation" and not oom.free_blocks:
+        unused = gib(oom.reserved_bytes - oom.allocated_bytes)
+        return f"{asked} was asked for, and {unused} reserved but not allocated: enough, had it been in one piece."
+    if kind == "fragmentation":
+        return (
+            f"{asked} was asked for and {gib(oom.usable_free_bytes)} of reserved memory was free for it, but the "
+            f"largest piece was {gib(oom.largest_free_bytes)}, and the device had {free} more."
+        )
+    if kind == "limit":
+        named = f": {oom.limit}" if oom.limit else "; such as ulimit -v, a control group or vm.overcommit_memory"
+        return f"{asked} was asked for while the {where} had {free} to give. A limit refused it{named}."
+    if kind == "longer_batch":
+        return (
+            f"The batch of {shape} is larger than any of the {oom.steps_done:,} steps before: the largest was "
+            f"{shape_words(oom.largest_shape)} in step {oom.largest_shape_step:,}. With this request "
+            f"{gib(found.get('excess', 0))} more than the highest peak so far would have been allocated."
+        )
+    if kind == "activations":
+        known = oom.parts.get("activations", 0)
+        held = (
+            f"Activations saved for the backward pass held {gib(known)} of {gib(oom.allocated_bytes)}. "
+            if known
+            else ""
+        )
+        like = "the first of this process" if not oom.steps_done else "no larger than those before"
+        return f"{held}The batch ({shape or 'shape not known'}) is {like}; the phase needs more than was left."
+    if kind == "logits":
+        size = f", {gib(found['logits'])} in fp32" if "logits" in found else ""
+        longer = ""
+        if oom.largest_shape and _elements(oom.batch_shape) > _elements(oom.largest_shape) > 0:
+            longer = f" The batch is larger than any before ({shape_words(oom.largest_shape)})."
+        words = f" x {oom.vocabulary:,} words" if oom.vocabulary else ""
+        return (
+            f"It failed at the logits and the loss{f': {shape}{words}{size}' if shape else ''}, of which forward and "
+            f"backward hold several copies.{longer}"
+        )
+    if kind == "optimizer_states":
+        come = f" Some {gib(found['to_come'])} of them were still to come." if "to_come" in found else ""
+        size = f" Adam keeps two numbers for each of {oom.trainable:,} trainable ones." if oom.trainable else ""
+        return f"The first optimizer step creates its states, which stay from then on.{size}{come}"
+    if kind == "optimizer_temporaries":
+        which = f" ({oom.optimizer})" if oom.optimizer else ""
+        size = f": up to one parameter-size, {gib(oom.parameter_bytes)}" if oom.parameter_bytes else ""
+        return f"The optimizer step{which} needs memory for temporaries that it gives back{size}."
+    if kind == "buckets":
+        return "The allocation was for a buffer in which gradients or parameters are gathered for communication."
+    if kind == "leak":
+        steps = max(1, oom.steps_done - 2)
+        return (
+            f"The steps begin with ever more: {gib(found.get('leak', 0))} more in {steps:,} steps, about "
+            f"{gib(found.get('leak', 0) / steps)} a step. Without it the request would have fitted."
+        )
+    if kind == "checkpoint":
+        return "It failed while a checkpoint was saved: gathering weights or states takes memory of its own."
+    if kind == "outside" and not oom.requested_bytes:
+        return (
+            "The driver refused memory to somebody else than PyTorch's allocator (NCCL, a library, pinned memory): "
+            f"{oom.message.splitlines()[0][:200] if oom.message else 'no words'}. PyTorch held "
+            f"{gib(oom.reserved_bytes)}."
+        )
+    if kind == "outside":
+        size = found.get("outside") or found.get("elsewhere", 0)
+        whose = "this process, but not PyTorch's allocator," if "outside" in found else (
+            "something that is not this process's PyTorch (its CUDA context, NCCL, libraries, or other processes: "
+            "whose it is could not be seen)"
+        )  # fmt: skip
+        return f"{gib(size)} of the device is held by {whose}; PyTorch itself held {gib(oom.reserved_bytes)}."
+    if kind == "other_process":
+        return (
+            f"Other processes hold {gib(found.get('others', 0))} of this device; with it the request would have fitted."
+        )
+    if kind == "too_large":
+        if oom.requested_bytes > (oom.capacity_bytes or oom.device_total_bytes):
+            return f"This one request, {asked}, is more than the whole {where} has."
+        held = parts_words({part: size for part, size in oom.parts.items() if part in FITTING})
+        return f"What the run holds whatever its batches are leaves too little{f': {held}' if held else ''}."
+    return "The numbers at hand do not tell one cause from another."
+
+
+def _in(phase: str) -> str:
+    return f" in {phase}" if phase else ""
+
+
+def _numbers(oom: Oom) -> str:
+    host = oom.measure != "cuda"
+    shape = f" Batch shape {oom.batch_shape}." if oom.batch_shape else ""
+    return (
+        f"Tried to allocate {gib(oom.requested_bytes)} in step {oom.step}. Of {gib(oom.device_total_bytes)} the "
+        f"{'host' if host else 'device'} has {gib(oom.device_free_bytes)} free; "
+        f"{'this process holds' if host else 'PyTorch holds'} {gib(oom.reserved_bytes)}: {gib(oom.allocated_bytes)} "
+        f"allocated, {gib(max(0, oom.reserved_bytes - oom.allocated_bytes))} reserved but unallocated.{shape}"
+    )
+
+
+def _remedy_sentences(remedies: list[Remedy]) -> str:
+    shown = [f"{number}. {_remedy(remedy)}" for number, remedy in enumerate(remedies[:_REMEDIES_TOLD], 1)]
+    return f"To try, in this order: {' '.join(shown)}" if shown else ""
+
+
+def _remedy(remedy: Remedy) -> str:
+    frees = f" (frees {remedy.bound} {gib(remedy.frees_bytes)})" if remedy.frees_bytes else ""
+    setting = f" {remedy.setting}." if remedy.setting else ""
+    return f"{remedy.text}{frees}{setting}".replace("  ", " ")
+
+
+def _held(oom: Oom) -> str:
+    if not oom.held:
+        return ""
+    until = f" for {duration(oom.hold_seconds)} at most" if oom.hold_seconds else ""
+    console = ", 'ftmon console' looks around in that frame" if oom.console else ""
+    return (
+        f"The rank is held in the failing frame{until}: 'ftmon release' lets it go{console}, 'ftmon kill' ends it. "
+        f"Meanwhile {oom.others or 'nothing is known of the other ranks'}."
+    )
+
+
+def _had_room(oom: Oom) -> bool:
+    return oom.device_free_bytes >= oom.requested_bytes > 0
+
+
+def _elements(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count if shape else 0
+
+
+def _evidence(oom: Oom, found: dict[str, int]) -> list[str]:
+    host = oom.measure != "cuda"
+    lines = [
+        f"asked for {gib(oom.requested_bytes)}; {gib(oom.device_free_bytes)} of "
+        f"{gib(oom.capacity_bytes or oom.device_total_bytes)} was free on the {'host' if host else 'device'}",
+    ]
+    if oom.limit:
+        lines.append(f"{oom.limit}; it left {gib(oom.room_bytes)}")
+    lines.append(
+        f"{gib(oom.allocated_bytes)} allocated of {gib(oom.reserved_bytes)} {'held by malloc' if host else 'reserved'}"
+    )
+    if oom.free_blocks:
+        lines.append(
+            f"{gib(oom.reserved_free_bytes)} reserved but free in {oom.free_blocks:,} pieces; for a request like this "
+            f"{gib(oom.usable_free_bytes)}, at most {gib(oom.largest_free_bytes)} in one"
+        )
+    if oom.parts:
+        note = f" ({oom.parts_note})" if oom.parts_note else ""
+        lines.append(f"allocated were: {parts_words(oom.parts, 10)}{note}")
+    if oom.batch_shape:
+        before = f"; largest before {shape_words(oom.largest_shape)}" if oom.largest_shape else ""
+        lines.append(f"batch {shape_words(oom.batch_shape)}{before}")
+    if oom.peak_bytes:
+        lines.append(f"highest peak of the {oom.steps_done:,} steps before: {gib(oom.peak_bytes)}")
+    if found.get("elsewhere", 0) >= 2**28:
+        split = ", ".join(
+            f"{gib(found[name])} {words}"
+            for name, words in (("others", "by other processes"), ("outside", "by this one (CUDA context, NCCL)"))
+            if name in found
+        )
+        lines.append(
+            f"{gib(found['elsewhere'])} of the device held outside of this PyTorch{f': {split}' if split else ''}"
+        )
+    return lines

@@ -1,0 +1,68 @@
+"""A live run's peaks beside those that were predicted, in words."""
+
+from collections.abc import Sequence
+
+from ...text import gib
+from ..estimates.live import Compared
+
+_PARTS = {
+    "optimizer_states": "optimizer states",
+    "master_copies": "fp32 master copies",
+    "partitions": "ZeRO partitions",
+    "other": "other memory of PyTorch",
+    "unattributed": "memory of no known block",
+}
+_PHASES = {"optimizer": "the optimizer step"}
+_ALIKE_SHARE = 0.25
+"""Differences of all phases within this of each other are one difference."""
+
+
+def percent(share: float) -> str:
+    """Format a difference: ``+4.3 %``."""
+    text = f"{share * 100:+.1f} %"
+    return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text
+
+
+def comparison_sentences(found: Sequence[Compared], error: float) -> list[str]:
+    """Return what was predicted of a rank's phases, and where and by what the measured peaks part from it.
+
+    Args:
+        found: its phases, in the order they run; not empty.
+        error: the expected error, as a share.
+    """
+    within = [
+        f"{one.phase} {gib(one.predicted_bytes)} (measured {percent(one.share)})"
+        for one in found
+        if one.predicted_bytes
+    ]
+    sentences = [f"predicted: {', '.join(within)}"]
+    parted = [one for one in found if one.parted]
+    if not parted:
+        return sentences
+    most = max(parted, key=lambda one: abs(one.by_bytes))
+    where = "above" if most.by_bytes > 0 else "below"
+    phase = _PHASES.get(most.phase, most.phase)
+    text = (
+        f"{phase} came {gib(abs(most.by_bytes))} {where} its prediction, by more than the expected error of "
+        f"{error * 100:.0f} %"
+    )
+    if most.parts:
+        named = ", ".join(f"{_PARTS.get(name, name)} {_signed(size)}" for name, size in most.parts)
+        taken = f" (step {most.parts_step:,} taken apart)" if most.parts_step else ""
+        return [*sentences, f"{text}: {named}{taken}"]
+    return [*sentences, text + _by_phase(found, parted, most)]
+
+
+def _by_phase(found: Sequence[Compared], parted: Sequence[Compared], most: Compared) -> str:
+    """Return what the phases tell where no part is known."""
+    if len(parted) < len(found):
+        others = [one.phase for one in found if not one.parted]
+        return f"; {' and '.join(others)} {'agrees' if len(others) == 1 else 'agree'}"
+    spread = max(abs(one.by_bytes - most.by_bytes) for one in found)
+    if len(found) > 1 and spread <= _ALIKE_SHARE * abs(most.by_bytes):
+        return "; all phases alike, so it is memory that stays"
+    return ""
+
+
+def _signed(size: int) -> str:
+    return ("+" if size > 0 else "-") + gib(abs(size))

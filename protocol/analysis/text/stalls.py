@@ -1,0 +1,366 @@
+"""Stalls in words: hangs, ranks that are stopped, ranks of which nothing is heard."""
+
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...control import Alert
+from ...text import duration, ranks_in_words, sanitize
+from ..findings import Finding
+from ..findings.alert_store import RANKS_LISTED
+from ..stalls.evidence import Call, Collective, Evidence
+from ..stalls.hang_detector import HangFacts, Since, StoppedFacts, UnreachableFacts, WaitingRanks
+from ..stalls.rank_view import RankView
+from ..stalls.verdicts import (
+    CircularWait,
+    CutOff,
+    DifferentCalls,
+    Finished,
+    InPointToPoint,
+    RanAhead,
+    StaleLocks,
+    Unclear,
+    Verdict,
+    ranks_of,
+)
+from .words import Added, Words
+
+STACK_LINES = 8
+STOPPED, TRACED = "stopped by a signal (SIGSTOP)", "traced by a debugger"
+_WHERE = {
+    "init": "in start-up",
+    "data": "in data loading",
+    "forward": "in forward",
+    "backward": "in backward",
+    "optimizer": "in the optimizer step",
+    "generate": "in generation",
+    "eval": "in evaluation",
+    "checkpoint": "in checkpointing",
+    "idle": "in Python code outside any phase",
+    "exit": "said goodbye, but its process lives on",
+}
+_ABSENT = {
+    "stopped": "stopped by a signal",
+    "held": "held at an out-of-memory error",
+    "gone": "process gone",
+    "silent": "process alive, but sends nothing",
+    "cut off": "host cut off",
+}
+
+
+def hang(finding: Finding) -> Words:
+    """A verdict that stood."""
+    return of_verdict(finding.facts.verdict)
+
+
+def stopped(finding: Finding) -> Words:
+    """A rank stopped by a signal."""
+    facts: StoppedFacts = finding.facts
+    return Words(
+        f"rank {finding.rank} is {TRACED if facts.traced else STOPPED}",
+        f"Its process exists and does not run; the other ranks will wait for it. 'kill -CONT {facts.pid}' "
+        "lets it go on, a kill from here ends it.",
+    )
+
+
+def unheard(finding: Finding) -> Words:
+    """Ranks that send nothing."""
+    facts: UnreachableFacts = finding.facts
+    return Words(
+        f"{ranks_in_words(finding.ranks)} unreachable{f': {facts.state}' if facts.state else ''}",
+        "Nothing is heard of the probe there. That alone says nothing about the training: native code may hold "
+        "Python's lock, or the way to that host may be cut.",
+    )
+
+
+def evidence(finding: Finding) -> dict[str, Any]:
+    """Return what it rests on as plain values."""
+    facts = finding.facts
+    if isinstance(facts, StoppedFacts):
+        return {"pid": facts.pid, "process_state": "T"}
+    if isinstance(facts, UnreachableFacts):
+        return {"ranks": list(finding.ranks[:RANKS_LISTED])}
+    return _hang_evidence(facts)
+
+
+def awaited(facts: WaitingRanks) -> Added:
+    """The ranks that wait for one that is stopped or held."""
+    return Added("awaited", {"waiting": list(facts.waiting[:RANKS_LISTED])})
+
+
+def since(alert: Alert) -> Since:
+    """Return what goes on of a hang of the recording."""
+    return Since(float(alert.evidence.get("since", alert.time)))
+
+
+def of_verdict(verdict: Verdict) -> Words:
+    """Put a verdict into words."""
+    if isinstance(verdict.facts, InPointToPoint):
+        return _elsewhere(verdict, verdict.facts)
+    return {
+        "missing": _missing,
+        "ahead": _ahead,
+        "lock": _lock,
+        "alone": _alone,
+        "mismatch": _mismatch,
+        "deadlock": _deadlock,
+        "unreachable": _unreachable,
+        "unclear": _unclear,
+        "exit": _exit,
+    }[verdict.kind](verdict)
+
+
+def collective(found: Collective | None) -> str:
+    """Name a collective: ``all_reduce #209``, ``#9 of the group of ranks 0 and 1``; empty for None."""
+    if found is None:
+        return ""
+    number = f" #{found.number}" if found.number is not None else ""
+    ranks = ranks_in_words(found.ranks) if found.ranks else ""
+    group = f" of the group of {ranks}" if ranks else ""
+    if found.group:
+        group = f" of group {found.group} ({ranks})" if ranks else f" of group {found.group}"
+    return f"{found.name}{number}{group}".strip()
+
+
+def where(view: RankView) -> str:
+    """Return where a rank is: from its own reports, and at which line where its stacks tell."""
+    found = view.evidence
+    line = found.place.text if found is not None else ""
+    phase = _WHERE.get(view.phase, f"in {view.phase}")
+    if view.absent == "silent" and line:
+        return f"{phase}, in native code that holds Python's lock: {line}"
+    if view.absent:
+        return _ABSENT[view.absent]
+    if found is not None and found.lock is not None:
+        line = f"{line or 'at a lock'}, waits for the lock {found.lock.path}"
+        if found.lock.holder:
+            line += f" held by {found.lock.holder}"
+    words = f"inside {collective(view.call)}" if view.inside else phase
+    return f"{words}: {line}" if line else words
+
+
+def _mismatch(verdict: Verdict) -> Words:
+    """Ranks entered one collective differently."""
+    if not isinstance(verdict.facts, DifferentCalls):
+        calls = _by_words({rank: view.inside for rank, view in verdict.views.items()})
+        return Words(
+            f"mismatched collectives for {duration(verdict.age)}: {calls}",
+            f"Every rank is inside its collective {collective(verdict.collective)}, but not the same one ({calls}). "
+            "They wait for each other for ever. Look for code that takes another branch on some ranks.",
+        )
+    found, odd = verdict.facts.calls, verdict.differs
+    shapes = len({call.name for call in found.values()}) == 1
+    calls = _by_words({rank: f"{call.name}{_size(call)}" for rank, call in found.items()})
+    differs = f" {ranks_in_words(odd)} {'differs' if len(odd) == 1 else 'differ'} from the others." if odd else ""
+    return Words(
+        f"{'mismatched shapes' if shapes else 'mismatched collectives'} for {duration(verdict.age)}: {calls}",
+        f"Collective {collective(verdict.collective)} was not entered alike: {calls}.{differs} "
+        "They wait for each other for ever. Look for "
+        f"{'sizes that differ between ranks' if shapes else 'code that takes another branch on some ranks'}.",
+    )
+
+
+def _elsewhere(verdict: Verdict, facts: InPointToPoint) -> Words:
+    """Ranks wait in a collective for ranks that wait in a send or a receive."""
+    apart = [verdict.views[rank] for rank in facts.apart]
+    who = ranks_in_words(facts.apart)
+    others = ranks_in_words([rank for rank in verdict.waiting if rank not in facts.apart])
+    inside = " and ".join(sorted({view.inside for view in apart}))
+    name = verdict.collective.name if verdict.collective is not None else ""
+    return Words(
+        f"mismatched calls for {duration(verdict.age)}: {who}: {inside}; {others}: {collective(verdict.collective)}",
+        f"{who} {_wait(apart)} in {inside} for another rank, and {others} in {name} for {who}. Look for a send without "
+        "its receive, or a branch that only some ranks take.",
+    )
+
+
+def _deadlock(verdict: Verdict) -> Words:
+    """Ranks wait for each other in different groups."""
+    found = verdict.facts.calls if isinstance(verdict.facts, CircularWait) else {}
+    ways = _ways({rank: collective(call) for rank, call in found.items()})
+    calls = "; ".join(f"{ranks_in_words(ranks)} {_wait(ranks)} in {words}" for words, ranks in ways.items())
+    return Words(
+        f"deadlock of process groups for {duration(verdict.age)}: {calls}",
+        f"{calls}. Each waits for a rank that waits in another group, so none can ever go on. "
+        "Have all ranks enter the collectives of their groups in the same order.",
+    )
+
+
+def _unreachable(verdict: Verdict) -> Words:
+    """Ranks wait while the host of others is cut off."""
+    who = ranks_in_words(verdict.facts.ranks) if isinstance(verdict.facts, CutOff) else ""
+    within = f" in {collective(verdict.collective)}" if verdict.collective is not None else ""
+    waits = f"{ranks_in_words(verdict.waiting)} {_wait(verdict.waiting)} {duration(verdict.age)}{within}"
+    return Words(
+        f"{waits}: the host of {who} is cut off",
+        f"{waits}. Nothing is heard from the host of {who}, so what they do is not known; once the link is back "
+        "they are heard again, and the training may go on by itself.",
+    )
+
+
+def _missing(verdict: Verdict) -> Words:
+    """Ranks have not come to where others wait for them."""
+    who, name = ranks_in_words(verdict.hung), collective(verdict.collective)
+    late = [view for rank, view in verdict.views.items() if rank in verdict.hung]
+    age = max(view.age for rank, view in verdict.views.items() if rank in verdict.waiting)
+    waits = f"{ranks_in_words(verdict.waiting)} {_wait(verdict.waiting)} {duration(age)}"
+    places = sorted({where(view) for view in late})
+    at = places[0] if len(places) == 1 else "; ".join(f"rank {view.rank}: {where(view)}" for view in late[:4])
+    # A rank that is stopped or gone may have entered the collective; it holds the others up all the same.
+    if name and not all(view.absent in ("stopped", "held", "gone") for view in late):
+        fault = f"{who} {'has' if len(late) == 1 else 'have'} not entered {name}"
+    else:
+        fault = f"{who}: {at}"
+    return Words(
+        f"{fault}; {waits}",
+        f"{waits}{f' in {name}' if name else ''}, held up by {who}: {at}. "
+        f"The stacks of {who} say at which line. A wait like this ends only if {who} goes on.",
+    )
+
+
+def _ahead(verdict: Verdict) -> Words:
+    """Ranks skip collectives and run ahead of those that wait in one."""
+    who, others, name = ranks_in_words(verdict.hung), ranks_in_words(verdict.waiting), collective(verdict.collective)
+    wait, skips = _wait(verdict.waiting), "skips" if len(verdict.hung) == 1 else "skip"
+    steps = verdict.facts if isinstance(verdict.facts, RanAhead) else RanAhead(0, 0)
+    return Words(
+        f"{who} {skips} collectives and ran ahead; {others} {wait} {duration(verdict.age)} in {name}",
+        f"{who} reached step {steps.step} without entering {name}, in which {others} {wait} in step {steps.behind}. "
+        "That collective can never complete, and the ranks' parameters differ from there on. Look for a condition "
+        "that differs between ranks: no_sync(), an accumulation boundary, a skipped backward.",
+    )
+
+
+def _lock(verdict: Verdict) -> Words:
+    """Ranks wait for a build's lock that nobody will release."""
+    who, wait = ranks_in_words(verdict.waiting), _wait(verdict.waiting)
+    paths = [sanitize(path, 400) for path in (verdict.facts.paths if isinstance(verdict.facts, StaleLocks) else ())]
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return Words(
+        f"{who} {wait} for the build lock {paths[0]}{more}, and no compiler runs",
+        f"{who} {wait} {duration(verdict.age)} for the lock of a PyTorch extension's build. No compiler runs and "
+        "nothing beside the lock has changed lately: a build that was killed left it behind. "
+        f"Remove it: rm {' '.join(map(shlex.quote, paths[:4]))}; the ranks go on by themselves.",
+    )
+
+
+def _alone(verdict: Verdict) -> Words:
+    """Ranks are stuck and hold up nobody that can be seen."""
+    worst = max(verdict.views.values(), key=lambda view: view.age)
+    stands = f"{ranks_in_words(verdict.hung)} made no progress for {duration(verdict.age)}, {where(worst)}"
+    return Words(
+        stands,
+        f"{stands} of step {worst.step}; that phase usually allows {duration(worst.patience)} at most. "
+        "The stacks say at which line.",
+    )
+
+
+def _unclear(verdict: Verdict) -> Words:
+    """Nothing moves, and the evidence does not separate."""
+    facts, age = verdict.facts, duration(verdict.age)
+    reason = "no rank is seen to wait for another one"
+    if isinstance(facts, Unclear) and facts.why == "entered":
+        inside, entered = ranks_in_words(facts.inside), ranks_in_words(facts.entered)
+        reason = f"{inside} in {collective(facts.collective)}, which {entered} entered too"
+    elif isinstance(facts, Unclear) and facts.why == "same_collective":
+        reason = f"every rank is inside {collective(facts.collective)}: the network, or the collective itself"
+    elif isinstance(facts, Unclear) and facts.why == "other_counts":
+        reason = "every rank is inside a collective, but not at the same count"
+    return Words(
+        f"no progress for {age}, cannot tell which rank: {reason}",
+        f"{ranks_in_words(ranks_of(verdict.views.values()))} made no progress for {age}. Cannot tell who is to blame: "
+        f"{reason}. Compare the stacks of all ranks.",
+    )
+
+
+def _exit(verdict: Verdict) -> Words:
+    """Ranks live on after others have finished."""
+    done = verdict.facts.ranks if isinstance(verdict.facts, Finished) else ()
+    example = next((view for view in verdict.views.values() if view.inside), next(iter(verdict.views.values())))
+    cannot = ", which a finished rank cannot enter" if example.inside else ""
+    others = f"{ranks_in_words(done)} finished, " if done else ""
+    left, age = ranks_in_words(tuple(verdict.views)), duration(verdict.age)
+    return Words(
+        f"hang at exit: {others}{left} still there after {age}",
+        f"{others}{left} made no progress for {age} ({where(example)}{cannot}). "
+        "The launcher waits for ever on a rank like that: if the results are saved, kill the run.",
+    )
+
+
+def _wait(ranks: Iterable[Any]) -> str:
+    return "waits" if len(list(ranks)) == 1 else "wait"
+
+
+def _size(call: Call) -> str:
+    return f" of {call.size:,} elements" if call.size else ""
+
+
+def _ways(words: Mapping[int, str]) -> dict[str, list[int]]:
+    """Put the ranks of the same words together."""
+    ways: dict[str, list[int]] = {}
+    for rank, each in words.items():
+        ways.setdefault(each, []).append(rank)
+    return ways
+
+
+def _by_words(words: Mapping[int, str]) -> str:
+    """Say ``ranks 0 and 1: all_reduce; rank 2: all_gather``."""
+    return "; ".join(f"{ranks_in_words(sorted(ranks))}: {each}" for each, ranks in sorted(_ways(words).items()))
+
+
+def _hang_evidence(facts: HangFacts) -> dict[str, Any]:
+    verdict, found = facts.verdict, facts.found
+    plain: dict[str, Any] = {
+        "sure": verdict.sure,
+        "since": facts.since,
+        "age_s": round(verdict.age, 1),
+        "collective": collective(verdict.collective),
+        "hung": list(verdict.hung[:RANKS_LISTED]),
+        "waiting": list(verdict.waiting[:RANKS_LISTED]),
+        "where": {str(rank): where(view) for rank, view in list(verdict.views.items())[:RANKS_LISTED]},
+    }
+    if verdict.differs:
+        plain["differs"] = list(verdict.differs[:RANKS_LISTED])
+    first = [rank for rank in (*verdict.hung, *verdict.differs, *verdict.waiting) if rank in found]
+    listed = list(dict.fromkeys([*first, *sorted(found)]))[:RANKS_LISTED]
+    if listed:
+        plain["ranks"] = {str(rank): _plain(found[rank]) for rank in listed}
+        plain["groups"] = _groups(found)
+    return plain | ({"launcher": facts.launcher} if facts.launcher else {})
+
+
+def _groups(found: Mapping[int, Evidence]) -> list[str]:
+    """Return where all ranks are, those with the same stack in one line, the largest group first."""
+    ways = _ways({rank: found[rank].place.text or "no stack" for rank in sorted(found)})
+    return [f"{ranks_in_words(ranks)}: {text}" for text, ranks in sorted(ways.items(), key=lambda one: -len(one[1]))]
+
+
+def _plain(evidence: Evidence) -> dict[str, Any]:
+    """Return what an alert keeps of what was found of one rank."""
+    found: dict[str, Any] = {"taken": evidence.taken, "stacks_by": evidence.by or "none"}
+    if evidence.frames:
+        found["at"] = evidence.place.text
+        found["stack"] = [f"{frame.place} in {frame.function}" for frame in evidence.frames[:STACK_LINES]]
+    if evidence.process:
+        found["process_state"] = evidence.process
+    if evidence.wchan:
+        found["kernel_function"] = evidence.wchan
+    if evidence.asleep:
+        found["asleep_s"] = round(evidence.asleep, 1)
+    if evidence.work:
+        found["process_tree"] = evidence.work
+    if evidence.quiet:
+        found["nothing_done_s"] = round(evidence.quiet, 1)
+    if evidence.lock is not None:
+        found["waits_for_lock"] = evidence.lock.path
+        if evidence.lock.holder:
+            found["lock_held_by"] = evidence.lock.holder
+    if evidence.utilization is not None:
+        found["device_utilization_percent"] = evidence.utilization
+    if evidence.calls.recent:
+        last = evidence.calls.recent[-1]
+        found["last_collective"] = f"{last.name} #{last.number} of group {last.group}"
+        waiting = [call for call in evidence.calls.recent if call.done is False]
+        if waiting:
+            found["unfinished"] = [f"{call.name} #{call.number} of group {call.group}" for call in waiting[:4]]
+    return found

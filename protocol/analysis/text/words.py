@@ -1,0 +1,53 @@
+"""What every text of a finding is made of."""
+
+import math
+from typing import Any, NamedTuple
+
+
+class Words(NamedTuple):
+    """A finding in words."""
+
+    title: str
+    text: str
+    """What it means, with its figures; the remedy is not in it."""
+    remedy: str = ""
+    over: str = "It is over."
+    """What is added when it has resolved."""
+
+
+class Added(NamedTuple):
+    """What has become known of a finding beside its facts."""
+
+    name: str
+    """Which addition it is; a later one of the same name takes its place."""
+    evidence: dict[str, Any]
+    text: str = ""
+    """A sentence; empty: none."""
+
+
+def sentence(clause: str) -> str:
+    """Make a sentence of a clause; empty for an empty one."""
+    return f"{clause[0].upper()}{clause[1:]}." if clause else ""
+
+
+def number(value: float | None) -> str:
+    """Format a figure in four significant digits; ``?`` for None."""
+    if value is None:
+        return "?"
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
+
+
+def ranks(found: tuple[int, ...] | list[int]) -> str:
+    """Name ranks: ``rank 3``, ``ranks 0-2, 5``."""
+    ordered = sorted(set(found))
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    parts: list[str] = []
+    start = last = ordered[0] if ordered else 0
+    for rank in [*ordered[1:], -1]:
+        if rank == last + 1:
+            last = rank
+            continue
+        parts.append(str(start) if start == last else f"{start}-{last}")
+        start = last = rank
+    return f"ranks {', '.join(parts)}"

@@ -1,0 +1,17 @@
+"""One result of ``ftmon doctor``: the command line makes some, the training side sends others as JSON."""
+
+from typing import Literal
+
+import msgspec
+
+State = Literal["ok", "warning", "error"]
+
+
+class Check(msgspec.Struct, frozen=True):
+    """Result of one check of this machine."""
+
+    name: str
+    state: State
+    text: str
+    remedy: str = msgspec.field(default="", name="mend")
+    """How to fix a warning or an error; ``mend`` in JSON."""

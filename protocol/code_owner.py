@@ -1,0 +1,118 @@
+"""Whose code a file is: an installed package's, Python's, native, or the person's own.
+
+Where a file is installed decides, never one directory's name: people keep scripts in ``~/datasets`` and in checkouts of
+libraries. Snapshots from other machines also hold modules of a ``pip install --target`` or of a checkout; these are
+told by the place of a module inside its package (``deepspeed/runtime/``).
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.metadata import Distribution, distributions
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+_INSTALLED = re.compile(r"(?:site|dist)-packages/([^/]+)")
+_STANDARD = re.compile(r"/lib(?:64)?/python3[^/]*/")
+_NATIVE = re.compile(r"(^|/)\?\?$|\.(so[.\d]*|cpp|cc|cu|c|h|hpp|cuh)$")
+_MODULES = re.compile(
+    r"/(?:"
+    r"(torch)/(?:_\w+|amp|autograd|cuda|distributed|fx|nn|optim|utils)/"
+    r"|(deepspeed)/(?:__init__\.py|accelerator|comm|launcher|module_inject|moe|ops|pipe|runtime|sequence|utils)"
+    r"|(transformers)/(?:generation|integrations|models|modeling_\w+\.py|trainer\w*\.py|utils)"
+    r"|(accelerate)/(?:accelerator\.py|optimizer\.py|utils)"
+    r"|(peft)/(?:peft_model\.py|tuners|utils)"
+    r"|(trl)/(?:models|trainer)/"
+    r"|(?:(lightning)/(?:fabric|pytorch)|(pytorch_lightning)/(?:callbacks|core|loops|strategies|trainer))/"
+    r")"
+)
+"""Modules that are known by their place in a package, wherever that lies."""
+_TYPED = ("<stdin>", "<ipython-input")
+"""Code without a file that a person typed; other names in angle brackets are generated code."""
+_HERE = os.path.dirname(os.path.dirname(os.path.realpath(__file__))).replace("\\", "/")
+_FTMON = re.compile(rf"(?:{re.escape(_HERE)}|/ftmon)/(?:protocol|trainer|tui)/")
+_PROBE = "/trainer/probe/"
+
+
+class EditablePackage(NamedTuple):
+    """A package that is installed from a checkout (``pip install -e``)."""
+
+    directory: str
+    """Where its modules lie, ending in a slash."""
+    name: str
+
+
+def owner_of(filename: str, editable: Iterable[EditablePackage] = ()) -> str:
+    """Name the package a file belongs to; empty for the person's own code.
+
+    Args:
+        filename: as in a traceback or a PyTorch memory snapshot.
+        editable: packages installed from a checkout, those of the person's own project left out.
+    """
+    filename = filename.replace("\\", "/")
+    if found := _INSTALLED.search(filename):
+        return found[1].removesuffix(".py")
+    if _FTMON.search(filename):
+        return "ftmon"
+    if filename.startswith(_TYPED):
+        return ""
+    if filename.startswith("<") or _STANDARD.search(filename):
+        return "python"
+    if not filename or _NATIVE.search(filename):
+        return "native"
+    if found := _MODULES.search(filename):
+        return next(name for name in found.groups() if name)
+    return next((package.name for package in editable if filename.startswith(package.directory)), "")
+
+
+@cache
+def library_of(filename: str) -> str:
+    """Name the package a file belongs to in this environment; empty for the person's own code."""
+    return owner_of(filename, _editable_here())
+
+
+def is_probe(filename: str) -> bool:
+    """Tell whether a file is part of ftmon's probe, whose wrappers stand in every stack of a watched rank."""
+    return _PROBE in filename.replace("\\", "/") and owner_of(filename) == "ftmon"
+
+
+@cache
+def _editable_here() -> tuple[EditablePackage, ...]:
+    """List this environment's editable packages, without the project that this process was started in."""
+    try:
+        here = os.getcwd()
+    except OSError:
+        here = ""
+    return tuple(editable_packages(distributions(), here))
+
+
+def editable_packages(installed: Iterable[Distribution], project: str) -> Iterator[EditablePackage]:
+    """List the packages that are installed from a checkout other than the one ``project`` lies in.
+
+    Source: PEP 610 (``direct_url.json``).
+    """
+    for distribution in installed:
+        root = _checkout(distribution)
+        if not root or (project + "/").startswith(root + "/"):
+            continue
+        name = distribution.metadata["Name"] or os.path.basename(root)
+        found = False
+        for module in (distribution.read_text("top_level.txt") or name.replace("-", "_")).split():
+            for folder in (f"{root}/{module}/", f"{root}/src/{module}/"):
+                if os.path.isdir(folder):
+                    found = True
+                    yield EditablePackage(folder, module)
+        if not found:
+            yield EditablePackage(root + "/", name)
+
+
+def _checkout(distribution: Distribution) -> str:
+    try:
+        told = json.loads(distribution.read_text("direct_url.json") or "{}")
+        if not told.get("dir_info", {}).get("editable"):
+            return ""
+        return unquote(urlsplit(told["url"]).path).rstrip("/")
+    except (OSError, ValueError, KeyError, AttributeError):
+        return ""  # a damaged installation: its files count as one's own

@@ -1,0 +1,107 @@
+"""GPUs: memory, data-sheet rates and bandwidths, by the name that PyTorch or NVML gives. One table for all of ftmon.
+
+Sources. Rates (dense, sums in fp32; ``fp32`` is that of the CUDA cores) and bandwidths: NVIDIA's data sheets of the
+A100, A30, A40, A10, L4, L40, L40S, H100, H200, H20, GH200, V100 and T4; the HGX B200/B300 and GB200 NVL72
+specifications per GPU; those of the RTX A6000, A5000, 6000 Ada and PRO 6000; the white papers of the GA102, Ada and RTX
+Blackwell architectures (GeForce: half the rate where sums are in fp32). Memory: the "total capacity" of PyTorch's
+out-of-memory messages (``cudaMemGetInfo``), which is what ``set_per_process_memory_fraction`` takes a share of. It
+is less than the name says by ECC and what the driver keeps, and moves by up to 0.3 % with the driver's version.
+
+NVIDIA publishes no rates of the A10G: its memory alone is known.
+"""
+
+import re
+from typing import NamedTuple
+
+GIB = 2**30
+
+
+class Gpu(NamedTuple):
+    """One kind of GPU. Rates in TFLOP/s (0: it does not compute in that type), bandwidths in GB/s (10^9 bytes)."""
+
+    pattern: str
+    """Regular expression for the whole name, without the maker's."""
+    title: str
+    """What to call it in a table; empty of kinds that fit tables leave out."""
+    memory_gib: float
+    """What PyTorch calls the device's total capacity."""
+    bf16: float
+    fp16: float
+    tf32: float
+    fp32: float
+    memory_gbs: float
+    """Bandwidth of the device's memory."""
+    link_gbs: float
+    """Bandwidth to the other GPUs of a host, in one direction: NVLink, or PCIe where there is none."""
+    host_gbs: float
+    """Bandwidth to the host's memory, in one direction."""
+    capability: tuple[int, int]
+    """Compute capability: kernels and workspaces differ by it."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Total capacity as PyTorch reports it, bytes."""
+        return round(self.memory_gib * GIB)
+
+    def peak_flops(self, precision: str) -> float | None:
+        """Return the data-sheet peak in FLOP/s for ``bf16``, ``fp16``, ``tf32`` or ``fp32``; None where it has none."""
+        if precision not in ("bf16", "fp16", "tf32", "fp32"):
+            return None
+        return getattr(self, precision) * 1e12 or None
+
+
+GPUS = (
+    Gpu(r"RTX 4060", "RTX 4060 8 GB", 7.63, 30.2, 30.2, 15.1, 15.1, 272, 16, 16, (8, 9)),
+    Gpu(r"RTX 3060", "RTX 3060 12 GB", 11.76, 25.5, 25.5, 12.7, 12.7, 360, 32, 32, (8, 6)),
+    Gpu(r"T4", "T4 16 GB", 14.56, 0.0, 65.0, 0.0, 8.1, 320, 16, 16, (7, 5)),
+    Gpu(r"RTX 4080", "", 15.70, 97.5, 97.5, 48.7, 48.7, 717, 32, 32, (8, 9)),
+    Gpu(r"V100-SXM2-32GB.*", "", 31.74, 0.0, 125.0, 0.0, 15.7, 900, 150, 16, (7, 0)),
+    Gpu(r"V100-SXM2.*", "", 15.77, 0.0, 125.0, 0.0, 15.7, 900, 150, 16, (7, 0)),
+    Gpu(r"V100-PCIE-32GB.*", "", 31.74, 0.0, 112.0, 0.0, 14.0, 900, 16, 16, (7, 0)),
+    Gpu(r"V100-PCIE.*", "", 15.77, 0.0, 112.0, 0.0, 14.0, 900, 16, 16, (7, 0)),
+    Gpu(r"L4", "L4 24 GB", 22.03, 121.0, 121.0, 60.0, 30.3, 300, 32, 32, (8, 9)),
+    Gpu(r"A10", "", 22.06, 125.0, 125.0, 62.5, 31.2, 600, 32, 32, (8, 6)),
+    Gpu(r"A10G", "A10G 24 GB", 22.06, 0.0, 0.0, 0.0, 0.0, 600, 32, 32, (8, 6)),
+    Gpu(r"RTX 3090", "RTX 3090 24 GB", 23.69, 71.0, 71.0, 35.6, 35.6, 936, 56, 32, (8, 6)),
+    Gpu(r"RTX 4090", "RTX 4090 24 GB", 23.64, 165.2, 165.2, 82.6, 82.6, 1008, 32, 32, (8, 9)),
+    Gpu(r"A30", "", 23.53, 165.0, 165.0, 82.0, 10.3, 933, 100, 32, (8, 0)),
+    Gpu(r"RTX A5000", "", 23.68, 111.1, 111.1, 55.6, 27.8, 768, 56, 32, (8, 6)),
+    Gpu(r"RTX 5090", "RTX 5090 32 GB", 31.36, 209.5, 209.5, 104.8, 104.8, 1792, 64, 64, (12, 0)),
+    Gpu(r"A[18]00[- ].*80GB.*", "A100 80 GB", 79.25, 312.0, 312.0, 156.0, 19.5, 2039, 300, 32, (8, 0)),
+    Gpu(r"A[18]00[- ].*", "A100 40 GB", 39.39, 312.0, 312.0, 156.0, 19.5, 1555, 300, 32, (8, 0)),
+    Gpu(r"A40", "A40 48 GB", 44.35, 149.7, 149.7, 74.8, 37.4, 696, 56, 32, (8, 6)),
+    Gpu(r"RTX A6000", "", 47.41, 154.8, 154.8, 77.4, 38.7, 768, 56, 32, (8, 6)),
+    Gpu(r"RTX 6000 Ada Generation", "", 47.37, 364.2, 364.2, 182.1, 91.1, 960, 32, 32, (8, 9)),
+    Gpu(r"L40", "", 44.40, 181.05, 181.05, 90.5, 90.5, 864, 32, 32, (8, 9)),
+    Gpu(r"L40S", "L40S 48 GB", 44.40, 362.05, 362.05, 183.0, 91.6, 864, 32, 32, (8, 9)),
+    Gpu(r"H100|H100 80GB HBM[23]e?|H100 SXM5?.*|H800( SXM5?.*)?", "H100 80 GB", 79.11,
+        989.4, 989.4, 494.7, 66.9, 3350, 450, 64, (9, 0)),
+    Gpu(r"H[18]00 PCIe", "", 79.11, 756.0, 756.0, 378.0, 51.0, 2039, 64, 64, (9, 0)),
+    Gpu(r"H100 NVL", "", 93.00, 835.5, 835.5, 417.5, 60.0, 3938, 300, 64, (9, 0)),
+    Gpu(r"RTX PRO 6000 Blackwell.*", "RTX PRO 6000 96 GB", 94.97, 503.8, 503.8, 251.9, 126.0, 1792, 64, 64, (12, 0)),
+    Gpu(r"GH200.*", "", 94.50, 989.4, 989.4, 494.7, 66.9, 4000, 450, 450, (9, 0)),
+    Gpu(r"H20", "", 95.00, 148.0, 148.0, 74.0, 44.0, 4000, 450, 64, (9, 0)),
+    Gpu(r"H200", "H200 141 GB", 139.80, 989.4, 989.4, 494.7, 66.9, 4800, 450, 64, (9, 0)),
+    Gpu(r"H200 NVL", "", 139.80, 835.5, 835.5, 417.5, 60.0, 4800, 450, 64, (9, 0)),
+    Gpu(r"B200", "B200 180 GB", 178.35, 2250.0, 2250.0, 1125.0, 75.0, 8000, 900, 64, (10, 0)),
+    Gpu(r"B300( SXM6.*)?", "B300 288 GB", 267.69, 2250.0, 2250.0, 1125.0, 75.0, 8000, 900, 128, (10, 3)),
+    Gpu(r"GB200", "", 184.00, 2500.0, 2500.0, 1250.0, 80.0, 8000, 900, 450, (10, 0)),
+)  # fmt: skip
+"""The first that matches a name counts."""
+
+FIT_TABLE = tuple(sorted((gpu for gpu in GPUS if gpu.title), key=lambda gpu: gpu.memory_gib))
+"""The kinds that "does it fit" is answered for, 8 to 288 GB, by memory."""
+
+_MAKER = re.compile(r"^(NVIDIA |Tesla |GeForce |Quadro )+")
+
+
+def find_gpu(device: str) -> Gpu | None:
+    """Return the kind of GPU that a name of PyTorch or NVML, or a title of the table, means.
+
+    Returns:
+        None for a CPU or a GPU that is not in the table; a MIG slice is none.
+    """
+    name = _MAKER.sub("", device.strip())
+    if "MIG" in name:
+        return None
+    return next((gpu for gpu in GPUS if name == gpu.title or re.fullmatch(gpu.pattern, name)), None)

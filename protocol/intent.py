@@ -1,0 +1,91 @@
+"""What a person asked of a run, kept in ``intent.json``: a job that was told to end has not failed.
+
+Written by the hub before it signals (or by the launcher, when it is signalled itself), so that whoever writes down how
+the job ended knows why, whatever died in between.
+"""
+
+import time
+from typing import Literal
+
+import msgspec
+
+from .rundir import RunDir
+
+_RANK_KILL_REACH_SECONDS = 180.0
+"""A job that ends this soon after one of its ranks was killed ended because of it."""
+LAUNCHER = "launcher"
+"""Who asked for the end, where a signal came to the launcher."""
+
+
+class Intent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A request to end the run, or some ranks of it."""
+
+    verb: str
+    """``kill``, ``stop``, the name of a signal the launcher received, or the option by which ftmon itself ended it:
+    ``--on-hang`` or ``--exit-timeout``."""
+    time: float
+    by: str = ""
+    ranks: list[int] = []
+    """The ranks to end; empty for the whole run."""
+    why: str = ""
+    """Why ftmon ended it, in words."""
+    cause: str = ""
+    """``hang`` or ``hang-at-exit`` where ftmon ended it."""
+
+    @property
+    def exit_cause(self) -> str:
+        """The ``ExitFile.cause`` of a run that ended for this; empty where it was a signal, which the job answered."""
+        return self.cause or ("request" if self.verb in ("kill", "stop") else "")
+
+    @property
+    def by_signal(self) -> bool:
+        """The launcher got a signal that ends a job, and passed it on."""
+        return self.by == LAUNCHER and self.verb in ("SIGINT", "SIGTERM")
+
+    @property
+    def state(self) -> Literal["failed", "stopped"]:
+        """The state of a run that ended so: one that hung in its training has failed."""
+        return "failed" if self.cause == "hang" else "stopped"
+
+    def explains(self, exit_code: int, ended: float) -> bool:
+        """Tell whether the job's end is what was asked for."""
+        if self.verb == "SIGHUP" and exit_code == 0:
+            return False  # some scripts read their configuration anew for it
+        if not self.ranks:
+            return True
+        return exit_code != 0 and ended - self.time < _RANK_KILL_REACH_SECONDS
+
+    def text(self) -> str:
+        """Say it in words, ``killed on request``."""
+        if self.cause:
+            return f"ended by {self.verb}: {self.why}"
+        if self.verb == "kill":
+            return f"ended after {ranks_text(self.ranks)} killed on request" if self.ranks else "killed on request"
+        why = f": {self.why}" if self.why else ""
+        return "stopped on request" if self.verb == "stop" else f"stopped by {self.verb}{why}"
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """Say ``rank 3 was`` or ``ranks 1, 2 were``."""
+    numbers = ", ".join(map(str, sorted(ranks)))
+    return f"rank {numbers} was" if len(ranks) == 1 else f"ranks {numbers} were"
+
+
+def write_intent(
+    run: RunDir, verb: str, by: str = "", ranks: list[int] | None = None, why: str = "", cause: str = ""
+) -> Intent:
+    """Write the request down; one for the whole run is never replaced by one for some ranks."""
+    intent = Intent(verb, time.time(), by, ranks or [], why, cause)
+    before = read_intent(run)
+    if before is not None and not before.ranks and intent.ranks:
+        return before
+    run.write_certain("intent.json", msgspec.json.encode(intent) + b"\n")
+    return intent
+
+
+def read_intent(run: RunDir) -> Intent | None:
+    """Read the last request; None when nobody asked for anything."""
+    try:
+        return msgspec.json.decode((run.path / "intent.json").read_bytes(), type=Intent)
+    except (OSError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,91 @@
+"""The messages of one run that reports and sweeps are made of."""
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..control import Alert
+from ..telemetry import DeviceSample, Failure, Hello, Oom, Step
+from .reader import Reader
+from .results import RecordingInfo
+
+_PAGE = 2000
+
+
+class RecordedRun:
+    """What one recording holds.
+
+    Args:
+        path: the recording.
+        skip: steps of each rank at its beginning that are left out.
+        most: steps kept of each rank, the last ones; None: all.
+
+    Raises:
+        RecordingError: it cannot be read.
+    """
+
+    def __init__(self, path: Path, skip: int = 0, most: int | None = None) -> None:
+        self._skip = skip
+        self._most = most
+        self._seen: dict[int, int] = {}
+        self._steps: dict[int, deque[Step]] = {}
+        self.hellos: dict[int, Hello] = {}
+        self.ooms: list[Oom] = []
+        self.failures: list[Failure] = []
+        self.nvml: dict[int, int] = {}
+        """Highest use by NVML of each rank, bytes."""
+        self.devices: set[int] = set()
+        """GPUs on which NVML saw a rank."""
+        self.peak_reserved: dict[int, int] = {}
+        """Highest of all steps of each rank, skipped ones included."""
+        with Reader(path) as reader:
+            self.info: RecordingInfo = reader.info()
+            last = 0
+            while frames := reader.frames(last, _PAGE):
+                last = frames[-1].seq
+                for frame in frames:
+                    self._take(frame.message)
+            self.alerts: list[Alert] = reader.alerts()
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks."""
+        return sorted({*self.hellos, *self._seen})
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the ranks."""
+        return [hello.pid for hello in self.hellos.values()]
+
+    def steps(self, rank: int) -> Sequence[Step]:
+        """Return the kept steps of a rank, in order."""
+        return list(self._steps.get(rank, ()))
+
+    def steps_seen(self, rank: int) -> int:
+        """Return how many steps a rank took, kept or not."""
+        return self._seen.get(rank, 0)
+
+    def _take(self, message: object) -> None:
+        match message:
+            case Step():
+                self._step(message)
+            case Hello():
+                self.hellos[message.rank] = message
+            case Oom():
+                self.ooms.append(message)
+            case Failure():
+                self.failures.append(message)
+            case DeviceSample(kind="gpu"):
+                for process in message.processes:
+                    if process.rank is not None:
+                        self.nvml[process.rank] = max(self.nvml.get(process.rank, 0), process.used_bytes)
+                        self.devices.add(message.index)
+            case _:
+                pass
+
+    def _step(self, step: Step) -> None:
+        seen = self._seen[step.rank] = self._seen.get(step.rank, 0) + 1
+        reserved = max((record.reserved.peak for record in step.phases), default=0)
+        self.peak_reserved[step.rank] = max(self.peak_reserved.get(step.rank, 0), reserved)
+        if seen > self._skip:
+            self._steps.setdefault(step.rank, deque(maxlen=self._most)).append(step)

@@ -1,0 +1,252 @@
+"""Figures of training over a run: what each step came to, pooled where a window is long, and the results beside it.
+
+``training_steps`` has a row for each step of each rank of which there is more to say than ``steps`` has columns for;
+the view ``throughput`` joins both. ``curves`` pools 16, 128, 1,024 or 8,192
+steps of a rank in a row, as ``rollups`` does for memory and times; single steps are read from ``steps`` and
+``training_steps``. Both follow from the stream.
+``evaluations`` and ``checkpoints`` have messages of ``events`` in columns.
+"""
+
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from math import isfinite
+from typing import Any
+
+from ..telemetry import PAUSES, Checkpoint, Evaluation, Step
+from ..throughput import mfu
+from .results import TrainingPoint
+from .schema import ROLLUP_SIZES
+
+Row = tuple[Any, ...]
+
+INSERT_TRAINING_STEP = "INSERT OR REPLACE INTO training_steps VALUES (?, ?, ?, ?, ?)"
+INSERT_CURVE = f"INSERT OR REPLACE INTO curves VALUES ({', '.join('?' * 20)})"
+INSERT_EVALUATION = f"INSERT OR REPLACE INTO evaluations VALUES ({', '.join('?' * 11)})"
+INSERT_CHECKPOINT = f"INSERT OR REPLACE INTO checkpoints VALUES ({', '.join('?' * 9)})"
+
+ROWS_A_POINT = 4
+"""Pooled rows that are read for each point of an answer, at the most."""
+
+_STEPS = """SELECT steps.seq, t, steps.rank, steps.step, 1, coalesce(training_us, host_us), steps.tokens,
+        coalesce(label_tokens, 0), coalesce(flops, 0.0), loss, lr, grad_norm,
+        CASE WHEN data_device_us IS NOT NULL AND device_us IS NOT NULL THEN data_device_us ELSE data_host_us END,
+        CASE WHEN data_device_us IS NOT NULL AND device_us IS NOT NULL THEN
+            min(device_us, coalesce(training_us, device_us)) ELSE coalesce(training_us, host_us) END
+    FROM steps LEFT JOIN training_steps USING(seq) WHERE steps.rank = :rank AND steps.seq BETWEEN :first AND :last
+    ORDER BY steps.seq"""
+_CURVES = """SELECT * FROM curves WHERE level = :level AND rank = :rank AND last_seq BETWEEN :first AND :last
+    AND first_seq >= :first ORDER BY last_seq"""
+
+
+def training_row(seq: int, step: Step, peak: float | None) -> Row | None:
+    """Make a row of ``training_steps``; None where there is nothing that ``steps`` does not have.
+
+    Args:
+        seq: the number of the step in the stream.
+        step: the step.
+        peak: data-sheet peak of the rank's device, FLOP/s; None: not known.
+    """
+    training_us = step.training_us
+    rested = training_us != step.host_us
+    if not (step.flops or step.label_tokens or rested):
+        return None
+    share = mfu(step.flops, training_us / 1e6, peak)
+    return (seq, training_us if rested else None, step.label_tokens or None, step.flops or None, share)
+
+
+def evaluation_row(seq: int, t: float, evaluation: Evaluation) -> Row:
+    """Make a row of ``evaluations``."""
+    return (
+        *(seq, t, evaluation.rank, evaluation.step, evaluation.time, evaluation.name, evaluation.loss),
+        *(evaluation.perplexity, evaluation.label_tokens, evaluation.seconds, int(evaluation.best)),
+    )
+
+
+def checkpoint_row(seq: int, t: float, checkpoint: Checkpoint) -> Row:
+    """Make a row of ``checkpoints``."""
+    return (
+        *(seq, t, checkpoint.rank, checkpoint.step, checkpoint.time, checkpoint.path),
+        *(checkpoint.bytes, checkpoint.seconds, int(checkpoint.best)),
+    )
+
+
+def point_of(step: Step, t: float) -> TrainingPoint:
+    """Make the point of one step, which the hub had at ``t``."""
+    data = None
+    training_us = step.host_us
+    for record in step.phases:  # this runs for every step of every rank
+        if record.name in PAUSES:
+            training_us -= record.host_us
+        elif record.name == "data":
+            data = record
+    whole = training_us = max(0, training_us)
+    data_us = data.host_us if data is not None else 0
+    if data is not None and data.device_us is not None and step.device_us is not None:
+        whole, data_us = min(step.device_us, whole), data.device_us
+    loss, lr, grad_norm = _number(step.loss), _number(step.lr), _number(step.grad_norm)
+    return TrainingPoint(
+        t=t,
+        step=step.step,
+        first_step=step.step,
+        training_us=training_us,
+        tokens=step.tokens,
+        label_tokens=step.label_tokens,
+        flops=step.flops,
+        loss=loss,
+        low_loss=loss,
+        high_loss=loss,
+        lr=lr,
+        grad_norm=grad_norm,
+        max_grad_norm=grad_norm,
+        data_us=data_us,
+        whole_us=whole,
+    )
+
+
+def _number(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
+
+
+def pool_points(points: Sequence[TrainingPoint]) -> TrainingPoint:
+    """Pool points of one rank, in order: counts and times are summed, the rest averaged over steps.
+
+    The mean loss is weighted by label tokens where all of them have some.
+    """
+    if len(points) == 1:
+        return points[0]
+    by_labels = all(point.label_tokens > 0 for point in points if point.loss is not None)
+    return TrainingPoint(
+        t=points[-1].t,
+        step=max(point.step for point in points),
+        first_step=min(point.first_step for point in points),
+        count=sum(point.count for point in points),
+        training_us=sum(point.training_us for point in points),
+        tokens=sum(point.tokens for point in points),
+        label_tokens=sum(point.label_tokens for point in points),
+        flops=sum(point.flops for point in points),
+        loss=_mean((point.loss, point.label_tokens if by_labels else point.count) for point in points),
+        low_loss=min((point.low_loss for point in points if point.low_loss is not None), default=None),
+        high_loss=max((point.high_loss for point in points if point.high_loss is not None), default=None),
+        lr=_mean((point.lr, point.count) for point in points),
+        grad_norm=_mean((point.grad_norm, point.count) for point in points),
+        max_grad_norm=max((point.max_grad_norm for point in points if point.max_grad_norm is not None), default=None),
+        data_us=sum(point.data_us for point in points),
+        whole_us=sum(point.whole_us for point in points),
+    )
+
+
+def _mean(values: Iterable[tuple[float | None, int]]) -> float | None:
+    known = [(value, weight) for value, weight in values if value is not None]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else None
+
+
+class Curves:
+    """Collects the points of each rank until they fill a row of ``curves``, which goes to ``emit``."""
+
+    def __init__(self, emit: Callable[[Row], None]) -> None:
+        self._emit = emit
+        self._waiting: dict[int, list[list[tuple[int, int, TrainingPoint]]]] = {}
+        """By rank and level: first and last number of the stream, and the point."""
+
+    def add(self, seq: int, rank: int, point: TrainingPoint) -> None:
+        """Take a step of a rank."""
+        waiting = self._waiting.get(rank)
+        if waiting is None:
+            waiting = self._waiting[rank] = [[] for _ in ROLLUP_SIZES]
+        waiting[0].append((seq, seq, point))
+        for level, group in enumerate(waiting):
+            if len(group) < ROLLUP_SIZES[level] // (ROLLUP_SIZES[level - 1] if level else 1):
+                return
+            pooled = (group[0][0], group[-1][1], pool_points([point for _, _, point in group]))
+            group.clear()
+            self._emit(_curve_row(level, rank, *pooled))
+            if level + 1 < len(waiting):
+                waiting[level + 1].append(pooled)
+
+    def load(self, connection: sqlite3.Connection) -> None:
+        """Collect again what an earlier writer of this file had not pooled yet when it ended."""
+        newest = "SELECT coalesce(max(last_seq), 0) FROM curves WHERE level = ? AND rank = ?"
+        for (rank,) in connection.execute("SELECT DISTINCT rank FROM steps").fetchall():
+            pooled = [connection.execute(newest, (level, rank)).fetchone()[0] for level in range(len(ROLLUP_SIZES))]
+            waiting = self._waiting[rank] = [[] for _ in ROLLUP_SIZES]
+            for level in range(1, len(ROLLUP_SIZES)):
+                bind = {"level": level - 1, "rank": rank, "first": pooled[level] + 1, "last": 1 << 62}
+                waiting[level] = [_from_curve(row) for row in connection.execute(_CURVES, bind)]
+            bind = {"rank": rank, "first": pooled[0] + 1, "last": 1 << 62}
+            for row in connection.execute(_STEPS, bind).fetchall():
+                self.add(row[0], rank, _from_step(row))
+
+
+def _curve_row(level: int, rank: int, first: int, last: int, point: TrainingPoint) -> Row:
+    return (
+        *(level, rank, last, first, point.t, point.count, point.first_step, point.step, point.training_us),
+        *(point.tokens, point.label_tokens, point.flops, point.loss, point.low_loss, point.high_loss, point.lr),
+        *(point.grad_norm, point.max_grad_norm, point.data_us, point.whole_us),
+    )
+
+
+def _from_curve(row: Row) -> tuple[int, int, TrainingPoint]:
+    _, _, last, first, t, count, first_step, step, training_us, tokens, labels, flops, loss, low, high = row[:15]
+    lr, grad_norm, max_grad_norm, data_us, whole_us = row[15:20]
+    point = TrainingPoint(
+        *(t, step, first_step, count, training_us, tokens, labels, flops, loss, low, high),
+        *(lr, grad_norm, max_grad_norm, data_us, whole_us),
+    )
+    return first, last, point
+
+
+def _from_step(row: Row) -> TrainingPoint:
+    _, t, _, step, count, training_us, tokens, labels, flops, loss, lr, grad_norm, data_us, whole_us = row
+    loss, lr, grad_norm = _number(loss), _number(lr), _number(grad_norm)
+    return TrainingPoint(
+        *(t, step, step, count, training_us, tokens or 0, labels, flops, loss, loss, loss, lr, grad_norm, grad_norm),
+        *(data_us or 0, whole_us or 0),
+    )
+
+
+def read_points(connection: sqlite3.Connection, rank: int, first: int, last: int, limit: int) -> list[TrainingPoint]:
+    """Read a rank's steps between two numbers of the stream, inclusive, as at most ``limit`` points.
+
+    The points come from the finest pooled rows that are few enough; single steps stand at the edges of those.
+    """
+    bind = {"rank": rank, "first": first, "last": last}
+    steps = connection.execute("SELECT count(*) FROM steps WHERE rank = :rank AND seq BETWEEN :first AND :last", bind)
+    (total,) = steps.fetchone()
+    level = -1
+    while level + 1 < len(ROLLUP_SIZES) and total > ROWS_A_POINT * limit:
+        level += 1
+        count = (
+            "SELECT count(*) FROM curves WHERE level = :level AND rank = :rank AND last_seq BETWEEN :first AND :last"
+        )
+        (found,) = connection.execute(count, {**bind, "level": level}).fetchone()
+        if not found:  # a recording of an earlier version has none
+            level -= 1
+            break
+        total = found
+    points: list[TrainingPoint] = []
+    group = -(-total // limit) if total else 1
+    pending = _rows(connection, rank, first, last, level)
+    while some := list(islice(pending, group)):
+        points.append(pool_points(some))
+    if len(points) > limit:  # single steps at the edges were not counted
+        size = -(-len(points) // limit)
+        points = [pool_points(points[at : at + size]) for at in range(0, len(points), size)]
+    return points
+
+
+def _rows(connection: sqlite3.Connection, rank: int, first: int, last: int, level: int) -> Iterable[TrainingPoint]:
+    if first > last:
+        return
+    bind = {"level": level, "rank": rank, "first": first, "last": last}
+    if level < 0:
+        yield from map(_from_step, connection.execute(_STEPS, bind))
+        return
+    rows = [_from_curve(row) for row in connection.execute(_CURVES, bind)]
+    if not rows:
+        yield from _rows(connection, rank, first, last, level - 1)
+        return
+    yield from _rows(connection, rank, first, rows[0][0] - 1, level - 1)
+    yield from (point for _, _, point in rows)
+    yield from _rows(connection, rank, rows[-1][1] + 1, last, level - 1)

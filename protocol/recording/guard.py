@@ -1,0 +1,185 @@
+"""Bounds on what reading a recording from anybody may cost, and on what its schema may make SQLite do.
+
+The advice of https://www.sqlite.org/security.html for untrusted files: no functions with side effects out of a schema,
+no views or triggers but by name, small limits, and an end to every query. Time is processor time of the thread that
+asks, so that a slow disk or a loaded host does not count.
+"""
+
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import RecordingError
+
+T = TypeVar("T")
+
+LARGEST_VALUE = 32 * 2**20
+"""No value of a recording is larger: bodies and log lines are kilobytes."""
+
+_SECONDS = 1.5
+_BYTES_A_SECOND = 8e6
+"""Processor time granted to one question: a full scan reads more than 100 MB/s."""
+
+_MESSAGE_SECONDS = 1.0
+"""Processor time granted to unpacking the messages of one question, besides what the file's size justifies."""
+
+_ALL_SECONDS = 2.5
+_ALL_BYTES_A_SECOND = 2e6
+"""Processor time granted to all questions of a command together: it may read the whole stream once."""
+
+_SPARE_BYTES = 24 * 2**20
+_AMPLIFICATION = 8
+"""Bytes granted to one answer, unpacked: zlib packs messages three to five times."""
+
+_OPERATIONS = 50_000
+"""Steps of SQLite's virtual machine between two looks at the clock: some 2 to 5 ms."""
+
+_LIMITS = (
+    ("SQLITE_LIMIT_LENGTH", LARGEST_VALUE),
+    ("SQLITE_LIMIT_SQL_LENGTH", 200_000),
+    ("SQLITE_LIMIT_COLUMN", 500),
+    ("SQLITE_LIMIT_EXPR_DEPTH", 200),
+    ("SQLITE_LIMIT_COMPOUND_SELECT", 32),
+    ("SQLITE_LIMIT_ATTACHED", 0),
+    ("SQLITE_LIMIT_TRIGGER_DEPTH", 1),
+    ("SQLITE_LIMIT_WORKER_THREADS", 0),
+)
+_SWITCHES = (
+    ("SQLITE_DBCONFIG_DEFENSIVE", True),
+    ("SQLITE_DBCONFIG_TRUSTED_SCHEMA", False),
+    ("SQLITE_DBCONFIG_ENABLE_TRIGGER", False),
+    ("SQLITE_DBCONFIG_ENABLE_VIEW", False),
+    ("SQLITE_DBCONFIG_ENABLE_FTS3_TOKENIZER", False),
+    ("SQLITE_DBCONFIG_ENABLE_LOAD_EXTENSION", False),
+    ("SQLITE_DBCONFIG_DQS_DML", False),
+    ("SQLITE_DBCONFIG_DQS_DDL", False),
+)
+"""``Connection.setconfig`` is new in Python 3.12. Before, the pragma and the check of the schema do."""
+
+
+class RefusedError(RecordingError):
+    """An answer costs more time or memory than the file's size justifies."""
+
+
+class Guard:
+    """Bounds the questions asked of one file, over any number of connections to it.
+
+    Args:
+        path: the file, for its size and for messages.
+        seconds: processor time for one question; None for what the file's size justifies.
+        once: all questions together are bounded too: they are those of one command.
+    """
+
+    def __init__(self, path: Path, seconds: float | None = None, *, once: bool = False) -> None:
+        size = 0
+        for suffix in ("", "-wal"):
+            with suppress(OSError):
+                size += os.stat(f"{path}{suffix}").st_size
+        self.path = path
+        self.file_bytes = size
+        self._seconds = _SECONDS + size / _BYTES_A_SECOND if seconds is None else seconds
+        self._most_bytes = _SPARE_BYTES + _AMPLIFICATION * size
+        self._message_seconds = _MESSAGE_SECONDS + size / _BYTES_A_SECOND
+        self._left = _ALL_SECONDS + size / _ALL_BYTES_A_SECOND
+        self._once = once
+        self._bytes = 0
+        self._begun: float | None = None
+        self._until = 0.0
+        self._late = False
+        self._on_messages = 0.0
+        self.left_out = 0
+        """Messages that were left out of answers because of what they, or those before them, cost."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a question: its time and its bytes are counted from now on."""
+        self.end()
+        self._begun = time.thread_time()
+        self._until = self._begun + (min(self._seconds, max(self._left, 0.0)) if self._once else self._seconds)
+        self._bytes = 0
+        self._late = False
+        if not self._once:
+            self._on_messages = 0.0
+
+    def end(self) -> None:
+        """End the question: what the same thread does from now on is none of the file's."""
+        if self._begun is not None:
+            self._left -= time.thread_time() - self._begun
+            self._begun = None
+
+    def unpack(self, unpack: Callable[[], T]) -> T | None:
+        """Unpack one message; None, and it counts as left out, where that would cost more than is granted.
+
+        So a few messages that cost much cost themselves and those behind them, and not the answer.
+        """
+        begun = time.thread_time()
+        if begun > self._until or self._on_messages > self._message_seconds:
+            self.left_out += 1
+            return None
+        try:
+            return unpack()
+        except RefusedError:
+            self.left_out += 1
+            return None
+        finally:
+            self._on_messages += time.thread_time() - begun
+
+    def take(self, count: int) -> None:
+        """Count bytes of the answer.
+
+        Raises:
+            RecordingError: they are more than the file justifies.
+        """
+        self._bytes += count
+        if self._bytes > self._most_bytes:
+            raise RefusedError(
+                f"{self.path}: refused: an answer asks for far more memory than the file's size justifies; "
+                "it is damaged, or made to do that"
+            )
+
+    @property
+    def late(self) -> bool:
+        """Whether the question has used up its time."""
+        self._late = self._late or time.thread_time() > self._until
+        return self._late
+
+    def too_late(self) -> RecordingError:
+        """Make the error for a question that used up its time."""
+        return RefusedError(
+            f"{self.path}: refused: a question took more than {self._seconds:.1f} s of processor time, more than the "
+            "file's size justifies; it is damaged, or made to do that"
+        )
+
+    def refine(self, error: sqlite3.Error) -> BaseException:
+        """Return what to raise for an error: an interrupted query was too late, or ctrl-c that SQLite swallowed."""
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_INTERRUPT:
+            return error
+        return self.too_late() if self.late else KeyboardInterrupt()
+
+    def harden(self, connection: sqlite3.Connection) -> sqlite3.Connection:
+        """Make a connection safe for a file from anybody, and return it."""
+        for name, value in _SWITCHES:
+            option, switch = getattr(sqlite3, name, None), getattr(connection, "setconfig", None)
+            if option is not None and switch is not None:
+                with suppress(sqlite3.Error):
+                    switch(option, value)
+        for name, value in _LIMITS:
+            connection.setlimit(getattr(sqlite3, name), value)
+        connection.text_factory = _text
+        connection.execute("PRAGMA trusted_schema=OFF")
+        connection.execute("PRAGMA cell_size_check=ON")
+        connection.execute("PRAGMA mmap_size=0")
+        connection.set_progress_handler(self._look, _OPERATIONS)
+        return connection
+
+    def _look(self) -> bool:
+        return self.late
+
+
+def _text(data: bytes) -> str:
+    """Decode a text value; SQLite does not check that it is UTF-8."""
+    return data.decode("utf-8", "replace")

@@ -1,0 +1,246 @@
+"""Entries of a results file. Sizes are bytes, ``*_ms`` milliseconds, ``seconds`` seconds, ``time`` of the epoch."""
+
+from typing import Literal
+
+import msgspec
+
+from ..process import ProcessId
+
+FORMAT = 1
+"""Version of the file. Another one is refused."""
+
+Value = str | int | float | bool | None
+"""Of one axis."""
+Settings = dict[str, Value]
+"""One configuration of the sweep: a value for each axis."""
+
+Verdict = Literal["done", "out-of-memory", "hang", "crash", "timeout", "refused", "no-steps", "unfinished"]
+"""``refused``: the run was not started, its configuration cannot be used; ``no-steps``: it ended in order, without an
+optimizer step; ``unfinished``: the sweep ended first (budget, interrupt), so the row says nothing of the configuration.
+"""
+Goal = Literal["largest", "fastest", "phases"]
+
+
+class Budget(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the sweep may use, wall-clock time of all its sessions."""
+
+    seconds: float | None = None
+    """None: no limit."""
+    price_per_hour: float | None = None
+    """Of all the GPUs together, in any currency."""
+
+
+class Search(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is searched for along one axis, for each combination of the others."""
+
+    goal: Goal
+    axis: str = ""
+    low: int = 1
+    high: int = 1
+    step: int = 1
+
+
+class Header(msgspec.Struct, tag="sweep", frozen=True, omit_defaults=True):
+    """The file's first entry: what is measured."""
+
+    format: int
+    name: str
+    source: str
+    """The sweep file, as given."""
+    fingerprint: str
+    """Hash of what a row depends on besides its settings: base configuration or command, steps, environment."""
+    axes: list[str]
+    steps: int
+    """Measured steps of a run."""
+    warm_up: int
+    """Steps at the beginning that are discarded."""
+    created: float
+    host: str = ""
+    version: str = ""
+    """Of ftmon."""
+
+
+class Predicted(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What ``ftmon predict`` said of a configuration; the highest rank's figures."""
+
+    peak_bytes: int
+    """Allocated peak of the highest phase."""
+    phase: str
+    reserved_bytes: int
+    nvml_bytes: int
+    fits: bool | None = None
+    """None: no capacity was known."""
+    phases: dict[str, int] = {}
+    """Allocated peak by phase."""
+
+
+class Planned(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One configuration that is to be run."""
+
+    settings: Settings
+    predicted: Predicted | None = None
+
+
+class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
+    """A session begins: its process, and what it means to run, in order."""
+
+    time: float
+    process: ProcessId
+    runs: list[Planned]
+    """Of a search, only what is known beforehand."""
+    repeats: int = 1
+    budget: Budget = Budget()
+    search: Search | None = None
+    timeout: float = 0.0
+    """Seconds after which a run is ended."""
+    capacity_bytes: int | None = None
+    notes: list[str] = []
+    """Why predictions are missing, in words."""
+    columns: list[str] = []
+    """Figures that the table shows, by name; none: the usual ones."""
+
+
+class Started(msgspec.Struct, tag="start", frozen=True, omit_defaults=True):
+    """A run begins."""
+
+    time: float
+    settings: Settings
+    repeat: int = 0
+    run: str = ""
+    """The run directory."""
+
+
+class PhaseFigures(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One phase over the measured steps of a rank: highest peaks, median times."""
+
+    allocated_peak_bytes: int = 0
+    reserved_peak_bytes: int = 0
+    resident_peak_bytes: int = 0
+    """Resident set (CPU ranks): there the true high-water mark."""
+    host_ms: float = 0.0
+    device_ms: float | None = None
+    ms_error: float = 0.0
+    """Standard error of the device time, or where there is none of the host time."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The figure that is a true high-water mark."""
+        return self.resident_peak_bytes or self.allocated_peak_bytes
+
+
+class RankRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One rank of a run."""
+
+    rank: int
+    steps: int = 0
+    """Measured steps."""
+    step_ms: float = 0.0
+    """Median."""
+    step_ms_low: float = 0.0
+    step_ms_high: float = 0.0
+    tokens_per_second: float = 0.0
+    phases: dict[str, PhaseFigures] = {}
+    reserved_peak_bytes: int = 0
+    """Highest of all steps, warm-up included: reserved memory is not given back."""
+    nvml_bytes: int = 0
+    """Highest that NVML showed for its process; 0: not known."""
+    device: str = ""
+    loss: float | None = None
+    """Of the last step."""
+    step_ms_error: float = 0.0
+    """Standard error of ``step_ms``; 0: not known."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest peak of its phases."""
+        return max((figures.peak_bytes for figures in self.phases.values()), default=0)
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase of that peak; empty without any."""
+        return max(self.phases, key=lambda name: self.phases[name].peak_bytes, default="")
+
+
+class Row(msgspec.Struct, tag="row", frozen=True, omit_defaults=True):
+    """What became of one run. A failure is a row too."""
+
+    settings: Settings
+    verdict: Verdict
+    time: float
+    """When it ended."""
+    seconds: float = 0.0
+    """From its start until its GPUs were seen to be empty."""
+    repeat: int = 0
+    run: str = ""
+    """The run's identifier; empty of one that was refused."""
+    text: str = ""
+    """The evidence, one line."""
+    phase: str = ""
+    """Where it failed."""
+    rank: int | None = None
+    """Which rank failed, first or alone."""
+    step: int | None = None
+    asked_bytes: int = 0
+    """What the failed allocation asked for."""
+    ranks: list[RankRow] = []
+    predicted: Predicted | None = None
+    note: str = ""
+    """What else a reader should know: GPUs that were not empty afterwards."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest peak over ranks and phases; 0 where no step was measured."""
+        return max((rank.peak_bytes for rank in self.ranks), default=0)
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase of that peak."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes).peak_phase if self.ranks else ""
+
+    @property
+    def phase_peaks(self) -> dict[str, float]:
+        """Highest peak of each phase over the ranks."""
+        names = dict.fromkeys(name for rank in self.ranks for name in rank.phases)
+        return {
+            name: float(max(rank.phases[name].peak_bytes for rank in self.ranks if name in rank.phases))
+            for name in names
+        }
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Highest reserved memory over the ranks."""
+        return max((rank.reserved_peak_bytes for rank in self.ranks), default=0)
+
+    @property
+    def nvml_bytes(self) -> int:
+        """Highest use by NVML over the ranks; 0: not known."""
+        return max((rank.nvml_bytes for rank in self.ranks), default=0)
+
+    @property
+    def step_ms(self) -> float:
+        """Median step of the slowest rank; 0 where none was measured."""
+        return max((rank.step_ms for rank in self.ranks), default=0.0)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return sum(rank.tokens_per_second for rank in self.ranks)
+
+
+class Ended(msgspec.Struct, tag="end", frozen=True, omit_defaults=True):
+    """A session ends in order."""
+
+    time: float
+    reason: Literal["finished", "budget", "failure", "interrupted", "gpus"]
+    """``failure``: --fail-fast; ``gpus``: memory of the last run is still held."""
+    text: str = ""
+    not_run: int = 0
+    """Planned runs without a row; of a search, 0."""
+
+
+Entry = Header | Plan | Started | Row | Ended
+
+
+def key_of(settings: Settings) -> str:
+    """Return a text that names a configuration: equal for equal settings, whatever their order."""
+    return msgspec.json.encode(settings, order="deterministic").decode()

@@ -1,0 +1,201 @@
+"""The results file: JSON lines, each on the disk before the next run begins. A torn last line is left out."""
+
+import os
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+
+from ..errors import FtmonError, UsageError
+from .rows import FORMAT, Ended, Entry, Header, Plan, Row, Started, Verdict, key_of
+
+_decoder = msgspec.json.Decoder(Entry)
+_MOST_BYTES = 1 << 30
+
+
+class ResultsError(UsageError):
+    """A results file that cannot be used."""
+
+
+class Results(NamedTuple):
+    """What a results file holds."""
+
+    header: Header
+    entries: list[Entry]
+    """All of them, the header first."""
+    complete_bytes: int
+    """Length of the file without a torn last line."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """Answers, in the order they were found; of runs that the sweep ended itself, none."""
+        return [entry for entry in self.entries if isinstance(entry, Row) and entry.verdict != "unfinished"]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The newest session's."""
+        return next((entry for entry in reversed(self.entries) if isinstance(entry, Plan)), None)
+
+    @property
+    def end(self) -> Ended | None:
+        """How the newest session ended; None while it goes on, or where it was killed."""
+        last = self.entries[-1]
+        return last if isinstance(last, Ended) else None
+
+    @property
+    def running(self) -> Started | None:
+        """The run without a row: under way, or lost with its session."""
+        for entry in reversed(self.entries):
+            if isinstance(entry, Started):
+                return entry
+            if not isinstance(entry, Plan):
+                return None
+        return None
+
+    @property
+    def last_time(self) -> float:
+        """When the newest entry was written; 0 of a file without any."""
+        return max((entry.time for entry in self.entries if not isinstance(entry, Header)), default=0.0)
+
+    def answered(self) -> dict[tuple[str, int], Row]:
+        """Return the rows by configuration and repeat; the newest of each."""
+        return {(key_of(row.settings), row.repeat): row for row in self.rows}
+
+    def seconds_used(self) -> float:
+        """Return the wall-clock time of all sessions; of one that was killed, until its last entry."""
+        used, begun, last = 0.0, 0.0, 0.0
+        for entry in self.entries:
+            if isinstance(entry, Plan):
+                used += max(0.0, last - begun)
+                begun = last = entry.time
+            elif not isinstance(entry, Header):
+                last = max(last, entry.time)
+        return used + max(0.0, last - begun)
+
+
+class Writer:
+    """Appends to a results file; the only one that does, by a lock on the file.
+
+    Args:
+        path: the file; made where it is missing.
+        header: written where the file is new, else compared with what is there.
+
+    Raises:
+        ResultsError: the file cannot be used, has results of another sweep, or another process writes it.
+    """
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self.path = path
+        new = not path.exists() or path.stat().st_size == 0
+        found = None if new else read(path)
+        if found is not None and found.header.fingerprint != header.fingerprint:
+            raise ResultsError(
+                f"{path}: has results of another sweep ({found.header.name}; its base configuration, command or steps "
+                "differ): give another file with --output"
+            )
+        try:
+            self._file: BinaryIO = path.open("r+b" if not new else "w+b")
+            _lock(self._file, path)
+            if found is not None:
+                self._file.truncate(found.complete_bytes)
+            self._file.seek(0, os.SEEK_END)
+        except OSError as error:
+            raise ResultsError(f"{path}: cannot be written: {error.strerror}") from None
+        if found is None:
+            self.append(header)
+
+    def append(self, entry: Entry) -> None:
+        """Write one entry; it is on the disk when this returns.
+
+        Raises:
+            FtmonError: the disk does not take it.
+        """
+        try:
+            self._file.write(msgspec.json.encode(entry) + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise FtmonError(f"{self.path}: cannot be written: {error.strerror}; make room and run it again") from None
+
+    def close(self) -> None:
+        """Close the file and release its lock."""
+        self._file.close()
+
+
+def read(path: Path) -> Results:
+    """Read a results file, also one that is being written.
+
+    Raises:
+        ResultsError: it is missing, no results file, or one of another version.
+    """
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ResultsError(f"{path}: is larger than 1 GiB, so it is no results file")
+        data = path.read_bytes()
+    except OSError as error:
+        raise ResultsError(f"{path}: cannot be read: {error.strerror}") from None
+    complete = data.rfind(b"\n") + 1
+    lines = data[:complete].splitlines()
+    header = _header(path, lines[0] if lines else b"")
+    entries: list[Entry] = [header]
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            entries.append(_decoder.decode(line))
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise ResultsError(f"{path}:{number}: is no entry of a results file: {error}") from None
+    return Results(header, entries, complete)
+
+
+def is_results(path: Path) -> bool:
+    """Whether a file begins as a results file does, of whatever version."""
+    try:
+        with path.open("rb") as file:
+            return file.read(16).startswith(b'{"type":"sweep"')
+    except OSError:
+        return False
+
+
+def verdicts(rows: list[Row]) -> dict[Verdict, int]:
+    """Count rows by verdict."""
+    found: dict[Verdict, int] = {}
+    for row in rows:
+        found[row.verdict] = found.get(row.verdict, 0) + 1
+    return found
+
+
+class _Version(msgspec.Struct):
+    type: str
+    format: int
+
+
+def _header(path: Path, line: bytes) -> Header:
+    try:
+        version = msgspec.json.decode(line, type=_Version)
+    except (msgspec.MsgspecError, ValueError):
+        version = None
+    if version is None or version.type != "sweep":
+        raise ResultsError(f"{path}: is no results file of a sweep; 'ftmon sweep SWEEP.yaml' writes one")
+    if version.format != FORMAT:
+        raise ResultsError(
+            f"{path}: has results of format {version.format}, this version reads {FORMAT}: give another file with "
+            "--output, or read it with the version that wrote it"
+        )
+    try:
+        return msgspec.json.decode(line, type=Header)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ResultsError(f"{path}:1: is damaged: {error}") from None
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    import fcntl  # absent on Windows, where no sweep runs
+
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ResultsError(f"{path}: another sweep is writing it") from None
+
+
+def default_output(source: str) -> str:
+    """Name the results file of a sweep file: ``lengths.yaml`` has ``lengths.results.jsonl`` beside it."""
+    return f"{os.path.splitext(source)[0]}.results.jsonl"

@@ -1,0 +1,53 @@
+"""What the whole suite needs: one thread for each process, the same random examples each time, the slow tests first."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Before torch is imported: a pool of threads in every process of a suite that runs several costs twice the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+# DeepSpeed has torch.compile prepare a function of Muon's in every rank: 1.4 s of processor time for what no test runs.
+# Tests that compile take it away (``compiling``).
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+settings.load_profile("suite")
+
+# What is imported and collected stays to the end.
+gc.disable()
+
+INTEGRATION_SECONDS = 600
+"""The timeout of an integration test: a fixture that trains many configurations takes a minute on two free cores."""
+INTEGRATION = Path(__file__).with_name("integration")
+WORKERS_PER_CORE = 1.5
+"""Half of the integration tests' time is spent waiting: for a patience to pass, for a process to end."""
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``torch.compile`` compile, here and in processes that the test starts."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the number of workers of ``-n auto``."""
+    del config
+    return max(2, int(WORKERS_PER_CORE * len(os.sched_getaffinity(0))))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put integration tests first: the rest fills what time the workers have left at the end."""
+    for item in items:
+        if item.path.is_relative_to(INTEGRATION) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(INTEGRATION_SECONDS))
+    items.sort(key=lambda item: not item.path.is_relative_to(INTEGRATION))
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector look at what the tests make alone."""
+    gc.freeze()
+    gc.enable()

@@ -1,0 +1,53 @@
+"""The probe in foreign scripts on a GPU: what comes after the last step, and FSDP2 over NCCL."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.telemetry import Closing, Hello, Step
+from ftmon.trainer.recipe.hardware import visible_gpus
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
+from ports import free_port
+from probe_collector import BIN, SCRIPTS, Collector
+
+pytestmark = pytest.mark.gpu
+if not os.path.exists("/dev/nvidia0"):
+    pytest.skip("no NVIDIA GPU here", allow_module_level=True)
+
+BIG = 400 * 2**20
+
+
+@pytest.fixture
+def collector(tmp_path, monkeypatch):
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    collector = Collector(tmp_path / "home")
+    yield collector
+    collector.close()
+
+
+def test_the_peak_of_a_final_evaluation_is_in_the_closing_record_to_the_byte(collector):
+    collector.start(sys.executable, SCRIPTS / "tail_loop.py", CUDA_VISIBLE_DEVICES="0").finish(180)
+    assert collector.job.returncode == 0, collector.output()
+    (closing,) = collector.of(Closing)
+    steps = collector.of(Step)
+    assert (closing.step, steps[-1].step) == (10, 10)
+    evaluation = next(phase for phase in closing.phases if phase.name == "eval")
+    # The temporary, what the rank held all along, and the evaluation's own small tensors.
+    assert BIG <= evaluation.allocated.transient < BIG + 2**20
+    assert evaluation.allocated.peak > max(phase.allocated.peak for step in steps for phase in step.phases)
+    assert any(phase.name == "checkpoint" for phase in closing.phases)
+
+
+def test_fsdp2_over_nccl_shows_its_framework_model_and_backend(collector):
+    visible = visible_gpus()[:2]
+    devices, ranks = ",".join(visible), len(visible)
+    launcher = BIN / "torchrun", "--nproc_per_node", str(ranks), "--master_port", str(free_port())
+    collector.start(*launcher, SCRIPTS / "fsdp2_loop.py", CUDA_VISIBLE_DEVICES=devices).finish(180)
+    assert collector.job.returncode == 0, collector.output()
+    for rank in range(ranks):
+        hello = collector.of(Hello, rank)[-1]
+        assert (hello.framework, hello.model, hello.backend) == ("fsdp", "TinyNet", "nccl")
+        assert (hello.parameters, hello.trainable_parameters) == (3 * 72, 2 * 72)
+        assert [step.step for step in collector.of(Step, rank)] == [1, 2, 3, 4]

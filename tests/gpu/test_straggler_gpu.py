@@ -1,0 +1,79 @@
+"""Stragglers under NCCL: waiting happens on the device, inside DDP's reducer, and is measured between CUDA events."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from eventually import eventually
+from ftmon.protocol.control import Alert
+from ftmon.protocol.errors import FtmonError
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.telemetry import Step
+from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+SCRIPT = Path(__file__).parents[1] / "integration" / "scripts" / "straggler.py"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Ftmon]:
+    with ftmon_home(tmp_path / "home") as ftmon:
+        yield ftmon
+
+
+def start(home: Ftmon, library: str, where: str) -> RunDir:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    home.run("run", "--detach", "--", *torchrun, str(SCRIPT), library, where, "cuda", seconds=90)
+    return home.newest()
+
+
+def alerts(run: RunDir) -> list[Alert]:
+    try:
+        return [alert for alert in Reader(run.recording).alerts() if alert.kind == "slow"]
+    except FtmonError:
+        return []
+
+
+def steps(run: RunDir) -> int:
+    try:
+        return Reader(run.recording).info().steps
+    except FtmonError:
+        return 0
+
+
+def end(home: Ftmon, run: RunDir) -> list[Step]:
+    home.run("kill", run.id, "--yes", seconds=90)
+    wait_until_nothing_is_left(run)
+    return [f.message for f in Reader(run.recording).frames(0, 100_000) if isinstance(f.message, Step)]
+
+
+@pytest.mark.parametrize(("where", "words"), [("idle", "between phases"), ("forward", "at forward")])
+def test_under_nccl_the_rank_that_loses_time_is_named_and_the_others_wait_is_measured(
+    home: Ftmon, where: str, words: str
+) -> None:
+    run = start(home, "ddp", where)
+    eventually(lambda: alerts(run), "an alert about a slow rank", every=0.5)
+    found = end(home, run)
+    (alert,) = alerts(run)
+    assert alert.rank == 1
+    assert f"rank 1 is slow {words}: " in alert.title
+    assert alert.evidence["waiting"] == "measured"
+    assert alert.evidence["others_waited_ms"] - alert.evidence["waited_ms"] >= 20
+    waits = [step.phase("backward").waited_us for step in found if step.rank == 0 and step.step > 10]
+    assert sorted(waits)[len(waits) // 2] >= 20_000
+
+
+@pytest.mark.parametrize(("library", "where"), [("ddp", "nowhere"), ("fsdp", "idle")])
+def test_equal_ranks_and_ranks_whose_waiting_cannot_be_measured_raise_nothing(
+    home: Ftmon, library: str, where: str
+) -> None:
+    run = start(home, library, where)
+    eventually(lambda: steps(run) >= 800, "400 steps of each rank", 180, every=0.5)
+    end(home, run)
+    assert alerts(run) == []

@@ -1,0 +1,43 @@
+"""FSDP2 as its documentation has it: every layer sharded, then the model; no loader, no wrapper."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class TinyNet(torch.nn.Module):
+    """Three layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, rows):
+        for layer in self.layers:
+            rows = layer(rows)
+        return rows
+
+
+def main():
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    if DEVICE == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    mesh = dist.device_mesh.init_device_mesh(DEVICE, (dist.get_world_size(),))
+    model = TinyNet().to(DEVICE)
+    model.layers[0].requires_grad_(False)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
+    for _ in range(4):
+        loss = model(torch.randn(4, 8, device=DEVICE)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Two ranks under DDP on the CPU; ``FAULT`` in the environment says what goes wrong after step ``AT``.
+
+``nan``: the loss of rank 1 becomes NaN. ``replica``: rank 1 changes a parameter in place. ``loader``: batches take
+longer than steps. ``compile``: a compiled function sees a new shape at each step. ``loss``: the loss of rank 1 has
+another factor. Several may be joined by commas. Both ranks have the same rows.
+"""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+FAULTS = set(os.environ.get("FAULT", "").split(","))
+AT = int(os.environ.get("AT", "15"))
+STEPS = int(os.environ.get("STEPS", "60"))
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 4 * STEPS
+
+    def __getitem__(self, index):
+        time.sleep(0.008 if "loader" in FAULTS else 0.0)
+        return torch.randn(16, generator=torch.Generator().manual_seed(index))
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    layers = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+    model = DistributedDataParallel(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scale = torch.compile(lambda found: (found * 2).sum(), backend="eager", dynamic=False)
+    for step, rows in enumerate(DataLoader(Rows(), batch_size=4), 1):
+        loss = model(rows).pow(2).mean()
+        if "compile" in FAULTS:
+            loss = loss + 0 * scale(torch.ones(max(1, step - AT) + 2))
+        if "loss" in FAULTS and step > AT and rank == 1:
+            loss = loss * 1.1
+        if "nan" in FAULTS and step > AT and rank == 1:
+            loss = loss * float("nan")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if "replica" in FAULTS and step == AT and rank == 1:
+            with torch.no_grad():
+                layers[2].bias.add_(0.01)
+        time.sleep(0.01)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,59 @@
+"""Two gloo ranks that train a small model on rows of a length, for a sweep, started without torchrun's own imports.
+
+argv: the length, and what happens in step 6 of rank 1: ``ok``, ``oom``, ``hang`` or ``crash``.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+
+def main():
+    import torch
+    import torch.distributed as dist
+
+    length, what = int(sys.argv[1]), sys.argv[2]
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}/store", rank=rank, world_size=2)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(1, 9):
+        rows = torch.randn(length * 64, 64)
+        if step == 6 and rank == 1 and what == "oom":
+            torch.empty(1 << 55, dtype=torch.uint8)
+        if step == 6 and rank == 1 and what == "crash":
+            raise ValueError("a planted crash")
+        model(rows).square().mean().backward()
+        if step == 6 and rank == 1 and what == "hang":
+            time.sleep(3600)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
+def launch():
+    """Start both ranks; the first that fails ends the other one."""
+    store = tempfile.mkdtemp()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, *sys.argv[1:], store],
+            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+        )
+        for rank in range(2)
+    ]
+    while (left := [rank for rank in ranks if rank.poll() is None]) and not any(rank.returncode for rank in ranks):
+        time.sleep(0.05)
+    for rank in left:
+        rank.terminate()
+    return max(abs(rank.wait()) for rank in ranks)
+
+
+if "RANK" in os.environ:
+    main()
+else:
+    sys.exit(launch())

@@ -1,0 +1,33 @@
+"""A few small steps, then a final evaluation that needs far more memory, a save, and the way out that is asked for."""
+
+import os
+import sys
+
+import torch
+
+BIG = 400 * 2**20
+
+
+def main():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = torch.nn.Linear(64, 64).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for rows in torch.utils.data.DataLoader(torch.randn(80, 64), batch_size=8):
+        model(rows.to(device)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if "no-tail" not in sys.argv:
+        model.eval()
+        with torch.no_grad():
+            for rows in torch.utils.data.DataLoader(torch.randn(80, 64), batch_size=40):
+                big = torch.ones(BIG // 4, device=device)
+                model(rows.to(device))
+                del big
+        torch.save(model.state_dict(), os.path.join(os.environ["FTMON_RUN"], "model.pt"))
+    print("trained", flush=True)
+    if "os._exit" in sys.argv:
+        os._exit(3)
+
+
+if __name__ == "__main__":
+    main()

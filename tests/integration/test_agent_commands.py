@@ -1,0 +1,112 @@
+"""What an agent does with the hub's commands: real sockets with CURVE, a real process to kill."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+from ftmon.protocol import keys, rundir, sockets, wire
+from ftmon.protocol.control import Accepted, Command, Result
+from ftmon.protocol.join import JoinFile
+from ftmon.protocol.process import start_ticks
+from ftmon.trainer.agent.commands import Commands
+from ftmon.trainer.host.kill import Target
+from ftmon.trainer.host.mailbox import Mailbox
+
+AGENT = "agent-nodeb-7-70"
+LONG = 20_000
+
+
+class Bench:
+    """The hub's end of the ranks' channel, and an agent's commands beside one process that is its only rank."""
+
+    def __init__(self, tmp_path: Path, rank: Target) -> None:
+        run = rundir.create("hosts", ["train.py"], "run")
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        pair = keys.agent_pair(run)
+        self.authenticator = keys.start_authenticator(self.context, pair.public)
+        self.hub = sockets.hub_socket(self.context, "ranks")
+        sockets.secure_server(self.hub, keys.server_pair(run), keys.AGENT_DOMAIN)
+        sockets.bind(self.hub, "tcp://127.0.0.1:*")
+        server_key = keys.server_pair(run).public
+        join = JoinFile(str(tmp_path), run.id, "nodea", "boot", [], 0, server_key, pair.public, pair.secret, "0")
+        self.mailbox = Mailbox()
+        self.commands = Commands(self.context, join, AGENT, lambda: [rank], self.mailbox.post)
+        self.commands.connect(self.hub.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def send(self, identifier: str, verb: str, **args: object) -> None:
+        message = wire.encode("hub", 0, 1.0, Command(identifier, verb, args))
+        deadline = time.monotonic() + LONG / 1000
+        while True:
+            try:
+                return self.hub.send_multipart([AGENT.encode(), *message])
+            except zmq.ZMQError:  # not connected yet
+                assert time.monotonic() < deadline
+                self.commands.socket.poll(20)
+
+    def answer(self) -> Accepted | Result:
+        """Run the agent's main loop until it has sent an answer."""
+        poller = zmq.Poller()
+        for each in (self.hub, self.commands.socket, self.mailbox.fileno()):
+            poller.register(each, zmq.POLLIN)
+        while self.hub not in (ready := dict(poller.poll(LONG))):
+            assert ready, "no answer"
+            self.mailbox.drain()
+            self.commands.receive()
+        message = wire.decode_body(self.hub.recv_multipart()[2])
+        assert isinstance(message, Accepted | Result)
+        return message
+
+    def close(self) -> None:
+        self.commands.close()
+        self.hub.close(linger=0)
+        self.authenticator.stop()
+        self.context.term()
+
+
+def test_a_command_is_answered_twice_done_once_and_refused_where_it_makes_no_sense(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    with subprocess.Popen(["sleep", "600"]) as rank:
+        started = start_ticks(rank.pid)
+        assert started is not None
+        bench = Bench(tmp_path, Target(3, rank.pid, started))
+        try:
+            bench.send("1", "ping")
+            assert bench.answer() == Accepted("1", True)
+            alive = bench.answer()
+            assert isinstance(alive, Result)
+            assert (alive.ok, alive.verb, alive.text) == (True, "ping", "alive")
+            bench.send("1", "ping")
+            assert bench.answer() == alive, "asked again, it repeats the result"
+
+            for identifier, verb, args in (
+                ("2", "dance", {}),
+                ("3", "kill", {"signal": "SIGNONE"}),
+                ("4", "kill", {"ranks": "all"}),
+            ):
+                for _ in range(2):
+                    bench.send(identifier, verb, **args)
+                    refused = bench.answer()
+                    assert isinstance(refused, Accepted)
+                    assert (refused.id, refused.ok) == (identifier, False), refused
+
+            bench.send("5", "kill", ranks=[3], signal="SIGTERM")
+            assert bench.answer() == Accepted("5", True)
+            assert bench.commands.kills_under_way == 1
+            killed = bench.answer()
+            assert isinstance(killed, Result)
+            assert (killed.ok, killed.data["ranks"], killed.data["signal"]) == (True, [3], "SIGTERM"), killed
+            assert bench.commands.kills_under_way == 0
+            assert rank.wait(LONG / 1000) == -15
+
+            bench.send("6", "look", targets=[[3, rank.pid, started, None]], silent=[3])
+            assert bench.answer() == Accepted("6", True)
+            looked = bench.answer()
+            assert isinstance(looked, Result)
+            assert looked.data["why"] == {"3": "its process is gone"}
+        finally:
+            rank.kill()
+            bench.close()

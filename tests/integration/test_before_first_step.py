@@ -1,0 +1,57 @@
+"""What ends a job before its first step is named: a master port that is taken, a failed CUDA allocation."""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.oom import OomReport
+from ftmon.protocol.recording.reader import Reader
+from ftmon_process import Ftmon, ftmon_home, lines_with
+from ports import free_port
+
+SCRIPT = Path(__file__).parent / "scripts" / "short_loop.py"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Ftmon]:
+    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
+        yield ftmon
+
+
+def torchrun(port: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", str(port)]
+
+
+def test_a_master_port_that_is_taken_is_named_with_who_holds_it(home: Ftmon) -> None:
+    port = free_port()
+    with socket.socket(socket.AF_INET6) as server:
+        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        server.bind(("::", port))
+        server.listen()
+        done = home.run("run", "--plain", "--", *torchrun(port), str(SCRIPT), "1", "1", "ok", seconds=480)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert lines_with(done.stdout, ["failure:", f"port {port} is taken by", f"pid {os.getpid()}"]), done.stdout
+    assert lines_with(done.stdout, ["why:", f"port {port} is taken"])
+    assert lines_with(done.stdout, ["ended before its first step", "EADDRINUSE"])
+    told = home.status(home.newest().id)
+    alert = next(alert for alert in told["alerts"] if "is taken" in alert["title"])
+    assert alert["evidence"]["pid"] == os.getpid()
+    assert "--master_port" in alert["text"]
+
+
+def test_a_failed_cuda_allocation_before_the_first_step_has_its_report(home: Ftmon) -> None:
+    done = home.run("run", "--plain", "--", *torchrun(free_port()), str(SCRIPT), "1", "1", "oom", seconds=480)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert lines_with(done.stdout, ["oom: rank 0 out of memory", "20.00 GiB", "3.25 GiB free"]), done.stdout
+    with Reader(home.newest().recording) as reader:
+        frames = reader.frames(0, 10_000)
+    reports = [frame.message for frame in frames if isinstance(frame.message, OomReport)]
+    assert len(reports) == 1
+    oom = reports[0].oom
+    assert oom.requested_bytes == 20 * 2**30
+    assert oom.measure == "cuda"
+    assert (oom.allocated_bytes, oom.step) == (int(70.10 * 2**30), 1)
+    assert any("short_loop.py" in frame for frame in oom.stack)

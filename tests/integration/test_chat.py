@@ -1,0 +1,100 @@
+"""``ftmon chat`` with a tiny model: over pipes as a script uses it, and on a real terminal."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from ftmon.trainer.recipe.model import tokenizer as tokenizers
+from terminal import command, open_terminal, wait_for
+
+CHAT = [sys.executable, "-P", "-m", "ftmon.tui.cli", "chat"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights, and a tokenizer with the trainer's own chat template."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    tokens = tokenizers.train(lambda: ["a few words to learn from, and a few more"], 300)
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=len(tokens),
+        max_position_embeddings=4096,
+        eos_token_id=tokens.eos_token_id,
+        pad_token_id=tokens.pad_token_id,
+    )
+    torch.manual_seed(0)
+    made: Any = AutoModelForCausalLM.from_config(config)
+    made.save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return folder
+
+
+def chat(*words: str, text: str = "") -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*CHAT, *words], input=text, capture_output=True, text=True, timeout=120, check=False, env=os.environ
+    )
+
+
+def test_each_line_of_a_pipe_is_answered_by_one_line_of_its_own(model: Path) -> None:
+    words = (str(model), "--temperature", "0", "--max-tokens", "8", "--device", "cpu")
+    done = chat(*words, "--debug", text="a few\n\nwords\na few\n")
+    assert done.returncode == 0, done.stderr
+    first, second, third = done.stdout.removesuffix("\n").split("\n")
+    assert first == third
+    assert second != "" or first != ""
+    sent = [line for line in done.stderr.splitlines() if line.startswith("sent ")]
+    assert len(sent) == 3
+    assert "'<|user|>'" in sent[0]
+    assert sent[0].endswith("'<|assistant|>'")
+    received = [line for line in done.stderr.splitlines() if line.startswith("received ")]
+    assert received[0].startswith("received 8 tokens: ") or "'<|end|>'" in received[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["/nowhere/model"], "no such folder"),
+        (["no-such-run"], "no such run, folder or model"),
+        (["{empty}"], "holds neither a model (config.json) nor a complete checkpoint"),
+    ],
+)
+def test_what_is_no_model_is_refused_in_one_line(tmp_path: Path, words: list[str], said: str) -> None:
+    done = chat(*(word.replace("{empty}", str(tmp_path)) for word in words), text="a\n")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert said in line
+    assert done.stdout == ""
+
+
+def test_an_option_out_of_range_is_refused_in_one_line(model: Path) -> None:
+    done = chat(str(model), "--top-p", "0", text="a\n")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "ftmon: --top-p must be above 0 and at most 1, not 0"
+
+
+def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(model: Path, tmp_path: Path) -> None:
+    with open_terminal(110, 40, os.environ, tmp_path) as terminal:
+        command(terminal, *CHAT, str(model), "--max-tokens", "4000", "--temperature", "9", "--seed", "1")
+        wait_for(terminal, "Ctrl-C stops an answer, Ctrl-D ends")
+        terminal.press("a few", "Enter")
+        # Whatever the model says, the answer ends by itself or is stopped; both are followed by its figures.
+        terminal.press("C-c")
+        wait_for(terminal, "tokens/s")
+        terminal.press("/help", "Enter")
+        wait_for(terminal, "/new begins a new conversation")
+        terminal.press("\x04")
+        command(terminal, "printf", "%s-%s", "it", "ended")
+        wait_for(terminal, "it-ended")

@@ -1,0 +1,142 @@
+"""What the command line does as a process of its own: completion, pipes, imports, JSON."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ftmon.protocol import exits, rundir
+from ftmon.protocol.recording.writer import Writer
+from ftmon.protocol.rundir import RunDir
+from ftmon.trainer.launch.join import prepare
+from ftmon.trainer.recipe.config.load import decode
+from ftmon.trainer.recipe.config.nodes import parse
+from ftmon.trainer.recipe.config.schema import Config
+from ftmon.tui.cli.main import main
+from hostile import HOSTILE, TRACES, examples
+from streams import RUN, STARTED
+
+
+def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["completion", shell]) == 0
+    return capsys.readouterr().out
+
+
+def test_bash_completes_commands_options_and_run_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ftmon.bash"
+    file.write_text(script("bash", capsys))
+    (tmp_path / "runs" / "demo-20250101-000000").mkdir(parents=True)
+
+    def complete(*words: str) -> list[str]:
+        code = (
+            f". {file}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1};"
+            ' _shtab_ftmon; printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        environment = {**os.environ, "FTMON_HOME": str(tmp_path)}
+        done = subprocess.run(
+            ["bash", "-c", code], capture_output=True, text=True, env=environment, timeout=30, check=True
+        )
+        return done.stdout.split()
+
+    assert complete("ftmon", "att") == ["attach"]
+    assert complete("ftmon", "attach", "de") == ["demo-20250101-000000"]
+    assert "--signal" in complete("ftmon", "kill", "--s")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+
+
+def test_nothing_that_is_piped_moves_a_cursor_and_json_keeps_every_character(tmp_path: Path) -> None:
+    """One recording full of hostile text, through real pipes."""
+    path = tmp_path / "evil.sqlite"
+    writer = Writer(path, RUN)
+    for number, message in enumerate(examples(), 1):
+        writer.append(number, STARTED + number, message)
+    writer.close()
+    name = f"evil{HOSTILE}".replace("/", "").replace("\0", "")
+    for words in (["status", path], ["status", "--json", path], ["logs", path], ["memory", "--json", path],
+                  ["oom", path], ["oom", "--json", path], ["stacks", path], ["events", "--json", path],
+                  ["status", name], ["replay", f"./{name}"], ["keys", f"--remove={name}"], ["ls", name],
+                  ["snapshot", name], ["train", name], [name]):  # fmt: skip
+        command = [sys.executable, "-m", "ftmon.tui.cli", *map(str, words)]
+        done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+        printed = done.stdout + done.stderr
+        assert b"Traceback" not in printed, printed[-2000:]
+        assert not [trace for trace in TRACES if trace in printed], (words, printed)
+        if "--json" in words and words[0] != "events":
+            assert "PWNED" in json.dumps(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["run", "--help"]])
+def test_help_imports_neither_torch_nor_textual_nor_zmq(words: list[str]) -> None:
+    code = (
+        "import sys\nfrom ftmon.tui.cli.main import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'textual', 'zmq', 'msgspec', 'deepspeed', 'sqlite3', 'rich'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def read(text: str) -> Config:
+    return decode(parse(text, "train.yaml"), "train.yaml").config
+
+
+def test_print_config_needs_no_torch() -> None:
+    program = (
+        "import sys; from ftmon.trainer.recipe import start; status = start.main(['print-config'])\n"
+        "assert not {'torch', 'deepspeed', 'transformers', 'datasets'} & set(sys.modules), 'imported torch'\n"
+        "sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert read(done.stdout) == Config()
+
+
+def test_its_json_is_json_alone_whatever_libraries_print() -> None:
+    pytest.importorskip("deepspeed")
+    done = subprocess.run(
+        [sys.executable, "-m", "ftmon.trainer.doctor", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    checks = json.loads(done.stdout)
+    assert all(set(check) == {"name", "state", "text", "mend"} for check in checks)
+    assert done.returncode == int(any(check["state"] == "error" for check in checks))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    return rundir.create("two", ["deepspeed", "train.py"], "run", {"logs": True, "listen": "0.0.0.0:7420"})
+
+
+def test_a_further_host_becomes_its_command_as_a_part_of_the_run(run: RunDir, tmp_path: Path) -> None:
+    path = prepare(run, "0.0.0.0:7420")
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "ftmon.trainer.launch.start",
+        "join",
+        str(path),
+        "--",
+        "sh",
+        "-c",
+        "env; exit 7",
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7, done.stderr
+    assert f"FTMON_RUN={run.path}" in done.stdout.splitlines()
+    assert f"joining {run.id}" in done.stderr
+    words[5] = str(tmp_path / "none.json")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == exits.RUN_USAGE
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,132 @@
+"""Evaluation on real ranks: exact over all label tokens, on every number of ranks, and without effect on training."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+import small_runs
+import torch
+from transformers import AutoModelForCausalLM
+
+# Seven rows and micro-batches of two: batches divide evenly neither by rows nor by ranks.
+HELD_OUT = [1, 90, 2, 3, 40, 1, 17]
+TRAIN = "training={max_steps: 4, micro_batch: 2, grad_accumulation: 1, sequence_length: 256}"
+TWO = "training={max_steps: 4, micro_batch: 1, grad_accumulation: 1, sequence_length: 256}"
+
+
+def write_repository(folder: Path, records: Path) -> None:
+    """Write a data set with two splits in parquet files, named in its card."""
+    from pyarrow import json, parquet
+
+    card = ["---", "configs:", "- config_name: default", "  data_files:"]
+    for split, source in (("train", "data.jsonl"), ("validation", "eval.jsonl")):
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+        parquet.write_table(json.read_json(records / source), folder / "data" / f"{split}-00000-of-00001.parquet")
+        card += [f"  - split: {split}", f"    path: data/{split}-*.parquet"]
+    (folder / "README.md").write_text("\n".join([*card, "---", ""]))
+
+
+class Outcome:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        small_runs.write_model(folder)
+        small_runs.write_records(folder / "data.jsonl", [5, 60, 7, 1, 9, 30, 2, 11])
+        small_runs.write_records(folder / "eval.jsonl", HELD_OUT)
+        data = [f"evaluation.path={folder}/eval.jsonl", "optimizer.lr=1e-2"]
+        often = ["evaluation.every=2", "evaluation.micro_batch=2"]
+        samples = ["evaluation.samples=1", "evaluation.sample_tokens=4"]
+        write_repository(folder / "poems", folder)
+        named = ["data.path=", f"data.name={folder}/poems"]
+        self.text = small_runs.launch(
+            folder,
+            "evaluation_ranks",
+            {
+                "none": (1, [TRAIN, "optimizer.lr=1e-2"]),
+                "one": (1, [TRAIN, *data, *often, "zero.stage=1", *samples]),
+                "patience": (1, [TRAIN, *data, "evaluation.every=1", "evaluation.patience=1", "optimizer.lr=10"]),
+                "share": (1, [TRAIN, "evaluation.share=0.25"]),
+                # A data set of the hub by its name: a folder, read as a repository is, with the same records.
+                "split": (1, [TRAIN, *named, "evaluation.split=validation", "optimizer.lr=1e-2", *often]),
+                "path": (1, [TRAIN, *data, *often]),
+                "two": (2, [TWO, *data, *often, "zero.stage=2"]),
+                "shared": (2, [TRAIN, *data, *often, *samples, "zero.stage=2", "training.sequence_parallel_size=2"]),
+                "partitioned": (2, [TWO, *data, *often, *samples, "zero.stage=3", "model.fused_loss=off"]),
+            },
+        )
+        self.saved: dict[str, Any] = {path.stem: torch.load(path) for path in folder.glob("*.pt")}
+
+    def results(self, name: str) -> dict[int, tuple[float, float, int]]:
+        found = re.findall(
+            r"^evaluation after step (\d+): loss (\S+)  perplexity (\S+)  ([\d,]+) tokens",
+            self.text[name],
+            re.MULTILINE,
+        )
+        return {
+            int(step): (float(loss), float(perplexity.replace(",", "")), int(tokens.replace(",", "")))
+            for step, loss, perplexity, tokens in found
+        }
+
+    def reference(self, name: str) -> tuple[float, int]:
+        """Return the loss of the last weights, computed one row and one token at a time, and its tokens."""
+        model: Any = AutoModelForCausalLM.from_pretrained(self.folder / "base", dtype=torch.float64)
+        model.load_state_dict(self.saved[name]["weights"])
+        losses: list[float] = []
+        for row in self.saved[name]["rows"]:
+            with torch.no_grad():
+                logits = torch.log_softmax(model(input_ids=torch.tensor([row["input_ids"]])).logits[0], -1)
+            losses += [
+                -float(logits[place - 1, label]) for place, label in enumerate(row["labels"]) if place and label != -100
+            ]
+        return sum(losses) / len(losses), len(losses)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return Outcome(tmp_path_factory.mktemp("evaluation"))
+
+
+@pytest.mark.parametrize("name", ["one", "two", "shared", "partitioned"])
+def test_the_loss_is_that_of_each_label_token_once(outcome: Outcome, name: str) -> None:
+    assert len(outcome.saved[name]["rows"]) == len(HELD_OUT)
+    results = outcome.results(name)
+    assert list(results) == [2, 4]
+    loss, tokens = outcome.reference(name)
+    assert results[4] == (pytest.approx(loss, abs=6e-5), pytest.approx(2.718281828459045**loss, rel=1e-3), tokens)
+    assert results[4][0] < results[2][0]
+
+
+def test_a_split_of_a_named_data_set_is_evaluated_as_a_file_of_the_same_records(outcome: Outcome) -> None:
+    assert outcome.saved["split"]["rows"] == outcome.saved["path"]["rows"]
+    assert len(outcome.saved["split"]["rows"]) == len(HELD_OUT)
+    assert outcome.results("split") == outcome.results("path")
+
+
+def test_evaluating_changes_no_weight(outcome: Outcome) -> None:
+    for name, weight in outcome.saved["none"]["weights"].items():
+        assert torch.equal(outcome.saved["one"]["weights"][name], weight), name
+
+
+def test_training_stops_when_patience_is_at_its_end(outcome: Outcome) -> None:
+    text = outcome.text["patience"]
+    results = outcome.results("patience")
+    last = max(results)
+    assert last < 4
+    assert f"stopped early after step {last}: 1 evaluations without a new lowest loss" in text
+    assert f"finished: {last} steps" in text
+
+
+def test_a_share_is_set_aside_and_not_trained_on(outcome: Outcome) -> None:
+    assert "6 examples, 2 a step" in outcome.text["share"]
+    assert len(outcome.saved["share"]["rows"]) == 2
+    assert list(outcome.results("share")) == [4]
+
+
+def test_samples_are_answers_to_the_prompt_alone(outcome: Outcome) -> None:
+    for name in ("one", "shared", "partitioned"):
+        prompts = re.findall(r"^sample: '(.*)' -> ", outcome.text[name], re.MULTILINE)
+        assert len(prompts) == 2
+        assert prompts[0].endswith("<|assistant|>")

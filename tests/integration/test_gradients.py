@@ -1,0 +1,295 @@
+"""A step's gradients are those of the mean over its label tokens, however the batch is divided."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_jobs
+
+pytest.importorskip("deepspeed")
+
+import torch
+from ftmon.trainer.recipe.config import resolve, write
+from ftmon.trainer.recipe.config.load import load
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+PROGRAM = Path(__file__).parents[1] / "support" / "forked_ranks.py"
+ROWS = 8
+# For each number of ranks: (ZeRO stage, micro-batch, accumulation); a step always takes the eight rows.
+DIVISIONS: dict[int, list[tuple[int, int, int]]] = {
+    1: [(0, 8, 1), (0, 1, 8), (1, 4, 2), (2, 2, 4), (3, 2, 4)],
+    2: [(0, 2, 2), (1, 4, 1), (2, 1, 4), (3, 2, 2)],
+    4: [(0, 1, 2), (1, 2, 1), (2, 1, 2), (3, 2, 1)],
+}
+CASES = [(ranks, *case) for ranks, cases in DIVISIONS.items() for case in cases]
+
+
+def name_of(ranks: int, stage: int, micro: int, accumulation: int) -> str:
+    return f"ranks-{ranks}-stage-{stage}-micro-{micro}-accumulation-{accumulation}"
+
+
+# Half precision: what gradients are accumulated and reduced in. The rows are those above.
+BF16: dict[str, tuple[int, int, int, int]] = {
+    "bf16-stage-0": (2, 0, 2, 2),
+    "bf16-stage-1": (2, 1, 2, 2),
+    "bf16-stage-2": (2, 2, 2, 2),
+    "bf16-stage-3": (2, 3, 2, 2),
+    "bf16-throughout-stage-1": (2, 1, 2, 2),
+    "bf16-throughout-stage-2": (2, 2, 2, 2),
+    "bf16-throughout-stage-3": (2, 3, 2, 2),
+}
+EXTRA = {
+    name: ["training.precision=bf16"]
+    + (["zero.grad_accum_dtype=bf16", "zero.communication_dtype=bf16"] if "throughout" in name else [])
+    for name in BF16
+} | {name_of(1, 0, 1, 8): ["model.fused_loss=off"], name_of(2, 3, 2, 2): ["model.fused_loss=off"]}
+
+# What is recomputed and offloaded changes no gradient: some of the divisions above do it, and pairs of LoRA runs with
+# dropout that differ in nothing else.
+LAYERS = "model.gradient_checkpointing=layers"
+SELECTIVE = "model.gradient_checkpointing=selective"
+OFFLOAD = ["model.activation_offload=all", "model.offload_bytes=0"]
+ACTIVATIONS = {
+    name_of(1, 3, 2, 4): [LAYERS],
+    name_of(2, 0, 2, 2): [SELECTIVE, *OFFLOAD],
+    name_of(2, 1, 4, 1): ["model.gradient_checkpointing=true", "model.checkpoint_every=2"],
+    name_of(2, 2, 1, 4): [LAYERS, "model.activation_offload=inputs"],
+    name_of(2, 3, 2, 2): OFFLOAD,
+    name_of(4, 3, 2, 1): [SELECTIVE, *OFFLOAD],
+}
+SETTINGS = {name: EXTRA.get(name, []) + ACTIVATIONS.get(name, []) for name in (EXTRA | ACTIVATIONS)}
+WITH_LORA = ["lora={rank: 4, dropout: 0.5}"]
+LORA: dict[str, tuple[tuple[int, int, int, int], list[str]]] = {
+    "lora-stage-2": ((2, 2, 2, 2), WITH_LORA),
+    "lora-stage-2-layers": ((2, 2, 2, 2), [*WITH_LORA, LAYERS, "model.activation_offload=inputs"]),
+    "lora-stage-2-selective": ((2, 2, 2, 2), [*WITH_LORA, SELECTIVE, *OFFLOAD]),
+    "lora-stage-3": ((2, 3, 2, 2), WITH_LORA),
+    "lora-stage-3-layers": ((2, 3, 2, 2), [*WITH_LORA, LAYERS]),
+    "lora-stage-3-selective": ((2, 3, 2, 2), [*WITH_LORA, SELECTIVE]),
+}
+
+PACKED: dict[str, tuple[tuple[int, int, int, int], list[str]]] = {
+    "packed": ((1, 2, 1, 1), ["data.packing=true"]),
+    "packed-compiled": ((1, 2, 1, 1), ["data.packing=true", "model.compile=layers", LAYERS]),
+}
+
+# Ranks that share sequences. A name that begins with "packed" is compared with "packed-whole", one with "lora" with
+# "lora-whole", and the others with plain PyTorch. The model's two key/value heads are fewer than four ranks.
+WHOLE: dict[str, tuple[tuple[int, int, int, int], list[str]]] = {
+    "packed-whole": ((1, 2, 1, 1), ["data.packing=true", "training.sequence_length=255"]),
+    "lora-whole": ((1, 2, 8, 1), ["lora={rank: 4, kind: dora}"]),
+}
+SLICED: dict[str, tuple[int, tuple[int, int, int, int], list[str]]] = {
+    "sliced-2-of-2-stage-0": (2, (2, 0, 8, 1), [LAYERS]),
+    "sliced-2-of-2-stage-2": (2, (2, 2, 2, 4), [SELECTIVE, *OFFLOAD]),
+    "sliced-2-of-2-stage-3": (2, (2, 3, 4, 2), ["model.fused_loss=off"]),
+    "sliced-2-of-4-stage-0": (2, (4, 0, 2, 2), ["model.fused_loss=off"]),
+    "sliced-2-of-4-stage-2": (2, (4, 2, 4, 1), [LAYERS, "model.activation_offload=inputs"]),
+    "sliced-2-of-4-stage-3": (2, (4, 3, 1, 4), [LAYERS]),
+    "sliced-4-of-4-stage-1": (4, (4, 1, 8, 1), []),
+    "sliced-bf16": (2, (2, 2, 8, 1), ["training.precision=bf16"]),
+    "packed-2-of-2-stage-0": (2, (2, 0, 1, 1), ["data.packing=true", "training.sequence_length=255"]),
+    "packed-2-of-2-stage-3": (2, (2, 3, 1, 1), ["data.packing=true", "training.sequence_length=255", SELECTIVE]),
+    "packed-4-of-4-stage-2": (4, (4, 2, 1, 1), ["data.packing=true", "training.sequence_length=255"]),
+    "lora-2-of-2-stage-2": (2, (2, 2, 8, 1), ["lora={rank: 4, kind: dora}", LAYERS]),
+}
+
+
+def sharing(size: int) -> list[str]:
+    return [f"training.sequence_parallel_size={size}"]
+
+
+def write_inputs(folder: Path) -> None:
+    """Write a small model, and rows whose answers have from a word to a hundred."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "base")
+    words = ["red", "green", "blue", "seven", "lines", "of", "a", "poem"]
+    records = [
+        {"prompt": " ".join(words) * (1 + row % 3), "response": " ".join(words[row % 8] for _ in range(length))}
+        for row, length in enumerate([1, 100, 2, 3, 60, 1, 1, 20])
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    from ftmon.trainer.recipe.model import tokenizer
+
+    tokenizer.train(lambda: (record["prompt"] for record in records), 400).save_pretrained(folder / "tokenizer")
+
+
+def write_case(folder: Path, name: str, ranks: int, stage: int, micro: int, accumulation: int, extra: list[str]) -> Any:
+    """Write a case's configuration; return it resolved."""
+    words = [
+        f"model.name={folder}/base",
+        f"tokenizer.name={folder}/tokenizer",
+        f"data.path={folder}/data.jsonl",
+        f"training={{max_steps: 1, micro_batch: {micro}, grad_accumulation: {accumulation}, sequence_length: 256,"
+        f" rehearsal: false}}",
+        f"zero.stage={stage}",
+        f"output={{log_every: 1, save_model: false, dir: {folder}/out/{name}}}",
+        f"run={{ranks: {ranks}, device: cpu, threads: 1}}",
+        *extra,
+    ]
+    resolved = resolve.resolve(load(None, words))
+    (folder / f"{name}.yaml").write_text(write.dump(resolved.config))
+    return resolved
+
+
+def launch(folder: Path, cases: dict[str, tuple[int, int, int, int]], extra: dict[str, list[str]]) -> str:
+    jobs: dict[int, list[str]] = {}
+    resolved: Any = None
+    for name, case in cases.items():
+        resolved = write_case(folder, name, *case, extra.get(name, []))
+        jobs.setdefault(case[0], []).append(f"{folder}/{name}.yaml")
+    plan = [{"ranks": ranks, "module": "gradient_ranks", "jobs": paths} for ranks, paths in jobs.items()]
+    (folder / "plan.json").write_text(json.dumps(plan))
+    environment = rank_jobs.environment_of(resolved, folder / "cache")
+    return rank_jobs.finished([sys.executable, str(PROGRAM), str(folder / "plan.json")], environment, 550)
+
+
+def token_losses(model: Any, row: dict[str, list[int]]) -> list[torch.Tensor]:
+    """Return the cross entropy of each label of one row: no padding, no batch, one token after the other."""
+    logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0]
+    return [
+        -torch.log_softmax(logits[place - 1].double(), dim=-1)[label]
+        for place, label in enumerate(row["labels"])
+        if place and label != -100
+    ]
+
+
+class Reference:
+    """The gradients and the loss of plain PyTorch in one process."""
+
+    def __init__(self, folder: Path, rows: list[dict[str, list[int]]]) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float64)
+        losses = [token_losses(model, row) for row in rows]
+        self.labels = sum(map(len, losses))
+        self.tokens = sum(len(row["input_ids"]) for row in rows)
+        loss = torch.stack([loss for row in losses for loss in row]).sum() / self.labels
+        loss.backward(retain_graph=True)
+        self.loss = float(loss.detach())
+        self.grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        torch.stack([torch.stack(row).mean() for row in losses]).mean().backward()
+        self.mean_of_means = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+class Launched:
+    """What each case printed, and its gradients."""
+
+    def __init__(self, folder: Path) -> None:
+        write_inputs(folder)
+        others = LORA | PACKED | WHOLE
+        others |= {name: (case, [*words, *sharing(size)]) for name, (size, case, words) in SLICED.items()}
+        cases = {
+            **{name_of(*case): case for case in CASES},
+            **BF16,
+            **{name: case for name, (case, _) in others.items()},
+        }
+        text = launch(folder, cases, SETTINGS | {name: words for name, (_, words) in others.items()})
+        self.text = dict(re.findall(r"== (\S+)\n(.*?)(?=== |\Z)", text, re.DOTALL))
+        self.saved = {path.stem: torch.load(path) for path in folder.glob("*.pt")}
+        self.reference = Reference(folder, self.saved[name_of(*CASES[0])]["rows"])
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    return Launched(tmp_path_factory.mktemp("gradients"))
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest relative difference of a parameter's gradient."""
+    assert one.keys() == other.keys()
+    return max(
+        float((one[name].double() - other[name].double()).norm() / other[name].double().norm()) for name in other
+    )
+
+
+def test_the_rows_tell_a_mean_over_tokens_from_a_mean_of_means(launched: Launched) -> None:
+    assert distance(launched.reference.mean_of_means, launched.reference.grads) > 0.1
+
+
+@pytest.mark.parametrize("case", CASES, ids=[name_of(*case) for case in CASES])
+def test_gradients_and_figures_equal_plain_pytorch(launched: Launched, case: tuple[int, int, int, int]) -> None:
+    reference = launched.reference
+    assert distance(launched.saved[name_of(*case)]["grads"], reference.grads) < 1e-6
+    text = launched.text[name_of(*case)]
+    (loss,) = re.findall(r"^step 1/1  loss (\S+)", text, re.MULTILINE)
+    assert float(loss) == pytest.approx(reference.loss, abs=6e-5)
+    assert f"finished: 1 steps, {reference.tokens:,} tokens" in text
+
+
+def representable_in_bf16(grads: dict[str, torch.Tensor]) -> float:
+    """Return the share of the elements other than 0 that lose nothing in bf16."""
+    values = torch.cat([grad.flatten() for grad in grads.values()])
+    values = values[values != 0]
+    return float((values == values.bfloat16().float()).float().mean())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_gradients_are_accumulated_and_reduced_in_fp32_unless_bf16_is_asked_for(
+    launched: Launched, stage: int
+) -> None:
+    fp32, bf16 = launched.saved[f"bf16-stage-{stage}"], launched.saved[f"bf16-throughout-stage-{stage}"]
+    assert fp32["reduced"] == [torch.float32]
+    assert bf16["reduced"] == [torch.bfloat16]
+    assert representable_in_bf16(fp32["grads"]) < 0.2
+    assert representable_in_bf16(bf16["grads"]) > 0.95
+
+
+def test_without_partitioning_bf16_gradients_are_reduced_in_fp32(launched: Launched) -> None:
+    assert launched.saved["bf16-stage-0"]["reduced"] == [torch.float32]
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_bf16_gradients_are_near_those_of_fp32(launched: Launched, name: str) -> None:
+    assert distance(launched.saved[name]["grads"], launched.reference.grads) < 0.1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("mode", ["layers", "selective"])
+def test_recomputing_under_adapters_with_dropout_changes_no_gradient(launched: Launched, stage: int, mode: str) -> None:
+    grads, others = (launched.saved[name]["grads"] for name in (f"lora-stage-{stage}", f"lora-stage-{stage}-{mode}"))
+    learned = [name for name in grads if grads[name].any()]
+    assert learned
+    assert all("lora_" in name for name in grads)
+    assert not [name for name in grads if not torch.equal(grads[name], others[name])]
+
+
+def test_compiled_layers_give_the_same_gradients_under_the_same_names(launched: Launched) -> None:
+    assert distance(launched.saved["packed-compiled"]["grads"], launched.saved["packed"]["grads"]) < 1e-6
+    text = launched.text["packed-compiled"]
+    assert text.index("compiling decoder layers") < text.index("compiled decoder layers") < text.index("step 1/1")
+    losses = [re.findall(r"^step 1/1  loss (\S+)", launched.text[name], re.MULTILINE) for name in PACKED]
+    assert losses[0] == losses[1] != []
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_ranks_that_share_sequences_give_the_gradients_and_the_loss_of_whole_ones(
+    launched: Launched, name: str
+) -> None:
+    whole = {"packed": "packed-whole", "lora": "lora-whole"}.get(name.partition("-")[0])
+    expected = launched.saved[whole]["grads"] if whole else launched.reference.grads
+    learned = {name: grad for name, grad in expected.items() if grad.any()}
+    found = launched.saved[name]["grads"]
+    assert found.keys() == expected.keys()
+    assert distance({name: found[name] for name in learned}, learned) < (
+        0.1 if "bf16" in name else 1e-6 if whole != "lora-whole" else 2e-6
+    )
+    assert not any(found[name].any() for name in expected.keys() - learned.keys())
+    text, other = launched.text[name], launched.text[whole or name_of(*CASES[0])]
+    figures = [
+        re.findall(r"^step 1/1  loss (\S+)|^finished: 1 steps, (\S+) tokens", one, re.M) for one in (text, other)
+    ]
+    assert len(figures[0]) == 2
+    assert "bf16" in name or figures[0] == figures[1]
+    assert f"{SLICED[name][0]} share each sequence" in text

@@ -1,0 +1,72 @@
+"""Data and models of the Hugging Face hub, asked for by a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_hub
+
+PUSH = "import sys; from pathlib import Path; from ftmon.trainer.recipe.export.push import push; "
+PUSH += "print(push(Path(sys.argv[1]), sys.argv[2]))"
+UNREACHABLE = """
+import sys, time
+time.sleep = lambda seconds: None  # the pauses between the hub library's 24 attempts add up to 92 s
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.recipe.config.schema import Config
+from ftmon.trainer.recipe.data import sources
+from ftmon.trainer.recipe.data.config import Data
+from ftmon.trainer.recipe.model import config as model, tokenizer
+for attempt in (
+    lambda: sources.read(Config(data=Data(name="me/words"))),
+    lambda: tokenizer.load(Config(model=model.Model(name="me/model")), None),
+):
+    try:
+        attempt()
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def run(code: str, *arguments: str, **environ: str) -> str:
+    environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **environ}
+    environment.pop("HF_HUB_OFFLINE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_model_is_pushed_to_a_private_repository_with_every_file(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    written = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 100, "README.md": b"---\n---\n# model\n"}
+    for name, content in written.items():
+        (model / name).write_bytes(content)
+    with fake_hub.serving() as hub:
+        for _ in range(2):  # the second time the repository is there
+            said = run(PUSH, str(model), "me/poems", HF_ENDPOINT=hub.address, HF_TOKEN=hub.token)
+            assert said.strip() == f"pushed to {hub.address}/me/poems"
+        assert hub.files == {"me/poems": written}
+        created = hub.repositories["me/poems"]
+        assert created.get("private") is True or created.get("visibility") == "private", json.dumps(created)
+        refused = run(PUSH, str(model), "me/poems", HF_ENDPOINT=hub.address, HF_TOKEN="hf_reads").strip()
+    assert refused.startswith("note: the model could not be pushed to me/poems: ")
+    assert refused.endswith(f"it is whole in {model}: hf upload me/poems {model}")
+    assert "\n" not in refused
+
+
+def test_a_hub_that_cannot_be_reached_is_said_in_one_line_for_data_and_for_a_model(tmp_path: Path) -> None:
+    nowhere = "http://127.0.0.1:9"  # the port of "discard": nothing listens
+    said = run(UNREACHABLE, HF_ENDPOINT=nowhere, HF_HOME=str(tmp_path)).strip().splitlines()
+    assert len(said) == 2, said
+    assert said[0].startswith("data.name: me/words cannot be read: ")
+    assert said[1].startswith("model.name: no tokenizer can be loaded from me/model: ")
+    assert all("hub" in line.lower() or "connect" in line.lower() for line in said), said

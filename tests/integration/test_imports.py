@@ -1,0 +1,28 @@
+"""What importing a part of the protocol brings, and what it can do without."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("ftmon", ("torch", "textual", "zmq", "numpy")),
+        ("ftmon.protocol.recording.reader", ("torch", "textual", "numpy", "asyncio", "psutil")),
+        ("ftmon.protocol.keys", ("torch", "textual", "asyncio")),
+    ],
+)
+def test_importing_a_part_brings_nothing_heavy(module: str, forbidden: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print(*sorted(set({forbidden!r}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == []
+
+
+def test_the_terminal_side_of_the_protocol_imports_where_there_is_no_fcntl() -> None:
+    code = (
+        "import sys; sys.modules['fcntl'] = None\n"
+        "import ftmon.protocol.rundir, ftmon.protocol.sockets, ftmon.protocol.recording.reader\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

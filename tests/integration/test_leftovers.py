@@ -1,0 +1,106 @@
+"""A process in uninterruptible sleep is said so, watched, and its end told."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from eventually import SECONDS, eventually
+from ftmon.protocol.rundir import RunFile
+from ftmon.trainer.host import activity, processes
+from ftmon.trainer.hub.analysis import Analysis
+from ftmon.trainer.hub.leftovers import Leftovers, describe
+
+# Between vfork and the child's end the kernel holds the parent in state D (vfork(2)).
+UNINTERRUPTIBLE = """
+import ctypes, sys
+libc = ctypes.CDLL(None)
+print("ready", flush=True)
+if libc.vfork() == 0:
+    while True: libc.pause()
+"""
+
+
+@pytest.fixture
+def sleeper() -> Iterator[processes.Process]:
+    """A process in state D."""
+    process = subprocess.Popen([sys.executable, "-c", UNINTERRUPTIBLE], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield eventually(lambda: (it := processes.read(process.pid)) and it.state == "D" and it, "state D")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_it_is_said_watched_and_its_end_is_told(sleeper: processes.Process):
+    sent: list[Any] = []
+
+    def emit(message: Any) -> tuple[int, float]:
+        sent.append(message)
+        return len(sent), time.time()
+
+    run = RunFile(id="a", name="a", kind="run", command=["x"], cwd="/", created=1.0, host="h")
+    analysis = Analysis(run, emit)
+    left = Leftovers(analysis, list, lambda: False)
+    left.note([sleeper.pid, os.getpid()])
+    (alert,) = sent
+    assert f"pid {sleeper.pid}" in alert.title
+    assert "uninterruptible sleep" in alert.title
+    assert alert.evidence["pids"] == [sleeper.pid], "this very process is reached by signals"
+    now = time.monotonic()
+    assert left.waiting(now)
+    left.tick(now)
+    assert len(sent) == 1
+    os.killpg(sleeper.pid, signal.SIGKILL)
+    deadline = time.monotonic() + SECONDS
+    while left.waiting(now):
+        assert time.monotonic() < deadline
+        left.tick(time.monotonic() + 10 * len(sent))
+        time.sleep(0.01)
+        now += 1.0
+    assert sent[-1].resolved is not None
+    assert "gone now" in sent[-1].text
+
+
+def test_a_process_that_waits_for_the_kernel_is_not_asleep(sleeper: processes.Process):
+    look = activity.look(sleeper.pid, None, processes.table(), 1.0)
+    assert look.on_disk
+    assert not look._replace(time=2.0).rested_since(look)
+    assert "uninterruptible" in describe(sleeper)
+
+
+def test_a_sleeping_process_rests_and_one_that_computes_or_wakes_up_or_whose_child_does_does_not():
+    begin = "import subprocess, sys, time\nprint('up', flush=True)\n"
+    child = "subprocess.Popen([sys.executable, '-c', 'while True: pass'])"
+    for script, rests in (
+        ("sys.stdin.read()", True),
+        (f"{child}; sys.stdin.read()", False),
+        ("while True: pass", False),
+        ("while True: time.sleep(0.1)", False),
+    ):
+        command = [sys.executable, "-c", begin + script]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"up\n", "past the interpreter's own start"
+            deadline = time.monotonic() + SECONDS
+            while rests and (found := processes.read(process.pid)) is not None and found.state != "S":
+                assert time.monotonic() < deadline
+            first = activity.look(process.pid, None, processes.table(), time.monotonic())
+            time.sleep(0.5)  # the time that is judged
+            second = activity.look(process.pid, None, processes.table(), time.monotonic())
+            assert second.rested_since(first) is rests, (script, first, second)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()

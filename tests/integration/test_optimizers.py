@@ -1,0 +1,151 @@
+"""Optimizers in real runs on CPU ranks: what they hold, and that an update is what a slow reference computes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+import small_runs
+import torch
+from transformers import AutoModelForCausalLM
+
+STEPS = 3
+SAME = [
+    f"training={{max_steps: {STEPS}, sequence_length: 256, micro_batch: 2, grad_accumulation: 2}}",
+    "schedule.kind=constant",
+    "optimizer={lr: 1e-3, weight_decay: 0.1, beta2: 0.95, muon_lr: 0.02, max_grad_norm: 0}",
+]
+BF16 = "training.precision=bf16"
+PURE = [BF16, "optimizer.master_weights=none"]
+HELD: dict[str, tuple[list[str], Any, set[Any], float]] = {
+    # What is stepped, the states' data types, and their bytes an element.
+    "pure-0": (["zero.stage=0", *PURE, "optimizer.kind=adamw_bf16"], torch.bfloat16, {torch.bfloat16}, 4),
+    "pure-1": (
+        ["zero.stage=1", *PURE, "optimizer.kind=adamw_8bit"],
+        torch.bfloat16,
+        {torch.uint8, torch.float32},
+        2 + 8 / 256,
+    ),
+    "pure-3": (["zero.stage=3", *PURE, "optimizer.kind=adamw_bf16"], torch.bfloat16, {torch.bfloat16}, 4),
+    "states-0": (["zero.stage=0", BF16, "optimizer.kind=adamw_bf16"], torch.float32, {torch.bfloat16}, 4),
+    "states-2": (
+        ["zero.stage=2", BF16, "optimizer.kind=adamw_8bit"],
+        torch.float32,
+        {torch.uint8, torch.float32},
+        2 + 8 / 256,
+    ),
+}
+MUON = {f"muon-{stage}": [f"zero.stage={stage}", "optimizer.kind=muon"] for stage in range(4)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    folder = tmp_path_factory.mktemp("optimizers")
+    small_runs.write_model(folder)
+    small_runs.write_records(folder / "data.jsonl", [1, 100, 2, 3, 60, 1, 1, 20])
+    jobs = {name: (2, [*SAME, *words]) for name, (words, *_) in HELD.items()}
+    jobs |= {name: (2, [*SAME, *words]) for name, words in MUON.items()}
+    alone = SAME[0].replace("accumulation: 2", "accumulation: 4")
+    jobs |= {"muon-one": (1, [*SAME, alone, *MUON["muon-2"]])}
+    return folder, small_runs.launch(folder, "optimizer_ranks", jobs)
+
+
+@pytest.fixture(scope="module")
+def wanted(runs: Any) -> dict[str, torch.Tensor]:
+    return reference(runs[0], saved(runs[0], "muon-0")["rows"])
+
+
+def saved(folder: Path, name: str) -> Any:
+    return torch.load(folder / f"{name}.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("name", list(HELD))
+def test_what_is_held_has_the_data_types_and_bytes_that_were_asked_for(runs: Any, name: str) -> None:
+    _, parameters, states, each = HELD[name]
+    held = saved(runs[0], name)["holds"]
+    assert held["parameters"] == {parameters}
+    assert held["states"] == states
+    # Flat partitions end in padding, and a last block may be a part of one.
+    assert held["state_bytes"] == pytest.approx(each, rel=0.02)
+
+
+def test_ranks_and_stages_do_not_change_where_training_goes(runs: Any) -> None:
+    start = AutoModelForCausalLM.from_pretrained(runs[0] / "base").state_dict()
+    pure, kept = saved(runs[0], "pure-0")["weights"], saved(runs[0], "pure-3")["weights"]
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert pure[name].dtype == kept[name].dtype == torch.bfloat16
+    for other in ("pure-3", "states-0", "states-2"):
+        weights = saved(runs[0], other)["weights"]
+        moved, theirs = pure[name].float() - start[name], weights[name].float() - start[name]
+        assert cosine(moved, theirs) > 0.9, other
+
+
+@pytest.mark.parametrize("name", [*MUON, "muon-one"])
+def test_muon_moves_weights_as_a_slow_reference_does(runs: Any, wanted: Any, name: str) -> None:
+    result = saved(runs[0], name)
+    start = AutoModelForCausalLM.from_pretrained(runs[0] / "base").state_dict()
+    for key, weight in result["weights"].items():
+        moved, should = weight.float() - start[key], wanted[key] - start[key]
+        assert cosine(moved, should) > 0.98, key
+        assert float(moved.norm()) == pytest.approx(float(should.norm()), rel=0.02), key
+
+
+@pytest.mark.parametrize("name", ["muon-1", "muon-2", "muon-3", "muon-one"])
+def test_muon_does_the_same_at_every_stage(runs: Any, name: str) -> None:
+    start = AutoModelForCausalLM.from_pretrained(runs[0] / "base").state_dict()
+    alone, weights = saved(runs[0], "muon-0")["weights"], saved(runs[0], name)["weights"]
+    for key, weight in weights.items():
+        assert (weight - alone[key]).norm() < 0.02 * (alone[key] - start[key]).norm(), key
+
+
+def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(first.flatten().double(), second.flatten().double(), dim=0))
+
+
+def reference(folder: Path, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Train with all rows in each step: Muon as its author's post writes it, AdamW as its paper does."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "base").double()
+    momenta: dict[str, torch.Tensor] = {}
+    squares: dict[str, torch.Tensor] = {}
+    for step in range(1, STEPS + 1):
+        model.zero_grad()
+        total, labels = torch.zeros((), dtype=torch.float64), 0
+        for row in rows:
+            logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0]
+            targets = torch.tensor([*row["labels"][1:], -100])
+            total = total + torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+            labels += int((targets != -100).sum())
+        (total / labels).backward()
+        for name, weight in model.named_parameters():
+            gradient = weight.grad
+            momentum = momenta.setdefault(name, torch.zeros_like(gradient))
+            if weight.dim() == 2 and "embed" not in name and "lm_head" not in name:
+                momentum += 0.05 * (gradient - momentum)
+                update = (
+                    newton_schulz(0.05 * gradient + 0.95 * momentum) * max(1, weight.shape[0] / weight.shape[1]) ** 0.5
+                )
+                rate = 0.02
+            else:
+                square = squares.setdefault(name, torch.zeros_like(gradient))
+                momentum += 0.1 * (gradient - momentum)
+                square += 0.05 * (gradient**2 - square)
+                update = momentum / (1 - 0.9**step) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
+                rate = 1e-3
+            with torch.no_grad():
+                weight *= 1 - rate * (0.1 if weight.dim() == 2 else 0.0)
+                weight -= rate * update
+    return {name: tensor.detach().float() for name, tensor in model.state_dict().items()}
+
+
+def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix with its singular values brought near 1, in the bf16 that it is used in."""
+    if matrix.shape[0] > matrix.shape[1]:
+        return newton_schulz(matrix.T).T
+    found = matrix.bfloat16()
+    found = found / found.norm()
+    for _ in range(5):
+        square = found @ found.T
+        found = 3.4445 * found + (-4.7750 * square + 2.0315 * square @ square) @ found
+    return found.double()

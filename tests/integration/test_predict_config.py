@@ -1,0 +1,282 @@
+"""``ftmon predict CONFIG.yaml``: the memory of a step of ftmon's own trainer, beside arithmetic."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from ftmon.protocol.analysis.estimates.live import predicted
+from ftmon.protocol.prediction import Prediction
+from ftmon.protocol.rundir import RunDir, RunFile
+from ftmon.trainer.predict.result import Prediction as Answer
+from ftmon.trainer.predict.show import render
+from ftmon.tui.model.what_if import Answer as WhatIfAnswer
+
+pytestmark = pytest.mark.timeout(1260)
+
+SCRIPT = Path(__file__).parent / "scripts" / "predict_many.py"
+MIB = 1 << 20
+RANKS, LENGTH, VOCABULARY, WIDTH = 4, 16384, 32000, 4096
+WORKSPACES = 2 * 32 * MIB
+BUCKETS = 4 * MIB
+STEPS = 1000
+CONFIG = f"""
+model:
+  config:
+    model_type: llama
+    vocab_size: {VOCABULARY}
+    hidden_size: {WIDTH}
+    intermediate_size: 11008
+    num_hidden_layers: 2
+    num_attention_heads: 32
+    num_key_value_heads: 8
+data: {{path: DATA, packing: true}}
+training: {{sequence_length: {LENGTH}, max_steps: {STEPS}}}
+zero: {{stage: 2, bucket_bytes: {MIB}}}
+run: {{ranks: {RANKS}}}
+"""
+SMALL = """
+model:
+  config: {model_type: llama, vocab_size: 8192, hidden_size: 256, intermediate_size: 512, num_hidden_layers: 2,
+           num_attention_heads: 4, num_key_value_heads: 4}
+  fused_loss: "off"
+data: {path: DATA}
+training: {sequence_length: 2048, epochs: 1}
+zero: {stage: 2, bucket_bytes: 1048576}
+run: {ranks: 1}
+"""
+ROWS = [300, 40, 1500, 60, 900, 80, 700, 20, 1800, 100, 200, 400]
+"""Words of each row of its data."""
+CAPACITY = 320 * MIB
+"""Holds some of these lengths and not all."""
+PARAMETERS = 2 * VOCABULARY * WIDTH + 2 * (2 * WIDTH * WIDTH + 2 * WIDTH * 1024 + 3 * WIDTH * 11008 + 2 * WIDTH) + WIDTH
+SMALLEST = ["optimizer.kind=adamw_bf16", "optimizer.master_weights=none"]
+CASES = {
+    "small": SMALLEST,
+    "logits": [*SMALLEST, "model.fused_loss=off"],
+    "shared": [*SMALLEST, "training.sequence_parallel_size=2"],
+    "zero 3": ["zero.stage=3"],
+    "lora": ["zero.stage=3", "lora.rank=8", "model.gradient_checkpointing=layers"],
+    "compiled": ["model.compile=layers"],
+}
+REFUSED = {
+    "no such folder": (["--model", "/no/such/folder"], "/no/such/folder: no such folder or file"),
+    "no configuration": (["--model", "FOLDER"], "FOLDER: has no config.json"),
+    "no network": (
+        ["--model", "someone/some-model"],
+        "someone/some-model: not in the local cache, and the",
+    ),
+    "not an object": (["--model", "MODEL", "--deepspeed", "DS"], "DS: zero_optimization: must be an object, not int"),
+    "DeepSpeed's own words": (
+        ["--model", "MODEL", "--deepspeed", "OTHER"],
+        "FOLDER/other.json:3: offload_optimizer.device: Input should be",
+    ),
+    "unknown model": (["--model", "UNKNOWN"], "FOLDER/unknown.json: transformers knows no model type: nosuch"),
+}
+"""Arguments of what is refused, and the line that says so."""
+
+
+@pytest.fixture(scope="module")
+def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("predict")
+    (folder / "data.jsonl").write_text('{"text": "some text"}\n')
+    (folder / "c.yaml").write_text(CONFIG.replace("DATA", str(folder / "data.jsonl")))
+    words = [["--json", "--price=2", "--", str(folder / "c.yaml"), *overrides] for overrides in CASES.values()]
+    (folder / "m.json").write_text('{"model_type": "llama"}')
+    (folder / "unknown.json").write_text('{"model_type": "nosuch"}')
+    (folder / "other.json").write_text('{"zero_optimization": {\n"stage": 2,\n"offload_optimizer": {"device": "gpu"}}}')
+    (folder / "ds.json").write_text('{"zero_optimization": 3}')
+    (folder / "rows.jsonl").write_text("".join(f'{{"text": "{"word " * count}"}}\n' for count in ROWS))
+    config = SMALL.replace("DATA", str(folder / "rows.jsonl"))
+    (folder / "small.yaml").write_text(config)
+    words.append([f"--capacity={CAPACITY}", "--data", "--json", "--", str(folder / "small.yaml")])
+    run = RunDir(folder / "run")
+    run.path.mkdir()
+    run.config.write_text(config)
+    run.write_run(RunFile("run", "run", 1.0, ["ftmon"], str(folder), "here", "train"))
+    words.append(["live", str(run.path), "NVIDIA H200"])
+    words += [[_in(folder, word) for word in given] for given, _ in REFUSED.values()]
+    command = [sys.executable, str(SCRIPT), json.dumps(words)]
+    # A port that nobody listens on: no network.
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(folder / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=True, env=environment)
+    answers = json.loads(done.stdout)
+    for answer in answers:
+        answer["output"] = answer["output"].replace(str(folder / "ds.json"), "DS").replace(str(folder), "FOLDER")
+    return dict(zip([*CASES, "data", "live", *REFUSED], answers, strict=True))
+
+
+def _in(folder: Path, word: str) -> str:
+    files = {"MODEL": "m.json", "DS": "ds.json", "OTHER": "other.json", "UNKNOWN": "unknown.json", "FOLDER": ""}
+    return str(folder / files[word]) if word in files else word
+
+
+def point(answer: dict[str, Any]) -> dict[str, int]:
+    """Return each phase's allocated peak of rank 0."""
+    assert answer["status"] == 0, answer["output"]
+    prediction = json.loads(answer["output"])
+    assert prediction["ranks"] == RANKS
+    found = prediction["points"][0]
+    assert found["sequence_length"] == LENGTH
+    return {name: phase["allocated_peak_bytes"] for name, phase in found["ranks"][0]["phases"].items()}
+
+
+def test_the_optimizer_phase_holds_weights_gradients_and_states(predictions: dict[str, Any]) -> None:
+    rest = WORKSPACES + BUCKETS
+    share = PARAMETERS / RANKS
+    # Weights in bf16, whole and as a share; gradients and two running averages in bf16. The norm of gradients is taken
+    # in float64, tensor by tensor.
+    held = 2 * PARAMETERS + (2 + 2 + 4) * share
+    norm = 8 * VOCABULARY * WIDTH
+    assert point(predictions["small"])["optimizer"] == pytest.approx(held + norm + rest, rel=0.02)
+    # All in shares: weights in bf16, and in fp32 with two running averages and gradients. Gradients are copied once.
+    held = (2 + 4 + 8 + 4) * share
+    assert held <= point(predictions["zero 3"])["optimizer"] <= held + (2 + 4) * share + rest
+    # Next to nothing but the frozen base's share.
+    held = 2 * share
+    assert held <= point(predictions["lora"])["optimizer"] <= 1.1 * held + rest
+
+
+def test_a_peak_consists_of_what_the_memory_screen_calls_it(predictions: dict[str, Any]) -> None:
+    for case in ("small", "logits", "zero 3", "lora"):
+        for phase in ("forward", "backward", "optimizer"):
+            found = _phases(predictions[case])[phase]
+            assert sum(found["parts"].values()) == found["allocated_peak_bytes"], (case, phase)
+    share = PARAMETERS / RANKS
+    small = _phases(predictions["small"])["optimizer"]["parts"]
+    # All in bf16: weights whole and, as the optimizer's, in shares; cuBLAS' workspaces are of no known use.
+    assert small["parameters"] == pytest.approx(2 * PARAMETERS, rel=0.02)
+    assert small["master_copies"] == pytest.approx(2 * share, rel=0.02)
+    assert small["optimizer_states"] == pytest.approx(4 * share, rel=0.02)
+    assert small["gradients"] == pytest.approx(2 * share, rel=0.02)
+    assert small["other"] == pytest.approx(WORKSPACES, rel=0.01)
+    zero_3 = _phases(predictions["zero 3"])
+    assert zero_3["optimizer"]["parts"]["master_copies"] == pytest.approx(4 * share, rel=0.02)
+    assert zero_3["optimizer"]["parts"]["optimizer_states"] == pytest.approx(8 * share, rel=0.02)
+    activations = {
+        name: _phases(predictions[name])["forward"]["parts"]["activations"] for name in CASES if name != "compiled"
+    }
+    assert activations["logits"] > activations["small"] > 3 * activations["lora"] > 0, activations
+    # What checkpointed layers compute again in the backward pass is kept for gradients: activations, not temporaries.
+    again = _phases(predictions["lora"])["backward"]["parts"]
+    assert again["activations"] > 1.5 * LENGTH * WIDTH * 2, again
+
+
+def _phases(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    assert answer["status"] == 0, answer["output"]
+    return json.loads(answer["output"])["points"][0]["ranks"][0]["phases"]
+
+
+def test_a_step_takes_its_matrix_products_and_costs_its_gpus(predictions: dict[str, Any]) -> None:
+    prediction = json.loads(predictions["small"]["output"])
+    point = prediction["points"][0]
+    seconds, time = point["step_seconds"], point["time"]
+    # Six FLOPs a parameter and token but for the embedding, and causal attention, at 70 % of an H200's 989.4 TFLOP/s at
+    # most, and not at less than a third.
+    flops = 6 * (PARAMETERS - VOCABULARY * WIDTH) * LENGTH + 12 * 2 * WIDTH * LENGTH * LENGTH / 2
+    assert flops / 989.4e12 / 0.7 < seconds < 3 * flops / 989.4e12
+    assert point["mfu"] == pytest.approx(flops / 989.4e12 / seconds, rel=0.01)
+    assert time["total"]["value"] == seconds
+    assert 0 < time["total"]["error"] <= 0.5
+    assert "roofline" in time["total"]["basis"]
+    assert point["tokens_per_second"] == pytest.approx(RANKS * LENGTH / seconds)
+    assert point["price_per_million_tokens"] == pytest.approx(RANKS * 2 / 3600 * 1e6 * seconds / (RANKS * LENGTH))
+    assert point["run_seconds"] == pytest.approx(STEPS * seconds)
+    assert point["run_price"] == pytest.approx(STEPS * seconds / 3600 * RANKS * 2)
+    assert prediction["expected_errors"]["allocated_peak_bytes"]["error"] <= 0.05
+    assert prediction["gpu"] == "H200 141 GB"
+
+
+def test_it_says_which_gpus_hold_the_run(predictions: dict[str, Any]) -> None:
+    small, logits = (json.loads(predictions[name]["output"])["points"][0] for name in ("small", "logits"))
+    for point in (small, logits):
+        peaks = [phase for rank in point["ranks"] for phase in rank["phases"].values()]
+        assert max(one["allocated_peak_bytes"] for one in peaks) <= point["needed_bytes"]
+        assert point["needed_bytes"] <= max(one["reserved_peak_bytes"] for one in peaks)
+    assert set(logits["fits_on"]) < set(small["fits_on"])
+    assert "H200 141 GB" in logits["fits_on"]
+    assert "RTX 4060 8 GB" not in small["fits_on"]
+
+
+def test_the_fused_loss_saves_the_logits(predictions: dict[str, Any]) -> None:
+    logits = LENGTH * VOCABULARY
+    saved = point(predictions["logits"])["backward"] - point(predictions["small"])["backward"]
+    # fp32 log-probabilities, their gradients, and logits in bf16; less a chunk of 256 MiB and its copies.
+    assert 4 * logits < saved < 12 * logits
+
+
+def test_ranks_that_share_sequences_hold_a_slice_of_the_activations(predictions: dict[str, Any]) -> None:
+    whole, shared = (_phases(predictions[name])["forward"]["parts"] for name in ("small", "shared"))
+    # Each of the two layers holds its attention's output twice, before and after it is exchanged.
+    again = 2 * LENGTH // 2 * WIDTH * 2
+    assert shared["activations"] == pytest.approx(whole["activations"] / 2 + again, rel=0.001)
+    assert shared["parameters"] == whole["parameters"]
+    prediction = json.loads(predictions["shared"]["output"])
+    found, before = prediction["points"][0], json.loads(predictions["small"]["output"])["points"][0]
+    # Half of the rows, in about half of the time.
+    tokens = RANKS / 2 * LENGTH
+    assert found["tokens_per_second"] == pytest.approx(tokens / found["step_seconds"])
+    assert found["mfu"] * found["step_seconds"] == pytest.approx(before["mfu"] * before["step_seconds"] / 2)
+    assert 0.5 * before["step_seconds"] < found["step_seconds"] < 0.9 * before["step_seconds"]
+    assert any(note.startswith("2 ranks share each sequence") for note in prediction["notes"])
+
+
+def test_what_fake_tensors_cannot_run_is_refused_by_its_key(predictions: dict[str, Any]) -> None:
+    answer = predictions["compiled"]
+    assert answer["status"] == 2
+    assert len(answer["output"].splitlines()) == 1
+    assert answer["output"].startswith("ftmon: command line: model.compile cannot be predicted")
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_model_or_file_is_refused_in_one_line(predictions: dict[str, Any], case: str) -> None:
+    answer = predictions[case]
+    assert answer["status"] == 2
+    assert len(answer["output"].splitlines()) == 1, answer["output"]
+    assert answer["output"].startswith(f"ftmon: {REFUSED[case][1]}")
+
+
+def test_a_prediction_says_what_it_assumed(predictions: dict[str, Any]) -> None:
+    prediction = json.loads(predictions["small"]["output"])
+    assert prediction["parameters"] == PARAMETERS
+    assert any("packed row" in note for note in prediction["notes"])
+
+
+def test_the_steps_of_a_data_set_that_do_not_fit_are_named(predictions: dict[str, Any]) -> None:
+    assert predictions["data"]["status"] == 0, predictions["data"]["output"]
+    prediction = json.loads(predictions["data"]["output"])
+    risk, words = prediction["data"], render(msgspec.convert(prediction, Answer))
+    assert risk["steps"] == len(ROWS)
+    assert 0 < risk["failing_steps"] < risk["steps"]
+    assert risk["longest"] == max(risk["failing"], key=lambda step: step["length"])
+    assert all(step["length"] > risk["largest_length"] for step in risk["failing"])
+    lengths = [ROWS[row] for step in risk["failing"] for row in step["rows"]]
+    assert max(ROWS) in lengths
+    assert min(lengths) > min(ROWS)
+    assert msgspec.convert(prediction, WhatIfAnswer).capacity_bytes == CAPACITY, "the app reads such an answer, too"
+    assert prediction["points"][0]["fits"] is False, "2,048 tokens are longer than any row"
+    assert prediction["points"][0]["run_seconds"] > 0, "the steps are known"
+    line = next(line for line in words.splitlines() if line.startswith("data: "))
+    assert line == (
+        f"data: {risk['failing_steps']} of {risk['steps']} steps of an epoch do not fit; of the lengths that occur, "
+        f"{risk['largest_length']:,} tokens is the largest that fits"
+    )
+
+
+def test_the_prediction_beside_a_run_has_the_figures_of_the_command(predictions: dict[str, Any]) -> None:
+    assert predictions["live"]["status"] == 0, predictions["live"]["output"]
+    found = msgspec.json.decode(predictions["live"]["output"], type=Prediction)
+    assert not found.refused
+    assert (found.gpu, found.micro_batch) == ("H200 141 GB", 1)
+    assert sorted({point.sequence_length for point in found.points}) == [128, 256, 512, 1024, 2048]
+    point = json.loads(predictions["data"]["output"])["points"][0]
+    for name in ("forward", "backward", "optimizer"):
+        phase, expected = predicted(found, 0, name, 2048), point["ranks"][0]["phases"][name]
+        assert phase is not None
+        assert phase.allocated_peak_bytes == pytest.approx(expected["allocated_peak_bytes"], rel=0.001)
+        assert sum(phase.parts.values()) == phase.allocated_peak_bytes
+    assert found.nvml_bytes == pytest.approx(point["nvml_bytes"], rel=0.01)

@@ -1,0 +1,78 @@
+"""The prediction of a run that is going on, sent by its hub: real hub, real process, pretended GPU ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from eventually import eventually
+from ftmon.protocol.prediction import PredictedPhase, PredictedPoint, Prediction
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.run_options import RunOptions
+from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.start_request import StartRequest
+from ftmon.trainer.launch.start import start_run
+from ftmon.trainer.predict.live import cache_file
+from hub_client import exit_of, fake_ranks, hub_gone, hub_of
+from run_picture import pictured
+
+pytestmark = pytest.mark.timeout(300)
+
+CONFIG = """
+training: {sequence_length: 512, max_steps: 10, micro_batch: 2}
+zero: {stage: 2}
+"""
+KNOWN = Prediction(5.0, [PredictedPoint(0, 512, [PredictedPhase("backward", 2**30)])], 2, 0.02, gpu="H200 141 GB")
+
+
+def recorded(run: RunDir) -> list[Prediction]:
+    with Reader(run.recording) as reader:
+        return [frame.message for frame in reader.frames(0, 10_000) if isinstance(frame.message, Prediction)]
+
+
+def test_a_configuration_that_was_predicted_before_is_sent_and_kept_once_whatever_becomes_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    kept = cache_file(CONFIG + "output: {dir: /before}\n", "NVIDIA H200")
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(msgspec.json.encode(KNOWN))
+    config = CONFIG + "output: {dir: /elsewhere}\n"
+    ranks = fake_ranks({"pretends": "NVIDIA H200"}, {"pretends": "NVIDIA H200"})
+    run = start_run(StartRequest("train", options=RunOptions(logs=False)), "predicted", ranks, config)
+    with pictured(run):
+        expected = msgspec.structs.replace(KNOWN, cached=True, config=config)
+        hub = hub_of(run).process.pid
+        assert eventually(lambda: recorded(run), "the prediction") == [expected]
+        assert msgspec.json.decode(run.prediction.read_bytes(), type=Prediction) == expected
+        os.kill(hub, 9)
+        eventually(lambda: (now := run.living_hub()) is not None and now.process.pid != hub, "another hub")
+        os.kill(run.read_run().launcher.pid, 15)  # type: ignore[union-attr]
+        exit_of(run)
+        hub_gone(run)
+    assert recorded(run) == [expected]
+
+
+BACKGROUND = """
+import os, sys, time
+from ftmon.trainer.host.lowly import end_with_parent, step_back
+end_with_parent(os.getppid())
+step_back()
+idle = os.sched_getscheduler(0) == os.SCHED_IDLE
+print(idle, os.nice(0), open("/proc/self/oom_score_adj").read(), flush=True, end="")
+time.sleep(600)
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+def test_a_background_process_yields_to_everything_and_ends_with_its_parent() -> None:
+    words = [sys.executable, "-c", PARENT, BACKGROUND]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        told = parent.stdout.readline()
+        os.kill(parent.pid, signal.SIGKILL)
+        assert told == "True 19 1000\n"
+        assert parent.stdout.read() == ""  # the other end is closed once the child has gone, too

@@ -1,0 +1,47 @@
+"""Which ranks of a job are run, and what becomes of their processes."""
+
+import os
+import signal
+
+import pytest
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.predict import ranks
+from ftmon.trainer.predict.dry import DryRun
+from ftmon.trainer.predict.result import Phase, Rank
+
+
+def test_ranks_differ_where_one_buffer_is_cut_into_partitions() -> None:
+    assert ranks.differing(0, 8) == ranks.differing(3, 8) == [0]
+    assert ranks.differing(1, 4) == ranks.differing(2, 4) == [0, 1, 2, 3]
+    assert ranks.differing(2, 8) == list(range(8))
+
+
+def test_of_many_ranks_the_first_the_last_and_some_between_are_run() -> None:
+    chosen = ranks.differing(2, 64)
+    assert chosen[0] == 0
+    assert chosen[-1] == 63
+    assert len(set(chosen)) == 8
+
+
+def test_a_rank_that_was_not_run_has_the_figures_of_the_nearest() -> None:
+    found = {rank: Rank(rank, {"init": Phase(rank, rank)}, 0) for rank in (0, 9, 15)}
+    every = ranks.every(found, 16)
+    assert [rank.rank for rank in every] == list(range(16))
+    assert [rank.phases["init"].allocated_peak_bytes for rank in every] == [0] * 5 + [9] * 8 + [15] * 3
+
+
+def test_a_refusal_in_a_ranks_process_is_raised_here() -> None:
+    def refuse(rank: int) -> DryRun:
+        raise ConfigError(f"rank {rank}: no such stage")
+
+    with pytest.raises(ConfigError, match="rank 3: no such stage"):
+        ranks.run(refuse, [3], [8])
+
+
+def test_a_ranks_process_that_dies_is_told_by_its_signal() -> None:
+    def die(rank: int) -> DryRun:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    with pytest.raises(ConfigError, match="rank 1 was killed by signal 9"):
+        ranks.run(die, [1], [8])

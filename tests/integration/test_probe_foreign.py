@@ -1,0 +1,101 @@
+"""The probe in scripts of kinds that nobody here wrote: what it says against what the scripts print themselves."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import start_ranks
+from ftmon.protocol.telemetry import Closing, Goodbye, Hello, Step
+
+sys.path.insert(0, str(Path(__file__).parent))
+from probe_collector import BIN, SCRIPTS, Collector
+
+
+@pytest.fixture
+def collector(tmp_path, monkeypatch):
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    collector = Collector(tmp_path / "home")
+    yield collector
+    collector.close()
+
+
+def printed(collector, word, rank=0):
+    """Return what a rank printed as JSON behind ``word``."""
+    lines = collector.run.rank_log(rank, "out").read_text().splitlines()
+    return json.loads(next(line for line in lines if line.startswith(f"{word} ")).split(" ", 1)[1])
+
+
+def test_a_loss_is_what_the_script_optimises_however_it_scales_it(collector):
+    collector.start(*start_ranks.command(2, SCRIPTS / "losses_loop.py")).finish()
+    assert collector.job.returncode == 0, collector.output()
+    for rank in (0, 1):
+        steps = collector.of(Step, rank)
+        assert [step.loss for step in steps] == pytest.approx(printed(collector, "optimised", rank), rel=1e-5)
+        assert [step.micro_steps for step in steps] == [4] * 10 + [2] * 2
+
+
+def test_what_comes_after_the_last_step_is_recorded_and_is_no_step(collector):
+    collector.start(BIN / "python", SCRIPTS / "tail_loop.py").finish()
+    assert collector.job.returncode == 0, collector.output()
+    (closing,) = collector.of(Closing)
+    assert [step.step for step in collector.of(Step)] == list(range(1, 11))
+    phases = {phase.name: phase for phase in closing.phases}
+    assert (closing.step, phases.keys() - {"data"}) == (10, {"eval", "checkpoint"})
+    evaluation = phases["eval"].resident
+    assert evaluation.transient > 350 * 2**20
+    assert evaluation.peak > max(phase.resident.peak for step in collector.of(Step) for phase in step.phases)
+    assert [(goodbye.reason, goodbye.step) for goodbye in collector.of(Goodbye)] == [("finished", 10)]
+
+
+def test_a_process_that_leaves_by_os_exit_has_reported_all_its_steps_and_its_status(collector):
+    collector.start(BIN / "python", SCRIPTS / "tail_loop.py", "no-tail", "os._exit").finish()
+    assert collector.job.returncode == 3, collector.output()
+    assert [step.step for step in collector.of(Step)] == list(range(1, 11))
+    assert [(g.reason, g.text, g.step) for g in collector.of(Goodbye)] == [("failed", "os._exit(3)", 10)]
+
+
+def assert_rounds(steps, names, told):
+    """Every step is one round, with the loss of each that updated in it."""
+    assert [step.step for step in steps] == list(range(1, len(told) + 1))
+    for step, losses in zip(steps, told, strict=True):
+        expected = {name: loss for name, loss in zip(names, losses, strict=True) if loss is not None}
+        assert {update.name: update.loss for update in step.updates} == pytest.approx(expected, rel=1e-5)
+        assert step.loss == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["alternating", "every-third", "inner-loop"])
+def test_a_step_of_several_optimizers_is_one_round_of_their_loop_with_the_loss_of_each(collector, kind):
+    collector.start(BIN / "python", SCRIPTS / "gan_loop.py", kind).finish()
+    assert collector.job.returncode == 0, collector.output()
+    steps = collector.of(Step)
+    assert_rounds(steps, ("opt_d", "opt_g"), printed(collector, "losses"))
+    critic = steps[-1].updates[0]
+    assert (critic.count, critic.micro_steps, critic.lr) == ((4, 8, 0.02) if kind == "inner-loop" else (1, 2, 0.02))
+
+
+def test_two_engines_and_a_bare_optimizer_make_one_step_a_round(collector):
+    collector.start(*start_ranks.command(1, SCRIPTS / "two_engines.py")).finish()
+    assert collector.job.returncode == 0, collector.output()
+    assert_rounds(collector.of(Step), ("Critic", "Actor", "opt_temperature"), printed(collector, "losses"))
+    assert {hello.model for hello in collector.of(Hello)} >= {"Critic + Actor"}
+
+
+def test_fsdp2_shows_its_framework_model_and_backend_with_all_parameters_of_all_shards(collector):
+    collector.start(*start_ranks.command(2, SCRIPTS / "fsdp2_loop.py")).finish()
+    assert collector.job.returncode == 0, collector.output()
+    for rank in (0, 1):
+        hello = collector.of(Hello, rank)[-1]
+        assert (hello.framework, hello.model, hello.backend) == ("fsdp", "TinyNet", "gloo")
+        assert (hello.parameters, hello.trainable_parameters) == (3 * 72, 2 * 72)
+        assert [step.step for step in collector.of(Step, rank)] == [1, 2, 3, 4]
+
+
+def test_a_trainer_with_a_peft_model_shows_the_model_inside_and_the_loss_that_it_logs(collector, tmp_path):
+    collector.start(BIN / "python", SCRIPTS / "trainer_lora.py", tmp_path / "out").finish()
+    assert collector.job.returncode == 0, collector.output()
+    losses, total, trained = printed(collector, "logged")
+    hello = collector.of(Hello)[-1]
+    assert (hello.framework, hello.model) == ("transformers", "GPT2LMHeadModel")
+    assert (hello.parameters, hello.trainable_parameters) == (total, trained)
+    assert [step.loss for step in collector.of(Step)] == pytest.approx(losses, abs=1e-4)  # logged with four digits

@@ -1,0 +1,117 @@
+"""Phases of loops that do not go data, forward, backward, optimizer: against what the scripts measure themselves."""
+
+import json
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+from ftmon.protocol.telemetry import Heartbeat, Hello, Step
+from ftmon.tui.model.phases import shares
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ports import free_port
+from probe_collector import BIN, SCRIPTS, Collector
+
+
+@pytest.fixture
+def collector(tmp_path, monkeypatch):
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    collector = Collector(tmp_path / "home")
+    yield collector
+    collector.close()
+
+
+def printed(collector):
+    """The lines of JSON of rank 0, one a step."""
+    lines = collector.run.rank_log(0, "out").read_text().splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def missing(step, own, name):
+    """Return the seconds that the script measured in a phase and the probe neither counts there nor took itself."""
+    return own[name] - (step.phase(name).host_us + step.probe_us) / 1e6
+
+
+@pytest.mark.parametrize("mode", ["lbfgs", "sam", "accumulate"])
+def test_what_a_closure_runs_is_told_apart_from_the_update_that_calls_it(collector, mode):
+    collector.start(BIN / "python", SCRIPTS / "closure_loop.py", mode).finish(280)
+    assert collector.job.returncode == 0, collector.output()
+    steps, truth = collector.of(Step), printed(collector)
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert len(truth) == 6
+    for step, own in zip(steps, truth, strict=True):
+        assert step.phase("backward").count == own["evaluations"]
+        # A line search, or SAM's second pass, evaluates the same batch again: the loss is that before the update.
+        expected = sum(own["losses"]) / 3 if mode == "accumulate" else own["losses"][0]
+        assert step.loss == pytest.approx(expected, rel=1e-5)
+        assert step.micro_steps == (3 if mode == "accumulate" else 1)
+        assert step.samples == (192 if mode == "accumulate" else 64)
+    # Each phase has all that the script spent in it, and no time is in two of them: so none has another's.
+    later = steps[1:]
+    for name in ("forward", "backward", *(["optimizer"] if mode == "sam" else [])):
+        assert median(missing(step, own, name) for step, own in zip(later, truth[1:], strict=True)) < 0.003
+    for step in later:
+        assert sum(phase.host_us for phase in step.phases) <= step.host_us + len(step.phases)
+    if mode == "sam":
+        assert steps[2].phase("optimizer").count == 2
+
+
+@pytest.mark.parametrize("policy", ["ddp", "engine"])
+def test_a_reference_s_forward_is_part_of_the_training_step_and_an_evaluation_is_one(collector, policy):
+    single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    collector.start(BIN / "python", SCRIPTS / "second_model.py", policy, MASTER_PORT=str(free_port()), **single).finish(
+        400
+    )
+    assert collector.job.returncode == 0, collector.output()
+    steps, truth = collector.of(Step), printed(collector)
+    assert [step.step for step in steps] == list(range(1, 9))
+    assert len(truth) == 8
+    assert collector.of(Hello)[-1].framework == ("ddp" if policy == "ddp" else "deepspeed")
+    for step, own in zip(steps, truth, strict=True):
+        names = {phase.name for phase in step.phases}
+        assert names >= {"data", "forward", "backward", "optimizer"}, own
+        assert ("eval" in names) == (step.step == 4), own
+        assert step.loss == pytest.approx(own["loss"], rel=1e-5)
+        assert step.samples == 4
+        if own["eval"]:
+            # The fetches of the held-out batches are part of it; the first sleeps alone are 180 ms.
+            assert missing(step, own, "eval") <= 0.05, own
+    assert median(missing(step, own, "forward") for step, own in zip(steps, truth, strict=True)) < 0.003
+    assert not [beat for beat in collector.of(Heartbeat) if beat.phase == "eval" and beat.step != 4]
+
+
+def test_lightning_s_closure_and_ddp_wrapper_hide_no_phase_and_no_loss(collector):
+    collector.start(BIN / "python", SCRIPTS / "lightning_loop.py", MASTER_PORT=str(free_port())).finish(280)
+    assert collector.job.returncode == 0, collector.output()
+    steps, truth = collector.of(Step), printed(collector)
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    assert len(truth) == 4
+    assert collector.of(Hello)[-1].framework == "ddp"
+    for step, own in zip(steps, truth, strict=True):
+        assert step.micro_steps == step.phase("backward").count == step.phase("forward").count == 2
+        assert step.loss == pytest.approx(sum(own["losses"]) / 2, rel=1e-5)
+        # Validation before the first and the third step; DDP's own flag stays in evaluation mode after it.
+        assert (step.phase("eval") is not None) == (step.step in (1, 3))
+        assert step.phase("optimizer").host_us / 1e6 <= step.host_us / 1e6 - own["forward"]
+    for name in ("forward", "optimizer"):
+        assert median(missing(step, own, name) for step, own in zip(steps, truth, strict=True)) < 0.003
+
+
+def test_a_rollout_is_a_phase_of_its_own_and_start_up_is_in_no_step(collector):
+    collector.start(BIN / "python", SCRIPTS / "rollout_loop.py").finish(280)
+    assert collector.job.returncode == 0, collector.output()
+    steps, truth = collector.of(Step), printed(collector)
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    for step, own in zip(steps, truth, strict=True):
+        assert {"generate", "forward", "backward", "optimizer"} <= {phase.name for phase in step.phases}
+        assert step.phase("generate").host_us / 1e6 <= own["generate"] + 0.002
+        assert step.loss == pytest.approx(own["loss"], rel=1e-4, abs=1e-6)
+    found = shares(steps)
+    own_ms = [own["step"] * 1000 for own in truth]
+    assert found.step_ms == pytest.approx(sum(step.host_us for step in steps) / 4000)
+    assert found.step_ms < sum(own_ms) / 4 + 250  # start-up took more than 1,000 ms
+    generated = sum(step.phase("generate").host_us for step in steps) / sum(step.host_us for step in steps)
+    assert found.parts["generate"] == pytest.approx(generated, abs=0.01)
+    beats = {beat.phase for beat in collector.of(Heartbeat)}
+    assert "init" in beats

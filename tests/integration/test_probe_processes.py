@@ -1,0 +1,166 @@
+"""What the probe does that only a process of its own shows."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eventually import eventually
+from ftmon.trainer.launch.environment import INJECT_DIR as INJECT
+from ftmon.trainer.probe.rank.roles import RANK_PID_ENV
+
+CODE = """
+import torch, torch.distributed as dist
+from ftmon.trainer.probe import active
+from ftmon.trainer.probe.hooks import collectives
+collectives.install()
+collectives.install()
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+counts = active.counts
+start = counts.entered
+dist.all_reduce(torch.ones(2))
+assert counts.entered == start + 1, counts.entered
+dist.all_gather_object([None], {"a": 1})  # gathers twice inside
+assert counts.entered == start + 2, counts.entered
+from torch.distributed.distributed_c10d import barrier
+barrier()
+assert (counts.entered, counts.last, counts.in_flight) == (start + 3, "barrier", "")
+work = dist.broadcast(torch.ones(2), 0, async_op=True)
+work.wait()
+assert counts.last == "broadcast" and counts.in_flight == ""
+try:
+    dist.all_reduce("not a tensor")
+except TypeError:
+    pass
+assert counts.in_flight == "" and counts.host_ns > 0
+seen = list(counts.recent)
+world, half = dist.group.WORLD.group_name, dist.new_group([0])
+names = [name for _, _, name, _ in seen]
+assert names == ["all_reduce", "all_gather_object", "barrier", "broadcast", "all_reduce"][:len(seen)], seen
+assert [(group, number, size) for group, number, _, size in seen[:4]] == [
+    (world, 1, 2), (world, 2, 0), (world, 3, 0), (world, 4, 2)
+], seen
+dist.all_reduce(torch.ones(7), group=half)
+dist.all_reduce(torch.ones(5), dist.ReduceOp.SUM, half)
+assert (counts.group, counts.sequence, counts.size) == (half.group_name, 2, 5)
+dist.reduce_scatter_tensor(output=torch.ones(3), input=torch.ones(3))
+assert (counts.group, counts.size) == (world, 3)
+assert counts.groups[half.group_name] == 2
+dist.destroy_process_group()
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+dist.barrier()
+assert counts.groups == {dist.group.WORLD.group_name: 1}
+print("counted")
+"""
+
+
+def test_each_collective_counts_once_by_group_and_size_and_is_named_while_it_runs():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CODE)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "counted\n", done.stderr
+
+
+RUSAGE = """
+import resource
+from ftmon.trainer.probe.device.cpu import CpuMemory
+from ftmon.trainer.probe.device.rusage import install
+install()
+from resource import getrusage
+memory = CpuMemory()
+block = bytearray(b"x") * (96 * 2**20)
+memory.sample()
+del block
+for _ in range(3):
+    memory.sample()
+seen = getrusage(resource.RUSAGE_SELF)
+assert type(seen) is resource.struct_rusage and len(seen) == 16
+print(seen.ru_maxrss, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def test_the_script_s_peak_resident_size_never_falls():
+    output = subprocess.run([sys.executable, "-c", RUSAGE], capture_output=True, text=True, check=True, timeout=60)
+    own, children = map(int, output.stdout.split())
+    assert own > 96 * 1024
+    assert children == 0
+
+
+PROGRAMS = Path(sys.executable).parent
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [str(PROGRAMS / "deepspeed"), "train.py"],
+        [str(PROGRAMS / "torchrun"), "train.py"],
+        [str(PROGRAMS / "accelerate"), "launch", "train.py"],
+        [sys.executable, "-m", "torch.distributed.run", "train.py"],
+        [sys.executable, "-m", "accelerate.commands.launch", "train.py"],
+    ],
+    ids=lambda command: " ".join([Path(command[0]).name, *command[1:]]),
+)
+def test_a_launcher_started_from_inside_a_rank_is_refused_in_words_before_it_imports_anything(command, tmp_path):
+    environment = {**os.environ, "FTMON_RUN": str(tmp_path), RANK_PID_ENV: str(os.getpid()), "PYTHONPATH": str(INJECT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("ftmon: refused: '"), done.stderr
+    assert "was started from inside a rank" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+DUMPED = """
+import ctypes, os, signal, sys, threading, time
+from pathlib import Path
+from ftmon.trainer.probe.link.stack_dump import Dumper
+dumper = Dumper(Path(sys.argv[1]), threading.main_thread().ident)
+told, go = [], threading.Event()
+def publish():
+    told.append(dumper.install(threading.main_thread().ident))
+    go.set()
+    while True:
+        time.sleep(0.02)
+        if dumper.lost(threading.main_thread().ident):
+            told.append(dumper.install(threading.main_thread().ident))
+threading.Thread(target=publish, daemon=True).start()
+go.wait(10)
+def stuck():
+    ctypes.PyDLL(None).usleep(30_000_000)
+first = told[0]
+if sys.argv[2] == "takes":
+    hits = []
+    signal.signal(first.signal, lambda *_: hits.append(1))
+    while len(told) < 2: time.sleep(0.01)
+    os.kill(os.getpid(), first.signal)
+    assert hits == [1], hits
+    first = told[1]
+print(first.signal, first.receiver, first.descriptor, first.thread, first.training, flush=True)
+stuck()
+"""
+
+
+@pytest.mark.parametrize("script", ["leaves the signal alone", "takes"])
+def test_a_signal_to_one_thread_has_the_stacks_written_while_native_code_holds_the_lock(tmp_path: Path, script: str):
+    path = tmp_path / "stacks"
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(DUMPED), str(path), script], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        words = process.stdout.readline().split()
+        number, receiver, descriptor = map(int, words[:3])
+        assert os.readlink(f"/proc/{process.pid}/fd/{descriptor}") == str(path)
+        assert int(words[4]) == process.pid
+        libc: Any = ctypes.CDLL(None)
+        found = lambda: path.exists() and "in stuck" in path.read_text()  # noqa: E731  # it may not be there yet
+        eventually(found, "the stacks", each=lambda: libc.tgkill(process.pid, receiver, number), every=0.2)
+        assert words[3] in path.read_text()
+        assert process.poll() is None, "it lives on, and its native call was not interrupted"
+    finally:
+        process.kill()
+        process.wait()

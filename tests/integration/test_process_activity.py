@@ -1,0 +1,159 @@
+"""Whether a process tree works: real processes that send, write, compute in a child, wake up, or do nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from eventually import SECONDS, eventually
+from ftmon.protocol.analysis.stalls.activity import Activity, Work
+from ftmon.trainer.host import activity, file_locks, processes
+from ftmon.trainer.host.escaped import escaped, origin
+
+BEGIN = "import os, socket, subprocess, sys, threading, time\n"
+UPLOAD = """
+def upload():
+    listening = socket.socket(); listening.bind(("127.0.0.1", 0)); listening.listen(1)
+    def serve():
+        other, _ = listening.accept()
+        while other.recv(65536): time.sleep(0.05)
+    threading.Thread(target=serve, daemon=True).start()
+    connection = socket.create_connection(listening.getsockname())
+    while True: connection.sendall(bytes(65536))
+"""
+BY_THREAD = UPLOAD + "threading.Thread(target=upload, daemon=True).start()\nprint('up', flush=True)\nsys.stdin.read()"
+CHILD = "subprocess.Popen([sys.executable, '-c', %r])\nprint('up', flush=True)\nsys.stdin.read()"
+PIPE = "import os\na, b = os.pipe()\nwhile True: os.write(b, bytes(60000)); os.read(a, 60000)"
+
+
+@pytest.mark.parametrize(
+    ("script", "work"),
+    [
+        ("print('up', flush=True)\nsys.stdin.read()", ""),
+        (BY_THREAD, "works"),
+        (CHILD % (BEGIN + UPLOAD + "upload()"), "works"),
+        (CHILD % PIPE, "works"),
+        ("print('up', flush=True)\nwhile True: time.sleep(0.2)", "works"),
+        ("print('up', flush=True)\nwhile True: pass", "computes"),
+    ],
+)
+def test_what_a_process_tree_does_is_seen_from_outside(script: str, work: Work):
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGIN + script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"up\n"
+        deadline = time.monotonic() + SECONDS
+        while True:  # a child may still start
+            first = activity.look(process.pid, None, processes.table(), time.monotonic())
+            time.sleep(0.7)  # the time that is judged
+            second = activity.look(process.pid, None, processes.table(), time.monotonic())
+            found = second.work_since(first)
+            if found == work or time.monotonic() > deadline:
+                break
+        assert found == work, (first, second)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def still(**changes: object) -> Activity:
+    return Activity(10.0, "S", "", 5.0, 100, False, 50, 1.0, 2000, 3000, 3, 777)._replace(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "work"),
+    [
+        ({}, ""),
+        ({"chars": 12_000, "traffic": 6_000}, ""),
+        ({"traffic": 20_000}, "works"),
+        ({"chars": 60_000}, "works"),
+        ({"io_bytes": 101}, "works"),
+        ({"below_seconds": 1.5}, "works"),
+        ({"newest": 778}, "works"),
+        ({"processes": 2}, "works"),
+        ({"switches": 51}, "works"),
+        ({"cpu_seconds": 5.5}, "computes"),
+        ({"on_disk": True}, "disk"),
+    ],
+)
+def test_keep_alives_are_no_work_and_everything_else_is(changes: dict[str, object], work: Work):
+    assert still(time=12.0, **changes).work_since(still()) == work
+
+
+def test_a_poll_of_the_dataloader_is_no_work():
+    assert still(time=16.0, switches=51).work_since(still(), polls=True) == ""
+    assert still(time=16.0, switches=59).work_since(still(), polls=True) == "works"
+
+
+def test_a_process_blocked_on_a_file_lock_is_found_with_the_file_and_its_holder(tmp_path: Path):
+    path = tmp_path / "cache.lock"
+    script = "import fcntl,sys,time; f=open(sys.argv[1],'w'); fcntl.flock(f,2); print('up',flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", script, str(path)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"up\n"
+    waiter = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        found = eventually(
+            lambda: waiter.pid in (held := file_locks.blocked(processes.table())) and held, "the lock's waiter"
+        )
+        assert (found[waiter.pid].holder, found[waiter.pid].path) == (holder.pid, str(path))
+        assert holder.pid not in found
+    finally:
+        for process in (waiter, holder):
+            process.kill()
+            process.wait()
+        holder.stdout.close()
+
+
+DAEMON = """
+import os, sys, time
+def daemon(run):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            run()
+        os._exit(0)
+    os.wait()
+daemon(lambda: time.sleep(600))
+os.environ["FTMON_RANK_PID"] = str(os.getpid())
+daemon(lambda: os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"]))
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_daemons_that_forked_twice_are_known_as_their_ranks_with_and_without_exec():
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", DAEMON], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in "ab"
+    ]
+    table: dict[int, processes.Process] = {}
+    found: dict[int, list[processes.Process]] = {}
+    try:
+        for process in ranks:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+        table = processes.table()
+        origins = [one for rank, process in enumerate(ranks) if (one := origin(rank, process.pid, table)) is not None]
+        found = escaped(origins, table)
+        assert {rank: len(daemons) for rank, daemons in found.items()} == {0: 2, 1: 2}
+        below = {each.pid for each in processes.descendants([process.pid for process in ranks], table)}
+        assert not below & {daemon.pid for daemons in found.values() for daemon in daemons}
+        assert {daemon.pid for daemon in escaped(origins[:1], table)[0]} == {daemon.pid for daemon in found[0]}
+    finally:
+        for daemon in (each for daemons in found.values() for each in daemons):
+            processes.send_signal(daemon, signal.SIGKILL)
+        for process in ranks:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()

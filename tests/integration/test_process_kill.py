@@ -1,0 +1,149 @@
+"""A kill ends exactly the processes it means, with their workers, and says what it did."""
+
+import os
+import signal
+import threading
+
+import pytest
+from ftmon.protocol.process import start_ticks
+from ftmon.trainer.host import kill as killer
+from ftmon.trainer.host import processes
+from ftmon.trainer.host.gpu_memory import GpuUse, verdict
+from ftmon.trainer.host.kill import Kill, Outcome, Target
+
+RANK = """
+import os, signal, subprocess, sys
+os.environ['FTMON_RANK_PID'] = str(os.getpid())
+worker = subprocess.Popen([sys.executable, '-c', "print('up', flush=True); import sys; sys.stdin.read()"],
+                          stdout=subprocess.PIPE, start_new_session=True)
+worker.stdout.readline()
+BEFORE
+print('ready', flush=True)
+BODY
+sys.stdin.read()
+"""
+"""A rank and its worker: whoever is not killed lives until the test closes their standard input."""
+
+
+def rank_code(before: str = "", body: str = "") -> str:
+    return RANK.replace("BEFORE", before).replace("BODY", body)
+
+
+def kill(run, targets, whole_run=False, number=None) -> Outcome:
+    outcomes: list[Outcome] = []
+    finished = threading.Event()
+
+    def done(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        finished.set()
+
+    Kill(run.path, targets, whole_run, [], [os.getpid()], number, False, done).start()
+    assert finished.wait(30)
+    return outcomes[0]
+
+
+def target(process, rank=0) -> Target:
+    ticks = start_ticks(process.pid)
+    assert ticks
+    return Target(rank, process.pid, ticks)
+
+
+def left_of(run) -> list[int]:
+    return [p.pid for p in processes.marked(run.path, processes.table().values())]
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch):
+    monkeypatch.setattr(killer, "INT_SECONDS", 0.6)
+    monkeypatch.setattr(killer, "TERM_SECONDS", 0.6)
+    monkeypatch.setattr(killer, "ONE_SIGNAL_SECONDS", 1.0)
+
+
+NATIVE = "import ctypes; ctypes.PyDLL(None).sleep(100)"  # holds the GIL: no Python handler can run
+DEAF = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+@pytest.mark.parametrize(
+    ("code", "ended_by"),
+    [
+        (rank_code(), "SIGTERM"),  # INT ends the rank, TERM its worker, which ignores nothing but hears no INT
+        (rank_code(body=NATIVE), "SIGTERM"),
+        (rank_code(before=DEAF), "SIGKILL"),
+        (rank_code(before=DEAF, body=NATIVE), "SIGKILL"),
+    ],
+    ids=["ordinary", "stuck in native code", "ignores INT and TERM", "stuck and ignoring"],
+)
+def test_a_rank_and_its_worker_are_ended_whatever_it_does(run, spawn, code, ended_by):
+    rank = spawn(code, FTMON_RUN=str(run.path))
+    assert len(left_of(run)) == 2
+    outcome = kill(run, [target(rank)])
+    assert outcome.ok, outcome.text
+    assert outcome.data["signal"] == ended_by
+    assert len(outcome.data["ended"]) == 2
+    assert left_of(run) == []
+
+
+def test_a_stopped_rank_is_killed(run, spawn):
+    rank = spawn(rank_code(), FTMON_RUN=str(run.path))
+    os.kill(rank.pid, signal.SIGSTOP)
+    outcome = kill(run, [target(rank)])
+    assert outcome.ok, outcome.text
+    assert outcome.data["signal"] != "SIGKILL"
+    assert left_of(run) == []
+
+
+def test_only_the_rank_that_was_named_is_ended(run, spawn):
+    first = spawn(rank_code(), FTMON_RUN=str(run.path))
+    second = spawn(rank_code(), FTMON_RUN=str(run.path))
+    outcome = kill(run, [target(first, 0)])
+    assert outcome.ok, outcome.text
+    assert outcome.data["ranks"] == [0]
+    assert second.poll() is None
+    assert len(left_of(run)) == 2
+    assert kill(run, [target(second, 1)], whole_run=True).ok
+    assert left_of(run) == []
+
+
+def test_a_worker_whose_rank_is_long_gone_is_found_by_its_mark(run, spawn):
+    rank = spawn(rank_code(), FTMON_RUN=str(run.path))
+    gone = target(rank)
+    rank.kill()
+    rank.wait()
+    assert len(left_of(run)) == 1
+    outcome = kill(run, [gone])
+    assert outcome.ok, outcome.text
+    assert left_of(run) == []
+
+
+def test_a_signal_of_the_persons_choice_is_not_escalated(run, spawn):
+    rank = spawn(rank_code(before=DEAF), FTMON_RUN=str(run.path))
+    outcome = kill(run, [target(rank)], number=signal.SIGINT)
+    assert not outcome.ok
+    assert rank.pid in outcome.data["left"]
+    assert "still alive" in outcome.text
+    assert rank.poll() is None
+    assert kill(run, [target(rank)], number=signal.SIGKILL).ok
+    assert left_of(run) == []
+
+
+def test_another_process_with_that_pid_is_never_touched(run, spawn):
+    rank = spawn(rank_code())
+    stale = target(rank)._replace(start_ticks=1)
+    outcome = kill(run, [stale])
+    assert outcome.ok
+    assert outcome.text == "nothing of it was running any more"
+    assert rank.poll() is None
+
+
+def test_gpu_memory_is_called_free_only_where_the_processes_were_seen_holding_it():
+    gib = 2**30
+    seen = GpuUse({7: 3 * gib}, {0: 5 * gib, 1: gib}, frozenset({0}))
+    free = GpuUse({}, {0: 2 * gib, 1: 9 * gib})
+    assert verdict(seen, free) == (
+        False,
+        "no GPU memory of theirs is left: the GPUs' memory in use went from 5.00 GiB to 2.00 GiB",
+    )
+    assert verdict(seen, seen)[0] is True
+    assert "does not list" in verdict(GpuUse({}, {0: 5 * gib}), free)[1]
+    assert "cannot tell" in verdict(None, free)[1]
+    assert "cannot tell" in verdict(seen, None)[1]

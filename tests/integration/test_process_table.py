@@ -1,0 +1,90 @@
+"""Processes are named by pid and start time, found by descent and by mark, and signalled without a miss."""
+
+import os
+import signal
+
+from ftmon.trainer.host import processes
+
+SLEEP = "import time; print('ready', flush=True); time.sleep(60)"
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "print('up', flush=True); import time; time.sleep(60)"],
+                         stdout=subprocess.PIPE, start_new_session=True)
+child.stdout.readline()
+print('ready', flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_is_read_with_parent_group_and_start_time(spawn):
+    child = spawn(SLEEP)
+    found = processes.read(child.pid)
+    assert found is not None
+    assert (found.parent, found.group, found.session) == (os.getpid(), child.pid, child.pid)
+    assert found.alive
+    assert found.start_ticks > 0
+
+
+def test_a_missing_process_reads_as_none():
+    assert processes.read(2**22 + 1) is None
+
+
+def test_a_process_name_with_spaces_and_parentheses_does_not_confuse_the_reader(spawn):
+    child = spawn("import ctypes; ctypes.CDLL(None).prctl(15, b'a) R (b', 0, 0, 0); " + SLEEP)
+    found = processes.read(child.pid)
+    assert found is not None
+    assert found.name == "a) R (b"
+    assert found.parent == os.getpid()
+
+
+def test_descendants_are_found_though_they_left_the_session(spawn):
+    parent = spawn(PARENT)
+    below = processes.descendants([parent.pid], processes.table())
+    assert len(below) == 1
+    assert below[0].session != parent.pid
+
+
+def test_marked_processes_are_found_by_the_run_in_their_environment(spawn, run):
+    child = spawn(SLEEP, FTMON_RUN=str(run.path), FTMON_RANK_PID="77")
+    stranger = spawn(SLEEP, FTMON_RUN=str(run.path) + "-other")
+    table = processes.table()
+    assert {p.pid for p in processes.marked(run.path, table.values())} == {child.pid}
+    assert {p.pid for p in processes.marked(run.path, table.values(), 77)} == {child.pid}
+    assert processes.marked(run.path, table.values(), 78) == []
+    assert stranger.poll() is None
+
+
+def test_of_run_includes_what_descends_from_a_marked_process_and_leaves_out_the_spared(spawn, run):
+    parent = spawn(PARENT, FTMON_RUN=str(run.path))
+    child = processes.descendants([parent.pid], processes.table())[0]
+    assert {p.pid for p in processes.of_run(run.path, [], [])} == {parent.pid, child.pid}
+    assert {p.pid for p in processes.of_run(run.path, [], [parent.pid])} == {child.pid}
+
+
+def test_a_signal_meant_for_an_earlier_process_with_that_pid_is_not_sent(spawn):
+    child = spawn(SLEEP)
+    found = processes.read(child.pid)
+    assert found is not None
+    earlier = found._replace(start_ticks=found.start_ticks - 1)
+    assert processes.send_signal(earlier, signal.SIGKILL) is False
+    assert child.poll() is None
+    assert processes.send_signal(found, signal.SIGKILL) is True
+    assert child.wait(10) == -signal.SIGKILL
+    assert processes.send_signal(found, signal.SIGKILL) is False
+
+
+def test_a_zombie_tells_how_it_ended():
+    for end, expected in (("os._exit(7)", (7, None)), ("os.kill(os.getpid(), 9)", (None, 9))):
+        pid = os.fork()
+        if pid == 0:
+            exec(end)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        found = processes.read(pid)
+        assert found is not None
+        assert not found.alive
+        assert processes.exit_of(found.wait_status) == expected
+        os.waitpid(pid, 0)
+
+
+def test_the_process_table_has_the_process_that_reads_it():
+    assert os.getpid() in processes.table()

@@ -1,0 +1,129 @@
+"""A rehearsal before the first step changes nothing, and finds what does not fit."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+import small_runs
+import torch
+
+TRAIN = "training={max_steps: 4, micro_batch: 2, grad_accumulation: 2, sequence_length: 256}"
+CASES: dict[str, tuple[int, list[str]]] = {
+    "stage-0": (1, ["zero.stage=0"]),
+    "stage-1-bf16": (1, ["zero.stage=1", "training.precision=bf16"]),
+    "stage-2-two-ranks": (2, ["zero.stage=2", "training.grad_accumulation=1", "training.precision=bf16"]),
+    "stage-3": (1, ["zero.stage=3", "training.precision=bf16"]),
+    "shared": (2, ["zero.stage=2", "training={sequence_parallel_size: 2, grad_accumulation: 1}"]),
+    "lora": (1, ["zero.stage=2", "lora={rank: 4, dropout: 0.1}"]),
+    "offload": (1, ["zero={stage: 2, offload_optimizer: true}", "optimizer.kind=torch_fused"]),
+}
+
+RESUMED = ("stage-1-bf16", "stage-3")
+
+
+class Outcome:
+    def __init__(self, folder: Path) -> None:
+        # Dropout: a random number more or less changes every loss that follows.
+        small_runs.write_model(folder, attention_dropout=0.2)
+        small_runs.write_records(folder / "data.jsonl", [5, 60, 7, 1, 9, 30, 2, 11, 4, 3])
+        small_runs.write_records(folder / "long.jsonl", [5, 4000, 7])
+        common = [TRAIN, "evaluation={share: 0.2, every: 3}", "optimizer.lr=1e-2", "schedule.warmup_steps=2"]
+        jobs = {
+            f"{name}-{kind}": (ranks, [*common, *words, f"training.rehearsal={kind == 'rehearsed'}"])
+            for name, (ranks, words) in CASES.items()
+            for kind in ("rehearsed", "plain")
+        }
+        for name in RESUMED:
+            # The run without a rehearsal leaves a checkpoint, which the next one resumes from after a rehearsal.
+            jobs[f"{name}-plain"][1].extend(["checkpoint={every: 2, keep: 9}", "output.overwrite=true"])
+            step = folder / "out" / f"{name}-plain" / "checkpoints" / "step-2"
+            step.mkdir(parents=True)  # it must exist when configurations are checked
+            ranks, words = CASES[name]
+            jobs[f"{name}-resumed"] = (ranks, [*common, *words, f"checkpoint.resume={step}"])
+        jobs["full-disk"] = (2, [*common, "checkpoint={at_end: true, background: false}"])
+        jobs["full-disk-unplanned"] = (1, common)
+        jobs["no-room"] = (1, [*common, "checkpoint.every=3"])
+        jobs["left-out"] = (1, [*common, "checkpoint.rehearse=false"])
+        one = "training={max_steps: 2, micro_batch: 1, sequence_length: 8192}"
+        jobs["out-of-memory"] = (1, [one, f"data.path={folder}/long.jsonl", "model.attention=eager"])
+        self.text = small_runs.launch(folder, "evaluation_ranks", jobs)
+        self.out = folder / "out"
+        self.saved: dict[str, Any] = {path.stem: torch.load(path)["weights"] for path in folder.glob("*.pt")}
+
+    def losses(self, name: str) -> list[str]:
+        return re.findall(r"^(?:step \d+/\d+|evaluation after step \d+:)  ?loss (\S+)", self.text[name], re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return Outcome(tmp_path_factory.mktemp("rehearsal"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_weights_are_bitwise_those_without_rehearsal(outcome: Outcome, name: str) -> None:
+    rehearsed, plain = f"{name}-rehearsed", f"{name}-plain"
+    assert "rehearsal: " in outcome.text[rehearsed]
+    assert "rehearsal: " not in outcome.text[plain]
+    assert len(outcome.losses(plain)) == 6
+    assert outcome.losses(rehearsed) == outcome.losses(plain)
+    for key, weight in outcome.saved[plain].items():
+        assert torch.equal(outcome.saved[rehearsed][key], weight), key
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_is_rehearsed_and_repeats_the_uninterrupted_one(outcome: Outcome, name: str) -> None:
+    resumed, plain = f"{name}-resumed", f"{name}-plain"
+    text = outcome.text[resumed]
+    assert text.index("rehearsal: ") < text.index("resumed from ") < text.index("step 3/4")
+    assert outcome.losses(resumed) == outcome.losses(plain)[2:]
+    for key, weight in outcome.saved[plain].items():
+        assert torch.equal(outcome.saved[resumed][key], weight), key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_is_written_read_back_compared_and_gone(outcome: Outcome, name: str) -> None:
+    text = outcome.text[f"{name}-rehearsed"]
+    assert "the largest evaluation batch; a checkpoint written and read back" in text
+    found = re.search(r"a checkpoint of (\S+) MiB was written, read back and compared \((\d+) tensors\)", text)
+    assert found
+    assert float(found[1]) > 0
+    # At least the trained parameters and their two moments; partitions are flat.
+    assert int(found[2]) > 4
+    assert not (outcome.out / f"{name}-rehearsed" / "checkpoints").exists()
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_where_one_is_planned(outcome: Outcome) -> None:
+    (line,) = re.findall("^refused: (.*)", outcome.text["full-disk"], re.MULTILINE)
+    assert re.match(
+        r"rehearsal: a checkpoint could not be written to \S+/checkpoints: rank 0: File too large; free", line
+    )
+    assert "checkpoint.rehearse=false" in line
+    text = outcome.text["full-disk-unplanned"]
+    assert "note: rehearsal: a checkpoint could not be written" in text
+    assert "step 4/4" in text
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(outcome: Outcome) -> None:
+    (line,) = re.findall("^refused: (.*)", outcome.text["no-room"], re.MULTILINE)
+    assert re.match(r"rehearsal: a checkpoint takes [\d.]+ MiB, and the disk of \S+ has 0.1 MiB free; free space", line)
+
+
+def test_the_checkpoint_can_be_left_out(outcome: Outcome) -> None:
+    assert "rehearsal: " in outcome.text["left-out"]
+    assert "read back" not in outcome.text["left-out"]
+
+
+def test_memory_that_runs_out_is_found_before_the_first_step_and_names_the_row(outcome: Outcome) -> None:
+    text = outcome.text["out-of-memory"]
+    assert re.search(
+        r"^rehearsal: out of memory on the longest micro-batch, 1 x 4,\d+ tokens \(training rows 1\); lower "
+        r"training\.micro_batch or training\.sequence_length",
+        text,
+        re.MULTILINE,
+    )
+    assert "failed: " in text
+    assert "step 1/" not in text

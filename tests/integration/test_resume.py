@@ -1,0 +1,292 @@
+"""Resuming is exact: on CPU ranks, in mid-epoch, with dropout, for every ZeRO stage, with adapters and offload."""
+
+import json
+import random
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_jobs
+
+pytest.importorskip("deepspeed")
+
+import torch
+from ftmon.protocol.errors import UsageError
+from ftmon.trainer.recipe.chat import source
+from ftmon.trainer.recipe.chat.load import load as load_chat
+from ftmon.trainer.recipe.checkpoint import folder
+from ftmon.trainer.recipe.config import resolve, write
+from ftmon.trainer.recipe.config.load import load
+from ftmon.trainer.recipe.demo import DATA
+
+pytestmark = pytest.mark.timeout(900)  # the jobs of all tests run in the first one's fixture
+PROGRAM = Path(__file__).parents[1] / "support" / "resume_ranks.py"
+STEPS = 7
+BASE = [
+    "model.config={model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
+    " num_attention_heads: 2, num_key_value_heads: 1, attention_dropout: 0.2}",
+    "tokenizer.vocab_size=300",
+    f"data.path={DATA}",
+    "data.limit=60",
+    "optimizer.lr=5e-3",
+    f"training={{max_steps: {STEPS}, micro_batch: 2, grad_accumulation: 2, sequence_length: 32, rehearsal: false}}",
+    "checkpoint={every: 2, keep: 9, at_end: true}",
+    "output={log_every: 1}",
+    "run={device: cpu, threads: 1}",
+]
+LORA = ["lora={rank: 4, dropout: 0.2}", "optimizer.lr=2e-2"]
+NO_MASTERS = ["training.precision=bf16", "optimizer.master_weights=none"]
+KINDS: dict[str, list[str]] = {
+    "z0": ["zero.stage=0"],
+    "z1": ["zero.stage=1", "training.precision=bf16"],
+    "z2": ["zero.stage=2"],
+    "z2-offload": [
+        "zero.stage=2",
+        "zero.offload_optimizer=true",
+        "optimizer.kind=torch_fused",
+        "training.rehearsal=true",
+    ],
+    "z2-lora": ["zero.stage=2", *LORA],
+    "z3": ["zero.stage=3"],
+    "z3-lora": ["zero.stage=3", *LORA, "training.rehearsal=true"],
+    "z3-shared": ["zero.stage=3", "training={sequence_parallel_size: 2, grad_accumulation: 4}"],
+    "z0-no-masters": ["zero.stage=0", *NO_MASTERS, "optimizer.kind=adamw_bf16"],
+    "z3-no-masters": ["zero.stage=3", *NO_MASTERS, "optimizer.kind=adamw_8bit"],
+    "z2-muon": ["zero.stage=2", "training.precision=bf16", "optimizer={kind: muon, max_grad_norm: 0}"],
+}
+CUTS = {kind: random.Random(kind).randrange(3, STEPS) for kind in KINDS}
+"""The step of each run after which it is given up."""
+FEWER = ("z2-lora", "z3")
+BY_ONE = ["run.ranks=1", "training.grad_accumulation=4"]
+"""The same global batches on one rank."""
+
+
+class Runs:
+    """The jobs of this module: their outputs, and what was printed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.text: dict[str, str] = {}
+
+    def job(self, name: str, *overrides: str, out: str = "", ranks: int = 2) -> str:
+        """Write a job's configuration; return its path."""
+        words = [*BASE, f"run.ranks={ranks}", f"output.dir={self.path}/{out or name}", *overrides]
+        resume = next((word.partition("=")[2] for word in words if word.startswith("checkpoint.resume=/")), None)
+        if resume:  # is there before the job, but not yet
+            Path(resume).mkdir(parents=True, exist_ok=True)
+        loaded = load(None, words)
+        path = self.path / f"{name}.yaml"
+        path.write_text(write.dump(resolve.resolve(loaded).config))
+        return str(path)
+
+    def run(self, paths: list[str], ranks: int) -> int:
+        resolved = resolve.resolve(load(None, [*BASE, f"run.ranks={ranks}"]))
+        words = rank_jobs.launcher(resolved) if ranks > 1 else [sys.executable, "-u"]
+        environment = rank_jobs.environment_of(resolved, self.path / "c")
+        done = rank_jobs.run([*words, str(PROGRAM), *paths], environment, 850)
+        self.text |= rank_jobs.sections(done.stdout)
+        assert done.returncode in (0, -signal.SIGKILL), done.stdout
+        return done.returncode
+
+    def losses(self, name: str) -> dict[str, str]:
+        """Return the losses of each rank and step, as hexadecimal."""
+        return dict(re.findall(r"^rank (\d+ \d+) (\S+)$", self.text[name], re.MULTILINE))
+
+    def weights(self, name: str) -> "dict[str, torch.Tensor]":
+        from safetensors.torch import load_file
+
+        return load_file(self.path / name / "model" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp("resume"))
+    auto = ["checkpoint.resume=auto"]
+    jobs: list[str] = []
+    for kind, words in KINDS.items():
+        jobs.append(runs.job(f"whole-{kind}", *words))
+        if kind == "z2":
+            continue  # with offload and with adapters it is resumed
+        jobs.append(runs.job(f"cut-{CUTS[kind]}-{kind}", *words, out=f"cut-{kind}"))
+        jobs.append(runs.job(f"resumed-{kind}", *words, *auto, out=f"cut-{kind}"))
+    jobs.append(runs.job("term-3-z3", "zero.stage=3", "checkpoint.every=0"))
+    jobs.append(runs.job("full-4-z2", "zero.stage=2", "checkpoint={every: 3, at_end: false, background: false}"))
+    again = "checkpoint={every: 3, at_end: false, resume: auto}"
+    jobs.append(runs.job("after-full", "zero.stage=2", again, out="full-4-z2"))
+    step_4 = f"checkpoint.resume={runs.path}/whole-z2/checkpoints/step-4"
+    for name, change in CHANGES.items():
+        jobs.append(runs.job(f"changed-{name}", "zero.stage=2", step_4, change))
+    jobs.append(runs.job("other-optimizer", "zero.stage=2", step_4, "optimizer.kind=adamw_bf16"))
+    jobs.append(runs.job("allowed", "zero.stage=2", step_4, CHANGES["seed"], "checkpoint.allow=[seed]"))
+    short = "training.max_steps=2"
+    jobs.append(runs.job("unmerged", *KINDS["z3-lora"], "lora.merge=false", short))
+    base = runs.path / "whole-z2" / "model"
+    base.mkdir(parents=True, exist_ok=True)
+    (base / "config.json").touch()
+    jobs.append(runs.job("named", *KINDS["z3-lora"], "model.config=", f"model.name={base}", short))
+    assert runs.run(jobs, ranks=2) == 0
+    # One rank, killed in earnest while it may be writing.
+    killed = runs.job("kill-5-z2", "zero.stage=2", ranks=1)
+    assert runs.run([killed], ranks=1) == -signal.SIGKILL
+    jobs = [
+        runs.job("resumed-killed", "zero.stage=2", *auto, out="kill-5-z2", ranks=1),
+        runs.job("whole-one", "zero.stage=2", ranks=1),
+    ]
+    for kind in FEWER:
+        there = f"checkpoint.resume={runs.path}/whole-{kind}/checkpoints/step-4"
+        jobs.append(runs.job(f"fewer-{kind}", *KINDS[kind], there, *BY_ONE))
+    there = f"checkpoint.resume={runs.path}/whole-z3-no-masters/checkpoints/step-4"
+    jobs.append(runs.job("fewer-8bit", *KINDS["z3-no-masters"], there, *BY_ONE))
+    jobs.append(runs.job("fewer-smaller", "zero.stage=2", step_4, "run.ranks=1"))
+    assert runs.run(jobs, ranks=1) == 0
+    return runs
+
+
+CHANGES = {
+    "seed": "training.seed=7",
+    "data": "data.limit=59",
+    "model": "model.config.intermediate_size=96",
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "z2"])
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(runs: Runs, kind: str) -> None:
+    whole, resumed = runs.losses(f"whole-{kind}"), runs.losses(f"resumed-{kind}")
+    first = CUTS[kind] // 2 * 2 + 1
+    # The checkpoint of the step it was given up in may be complete or not.
+    assert {int(key.split()[1]) for key in resumed} in (set(range(first, STEPS + 1)), set(range(first - 2, STEPS + 1)))
+    assert resumed == {key: loss for key, loss in whole.items() if key in resumed}
+    first_weights, second = runs.weights(f"whole-{kind}"), runs.weights(f"cut-{kind}")
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first_weights.items())
+
+
+def test_a_run_killed_with_sigkill_goes_on_as_if_it_had_not_been(runs: Runs) -> None:
+    whole, resumed = runs.losses("whole-one"), runs.losses("resumed-killed")
+    assert "0 7" in resumed
+    assert resumed == {key: loss for key, loss in whole.items() if key in resumed}
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_what_changed_since_the_checkpoint_is_refused_by_name(runs: Runs, name: str) -> None:
+    (line,) = [line for line in runs.text[f"changed-{name}"].splitlines() if line.startswith("refused")]
+    if name == "model":
+        assert re.search(r"is of another model: \S+ is 64x32 there and 96x32 here", line)
+        return
+    key = "data: other examples" if name == "data" else f"training.{name} was "
+    assert key in line
+    assert f"checkpoint.allow=[{name}]" in line
+
+
+def test_the_states_of_one_optimizer_are_refused_by_another(runs: Runs) -> None:
+    (line,) = [line for line in runs.text["other-optimizer"].splitlines() if line.startswith("refused")]
+    assert "holds the optimizer states of adamw, and this run has adamw_bf16; set optimizer.kind" in line
+
+
+def test_states_that_cannot_be_divided_anew_are_refused_on_other_ranks(runs: Runs) -> None:
+    (line,) = [line for line in runs.text["fewer-8bit"].splitlines() if line.startswith("refused")]
+    assert "was written by 2 ranks, and the states of adamw_8bit without master weights cannot be divided" in line
+    assert line.endswith("set run.ranks=2")
+
+
+def test_an_allowed_change_goes_on_and_says_what_follows(runs: Runs) -> None:
+    assert "note: training.seed was 42 and is 7: the rest of this epoch" in runs.text["allowed"]
+    assert "0 5" in runs.losses("allowed")
+
+
+@pytest.mark.parametrize("kind", FEWER)
+def test_fewer_ranks_go_on_with_the_same_global_batches(runs: Runs, kind: str) -> None:
+    assert "the global batches are the same" in runs.text[f"fewer-{kind}"]
+    whole, fewer = runs.losses(f"whole-{kind}"), runs.losses(f"fewer-{kind}")
+    for step in range(5, STEPS + 1):
+        over_ranks = sum(float.fromhex(whole[f"{rank} {step}"]) for rank in range(2))
+        # Dropout is drawn anew; with another global batch the sums would be far apart.
+        assert float.fromhex(fewer[f"0 {step}"]) == pytest.approx(over_ranks, rel=0.05)
+
+
+def test_fewer_ranks_with_a_smaller_global_batch_are_refused_with_the_fix(runs: Runs) -> None:
+    assert "refused: " in runs.text["fewer-smaller"]
+    assert "training.grad_accumulation=4 keeps it" in runs.text["fewer-smaller"]
+
+
+def test_adapters_alone_are_saved_and_they_have_learned(runs: Runs) -> None:
+    for kind in ("z2-lora", "z3-lora"):
+        path = runs.path / f"whole-{kind}" / "checkpoints" / "step-6"
+        found = folder.examine(path)[0]
+        assert found is not None
+        assert found.manifest.base is not None
+        assert all("lora_" in name for name in found.manifest.trained)
+        (state, *_) = path.glob("*model_states.pt")
+        saved: Any = torch.load(state, weights_only=False)
+        frozen = set(found.manifest.parameters) - set(found.manifest.trained)
+        assert frozen
+        assert not frozen & set(saved["module"])
+        base, adapted = runs.weights("whole-z2"), runs.weights(f"whole-{kind}")
+        assert set(adapted) == set(base)
+
+
+@pytest.mark.parametrize("kind", ["z0", "z2", "z3"])
+def test_a_checkpoint_loads_for_a_chat_with_the_weights_that_were_trained(runs: Runs, kind: str) -> None:
+    found = source.find(str(runs.path / f"whole-{kind}" / "checkpoints"))
+    assert found.is_checkpoint
+    assert f"after step {STEPS}" in found.text
+    loaded = load_chat(found, "auto")
+    weights: dict[str, torch.Tensor] = loaded.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in runs.weights(f"whole-{kind}").items())
+    assert loaded.tokenizer.chat_template
+
+
+def test_adapters_of_a_checkpoint_are_put_on_the_base_they_name(runs: Runs) -> None:
+    assert "final model" in runs.text["named"]
+    weights: dict[str, torch.Tensor] = load_chat(
+        source.find(str(runs.path / "named" / "checkpoints" / "step-2")), "cpu"
+    ).model.state_dict()
+    base, final = runs.weights("whole-z2"), runs.weights("named")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(weights[name], final[name])
+    assert not torch.equal(weights[name], base[name])
+    assert torch.equal(weights["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+
+
+def test_adapters_saved_alone_on_random_weights_bring_those_weights_along(runs: Runs) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = runs.path / "unmerged" / "model"
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
+    adapters = {name: one for name, one in loaded.named_parameters() if "lora_B" in name}
+    assert adapters
+    assert all(bool((one != 0).any()) for one in adapters.values())
+    with pytest.raises(UsageError, match="adapters of a model with random weights"):
+        load_chat(source.find(str(runs.path / "unmerged" / "checkpoints")), "cpu")
+
+
+def test_the_final_model_has_a_card_and_its_own_settings(runs: Runs) -> None:
+    folder = runs.path / "whole-z3" / "model"
+    card = (folder / "README.md").read_text()
+    assert "| optimizer steps | 7 of 8 examples |" in card
+    assert "max_steps: 7" in card
+    config = json.loads((folder / "config.json").read_text())
+    assert config["use_cache"] is True
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == config["eos_token_id"]
+    assert (folder / "chat_template.jinja").is_file()
+
+
+def test_sigterm_in_one_rank_saves_a_checkpoint_and_ends_all(runs: Runs) -> None:
+    (step,) = re.findall(r"stopped on request after step (\d) of 7", runs.text["term-3-z3"])
+    assert int(step) in (4, 5)
+    assert f"checkpoints/step-{step}" in runs.text["term-3-z3"]
+    assert [path.name for path in (runs.path / "term-3-z3" / "checkpoints").glob("step-*")] == [f"step-{step}"]
+
+
+def test_a_full_disk_stops_no_training_and_leaves_the_checkpoint_before_it(runs: Runs) -> None:
+    text = runs.text["full-4-z2"]
+    assert re.search(
+        r"note: checkpoint step-6 could not be written: .*File too large; training continues, and the newest is step-3",
+        text,
+    )
+    assert f"0 {STEPS}" in runs.losses("full-4-z2")
+    names = {path.name for path in (runs.path / "full-4-z2" / "checkpoints").glob("step-*")}
+    assert names == {"step-3", "step-6"}  # the second by the run that went on
+    assert "0 4" in runs.losses("after-full")

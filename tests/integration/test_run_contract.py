@@ -1,0 +1,136 @@
+"""What ``ftmon run`` owes to whoever starts it: the script's exit status, signals, input, and no run left over."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from eventually import eventually
+from ftmon.protocol import exits
+from ftmon_process import PROGRAM, Ftmon, follow_to_end, ftmon_home, processes_of
+
+TOLD = str(Path(__file__).parent / "scripts" / "told.py")
+ENDS = {
+    "exit 3": ("raise SystemExit(3)", 3),
+    "exit 5": ("raise SystemExit(5)", 5),
+    "abrupt": ("import os; os._exit(2)", 2),
+    "killed": ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL),
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Ftmon]:
+    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
+        yield ftmon
+
+
+def launch(home: Ftmon, *words: str, **options: object) -> "subprocess.Popen[str]":
+    return home.start("run", "--plain", *words, **options)
+
+
+def printed(process: "subprocess.Popen[str]", text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"ended without {text!r}")
+
+
+def test_the_exit_status_is_the_scripts_own_and_no_outcome_of_ftmons_is_taken_for_it(home: Ftmon) -> None:
+    started = {name: launch(home, "--", sys.executable, "-c", script) for name, (script, _) in ENDS.items()}
+    refused = home.run("run", "--no-such-option", "--", "true")
+    absent = home.run("run", "--", "no-such-program")
+    found = {name: follow_to_end(process)[0] for name, process in started.items()}
+    assert found == {name: status for name, (_, status) in ENDS.items()}
+    assert (refused.returncode, absent.returncode) == (exits.RUN_USAGE, exits.NOT_STARTED)
+
+
+def test_a_command_that_ends_before_what_it_started_is_the_alert_and_its_processes_are_ended(home: Ftmon) -> None:
+    status, output, errors = follow_to_end(launch(home, "--", "sh", "-c", "sleep 300 & exit 3"))
+    assert status == 3, errors
+    assert "the job's command ended (exit code 3) before its ranks" in output
+    run = home.newest()
+    left, end = run.read_left(), run.read_exit()
+    assert left is not None
+    assert end is not None
+    assert (left.exit_code, left.count, end.left) == (3, 1, [])
+    assert "sleep" not in [process.name() for process in processes_of(run)]
+
+
+def test_signals_reach_the_script_its_answer_is_the_status_and_it_reads_the_commands_input(home: Ftmon) -> None:
+    begun = [PROGRAM, "run", "--plain", "--", sys.executable, TOLD]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(begun, text=True, env=home.environ, **pipes)  # pyright: ignore
+    assert process.stdin is not None
+    process.stdin.write("a line\n")
+    process.stdin.flush()
+    printed(process, r"read 'a line\n'")
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        process.send_signal(number)
+        printed(process, f"got {number.name}")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)  # timeout(1) signals its child, and then its group
+    status, output, errors = follow_to_end(process)
+    assert status == 5, output + errors
+    assert output.count("got SIGTERM") == 1
+    assert "stopped by SIGTERM (exit code 5)" in output
+
+
+def test_a_command_that_was_killed_and_one_under_timeout_leave_no_process_and_a_detached_run_lives(
+    home: Ftmon, tmp_path: Path
+) -> None:
+    stubborn = [sys.executable, TOLD, "stubborn"]
+    kept = home.run("run", "--detach", "--name", "kept", "--", *stubborn)
+    assert kept.returncode == 0, kept.stderr
+    killed = launch(home, "--name", "killed", "--stop-grace", "1", "--", *stubborn)
+    printed(killed, "read ''")
+    killed.kill()
+    words = ["timeout", "12", PROGRAM, "run", "--plain", "--name", "limited", "--stop-grace", "1", "--", *stubborn]
+    limited = subprocess.run(words, env=home.environ, capture_output=True, timeout=200, check=False)
+    assert limited.returncode == 124, "timeout's own status: it waited for the end"
+    runs = {run.id.split("-")[0]: run for run in home.runs()}
+    for name in ("killed", "limited"):
+        run = runs[name]
+        eventually(lambda run=run: not processes_of(run), "nothing of it alive")
+        end = run.read_exit()
+        assert end is not None
+        assert (end.state, end.exit_code) == ("stopped", -signal.SIGKILL), end
+    end = runs["killed"].read_exit()
+    assert end is not None
+    assert "the command that started it is gone" in end.text
+    assert processes_of(runs["kept"])
+
+
+def test_a_reader_that_goes_away_ends_the_printing_and_not_the_run(home: Ftmon, tmp_path: Path) -> None:
+    script = f"import time, pathlib; go = pathlib.Path({str(tmp_path / 'go')!r})\n"
+    script += "print('up', flush=True)\nwhile not go.exists(): print('more', flush=True); time.sleep(0.1)\nexit(7)"
+    process = launch(home, "--", sys.executable, "-c", script)
+    printed(process, "up")
+    assert process.stdout is not None
+    process.stdout.close()
+    time.sleep(2 * 0.5)  # it prints into the closed pipe meanwhile
+    (tmp_path / "go").touch()
+    assert process.wait(60) == 7
+
+
+def test_a_hangup_under_nohup_is_nobodys(home: Ftmon, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    script = f"import os, time; print('up', flush=True)\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)\n"
+    process = launch(
+        home,
+        "--",
+        sys.executable,
+        "-c",
+        script,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    printed(process, "up")
+    process.send_signal(signal.SIGHUP)
+    job = next(p for p in processes_of(home.newest()) if str(go) in " ".join(p.cmdline()) and "run" not in p.cmdline())
+    os.kill(job.pid, signal.SIGHUP)
+    go.touch()
+    assert follow_to_end(process)[0] == 0

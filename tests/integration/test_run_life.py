@@ -1,0 +1,86 @@
+"""A real run of the trainer, watched: what it does besides its steps, and a checkpoint that cannot be written."""
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eventually import eventually
+from ftmon.protocol.rundir import RunDir
+from ftmon_process import SMALL, Ftmon, ftmon_home
+
+WORDS = (
+    *SMALL,
+    "training.max_steps=4000",
+    "evaluation={share: 0.1, every: 20, samples: 1}",
+    "checkpoint={every: 4, keep: 2}",
+    "output.log_every=1",
+)
+
+
+class Life:
+    def __init__(self, ftmon: Ftmon, folder: Path) -> None:
+        self.out = folder / "out"
+        with ftmon.start("demo", "--name", "life", *WORDS, f"output.dir={self.out}") as process:
+            self.run: RunDir = ftmon.newest()
+            self.checkpoints = self.out / "checkpoints"
+            eventually(lambda: (self.checkpoints / "latest").exists() or process.poll(), "a first checkpoint")
+            self.checkpoints.rename(folder / "gone")
+            self.checkpoints.write_text("in the way")
+            self.standing: dict[str, Any] = eventually(lambda: self.alert(ftmon), "the alert")
+            self.told = ftmon.run("status", self.run.id, seconds=60).stdout
+            self.checkpoints.unlink()
+            eventually(lambda: not self.alert(ftmon), "the alert's end")
+            assert ftmon.run("stop", self.run.id, seconds=60).returncode == 0
+            self.output, errors = process.communicate(timeout=240)
+            assert "stopped on request" in self.output, self.output + errors
+
+    def alert(self, ftmon: Ftmon) -> dict[str, Any] | None:
+        alerts = ftmon.status(self.run.id)["alerts"]
+        return next((one for one in alerts if one["evidence"].get("finding") == "checkpoint_failed"), None)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        import msgspec
+
+        with sqlite3.connect(f"file:{self.run.recording}?mode=ro", uri=True) as connection:
+            rows = connection.execute("SELECT body FROM events WHERE type = ? ORDER BY seq", (kind,)).fetchall()
+        return [msgspec.msgpack.decode(body) for (body,) in rows]
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
+    folder = tmp_path_factory.mktemp("life")
+    with ftmon_home(folder / "home", HF_DATASETS_CACHE=str(folder / "cache")) as ftmon:
+        yield Life(ftmon, folder)
+
+
+def test_a_checkpoint_that_failed_raises_an_alert_until_a_later_one_is_complete(life: Life) -> None:
+    assert life.standing["severity"] == "error"
+    assert "could not be written, at step " in life.standing["title"]
+    assert str(life.checkpoints) in life.standing["text"]
+    assert "could not be written" in life.told
+    with sqlite3.connect(f"file:{life.run.recording}?mode=ro", uri=True) as connection:
+        query = "SELECT resolved FROM alerts WHERE id = ? ORDER BY seq DESC LIMIT 1"
+        ((resolved,),) = connection.execute(query, (life.standing["id"],)).fetchall()
+    assert resolved is not None
+    failed = life.events("checkpoint_failed")
+    assert failed
+    assert failed[0]["path"].startswith(str(life.checkpoints))
+    assert "could not be written" in life.output, "the printed lines have the alert"
+
+
+def test_the_recording_has_all_that_the_run_did_besides_its_steps(life: Life) -> None:
+    activities = life.events("activity")
+    assert {one["rank"] for one in activities} == {0}
+    begun: dict[str, dict[str, Any]] = {}
+    for one in activities:
+        begun.setdefault(f"{one['name']}: {one.get('text', '')}".rstrip(": "), one)
+    assert begun["data: tokenizing"]["total"] > 700, "records"
+    assert "data: packing" in begun
+    assert begun["rehearsal: a checkpoint written and read back"]["total"] == 3
+    assert begun["evaluation"]["total"] > 1, "batches"
+    assert any(name.startswith("checkpoint: step-") for name in begun)
+    ended = [one["name"] for one in activities if one.get("over")]
+    assert {"data", "rehearsal", "evaluation", "checkpoint"} <= set(ended)
+    assert activities[-1].get("over"), "nothing is left standing"

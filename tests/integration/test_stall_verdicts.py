@@ -1,0 +1,56 @@
+"""What is said, and not done, of real DDP ranks that wait for each other: uploads, early ends, locks, skipped steps."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import start_ranks
+from ftmon.protocol.control import Alert
+from ftmon.protocol.recording.reader import Reader
+from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
+from hub_client import SCRIPTS, App, exit_of, started
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Ftmon]:
+    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
+        yield ftmon
+
+
+def job(mode: str, folder: Path) -> list[str]:
+    return start_ranks.command(2, str(SCRIPTS / "stalling_ddp.py"), mode, str(folder))
+
+
+def test_an_upload_is_no_hang_and_not_ended_and_a_script_that_ends_early_is_named(home: Ftmon, tmp_path: Path) -> None:
+    done = home.run("run", "--on-hang", "kill", "--hang-grace", "1", "--", *job("honest", tmp_path), seconds=200)
+    assert done.returncode == 1, done.stdout + done.stderr
+    run = home.newest()
+    with Reader(run.recording) as reader:
+        alerts = [alert for alert in reader.alerts() if alert.kind in ("hang", "failure", "died", "note")]
+    (failure,) = alerts
+    assert (failure.kind, failure.rank) == ("failure", 1)
+    assert failure.title == "rank 1 ended early, after step 39; rank 0 lost the connection in step 40"
+    assert "Connection closed by peer" in failure.evidence["error"]
+    wait_until_nothing_is_left(run)
+
+
+@pytest.mark.parametrize("mode", ["lock", "ahead"])
+def test_a_rank_that_never_comes_is_named_before_its_phases_patience(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("FTMON_RUN", raising=False)
+    with started(job(mode, tmp_path)) as run, App(run) as app:
+
+        def accuses(alert: Any) -> bool:
+            return alert.kind == "hang" and alert.resolved is None
+
+        alert = app.wait_for(Alert, accuses, 120)
+        assert alert.evidence["hung"] == [1]
+        if mode == "lock":
+            assert f"waits for the lock {tmp_path}/cache.lock held by pid" in alert.text
+        else:
+            assert alert.title.startswith("rank 1 skips collectives and ran ahead; rank 0 waits")
+        app.command("kill")
+        exit_of(run)

@@ -1,0 +1,62 @@
+"""A rank that makes the others wait is named, with where, whichever library hides the waiting."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import start_ranks
+from eventually import eventually
+from ftmon.protocol.control import Alert
+from ftmon.protocol.errors import FtmonError
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.telemetry import Step
+from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
+
+SCRIPT = Path(__file__).parent / "scripts" / "straggler.py"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Ftmon]:
+    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1") as ftmon:
+        yield ftmon
+
+
+def slow(recording: Path) -> list[Alert]:
+    """Return the alerts about slow ranks; the recording may be in the making."""
+    try:
+        return [alert for alert in Reader(recording).alerts() if alert.kind == "slow"]
+    except FtmonError:
+        return []
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("library", "where", "words"),
+    [
+        ("ddp", "idle", "between phases"),
+        ("ddp", "forward", "at forward"),
+        ("ddp", "data", "at data"),
+        ("fsdp", "idle", "between phases"),
+    ],
+)
+def test_the_rank_that_loses_time_is_named_with_where_and_the_one_that_waits_is_not(
+    home: Ftmon, library: str, where: str, words: str
+) -> None:
+    home.run("run", "--detach", "--", *start_ranks.command(2, str(SCRIPT), library, where))
+    run = home.newest()
+    eventually(lambda: slow(run.recording), "an alert about a slow rank", 240, every=0.5)
+    home.run("kill", run.id, "--yes")
+    wait_until_nothing_is_left(run)
+    frames = Reader(run.recording).frames(0, 100_000)
+    told = [frame.message for frame in frames if isinstance(frame.message, Alert) and frame.message.kind == "slow"]
+    assert {alert.rank for alert in told} == {1}
+    assert f"rank 1 is slow {words}: " in told[0].title
+    figures = told[0].evidence
+    assert figures["others_waited_ms"] - figures["waited_ms"] >= 20, "the others wait for it"
+    assert figures["own_ms"] - figures["others_ms"] >= 20
+    waits = [
+        sum(phase.collective_us for phase in frame.message.phases)
+        for frame in frames
+        if isinstance(frame.message, Step) and frame.message.rank == 0 and frame.message.step > 5
+    ]
+    assert sorted(waits)[len(waits) // 2] >= 20_000, "waiting inside of the library is told from work"

@@ -1,0 +1,173 @@
+"""A sweep of real gloo ranks: failures are rows, a killed sweep goes on where it was."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eventually import eventually
+from ftmon.protocol.process import is_alive
+from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.sweep.rows import Row
+from ftmon.protocol.sweep.store import read
+from ftmon.trainer.recipe.demo import DATA
+from ftmon_process import PROGRAM, Ftmon, ftmon_home, wait_until_nothing_is_left
+from terminal import command, open_terminal, wait_for
+
+SCRIPT = Path(__file__).parent / "scripts" / "sweep_loop.py"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Ftmon]:
+    with ftmon_home(tmp_path / "home", CUDA_VISIBLE_DEVICES="") as ftmon:
+        yield ftmon
+
+
+def write_sweep(folder: Path, whats: str, **keys: str) -> Path:
+    path = folder / "faults.yaml"
+    lines = [
+        f"command: [{sys.executable}, {SCRIPT}, '{{seq}}', '{{what}}']",
+        f"axes: {{seq: [64], what: [{whats}]}}",
+        "steps: 4",
+        "warm_up: 2",
+        "hang_grace: 1 s",
+        "budget: {money: 10, price_per_hour: 20}",
+        *(f"{name}: {value}" for name, value in keys.items()),
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_sweep_goes_on_and_what_failed_is_a_row(home: Ftmon, tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path, "ok, oom, hang", columns="[backward.peak, step_ms, loss]")
+    results = tmp_path / "faults.results.jsonl"
+
+    def hanging() -> Any:
+        assert process.poll() is None, process.communicate()
+        if not results.exists():
+            return None
+        running = read(results).running
+        return running if running is not None and running.settings["what"] == "hang" else None
+
+    with home.start("sweep", str(sweep)) as process:
+        lost = RunDir(eventually(hanging, "the third run", every=0.2).run)
+        os.kill(process.pid, signal.SIGKILL)
+    before = results.read_bytes()
+    done = home.run("sweep", str(sweep), "--json", seconds=300)
+    assert done.returncode == 0, done.stderr
+    assert results.read_bytes().startswith(before), "rows of the killed session stay"
+    assert len(home.runs()) == 4, "only the run that was lost is run again"
+    wait_until_nothing_is_left(lost)
+    assert "2 runs have their rows already" in done.stderr
+    assert "budget: 30 m 00 s, 10.00 of money" in done.stderr
+
+    answer = json.loads(done.stdout)
+    rows = {row["settings"]["what"]: row for row in answer["rows"]}
+    assert {what: row["verdict"] for what, row in rows.items()} == {
+        "ok": "done", "oom": "out-of-memory", "hang": "hang",
+    }  # fmt: skip
+    figures = {row["settings"]["what"]: found for row, found in zip(answer["rows"], answer["columns"], strict=True)}
+    backward = [rank["phases"]["backward"]["resident_peak_bytes"] for rank in rows["ok"]["ranks"]]
+    assert figures["ok"]["backward.peak"] == max(backward)
+    assert figures["ok"]["step_ms"] == max(rank["step_ms"] for rank in rows["ok"]["ranks"])
+    assert "backward.peak" in done.stderr, "the table shows what was asked for"
+    assert (rows["oom"]["rank"], rows["oom"]["step"], rows["oom"]["asked_bytes"]) == (1, 6, 1 << 55)
+    assert rows["hang"]["rank"] == 1
+    assert rows["hang"]["text"]
+    wait_until_nothing_is_left(RunDir(home.home / "runs" / rows["hang"]["run"]))
+    for rank in rows["ok"]["ranks"]:
+        assert rank["steps"] == 4, "eight were taken, two of them are warm-up, and four are measured"
+        assert rank["step_ms_low"] <= rank["step_ms"] <= rank["step_ms_high"]
+        assert rank["phases"]["backward"]["resident_peak_bytes"] > 64 << 20
+    assert len(rows["ok"]["ranks"]) == 2
+    (killed,) = [row for row in read(results).entries if isinstance(row, Row) and row.verdict == "unfinished"]
+    assert killed.run == lost.id
+    assert answer["used_seconds"] >= sum(row["seconds"] for row in answer["rows"]) + killed.seconds - 0.1
+
+
+TRAIN = """
+model: {config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+                 num_attention_heads: 4}}
+tokenizer: {vocab_size: 512}
+data: {path: DATA, packing: true}
+training: {epochs: 3, sequence_length: 64}
+evaluation: {share: 0.1, every: 5, patience: 2, samples: 1}
+checkpoint: {every: 10}
+run: {ranks: 1, device: cpu}
+"""
+
+
+def test_a_configuration_that_evaluates_and_saves_is_measured_without_either(home: Ftmon, tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text(TRAIN.replace("DATA", str(DATA)))
+    sweep = tmp_path / "lengths.yaml"
+    axes = "axes: {training.sequence_length: [48]}\n"
+    sweep.write_text(f"config: train.yaml\n{axes}predict: false\nsteps: 2\nwarm_up: 1\n")
+    done = home.run("sweep", str(sweep), "--json", seconds=300)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["verdict"] == "done", row["text"]
+    (rank,) = row["ranks"]
+    assert {"forward", "backward", "optimizer"} <= set(rank["phases"])
+    assert not {"eval", "checkpoint"} & set(rank["phases"])
+
+
+def test_a_sweep_that_its_budget_does_not_cover_runs_nothing_more(home: Ftmon, tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path, "ok, oom", budget="{hours: 0.000001}")
+    sweep.write_text(sweep.read_text().replace("budget: {money: 10, price_per_hour: 20}\n", ""))
+    done = home.run("sweep", str(sweep))
+    assert done.returncode == 1
+    assert "the budget ends the sweep" in done.stdout
+    assert "2 runs are missing" in done.stdout
+    assert home.runs() == []
+    shown = home.run("sweep", str(sweep), "--plan", "--json")
+    assert len(json.loads(shown.stdout)["runs"]) == 2
+
+
+def test_a_wrong_axis_is_one_line_and_writes_nothing(home: Ftmon, tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("zero: {stage: 2}\n")
+    path = tmp_path / "wrong.yaml"
+    path.write_text("config: train.yaml\naxes:\n  zero.stag: [1, 2]\n")
+    done = home.run("sweep", str(path))
+    assert done.returncode == 2
+    assert done.stderr == f"ftmon: {path}:3: axes.zero.stag: unknown key zero.stag; did you mean zero.stage?\n"
+    assert done.stdout == ""
+    assert sorted(one.name for one in tmp_path.iterdir() if one.is_file()) == ["train.yaml", "wrong.yaml"]
+
+
+def test_a_sweep_goes_on_without_its_screen_until_it_is_ended_there(home: Ftmon, tmp_path: Path) -> None:
+    path = tmp_path / "sleeps.yaml"
+    script = "import time; time.sleep({s})"
+    path.write_text(f"command: [{sys.executable}, -c, '{script}']\naxes: {{s: [0, 900, 901]}}\n")
+    results = tmp_path / "sleeps.results.jsonl"
+    environ = {**home.environ, "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"}
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("axis: {s: [0]}\n")
+    with open_terminal(100, 30, environ, tmp_path) as terminal:
+        command(terminal, PROGRAM, "sweep", str(wrong))
+        refusal = "unknown key axis; did you mean axes?"
+        eventually(lambda: refusal in terminal.text().replace("\n", ""), refusal, state=terminal.text)
+        command(terminal, PROGRAM, "sweep", str(path))
+        wait_for(terminal, "sleeps: s=900", "1 / 3 done", "1 no steps", "running")
+        terminal.press("q")
+        wait_for(terminal, "the sweep goes on")
+        plan = read(results).plan
+        assert plan is not None
+        assert is_alive(plan.process)
+        command(terminal, PROGRAM, "sweep", str(path))
+        wait_for(terminal, "sleeps: s=900", "running")
+        assert len(home.runs()) == 2, "it is shown again, not started again"
+        terminal.press("S")
+        wait_for(terminal, "interrupted")
+        terminal.press("q")
+        wait_for(terminal, "the run ended in order")
+    end = read(results).end
+    assert end is not None
+    assert (end.reason, end.not_run) == ("interrupted", 2)
+    eventually(lambda: not is_alive(plan.process), "the end of the sweep's process")
+    for run in home.runs():
+        wait_until_nothing_is_left(run)

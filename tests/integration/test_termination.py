@@ -1,0 +1,68 @@
+"""SIGTERM asks a training that makes progress to end, and ends one that does not."""
+
+import signal
+import subprocess
+import sys
+
+STEPS_ON = """
+import sys, time
+from ftmon.trainer.recipe.termination import Termination
+termination = Termination()
+print("ready", flush=True)
+while not termination.requested:
+    time.sleep(0.01)
+    termination.step()
+termination.heed()
+termination.close()
+print("saved", flush=True)
+"""
+STUCK = """
+import ctypes
+from ftmon.trainer.recipe.termination import Termination
+termination = Termination()
+print("ready", flush=True)
+# As in a collective that the others never enter: no Python runs in the main thread.
+libc = ctypes.CDLL(None)
+while True:
+    libc.sleep(1000)
+"""
+WITH_WORKER = """
+import os, signal, sys, time
+from ftmon.trainer.recipe.termination import Termination
+termination = Termination()
+worker = os.fork()
+if worker == 0:
+    time.sleep(1000)
+os.kill(worker, signal.SIGTERM)
+_, status = os.waitpid(worker, 0)
+assert os.WTERMSIG(status) == signal.SIGTERM
+assert not termination.requested
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+def signalled(script: str) -> tuple[int, str]:
+    """Run a script, send it SIGTERM once it is ready, and return its exit status and output."""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    return process.returncode, output
+
+
+def test_a_training_that_makes_steps_ends_by_itself() -> None:
+    assert signalled(STEPS_ON) == (0, "saved\n")
+
+
+def test_a_training_thread_that_is_stuck_dies_of_the_signal() -> None:
+    # glibc's sleep returns at the signal and is called again: still no step is made.
+    status, output = signalled(STUCK)
+    assert status == -signal.SIGTERM
+    assert output == ""
+
+
+def test_a_forked_worker_dies_of_its_own_sigterm_without_ending_the_training() -> None:
+    status, _ = signalled(WITH_WORKER)
+    assert status == -signal.SIGTERM  # it made no step either

@@ -1,0 +1,83 @@
+"""Tokenizing in several processes, and ranks that wait for the one that does it."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.trainer.recipe.config.schema import Config, Tokenizer, Training
+from ftmon.trainer.recipe.data import handover, pipeline, sources
+from ftmon.trainer.recipe.data.config import Data
+from ftmon.trainer.recipe.data.encode import Encoder
+from small_tokenizer import family_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(pipeline, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def test_other_ranks_wait_for_rank_0_without_a_limit_and_learn_of_its_end(tmp_path: Path) -> None:
+    status = tmp_path / ".prepared"
+    program = "import sys, time; sys.stdin.read()"
+    first = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+    waiting = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(
+                f"""
+                from pathlib import Path
+                from ftmon.trainer.recipe.data import handover
+                print("waiting", flush=True)
+                print(handover.wait(Path({str(status)!r}), {first.pid}).error)
+                """
+            ),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert waiting.stdout is not None
+    assert waiting.stdout.readline() == "waiting\n"
+    assert waiting.poll() is None
+    first.communicate()
+    assert waiting.stdout.readline() == "rank 0 ended while it prepared the data\n"
+    assert waiting.wait(60) == 0
+    handover.leave(status, handover.Status(folder="there"))
+    assert handover.wait(status, first.pid).folder == "there"
+
+
+def chats(path: Path, *answers: Any) -> Path:
+    records = [{"prompt": f"hello {number}", "response": answer} for number, answer in enumerate(answers)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_several_processes_write_what_one_writes(tmp_path: Path, cache: Path) -> None:
+    path = chats(tmp_path / "a.jsonl", *["red blue " * count for count in range(1, 40)], None)
+    folder = tmp_path / "tokenizer"
+    made = family_tokenizer("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
+    made.save_pretrained(str(folder))
+
+    def config(processes: int) -> Config:
+        return Config(
+            data=Data(path=str(path), processes=processes, max_refused=0.1),
+            training=Training(sequence_length=64),
+            tokenizer=Tokenizer(name=str(folder)),
+        )
+
+    results: list[Any] = []
+    for processes in (1, 2):
+        records = sources.read(config(processes))
+        loaded = pipeline.load_tokenizer(config(processes), records, ["instruction"])
+        encoder = Encoder(loaded, config(processes), ["instruction"])
+        made_at = pipeline.encode(records, encoder, loaded, config(processes))
+        results.append({file.name: file.read_bytes() for file in made_at.iterdir() if file.suffix in (".bin", ".npy")})
+        results.append(json.loads((made_at / "meta.json").read_text()))
+        made_at.rename(tmp_path / f"done-{processes}")
+    assert results[:2] == results[2:]
+    assert results[1]["report"]["refused"] == {"count": 1, "first": [["a.jsonl:40", "response is null"]]}

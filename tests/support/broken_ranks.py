@@ -1,0 +1,56 @@
+"""One rank that trains each of several configurations with gradients or losses broken as the job's name says.
+
+``overflow-at-N`` makes the gradients of the Nth batch infinite, ``overflow-from-N`` of all from then on, ``nan-from-N``
+the loss not a number.
+"""
+
+import re
+from pathlib import Path
+
+import torch
+from ftmon.protocol.errors import FtmonError
+from ftmon.trainer.recipe.config.load import load
+from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.train import Trainer, setup
+
+
+def work(world: World, jobs: list[str]) -> None:
+    for path in map(Path, jobs):
+        world.say(f"== {path.stem}")
+        run = setup(load(str(path)).config, world)
+        spoil(run, path.stem)
+        try:
+            run.fit()
+            world.say(f"batches taken: {run.state.batches}")
+        except FtmonError as error:
+            world.say(f"refused: {error}")
+        run.engine.destroy()
+
+
+def spoil(run: Trainer, name: str) -> None:
+    found = re.fullmatch(r"(overflow|nan)-(at|from)-(\d+)", name)
+    if not found:
+        return
+    kind, when, number = found[1], found[2], int(found[3])
+
+    def due() -> bool:
+        # Batches of the rehearsal are taken before the first one.
+        batch = run.state.batches + 1
+        return rehearsed and (batch == number if when == "at" else batch >= number)
+
+    rehearsed = False
+    steps = run._steps
+
+    def begin(batches: object) -> bool:
+        nonlocal rehearsed
+        rehearsed = True
+        return steps(batches)  # type: ignore[arg-type]
+
+    run._steps = begin  # type: ignore[method-assign]
+    if kind == "overflow":
+        weight = next(parameter for parameter in run.model.parameters() if parameter.requires_grad)
+        weight.register_hook(lambda grad: grad * float("inf") if due() else grad)
+    else:
+        head = run.model.get_output_embeddings()
+        head.register_forward_hook(lambda *call: call[-1] * float("nan") if due() else call[-1])
+    assert torch.is_grad_enabled()

@@ -1,0 +1,45 @@
+"""The one way in which tests wait: for a condition, with a bound that only a fault reaches."""
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+SECONDS = 200.0
+"""For anything that needs seconds on a free machine: tests share two cores with a compiler and ranks that import torch.
+Below the tests' timeout, so that a failure says what it waited for."""
+
+
+def eventually(
+    found: Callable[[], T],
+    what: str,
+    seconds: float = SECONDS,
+    *,
+    each: Callable[[], Any] | None = None,
+    state: Callable[[], object] | None = None,
+    every: float = 0.02,
+) -> T:
+    """Return the first true value of ``found``.
+
+    Args:
+        found: the condition.
+        what: the condition in words.
+        seconds: the bound.
+        each: called before each look; there is no pause after it returned something true.
+        state: describes, for the failure, what there is instead.
+        every: seconds between two looks.
+
+    Raises:
+        AssertionError: there was none within ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        moved = each() if each is not None else None
+        if value := found():
+            return value
+        if time.monotonic() > deadline:
+            instead = f":\n{state()}" if state is not None else ""
+            raise AssertionError(f"not within {seconds:g} s: {what}{instead}")
+        if not moved:
+            time.sleep(every)

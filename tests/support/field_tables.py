@@ -1,0 +1,197 @@
+"""The field tables of docs/protocol.md: name, type and default are the message types', the meaning is the document's.
+
+``python tests/support/field_tables.py`` writes them anew. A field that the document does not have yet is given its
+docstring as meaning, to be edited there.
+"""
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from ftmon.protocol import (
+    blocks,
+    health,
+    hosts,
+    intent,
+    jobs,
+    join,
+    memory,
+    notices,
+    oom,
+    prediction,
+    process,
+    run_options,
+    rundir,
+    start_request,
+    telemetry,
+    throughput,
+    wire,
+)
+from ftmon.protocol.recording import results
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
+
+PARTS: tuple[type[msgspec.Struct], ...] = (
+    telemetry.DeviceInfo,
+    telemetry.SelfDump,
+    telemetry.Update,
+    throughput.ModelFlops,
+    telemetry.PhaseRecord,
+    telemetry.AllocatorPhase,
+    telemetry.ProcessMemory,
+    health.DataLoaderInfo,
+    health.Compilation,
+    health.ParameterSum,
+    health.Volume,
+    memory.PhaseComposition,
+    memory.StackGroup,
+    blocks.SegmentUse,
+    oom.OomVerdict,
+    oom.Remedy,
+    oom.RankMoment,
+    rundir.RunFile,
+    run_options.RunOptions,
+    run_options.MultiHost,
+    start_request.StartRequest,
+    notices.Notify,
+    intent.Intent,
+    rundir.HubFile,
+    rundir.ExitFile,
+    rundir.LeftFile,
+    process.ProcessId,
+    hosts.KernelKill,
+    hosts.ProcessState,
+    jobs.JobRank,
+    jobs.JobPhase,
+    prediction.PredictedPoint,
+    prediction.PredictedPhase,
+    join.JoinFile,
+    results.RecordingInfo,
+    results.MemoryColumn,
+    results.StepPoint,
+    results.TrainingPoint,
+)
+"""What messages, files and answers consist of."""
+
+_HEAD = "| field | type | default | meaning |\n| --- | --- | --- | --- |\n"
+_CELLS = re.compile(r"(?<!\\)\|")
+_NAMES: Mapping[object, str] = {int: "int", float: "float", str: "str", bool: "bool", bytes: "bin", type(None): "nil"}
+
+
+def heading(struct: type[msgspec.Struct]) -> str:
+    """Return the heading under which a struct's table stands."""
+    tag = struct.__struct_config__.tag
+    return f"`{tag}` ({struct.__name__})" if tag else struct.__name__
+
+
+def rewritten(document: str) -> str:
+    """Return the document with all its field tables written anew.
+
+    Raises:
+        ValueError: a struct has no heading or no table, or a field no meaning.
+    """
+    for struct in (*wire.MESSAGE_TYPES, *PARTS):
+        start = re.search(rf"^#+ {re.escape(heading(struct))}\n", document, re.M)
+        if start is None:
+            raise ValueError(f"docs/protocol.md has no heading {heading(struct)!r}")
+        after = re.compile(r"^#", re.M).search(document, start.end())
+        end = after.start() if after else len(document)
+        section = document[start.end() : end]
+        found = re.search(r"^\| field \|.*\n(?:\|.*\n)*", section, re.M)
+        if found is None:
+            raise ValueError(f"docs/protocol.md has no table under {heading(struct)!r}")
+        section = section[: found.start()] + _table(struct, found[0]) + section[found.end() :]
+        document = document[: start.end()] + section + document[end:]
+    return document
+
+
+def _table(struct: type[msgspec.Struct], before: str) -> str:
+    meanings = {cells[0].strip("`"): cells[-1] for cells in _rows(before)}
+    docs = _docstrings(struct)
+    rows: list[str] = []
+    hints = typing.get_type_hints(struct, include_extras=True)
+    for field in msgspec.structs.fields(struct):
+        meaning = meanings.get(field.encode_name) or docs.get(field.name, "")
+        if not meaning:
+            raise ValueError(f"{struct.__name__}.{field.name}: has no meaning in docs/protocol.md, and no docstring")
+        cells = (f"`{field.encode_name}`", type_text(hints[field.name]), _default(field), meaning)
+        rows.append(f"| {' | '.join(cells)} |\n")
+    return _HEAD + "".join(rows)
+
+
+def _rows(table: str) -> Iterable[list[str]]:
+    for line in table.splitlines()[2:]:
+        yield [cell.strip() for cell in _CELLS.split(line)[1:-1]]
+
+
+def type_text(kind: Any) -> str:
+    """Write a type as the document does: ``[int]``, ``map str → float``, ``Span \\| nil``, ``` `a` \\| `b` ```."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind in _NAMES:
+        return _NAMES[kind]
+    if origin is typing.Annotated:
+        return type_text(arguments[0])
+    if origin is typing.Literal:
+        return " \\| ".join(f"`{each}`" if each else '""' for each in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " \\| ".join(dict.fromkeys(type_text(each) for each in arguments))
+    if origin in (list, tuple) and len({*arguments} - {...}) == 1:
+        return f"[{type_text(arguments[0])}]"
+    if origin is tuple:
+        return f"[{', '.join(map(type_text, arguments))}]"
+    if origin is dict:
+        return f"map {type_text(arguments[0])} → {type_text(arguments[1])}"
+    if kind is Any:
+        return "any"
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return str(kind.__struct_config__.tag or kind.__name__)
+    return str(kind.__name__)
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return "required"
+    found = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    if isinstance(found, msgspec.Struct):
+        found = msgspec.to_builtins(found)
+    if found is None:
+        return "nil"
+    if isinstance(found, bool):
+        return str(found).lower()
+    if isinstance(found, str | bytes):
+        return f'"{found if isinstance(found, str) else found.decode()}"'
+    return str(list(found)) if isinstance(found, list | tuple) else str(found)
+
+
+def _docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the docstrings below a struct's fields."""
+    found: dict[str, str] = {}
+    for base in reversed(struct.__mro__):
+        if issubclass(base, msgspec.Struct) and base is not msgspec.Struct:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(tree, ast.ClassDef)
+            for field, text in zip(tree.body, tree.body[1:], strict=False):
+                if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                    continue
+                if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                    words = " ".join(str(text.value.value).split()).replace("``", "`").replace("|", "\\|")
+                    found[field.target.id] = words[:1].lower() + words[1:].rstrip(".")
+    return found
+
+
+def main() -> int:
+    """Write the tables anew; return 0."""
+    DOCUMENT.write_text(rewritten(DOCUMENT.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

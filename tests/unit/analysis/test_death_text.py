@@ -1,0 +1,165 @@
+"""Failures, deaths and out-of-memory errors in words: what each finding is called, and what is added to it later."""
+
+from typing import Any
+
+import pytest
+from ftmon.protocol.analysis import text
+from ftmon.protocol.analysis.deaths.facts import (
+    Ended,
+    EndedEarly,
+    Followed,
+    Follower,
+    HostPressure,
+    LastLog,
+    LauncherEnded,
+    ProcessDeath,
+    ScriptFailure,
+)
+from ftmon.protocol.analysis.findings import Finding
+from ftmon.protocol.analysis.findings.finding import Matter, Resolution, added
+from ftmon.protocol.analysis.oom.detector import Released, Uncaught
+from ftmon.protocol.hosts import KernelKill
+
+GIB = 2**30
+GLOO = "RuntimeError: op.preamble.length <= op.nbytes"
+GONE = "The other ranks cannot go on without it; DeepSpeed's launcher ends them too."
+REMEDY = "Give it more memory (the limit, the host), or hold less: fewer workers, smaller batches, no offload."
+
+
+def death(code: int | None = None, signal: int | None = None, **more: Any) -> Finding:
+    return Finding("died", ProcessDeath(101, code, signal, more.pop("state", ""), [], **more), rank=1, ranks=(1,))
+
+
+@pytest.mark.parametrize(
+    ("finding", "title", "body"),
+    [
+        (
+            death(3, state="sys.exit(3)"),
+            "rank 1 ended: exit code 3",
+            f"The process of rank 1 (pid 101) is gone: sys.exit(3). {GONE}",
+        ),
+        (
+            death(-11),
+            "rank 1 killed by SIGSEGV",
+            f"The process of rank 1 (pid 101) is gone: killed by SIGSEGV. Possibly: a crash in native code. {GONE}",
+        ),
+        (
+            death(signal=9, asked=True),
+            "rank 1 killed by SIGKILL, as asked",
+            f"The process of rank 1 (pid 101) is gone: killed by SIGKILL. {GONE}",
+        ),
+        (
+            death(signal=9, kernel_kill=KernelKill(True, "the host's memory was exhausted", ["pid 101", "8 GiB"])),
+            "rank 1 killed by SIGKILL by the kernel for want of memory",
+            "The process of rank 1 (pid 101) is gone: killed by SIGKILL. The host's memory was exhausted: pid 101; "
+            f"8 GiB. {REMEDY} {GONE}",
+        ),
+        (
+            death(signal=9, kernel_kill=KernelKill(False, "the group's limit was reached", ["counted"])),
+            "rank 1 killed by SIGKILL, probably by the kernel for want of memory",
+            "The process of rank 1 (pid 101) is gone: killed by SIGKILL. The group's limit was reached: counted. "
+            f"{REMEDY} {GONE}",
+        ),
+        (
+            death(signal=9, kernel_kill=KernelKill(False, "", ["its log names no kill"])),
+            "rank 1 killed by SIGKILL",
+            "The process of rank 1 (pid 101) is gone: killed by SIGKILL. Not by the kernel for memory: its log names "
+            f"no kill. Somebody or a job scheduler sent it. {GONE}",
+        ),
+        (
+            death(signal=9, pressure=HostPressure(1.25, 31 * GIB, 32 * GIB, 8 * GIB)),
+            "rank 1 killed by SIGKILL, probably by the kernel for want of memory",
+            "The process of rank 1 (pid 101) is gone: killed by SIGKILL. Neither log nor counter could be read; "
+            "1.2 s before, 31.00 GiB of 32.00 GiB of the host's (or control group's) memory were in use, 8.00 GiB of "
+            f"it by this rank. {GONE}",
+        ),
+        (
+            Finding("launcher_ended", LauncherEnded(None, 2, ["100 (python)"])),
+            "the job's command ended (never began) before its ranks",
+            "The command that was started (never began) left 2 processes behind. Nobody would have looked after them, "
+            "so ftmon ended them; no rank is to blame.",
+        ),
+        (
+            Finding("failure", ScriptFailure(GLOO, "", []), rank=0, step=7, phase="backward"),
+            f"rank 0 failed in backward: {GLOO}",
+            f"An exception left the script in step 7: {GLOO}. Gloo gave up because ranks entered one collective with "
+            "tensors of different sizes (shapes).",
+        ),
+        (
+            Finding("failure", ScriptFailure("closed\nmore", "", [], True), rank=0, step=7),
+            "rank 0 failed, its peer killed as asked: closed",
+            "An exception left the script in step 7: closed.",
+        ),
+        (
+            Finding("ended_early", EndedEarly({0: 5, 2: 6}, 1, "closed by peer", "", []), step=7),
+            "ranks 0 and 2 ended early, after steps 5 to 6; rank 1 lost the connection in step 7",
+            "The script of ranks 0 and 2 ended without an error after steps 5 to 6, while rank 1 went on and "
+            "communicated with it in step 7: closed by peer. Give every rank the same number of batches "
+            "(DistributedSampler, drop_last, torch.distributed.algorithms.Join), and end with a barrier.",
+        ),
+        (
+            Finding("oom_failure", Uncaught("MemoryError: no", ""), rank=2, step=4, phase="data"),
+            "rank 2 out of memory in data: MemoryError: no",
+            "MemoryError: no. The script did not catch it and failed in step 4. Use a smaller micro-batch with more "
+            "accumulation, gradient checkpointing, or a higher ZeRO stage.",
+        ),
+    ],
+)
+def test_a_death_and_a_failure_in_words(finding: Finding, title: str, body: str):
+    words = text.words(finding)
+    assert words.title == title
+    assert " ".join(filter(None, (words.text, words.remedy))) == body
+
+
+@pytest.mark.parametrize(
+    ("facts", "evidence", "sentence"),
+    [
+        (Ended(1, None), {"ended": "exit code 1"}, "It ended: exit code 1."),
+        (Ended(None, None), {"ended": "exit status unknown"}, ""),
+        (LastLog(["a"]), {"log": ["a"]}, ""),
+        (
+            LastLog([GLOO]),
+            {"log": [GLOO]},
+            "Gloo gave up because ranks entered one collective with tensors of different sizes (shapes).",
+        ),
+        (
+            Followed(
+                {3: Follower(0.5, ["closed by peer\nmore", Ended(None, 15)]), 2: Follower(1, [Ended(None, None)])}
+            ),
+            {
+                "then": {
+                    "3": "closed by peer after 500 ms, then killed by SIGTERM",
+                    "2": "exit status unknown after 1.0 s",
+                }
+            },
+            "",
+        ),
+        (Uncaught("E", "T"), {"error": "E", "traceback": "T"}, "The script did not catch it and failed."),
+        (Released(), {"held": False}, "It was let go."),
+    ],
+)
+def test_what_becomes_known_later_in_words(facts: Any, evidence: dict[str, Any], sentence: str):
+    assert text.added(added(Matter("failure", 0), facts))[1:] == (evidence, sentence)
+
+
+def test_an_error_that_was_caught_is_told_to_be_over():
+    assert text.over(Finding("oom", Resolution("caught", 9), "resolved")) == "The script caught it and finished step 9."
+
+
+def test_the_evidence_of_a_death_is_plain():
+    kill = KernelKill(True, "the host's memory was exhausted", ["pid 101"])
+    assert text.evidence(death(signal=9, kernel_kill=kill, pressure=HostPressure(1.0, GIB, GIB, GIB))) == {
+        "pid": 101,
+        "exit_code": None,
+        "signal": 9,
+        "log": [],
+        "kernel_kill": {"sure": True, "text": "the host's memory was exhausted", "why": ["pid 101"]},
+        "memory_before": "1.0 s before, 1.00 GiB of 1.00 GiB of the host's (or control group's) memory were in use, "
+        "1.00 GiB of it by this rank",
+    }
+    launcher = Finding("launcher_ended", LauncherEnded(-9, 2, ["100 (python)", "101 (python)"]))
+    assert text.evidence(launcher) == {
+        "ended": "killed by SIGKILL",
+        "left": 2,
+        "processes": "100 (python), 101 (python)",
+    }

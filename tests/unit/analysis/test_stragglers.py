@@ -1,0 +1,234 @@
+"""Numbers of ranks in, stragglers out."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ftmon.protocol.analysis.stalls.stragglers import EVERYWHERE, StragglerFinding, Stragglers
+from ftmon.protocol.analysis.stalls.work import Work, work_of
+from ftmon.protocol.analysis.text import stragglers as straggler_text
+from ftmon.protocol.telemetry import PhaseRecord, Span, Step
+
+PARTS = {"idle": 2.0, "data": 8.0, "forward": 30.0, "backward": 50.0, "optimizer": 10.0}
+NOTHING = Span(0, 0, 0)
+TRANSFER = 3.0
+
+Parts = dict[str, float]
+Make = Callable[[int, int], Parts]
+
+
+def play(
+    make: Make,
+    *,
+    ranks: int = 2,
+    steps: int = 60,
+    judge: Stragglers | None = None,
+    first: int = 1,
+    more: Callable[[int, int], dict[str, Any]] = lambda rank, step: {},
+) -> tuple[Stragglers, list[StragglerFinding]]:
+    """Run steps in which ``make`` says how many milliseconds a rank works in each phase; the others wait."""
+    judge = judge or Stragglers()
+    found: list[StragglerFinding] = []
+    t = 0.0
+    for step in range(first, first + steps):
+        works = {rank: make(rank, step) for rank in range(ranks)}
+        wall = max(sum(work.values()) for work in works.values()) + TRANSFER
+        t += wall / 1e3
+        for rank, work in works.items():
+            own = {name: round(ms * 1e3) for name, ms in work.items()}
+            waited = round(wall * 1e3) - sum(own.values())
+            found += judge.step(t, rank, step, Work(own, waited, True, round(wall * 1e3), **more(rank, step)))
+    return judge, found
+
+
+def slow(rank: int, **excess: float) -> Make:
+    """Ranks that work alike, within 3 %, but ``rank``, by ``excess`` milliseconds of some phases."""
+    noise = random.Random(1)
+
+    def make(one: int, step: int) -> Parts:
+        more = excess if one == rank else {}
+        return {name: ms * noise.uniform(0.97, 1.03) + more.get(name, 0.0) for name, ms in PARTS.items()}
+
+    return make
+
+
+def drawn(noise: random.Random) -> Make:
+    """Ranks each with its own draw."""
+    return lambda rank, step: {"idle": 1e3 * noise.choice([0.1, 0.1, 0.1, 0.2, 0.5, 1, 2, 4, 8])}
+
+
+@pytest.mark.parametrize("phase", PARTS)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_rank_for_which_the_others_wait_is_found_with_its_phase(ranks: int, phase: str) -> None:
+    _, found = play(slow(ranks - 1, **{phase: 100.0}), ranks=ranks)
+    (finding,) = found
+    facts = finding.facts
+    assert (finding.state, facts.rank, facts.slow_at) == ("raised", ranks - 1, phase)
+    assert facts.own_us - facts.others_us == pytest.approx(100_000, rel=0.05)
+    assert facts.others_waited_us - facts.waited_us == pytest.approx(100_000, rel=0.05)
+    assert facts.phases_us[phase] - facts.others_phases_us[phase] == pytest.approx(100_000, rel=0.05)
+
+
+@pytest.mark.parametrize(("excess", "steps", "found"), [(100.0, 20, 1), (50.0, 20, 0), (50.0, 60, 1), (20.0, 300, 0)])
+def test_the_smaller_the_excess_the_longer_it_must_last(excess: float, steps: int, found: int) -> None:
+    _, findings = play(slow(1, forward=excess), steps=steps)
+    assert len(findings) == found
+
+
+def test_a_rank_that_is_slow_in_all_phases_is_slow_everywhere() -> None:
+    _, found = play(slow(1, **{name: 2 * ms for name, ms in PARTS.items() if ms >= 8}))
+    assert found[0].facts.slow_at == EVERYWHERE
+    assert straggler_text.title(found[0].facts).startswith("rank 1 is slow everywhere: 29")
+
+
+def test_of_two_slow_ranks_the_one_that_others_wait_for_is_found() -> None:
+    base = slow(2, forward=200.0)
+    _, found = play(lambda rank, step: base(rank, step) | ({"data": 80.0} if rank == 1 else {}), ranks=4)
+    assert [finding.facts.rank for finding in found] == [2]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("sigma", [0.1, 0.25, 0.5, 1.0])
+def test_ranks_that_draw_their_work_at_random_are_never_stragglers(ranks: int, sigma: float) -> None:
+    noise = random.Random(7)
+    _, found = play(lambda rank, step: {"forward": 400 * noise.lognormvariate(0, sigma)}, ranks=ranks, steps=500)
+    assert found == []
+
+
+def test_steps_of_a_tenth_of_a_second_to_eight_seconds_by_each_ranks_own_draw_are_no_stragglers() -> None:
+    for seed in range(20):
+        _, found = play(drawn(random.Random(seed)), steps=100)
+        assert found == []
+
+
+def test_spells_of_slowness_raise_a_handful_of_findings_however_long_the_run() -> None:
+    def make(rank: int, step: int) -> Parts:
+        return {"forward": 300.0 + (400.0 if step // 30 % 2 == rank else 0.0)}
+
+    _, found = play(make, steps=3000)
+    assert len(found) <= 4
+
+
+def test_a_straggler_ends_once_it_is_as_fast_and_is_found_again() -> None:
+    judge, found = play(slow(1, data=150.0), steps=40)
+    assert [finding.state for finding in found] == ["raised"]
+    _, found = play(slow(-1), steps=60, judge=judge, first=41)
+    assert [finding.state for finding in found] == ["resolved"]
+    assert judge.standing == {}
+    _, found = play(slow(0, data=150.0), steps=60, judge=judge, first=101)
+    assert [(finding.state, finding.facts.rank) for finding in found] == [("raised", 0)]
+
+
+def test_ranks_whose_waiting_is_not_seen_are_not_compared() -> None:
+    judge = Stragglers()
+    for step in range(1, 80):
+        for rank in range(2):
+            # Both take as long for the step and nobody is seen to wait: the figures support no verdict.
+            own = {"forward": 200_000 if rank else 100_000}
+            assert judge.step(step, rank, step, Work(own, 0, True, 205_000)) == []
+
+
+def test_ranks_that_do_not_train_together_are_not_compared() -> None:
+    judge = Stragglers()
+    for step in range(1, 80):
+        for rank in range(2):
+            own = 200_000 if rank else 100_000
+            assert judge.step(step, rank, step, Work({"forward": own}, 5000, True, own + 5000)) == []
+
+
+def test_more_micro_steps_are_not_slowness() -> None:
+    make = slow(1, forward=90.0)
+    _, found = play(make, more=lambda rank, step: {"micro_steps": 2 if rank else 1})
+    assert found == []
+    _, found = play(slow(1, forward=400.0), more=lambda rank, step: {"micro_steps": 2 if rank else 1})
+    assert len(found) == 1
+
+
+def test_steps_with_an_evaluation_on_one_rank_are_left_out() -> None:
+    def make(rank: int, step: int) -> Parts:
+        return {"forward": 100.0, "eval": 300.0 if rank == 0 else 0.0}
+
+    _, found = play(make, steps=200, more=lambda rank, step: {"comparable": rank != 0})
+    assert found == []
+    base = slow(-1)
+    _, found = play(
+        lambda rank, step: base(rank, step) | ({"idle": 900.0} if rank == 0 and step % 5 == 0 else {}), steps=400
+    )
+    assert found == [], "nor do a few long steps make a straggler where the phase is not known"
+
+
+def test_a_lost_step_or_a_rank_that_comes_and_goes_stops_nothing() -> None:
+    judge = Stragglers()
+    make = slow(1, forward=150.0)
+    found: list[StragglerFinding] = []
+    for step in range(1, 60):
+        for rank in range(2):
+            if (rank, step) in ((1, 9), (0, 14)):
+                continue
+            own = {name: round(ms * 1e3) for name, ms in make(rank, step).items()}
+            found += judge.step(step, rank, step, Work(own, 256_000 - sum(own.values()), True, 256_000))
+    assert [finding.facts.rank for finding in found] == [1]
+    ended = judge.remove(1)
+    assert ended is not None
+    assert ended.state == "resolved"
+    assert judge.step(60.0, 0, 60, Work({"forward": 1}, 0, True, 1)) == []
+
+
+def test_the_words_hold_the_figures_and_what_is_known_of_the_cause() -> None:
+    more: Callable[[int, int], dict[str, Any]] = lambda rank, step: {"cpu": 100_000, "tokens": 900 if rank else 512}  # noqa: E731
+    _, found = play(slow(1, idle=100.0), more=more)
+    text = straggler_text.text(found[0].facts)
+    assert straggler_text.title(found[0].facts) == "rank 1 is slow between phases: 102 ms a step, others 2 ms"
+    assert "Of a step of 203 ms rank 1 works 200 ms and waits 3 ms for other ranks" in text
+    assert "the others work 100 ms and wait 103 ms" in text
+    assert "used no CPU for 100 ms" in text
+    assert "900 tokens, the others' 512" in text
+
+
+# From a rank's step to its work.
+
+
+def record(name: str, host: int, device: int | None = None, **fields: Any) -> PhaseRecord:
+    return PhaseRecord(name, 0, host, NOTHING, NOTHING, device, **fields)
+
+
+def test_on_the_cpu_time_in_collectives_is_waiting_and_time_between_phases_is_work() -> None:
+    step = Step(
+        0, 3, 0.0, 1000, [record("data", 100), record("forward", 200), record("backward", 500, collective_us=400)]
+    )
+    work = work_of(step, device=False)
+    assert work.own == {"data": 100, "forward": 200, "backward": 100, "idle": 200}
+    assert (work.waited, work.wall, work.measured, work.comparable) == (400, 1000, True, True)
+
+
+def test_on_a_device_measured_waiting_is_taken_off_and_gaps_count_where_they_are() -> None:
+    phases = [
+        record("idle", 40, 45),
+        record("data", 10, 0),
+        record("forward", 5, 30),
+        record("backward", 5, 90, waited_us=50),
+    ]
+    work = work_of(Step(0, 3, 0.0, 170, [*phases, record("optimizer", 3, 5)], device_us=170), device=True)
+    assert work.own == {"idle": 35, "data": 10, "forward": 30, "backward": 40, "optimizer": 5}
+    assert (work.waited, work.measured, work.comparable) == (50, True, True)
+
+
+def test_on_a_device_without_measured_waits_only_what_precedes_the_collectives_is_compared() -> None:
+    phases = [record("data", 10, 0), record("forward", 5, 30), record("backward", 5, 100, collectives=3)]
+    work = work_of(Step(0, 3, 0.0, 160, phases, device_us=160), device=True)
+    assert work.own == {"idle": 20, "data": 10, "forward": 30}
+    assert (work.waited, work.measured, work.comparable) == (100, False, True)
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        [record("forward", 5, 30, collectives=2), record("backward", 5, 90, collectives=3)],  # parameters are gathered
+        [record("forward", 5, 30), record("backward", 5, 90)],  # nothing says where waiting is
+        [record("forward", 5, 30), record("eval", 5, 30), record("backward", 5, 90, collectives=3)],
+    ],
+)
+def test_on_a_device_a_step_that_supports_no_verdict_is_not_compared(phases: list[PhaseRecord]) -> None:
+    assert not work_of(Step(0, 3, 0.0, 160, phases, device_us=160), device=True).comparable
+    assert not work_of(Step(0, 3, 0.0, 160, phases), device=True).comparable, "nor one without device times"

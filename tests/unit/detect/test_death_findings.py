@@ -1,0 +1,71 @@
+"""What the detectors of failures, deaths and out-of-memory errors find: kinds, ranks and facts."""
+
+from typing import Any
+
+from ftmon.protocol.analysis.deaths.detector import HELD_S, DeathDetector
+from ftmon.protocol.analysis.deaths.facts import Ended, EndedEarly, Followed, Follower, LastLog, ProcessDeath
+from ftmon.protocol.analysis.findings.finding import Matter, Resolution
+from ftmon.protocol.analysis.oom.detector import OomDetector, Uncaught
+from ftmon.protocol.control import RankState
+from ftmon.protocol.telemetry import Failure, Goodbye, LogLine, Step
+
+LOST = "RuntimeError: Connection closed by peer"
+
+
+def gone(rank: int, signal: int | None = None, code: int | None = None) -> RankState:
+    return RankState(rank, "gone", 0.0, pid=100 + rank, signal=signal, exit_code=code)
+
+
+def test_a_death_is_found_with_how_the_process_ended_and_what_followed_from_it():
+    deaths = DeathDetector(OomDetector())
+    deaths.log(LogLine(1, 0.0, "err", "last words"))
+    assert deaths.failure(10.0, Failure(0, 7, "backward", 10.0, LOST), set()) == [], "it waits for its cause"
+    found, follows = deaths.gone(10.5, gone(1, signal=11), set())
+    assert (found.matter, found.ranks, found.severity) == (Matter("died", 1), (1,), "error")
+    assert found.facts == ProcessDeath(101, None, 11, "", ["last words"])
+    assert (follows.matter, follows.state) == (found.matter, "added")
+    assert follows.facts == Followed({0: Follower(0.0, [LOST])})
+    (later,) = deaths.gone(11.5, gone(0, code=1), set())
+    assert later.facts == Followed({0: Follower(0.0, [LOST, Ended(1, None)])})
+    assert [one.facts for one in deaths.tick(10.6 + HELD_S)] == [LastLog(["last words"])]
+
+
+def test_ranks_that_ended_early_are_found_with_the_step_of_each():
+    deaths = DeathDetector(OomDetector(), lambda: {2: 6, 1: 5})
+    deaths.failure(10.0, Failure(0, 7, "backward", 10.0, LOST), set())
+    (found,) = deaths.tick(11.0, over=True)
+    assert (found.matter, found.ranks) == (Matter("ended_early"), (1, 2))
+    assert found.facts == EndedEarly({1: 5, 2: 6}, 0, LOST, "", [])
+
+
+def test_memory_that_ran_out_is_one_matter_from_its_exception_to_the_next_step_of_its_rank():
+    oom = OomDetector()
+    deaths = DeathDetector(oom)
+    (found,) = deaths.failure(10.0, Failure(0, 7, "backward", 10.0, "MemoryError: no", "Traceback"), set())
+    assert (found.matter, found.facts) == (
+        Matter("oom_failure", 0, "backward"),
+        Uncaught("MemoryError: no", "Traceback"),
+    )
+    (ended,) = deaths.gone(10.5, gone(0, code=1), set())
+    assert (ended.matter, ended.facts) == (found.matter, Ended(1, None))
+    (over,) = oom.step(Step(0, 7, 0.0, 1, []))
+    assert (over.matter, over.state, over.facts) == (found.matter, "resolved", Resolution("caught", 7))
+
+
+def test_what_becomes_known_after_a_restart_of_the_hub_is_added_to_the_alerts_of_the_recording(make_sim: Any):
+    old = make_sim(2)
+    old.begin()
+    old.train(1, 6)
+    old.feed(Failure(0, 7, "data", old.now, "KeyError: 'ids'", "Traceback"), Goodbye(0, old.now, 6, "failed"))
+    (before,) = old.alerts("failure")
+    new = make_sim(2)
+    new.seq, new.now = old.seq, old.now + 1
+    new.tracker.restore(old.frames)
+    new.detectors.restore(old.frames)
+    new.fact(0, alive=False, exit_code=1)
+    new.fact(1, alive=False, signal=15)
+    new.wait(8)
+    (after,) = new.alerts("failure")
+    assert (after.id, after.evidence["ended"], list(after.evidence["then"])) == (before.id, "exit code 1", ["1"])
+    assert after.evidence["error"] == "KeyError: 'ids'"
+    assert new.alerts("died") == []

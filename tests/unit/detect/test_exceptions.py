@@ -1,0 +1,77 @@
+"""The exception that ended a job, found in its output; and who holds a port."""
+
+import os
+import socket
+
+import pytest
+from ftmon.protocol.analysis.deaths.tracebacks import address_in_use, last_exception
+from ftmon.trainer.host.port_holders import holder_of
+
+IN_USE = (
+    "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
+    "port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+)
+
+
+def test_the_exception_of_a_rank_counts_and_not_that_its_launcher_failed_for_it() -> None:
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "train.py", line 3, in <module>',
+        "    import nosuchmodule",
+        "ModuleNotFoundError: No module named 'nosuchmodule'",
+        "Traceback (most recent call last):",
+        '  File "/lib/torchrun", line 8, in <module>',
+        "    sys.exit(main())",
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+        "====",
+    ]
+    found = last_exception(lines)
+    assert found is not None
+    assert found.words == "ModuleNotFoundError: No module named 'nosuchmodule'"
+    assert (found.file, found.line, found.function) == ("train.py", 3, "<module>")
+
+
+def test_tracebacks_of_two_ranks_that_write_at_once_are_told_apart() -> None:
+    lines = [
+        "[rank1]: Traceback (most recent call last):",
+        "[rank0]: Traceback (most recent call last):",
+        '[rank1]:   File "a.py", line 1, in one',
+        '[rank0]:   File "b.py", line 2, in two',
+        "[rank1]: ValueError: of rank 1",
+        "[rank0]: KeyError: 'of rank 0'",
+    ]
+    found = last_exception(lines)
+    assert found is not None
+    assert (found.rank, found.words) in ((1, "ValueError: of rank 1"), (0, "KeyError: 'of rank 0'"))
+
+
+def test_output_without_a_whole_traceback_names_none() -> None:
+    assert last_exception(["step 1", "Traceback (most recent call last):", '  File "a.py", line 1, in b']) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "port"),
+    [
+        (IN_USE, 29500),
+        ("RuntimeError: failed to bind to [::]:29511 (errno: 98 - Address already in use).", 29511),
+        ("OSError: [Errno 98] Address already in use", 0),
+        ("ValueError: port: 29500", None),
+    ],
+)
+def test_an_address_in_use_names_its_port_where_the_error_does(text: str, port: int | None) -> None:
+    assert address_in_use(text) == port
+
+
+def test_the_process_that_listens_on_a_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found = holder_of(server.getsockname()[1])
+    assert found is not None
+    assert found.pid == os.getpid()
+    assert found.uid == os.getuid()
+    assert f"pid {os.getpid()}" in found.words
+
+
+def test_a_port_that_is_free_is_held_by_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert holder_of(port) is None

@@ -1,0 +1,36 @@
+"""Checkpoints that could not be written: one finding from the first failure to the next complete one."""
+
+from ftmon.protocol.analysis import text
+from ftmon.protocol.analysis.findings import Finding
+from ftmon.protocol.analysis.health.monitor import HealthMonitor
+from ftmon.protocol.telemetry import Checkpoint, CheckpointFailed
+
+FULL = "No space left on device"
+
+
+def fail(monitor: HealthMonitor, step: int, kept: str = "") -> Finding:
+    (found,) = monitor.checkpoint_failed(CheckpointFailed(0, step, float(step), f"out/step-{step}", FULL, kept))
+    return found
+
+
+def test_a_checkpoint_that_failed_is_an_error_that_names_why_where_and_what_is_left() -> None:
+    found = fail(HealthMonitor(), 20, "out/step-10")
+    assert (found.state, found.severity, found.step) == ("raised", "error", 20)
+    words = text.words(found)
+    assert words.title == f"a checkpoint could not be written, at step 20: {FULL}"
+    assert f"out/step-20: {FULL}" in words.text
+    assert "The newest complete one is out/step-10." in words.text
+    assert text.evidence(found)["finding"] == "checkpoint_failed"
+
+
+def test_further_failures_are_counted_and_the_next_complete_one_resolves() -> None:
+    monitor = HealthMonitor()
+    fail(monitor, 20)
+    again = fail(monitor, 30)
+    assert again.state == "updated"
+    assert text.words(again).title.startswith("2 checkpoints in a row could not be written, at step 30")
+    assert "There is no complete one." in text.words(again).text
+    (over,) = monitor.checkpoint(Checkpoint(0, 40, 40.0, "out/step-40"))
+    assert over.state == "resolved"
+    assert monitor.checkpoint(Checkpoint(0, 50, 50.0, "out/step-50")) == []
+    assert fail(monitor, 60).state == "raised"

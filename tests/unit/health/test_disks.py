@@ -1,0 +1,160 @@
+"""Disks about to fill: what is looked at, and what is made of it."""
+
+import os
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ftmon.protocol.analysis import text
+from ftmon.protocol.analysis.findings import Finding
+from ftmon.protocol.analysis.health.disks import Disks
+from ftmon.protocol.health import DiskSpace, Volume
+from ftmon.trainer.host import disks as looked
+
+MIB, GIB = 2**20, 2**30
+
+
+def fed(samples: Iterable[tuple[float, float]], total: int = 100 * GIB) -> list[tuple[float, Finding]]:
+    disks = Disks()
+    return [
+        (t, found)
+        for t, free in samples
+        for found in disks.space(DiskSpace("node-1", t, [Volume("/scratch/run", "output", int(free), total)]))
+    ]
+
+
+def states(found: list[tuple[float, Finding]]) -> list[str]:
+    return [one.state for _, one in found if one.state != "updated"]
+
+
+def test_a_disk_that_fills_steadily_is_told_with_the_time_that_is_left():
+    rate = 310 * MIB / 60
+    found = fed((t, 5 * GIB - rate * max(0, t - 100)) for t in range(0, 800, 2))
+    assert states(found) == ["raised"]
+    t, first = found[0]
+    facts = first.facts
+    assert facts.why == "rate"
+    assert facts.bytes_per_s == pytest.approx(rate, rel=0.05)
+    assert facts.full_in_s == pytest.approx(facts.free_bytes / rate, rel=0.1)
+    assert t < 450, "long before it is full, at 1091"
+    assert "/min" in text.words(first).title
+    assert "/scratch/run (output) on node-1" in text.words(first).title
+
+
+def test_a_small_disk_that_fills_within_half_a_minute_is_told_in_time():
+    found = fed(((t, 64 * MIB - 2 * MIB * t) for t in range(0, 30, 2)), total=64 * MIB)
+    assert found
+    assert found[0][0] <= 16
+
+
+def test_it_resolves_once_there_is_room_again():
+    samples = [(t, 5 * GIB - 10 * MIB * t) for t in range(0, 300, 2)]
+    samples += [(t, 40 * GIB) for t in range(300, 400, 2)]
+    assert states(fed(samples)) == ["raised", "resolved"]
+
+
+def test_a_checkpoint_that_is_being_written_and_removed_again_is_no_finding():
+    samples: list[tuple[float, float]] = []
+    free = 300 * GIB
+    for t in range(0, 3000, 2):
+        within = t % 600
+        free -= 2 * GIB * 2 if within < 15 else 0
+        free += 8 * 4 * GIB if within == 20 and t > 600 else 0
+        samples.append((t, free - random.Random(t).randint(0, 2**20)))
+    assert fed(samples, total=1000 * GIB) == []
+
+
+def test_the_first_of_a_few_checkpoints_that_are_kept_are_no_rate():
+    free, samples = 400.0 * GIB, []
+    for at in range(0, 3000, 2):
+        free -= GIB if at % 300 < 120 and at < 900 else 0  # 60 GiB in two of every five minutes, three times
+        samples.append((float(at), free))
+    assert fed(samples, 2000 * GIB) == []
+    steady = [(float(at), 400.0 * GIB - at * 0.2 * GIB) for at in range(0, 1990, 2)]
+    assert states(fed(steady, 2000 * GIB))[0] == "raised", "the same rate all the time"
+
+
+def test_what_was_written_before_a_pause_does_not_delay_a_steady_fall():
+    free, samples = 60.0 * GIB, []
+    for at in range(0, 900, 2):
+        free -= GIB / 2 if at < 20 else 20_000 if at < 300 else 100 * MIB  # a checkpoint, a pause, 50 MiB/s
+        samples.append((float(at), free))
+    raised = [t for t, found in fed(samples, 500 * GIB) if found.state == "raised"]
+    assert 300 < raised[0] < 720, "of some 1,100 s that it takes"
+    slow_before = [
+        (float(at), 60 * GIB - (20_000 * at if at < 600 else 50 * MIB * (at - 600))) for at in range(0, 1300, 2)
+    ]
+    raised = [t for t, found in fed(slow_before, 500 * GIB) if found.state == "raised"]
+    assert 600 < raised[0] < 1100
+
+
+def test_a_checkpoint_that_will_not_fit_next_time_is_told():
+    samples: list[tuple[float, float]] = []
+    free = 36 * GIB
+    for t in range(0, 1500, 2):
+        free -= GIB if t % 400 < 20 and t < 1200 else 0  # 10 GiB, three times
+        samples.append((t, free))
+    found = [one for _, one in fed(samples, total=1000 * GIB) if one.facts.why == "next write"]
+    assert found[0].facts.burst_bytes == pytest.approx(10 * GIB, rel=0.15)
+    assert text.words(found[0]).title.startswith("the next checkpoint will not fit, 6.00 GiB")
+
+
+def test_little_left_is_told_at_once_and_nothing_left_is_an_error():
+    low = fed([(0, GIB), (2, GIB)])
+    assert [one.severity for _, one in low] == ["warning"]
+    assert fed([(0, MIB)])[0][1].severity == "error"
+
+
+def place(tmp_path: Path, pid: int, **links: Path) -> Path:
+    process = tmp_path / f"proc/{pid}"
+    (process / "fd").mkdir(parents=True)
+    (process / "environ").write_bytes(b"A=b\0TMPDIR=" + os.fsencode(links["tmp"]) + b"\0")
+    (process / "cwd").symlink_to(links["cwd"])
+    return process
+
+
+def test_the_run_the_ranks_and_their_open_files_say_where_to_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    names = ("run", "work", "tmp", "checkpoints", "read", "out")
+    folders = {name: tmp_path / name for name in names}
+    for folder in folders.values():
+        folder.mkdir()
+    real = os.stat
+    devices = {str(folder): number for number, folder in enumerate(folders.values(), 100)}
+
+    def stat(path, *words, **options):
+        known = devices.get(str(path))
+        return SimpleNamespace(st_dev=known) if known else real(path, *words, **options)
+
+    monkeypatch.setattr(looked.os, "stat", stat)
+    process = place(tmp_path, 7, cwd=folders["work"], tmp=folders["tmp"])
+    (process / "fd/3").symlink_to(folders["checkpoints"] / "shard.pt")
+    (process / "fd/4").symlink_to(folders["read"] / "data.bin")
+    os_lstat = os.lstat
+
+    def lstat(path, *words, **options):
+        found = os_lstat(path, *words, **options)
+        return SimpleNamespace(st_mode=0o120500) if str(path).endswith("fd/4") else found
+
+    monkeypatch.setattr(looked.os, "lstat", lstat)
+    free = {"now": 50}
+    disks = looked.Disks(
+        "h",
+        folders["run"],
+        lambda: {0: 7},
+        lambda _: SimpleNamespace(f_frsize=4096, f_bsize=4096, f_blocks=1000, f_bavail=free["now"]),
+        tmp_path,
+    )
+    disks.note_output(0, "../out/not-yet")
+    message = disks.look(0.0)
+    assert message is not None
+    found = {volume.path: volume.use for volume in message.volumes if volume.path.startswith(str(tmp_path))}
+    assert found.pop(f"{folders['work']}/../out") == "output"
+    expected = {"run": "run directory", "work": "working directory", "tmp": "TMPDIR", "checkpoints": "output"}
+    assert found == {str(folders[name]): use for name, use in expected.items()}, "and not what is only read"
+    assert message.volumes[0].free_bytes == 50 * 4096
+    assert disks.look(2.0) is None, "nothing changed"
+    free["now"] = 40
+    assert disks.look(4.0) is not None
+    assert disks.look(40.0) is not None, "and once in a while all the same"

@@ -1,0 +1,135 @@
+"""GPUs: throttling, memory errors, XIDs and links, as NVML and the driver's log tell of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.protocol.analysis import text
+from ftmon.protocol.analysis.findings import Finding
+from ftmon.protocol.analysis.health.gpus import Gpus
+from ftmon.protocol.health import DeviceHealth, Xid
+from ftmon.protocol.telemetry import DeviceSample
+from ftmon.trainer.host.xids import Xids, read_xid
+
+
+def sample(t: float, *reasons: str, busy: float = 95.0, index: int = 0, **fields: Any) -> DeviceSample:
+    return DeviceSample(
+        "n", "gpu", index, "H", t, 1, 2, utilization_percent=busy, throttle_reasons=list(reasons), **fields
+    )
+
+
+def kinds(found: list[Finding], state: str = "raised") -> list[str]:
+    return [one.kind for one in found if one.state == state]
+
+
+def test_heat_that_slows_a_gpu_down_is_told_and_resolves():
+    gpus = Gpus()
+    found = [one for t in range(40) for one in gpus.sample(sample(t, "thermal (hardware)", temperature_c=91.0))]
+    assert kinds(found) == ["gpu_throttling"]
+    words = text.words(found[0])
+    assert words.title == "GPU 0 of n is throttled: thermal (hardware)"
+    assert "91 °C" in words.text
+    later = [one for t in range(40, 80) for one in gpus.sample(sample(t))]
+    assert kinds(later, "resolved") == ["gpu_throttling"]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "busy"), [(("power cap",), 99.0), (("application clocks",), 99.0), (("thermal (software)",), 3.0)]
+)
+def test_a_power_cap_set_clocks_and_an_idle_gpu_are_no_findings(reasons: tuple[str, ...], busy: float):
+    gpus = Gpus()
+    assert [one for t in range(60) for one in gpus.sample(sample(t, *reasons, busy=busy))] == []
+
+
+def test_a_short_slowdown_is_no_finding():
+    gpus = Gpus()
+    found = [one for t in range(60) for one in gpus.sample(sample(t, *(["hardware slowdown"] if t % 20 < 4 else [])))]
+    assert found == []
+
+
+def health(t: float, index: int = 0, **fields: Any) -> DeviceHealth:
+    return DeviceHealth("n", index, t, **fields)
+
+
+def test_uncorrectable_errors_are_told_and_new_ones_are_an_error():
+    gpus = Gpus()
+    assert gpus.health(health(0, ecc_uncorrected=0)) == []
+    (old,) = Gpus().health(health(0, ecc_uncorrected=3))
+    assert old.severity == "warning"
+    (new,) = gpus.health(health(10, ecc_uncorrected=2))
+    assert (new.kind, new.severity, new.facts.new_errors) == ("gpu_memory_errors", "error", 2)
+    assert gpus.health(health(20, ecc_uncorrected=2)) == [], "once"
+    (pending,) = Gpus().health(health(0, remap_pending=True))
+    assert "waits to be remapped" in text.words(pending).text
+
+
+def test_a_card_that_offers_nothing_gives_no_finding():
+    gpus = Gpus()
+    assert [one for t in range(0, 100, 10) for one in gpus.health(health(t))] == []
+
+
+def test_a_narrow_link_under_load_is_told_and_one_of_an_idle_gpu_is_not():
+    link = {"pcie_gen": 5, "pcie_gen_max": 5, "pcie_width": 8, "pcie_width_max": 16}
+
+    def run(busy: float) -> list[Finding]:
+        gpus = Gpus()
+        gpus.sample(sample(0, busy=busy))
+        return [one for t in range(0, 60, 10) for one in gpus.health(health(t, **link))]
+
+    (found,) = run(99.0)
+    assert "PCIe gen 5 x8, of gen 5 x16" in text.words(found).title
+    assert run(0.0) == []
+    gpus = Gpus()
+    gpus.sample(sample(0))
+    replays = [one for t in range(0, 60, 10) for one in gpus.health(health(t, pcie_replays=t * 20))]
+    assert kinds(replays) == ["pcie_degraded"]
+
+
+def test_an_nvlink_that_goes_down_is_told_and_resolves():
+    gpus = Gpus()
+    assert gpus.health(health(0, nvlinks_up=18)) == []
+    (down,) = gpus.health(health(10, nvlinks_up=17))
+    assert text.words(down).title == "GPU 0 of n has 17 of 18 NVLinks up"
+    assert kinds(gpus.health(health(20, nvlinks_up=18)), "resolved") == ["nvlink_degraded"]
+    others = [one for index in (0, 1, 2) for one in gpus.health(health(30, index, nvlinks_up=18 if index else 12))]
+    assert [one.key for one in others if one.state == "raised"] == ["n:0"]
+
+
+LINE = "NVRM: Xid (PCI:0000:3b:00): {}, pid=1234, name=python, GPU has fallen off the bus."
+
+
+@pytest.mark.parametrize(("code", "severity"), [(79, "error"), (48, "error"), (63, "warning"), (31, "warning")])
+def test_an_xid_is_told_with_what_it_means(code: int, severity: str):
+    (found,) = Gpus().xid(Xid("n", 1.0, code, -1, "0000:3b:00", LINE.format(code)))
+    assert found.severity == severity
+    words = text.words(found)
+    assert words.title.startswith(f"XID {code} on 0000:3b:00 of n: ")
+    assert "fallen off the bus" in words.text
+
+
+def test_the_xid_of_a_killed_process_is_passed_over_and_a_repeated_one_is_counted():
+    gpus = Gpus()
+    assert gpus.xid(Xid("n", 1.0, 45)) == []
+    assert kinds(gpus.xid(Xid("n", 1.0, 13, 0))) == ["gpu_xid"]
+    (again,) = gpus.xid(Xid("n", 2.0, 13, 0))
+    assert (again.state, again.facts.count) == ("updated", 2)
+
+
+def test_the_kernels_log_is_read_from_now_on(tmp_path: Path):
+    log = tmp_path / "kmsg"
+    log.write_text("4,1,1,-;" + LINE.format(13) + "\n")
+    xids = Xids("n", str(log))
+    assert xids.look() == [], "what was there before is older than the run"
+    with log.open("a") as file:
+        file.write("6,2,2,-;something else\n" + "4,3,3,-;" + LINE.format(79) + "\n")
+    (found,) = xids.look()
+    assert (found.code, found.bus, found.host) == (79, "0000:3b:00", "n")
+    assert xids.look() == []
+    xids.close()
+    assert read_xid("4,1,1,-;NVRM: loading", "n", 0.0) is None
+
+
+def test_without_log_or_driver_nothing_is_found(tmp_path: Path):
+    xids = Xids("n", str(tmp_path / "none"))
+    assert xids.look() == []
+    xids.close()

@@ -1,0 +1,33 @@
+"""StallProbe at ranks without their help, where the machine has no more threads to give."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ftmon.trainer.host import flow
+from ftmon.trainer.host.rank_inspection import Inspection
+from ftmon.trainer.hub.host_inspection import HostInspection
+
+
+def test_a_look_that_cannot_begin_ends_with_nothing_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    posted: list[Any] = []
+    tracker: Any = SimpleNamespace(ranks={})
+    book: Any = SimpleNamespace(targets=list)
+    agents: Any = SimpleNamespace(reachable=list)
+    link: Any = None
+    inspection = HostInspection(tracker, book, link, agents, posted.append)
+    found: list[Inspection] = []
+    monkeypatch.setattr(threading.Thread, "start", refused)
+
+    async def look() -> None:
+        found.append(await inspection.inspect({0}))
+
+    flow.start(look())
+    assert found == []
+    (call,) = posted
+    call()
+    assert found == [Inspection({}, {}, {})]

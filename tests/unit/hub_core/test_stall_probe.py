@@ -1,0 +1,95 @@
+"""What is kept of a rank's answers from one look to the next."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ftmon.protocol.analysis.stalls.activity import Activity
+from ftmon.protocol.analysis.stalls.tracked_rank import TrackedRank
+from ftmon.protocol.control import Result
+from ftmon.protocol.rundir import RunDir
+from ftmon.trainer.host.flow import Reply
+from ftmon.trainer.host.rank_inspection import Inspection
+from ftmon.trainer.hub.rank_link import Answers
+from ftmon.trainer.hub.stall_probe import StallProbe
+
+STACKS = 'Thread 0x00007f0000000000 (most recent call first):\n  File "train.py", line 7 in main\n'
+RECORDED = {"source": "recorder", "recent": [["0", 9, "all_reduce", 64, False]], "counted": {"0": 9}, "ranks": {}}
+COUNTED = {"source": "calls", "recent": [["0", 9, "all_reduce", 64, None]], "counted": {"0": 9}, "ranks": {}}
+
+
+class Bench:
+    """A rank that stands still, and what it answers at each look."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.rank = TrackedRank(0, time.time() - 5.0)
+        self.tracker: Any = SimpleNamespace(ranks={0: self.rank}, suspected=True, verdict=None, launcher="")
+        self.says: dict[str, Any] = {}
+        parts: Any = SimpleNamespace(any_elsewhere=False, ask=self._ask, inspect=self._see)
+        self.stall_probe = StallProbe(run, self.tracker, parts, parts, parts, lambda _: None, lambda call: call())
+
+    def _ask(self, _verb: str, _ranks: list[int], _seconds: float, _args: Any) -> Reply[Answers]:
+        reply: Reply[Answers] = Reply()
+        reply.arrive({0: Result("1", True, data={"text": STACKS, "calls": self.says})})
+        return reply
+
+    async def _see(self, _silent: set[int]) -> Inspection:
+        return Inspection({}, {}, {})
+
+    def look(self, says: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
+        self.says = says
+        monkeypatch.setattr(self.stall_probe, "_next", 0.0)
+        self.stall_probe.tick()
+        assert self.rank.evidence is not None
+        return self.rank.evidence.calls.source
+
+
+def test_what_the_flight_recorder_said_stays_while_the_rank_stands_and_says_less(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(run)
+    assert bench.look(RECORDED, monkeypatch) == "recorder"
+    assert bench.look(COUNTED, monkeypatch) == "recorder"
+    assert bench.look({}, monkeypatch) == "recorder"
+
+
+def test_what_it_said_before_its_last_progress_does_not_stay(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(run)
+    assert bench.look(RECORDED, monkeypatch) == "recorder"
+    bench.rank.progress.moved(time.time() + 1.0)
+    assert bench.look(COUNTED, monkeypatch) == "calls"
+
+
+def asleep(at: float, **more: Any) -> Activity:
+    return Activity(at, "S", "futex_do_wait", 1.0, 0, False, 10)._replace(**more)
+
+
+def observe(run: RunDir, monkeypatch: pytest.MonkeyPatch, *activities: Activity) -> Any:
+    bench = Bench(run)
+    for each in activities:
+        monkeypatch.setattr("ftmon.trainer.hub.stall_probe._activity_of", lambda _, found=each: found)
+        bench.look({}, monkeypatch)
+    return bench.rank.evidence
+
+
+def test_sleep_and_rest_are_measured_from_one_observation_to_the_next(run: RunDir, monkeypatch: Any) -> None:
+    found = observe(run, monkeypatch, asleep(1.0), asleep(2.0), asleep(6.0))
+    assert (found.asleep, found.quiet, found.work, found.is_asleep) == (5.0, 5.0, "", True)
+
+
+def test_what_wakes_up_again_is_restless_and_at_work(run: RunDir, monkeypatch: Any) -> None:
+    found = observe(run, monkeypatch, asleep(1.0), asleep(5.0), asleep(6.0, switches=11), asleep(10.0, switches=11))
+    assert (found.restless, found.is_asleep, found.work, found.quiet) == (True, False, "works", 4.0)
+
+
+def test_a_device_that_computes_keeps_its_rank_from_being_at_rest(run: RunDir, monkeypatch: Any) -> None:
+    bench = Bench(run)
+    process = SimpleNamespace(rank=0)
+    sample: Any = SimpleNamespace(kind="gpu", utilization_percent=80.0, processes=[process])
+    for at in (1.0, 5.0):
+        bench.stall_probe.sample(sample)
+        monkeypatch.setattr("ftmon.trainer.hub.stall_probe._activity_of", lambda _, at=at: asleep(at))
+        bench.look({}, monkeypatch)
+    assert bench.rank.evidence is not None
+    assert (bench.rank.evidence.work, bench.rank.evidence.quiet) == ("computes", 0.0)

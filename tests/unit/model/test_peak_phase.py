@@ -1,0 +1,145 @@
+"""Which phase leads, by how much, at which lengths: judged on peaks measured on H200s (``peaks.MEASURED``)."""
+
+from collections.abc import Iterable
+
+import pytest
+from ftmon.protocol.recording.phase_peaks import PeakMark, PhasePeaks, bucket_of
+from ftmon.protocol.telemetry import PhaseRecord, Span, Step
+from ftmon.tui.model.peak_phase import PeakRanking, lead_of, lead_sentences
+from peaks import MEASURED, MIB
+
+GIB = 2**30
+
+
+def marks_of(points: Iterable[tuple[list[int], dict[str, int]]], first_step: int = 2) -> list[PeakMark]:
+    return [
+        PeakMark(0, step, phase, size * MIB, shape)
+        for step, (shape, peaks) in enumerate(points, first_step)
+        for phase, size in peaks.items()
+    ]
+
+
+def measured(longest: int = 4096) -> list[PeakMark]:
+    points = [([1, each.length], each._asdict()) for each in MEASURED if each.length <= longest]
+    for _, peaks in points:
+        del peaks["length"]
+    return marks_of(points)
+
+
+def judged(marks: list[PeakMark]) -> PeakRanking:
+    lead = lead_of(marks)
+    assert lead is not None
+    return lead
+
+
+def test_nothing_leads_before_the_first_step() -> None:
+    assert lead_of([]) is None
+
+
+def test_the_phase_with_the_highest_peak_leads_and_the_next_one_is_named() -> None:
+    lead = judged(measured(512))
+    assert (lead.first.phase, lead.first.bytes) == ("optimizer", 10753 * MIB)
+    assert lead.next is not None
+    assert lead.next.phase == "backward"
+    assert lead.by == (10753 - 9545) * MIB
+
+
+def test_a_flat_and_then_rising_curve_is_explained_by_the_length_at_which_the_lead_passes() -> None:
+    crossing = judged(measured()).crossing
+    assert crossing is not None
+    assert (crossing.below, crossing.above, crossing.ahead) == ("optimizer", "backward", False)
+    assert (crossing.last_below.shape, crossing.first_above.shape) == ([1, 512], [1, 1024])
+    assert 900 < crossing.size < 960  # 939: the line between the peaks measured at 512 and 1024 meets the flat one
+
+
+def test_it_is_said_in_one_sentence() -> None:
+    sentences = lead_sentences(judged(measured()))
+    assert sentences[0].startswith("the run's peak: 19.21 GiB in backward, step 6; next forward")
+    assert sentences[1] == (
+        "up to length 512 the optimizer step leads (flat at 10.50 GiB), from length 1,024 on backward "
+        "(+2.8 MiB a token); they are equal near length 939"
+    )
+
+
+def test_where_one_phase_leads_at_every_length_it_is_said_when_another_would() -> None:
+    points = [([2, length], {"backward": 5_000 + length, "optimizer": 10_000}) for length in (512, 1024, 2048)]
+    lead = judged(marks_of(points))
+    assert lead.crossing is not None
+    assert lead.crossing.ahead
+    assert lead.crossing.size == pytest.approx(2 * 5_000)
+    assert "would lead from about length 5,000 on" in lead_sentences(lead)[1]
+
+
+def test_batches_of_one_size_tell_since_when_a_phase_leads() -> None:
+    marks = [
+        PeakMark(0, 1, "optimizer", 10 * GIB, [4, 128]),
+        PeakMark(0, 2, "backward", 9 * GIB, [4, 128]),
+        PeakMark(0, 900, "backward", 11 * GIB, [4, 128]),
+    ]
+    lead = judged(marks)
+    assert lead.changes == ((1, "optimizer"), (900, "backward"))
+    assert "the optimizer step led until step 900; backward since then" in lead_sentences(lead)
+
+
+def test_a_lead_that_changes_hands_more_than_once_is_not_forced_into_one_length() -> None:
+    points = [
+        ([1, 100], {"backward": 900, "optimizer": 1000}),
+        ([1, 200], {"backward": 1100, "optimizer": 1000}),
+        ([1, 400], {"backward": 900, "optimizer": 1000}),
+    ]
+    assert judged([PeakMark(0, 1, "optimizer", MIB, [1, 8]), *marks_of(points)]).crossing is None
+
+
+def test_peaks_that_rise_and_fall_as_they_like_grow_with_nothing() -> None:
+    noise = [700, 690, 705, 688, 702, 691, 707]
+    points = [([1, 100 * at], {"forward": size - 20, "optimizer": size}) for at, size in enumerate(noise, 1)]
+    lead = judged(marks_of(points * 2))
+    assert lead.slopes == {"forward": 0.0, "optimizer": 0.0}
+    assert lead.crossing is None
+
+
+def test_a_size_that_only_the_first_step_had_says_nothing_of_lengths() -> None:
+    first = [PeakMark(0, 1, phase, size * MIB, [1, 4096]) for phase, size in (("backward", 900), ("optimizer", 800))]
+    later = marks_of(
+        [([1, 512], {"backward": 950, "optimizer": 1000}), ([1, 1024], {"backward": 990, "optimizer": 1000})]
+    )
+    lead = judged([*first, *later])
+    assert lead.crossing is not None
+    assert lead.crossing.ahead
+
+
+def test_without_shapes_only_the_standing_is_told() -> None:
+    lead = judged([PeakMark(0, 3, "forward", 2 * GIB), PeakMark(0, 3, "backward", GIB)])
+    assert (lead.crossing, lead.slopes) == (None, None)
+    assert len(lead_sentences(lead)) == 1
+
+
+def step(number: int, peak: int, shape: list[int], resident: int | None = None) -> Step:
+    record = PhaseRecord(
+        name="backward",
+        start_us=0,
+        host_us=1,
+        allocated=Span(0, 0, peak),
+        reserved=Span(0, 0, 0),
+        resident=None if resident is None else Span(0, 0, resident),
+    )
+    return Step(rank=0, step=number, started=0.0, host_us=1, phases=[record], batch_shape=shape)
+
+
+def test_a_peak_sets_a_mark_only_when_it_rises_by_more_than_noise() -> None:
+    peaks = PhasePeaks()
+    assert len(peaks.see(step(1, 10 * GIB, [1, 8]))) == 1
+    assert peaks.see(step(2, 10 * GIB + 15 * MIB, [1, 8])) == []
+    assert len(peaks.see(step(3, 10 * GIB + 30 * MIB, [1, 8]))) == 1
+    assert len(peaks.see(step(4, GIB, [1, 64]))) == 1, "another size has marks of its own"
+
+
+def test_on_a_cpu_the_mark_is_of_the_resident_set() -> None:
+    assert PhasePeaks().see(step(1, GIB, [1, 8], resident=3 * GIB))[0].bytes == 3 * GIB
+
+
+@pytest.mark.parametrize("shape", [[], [0, 5], [-3, 4], [2**62, 2**62, 2**62]])
+def test_shapes_that_make_no_sense_do_no_harm(shape: list[int]) -> None:
+    assert isinstance(bucket_of(shape), int)
+    assert len(PhasePeaks().see(step(1, GIB, shape))) == 1
+    assert lead_sentences(judged([PeakMark(0, 1, "forward", GIB, shape)]))

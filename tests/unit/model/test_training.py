@@ -1,0 +1,215 @@
+"""The course of a training: what it shows of single steps, of pooled ones, and what it estimates."""
+
+import math
+
+import pytest
+from ftmon.protocol.control import RankState
+from ftmon.protocol.recording.results import TrainingPoint
+from ftmon.protocol.telemetry import Activity, Checkpoint, Evaluation, Heartbeat, PhaseRecord, Plan, Span, Step
+from ftmon.protocol.wire import Frame
+from ftmon.tui.model import RunModel
+from ftmon.tui.model.progress import activity_words, epoch_words
+from ftmon.tui.model.training import CAPACITY, Training, TrainingHistory, smoothed, times_left
+from streams import STARTED, Stream
+
+NO_MEMORY = Span(0, 0, 0)
+
+
+def point(step: int, **fields: object) -> TrainingPoint:
+    known = {"t": 1000.0 + step, "first_step": step, "training_us": 500_000, "tokens": 100} | fields
+    return TrainingPoint(step=step, **known)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_moment_has_the_figures_of_its_step_over_all_ranks() -> None:
+    course = TrainingHistory()
+    for rank, loss in enumerate((1.0, 2.0)):
+        labels = 10 * (rank + 1)
+        course.add(point(7, loss=loss, label_tokens=labels, lr=0.1, grad_norm=3.0, flops=2e12, whole_us=10, data_us=2))
+    (moment,) = course.moments(2, 8e12)
+    assert (moment.first_step, moment.step, moment.t) == (7, 7, 1007.0)
+    assert moment.loss == pytest.approx((1.0 * 10 + 2.0 * 20) / 30)
+    assert (moment.lr, moment.grad_norm, moment.data_share) == (0.1, 3.0, 0.2)
+    assert moment.tokens_per_second == 2 * 100 / 0.5
+    # 2e12 FLOPs of each rank in half a second, against 8e12 a second.
+    assert moment.mfu == pytest.approx(0.5)
+    assert course.moments(2, None)[0].mfu is None
+
+
+def test_a_course_read_of_some_ranks_stands_for_all() -> None:
+    course = TrainingHistory()
+    for step in (1, 2, 3):
+        course.add(point(step))
+    assert [moment.tokens for moment in course.moments(8)] == [800, 1600, 2400]
+    assert course.moments(8)[0].tokens_per_second == 8 * 100 / 0.5
+
+
+def test_a_long_course_is_bounded_and_loses_neither_tokens_nor_extremes() -> None:
+    course = TrainingHistory()
+    steps = 3 * CAPACITY
+    for step in range(1, steps + 1):
+        spike = step == 5000
+        course.add(point(step, loss=9.0 if spike else 1.0, grad_norm=70.0 if spike else 0.5))
+    moments = course.moments(1)
+    assert course.per == 4
+    assert len(moments) <= CAPACITY
+    assert moments[-1].tokens == pytest.approx(100 * steps)
+    (high,) = [moment for moment in moments if moment.high_loss == 9.0]
+    assert high.first_step <= 5000 <= high.step
+    assert high.max_grad_norm == 70.0
+
+
+def test_pooled_history_and_live_steps_join_without_a_hole_or_a_token_twice() -> None:
+    past, live = TrainingHistory(), TrainingHistory()
+    for first in range(1, 200, 16):
+        past.add(point(first + 15, first_step=first, count=16, tokens=1600, training_us=8_000_000))
+    for step in range(150, 231):
+        live.add(point(step))
+    live.adopt(past, 1 << 62)
+    moments = live.moments(1)
+    assert moments[0].first_step == 1
+    assert moments[-1].step == 230
+    assert moments[-1].tokens == pytest.approx(23_000)
+    assert all(moment.tokens_per_second == pytest.approx(200) for moment in moments)
+    assert [moment.tokens for moment in moments] == sorted(moment.tokens for moment in moments)
+
+
+def test_the_smoothed_loss_is_an_unbiased_moving_average() -> None:
+    course = TrainingHistory()
+    losses = [4.0, 2.0, 3.0]
+    for step, loss in enumerate(losses, 1):
+        course.add(point(step, loss=loss))
+    found = smoothed(course.moments(1), 0.9)
+    assert found[0] == pytest.approx(4.0), "not drawn towards zero at the start"
+    assert found[1] == pytest.approx((4.0 * 0.9 + 2.0) / (0.9 + 1))
+    assert found[2] == pytest.approx((4.0 * 0.81 + 2.0 * 0.9 + 3.0) / (0.81 + 0.9 + 1))
+
+
+def test_smoothing_forgets_by_steps_and_not_by_buckets() -> None:
+    single, pooled = TrainingHistory(), TrainingHistory()
+    for step in range(1, 65):
+        single.add(point(step, loss=1.0 if step <= 32 else 0.0))
+    for first in (1, 33):
+        pooled.add(point(first + 31, first_step=first, count=32, loss=1.0 if first == 1 else 0.0))
+    fine, coarse = smoothed(single.moments(1), 0.95)[-1], smoothed(pooled.moments(1), 0.95)[-1]
+    assert fine == pytest.approx(coarse)
+
+
+def test_steps_without_a_loss_leave_the_average_as_it_was() -> None:
+    course = TrainingHistory()
+    for step, loss in enumerate((None, 2.0, None), 1):
+        course.add(point(step, loss=loss))
+    assert smoothed(course.moments(1), 0.9) == [None, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("every", "at_end", "step", "total", "left"),
+    [
+        (50, True, 0, 200, 4),
+        (50, True, 0, 220, 5),
+        (50, False, 60, 220, 3),
+        (0, True, 10, 20, 1),
+        (50, True, 200, 200, 0),
+    ],
+)
+def test_what_is_done_every_so_many_steps_is_counted_to_the_end(
+    every: int, at_end: bool, step: int, total: int, left: int
+) -> None:
+    assert times_left(every, at_end, step, total) == left
+
+
+def stepping(model: RunModel, steps: int, pause_s: float = 0.0, every: int = 10) -> None:
+    """Give a model steps of a second, after every tenth of which the next one begins with an evaluation."""
+    t, seq = STARTED, model.last_seq
+    for number in range(1, steps + 1):
+        evaluated = pause_s and number > 1 and number % every == 1
+        pause = [PhaseRecord("eval", 0, int(pause_s * 1e6), NO_MEMORY, NO_MEMORY)] if evaluated else []
+        length = 1.0 + (pause_s if evaluated else 0.0)
+        data = PhaseRecord("data", 0, 1000, NO_MEMORY, NO_MEMORY)
+        seq += 1
+        step = Step(0, number, t, int(length * 1e6), [*pause, data], tokens=50, loss=1.0)
+        t += length
+        model.apply(Frame(seq, t, step))
+
+
+def test_time_left_has_the_evaluations_that_are_still_to_come() -> None:
+    model = RunModel()
+    model.apply(Frame(1, STARTED, Plan(0, 100, 2.0, evaluate_every=10, evaluate_at_end=True)))
+    stepping(model, 55, pause_s=6.0)
+    assert model.rates.seconds_per_step == pytest.approx(1.0, rel=1e-3), "an evaluation is no slow step"
+    assert model.rates.tokens_per_second == pytest.approx(50, rel=1e-3)
+    # 45 steps of a second, and the evaluations after 60, 70, 80, 90 and 100.
+    assert model.seconds_left == pytest.approx(45 + 5 * 6.0, rel=1e-3)
+    assert epoch_words(model) == "1.10 / 2"
+
+
+def test_without_a_plan_for_evaluations_time_left_has_their_share_so_far() -> None:
+    model = RunModel()
+    model.apply(Frame(1, STARTED, Plan(0, 100)))
+    stepping(model, 50, pause_s=6.0)
+    assert model.seconds_left == pytest.approx(50 * (1 + 4 * 6.0 / 50), rel=1e-3)
+
+
+def test_a_long_evaluation_is_no_slow_down() -> None:
+    model = RunModel()
+    stepping(model, 30)
+    now = model.now
+    model.apply(Frame(1000, now + 60, Heartbeat(0, 31, "eval", now, 5, now + 60)))
+    assert model.rates.tokens_per_second == pytest.approx(50, rel=1e-3)
+    assert activity_words(model) == "evaluation"
+
+
+def test_results_are_kept_by_step_and_name_and_the_best_is_known() -> None:
+    training = Training()
+    for step, loss in ((10, 2.0), (30, 1.5), (20, 1.0), (30, 1.6)):
+        training.on_evaluation(Evaluation(0, step, STARTED, "validation", loss))
+        training.on_evaluation(Evaluation(0, step, STARTED, "other", loss / 10))
+    training.on_evaluation(Evaluation(0, 40, STARTED, "validation", math.nan))
+    training.on_checkpoint(Checkpoint(0, 20, STARTED, "a"))
+    assert [(each.step, each.loss) for each in training.evaluations if each.name == "validation"][:3] == [
+        (10, 2.0),
+        (20, 1.0),
+        (30, 1.6),
+    ]
+    assert training.best is not None
+    assert (training.best.step, training.best.name) == (20, "validation")
+    assert training.evaluation is not None
+    assert training.evaluation.step == 40
+
+
+def test_an_activity_is_named_until_it_is_over() -> None:
+    model = RunModel()
+    model.apply(Frame(1, STARTED, Activity(0, STARTED, "rehearsal", done=1, total=4)))
+    assert activity_words(model) == "rehearsal 1/4"
+    model.apply(Frame(2, STARTED, Activity(0, STARTED, "rehearsal", over=True)))
+    assert activity_words(model) == ""
+
+
+def test_the_course_is_of_every_rank_and_step_of_a_stream() -> None:
+    model = RunModel()
+    for frame in Stream(ranks=2, steps=30, finished=False).frames():
+        model.apply(frame)
+    moments = model.training.course.moments(2)
+    assert [moment.step for moment in moments] == list(range(1, 31))
+    assert moments[-1].loss == pytest.approx(model.loss)
+    steps = [step for rank in model.ranks.values() for step in rank.steps]
+    assert moments[-1].tokens == pytest.approx(sum(step.tokens for step in steps))
+
+
+def test_a_step_is_drawn_once_all_ranks_that_live_have_reported_it() -> None:
+    model = RunModel()
+    for frame in Stream(ranks=2, steps=12, finished=False).frames():
+        if isinstance(frame.message, Step) and frame.message.rank == 1 and frame.message.step > 10:
+            continue
+        model.apply(frame)
+    assert (model.leading_step, model.complete_step) == (12, 10)
+    assert model.moments[-1].step == 10
+    model.apply(Frame(1_000_000, STARTED + 100, RankState(1, "gone", STARTED + 100)))
+    assert model.moments[-1].step == 12, "nothing more comes of a rank that is gone"
+
+
+def test_a_rank_far_behind_the_others_does_not_hold_the_curves_back() -> None:
+    model = RunModel()
+    for frame in Stream(ranks=2, steps=12, finished=False).frames():
+        if not (isinstance(frame.message, Step) and frame.message.rank == 1 and frame.message.step > 3):
+            model.apply(frame)
+    assert model.moments[-1].step == 12

@@ -1,0 +1,29 @@
+"""The process of ``ftmon predict``."""
+
+import pytest
+from ftmon.trainer.predict import jobs
+from ftmon.trainer.predict.__main__ import main
+
+
+def test_a_wrong_allocator_setting_names_its_variable_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:maybe")
+    assert main(["--model", "m"]) == 2
+    assert capsys.readouterr().err == (
+        "ftmon: PYTORCH_CUDA_ALLOC_CONF: expandable_segments must be True or False, not maybe\n"
+    )
+
+
+def test_a_gpu_that_is_not_in_the_table_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "m", "--gpu", "Voodoo 2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ftmon: --gpu: Voodoo 2 is not in the table of GPUs; known are ")
+    assert "A100 80 GB" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_gpu_may_be_named_as_people_do() -> None:
+    assert jobs.find("H200").title == "H200 141 GB"
+    assert jobs.find("a100 80").title == "A100 80 GB"
+    assert jobs.find("NVIDIA GeForce RTX 4090").capability == (8, 9)

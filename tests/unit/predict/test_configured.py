@@ -1,0 +1,54 @@
+"""The configuration of a predicted run: checked as for training, for GPUs of another machine."""
+
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.predict.configured import read
+
+MODEL = "model: {config: {model_type: llama, vocab_size: 512, hidden_size: 64}}\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "d.jsonl").write_text('{"text": "some text"}\n')
+    (tmp_path / "out" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "c.yaml").write_text(
+        f"{MODEL}data: {{path: {tmp_path}/d.jsonl}}\noutput: {{dir: {tmp_path}/out}}\nrun: {{ranks: 3}}\n"
+    )
+    return str(tmp_path / "c.yaml")
+
+
+def test_it_is_settled_for_gpus_that_are_not_here(config: str) -> None:
+    found = read(config, [], None, [])
+    assert (found.run.ranks, found.run.device, found.training.precision) == (3, "cuda", "bf16")
+    assert read(config, [], 64, []).run.ranks == 64
+
+
+def test_the_longest_length_is_the_sequence_length(config: str) -> None:
+    assert read(config, [], None, [512, 4096, 8]).training.sequence_length == 4096
+    assert read(config, ["training.sequence_length=256"], None, []).training.sequence_length == 256
+
+
+def test_what_training_refuses_is_refused_at_its_line(config: str) -> None:
+    file = Path(config)
+    file.write_text(f"{file.read_text()}zero: {{offload_parameters: true}}\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml:5: zero\.offload_parameters needs zero\.stage 3"):
+        read(config, [], None, [])
+    with pytest.raises(ConfigError, match=r"training\.total_batch is 4, but .* x 3 ranks is 3"):
+        read(config, ["zero.stage=3", "training.total_batch=4"], None, [])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "run.device=cpu",
+        "model.compile=layers",
+        "model.quantization=nf4",
+        "model.activation_offload=all",
+        "model.attention=flash_attention_2",
+    ],
+)
+def test_what_a_dry_run_cannot_follow_is_refused_by_its_key(config: str, setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^command line: {setting.partition('=')[0]} "):
+        read(config, [setting], None, [])

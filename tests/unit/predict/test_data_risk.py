@@ -1,0 +1,79 @@
+"""Which steps of a data set do not fit, beside the batches that a run would make."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+
+from ftmon.trainer.predict import configured, data_risk
+from ftmon.trainer.recipe.config.schema import Config
+from ftmon.trainer.recipe.data.collate import Collate
+from ftmon.trainer.recipe.data.order import Order
+
+RANKS = 2
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
+    lines = [" ".join(words[(row + place) % 9] for place in range(3 + row * 7 % 60)) for row in range(60)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    (tmp_path / "train.yaml").write_text(
+        f"""
+model: {{config: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1,
+         num_attention_heads: 2, num_key_value_heads: 2}}}}
+tokenizer: {{vocab_size: 300}}
+data: {{path: {tmp_path / "data.jsonl"}}}
+training: {{sequence_length: 96, micro_batch: 2, grad_accumulation: 2, epochs: 1}}
+"""
+    )
+    return configured.read(str(tmp_path / "train.yaml"), [], RANKS, [])
+
+
+def test_steps_that_do_not_fit_are_those_whose_batches_are_too_long(config: Config) -> None:
+    records, examples = data_risk.read(config)
+    collate = Collate(0, config.training.sequence_length)
+    longest: dict[int, int] = {}
+    for rank in range(RANKS):
+        order = iter(Order(examples, config, rank, RANKS))
+        for step in range(1, data_risk.steps_an_epoch(config, examples) + 1):
+            for _ in range(config.training.grad_accumulation):
+                width = collate([examples.rows[row] for row in next(order)])["input_ids"].shape[1]
+                longest[step] = max(longest.get(step, 0), width)
+    assert len(set(longest.values())) > 3
+    limit = sorted(set(longest.values()))[-3]
+
+    risk = data_risk.find(config, records, examples, lambda lengths: [length <= limit for length in lengths])
+    failing = [step for step, length in longest.items() if length > limit]
+    assert (risk.steps, risk.largest_length, risk.failing_steps) == (len(longest), limit, len(failing))
+    assert [step.step for step in risk.failing] == failing[:3]
+    assert risk.longest.length == max(longest.values())
+    first = risk.failing[0]
+    assert first.length == longest[first.step]
+    assert max(int(examples.tokens[row]) for row in first.rows) > first.length - 8
+    assert all("data.jsonl:" in place for place in first.places)
+
+    fitting = data_risk.find(config, records, examples, lambda lengths: [True] * len(lengths))
+    assert (fitting.failing_steps, fitting.failing, fitting.largest_length) == (0, [], max(longest.values()))
+
+
+@given(st.integers(1, 400), st.integers(-1, 400))
+def test_the_largest_length_that_fits_is_found_with_few_dry_runs(count: int, largest: int) -> None:
+    lengths = [8 * number for number in range(1, count + 1)]
+    calls = 0
+
+    def fits(tried: Sequence[int]) -> list[bool]:
+        nonlocal calls
+        calls += 1
+        assert sorted(tried) == list(tried)
+        return [length <= 8 * largest for length in tried]
+
+    wanted = max((length for length in lengths if length <= 8 * largest), default=None)
+    assert data_risk.largest_that_fits(lengths, fits) == wanted
+    assert calls <= 4

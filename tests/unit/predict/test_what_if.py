@@ -1,0 +1,104 @@
+"""Which changes of a run are predicted, and how they are asked for."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.protocol.analysis.allocator.settings import Settings
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.predict import deepspeed_file, jobs, what_if
+
+MODEL = "model: {config: {model_type: llama, vocab_size: 512, hidden_size: 64}}\n"
+
+
+def given(**named: Any) -> argparse.Namespace:
+    arguments: dict[str, Any] = {
+        **dict.fromkeys(("config", "model", "deepspeed", "ranks", "micro_batch", "accumulation", "lora_rank")),
+        "optimizer": None,
+        "checkpointing": False,
+        "overrides": [],
+        "sequence_length": [64],
+        "gpu": "H200",
+    }
+    return argparse.Namespace(**{**arguments, **named})
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "d.jsonl").write_text('{"text": "some text"}\n')
+    (tmp_path / "c.yaml").write_text(
+        f"{MODEL}data: {{path: {tmp_path}/d.jsonl}}\n"
+        "training: {micro_batch: 4}\nzero: {stage: 2}\nrun: {ranks: 3}\n"
+    )
+    return str(tmp_path / "c.yaml")
+
+
+def changes(arguments: argparse.Namespace, allocator: Settings | None = None) -> dict[str, str]:
+    return {one.name: one.change for one in what_if.remedies(arguments, allocator or Settings())}
+
+
+def test_changes_of_a_configuration_are_assignments(config: str) -> None:
+    found = changes(given(config=config))
+    assert found["checkpointing"] == "model.gradient_checkpointing=layers"
+    assert found["ZeRO 3"] == "zero.stage=3"
+    assert found["micro-batch 2"] == "training.micro_batch=2 training.grad_accumulation=2"
+    assert found["optimizer offload"] == "zero.offload_optimizer=true"
+    assert found["expandable segments"] == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert "ZeRO 2" not in found
+    assert "parameter offload" not in found
+
+
+def test_what_a_run_has_already_is_no_change(config: str) -> None:
+    has = ["model.gradient_checkpointing=layers", "lora.rank=8", "zero.stage=3", "training.micro_batch=1"]
+    found = changes(given(config=config, overrides=has), Settings(expandable_segments=True))
+    assert "parameter offload" in found
+    assert not {"checkpointing", "LoRA of rank 16", "ZeRO 3", "micro-batch 2", "expandable segments"} & set(found)
+
+
+def test_every_change_of_a_configuration_is_one_that_the_trainer_takes(config: str) -> None:
+    arguments = given(config=config)
+    for one in what_if.remedies(arguments, Settings()):
+        job = one.prepare()
+        assert job.micro_batch * job.accumulation * job.ranks == 12, one.name
+        assert job.stage == (3 if one.name == "ZeRO 3" else 2)
+
+
+def test_changes_of_a_script_are_flags_and_keys_of_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(
+        '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 4}'
+    )
+    (tmp_path / "m.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
+    arguments = given(model=str(tmp_path / "m.json"), deepspeed=str(file), ranks=2)
+    found = {one.name: one for one in what_if.remedies(arguments, Settings())}
+    assert found["checkpointing"].change == "--checkpointing"
+    assert found["ZeRO 3"].change == "zero_optimization.stage=3"
+    assert found["ZeRO 3"].prepare().stage == 3
+    assert found["optimizer offload"].prepare().offload
+    half = found["micro-batch 2"].prepare()
+    assert (half.micro_batch, half.accumulation) == (2, 2)
+    # The run as it is stays as it is.
+    assert jobs.prepare(arguments, Settings()).stage == 1
+    assert deepspeed_file.read(str(file))["zero_optimization"] == {"stage": 1}
+
+
+def test_changes_are_joined_unless_they_set_the_same_key(config: str) -> None:
+    found = {one.name: one for one in what_if.remedies(given(config=config), Settings())}
+    joined = what_if.joined(given(config=config), Settings(), [found["checkpointing"], found["ZeRO 3"]])
+    assert joined is not None
+    assert joined.name == "checkpointing + ZeRO 3"
+    assert joined.prepare().stage == 3
+    assert what_if.joined(given(config=config), Settings(), [found["ZeRO 3"], found["ZeRO 3"]]) is None
+
+
+def test_more_ranks_than_can_be_gone_through_are_refused_and_more_tokens_than_the_model_has_noted(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "m.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_positions": 512}')
+    arguments = given(model=str(tmp_path / "m.json"), sequence_length=[256, 2048])
+    (note,) = [note for note in jobs.prepare(arguments, Settings()).notes if "tokens" in note]
+    assert note == "2,048 tokens are more than the model's max_position_embeddings, 512"
+    arguments.ranks = 100_000
+    with pytest.raises(ConfigError, match=r"^--ranks: predictions go to 4,096 ranks, not 100,000$"):
+        jobs.prepare(arguments, Settings())

@@ -1,0 +1,162 @@
+"""Which phase a forward is: real modules and a real tracker, the loops spelled out as their hooks see them."""
+
+import copy
+
+import pytest
+import torch
+from ftmon.protocol.rundir import RunDir
+from ftmon.trainer.probe.loop.training import Training
+from ftmon.trainer.probe.phases.outbox import Outbox
+from ftmon.trainer.probe.phases.pace import Pace
+from ftmon.trainer.probe.phases.tracker import Counts
+from ftmon.trainer.probe.rank.context import RankContext
+from ftmon.trainer.probe.rank.hello import Introduction
+from ftmon.trainer.probe.rank.trained import Trained
+
+
+class Wrapper(torch.nn.Module):
+    """As DDP does, it has a ``training`` flag of its own."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, rows):
+        return self.module(rows)
+
+
+Wrapper.__name__ = "DistributedDataParallel"
+
+
+@pytest.fixture
+def loop():
+    class Loop:
+        rank = RankContext(0, 0, 1, RunDir("run"))
+        training = Training(rank, Introduction(rank), Trained(), Outbox(), Pace(), Counts())
+        steps, updates = training.micro_steps, training.updates
+        policy = Wrapper(torch.nn.Linear(2, 2))
+        reference = Wrapper(copy.deepcopy(policy.module)).eval()
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+
+        def fetch(self, loader):
+            self.steps.fetching(loader)
+            self.steps.fetched(None)
+
+        def forward(self, module, grad=True):
+            with torch.set_grad_enabled(grad):
+                self.steps.forwarding(module, (), {})
+
+        def backward(self):
+            self.steps.going_backward(None)
+            self.steps.went_backward()
+
+        def update(self):
+            marks = self.training.tracker.marks
+            self.updates.updating(None)
+            self.updates.updated()
+            names = [mark.phase for mark in marks[:-1]]
+            return [name for at, name in enumerate(names) if name != "init" and (not at or names[at - 1] != name)]
+
+    loop = Loop()
+    loop.training.state.forward_by = "parallel"
+    loop.updates.found_optimizer(loop.optimizer)
+    return loop
+
+
+class Loader:
+    """A dataloader's iterator, weakly referable."""
+
+
+STEP = ["data", "forward", "backward", "idle", "optimizer"]
+
+
+def test_a_reference_before_or_after_the_policy_is_part_of_the_forward(loop):
+    train = Loader()
+    for order in ((loop.reference, loop.policy), (loop.policy, loop.reference)):
+        loop.fetch(train)
+        for module in order:
+            loop.forward(module, grad=module is loop.policy)
+        assert loop.training.tracker.phase == "forward"
+        loop.backward()
+        assert loop.update() == STEP if order[0] is loop.reference else ["idle", *STEP]
+        loop.training.tracker.marks[0] = loop.training.tracker.marks[0]._replace(phase="init")
+
+
+def test_the_wrapped_module_s_flag_decides_not_the_wrapper_s(loop):
+    loop.policy.eval()
+    loop.policy.module.train()
+    loop.fetch(Loader())
+    loop.forward(loop.policy)
+    loop.backward()
+    assert loop.update() == STEP
+
+
+def test_an_evaluation_with_its_reference_is_an_evaluation(loop):
+    train, held_out = Loader(), Loader()
+    loop.policy.eval()
+    for _ in range(3):
+        loop.fetch(held_out)
+        loop.forward(loop.reference, grad=False)
+        loop.forward(loop.policy, grad=False)
+        assert loop.training.tracker.phase == "eval"
+    loop.steps.fetching(held_out)
+    loop.policy.train()
+    loop.fetch(train)
+    loop.forward(loop.policy)
+    loop.backward()
+    assert loop.update() == ["eval", *STEP]
+
+
+def test_a_policy_that_is_its_own_reference_trains(loop):
+    loop.fetch(Loader())
+    loop.forward(loop.policy, grad=False)  # in training mode: adapters off
+    assert loop.training.tracker.phase == "forward"
+    loop.policy.eval()
+    loop.forward(loop.policy, grad=False)  # old log-probabilities without dropout
+    loop.policy.train()
+    loop.forward(loop.policy)
+    loop.backward()
+    assert loop.update() == STEP
+
+
+def test_an_evaluation_that_leaves_the_model_in_training_mode_is_found_out_with_its_second_batch(loop):
+    held_out, train = Loader(), Loader()
+    for _ in range(3):
+        loop.fetch(held_out)
+        loop.forward(loop.policy, grad=False)
+    loop.steps.fetching(held_out)
+    loop.fetch(train)
+    loop.forward(loop.policy)
+    loop.backward()
+    assert loop.update() == ["eval", *STEP]
+
+
+def test_training_in_evaluation_mode_is_training_once_a_backward_came(loop):
+    train = Loader()
+    loop.policy.eval()  # frozen batch norms
+    for _ in range(2):
+        loop.fetch(train)
+        loop.forward(loop.policy)
+        loop.backward()
+        names = loop.update()
+        assert names[-5:] == STEP
+        assert "eval" not in names
+
+
+def test_a_failed_closure_leaves_no_update_open(loop):
+    loop.updates.begin_update(loop.optimizer)
+    loop.updates.open_closure()
+    loop.steps.going_backward(None)
+    loop.updates.close_closure(failed=True)
+    assert loop.training.tracker.phase == "backward", "what the report of the failure names"
+    assert not loop.training.state.in_update
+    assert loop.updates.begin_update(loop.optimizer)
+
+
+def test_torch_compile_does_not_trace_the_hooks(compiling):
+    from ftmon.trainer.probe.phases import forwards
+    from ftmon.trainer.probe.start import activate
+    from torch._dynamo import trace_rules
+
+    activate._on_dynamo(trace_rules)
+    assert trace_rules.check_file(forwards.__file__).skipped

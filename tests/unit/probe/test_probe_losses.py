@@ -1,0 +1,160 @@
+"""What a step's loss is, from real graphs: against the sum or mean that a person would write down."""
+
+import pytest
+import torch
+from ftmon.trainer.probe.phases.marks import Notes
+from ftmon.trainer.probe.values.losses import ALONE_STEPS, LossNotes, note_loss, step_loss
+
+VALUES = (4.0, 8.0, 12.0, 16.0)
+
+
+def losses(scale, values=VALUES):
+    """Losses of micro-batches of one model, each scaled by ``scale(loss)``."""
+    return [scale((torch.full((6,), value, requires_grad=True) * 1).mean()) for value in values]
+
+
+def in_place(operation):
+    def scale(loss):
+        operation(loss)
+        return loss
+
+    return scale
+
+
+def step(found, **known):
+    notes = Notes()
+    for name, value in known.items():
+        setattr(notes, name, value)
+    for loss in found:
+        if isinstance(loss, tuple):
+            notes.losses.append(note_loss(*loss))
+        else:
+            notes.losses.append(note_loss(loss))
+    notes.micro_steps = len(notes.losses)
+    return step_loss(notes)
+
+
+SCALED = {
+    "divided": lambda loss: loss / 4,
+    "multiplied": lambda loss: loss * (1 / 4),
+    "multiplied from the left": lambda loss: 0.25 * loss,
+    "divided in place": in_place(lambda loss: loss.div_(4)),
+    "multiplied in place": in_place(lambda loss: loss.mul_(0.25)),
+    "divided by a tensor": lambda loss: loss / torch.tensor(4),
+    "divided, then weighted": lambda loss: loss / 4 * 2,
+    "weighted, cast, then divided": lambda loss: (loss * 2).double() / 4,
+}
+
+
+@pytest.mark.parametrize("scale", SCALED.values(), ids=SCALED)
+def test_losses_that_the_script_divides_by_its_micro_batches_add_up(scale):
+    expected = sum(loss.item() for loss in losses(scale))
+    assert step(losses(scale)) == pytest.approx(expected)
+    assert step(losses(scale), fetches={1: 4}) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("scale", [lambda loss: loss, lambda loss: loss * 3, lambda loss: loss * 0.01 + 1])
+def test_losses_that_are_not_divided_are_averaged_over_micro_batches(scale):
+    expected = sum(loss.item() for loss in losses(scale)) / 4
+    assert step(losses(scale)) == pytest.approx(expected)
+    assert step(losses(scale), fetches={1: 5, 2: 1}) == pytest.approx(expected)
+
+
+def test_the_shorter_last_step_of_an_epoch_is_normalised_as_the_others():
+    divisors = set()
+    assert step(losses(lambda loss: loss / 4), divisors=divisors) == pytest.approx(10)
+    assert step(losses(lambda loss: loss / 4, VALUES[:3]), divisors=divisors) == pytest.approx(6)
+
+
+def test_different_losses_of_one_batch_add_up():
+    weights = torch.ones(3, requires_grad=True)
+    pair = [(weights**2).mean(), weights.abs().mean() * 3]
+    assert step(pair) == step(pair, fetches={1: 1}) == pytest.approx(4)
+    alike = [(weights**2).mean(), (weights**2).mean()]
+    assert step(alike, fetches={1: 1}) == pytest.approx(2)  # real and fake batches of a discriminator
+
+
+def test_several_losses_in_each_of_several_micro_batches_are_summed_in_each_and_averaged_over_them():
+    weights = torch.ones(3, requires_grad=True)
+    pairs = [loss for _ in range(2) for loss in ((weights**2).mean(), weights.abs().mean() * 3)]
+    assert step(pairs) == step(pairs, fetches={1: 2}) == pytest.approx(4)
+
+
+def test_sums_over_the_tokens_of_all_micro_batches_add_up_and_means_over_their_own_do_not():
+    def summed(value, divisor):
+        return (torch.full((10,), value, requires_grad=True) * 1).sum() / divisor
+
+    whole = [summed(value, 40) for value in VALUES]
+    assert step(whole) == pytest.approx(sum(VALUES) / 4)
+    own = [summed(value, torch.tensor(10)) for value in VALUES]
+    assert step(own) == pytest.approx(sum(VALUES) / 4)
+    masked = [summed(value, torch.tensor(tokens)) for value, tokens in zip(VALUES, (5, 7, 10, 2), strict=True)]
+    assert step(masked) == pytest.approx(sum(loss.item() for loss in masked) / 4)
+
+
+def test_an_engine_divides_by_its_accumulation_whatever_the_script_did():
+    assert step(losses(lambda loss: loss), accumulation=4) == pytest.approx(10)
+    assert step(losses(lambda loss: loss / 4), accumulation=4) == pytest.approx(2.5)
+    assert step(losses(lambda loss: loss), accumulation=2) == pytest.approx(20)
+    assert step(losses(lambda loss: loss), accumulation=4, sum_losses=True) == pytest.approx(40)
+
+
+def test_a_scaled_loss_counts_as_what_it_was_scaled_from():
+    found = [(loss * 65536.0, None, loss) for loss in losses(lambda loss: loss / 4)]
+    assert step(found) == pytest.approx(10)
+
+
+def test_what_a_trainer_s_step_returned_comes_before_what_was_backpropagated_and_a_report_before_both():
+    found = losses(lambda loss: loss)
+    assert step(found, trainer_losses=[1.0, 2.0]) == 3
+    assert step(found, trainer_losses=[1.0, 2.0], reported=[5.0, 7.0]) == 6
+    assert step(found, reported_loss=0.5) == 0.5
+
+
+def after_single_losses(found, is_divided=False, **known):
+    """Notes of a step with these losses, after a run in which every step had one."""
+    noting = LossNotes()
+    for loss in losses(lambda loss: loss / 4, [1.0] * ALONE_STEPS):
+        noting.note(Notes(), loss, None, None, False)
+    return noted(noting, found, is_divided, **known)
+
+
+def noted(noting, found, is_divided=False, **known):
+    notes = Notes()
+    for name, value in known.items():
+        setattr(notes, name, value)
+    for loss in found:
+        noting.note(notes, loss, None, None, is_divided)
+    return notes
+
+
+def test_the_graph_of_a_step_s_first_loss_is_not_read_after_steps_of_one_loss_each():
+    notes = after_single_losses(losses(lambda loss: loss / 4))
+    assert [loss.factors is None for loss in notes.losses] == [True, False, False, False]
+    engine = noted(LossNotes(), losses(lambda loss: loss), is_divided=True, accumulation=4)
+    assert all(loss.factors is None for loss in engine.losses), "an engine's division needs no graph"
+
+
+@pytest.mark.parametrize("scale", SCALED.values(), ids=SCALED)
+def test_losses_that_add_up_do_so_in_the_first_step_that_has_several(scale):
+    expected = sum(loss.item() for loss in losses(scale))
+    assert step_loss(after_single_losses(losses(scale))) == pytest.approx(expected)
+    assert step_loss(after_single_losses(losses(scale), fetches={1: 4})) == pytest.approx(expected)
+
+
+def test_the_first_step_of_several_losses_is_averaged_over_its_micro_batches_and_sums_different_losses():
+    assert step_loss(after_single_losses(losses(lambda loss: loss))) == pytest.approx(10)
+    weights = torch.ones(3, requires_grad=True)
+    pair = [(weights**2).mean(), weights.abs().sum()]
+    assert step_loss(after_single_losses(pair)) == pytest.approx(4)
+    pairs = [loss for _ in range(2) for loss in ((weights**2).mean(), weights.abs().sum())]
+    assert step_loss(after_single_losses(pairs, fetches={1: 2})) == pytest.approx(4)
+
+
+def test_graphs_are_read_again_once_a_step_had_several_losses():
+    noting = LossNotes()
+    for loss in losses(lambda loss: loss, [1.0] * ALONE_STEPS):
+        noting.note(Notes(), loss, None, None, False)
+    assert noted(noting, losses(lambda loss: loss / 2, VALUES[:1])).losses[0].factors is None
+    noted(noting, losses(lambda loss: loss / 2, VALUES[:2]))
+    assert noted(noting, losses(lambda loss: loss / 2, VALUES[:1])).losses[0].factors is not None

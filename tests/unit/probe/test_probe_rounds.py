@@ -1,0 +1,174 @@
+"""Rounds of training loops with several optimizers, told from real loops: the loops below are what is judged."""
+
+import sys
+
+import pytest
+from ftmon.trainer.probe.phases.rounds import Entry, Rounds, call_site
+
+
+class Loop:
+    """Optimizers that only say where they update."""
+
+    def __init__(self):
+        self.rounds = Rounds()
+        self.entries = []
+        self.exhausted = False
+
+    def step(self, name):
+        entry = Entry(ord(name), call_site(sys._getframe(1)), self.exhausted)
+        self.exhausted = False
+        self.rounds.note(entry)
+        self.entries.append(entry)
+
+    def batches(self, count):
+        yield from range(count)
+        self.exhausted = True
+
+    def found(self):
+        return ["".join(chr(entry.key) for entry in entries) for entries in self.rounds.split(self.entries)]
+
+
+def alternating(loop):
+    for _ in loop.batches(4):
+        loop.step("a")
+        loop.step("b")
+    return ["ab"] * 4
+
+
+def every_third_from_the_first_on(loop):
+    for number in range(7):
+        loop.step("a")
+        if number % 3 == 0:
+            loop.step("b")
+    return ["ab", "a", "a", "ab", "a", "a", "ab"]
+
+
+def every_third_from_the_third_on(loop):
+    for number in range(1, 7):
+        loop.step("a")
+        if number % 3 == 0:
+            loop.step("b")
+    return ["a", "a", "ab"] * 2
+
+
+def critic_in_an_inner_loop(loop):
+    for _ in range(3):
+        for _ in range(5):
+            loop.step("a")
+        loop.step("b")
+    return ["aaaaab"] * 3
+
+
+def critic_in_a_function_with_its_own_loop(loop):
+    def train_critic():
+        turn = 0
+        while turn < 2:
+            loop.step("a")
+            turn += 1
+
+    def train_generator():
+        loop.step("b")
+
+    def one_round():
+        train_critic()
+        train_generator()
+
+    for _ in range(3):
+        one_round()
+    return ["aab"] * 3
+
+
+def both_in_inner_loops(loop):
+    for _ in range(3):
+        for _ in range(3):
+            loop.step("a")
+        for _ in range(2):
+            loop.step("b")
+    return ["aaabb"] * 3
+
+
+def two_together_then_a_third(loop):
+    for _ in range(2):
+        for _ in range(2):
+            loop.step("a")
+            loop.step("b")
+        loop.step("c")
+    return ["ababc"] * 2
+
+
+def a_list_of_optimizers(loop):
+    for _ in range(3):
+        for name in "abc":
+            loop.step(name)
+    return ["abc"] * 3
+
+
+def warm_up_of_one_before_both(loop):
+    for _ in range(4):
+        loop.step("a")
+    for _ in range(2):
+        loop.step("a")
+        loop.step("b")
+    return ["a"] * 4 + ["ab"] * 2
+
+
+def alternating_epochs(loop):
+    for _ in range(2):
+        for _ in loop.batches(3):
+            loop.step("a")
+        for _ in loop.batches(3):
+            loop.step("b")
+    return ["a", "a", "a", "b", "b", "b"] * 2
+
+
+def dispatched_by_a_table(loop):
+    def first():
+        loop.step("a")
+
+    def second():
+        loop.step("b")
+
+    for _ in range(2):
+        for train in (first, second):
+            train()
+    return ["ab"] * 2
+
+
+def twice_in_a_round(loop):
+    for _ in range(2):
+        loop.step("a")
+        loop.step("b")
+        loop.step("a")
+    return ["aba"] * 2
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        alternating,
+        every_third_from_the_first_on,
+        every_third_from_the_third_on,
+        critic_in_an_inner_loop,
+        critic_in_a_function_with_its_own_loop,
+        both_in_inner_loops,
+        two_together_then_a_third,
+        a_list_of_optimizers,
+        warm_up_of_one_before_both,
+        alternating_epochs,
+        dispatched_by_a_table,
+        twice_in_a_round,
+    ],
+)
+def test_one_round_of_the_loop_is_one_step(script):
+    loop = Loop()
+    assert script(loop) == loop.found()
+
+
+def test_a_round_is_known_to_be_over_once_it_has_been_so_twice_and_no_longer_one_was_seen():
+    loop = Loop()
+    every_third_from_the_first_on(loop)
+    for entries in loop.rounds.split(loop.entries):
+        loop.rounds.close(entries)
+    alone = [loop.entries[2]]
+    assert not loop.rounds.is_whole(alone)
+    assert loop.rounds.is_whole(loop.entries[:2])

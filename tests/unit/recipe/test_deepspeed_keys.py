@@ -1,0 +1,73 @@
+"""``deepspeed:`` passes on DeepSpeed's own keys and refuses the rest by name."""
+
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.recipe.config.load import load
+from ftmon.trainer.recipe.config.resolve import resolve
+from ftmon.trainer.recipe.engine import ds_keys
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> list[str]:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "one"}\n')
+    return ["model.config={model_type: qwen2}", f"data.path={data}", "run.device=cpu"]
+
+
+def test_keys_are_laid_over_what_the_sections_make(settings: list[str]) -> None:
+    pytest.importorskip("torch")
+    from ftmon.trainer.recipe.engine.ds_config import deepspeed_config
+
+    given = "deepspeed={zero_optimization: {sub_group_size: 1000, overlap_comm: true}, wall_clock_breakdown: true}"
+    config = resolve(load(None, [*settings, given])).config
+    made = deepspeed_config(config, 1, on_gpu=False)
+    assert made["wall_clock_breakdown"] is True
+    assert made["zero_optimization"]["sub_group_size"] == 1000
+    assert made["zero_optimization"]["overlap_comm"] is True
+    assert made["zero_optimization"]["stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("{amp: {enabled: true}}", "deepspeed.amp is no longer in DeepSpeed; use training.precision=bf16"),
+        ("{elasticity: {}}", "deepspeed.elasticity is no longer in DeepSpeed"),
+        ("{curriculum_learning: {}}", "use data_efficiency.data_sampling.curriculum_learning"),
+        ("{zero_optimization: {mics_shard_size: 2}}", "use zero_optimization.zero_hpz_partition_size"),
+        ("{zero_optimization: {stage: 3}}", "deepspeed.zero_optimization.stage is decided by zero.stage"),
+        ("{gradient_clipping: 1.0}", "is decided by optimizer.max_grad_norm"),
+        ("{zero_optimisation: {}}", "is no key of DeepSpeed; did you mean zero_optimization?"),
+        ("{zero_optimization: {sub_group_sise: 1}}", "did you mean sub_group_size?"),
+        ("{bf16: {enabled: true}}", "is decided by training.precision"),
+        ("{bf16: 1}", "deepspeed.bf16 must be a section of keys and values"),
+        ("{sequence_parallel_size: 2}", "is decided by training.sequence_parallel_size; set that"),
+        ("{tensor_parallel: {autotp_size: 2}}", "cannot be used: every rank must hold other data"),
+    ],
+)
+def test_what_deepspeed_does_not_have_or_the_trainer_decides_is_refused(
+    settings: list[str], given: str, text: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve(load(None, [*settings, f"deepspeed={given}"]))
+    assert text in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_tables_are_those_of_the_installed_deepspeed() -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime import config
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    removed = set(getattr(config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}))
+    if not removed:
+        pytest.skip("this DeepSpeed is older than the tables, which are 0.19's")
+    removed |= {f"zero_optimization.{key}" for key in config._REMOVED_ZERO_CONFIG_KEYS}
+    assert set(ds_keys.REMOVED) == removed
+    fields = DeepSpeedZeroConfig.model_fields
+    own = {key.rpartition(".")[2] for key in ds_keys.OWN if key.startswith("zero_optimization.")}
+    assert ds_keys.ZERO | own == {field.alias or name for name, field in fields.items()}
+    assert ds_keys.BF16 | {"enabled"} == set(DeepSpeedBF16Config.model_fields)
+    assert ds_keys.FP16 | {"enabled"} == set(DeepSpeedFP16Config.model_fields)

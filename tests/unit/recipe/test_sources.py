@@ -1,0 +1,111 @@
+"""Files of every kind, their places, and what cannot be read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("datasets")
+
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.recipe.config.schema import Config
+from ftmon.trainer.recipe.data import sources
+from ftmon.trainer.recipe.data.config import Data, File
+from ftmon.trainer.recipe.data.messages import RefusedError
+from ftmon.trainer.recipe.data.sources import Records
+
+ROWS = [{"prompt": "a", "response": "b"}, {"prompt": "c, with comma", "response": 'two\nlines "quoted"'}]
+
+
+def read(path: Path, **data: Any) -> Records:
+    return sources.read(Config(data=Data(path=str(path), **data)))
+
+
+def write(path: Path) -> None:
+    match path.suffix:
+        case ".jsonl":
+            path.write_text("\n" + "\n".join(map(json.dumps, ROWS)))
+        case ".json":
+            path.write_text(json.dumps(ROWS, indent=1))
+        case ".parquet":
+            import pyarrow
+            from pyarrow import parquet
+
+            parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+        case _:
+            end = "\t" if path.suffix == ".tsv" else ","
+            path.write_text(
+                f'prompt{end}response\na{end}b\n"c, with comma"{end}"two\nlines ""quoted"""\n', encoding="utf-8-sig"
+            )
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("data.jsonl", ["data.jsonl:2", "data.jsonl:3"]),
+        ("data.json", ["data.json:record 1", "data.json:record 2"]),
+        ("data.csv", ["data.csv:2", "data.csv:3"]),
+        ("data.tsv", ["data.tsv:2", "data.tsv:3"]),
+        ("data.parquet", ["data.parquet:row 1", "data.parquet:row 2"]),
+    ],
+)
+def test_each_kind_of_file_is_read_with_the_place_of_each_record(tmp_path: Path, name: str, places: list[str]) -> None:
+    write(tmp_path / name)
+    records = read(tmp_path / name)
+    assert [record for _, record in records] == ROWS
+    assert [records.place(index) for index in range(2)] == places
+    assert len(read(tmp_path / name, limit=1)) == 1
+
+
+def test_a_text_file_has_a_text_a_line(tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_bytes(b"one\r\n\n  \ntwo")
+    records = read(tmp_path / "data.txt")
+    assert [record for _, record in records] == [{"text": "one"}, {"text": "two"}]
+    assert records.place(1) == "data.txt:4"
+    assert records.sources[0].blank == 2
+
+
+def test_broken_lines_are_refused_by_line_and_do_not_end_the_reading(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": \n{"text": "\xff"}\n{"text": "b"}\n')
+    records = read(tmp_path / "data.jsonl")
+    assert [record["text"] for _, record in records] == ["a", "b"]
+    for index, reason in ((1, "is not JSON: Expecting value at column"), (2, "is not text in UTF-8")):
+        with pytest.raises(RefusedError, match=reason):
+            records.record(index)
+    (tmp_path / "data.csv").write_text("text\na\nb,c\n")
+    with pytest.raises(RefusedError, match="has 2 fields, and the header 1"):
+        read(tmp_path / "data.csv").record(1)
+
+
+def test_nulls_that_arrow_fills_in_are_left_out(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    calls = [[{"name": "f", "arguments": {"a": 1}}], [{"name": "g", "arguments": {"b": "x"}}]]
+    parquet.write_table(pyarrow.Table.from_pylist([{"calls": call} for call in calls]), tmp_path / "a.parquet")
+    assert [record["calls"] for _, record in read(tmp_path / "a.parquet")] == calls
+
+
+def test_a_hash_names_the_content_and_not_the_file(tmp_path: Path) -> None:
+    for name, content in (("a", "1\n2\n"), ("b", "1\n2\n"), ("c", "1\n3\n")):
+        (tmp_path / f"{name}.jsonl").write_text(content)
+    one, same, other = (read(tmp_path / f"{name}.jsonl").digest for name in "abc")
+    assert one == same != other
+    assert read(tmp_path / "a.jsonl", limit=1).digest != one
+
+
+def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (tmp_path / "b.txt").write_text("c\n")
+    files = [File(str(tmp_path / "a.jsonl")), File(str(tmp_path / "b.txt"), 0.5)]
+    records = sources.read(Config(data=Data(files=files)))
+    assert [record["text"] for _, record in records] == ["a", "b", "c"]
+    assert [records.place(index) for index in range(3)] == ["a.jsonl:1", "a.jsonl:2", "b.txt:1"]
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.json", "[1, 2"), ("a.csv", ""), ("a.jsonl", " \n")])
+def test_a_file_that_holds_no_records_is_refused(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=name):
+        read(tmp_path / name)

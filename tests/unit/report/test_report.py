@@ -1,0 +1,235 @@
+"""Reports of runs, sweeps and CSV files: bands over ranks, pieces, files that open anywhere."""
+
+import csv
+import html.parser
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from ftmon.protocol.sweep.rows import Ended, Entry
+from ftmon.tui.cli.main import main
+from scenes import recorded
+from sweep_results import done, out_of_memory, planned, write_results
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+def sweep(folder: Path, name: str = "lengths", more: float = 1.0) -> Path:
+    """Write a sweep over lengths on two ranks, the second of which needs 1 GiB more; the longest does not fit."""
+    lengths = (256, 512, 1024, 2048, 4096)
+    runs = [planned(seq, _peak(seq)) for seq in lengths]
+    entries: list[Entry] = []
+    for number, (seq, run) in enumerate(zip(lengths, runs, strict=True), 1):
+        phases = {"optimizer": int(10 * GIB * more), "backward": int(_peak(seq) * more)}
+        ranks = [{phase: size + rank * GIB for phase, size in phases.items()} for rank in range(2)]
+        entries.append(done(run, 1000.0 + 60 * number, 60.0, ranks))
+    entries += [out_of_memory(8192, 1400.0, 4 * GIB), Ended(1800.0, "finished")]
+    return write_results(folder / f"{name}.results.jsonl", name, runs, entries, 1000.0)
+
+
+def _peak(seq: int) -> int:
+    return 8 * GIB + seq * 2 * MIB
+
+
+def ftmon(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(words)
+    done = capsys.readouterr()
+    return status, done.out, done.err
+
+
+def test_a_sweep_is_bands_over_ranks_with_its_pieces_and_what_it_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = ftmon(capsys, "report", str(sweep(tmp_path)), "--json", "--price", "9")
+    assert status == 0
+    (section,) = json.loads(out)["sections"]
+    peak = section["charts"][0]
+    measured, predicted = peak["curves"]
+    assert measured["xs"] == [256, 512, 1024, 2048, 4096]
+    assert (measured["low"][0], measured["high"][0]) == (10.0, 11.0)
+    assert predicted["predicted"]
+    assert predicted["median"][-1] == 16.0
+    assert [8192, "out of memory"] in peak["marks"]
+    assert any(text == "crossover" and abs(x - 1024) < 8 for x, text in peak["marks"])
+    assert "optimizer leads to 1,024 tokens, then backward at +2.0 MiB a token" in peak["notes"][0]
+    assert ["cost", "2.00 at 9.00 an hour"] in section["facts"]
+    assert any(row[-1].startswith("out of memory in backward, rank 1") for row in section["table"])
+
+
+class _Links(html.parser.HTMLParser):
+    """Collects what a page would load, and its tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href", "data", "action")]
+
+
+def test_the_page_is_one_file_that_loads_nothing_and_runs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = sweep(tmp_path, "a<script>alert(1)<")
+    page = tmp_path / "report.html"
+    status, out, _ = ftmon(capsys, "report", str(path), "--html", str(page))
+    assert (status, out) == (0, f"written: {page}\n")
+    text = page.read_text()
+    links = _Links()
+    links.feed(text)
+    assert links.loads == []
+    assert "script" not in links.tags
+    assert "@import" not in text
+    assert "url(" not in text
+    drawings = [part.split("</svg>")[0] + "</svg>" for part in text.split("<svg")[1:]]
+    assert len(drawings) == 2
+    for drawing in drawings:
+        root = ElementTree.fromstring("<svg" + drawing)
+        assert root.findall("polyline"), "a curve"
+    assert ElementTree.fromstring("<svg" + drawings[0]).findall("polygon"), "the band over ranks"
+
+
+def test_all_charts_are_one_picture_one_below_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, picture = sweep(tmp_path, "a<script>alert(1)<"), tmp_path / "report.svg"
+    status, out, _ = ftmon(capsys, "report", str(path), "--svg", str(picture))
+    assert (status, out) == (0, f"written: {picture}\n")
+    root = ElementTree.parse(picture).getroot()
+    name = "{http://www.w3.org/2000/svg}"
+    assert {element.tag for element in root.iter()} & {f"{name}script", f"{name}image", f"{name}use"} == set()
+    drawings = root.findall(f"{name}svg")
+    assert len(drawings) == 2
+    ends = [int(one.attrib["y"]) + int(one.attrib["height"]) for one in drawings]
+    assert ends[0] < int(drawings[1].attrib["y"])
+    assert ends[1] == int(root.attrib["height"])
+    assert all(drawing.findall(f"{name}polyline") for drawing in drawings), "a curve in each"
+
+
+def test_a_run_is_shown_by_step_and_by_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recorded(tmp_path / "recording.sqlite", 2, steps=20)
+    status, out, _ = ftmon(capsys, "report", str(path), "--json")
+    assert status == 0
+    (section,) = json.loads(out)["sections"]
+    memory, times = section["charts"]
+    assert (memory["x_name"], times["unit"]) == ("step", "ms")
+    assert [curve["name"] for curve in memory["curves"]] == ["allocated", "reserved"]
+    assert len(times["curves"][0]["xs"]) == 20
+    assert {row[0] for row in section["table"]} >= {"forward", "backward", "optimizer"}
+    status, out, _ = ftmon(capsys, "report", str(path), "--ascii")
+    assert status == 0
+    assert out.isascii()
+    assert "memory peak of a step, GiB, by step" in out
+
+
+def test_measurements_of_others_stand_in_the_same_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "theirs.csv"
+    lines = ["seq_len,gpu_0_allocated_mib,gpu_1_allocated_mib"]
+    lines += [f"{seq},{8192 + 2 * seq},{9216 + 2 * seq}" for seq in (512, 1024, 2048)]
+    path.write_text("\n".join(lines) + "\n")
+    status, out, _ = ftmon(capsys, "report", str(sweep(tmp_path)), str(path), "--json")
+    assert status == 0
+    together = json.loads(out)["sections"][0]
+    assert together["title"] == "in one picture"
+    names = [curve["name"] for curve in together["charts"][0]["curves"]]
+    assert names == ["lengths", "lengths predicted", "theirs allocated"]
+    theirs = together["charts"][0]["curves"][2]
+    assert (theirs["low"][0], theirs["high"][0]) == (9.0, 10.0)
+    columns = "length=seq_len,allocated=gpu_{rank}_allocated_mib,unit=MiB"
+    assert ftmon(capsys, "report", str(path), "--columns", columns)[0] == 0
+
+
+def test_the_rows_are_one_line_a_rank_and_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.csv"
+    assert ftmon(capsys, "report", str(sweep(tmp_path)), "--csv", str(out))[0] == 0
+    rows = list(csv.DictReader(out.open()))
+    assert len(rows) == 5 * 2 * 2 + 1
+    assert {row["phase"] for row in rows} == {"optimizer", "backward", ""}
+    first = next(row for row in rows if (row["seq"], row["rank"], row["phase"]) == ("4096", "1", "backward"))
+    assert int(first["allocated_peak_bytes"]) == _peak(4096) + GIB
+    assert int(first["predicted_peak_bytes"]) == _peak(4096)
+    assert rows[-1]["verdict"] == "out-of-memory"
+    assert int(rows[-1]["asked_bytes"]) == 4 * GIB
+
+
+def test_parquet_has_the_rows_of_the_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    out = tmp_path / "rows.parquet"
+    assert ftmon(capsys, "report", str(sweep(tmp_path)), "--parquet", str(out))[0] == 0
+    table = parquet.read_table(out)
+    assert table.num_rows == 21
+    assert "allocated_peak_bytes" in table.column_names
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        ("a,b\n1,2\n", (), "no column looks like a length among a, b"),
+        ("seq,allocated_mib\n1,x\n", (), "line 2, column allocated_mib: 'x' is no number"),
+        ("seq,allocated_mib\n1\n", (), "line 2: 1 columns, the header has 2"),
+        ("seq,allocated_mib\n", (), "no measurements"),
+        ("seq,p\n1,2\n", ("--columns", "length=seq,allocated=q"), "column q is not in the file"),
+        ("seq,p\n1,2\n", ("--columns", "allocated=p"), "--columns needs length=COLUMN"),
+        ("seq,p\n1,2\n", ("--columns", "length=seq,allocated=p,unit=MB/s"), "unit must be one of"),
+    ],
+)
+def test_a_csv_that_does_not_match_is_one_line_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, options: tuple[str, ...], words: str
+) -> None:
+    path, page = tmp_path / "their.csv", tmp_path / "out.html"
+    path.write_text(content)
+    status, out, err = ftmon(capsys, "report", str(path), "--html", str(page), *options)
+    assert status == 2
+    assert out == ""
+    assert words in err
+    assert len(err.splitlines()) == 1
+    assert not page.exists()
+
+
+def test_compare_gates_sweeps_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = sweep(tmp_path, "before"), sweep(tmp_path, "after", 1.03)
+    status, out, _ = ftmon(capsys, "compare", str(before), str(after), "--gate", "3%")
+    assert status == 1
+    assert "regression: highest peak +2." in out
+    assert "5 of 6 regressed" in out
+    assert ftmon(capsys, "compare", str(before), str(before), "--gate", "3%")[0] == 0
+    assert ftmon(capsys, "compare", str(before), str(after))[0] == 0, "without a gate nothing is wrong"
+    run = recorded(tmp_path / "recording.sqlite", 2, steps=20)
+    status, out, _ = ftmon(capsys, "compare", str(run), str(run), "--gate", "0.03", "--json")
+    assert status == 0
+    (comparison,) = json.loads(out)["comparisons"]
+    assert {one["name"] for one in comparison["differences"]} >= {"step time", "highest peak", "reserved", "loss"}
+    status, _, err = ftmon(capsys, "compare", str(run), str(before))
+    assert status == 2
+    assert "compare two of a kind" in err
+
+
+def test_a_png_is_refused_without_its_package_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "resvg_py", None)  # as if it were not installed
+    path = tmp_path / "charts.png"
+    status, out, err = ftmon(capsys, "report", str(sweep(tmp_path)), "--png", str(path))
+    assert (status, out) == (2, "")
+    assert err.startswith("ftmon: --png needs resvg-py: pip install 'ftmon[png]'; or write --svg FILE")
+    assert len(err.splitlines()) == 1
+    assert not path.exists()
+
+
+def test_a_png_has_the_charts_with_their_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    library = pytest.importorskip("resvg_py")
+    path, picture = tmp_path / "charts.png", tmp_path / "charts.svg"
+    status, out, _ = ftmon(capsys, "report", str(sweep(tmp_path)), "--png", str(path), "--svg", str(picture))
+    assert status == 0
+    assert f"written: {path}" in out
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    size = ElementTree.fromstring(picture.read_text()).attrib
+    assert [int.from_bytes(content[at : at + 4], "big") for at in (16, 20)] == [
+        2 * int(size["width"]), 2 * int(size["height"])
+    ]  # fmt: skip
+    without_text = bytes(library.svg_to_bytes(svg_string=picture.read_text(), zoom=2.0, skip_system_fonts=True))
+    assert content != without_text

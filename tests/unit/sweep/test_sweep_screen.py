@@ -1,0 +1,74 @@
+"""The screen of a sweep: what runs, what failed, what is left, and how it is ended."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.process import ProcessId, start_ticks
+from ftmon.protocol.sweep.rows import Budget, Entry, Started
+from ftmon.tui.model.sweep import SweepModel
+from ftmon.tui.screens.sweep.app import SweepApp
+from ftmon.tui.widgets.canvas import Canvas
+from sweep_results import done, out_of_memory, planned, write_results
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def worker() -> Iterator["subprocess.Popen[bytes]"]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"], stdout=-1)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def written(path: Path, process: ProcessId) -> Path:
+    """Write four configurations: one done, one out of memory, one under way, one to come."""
+    begun = time.time() - 100
+    runs = [planned(seq, peak * GIB, fits=peak < 70) for seq, peak in ((512, 10), (1024, 20), (2048, 40), (4096, 80))]
+    entries: list[Entry] = [
+        Started(begun, {"seq": 512}, run="/a"),
+        done(runs[0], begun + 40, 40.0, [{"backward": 10 * GIB}], ms=200.0),
+        Started(begun + 40, {"seq": 1024}, run="/b"),
+        out_of_memory(1024, begun + 70, 4 * GIB),
+        Started(begun + 70, {"seq": 2048}, run="/c"),
+    ]
+    return write_results(path, "lengths", runs, entries, begun, process, budget=Budget(7200, 10), timeout=600)
+
+
+async def test_the_table_fills_in_beside_time_and_money_left(tmp_path: Path, worker: "subprocess.Popen[bytes]") -> None:
+    me = ProcessId(worker.pid, start_ticks(worker.pid) or 0)
+    app = SweepApp(written(tmp_path / "r.jsonl", me))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.pause()
+        text = "\n".join(child.plain for child in app.screen.children if isinstance(child, Canvas))
+        lines = text.splitlines()
+        assert any("lengths: seq=2,048" in line and "2 / 4 done" in line and "running" in line for line in lines)
+        assert any("1 out of memory" in line for line in lines)
+        assert any("left (19.7" in line for line in lines), "20.00 less 100 s at 10.00 an hour"
+        assert any("512" in line and "10.00 GiB" in line and "+0.0%" in line and "200.0" in line for line in lines)
+        assert any("1,024" in line and "out of memory in backward, rank 1: asked for 4.00" in line for line in lines)
+        assert any("2,048" in line and "40.00 GiB" in line and "running" in line for line in lines)
+        assert any("4,096" in line and "80.00 GiB too much" in line for line in lines)
+        assert "peak by seq" in text
+        await pilot.press("question_mark")
+        await pilot.pause()
+        await pilot.press("escape")
+        await pilot.press("S")
+        await pilot.pause()
+        assert worker.wait(timeout=60) != 0, "S interrupts the sweep's process"
+
+
+def test_a_sweep_whose_process_is_gone_is_killed_not_running(tmp_path: Path) -> None:
+    model = SweepModel(written(tmp_path / "r.jsonl", ProcessId(1, 1)))
+    assert model.refresh()
+    assert not model.refresh(), "nothing was added"
+    assert model.state == "killed"
+    assert [row.verdict for row in model.table(time.time())] == ["done", "out-of-memory", "planned", "planned"]
+    assert model.used_seconds(time.time()) == pytest.approx(70, abs=0.1), "until its last entry"

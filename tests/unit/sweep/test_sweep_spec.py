@@ -1,0 +1,99 @@
+"""Sweep files: what they mean, and what is refused, with line and fix."""
+
+from pathlib import Path
+
+import pytest
+from ftmon.protocol.errors import FtmonError
+from ftmon.trainer.sweep import jobs, spec
+
+CONFIG = "model: {config: {model_type: llama}}\ndata: {path: d.jsonl}\n"
+
+
+def read(tmp_path: Path, text: str) -> spec.Spec:
+    (tmp_path / "train.yaml").write_text(CONFIG)
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    found = spec.read(str(path))
+    jobs.check(found)
+    return found
+
+
+def test_a_grid_is_every_combination_as_overrides_of_the_configuration(tmp_path: Path) -> None:
+    found = read(
+        tmp_path,
+        "config: train.yaml\nset: {optimizer.lr: 1e-5}\naxes:\n  training.sequence_length: [512, 1024]\n"
+        "  zero.offload_optimizer: [true, false]\n  env.PYTORCH_CUDA_ALLOC_CONF: ['', 'expandable_segments:True']\n",
+    )
+    grid = jobs.combinations(found)
+    assert len(grid) == 8
+    job = jobs.job(found, grid[-1], "s-001")
+    words = job.request.overrides
+    assert "training.sequence_length=1024" in words
+    assert "zero.offload_optimizer=false" in words
+    assert "training.max_steps=5" in words, "3 measured and 2 of warm-up"
+    assert "optimizer.lr=1e-05" in words
+    assert job.request.options.on_hang == "kill"
+    assert job.environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert not any(word.startswith("env.") for word in words)
+
+
+def test_a_command_takes_its_values_where_the_placeholders_stand(tmp_path: Path) -> None:
+    found = read(tmp_path, "command: [python, train.py, '--seq={seq}', '--config={\"a\": 1}']\naxes: {seq: [8, 16]}\n")
+    assert jobs.job(found, {"seq": 16}, "s").request.command[-3:] == ["train.py", "--seq=16", '--config={"a": 1}']
+
+
+def test_a_budget_in_money_is_time_at_its_price(tmp_path: Path) -> None:
+    text = "command: python {a}\naxes: {a: [1]}\ntimeout: 10 m\ncapacity: 80GB\n"
+    found = read(tmp_path, text + "budget: {money: 10, price_per_hour: 5, hours: 3}\n")
+    assert found.budget.seconds == 7200
+    assert (found.timeout, found.capacity_bytes) == (600, 80 * 10**9)
+
+
+def test_what_decides_a_row_decides_whose_results_they_are(tmp_path: Path) -> None:
+    base = "config: train.yaml\naxes: {zero.stage: [1]}\n"
+    one = jobs.fingerprint(read(tmp_path, base))
+    assert jobs.fingerprint(read(tmp_path, base.replace("[1]", "[1, 2]") + "repeats: 3\nbudget: {hours: 1}\n")) == one
+    assert jobs.fingerprint(read(tmp_path, base + "steps: 9\n")) != one
+    assert jobs.fingerprint(read(tmp_path, base + "set: {training.micro_batch: 2}\n")) != one
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("axes: {a: [1]}\n", "config or command is missing"),
+        ("config: train.yaml\n", "axes is missing"),
+        ("config: train.yaml\naxes: {a: [1]}\ncolumns: loss\n", "sweep.yaml:3: columns must be a list of figures"),
+        ("config: train.yaml\naxes: {a: [1]}\ncolumns:\n- loss\n- los\n", "sweep.yaml:5: columns: los is no figure"),
+        ("config: train.yaml\naxes: {a: [1]}\ncolumns: [loss, loss]\n", "sweep.yaml:3: columns has loss twice"),
+        (
+            "config: train.yaml\naxes: {env.A=B: [1]}\n",
+            "sweep.yaml:2: axes.env.A=B is no name of an environment variable",
+        ),
+        ("config: train.yaml\naxes: {a: [1]}\nenv: {A=B: c}\n", "sweep.yaml:3: env.A=B is no name of an environment"),
+        ("config: none.yaml\naxes: {a: [1]}\n", "sweep.yaml:1: config none.yaml: no such file"),
+        ("config: train.yaml\naxis: {a: [1]}\n", "sweep.yaml:2: unknown key axis; did you mean axes?"),
+        (
+            "config: train.yaml\naxes:\n  zero.stag: [1, 2]\n",
+            "sweep.yaml:3: axes.zero.stag: unknown key zero.stag",
+        ),
+        ("config: train.yaml\naxes:\n  zero.stage: [1, 7]\n", "sweep.yaml:3: axes.zero.stage: zero.stage must be"),
+        ("config: train.yaml\naxes:\n  zero.stage: 2\n", "sweep.yaml:3: axes.zero.stage must be a list"),
+        ("config: train.yaml\naxes: {zero.stage: [2, 2]}\n", "has 2 twice"),
+        ("command: python t.py\naxes: {seq: [1]}\n", "sweep.yaml:1: command has no {seq}"),
+        ("command: python {seq} {zero}\naxes: {seq: [1]}\n", "command has {zero}, but the axes are seq"),
+        ("command: no-such-program {seq}\naxes: {seq: [1]}\n", "no-such-program: command not found"),
+        ("command: python {a}\naxes: {a: [1]}\nbudget: {money: 3}\n", "budget.money needs price_per_hour"),
+        ("command: python {a}\naxes: {a: [1]}\ntimeout: soon\n", "sweep.yaml:3: timeout must be seconds"),
+        (
+            "command: python {a}\nsearch: {goal: best, axis: a, high: 9}\n",
+            "search.goal must be largest, fastest",
+        ),
+        ("command: python {a}\nsearch: {goal: largest, axis: a}\n", "search needs axis and high"),
+        ("- 1\n", "must hold keys such as config and axes"),
+    ],
+)
+def test_a_wrong_sweep_file_is_one_line_with_its_place_and_the_fix(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(FtmonError) as refused:
+        read(tmp_path, text)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)

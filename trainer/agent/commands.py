@@ -1,0 +1,171 @@
+"""Receives the hub's commands to this agent: kill, stop, inspect, ping. Each is a coroutine of the main loop."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from ...protocol import sockets, wire
+from ...protocol.control import Accepted, Command, Result
+from ...protocol.errors import ProtocolError, UsageError
+from ...protocol.join import JoinFile
+from ..host import flow
+from ..host.flow import Flow, Post
+from ..host.interrupt import interrupt_job, interrupt_ranks
+from ..host.kill import Outcome, Target, kill
+from ..host.rank_inspection import inspect_as_asked
+
+_ANSWERS_KEPT = 64
+
+
+class _KillArgs(msgspec.Struct):
+    """The arguments of ``kill``: no ranks means all of the run on this host; an empty signal escalates."""
+
+    ranks: list[int] = []
+    signal: str = ""
+    on_gpu: bool = False
+
+
+class Commands:
+    """Carries out the hub's commands on this host. Main loop only.
+
+    Args:
+        context: where to make sockets.
+        join: the hub's keys, and ours.
+        identity: this agent's name, under which it listens on the ``ranks`` channel.
+        targets: returns the processes of this host's ranks that live.
+        post: has the main loop make a call; any thread.
+    """
+
+    def __init__(
+        self,
+        context: "zmq.Context[Any]",
+        join: JoinFile,
+        identity: str,
+        targets: Callable[[], list[Target]],
+        post: Post,
+    ) -> None:
+        self._context = context
+        self._join = join
+        self._identity = identity
+        self._targets = targets
+        self._post = post
+        self._run = Path(join.run)
+        self.socket: zmq.Socket[Any] | None = None
+        self.kills_under_way = 0
+        self._answers: dict[str, Accepted | Result] = {}
+        """The last answer to each command, by its id: the hub asks until it has a result; nothing is done twice."""
+
+    def connect(self, address: str) -> None:
+        """Connect anew."""
+        self.close()
+        self.socket = sockets.peer_socket(self._context, "ranks", self._identity.encode())
+        sockets.secure_client(self.socket, self._join.pair, self._join.server_key)
+        self.socket.connect(address)
+
+    def close(self) -> None:
+        """Close the connection; answers that are owed are sent first, within half a second."""
+        if self.socket is not None:
+            self.socket.close(linger=500)
+            self.socket = None
+
+    def receive(self) -> None:
+        """Receive all commands that are waiting, and begin to carry them out."""
+        while self.socket is not None:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            with contextlib.suppress(ProtocolError, IndexError):
+                wire.decode_header(frames[0])
+                command = wire.decode_body(frames[1])
+                if isinstance(command, Command):
+                    flow.start(self._answer(command))
+
+    async def _answer(self, command: Command) -> None:
+        """Carry out a command, or repeat the last answer to one that is known."""
+        if command.id in self._answers:
+            self._send(self._answers[command.id])
+            return
+        try:
+            work = self._work(command)
+        except UsageError as error:
+            self._send(Accepted(command.id, False, str(error)))
+            return
+        self._send(Accepted(command.id, True))
+        outcome = await work
+        self._send(Result(command.id, outcome.ok, command.verb, outcome.text, outcome.data, time.time()))
+
+    def _work(self, command: Command) -> Flow[Outcome]:
+        """Return what carries out a command.
+
+        Raises:
+            UsageError: an agent does not know its verb, or its arguments.
+        """
+        match command.verb:
+            case "kill":
+                return self._kill(*_kill_args(command.args))
+            case "stop":
+                return self._stop()
+            case "look":
+                return self._inspect(command.args)
+            case "ping":
+                return self._ping()
+            case _:
+                raise UsageError(f"an agent does not know {command.verb!r}")
+
+    async def _kill(self, args: _KillArgs, number: signal.Signals | None) -> Outcome:
+        targets = [target for target in self._targets() if not args.ranks or target.rank in args.ranks]
+        self.kills_under_way += 1
+        outcome = await kill(self._run, targets, not args.ranks, [], [os.getpid()], number, args.on_gpu, self._post)
+        self.kills_under_way -= 1
+        return outcome
+
+    async def _stop(self) -> Outcome:
+        """Send INT to the ranks here; without any, to all other processes of the run."""
+        told = interrupt_ranks(self._targets())
+        groups = [] if told else interrupt_job(self._run, [], [os.getpid()])
+        ranks = ", ".join(str(target.rank) for target in told)
+        text = f"sent SIGINT to rank {ranks}" if told else "sent SIGINT to the job" if groups else "nothing was running"
+        return Outcome(True, text, {"signalled": len(told) or len(groups)})
+
+    async def _inspect(self, args: dict[str, Any]) -> Outcome:
+        no_thread = Outcome(False, "this host has no thread to spare", {})
+        return await flow.in_thread(lambda: _inspected(args), self._post, "inspect", no_thread)
+
+    async def _ping(self) -> Outcome:
+        return Outcome(True, "alive", {"pid": os.getpid()})
+
+    def _send(self, message: Accepted | Result) -> None:
+        self._answers[message.id] = message
+        while len(self._answers) > _ANSWERS_KEPT:
+            self._answers.pop(next(iter(self._answers)))
+        if self.socket is not None:
+            with contextlib.suppress(zmq.ZMQError):
+                self.socket.send_multipart(wire.encode(self._identity, 0, time.time(), message), zmq.NOBLOCK)
+
+
+def _kill_args(given: dict[str, Any]) -> tuple[_KillArgs, signal.Signals | None]:
+    """Read the arguments of ``kill``; the signal is None for an escalation.
+
+    Raises:
+        UsageError: they are of another version, or name an unknown signal.
+    """
+    try:
+        args = msgspec.convert(given, _KillArgs)
+        return args, signal.Signals[f"SIG{args.signal.removeprefix('SIG')}"] if args.signal else None
+    except (msgspec.ValidationError, KeyError) as error:
+        raise UsageError(f"kill: {error}") from error
+
+
+def _inspected(args: dict[str, Any]) -> Outcome:
+    try:
+        return Outcome(True, "", inspect_as_asked(args))
+    except Exception as error:  # a process table that changes while it is read, or arguments of another version
+        return Outcome(False, f"{type(error).__name__}: {error}", {})

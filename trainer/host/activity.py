@@ -1,0 +1,135 @@
+"""What a rank's process tree has done so far, read from proc(5) and sock_diag(7): ``Activity``.
+
+Judging two of them is ``protocol.analysis.stalls.activity``.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ...protocol.analysis.stalls.activity import Activity
+from ...protocol.telemetry import SelfDump
+from . import processes, traffic
+from .processes import Process
+
+__all__ = ["Activity", "look", "wchan"]
+
+_OWN_THREADS = ("ZMQbg", "ftmon", "pt_", "gloo_", "NCCL")
+"""Threads of the monitor's sockets, of PyTorch's watchdogs and of communication libraries poll many times a second, and
+move what other ranks send: no work of the script."""
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+def look(
+    pid: int,
+    dump: SelfDump | None,
+    table: Mapping[int, Process],
+    now: float,
+    sockets: Mapping[int, int] | None = None,
+    others: Iterable[int] = (),
+) -> Activity:
+    """Read the totals of the process ``pid`` and everything below it.
+
+    Args:
+        pid: a rank's process.
+        dump: which of its threads trains, and which is the probe's own; None: the main thread, and not known.
+        table: the process table (``processes.table``).
+        now: ``time.monotonic``.
+        sockets: ``traffic.by_socket``; None: read here.
+        others: further processes whose work counts as this rank's: daemons it started, holders of a lock it waits for.
+    """
+    sockets = traffic.by_socket() if sockets is None else sockets
+    training = dump.training if dump is not None else pid
+    found = _threads(pid, training, dump.receiver if dump is not None else -1)
+    moved, waits, chars, sent = found.io_bytes, found.on_disk, found.chars, traffic.of_process(pid, sockets)
+    seconds = 0.0
+    further = [table[other] for other in others if other in table and other != pid]
+    below = {p.pid: p for p in (*further, *processes.descendants([pid, *others], dict(table))) if p.pid != pid}
+    for child in below.values():
+        read = _threads(child.pid, child.pid, -1)
+        seconds += read.seconds
+        moved += read.io_bytes
+        chars += read.chars
+        waits = waits or read.on_disk
+        sent += traffic.of_process(child.pid, sockets)
+    living = [child for child in below.values() if child.alive]
+    newest = max((child.start_ticks for child in living), default=0)
+    return Activity(
+        time=now,
+        state=found.state,
+        wchan=wchan(pid, training),
+        cpu_seconds=found.seconds,
+        io_bytes=moved,
+        on_disk=waits,
+        switches=_switches(pid, training),
+        below_seconds=seconds,
+        chars=chars,
+        traffic=sent,
+        processes=1 + len(living),
+        newest=newest,
+    )
+
+
+def wchan(pid: int, thread: int) -> str:
+    """Name the kernel function a thread waits in; empty where that may not be read, or it waits in none."""
+    try:
+        return Path(f"/proc/{pid}/task/{thread}/wchan").read_text().strip().strip("0")
+    except OSError:
+        return ""
+
+
+def _switches(pid: int, thread: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/task/{thread}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.partition(":")[2]) for line in lines if "ctxt_switches:" in line)
+
+
+class _Threads(NamedTuple):
+    state: str
+    """The training thread's."""
+    seconds: float
+    io_bytes: int
+    chars: int
+    on_disk: bool
+
+
+def _threads(pid: int, training: int, own: int) -> _Threads:
+    """Add up what the threads of one process have done; those that do no work of the script are left out."""
+    state, ticks, moved, chars, waits = "", 0, 0, 0, False
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        threads = []
+    for thread in threads:
+        folder = f"/proc/{pid}/task/{thread}"
+        try:
+            text = Path(folder, "stat").read_bytes().decode("utf-8", "replace")
+        except OSError:
+            continue
+        end = text.rindex(")")
+        fields = text[end + 2 :].split()
+        number = int(thread)
+        if number == training:
+            state = fields[0]
+        if number == own or text[text.index("(") + 1 : end].startswith(_OWN_THREADS):
+            continue
+        waits = waits or fields[0] == "D"
+        ticks += int(fields[11]) + int(fields[12])
+        disk, passed = _io(Path(folder, "io"))
+        moved += disk
+        chars += passed
+    return _Threads(state, ticks / _TICKS, moved, chars, waits)
+
+
+def _io(path: Path) -> tuple[int, int]:
+    """Return the bytes a thread moved from and to disks, and through read(2) and write(2); 0 where not readable."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return 0, 0
+    found = dict(line.split(": ") for line in text.splitlines() if ": " in line)
+    disk = int(found.get("read_bytes", 0)) + int(found.get("write_bytes", 0))
+    return disk, int(found.get("rchar", 0)) + int(found.get("wchar", 0))

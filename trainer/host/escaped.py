@@ -1,0 +1,84 @@
+"""Processes a rank started that no longer descend from it: daemons that forked twice, workers whose parent died.
+
+Three marks lead back to the rank: its pid in their environment (``RANK_PID_ENV``, for what it started with exec), an
+environment of the run with the same program image (a fork without exec keeps the address of the stack, which the kernel
+draws at random for each exec), and descent from such a process.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from . import processes
+from .processes import RANK_PID_ENV, Process
+
+_START_STACK = 25
+"""Field 28 of /proc/PID/stat, counted behind the name."""
+
+
+class Origin(NamedTuple):
+    """What identifies the children of one rank's process; to be read while it lives."""
+
+    rank: int
+    pid: int
+    start_ticks: int
+    image: int
+    """Address of its stack; 0: not known, or shared with its parent, and so no mark of this rank."""
+
+
+def origin(rank: int, pid: int, table: Mapping[int, Process]) -> Origin | None:
+    """Read what identifies a rank's children; None when the process is gone."""
+    process = table.get(pid)
+    if process is None:
+        return None
+    image = _image(pid)
+    if image and image == _image(process.parent):
+        image = 0  # ranks that were forked from one process are alike
+    return Origin(rank, pid, process.start_ticks, image)
+
+
+def escaped(
+    origins: Iterable[Origin], table: Mapping[int, Process], known: Mapping[tuple[int, int], int] | None = None
+) -> dict[int, list[Process]]:
+    """Return, by rank, the living processes that the ranks started and that do not descend from them any more.
+
+    Args:
+        origins: the ranks.
+        table: the process table.
+        known: ranks of processes already attributed, by pid and start time.
+    """
+    wanted = list(origins)
+    if not wanted:
+        return {}
+    by_pid = {one.pid: one for one in wanted}
+    by_image = {one.image: one for one in wanted if one.image}
+    oldest = min(one.start_ticks for one in wanted)
+    below = {p.pid for p in processes.descendants(by_pid, dict(table))}
+    found: dict[int, list[Process]] = {}
+    for process in table.values():
+        if process.pid in below or process.pid in by_pid or not process.alive or process.start_ticks < oldest:
+            continue
+        rank = (known or {}).get((process.pid, process.start_ticks))
+        if rank is None:
+            owner = _owner(process, by_pid, by_image)
+            rank = owner.rank if owner is not None else None
+        if rank is not None:
+            found.setdefault(rank, []).append(process)
+    return found
+
+
+def _owner(process: Process, by_pid: Mapping[int, Origin], by_image: Mapping[int, Origin]) -> Origin | None:
+    prefix = os.fsencode(f"{RANK_PID_ENV}=")
+    for variable in processes.environment_of(process.pid):
+        if variable.startswith(prefix) and variable[len(prefix) :].isdigit():
+            return by_pid.get(int(variable[len(prefix) :]))
+    return by_image.get(_image(process.pid)) if by_image else None
+
+
+def _image(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+        return int(text[text.rindex(b")") + 2 :].split()[_START_STACK])
+    except (OSError, ValueError, IndexError):
+        return 0

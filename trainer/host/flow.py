@@ -1,0 +1,81 @@
+"""Coroutines of a main loop (the hub's, an agent's) that wait for replies, without a second loop.
+
+A coroutine runs until it awaits a ``Reply``, and goes on in the call that brings the reply: an answer of a rank
+(``RankLink``), the end of a thread's work (``in_thread``). All of that is called by the main loop, so no lock is
+needed, and telemetry is drained in between.
+"""
+
+import threading
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+Flow = Coroutine["Reply[Any]", None, T]
+"""A coroutine that awaits replies, and other flows."""
+Post = Callable[[Callable[[], object]], None]
+"""Has the main loop make a call; any thread."""
+
+
+class Reply(Generic[T]):
+    """A value that arrives once. Main loop only. One coroutine may await it, or one call be made with it."""
+
+    def __init__(self) -> None:
+        self._arrived = False
+        self._value: Any = None
+        self._next: Callable[[T], object] | None = None
+
+    def arrive(self, value: T) -> None:
+        """Set the value; the coroutine that awaits it goes on now."""
+        self._arrived, self._value = True, value
+        if self._next is not None:
+            self._next(value)
+
+    def then(self, call: Callable[[T], object]) -> None:
+        """Make a call with the value once it is there."""
+        self._next = call
+        if self._arrived:
+            call(self._value)
+
+    def __await__(self) -> Generator["Reply[Any]", None, T]:
+        """Wait for the value, and return it."""
+        if not self._arrived:
+            yield self
+        return self._value
+
+
+def start(flow: Flow[object]) -> None:
+    """Run a coroutine as far as it goes now; the rest follows as its replies arrive.
+
+    Raises:
+        Exception: its own, until it first waits; after that it is raised in the call that brings the reply.
+    """
+    try:
+        reply = flow.send(None)
+    except StopIteration:
+        return
+    reply.then(lambda _: start(flow))
+
+
+def in_thread(work: Callable[[], T], post: Post, name: str, otherwise: T) -> Reply[T]:
+    """Do blocking work in a thread of its own; return the reply that its result arrives in.
+
+    Args:
+        work: the work.
+        post: has the main loop make a call.
+        name: the thread's.
+        otherwise: the result if the work fails, or if no thread can be started.
+    """
+    reply: Reply[T] = Reply()
+
+    def run() -> None:
+        try:
+            found = work()
+        except Exception:  # such as a process table that changes while it is read
+            found = otherwise
+        post(lambda: reply.arrive(found))
+
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError:
+        post(lambda: reply.arrive(otherwise))
+    return reply

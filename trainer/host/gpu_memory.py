@@ -1,0 +1,78 @@
+"""Whose GPU memory is free after a kill: what NVML lists for the killed processes, and what the devices have in use.
+
+In a container NVML may list the pids of another namespace, or none at all. So the processes are looked up before the
+kill too: where they were not found then, not finding them afterwards proves nothing, and the devices' totals speak.
+"""
+
+import contextlib
+import time
+from collections.abc import Collection
+from typing import NamedTuple
+
+import pynvml
+
+from ...protocol.text import gib
+
+_LOOK_SECONDS = 0.2
+
+
+class GpuUse(NamedTuple):
+    """One look at all GPUs of this host."""
+
+    held: dict[int, int]
+    """Bytes held by those of the asked pids that NVML lists."""
+    used: dict[int, int]
+    """Memory in use on each GPU, by anybody."""
+    devices: frozenset[int] = frozenset()
+    """The GPUs on which they hold it."""
+
+
+def look(pids: Collection[int]) -> GpuUse | None:
+    """Look at the GPUs; None when NVML cannot."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    held: dict[int, int] = {}
+    used: dict[int, int] = {}
+    devices: set[int] = set()
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            used[index] = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                if process.pid in pids:
+                    devices.add(index)
+                    held[process.pid] = held.get(process.pid, 0) + int(process.usedGpuMemory or 0)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+    return GpuUse(held, used, frozenset(devices))
+
+
+def look_until_free(pids: Collection[int], seconds: float) -> GpuUse | None:
+    """Look until none of ``pids`` holds GPU memory, for ``seconds`` at most; return the last look."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = look(pids)
+        if found is None or not found.held or time.monotonic() >= deadline:
+            return found
+        time.sleep(_LOOK_SECONDS)
+
+
+def verdict(before: GpuUse | None, after: GpuUse | None) -> tuple[bool, str]:
+    """Judge a kill by the looks before and after: whether memory is known to be still held, and the words for it."""
+    if before is None or after is None:
+        return False, "NVML cannot tell whether GPU memory is free"
+    if after.held:
+        listed = ", ".join(f"{gib(size)} of pid {pid}" for pid, size in after.held.items())
+        return True, f"NVML still lists {listed}"
+    # Other GPUs are other people's: what begins there meanwhile would speak against a kill that worked.
+    theirs = before.devices or before.used.keys()
+    was, now = (sum(look.used.get(device, 0) for device in theirs) for look in (before, after))
+    fell = f"the GPUs' memory in use went from {gib(was)} to {gib(now)}"
+    if before.held:
+        return False, f"no GPU memory of theirs is left: {fell}"
+    return False, f"NVML does not list this host's processes (another pid namespace?), but {fell}"

@@ -1,0 +1,200 @@
+"""Whether the kernel killed a process for want of memory: what its control group counts, and what the log says.
+
+A SIGKILL alone proves nothing. Evidence is a kernel log line that names the pid, or a control group's count of
+out-of-memory kills that rose just before the process died. Formats: Linux's mm/oom_kill.c (``Killed process``), cgroup
+version 2's ``memory.events`` and version 1's ``memory.oom_control`` (Documentation/admin-guide/cgroup-v1/memory.rst).
+"""
+
+import os
+import re
+import time
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+from ...protocol.hosts import KernelKill
+from ...protocol.text import gib, sanitize
+from .cgroups import memory_hierarchies
+
+RECENT_SECONDS = 30.0
+"""A large process takes its time to die: a kill this long before its death still explains it."""
+_COUNTS_KEPT = 16
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+"""PROC_PID_INIT_INO: only there are the kernel log's pids those that /proc shows."""
+
+_KILLED = re.compile(
+    r"(?P<scope>Memory cgroup out of memory|Out of memory)[^:]*: Killed process (?P<pid>\d+)(?:, UID \d+,)? "
+    r"\((?P<name>[^)]*)\).*?anon-rss:(?P<anon>\d+)kB"
+)
+
+
+class LogKill(NamedTuple):
+    """A kill as the kernel's log tells it."""
+
+    pid: int
+    name: str
+    resident_bytes: int
+    """Anonymous resident memory."""
+    of_group: bool
+    """A control group's limit was reached; otherwise the host's memory was."""
+    at: float
+    """Seconds since boot."""
+
+
+def read_kill(record: str) -> LogKill | None:
+    """Read one record of ``/dev/kmsg`` (``priority,number,microseconds,flags;text``); None when it tells of no kill."""
+    head, _, text = record.partition(";")
+    found = _KILLED.search(text)
+    if found is None:
+        return None
+    fields = head.split(",")
+    at = int(fields[2]) / 1e6 if len(fields) > 2 and fields[2].isdigit() else 0.0
+    group = found["scope"].startswith("Memory cgroup")
+    return LogKill(int(found["pid"]), found["name"], int(found["anon"]) * 1024, group, at)
+
+
+def kill_count(group: Path) -> int | None:
+    """Return how many processes of a control group the kernel has killed for memory; None where it does not say."""
+    for name in ("memory.events", "memory.oom_control"):
+        try:
+            lines = (group / name).read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            key, _, value = line.partition(" ")
+            if key == "oom_kill" and value.strip().isdigit():
+                return int(value)
+    return None
+
+
+def memory_groups(pid: int, root: Path = Path("/")) -> list[Path]:
+    """List the control groups that count the memory of a process: its own, of either version."""
+    found: list[Path] = []
+    for own, mount in memory_hierarchies(pid, root):
+        found += [group for group in (own, mount) if kill_count(group) is not None][:1]
+    return found
+
+
+class KernelKills:
+    """Keeps count while processes live, and looks for evidence when one has died. One thread.
+
+    Args:
+        root: where the kernel's files are; another place only in tests.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._groups: dict[int, list[Path]] = {}
+        self._counts: dict[Path, deque[tuple[float, int]]] = {}
+        self._resident: dict[int, int] = {}
+
+    def look(self, pid: int, now: float) -> None:
+        """Note a living process's control group, its counts and the process's size; about once a second.
+
+        Args:
+            pid: the process.
+            now: ``time.monotonic``.
+        """
+        groups = memory_groups(pid, self._root)
+        if groups:
+            self._groups[pid] = groups
+        for group in groups:
+            self._note(group, now)
+        size = _resident(pid, self._root)
+        if size:
+            self._resident[pid] = size
+
+    def find(self, pid: int, now: float) -> KernelKill | None:
+        """Look for evidence that the kernel killed a process that has just died by SIGKILL; None: there is none.
+
+        Where the kernel's log can be read and does not name the process, that is evidence too: against it.
+        """
+        groups = memory_groups(pid, self._root) or self._groups.pop(pid, [])
+        resident = self._resident.pop(pid, 0)
+        size = f"its resident memory was {gib(resident)} at the last look" if resident else ""
+        readable, log = self._from_log(pid)
+        if log is not None:
+            scope = "its control group's limit" if log.of_group else "the host's memory"
+            words = f"the kernel's log says so: it killed pid {pid} ({sanitize(log.name)}), {gib(log.resident_bytes)}"
+            limits = [words_of for group in groups if (words_of := _limit_words(group))]
+            return KernelKill(True, f"{scope} was exhausted", [words, *limits, *filter(None, [size])])
+        for group in groups:
+            before, after = self._note(group, now)
+            if after > before:
+                limit = _limit_words(group)
+                words = f"its control group counts {after} out-of-memory kills, {after - before} of them just before"
+                text = "its control group's limit was exhausted"
+                return KernelKill(False, text, list(filter(None, [words, limit, size])))
+        return KernelKill(False, "", ["the kernel's log names no kill of it for memory"]) if readable else None
+
+    def forget(self, pid: int) -> None:
+        """A process is no longer watched."""
+        self._groups.pop(pid, None)
+        self._resident.pop(pid, None)
+
+    def _note(self, group: Path, now: float) -> tuple[int, int]:
+        """Read a group's count; return what it was ``RECENT_SECONDS`` ago (or at the first look) and what it is."""
+        count = kill_count(group) or 0
+        known = self._counts.setdefault(group, deque(maxlen=_COUNTS_KEPT))
+        if not known or known[-1][1] != count:
+            known.append((now, count))
+        while len(known) > 1 and known[1][0] < now - RECENT_SECONDS:
+            known.popleft()
+        return known[0][1], count
+
+    def _from_log(self, pid: int) -> tuple[bool, LogKill | None]:
+        """Return whether the kernel's log could be read with this host's pids, and the kill of that pid in it."""
+        records = _log_records(self._root) if _pids_are_the_kernels(self._root) else []
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        kills = [kill for record in records if (kill := read_kill(record)) is not None]
+        # The log's clock stands still in suspend and may drift; a pid is not used again that soon.
+        near = [kill for kill in kills if kill.pid == pid and (not kill.at or abs(now - kill.at) < 600)]
+        return bool(records), near[-1] if near else None
+
+
+def _pids_are_the_kernels(root: Path) -> bool:
+    try:
+        return os.readlink(root / "proc/self/ns/pid") == _INITIAL_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+def _log_records(root: Path) -> list[str]:
+    """Read the kernel's log from its beginning; empty where this user may not."""
+    try:
+        descriptor = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return []
+    records: list[str] = []
+    try:
+        while True:
+            try:
+                data = os.read(descriptor, 8192)  # one record a read; a plain file (in tests) comes in blocks
+            except BrokenPipeError:
+                continue  # records were overwritten meanwhile; the next read is of the oldest that is left
+            except OSError:  # EAGAIN: that was the last one
+                break
+            if not data:
+                break
+            records += data.decode("utf-8", "replace").splitlines()
+    finally:
+        os.close(descriptor)
+    return records
+
+
+def _limit_words(group: Path) -> str:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        try:
+            text = (group / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 1 << 60:
+            return f"the group may use {gib(int(text))}"
+    return ""
+
+
+def _resident(pid: int, root: Path) -> int:
+    try:
+        return int((root / f"proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -1,0 +1,262 @@
+"""The run's log files as lines: each rank's own output and the launcher's, read as they grow.
+
+- Only whole lines; one that stays without its end for 2 s is given as it is.
+- A progress bar (text after carriage returns) counts by its last state: at most every 5 s while it moves, and at its
+  end. Several bars below each other count as one.
+- A line is cut at 4,096 characters. Beyond 200 lines a file and look, the middle is left out and counted; beyond 4 MiB
+  the beginning is. Somebody who prints a gigabyte must not stop the monitor.
+- A file that shrank or was replaced is read from its beginning.
+"""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from ...protocol.rundir import RunDir
+from ...protocol.telemetry import LogLine
+from ...protocol.text import gib, sanitize
+
+LINE_LIMIT = 4096
+LINES_A_LOOK = 200
+LINES_IN_ALL = 4000
+READ_LIMIT = 1 << 20
+BACKLOG_LIMIT = 4 << 20
+BACKLOG_KEPT = 256 << 10
+PARTIAL_LIMIT = 64 << 10
+PARTIAL_S = 2.0
+BAR_S = 5.0
+SCAN_S = 1.0
+_SEARCHED = 1 << 20
+
+_UP = b"\x1b[A"
+_ROW_BELOW = re.compile(rb"(\n+)\r([^\n]*?)((?:\x1b\[A)+)")
+"""One of several progress bars below each other (tqdm's ``position``): down, its state, and up again."""
+_RANK_LOG = re.compile(r"rank-(\d+)\.(out|err)\Z")
+Stream = Literal["out", "err", "launcher"]
+
+
+class _File:
+    """One file being read: where we are, and the line that has not ended yet."""
+
+    def __init__(self, path: Path, rank: int, stream: Stream, offset: int) -> None:
+        self.path = path
+        self.rank = rank
+        self.stream: Stream = stream
+        self.offset = offset
+        self.inode = 0
+        self.partial = b""
+        self.bar = False
+        """The partial line is the state of a progress bar."""
+        self.skipping = False
+        """Within a line that was given up as too long, until its end."""
+        self.grew_at = 0.0
+        self.bar_at = 0.0
+        self.last_bar = ""
+
+    def grow(self, now: float, quota: int) -> list[str]:
+        """Read what was added; return the lines, at most ``quota`` and a few words about what was left out."""
+        try:
+            info = os.stat(self.path)
+        except OSError:
+            return []
+        if info.st_ino != self.inode:
+            if self.inode:
+                self._from_start()
+            self.inode = info.st_ino
+        elif info.st_size < self.offset:
+            self._from_start()
+        skipped = ""
+        if info.st_size - self.offset > BACKLOG_LIMIT:
+            skipped = f"... {gib(info.st_size - BACKLOG_KEPT - self.offset, 1)} of output skipped"
+            self.offset = info.st_size - BACKLOG_KEPT
+            self.partial, self.skipping = b"", True
+        if info.st_size == self.offset:
+            return self._waiting(now)
+        data = self._read()
+        self.grew_at = now
+        lines = [skipped] if skipped else []
+        return lines + _thinned(self._split(data, now), quota)
+
+    def rest(self) -> list[str]:
+        """Return the line that never ended, if there is one: nothing more will come."""
+        text, self.partial = self._text(self.partial), b""
+        return [text] if text and text != self.last_bar else []
+
+    def _from_start(self) -> None:
+        self.offset, self.partial, self.bar, self.skipping = 0, b"", False, False
+
+    def _read(self) -> bytes:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read(READ_LIMIT)
+        except OSError:
+            return b""
+        self.offset += len(data)
+        return data
+
+    def _split(self, data: bytes, now: float) -> list[str]:
+        text = self.partial + data
+        if _UP in text:
+            text = _ROW_BELOW.sub(_on_one_line, text)
+        *whole, last = text.split(b"\n")
+        lines: list[str] = []
+        for raw in whole:
+            if self.skipping:
+                self.skipping = False
+                continue
+            text = self._text(raw)
+            if text and text != self.last_bar:
+                lines.append(text)
+            self.last_bar = ""
+        if len(last) > PARTIAL_LIMIT and b"\r" not in last[-PARTIAL_LIMIT:]:
+            if not self.skipping:
+                lines.append(self._text(last))
+            last, self.skipping = b"", True
+        # Of a bar only what may still be on the line is kept: the last state, or the one being written over it.
+        states = last.split(b"\r")
+        self.bar = len(states) > 1
+        self.partial = b"\r".join(states[-2:])
+        return lines + self._bar_state(now)
+
+    def _waiting(self, now: float) -> list[str]:
+        if not self.partial or self.skipping:
+            return []
+        if self.bar:
+            return self._bar_state(now)
+        if now - self.grew_at < PARTIAL_S:
+            return []
+        return self.rest()
+
+    def _bar_state(self, now: float) -> list[str]:
+        if not self.bar or self.skipping or now - self.bar_at < BAR_S:
+            return []
+        text = self._text(self.partial)
+        if not text or text == self.last_bar:
+            return []
+        self.bar_at, self.last_bar = now, text
+        return [text]
+
+    @staticmethod
+    def _text(raw: bytes) -> str:
+        # The last state that says something: tqdm clears its line with blanks before it writes anew.
+        for state in reversed(raw.split(b"\r")):
+            if state.strip():
+                text = state[: LINE_LIMIT * 4 + 1].decode("utf-8", errors="replace").rstrip()
+                cut = " ... (cut)" if len(text) > LINE_LIMIT else ""
+                return sanitize(text, LINE_LIMIT - len(cut)) + cut
+        return ""
+
+
+class LogTail:
+    """Reads the log files of one run as they grow. Keeps nothing on disk; call it from one thread.
+
+    Args:
+        run: The run's directory.
+        offsets: Where to begin, in bytes, by file name; files not named are read from their beginning. After a hub
+            restart ``offsets_after`` gives them.
+    """
+
+    def __init__(self, run: RunDir, offsets: dict[str, int] | None = None) -> None:
+        self._logs = run.logs
+        self._offsets = offsets or {}
+        self._files: dict[str, _File] = {}
+        self._scan_at = 0.0
+
+    def poll(self, *, last: bool = False) -> list[LogLine]:
+        """Return what was written since the last call, stamped with the time of reading; never waits.
+
+        Args:
+            last: Nothing more will be written: give lines that never ended as well.
+        """
+        clock = time.monotonic()
+        if last or clock >= self._scan_at:
+            self._scan_at = clock + SCAN_S
+            self._scan()
+        now = time.time()
+        quota = max(10, min(LINES_A_LOOK, LINES_IN_ALL // max(1, len(self._files))))
+        lines: list[LogLine] = []
+        for file in self._files.values():
+            texts = file.grow(clock, quota)
+            if last:
+                # What fits no single look is at most the backlog that is let grow.
+                for _ in range(BACKLOG_LIMIT // READ_LIMIT):
+                    texts += file.grow(clock, quota)
+                texts += file.rest()
+            for text in texts:
+                lines.append(LogLine(file.rank, now, file.stream, text))
+        return lines
+
+    def _scan(self) -> None:
+        names: list[str] = []
+        with contextlib.suppress(OSError):
+            names = sorted(os.listdir(self._logs))
+        for name in names:
+            known = _rank_and_stream(name)
+            if known is not None and name not in self._files:
+                self._files[name] = _File(self._logs / name, *known, self._offsets.get(name, 0))
+
+
+def offsets_after(run: RunDir, recorded: Iterable[LogLine]) -> dict[str, int]:
+    """Find where reading goes on after a hub restart: in each file behind the last recorded line.
+
+    A file of which nothing is recorded begins at its beginning. Where the last recorded line is not found in the file's
+    last MiB (it was a bar's state, or cut) reading goes on at the file's end: rather a gap than a line twice.
+
+    Args:
+        run: The run's directory.
+        recorded: The last recorded lines, oldest first.
+    """
+    texts = {(line.rank, line.stream): line.text for line in recorded if not line.text.startswith("... ")}
+    offsets: dict[str, int] = {}
+    for (rank, stream), text in texts.items():
+        if stream == "ftmon":
+            continue
+        path = run.logs / "launcher.log" if stream == "launcher" else run.rank_log(rank, stream)
+        with contextlib.suppress(OSError):
+            offsets[path.name] = _behind(path, text)
+    return offsets
+
+
+def _behind(path: Path, text: str) -> int:
+    size = path.stat().st_size
+    start = max(0, size - _SEARCHED)
+    with path.open("rb") as file:
+        file.seek(start)
+        data = file.read(_SEARCHED)
+    end = len(data)
+    while True:
+        newline = data.rfind(b"\n", 0, end)
+        if newline < 0:
+            return size
+        begin = data.rfind(b"\n", 0, newline) + 1
+        if _File._text(data[begin:newline]) == text:
+            return start + newline + 1
+        end = newline
+
+
+def _on_one_line(found: "re.Match[bytes]") -> bytes:
+    """Take a bar in a row below for one more state of the bar above it."""
+    down, state, up = found.groups()
+    return b"\r" + state if len(down) * len(_UP) == len(up) else found[0]
+
+
+def _rank_and_stream(name: str) -> tuple[int, Stream] | None:
+    if name == "launcher.log":
+        return -1, "launcher"
+    found = _RANK_LOG.match(name)
+    if found is None:
+        return None
+    return int(found.group(1)), "out" if found.group(2) == "out" else "err"
+
+
+def _thinned(lines: list[str], quota: int) -> list[str]:
+    """Leave out the middle of too many lines, and say how many."""
+    if len(lines) <= quota:
+        return lines
+    half = quota // 2
+    return [*lines[:half], f"... {len(lines) - 2 * half} lines skipped", *lines[-half:]]

@@ -1,0 +1,46 @@
+"""A background process: yields the processor, the disk and memory to everything else, and ends with its parent."""
+
+import contextlib
+import ctypes
+import os
+import platform
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # ioprio_set(2) has no wrapper in glibc
+_IOPRIO_IDLE = 3 << 13
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process killed when its parent ends, whose pid is given; at once where that one has ended already."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def step_back(idle: bool = True) -> None:
+    """Take the processor and the disk only while nobody else wants them, and be the first to go when memory ends.
+
+    Args:
+        idle: False: a person waits for it; only a low priority.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if not idle:
+        _lower_priority(10)
+        return
+    _lower_priority(19)
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).syscall(number, 1, 0, _IOPRIO_IDLE)
+
+
+def _lower_priority(niceness: int) -> None:
+    """Set the niceness, of a process whose parent has a priority of its own, too; never below what it is."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))

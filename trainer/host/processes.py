@@ -1,0 +1,222 @@
+"""Processes of a run, read from /proc: who descends from whom, who carries its mark, and signals that cannot miss.
+
+A process is always named by its pid together with its start time (``Process``): a pid alone may have been reused by the
+time a signal is sent. Everything here is Linux (proc(5), pidfd_open(2)).
+"""
+
+import contextlib
+import fcntl
+import os
+import signal
+import struct
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from ...protocol.environment import RANK_PID_ENV as RANK_PID_ENV
+from ...protocol.environment import RUN_ENV
+
+_GET_INFO = 0xC040FF0B
+"""PIDFD_GET_INFO of linux/pidfd.h: ``_IOWR(0xFF, 11, struct pidfd_info)``, of the 64 bytes that it had at first."""
+_INFO_EXIT = 1 << 3
+"""PIDFD_INFO_EXIT, Linux 6.15: how a process ended that has been reaped."""
+_INFO_BYTES = 64
+_EXIT_CODE_AT = 60
+_AGENT = "ftmon.trainer.agent"
+"""No member of a run: an agent of "another host" may share our pids (a container, say)."""
+_KILLS_KEPT = 4096
+_killed: dict[tuple[int, int], None] = {}
+"""Pid and start time of processes that were sent SIGKILL, the last ones."""
+
+
+class Process(NamedTuple):
+    """One line of the process table."""
+
+    pid: int
+    parent: int
+    group: int
+    session: int
+    state: str
+    """``R``, ``S``, ``D`` (uninterruptible), ``T`` (stopped), ``t`` (traced), ``Z`` (zombie), ``X``."""
+    start_ticks: int
+    wait_status: int
+    """While a zombie: its status as wait(2) gives it; else 0."""
+    name: str
+
+    @property
+    def alive(self) -> bool:
+        """False for a zombie: it runs no more and holds nothing but its exit status."""
+        return self.state not in "ZX"
+
+
+def read(pid: int) -> Process | None:
+    """Read ``/proc/PID/stat`` (proc(5)); None when there is no such process."""
+    try:
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        text = os.read(descriptor, 4096).decode("utf-8", "replace")
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    end = text.rindex(")")
+    fields = text[end + 2 :].split()
+    status = int(fields[49]) if len(fields) > 49 else 0
+    name = text[text.index("(") + 1 : end]
+    return Process(pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0], int(fields[19]), status, name)
+
+
+def same(process: Process) -> Process | None:
+    """Read the process again; None when it is gone or its pid now names another one."""
+    now = read(process.pid)
+    return now if now is not None and now.start_ticks == process.start_ticks else None
+
+
+def table() -> dict[int, Process]:
+    """Read the whole process table, by pid; zombies are in it."""
+    found: dict[int, Process] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            process = read(int(entry))
+            if process is not None:
+                found[process.pid] = process
+    return found
+
+
+def descendants(roots: Iterable[int], processes: dict[int, Process]) -> list[Process]:
+    """List all processes below ``roots`` (not the roots themselves), parents before children."""
+    children: dict[int, list[Process]] = {}
+    for process in processes.values():
+        children.setdefault(process.parent, []).append(process)
+    seen = set(roots)
+    found: list[Process] = []
+    waiting = list(seen)
+    while waiting:
+        for child in children.get(waiting.pop(0), ()):
+            if child.pid not in seen:
+                seen.add(child.pid)
+                found.append(child)
+                waiting.append(child.pid)
+    return found
+
+
+def environment_of(pid: int) -> list[bytes]:
+    """Return the ``NAME=value`` strings a process was started with; empty when they may not be read."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def marked(run: Path, processes: Iterable[Process], rank_pid: int | None = None) -> list[Process]:
+    """Pick the processes whose environment says that they belong to ``run`` (and to the rank with ``rank_pid``)."""
+    wanted = os.fsencode(f"{RUN_ENV}={run}")
+    rank = None if rank_pid is None else os.fsencode(f"{RANK_PID_ENV}={rank_pid}")
+    found: list[Process] = []
+    for process in processes:
+        if not process.alive:
+            continue
+        variables = environment_of(process.pid)
+        if wanted in variables and (rank is None or rank in variables):
+            found.append(process)
+    return found
+
+
+def of_run(run: Path, roots: Iterable[int], spared: Collection[int]) -> list[Process]:
+    """List every living process of a run: below ``roots``, or carrying the run's mark. ``spared`` pids are left out.
+
+    ``roots`` themselves are included unless spared. What descends from a marked process is included too: it may have
+    been started with an environment of its own. Agents of the hub are left out: they end by themselves.
+    """
+    processes = table()
+    start = {pid for pid in roots if pid in processes}
+    start.update(process.pid for process in marked(run, processes.values()))
+    start.difference_update(spared)
+    below = descendants(start, processes)
+    members = {pid: processes[pid] for pid in start} | {process.pid: process for process in below}
+    return [p for p in members.values() if p.alive and p.pid not in spared and not runs_module(p.pid, _AGENT)]
+
+
+def runs_module(pid: int, module: str) -> bool:
+    """Return whether a process was started as ``python -m MODULE``; False where it is gone."""
+    try:
+        return module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def send_signal(process: Process, number: signal.Signals) -> bool:
+    """Signal that very process; False when it is gone (or is no longer the same one).
+
+    Goes through a pidfd, so the pid cannot be reused between the look and the signal.
+
+    Raises:
+        PermissionError: the process belongs to someone else.
+    """
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return False
+    except OSError:  # a kernel before 5.3: look, then signal
+        if same(process) is None:
+            return False
+        os.kill(process.pid, number)
+        _note(process, number)
+        return True
+    try:
+        if same(process) is None:
+            return False
+        signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(descriptor)
+    _note(process, number)
+    return True
+
+
+def was_killed(pid: int, start_ticks: int) -> bool:
+    """Return whether this process (of ours) sent that one SIGKILL: how it ended is known, whoever reaped it first."""
+    return (pid, start_ticks) in _killed
+
+
+def _note(process: Process, number: signal.Signals) -> None:
+    if number == signal.SIGKILL:
+        _killed[process.pid, process.start_ticks] = None
+        while len(_killed) > _KILLS_KEPT:
+            _killed.pop(next(iter(_killed)), None)
+
+
+def status_of_reaped(pidfd: int) -> int | None:
+    """Ask the kernel for the wait(2) status of a process that its parent has reaped.
+
+    Args:
+        pidfd: opened while the process was there (pidfd_open(2)).
+
+    Returns:
+        None when it has not been reaped, or the kernel is older than 6.15 and forgets.
+    """
+    info = bytearray(_INFO_BYTES)  # begins with the mask: what is asked for, and then what was given
+    struct.pack_into("=Q", info, 0, _INFO_EXIT)
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(pidfd, _GET_INFO, info)
+        if struct.unpack_from("=Q", info)[0] & _INFO_EXIT:
+            return int(struct.unpack_from("=i", info, _EXIT_CODE_AT)[0])
+    return None
+
+
+def exit_of(wait_status: int) -> tuple[int | None, int | None]:
+    """Split a wait(2) status into (exit code, None) or (None, signal number)."""
+    if os.WIFSIGNALED(wait_status):
+        return None, os.WTERMSIG(wait_status)
+    return os.WEXITSTATUS(wait_status), None
+
+
+def signal_name(number: int) -> str:
+    """Name a signal, ``SIGKILL``; a number unknown here stays a number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,95 @@
+"""Inspects ranks of this host without their help: what their processes do, and their stacks by a signal."""
+
+import time
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ...protocol.analysis.stalls.evidence import LockWait
+from ...protocol.telemetry import SelfDump
+from ...protocol.text import sanitize
+from . import activity, file_locks, processes, stack_dump, traffic
+from .activity import Activity
+from .escaped import escaped, origin
+from .stack_dump import DumpTarget
+
+
+class Inspection(NamedTuple):
+    """What was found, by rank."""
+
+    stacks: dict[int, str]
+    """Of those that were to be signalled and wrote their stacks."""
+    why: dict[int, str]
+    """Of those that did not: why not."""
+    activities: dict[int, Activity]
+    locks: dict[int, LockWait] = {}  # noqa: RUF012
+    """Of ranks of this host that the kernel has blocked on a file lock."""
+
+
+class InspectArgs(msgspec.Struct):
+    """Arguments of the verb ``look``: the ranks to inspect, and which of them to signal."""
+
+    targets: list[tuple[int, int, int, SelfDump | None]] = []
+    silent: list[int] = []
+
+
+def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspection:
+    """Read what ranks of this host do, and have the silent ones write their stacks. Blocks for seconds."""
+    signalled = [target for target in targets if target.rank in silent]
+    stacks = stack_dump.by_signal(signalled)
+    why = {target.rank: why_silent(target) for target in signalled if target.rank not in stacks}
+    table = processes.table()
+    sockets = traffic.by_socket()
+    blocked = file_locks.blocked(table)
+    origins = [origin(target.rank, target.pid, table) for target in targets]
+    daemons = escaped([one for one in origins if one is not None], table)
+    now = time.monotonic()
+    activities: dict[int, Activity] = {}
+    locks: dict[int, LockWait] = {}
+    for target in targets:
+        process = table.get(target.pid)
+        if process is None or process.start_ticks != target.start_ticks or not process.alive:
+            continue
+        lock = blocked.get(target.pid)
+        holder = table.get(lock.holder) if lock is not None else None
+        if lock is not None:
+            locks[target.rank] = LockWait(lock.path, holder=_in_words(lock.holder, holder))
+        others = [daemon.pid for daemon in daemons.get(target.rank, [])]
+        others += [holder.pid] if holder is not None else []
+        activities[target.rank] = activity.look(target.pid, target.dump, table, now, sockets, others)
+    return Inspection(stacks, why, activities, locks)
+
+
+def _in_words(pid: int, holder: processes.Process | None) -> str:
+    return f"pid {pid} ({sanitize(holder.name, 40)})" if holder is not None else ""
+
+
+def inspect_as_asked(args: dict[str, Any]) -> dict[str, Any]:
+    """Inspect ranks of this host as ``InspectArgs`` ask; return the data of the answer.
+
+    Raises:
+        msgspec.ValidationError: they are not that.
+    """
+    asked = msgspec.convert(args, InspectArgs)
+    seen = inspect_ranks([DumpTarget(*target) for target in asked.targets], asked.silent)
+    return {
+        "stacks": {str(rank): text for rank, text in seen.stacks.items()},
+        "why": {str(rank): text for rank, text in seen.why.items()},
+        "activities": {str(rank): list(found) for rank, found in seen.activities.items()},
+    }
+
+
+def why_silent(target: DumpTarget) -> str:
+    """Return why a rank's stacks could not be had, from its process."""
+    process = processes.read(target.pid)
+    if process is None or process.start_ticks != target.start_ticks or not process.alive:
+        return "its process is gone"
+    if process.state in ("T", "t"):
+        return f"its process is stopped by a signal; 'kill -CONT {target.pid}' lets it go on"
+    if process.state == "D":
+        where = activity.wchan(target.pid, target.pid)
+        return (
+            f"its process is in uninterruptible sleep{f' in {where}' if where else ''}: the kernel has to return first"
+        )
+    return "no answer: native code may hold Python's lock, and a signal could not be used"

@@ -1,0 +1,128 @@
+"""Stacks of a rank that cannot answer: by a signal that has faulthandler write them, and native frames by py-spy.
+
+The signal's default action ends a process, so it is sent only to a process that is known by pid and start time, that
+catches the signal now, and that still has the agreed file open where it said (``SelfDump``).
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...protocol.telemetry import SelfDump
+from . import processes
+from .processes import Process
+
+WRITE_SECONDS = 1.0
+"""How long a handler may take from the signal to the last line."""
+PY_SPY_SECONDS = 20.0
+_LOOK_SECONDS = 0.02
+_LARGEST = 1 << 20
+
+
+class DumpTarget(NamedTuple):
+    """A rank whose stacks are wanted."""
+
+    rank: int
+    pid: int
+    start_ticks: int
+    dump: SelfDump | None
+
+
+def by_signal(targets: Iterable[DumpTarget]) -> dict[int, str]:
+    """Have ranks write their stacks, and return what they wrote; a rank that may not be signalled is left out.
+
+    Waits up to ``WRITE_SECONDS`` for all of them together; for a thread that may.
+    """
+    waiting: dict[int, tuple[Path, int]] = {}
+    for target in targets:
+        if target.dump is not None and may_signal(target):
+            path = Path(target.dump.path)
+            size = path.stat().st_size
+            if _tgkill(target.pid, target.dump.receiver, target.dump.signal):
+                waiting[target.rank] = path, size
+    found: dict[int, str] = {}
+    deadline = time.monotonic() + WRITE_SECONDS
+    while waiting and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+        for rank, (path, size) in list(waiting.items()):
+            text = _added(path, size)
+            # faulthandler writes line by line: it is done when nothing more comes.
+            if text and text == found.get(rank):
+                del waiting[rank]
+            found[rank] = text
+    return {rank: text for rank, text in found.items() if text}
+
+
+def may_signal(target: DumpTarget) -> bool:
+    """Return whether that very process would catch the signal with faulthandler's handler, and still has its file."""
+    dump = target.dump
+    process = processes.read(target.pid)
+    if dump is None or process is None or process.start_ticks != target.start_ticks or process.state not in "RS":
+        return False
+    try:
+        caught = _mask(target.pid, "SigCgt") >> (dump.signal - 1) & 1
+        blocked = _mask(target.pid, "SigBlk", dump.receiver) >> (dump.signal - 1) & 1
+        same_file = os.path.samefile(f"/proc/{target.pid}/fd/{dump.descriptor}", dump.path)
+    except (OSError, ValueError):
+        return False
+    return bool(caught) and not blocked and same_file
+
+
+def py_spy() -> str:
+    """Return the path of py-spy; empty where it is not installed."""
+    return shutil.which("py-spy") or ""
+
+
+def native(process: Process) -> tuple[str, str]:
+    """Have py-spy read a process's stacks, native frames included, where it may.
+
+    Returns:
+        The stacks, or an empty string and why not. The process stands still meanwhile.
+    """
+    program = py_spy()
+    if not program:
+        return "", "py-spy is not installed"
+    try:
+        done = subprocess.run(
+            [program, "dump", "--native", "--pid", str(process.pid)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PY_SPY_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", f"py-spy: {error}"
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()
+        return "", f"py-spy: {last[-1] if last else f'exit status {done.returncode}'}"[:300]
+    return done.stdout[:_LARGEST].decode(errors="replace"), ""
+
+
+def _mask(pid: int, name: str, thread: int | None = None) -> int:
+    path = f"/proc/{pid}/status" if thread is None else f"/proc/{pid}/task/{thread}/status"
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.partition(":")[2], 16)
+    raise ValueError(f"{path} has no {name}")
+
+
+def _tgkill(pid: int, thread: int, number: int) -> bool:
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    with contextlib.suppress(AttributeError):  # glibc before 2.30
+        return libc.tgkill(pid, thread, number) == 0
+    return False
+
+
+def _added(path: Path, size: int) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(size)
+            return file.read(_LARGEST).decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,183 @@
+"""Watching the ranks' processes on this host: alive, stopped, dead, and how they died.
+
+A thread of its own waits on pidfds, so a death is noticed at once, while the process is still a zombie and
+``/proc/PID/stat`` tells how it ended (field 52). Five times a second it looks at the processes' states.
+"""
+
+import contextlib
+import os
+import re
+import select
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from ...protocol.analysis.stalls.rank_tracker import ProcessFact
+from . import processes
+from .kernel_log import KernelKills
+
+_LOOK_SECONDS = 0.2
+_REPEAT_SECONDS = 1.0
+"""A fact is repeated this often though nothing changed: it stays fresh."""
+
+_TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)\)?.*\(pid:\s*(\d+)\)")
+_PID_EXITS = re.compile(r"[Pp]rocess (\d+) exits successfully")
+
+
+class _Watched:
+    __slots__ = ("descriptor", "fact", "pid", "rank", "start_ticks", "told_at")
+
+    def __init__(self, rank: int, pid: int, start_ticks: int) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.start_ticks = start_ticks
+        self.descriptor = -1
+        self.fact: ProcessFact | None = None
+        self.told_at = 0.0
+
+
+class Supervisor(threading.Thread):
+    """Yields facts about watched processes. ``watch``, ``read_words`` and ``poll`` are called by the main loop.
+
+    Args:
+        notify: called, in this thread, when a process stopped, went on or died: the main loop should ``poll`` now.
+    """
+
+    def __init__(self, notify: Callable[[], object]) -> None:
+        super().__init__(name="supervisor", daemon=True)
+        self._notify = notify
+        self._lock = threading.Lock()
+        self._watched: dict[int, _Watched] = {}
+        self._facts: deque[ProcessFact] = deque()
+        self._poller = select.poll()
+        self._kills = KernelKills()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._wakeup, select.POLLIN)
+        self._ending = threading.Event()
+
+    def watch(self, rank: int, pid: int, start_ticks: int) -> None:
+        """Begin to watch the process of ``rank``, in place of an earlier one of that rank."""
+        with self._lock:
+            old = self._watched.get(rank)
+            if old is not None and (old.pid, old.start_ticks) == (pid, start_ticks):
+                return
+            if old is not None:
+                self._forget(old)
+            new = _Watched(rank, pid, start_ticks)
+            with contextlib.suppress(OSError):
+                new.descriptor = os.pidfd_open(pid)
+                self._poller.register(new.descriptor, select.POLLIN)
+            self._watched[rank] = new
+        os.eventfd_write(self._wakeup, 1)
+
+    def read_words(self, text: str) -> None:
+        """Learn from a launcher's own log line how a process ended, where its status was gone before we could look."""
+        found = _TORCHRUN_EXIT.search(text)
+        if found:
+            code, pid = int(found.group(1)), int(found.group(2))
+        else:
+            found = _PID_EXITS.search(text)
+            if found is None:
+                return
+            code, pid = 0, int(found.group(1))
+        with self._lock:
+            for watched in self._watched.values():
+                fact = watched.fact
+                if watched.pid != pid or (fact is not None and (fact.exit_code, fact.signal) != (None, None)):
+                    continue
+                exit_code, number = (code, None) if code >= 0 else (None, -code)
+                watched.fact = ProcessFact(watched.rank, pid, watched.start_ticks, False, "", exit_code, number)
+                self._facts.append(watched.fact)
+
+    def poll(self) -> list[ProcessFact]:
+        """Return the facts since the last call."""
+        facts: list[ProcessFact] = []
+        while self._facts:
+            facts.append(self._facts.popleft())
+        return facts
+
+    def alive(self) -> list[tuple[int, int, int]]:
+        """List (rank, pid, start_ticks) of the watched processes not known dead."""
+        with self._lock:
+            return [(w.rank, w.pid, w.start_ticks) for w in self._watched.values() if w.fact is None or w.fact.alive]
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ending.set()
+        os.eventfd_write(self._wakeup, 1)
+        if self.is_alive():
+            self.join(timeout=2)
+
+    def run(self) -> None:
+        """Wait for deaths, look at states."""
+        while not self._ending.is_set():
+            ready: set[int] = set()
+            with contextlib.suppress(InterruptedError):
+                ready = {descriptor for descriptor, _ in self._poller.poll(_LOOK_SECONDS * 1000)}
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wakeup)
+            with self._lock:
+                self._look(ready)
+
+    def _look(self, ready: set[int]) -> None:
+        """Read every process, those whose death woke us first: whatever else is found dead died after them.
+
+        All are read before anything more is asked about one of them: it takes time, in which a parent may end the
+        others and take their status away.
+        """
+        living = [watched for watched in self._watched.values() if watched.fact is None or watched.fact.alive]
+        seen: list[tuple[float, _Watched, processes.Process | None]] = []
+        for woke_us in (True, False):
+            now = time.time()
+            part = [watched for watched in living if (watched.descriptor in ready) == woke_us]
+            seen += [(now, watched, processes.read(watched.pid)) for watched in part]
+        for at, watched, process in seen:
+            self._conclude(at, watched, process)
+
+    def _conclude(self, at: float, watched: _Watched, process: processes.Process | None) -> None:
+        now = time.monotonic()
+        fact = self._fact(at, watched, process, now)
+        before = watched.fact
+        changed = before is None or before.alive != fact.alive or _stopped(before) != _stopped(fact)
+        if changed or now - watched.told_at >= _REPEAT_SECONDS:
+            if fact.alive:
+                self._kills.look(watched.pid, now)
+            watched.fact = fact
+            watched.told_at = now
+            self._facts.append(fact)
+            if changed:
+                self._notify()
+        if not fact.alive:
+            self._kills.forget(watched.pid)
+            self._forget(watched)
+
+    def _fact(self, at: float, watched: _Watched, process: processes.Process | None, now: float) -> ProcessFact:
+        who = (watched.rank, watched.pid, watched.start_ticks)
+        if process is not None and process.start_ticks == watched.start_ticks:
+            if process.alive:
+                return ProcessFact(*who, True, process.state, time=at)
+            state, status = process.state, process.wait_status
+        else:
+            state, status = "", self._status_of_reaped(watched)
+        exit_code, number = processes.exit_of(status) if status is not None else (None, None)
+        kill = self._kills.find(watched.pid, now) if number == signal.SIGKILL else None
+        return ProcessFact(*who, False, state, exit_code, number, kill, at)
+
+    @staticmethod
+    def _status_of_reaped(watched: _Watched) -> int | None:
+        if processes.was_killed(watched.pid, watched.start_ticks):
+            return signal.SIGKILL.value
+        return processes.status_of_reaped(watched.descriptor) if watched.descriptor >= 0 else None
+
+    def _forget(self, watched: _Watched) -> None:
+        if watched.descriptor >= 0:
+            with contextlib.suppress(KeyError, OSError):
+                self._poller.unregister(watched.descriptor)
+            os.close(watched.descriptor)
+            watched.descriptor = -1
+
+
+def _stopped(fact: ProcessFact) -> bool:
+    return fact.proc_state in ("T", "t")

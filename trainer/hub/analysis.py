@@ -1,0 +1,142 @@
+"""What the hub concludes from the stream: rank states, the run's state, alerts. Its failures never reach the stream.
+
+Conclusions are messages too; they go into the stream. Tracker and detectors know their own and are not fed them.
+"""
+
+import contextlib
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ...protocol import wire
+from ...protocol.analysis.findings.alert_store import AlertStore
+from ...protocol.analysis.findings.requests import Action
+from ...protocol.analysis.pipeline import Detectors
+from ...protocol.analysis.stalls.rank_tracker import ProcessFact, RankTracker
+from ...protocol.control import AlertKind, Severity
+from ...protocol.errors import ProtocolError
+from ...protocol.oom import OomReport
+from ...protocol.rundir import ExitFile, LeftFile, RunFile
+from ...protocol.wire import Frame, Message
+from .rank_link import Answers
+
+_TRACEBACKS = 20
+"""So many of its own failures are written to the hub's log in full."""
+
+
+class Analysis:
+    """Feeds tracker and detectors in their order. Main loop only.
+
+    Args:
+        run_file: what was started.
+        emit: appends a conclusion to the stream; returns its number and time.
+        act: sends what detectors ask the ranks to do.
+        keep: keeps the report of an out-of-memory error as a file, and says where.
+    """
+
+    def __init__(
+        self,
+        run_file: RunFile,
+        emit: Callable[[Message], tuple[int, float]],
+        act: Callable[[Iterable[Action]], None] = lambda _: None,
+        keep: Callable[[OomReport], OomReport] | None = None,
+    ) -> None:
+        self._emit = emit
+        self._act = act
+        self._book = AlertStore()
+        self.tracker = RankTracker(has_launcher=run_file.kind != "watch")
+        self._detectors = Detectors(self.tracker, self._book, keep)
+        self._failures = 0
+
+    def restore(self, frames: Iterable[Frame]) -> None:
+        """Take in the history that an earlier hub recorded; concludes nothing."""
+        frames = list(frames)
+        self._guard(lambda: self.tracker.restore(frames))
+        self._guard(lambda: self._detectors.restore(frames))
+
+    def feed(self, seq: int, t: float, message: Message) -> None:
+        """Look at one message of the stream."""
+        try:
+            found: list[Any] = self.tracker.feed(seq, t, message)
+            found = found + self._detectors.feed(seq, t, message)
+        except Exception:
+            self._failed()
+            return
+        if found:
+            self._conclude(found)
+
+    def fact(self, fact: ProcessFact) -> None:
+        """Look at what the supervisor saw."""
+        self._guard(lambda: self._conclude(self.tracker.fact(fact)))
+
+    def tick(self, now: float) -> None:
+        """Let time pass: silence is evidence too."""
+        self._guard(lambda: self._conclude(self.tracker.tick(now)))
+        self._guard(lambda: self._conclude(self._detectors.tick(now)))
+
+    def answered(self, action: Action, answers: Answers) -> None:
+        """Look at the stacks that a detector asked for."""
+        self._guard(lambda: self._conclude(self._detectors.stacks(time.time(), action, answers)))
+
+    def begin_job(self) -> None:
+        """Judge how the ranks of the job in the stream ended; from here on, messages are of the next one."""
+        now = time.time()
+        self._guard(lambda: self._conclude(self.tracker.close_job(now)))
+        self._guard(lambda: self._conclude(self._detectors.tick(now)))
+        self._guard(lambda: self._conclude(self._detectors.begin_job(now)))
+        self._guard(self.tracker.begin_job)
+
+    def follow_on(self) -> None:
+        """Begin anew with another training in the same processes, whose ranks go on as they are."""
+        self._guard(lambda: self._conclude(self._detectors.begin_job(time.time())))
+
+    def left(self, left: LeftFile) -> None:
+        """Note that the job's command ended before its ranks did."""
+        found = left.exit_code, left.count, left.processes
+        self._guard(lambda: self._conclude(self._detectors.left(left.time, *found)))
+
+    def ended(self, end: ExitFile) -> None:
+        """Note how the job ended."""
+        state: Any = end.state if end.state in ("finished", "failed", "stopped") else "failed"
+        self._guard(lambda: self._conclude(self.tracker.ended(time.time(), state, end.exit_code, end.text)))
+        self._guard(lambda: self._conclude(self._detectors.tick(time.time())))
+
+    def alert(
+        self, kind: AlertKind, severity: Severity, title: str, rule: str, text: str = "", **evidence: Any
+    ) -> None:
+        """Raise an alert of the hub's own."""
+        self._guard(
+            lambda: self._conclude(
+                self._book.raise_alert(
+                    time.time(), kind, severity, title, rule=rule, text=text, evidence=evidence, repeat=False
+                )
+            )
+        )
+
+    def resolve(self, kind: AlertKind, rule: str, text: str = "") -> None:
+        """Note that a matter of the hub's own ended."""
+        self._guard(lambda: self._conclude(self._book.resolve(time.time(), (kind, None, "", rule), text)))
+
+    def _conclude(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            # What a rank says may add up to more than a message holds: then there is nothing to be said of it.
+            with contextlib.suppress(OverflowError, ProtocolError):
+                wire.decode_body(wire.encode_body(message))
+                self._emit(message)
+        actions = self._detectors.take_actions()
+        if actions:
+            self._act(actions)
+
+    def _guard(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception:
+            self._failed()
+
+    def _failed(self) -> None:
+        """A detector's mistake costs its verdict and nothing else."""
+        self._failures += 1
+        if self._failures <= _TRACEBACKS:
+            traceback.print_exc(file=sys.stderr)

@@ -1,0 +1,81 @@
+"""Commits of the recording, with what is reported of it: losses, a disk that refuses, a recording that was removed."""
+
+import time
+from collections.abc import Callable
+from threading import Event
+
+from .agents import Agents
+from .analysis import Analysis
+from .stream import Stream
+
+
+class Commits:
+    """Commits the stream. Main loop only, but for ``then_set``.
+
+    Args:
+        stream: what is committed.
+        agents: are told what of theirs has been recorded.
+        analysis: raises alerts.
+        report: reports the hub's own figures.
+        post: has the main loop make a call; any thread.
+        last_recorded: when the earlier hub's last message was recorded, or the run began, seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        agents: Agents,
+        analysis: Analysis,
+        report: Callable[[], None],
+        post: Callable[[Callable[[], object]], None],
+        last_recorded: float,
+    ) -> None:
+        self._stream = stream
+        self._agents = agents
+        self._analysis = analysis
+        self._report = report
+        self._post = post
+        self._last_recorded = last_recorded
+        self._unreported = False
+        """Messages were lost between two hubs, and that is in no report yet."""
+        self._disk_trouble = False
+        self._disk_notice = ""
+
+    def missed(self, count: int) -> None:
+        """Record what an earlier hub had taken from a rank, or was about to, and took along with it."""
+        self._stream.recorder.lose(count, self._last_recorded, time.time(), "a hub ended before it had recorded them")
+        self._unreported = True
+
+    def commit(self) -> None:
+        """Commit what was appended since the last call."""
+        self._report_missed()
+        numbers = self._agents.unconfirmed()
+        self._stream.commit((lambda: self._post(lambda: self._agents.confirm(numbers))) if numbers else None)
+        notice = self._stream.recorder.notice
+        if notice != self._disk_notice:
+            self._disk_notice = notice
+            self._analysis.alert("disk", "error", "the recording was removed", "removed", notice)
+        trouble = bool(self._stream.recorder.error)
+        if trouble != self._disk_trouble:  # say so at once, not with the next regular report
+            self._disk_trouble = trouble
+            self._report()
+
+    def commit_when_due(self) -> None:
+        """Commit when so much is uncommitted that it should not wait for the next tick."""
+        if self._stream.commit_due:
+            self.commit()
+
+    def then_set(self, done: Event) -> None:
+        """Commit everything published so far, then set the event; called by the history thread."""
+
+        def commit() -> None:
+            self._report_missed()
+            self._stream.commit(done.set)
+
+        self._post(commit)
+
+    def _report_missed(self) -> None:
+        """Report a loss in the transaction that records it: this hub, too, may be killed at any moment."""
+        if self._unreported:
+            self._unreported = False
+            self._report()

@@ -1,0 +1,180 @@
+"""When a run is over, and what to say of it.
+
+The launcher writes ``exit.json`` once the job has ended and nothing of it is left. Where the launcher died, or never
+was (a bare ``ftmon.watch()``), the hub writes it, once no process of the run is left.
+"""
+
+import contextlib
+import time
+from pathlib import Path
+
+import msgspec
+
+from ...protocol.analysis.deaths.tracebacks import RaisedException, last_exception
+from ...protocol.intent import read_intent
+from ...protocol.process import is_alive
+from ...protocol.rundir import ExitFile, RunDir, RunFile
+from ...protocol.telemetry import Goodbye, Hello, Step
+from ...protocol.wire import Message
+from ..host import processes
+
+_ORPHAN_LOOK_SECONDS = 2.0
+_ORPHAN_LOOKS = 2
+"""So many looks in a row must find no process before the hub itself says that the run is over."""
+_LAUNCHER_START_SECONDS = 15.0
+_WATCH_START_SECONDS = 60.0
+"""How long a run without a launcher may go without any rank."""
+_SILENCE_SECONDS = 30.0
+"""Ranks that are not seen as processes, because they run elsewhere, are over when nothing was heard for so long."""
+_LOG_TAIL_LINES = 20
+_TRACEBACK_LINES = 400
+
+
+class EndDetector:
+    """Looks for the end of a run. ``note`` gets every message of the stream."""
+
+    def __init__(self, run: RunDir, run_file: RunFile) -> None:
+        self._run = run
+        self._kind = run_file.kind
+        self._begun = time.monotonic()
+        self._next_look = 0.0
+        self._empty_looks = 0
+        self._received = 0
+        self._heard_at = self._begun
+        self._hellos: set[int] = set()
+        self._goodbyes: dict[int, str] = {}
+        self.stepped = False
+        """Some rank has finished a step."""
+
+    @property
+    def _all_said_goodbye(self) -> bool:
+        return bool(self._hellos) and self._hellos <= self._goodbyes.keys()
+
+    def note(self, message: Message) -> None:
+        """Learn from a message of the stream (steps are noted by the caller, who is in a hurry)."""
+        if isinstance(message, Hello):
+            self._hellos.add(message.rank)
+            self._goodbyes.pop(message.rank, None)
+        elif isinstance(message, Goodbye):
+            self._goodbyes[message.rank] = message.reason
+        elif isinstance(message, Step):
+            self.stepped = True
+
+    def begin_job(self) -> None:
+        """Forget the ranks of the job before."""
+        self._hellos.clear()
+        self._goodbyes.clear()
+
+    def look(self, ranks_alive: int, ranks_elsewhere: bool, received: int) -> ExitFile | None:
+        """Return how the run ended, or None while it goes on.
+
+        Args:
+            ranks_alive: ranks whose process is seen alive on this host.
+            ranks_elsewhere: there are ranks that cannot be seen as processes; they live as long as they are heard.
+            received: messages received so far.
+        """
+        found = self._run.read_exit()
+        if found is not None:
+            return found
+        now = time.monotonic()
+        if received != self._received:
+            self._received, self._heard_at = received, now
+        heard = ranks_elsewhere and now - self._heard_at < _SILENCE_SECONDS and not self._all_said_goodbye
+        if ranks_alive or heard:
+            self._empty_looks = 0
+            return None
+        if now < self._next_look:
+            return None
+        self._next_look = now + _ORPHAN_LOOK_SECONDS
+        launcher = self._run.read_run().launcher
+        if launcher is not None and is_alive(launcher):
+            return None
+        if not self._hellos and now - self._begun < (
+            _WATCH_START_SECONDS if self._kind == "watch" else _LAUNCHER_START_SECONDS
+        ):
+            return None
+        marked = processes.marked(self._run.path, processes.table().values()) if self._kind != "watch" else []
+        self._empty_looks = 0 if marked else self._empty_looks + 1
+        return self._write() if self._empty_looks >= _ORPHAN_LOOKS else None
+
+    def _write(self) -> ExitFile:
+        now = time.time()
+        reasons = set(self._goodbyes.values())
+        clean = bool(reasons) and "failed" not in reasons
+        intent = read_intent(self._run)
+        cause = ""
+        if intent is not None and intent.explains(int(not clean), now):
+            state, text, cause = intent.state, intent.text(), intent.exit_cause
+        elif clean:
+            state = "finished" if reasons == {"finished"} else "stopped"
+            text = "every rank said goodbye"
+        else:
+            state, text, cause = "failed", "its processes are gone", "lost"
+        if self._kind != "watch":
+            text += "; the launcher died before it could tell the exit status"
+        # Only a goodbye tells that a rank came to its end; of what was killed none does.
+        killed = intent is not None and (intent.verb == "kill" or bool(intent.cause))
+        found = ExitFile(0 if clean and not killed else 1, now, state, text, cause)
+        with contextlib.suppress(OSError):  # a full disk; the recording's reader will miss it, the apps are told
+            self._run.write_exit(found)
+        return found
+
+    def before_first_step(self, end: ExitFile) -> tuple[str, str, list[str]] | None:
+        """Return why nothing was seen of a run that ended without a step: title, text, last lines of its output.
+
+        None when there were steps.
+        """
+        if self.stepped:
+            return None
+        last = tail(self._run.logs / "launcher.log")
+        raised = self.raised()
+        if raised is not None:
+            where = f", raised at {raised.file}:{raised.line} in {raised.function}" if raised.file else ""
+            told = "its ranks reported, and" if self._hellos else "no rank reported;"
+            who = f"rank {raised.rank}" if raised.rank is not None else "the last traceback of its output"
+            why = f"{told} none finished an optimizer step ({end.text}). {who}: {raised.words}{where}"
+            return f"ended before its first step: {raised.words}"[:240], why, last
+        if self._hellos:
+            what = "its ranks reported, but no finished optimizer step was received from them"
+            why = (
+                "either there was none, or their processes were ended at once, which loses up to a tenth of a second "
+                "of steps"
+            )
+        else:
+            what = "no rank reported"
+            why = "nothing in it made a DeepSpeed engine or a PyTorch optimizer that ftmon could see"
+        remedy = "; the last lines of its output say more" if last else ""
+        return f"ended without a recorded step: {what}", f"{what}: {why} ({end.text}){remedy}", last
+
+    def raised(self) -> RaisedException | None:
+        """Return the exception that ended the job, from what its ranks and its launcher printed; None: none there.
+
+        Of ranks the one whose output ended first: others fail for want of it.
+        """
+        logs = sorted(self._run.logs.glob("rank-*.err"), key=_changed)
+        for path in (*logs, self._run.logs / "launcher.log"):
+            found = last_exception(tail(path, _TRACEBACK_LINES, cut=1000))
+            if found is not None:
+                rank = path.stem.removeprefix("rank-")
+                return found if not rank.isdigit() else msgspec.structs.replace(found, rank=int(rank))
+        return None
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def tail(path: Path, lines: int = _LOG_TAIL_LINES, cut: int = 300) -> list[str]:
+    """Return the last lines of a log that are not ftmon's own, at most ``cut`` characters each."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - 32_768))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    found = [line.rstrip()[:cut] for line in text.splitlines()]
+    return [line for line in found if line and not line.startswith("ftmon: ")][-lines:]

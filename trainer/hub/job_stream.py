@@ -1,0 +1,149 @@
+"""Which job is in the stream: begins a job, keeps one out that runs at the same time, follows a training with the next.
+
+``JobTable`` knows which process belongs to which job; this does what follows from that for the rest of the hub.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Iterable
+
+from ...protocol.process import ProcessId, is_alive
+from ...protocol.telemetry import Hello, Step
+from ...protocol.wire import Message
+from .analysis import Analysis
+from .end_detector import EndDetector
+from .job_figures import JobTally
+from .job_table import MOST_JOBS, JobTable
+from .port_watch import PortWatch
+from .rank_hosts import RankHosts
+from .rank_link import identity_of
+
+
+class JobStream:
+    """Puts the jobs of a run into the stream. Main loop only.
+
+    Args:
+        judging: begins anew with each job.
+        book: forgets the ranks of the job before.
+        end_detector: the same.
+        ports: the same.
+        emit: appends a message to the stream, and has it judged.
+        meet: takes in the introduction of a rank that is in the stream.
+        settle: takes in what is known of the processes so far.
+    """
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        rank_hosts: RankHosts,
+        end_detector: EndDetector,
+        ports: PortWatch,
+        emit: Callable[[Message], object],
+        meet: Callable[[Hello], None],
+        settle: Callable[[], None],
+    ) -> None:
+        self._analysis = analysis
+        self._rank_hosts = rank_hosts
+        self._end_detector = end_detector
+        self._ports = ports
+        self._emit = emit
+        self._meet = meet
+        self._settle = settle
+        self._jobs = JobTable(self._lives)
+        self.aside = self._jobs.aside
+        """Senders whose messages are kept out of the stream."""
+        self.state = self._jobs.state
+        self.take = self._jobs.take
+
+    def restore(self, messages: Iterable[Message]) -> None:
+        """Take over what an earlier hub recorded."""
+        self._jobs.restore(messages)
+
+    def join(self, hello: Hello, t: float) -> bool:
+        """Find the job of a rank that introduced itself; False when that job is kept out of the stream."""
+        joined = self._jobs.hello(hello, t)
+        if joined.begins:
+            self._begin(joined.job)
+        elif joined.first_aside:
+            self._emit(self._jobs.describe(joined.job, t))
+            self._say_aside(joined.job.number, hello)
+        if joined.aside:
+            self._rank_hosts.senders.add(identity_of(hello))
+        return not joined.aside
+
+    def step(self, sender: str, step: Step, t: float) -> None:
+        """Count a step; begin the next job where the same processes have begun another training with it."""
+        if self._jobs.step(sender, step) and len(self._jobs.jobs) < MOST_JOBS:
+            self._follow_on(t)
+            self._jobs.step(sender, step)
+
+    def tick(self) -> None:
+        """Describe jobs anew, and bring one into the stream that ran beside one which has ended."""
+        for told in self._jobs.look(time.time()):
+            self._emit(told)
+            if not told.shown and told.state == "failed":
+                self._analysis.alert(
+                    *("failure", "error", f"job {told.number} failed: {told.text}", f"job {told.number}"),
+                    "It ran at the same time as the job that is shown; its steps and peaks are in the table of jobs.",
+                )
+        following = self._jobs.next_aside()
+        if following is not None:
+            self._begin(following)
+            self._introduce(following)
+
+    def close(self) -> None:
+        """Describe all jobs once more: the run is over."""
+        for job in self._jobs.close(time.time()):
+            self._emit(job)
+
+    def _begin(self, job: JobTally) -> None:
+        """Let a job come into the stream, in place of the one before."""
+        if job.number > 1 or self._jobs.shown is not job:
+            self._settle()
+            self._analysis.begin_job()
+            self._describe_others(job, time.time())
+            self._rank_hosts.begin_job()
+            self._end_detector.begin_job()
+            self._ports.begin_job()
+        self._emit(self._jobs.describe(job, time.time()))
+
+    def _follow_on(self, t: float) -> None:
+        """Begin the job of another training in the same processes."""
+        job = self._jobs.follow(t)
+        self._analysis.follow_on()
+        self._describe_others(job, t)
+        self._emit(self._jobs.describe(job, t))
+        self._introduce(job)
+
+    def _describe_others(self, job: JobTally, t: float) -> None:
+        for told in self._jobs.look(t):
+            if told.number != job.number:
+                self._emit(told)
+
+    def _introduce(self, job: JobTally) -> None:
+        """Put the introductions of a job's ranks into the stream once more."""
+        for rank in job.ranks.values():
+            self._meet(rank.hello)
+            self._emit(rank.hello)
+
+    def _say_aside(self, number: int, hello: Hello) -> None:
+        shown = self._jobs.shown.number if self._jobs.shown is not None else 0
+        self._analysis.alert(
+            "note",
+            "warning",
+            f"job {number} runs at the same time as job {shown}",
+            f"beside {number}",
+            f"Both have a rank {hello.rank}. The screens, the steps of the recording and the alerts are of job "
+            f"{shown}; of job {number} steps, peaks and its end are counted ('ftmon status'), and it is shown when "
+            "that one has ended. Their output is in the same files. To watch both, start each with an 'ftmon run' "
+            "of its own.",
+            command=list(hello.argv),
+        )
+
+    def _lives(self, hello: Hello) -> bool:
+        """Return whether a rank's process lives: as /proc says on this host, as its agent saw it elsewhere."""
+        if hello.host == socket.gethostname():
+            return is_alive(ProcessId(hello.pid, hello.start_ticks))
+        tracked = self._analysis.tracker.ranks.get(hello.rank)
+        fact = tracked.fact if tracked is not None else None
+        return fact is not None and fact.pid == hello.pid and fact.alive

@@ -1,0 +1,228 @@
+"""Which job each process of a run belongs to, and which job is in the stream.
+
+A **job** is one process group of ranks. A rank's introduction (``Hello``) belongs to a job that has begun when
+
+- it is the introduction of a process the job knows; or
+- the job has no rank of that number, has the same world size and restart count, and its ranks on that host were
+  launched by the same process (``Hello.launch``; unknown matches any), and it goes on, or was launched by that process;
+- or the job's process of that rank is gone while others of it live, launched by the same process: one rank was started
+  again alone.
+
+Any other introduction begins a job. It takes the place of the one before in the stream, whose processes have ended;
+where a process of that one with the same rank still lives, the two run at the same time. Then the later one is counted
+(``JobTally``) and kept out of the stream, whose ranks, steps and charts it would be mixed with. It comes into the
+stream when the job there has ended.
+
+Processes that begin to count their steps from the first one again (a loop over configurations in one script) begin a
+job too.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from ...protocol.control import RankState
+from ...protocol.jobs import Job
+from ...protocol.telemetry import Closing, Failure, Goodbye, Hello, Step
+from ...protocol.wire import Message
+from .job_figures import JobTally
+from .rank_link import identity_of
+
+REFRESH_S = 4.0
+"""A job that steps is described anew after so long; later where it has many ranks."""
+RANKS_A_SECOND = 16
+MOST_JOBS = 10_000
+"""Jobs of one run that are told apart; later ranks count to the last one."""
+
+
+@dataclass(slots=True)
+class JobMatch:
+    """The job that a process belongs to, and whether it begins it."""
+
+    job: JobTally
+    begins: bool = False
+    """It is the first of its job, which is now in the stream."""
+    aside: bool = False
+    """Its job runs at the same time as the one in the stream."""
+    first_aside: bool = False
+    """And it is the first of that job."""
+    others: list[str] = field(default_factory=list[str])
+
+
+class JobTable:
+    """All jobs of a run. ``lives`` tells whether the process of a Hello lives, as far as is known."""
+
+    def __init__(self, lives: Callable[[Hello], bool]) -> None:
+        self._lives = lives
+        self.jobs: dict[int, JobTally] = {}
+        self.shown: JobTally | None = None
+        """The job in the stream."""
+        self.aside: set[str] = set()
+        """Senders whose messages are kept out of the stream."""
+        self._of: dict[str, JobTally] = {}
+        self._told: dict[int, tuple[int, float]] = {}
+        """By job: its version and the time when it was described last."""
+
+    def hello(self, hello: Hello, now: float) -> JobMatch:
+        """Find, or begin, the job of a process that introduced itself."""
+        sender = identity_of(hello)
+        known = self._of.get(sender)
+        if known is not None:
+            known.join(hello)
+            return JobMatch(known, aside=not known.shown)
+        job = next((job for job in reversed(self.jobs.values()) if self._belongs(job, hello)), None)
+        if job is None and len(self.jobs) >= MOST_JOBS:
+            job = self.shown
+        if job is not None:
+            job.join(hello)
+            self._of[sender] = job
+            if not job.shown:
+                self.aside.add(sender)
+            return JobMatch(job, aside=not job.shown)
+        return self._begin(hello, sender, now)
+
+    def _begin(self, hello: Hello, sender: str, now: float) -> JobMatch:
+        before = self.shown
+        beside = before is not None and self._at_the_same_time(before, hello)
+        job = JobTally(len(self.jobs) + 1, now, shown=not beside)
+        self.jobs[job.number] = job
+        job.join(hello)
+        self._of[sender] = job
+        if beside:
+            self.aside.add(sender)
+            return JobMatch(job, aside=True, first_aside=True)
+        if before is not None:
+            # What they sent last may come later than this; it is theirs.
+            self.aside.update(sender for sender, owner in self._of.items() if owner is before)
+        self.shown = job
+        return JobMatch(job, begins=True)
+
+    def take(self, sender: str, message: Message) -> None:
+        """Count a message for the job of its sender."""
+        job = self._of.get(sender)
+        if job is None:
+            return
+        if isinstance(message, Step):
+            job.step(message)
+        elif isinstance(message, Closing):
+            job.closing(message)
+        elif isinstance(message, Goodbye):
+            job.goodbye(message)
+        elif isinstance(message, Failure):
+            job.failure(message)
+
+    def step(self, sender: str, step: Step) -> bool:
+        """Count a step; True when it is the first of another training that the same processes have begun."""
+        job = self._of.get(sender)
+        rank = job.ranks.get(step.rank) if job is not None else None
+        if job is None or rank is None or (job is self.shown and rank.restarts(step)):
+            return job is not None and rank is not None
+        rank.take(step)
+        job.version += 1
+        return False
+
+    def follow(self, now: float) -> JobTally:
+        """Begin the job of another training in the processes of the one in the stream."""
+        before = self.shown
+        assert before is not None
+        job = JobTally(len(self.jobs) + 1, now, shown=True)
+        self.jobs[job.number] = self.shown = job
+        before.followed = True
+        before.close(now)
+        for rank in before.ranks.values():
+            job.join(rank.hello)
+            self._of[identity_of(rank.hello)] = job
+        return job
+
+    def state(self, state: RankState) -> None:
+        """Note a state of a rank of the job in the stream, or of one that was there (its exit status came late)."""
+        jobs = [] if self.shown is None else [self.shown, *reversed(self.jobs.values())]
+        for job in jobs:
+            rank = job.ranks.get(state.rank)
+            if rank is not None and (not state.pid or rank.hello.pid == state.pid):
+                job.state(state)
+                return
+
+    def look(self, now: float) -> list[Job]:
+        """Close jobs whose ranks have all ended; return what is to be said of any."""
+        for job in self.jobs.values():
+            if job.ended is None and (job.all_ended if job.shown else not self._any_lives(job)):
+                job.close(now)
+        return [found for job in self.jobs.values() if (found := self._due(job, now)) is not None]
+
+    def next_aside(self) -> JobTally | None:
+        """Bring a job that still goes on into the stream when the one there has ended; None: there is none."""
+        if self.shown is None or self.shown.ended is None:
+            return None
+        job = next((job for job in self.jobs.values() if not job.shown and job.ended is None), None)
+        if job is None:
+            return None
+        job.shown = True
+        job.version += 1
+        self.aside.update(sender for sender, owner in self._of.items() if owner is self.shown)
+        self.aside.difference_update(sender for sender, owner in self._of.items() if owner is job)
+        self.shown = job
+        return job
+
+    def describe(self, job: JobTally, now: float) -> Job:
+        """Describe a job now."""
+        self._told[job.number] = job.version, now
+        return job.message(now)
+
+    def close(self, now: float) -> list[Job]:
+        """Note the end of the run: no job goes on."""
+        for job in self.jobs.values():
+            job.close(now)
+        return [
+            self.describe(job, now)
+            for job in self.jobs.values()
+            if self._told.get(job.number, (-1, 0))[0] != job.version
+        ]
+
+    def restore(self, messages: Iterable[Message]) -> None:
+        """Take over what an earlier hub recorded: how each job stood last, and the latest introductions."""
+        known = list(messages)
+        hellos = {(hello.pid, hello.start_ticks): hello for hello in known if isinstance(hello, Hello)}
+        for number, job in sorted({job.number: job for job in known if isinstance(job, Job)}.items()):
+            tally = self.jobs[number] = JobTally(number, job.started, job.shown)
+            tally.restore(job, hellos)
+            self._told[number] = tally.version, job.time
+            for rank in job.ranks:
+                sender = f"rank-{rank.rank}-{rank.pid}-{rank.start_ticks}"
+                self._of[sender] = tally
+                if not job.shown:
+                    self.aside.add(sender)
+            if job.shown:
+                if self.shown is not None:
+                    self.aside.update(sender for sender, owner in self._of.items() if owner is self.shown)
+                self.shown = tally
+
+    def _due(self, job: JobTally, now: float) -> Job | None:
+        version, at = self._told.get(job.number, (-1, 0.0))
+        if version == job.version:
+            return None
+        wait = max(REFRESH_S, len(job.ranks) / RANKS_A_SECOND)
+        return self.describe(job, now) if job.ended is not None or now - at >= wait else None
+
+    def _belongs(self, job: JobTally, hello: Hello) -> bool:
+        known = next(iter(job.ranks.values()), None)
+        if known is None or (known.hello.world_size, known.hello.restart) != (hello.world_size, hello.restart):
+            return False
+        here = next((rank.hello.launch for rank in job.ranks.values() if rank.hello.host == hello.host), "")
+        if here and hello.launch and here != hello.launch:
+            return False
+        same = bool(here) and here == hello.launch
+        taken = job.ranks.get(hello.rank)
+        if taken is None:
+            return job.ended is None or (same and job.number == len(self.jobs))
+        if not same or taken.succeeded or self._lives(taken.hello):
+            return False
+        return any(rank is not taken and not rank.ended and self._lives(rank.hello) for rank in job.ranks.values())
+
+    def _at_the_same_time(self, before: JobTally, hello: Hello) -> bool:
+        if before.ended is not None:
+            return False
+        taken = before.ranks.get(hello.rank)
+        return taken is not None and not taken.ended and not taken.goodbye and self._lives(taken.hello)
+
+    def _any_lives(self, job: JobTally) -> bool:
+        return any(not rank.goodbye and self._lives(rank.hello) for rank in job.ranks.values())

@@ -1,0 +1,49 @@
+"""Ranks that a run must have and nobody hears of: on several hosts, most likely an agent that does not come through."""
+
+from ...protocol.text import sanitize
+from .analysis import Analysis
+from .rank_hosts import RankHosts
+
+PATIENCE_SECONDS = 60.0
+"""After the first rank the last may come this much later: hosts start at different speeds."""
+
+
+class MissingRanks:
+    """Raises a note while ranks are missing. Main loop only.
+
+    Args:
+        analysis: raises and resolves it.
+        rank_hosts: the ranks that were heard.
+        listen: where the hub listens for other hosts; empty: it does not, and nothing is said.
+    """
+
+    def __init__(self, analysis: Analysis, rank_hosts: RankHosts, listen: str) -> None:
+        self._analysis = analysis
+        self._rank_hosts = rank_hosts
+        self._listen = listen
+        self._since: float | None = None
+        self._told = False
+
+    def tick(self, now: float) -> None:
+        """Look whether all are there; ``now`` is ``time.monotonic``."""
+        heard, world = len(self._rank_hosts.ranks), self._rank_hosts.world_size
+        if not self._listen or not heard:
+            return
+        if self._since is None:
+            self._since = now
+        missing = [rank for rank in range(world) if rank not in self._rank_hosts.ranks] if heard < world else []
+        if missing and not self._told and now - self._since > PATIENCE_SECONDS:
+            self._told = True
+            self._analysis.alert(
+                "note",
+                "warning",
+                f"{len(missing)} of {world} ranks are not heard of",
+                "unheard",
+                f"The first is rank {missing[0]}. On its host ftmon must be installed in the job's environment, the "
+                f"run's join.json must be at hand, and the hub must be reachable at {sanitize(self._listen, 80)} and "
+                "the five ports after it. agent.log of that host's own directory says which of these fails.",
+                missing=missing[:64],
+            )
+        elif self._told and not missing:
+            self._told = False
+            self._analysis.resolve("note", "unheard", "All are heard now.")

@@ -1,0 +1,148 @@
+"""Notifies people who are away: runs a command, posts to a webhook, shows a desktop notification.
+
+A thread of its own delivers, so that no slow server makes the hub wait. A target that fails is tried again twice, then
+given up for that notice, and the hub's log says so.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+import msgspec
+
+from ... import __version__
+from ...protocol.notices import DESKTOP, TERMINAL, Notice, Notices, Notify, is_webhook, read_notify, shown
+from ...protocol.rundir import RunDir
+from ...protocol.wire import Message
+
+TRY_AGAIN_SECONDS = (1.0, 5.0)
+WEBHOOK_SECONDS = 10.0
+COMMAND_SECONDS = 60.0
+CLOSE_SECONDS = 20.0
+"""How long a hub that leaves waits for what is under way."""
+
+
+class DeliveryError(Exception):
+    """A notice that a target did not take."""
+
+
+class Notifier(threading.Thread):
+    """Delivers the notices of one run.
+
+    Args:
+        notify: who is notified of what.
+        run: the run's identifier.
+        host: this host's name.
+        failed: told, from this thread, the target (without an address's path, which may be a secret) and why.
+    """
+
+    def __init__(self, notify: Notify, run: str, host: str, failed: Callable[[str, str], object]) -> None:
+        super().__init__(name="notifier", daemon=True)
+        self._targets = [target for target in notify.targets if target != TERMINAL]
+        self._notices = Notices(run, host, notify.events, since=time.time())
+        self._failed = failed
+        self._waiting: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+
+    def note(self, message: Message) -> None:
+        """Look at a message of the stream; never waits."""
+        notice = self._notices.of(message) if self._targets else None
+        if notice is not None:
+            self._waiting.put(notice)
+
+    def close(self) -> None:
+        """Deliver what is under way, for ``CLOSE_SECONDS`` at most."""
+        self._waiting.put(None)
+        if self.is_alive():
+            self.join(CLOSE_SECONDS)
+        self._closing.set()
+
+    def run(self) -> None:
+        """Deliver until closed."""
+        while (notice := self._waiting.get()) is not None:
+            for target in self._targets:
+                self._deliver(target, notice)
+
+    def _deliver(self, target: str, notice: Notice) -> None:
+        for pause in (*TRY_AGAIN_SECONDS, None):
+            try:
+                deliver(target, notice)
+                return
+            except DeliveryError as error:
+                if pause is None or self._closing.wait(pause):
+                    print(f"notify {shown(target)}: {error}", file=sys.stderr, flush=True)
+                    self._failed(shown(target), str(error))
+                    return
+
+
+def make_notifier(run: RunDir, host: str, failed: Callable[[str, str], object]) -> Notifier | None:
+    """Return the notifier of a run, as ``Notifier`` has the arguments; None where nobody is notified."""
+    notify = read_notify(run)
+    return Notifier(notify, run.id, host, failed) if notify is not None else None
+
+
+def deliver(target: str, notice: Notice) -> None:
+    """Hand one notice to one target.
+
+    Raises:
+        DeliveryError: it was not taken.
+    """
+    if is_webhook(target):
+        _post(target, notice)
+    elif target == DESKTOP:
+        _run(["notify-send", "--app-name=ftmon", f"ftmon {notice.event}: {notice.run}", notice.title], notice)
+    else:
+        _run(["/bin/sh", "-c", target], notice)
+
+
+def _post(address: str, notice: Notice) -> None:
+    line = f"ftmon {notice.event}: {notice.run} on {notice.host}: {notice.title}"
+    # ``text`` is what Slack, Mattermost and Teams show of a body, ``content`` what Discord shows.
+    body = json.dumps({**msgspec.to_builtins(notice), "content": line, "text": line, "detail": notice.text}).encode()
+    headers = {"Content-Type": "application/json", "User-Agent": f"ftmon/{__version__}"}
+    try:
+        request = urllib.request.Request(address, body, headers, method="POST")
+        with urllib.request.urlopen(request, timeout=WEBHOOK_SECONDS):
+            pass
+    except urllib.error.HTTPError as error:
+        raise DeliveryError(f"the server answered {error.code}") from None
+    except (OSError, ValueError) as error:
+        raise DeliveryError(str(getattr(error, "reason", error))) from None
+
+
+def _run(command: list[str], notice: Notice) -> None:
+    environment = {
+        **os.environ,
+        "FTMON_NOTICE_EVENT": notice.event,
+        "FTMON_NOTICE_RUN": notice.run,
+        "FTMON_NOTICE_HOST": notice.host,
+        "FTMON_NOTICE_TITLE": notice.title,
+        "FTMON_NOTICE_TEXT": notice.text,
+    }
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise DeliveryError(f"{command[0]}: {error.strerror}") from None
+    try:
+        process.communicate(msgspec.json.encode(notice), timeout=COMMAND_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise DeliveryError(f"was ended after {COMMAND_SECONDS:g} s") from None
+    if process.returncode:
+        raise DeliveryError(f"exit status {process.returncode}")

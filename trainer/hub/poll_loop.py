@@ -1,0 +1,79 @@
+"""The hub's one loop: reads what is readable, control before data, and ticks four times a second.
+
+Telemetry is drained by a plain call of this loop (20,000 messages a second), and so is everything else.
+"""
+
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+TICK_SECONDS = 0.25
+_FAILURES = 100
+_FAILURES_SECONDS = 20.0
+"""So many failures of its own within so long, and a hub gives up: another one may do better."""
+
+
+class PollLoop:
+    """Polls sources and calls their handlers.
+
+    Args:
+        tick: called every ``TICK_SECONDS`` with ``time.monotonic``.
+        before_wait: called before each wait for the sources.
+        after_read: called after the handlers of a round.
+    """
+
+    def __init__(
+        self, tick: Callable[[float], None], before_wait: Callable[[], None], after_read: Callable[[], None]
+    ) -> None:
+        self._tick = tick
+        self._before_wait = before_wait
+        self._after_read = after_read
+        self._handlers: dict[Any, Callable[[], object]] = {}
+        self._failures = 0
+        self._failing_since = 0.0
+        self._over = False
+
+    def add(self, source: Any, handler: Callable[[], object]) -> None:
+        """Call ``handler`` when ``source`` (a socket or a descriptor) is readable; those added first come first."""
+        self._handlers[source] = handler
+
+    def stop(self) -> None:
+        """End ``run`` after the present round."""
+        self._over = True
+
+    def run(self) -> None:
+        """Serve until stopped.
+
+        Raises:
+            Exception: a handler's, once there have been too many in a short time.
+        """
+        poller = zmq.Poller()
+        for source in self._handlers:
+            poller.register(source, zmq.POLLIN)
+        next_tick = time.monotonic()
+        while not self._over:
+            now = time.monotonic()
+            try:
+                if now >= next_tick:
+                    next_tick = now + TICK_SECONDS
+                    self._tick(now)
+                self._before_wait()
+                ready = dict(poller.poll(max(0, int((next_tick - now) * 1000) + 1)))
+                for source, handler in self._handlers.items():
+                    if source in ready:
+                        handler()
+                self._after_read()
+            except Exception:  # one bad message or file must not end the watch; the same one again and again would
+                traceback.print_exc(file=sys.stderr)
+                if self._too_many_failures(now):
+                    raise
+
+    def _too_many_failures(self, now: float) -> bool:
+        if now - self._failing_since > _FAILURES_SECONDS:
+            self._failing_since, self._failures = now, 0
+        self._failures += 1
+        return self._failures > _FAILURES

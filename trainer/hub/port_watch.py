@@ -1,0 +1,74 @@
+"""A master port that is taken: who holds it, looked up at the moment a launcher or a rank says so."""
+
+import re
+import threading
+from collections.abc import Callable
+
+from ...protocol.analysis.deaths.tracebacks import address_in_use
+from ...protocol.telemetry import Failure, LogLine
+from ...protocol.text import sanitize
+from ..host.port_holders import PortHolder, holder_of
+
+_UNCAUGHT = re.compile(r"^(?:\[rank\d+\]: ?)?(?:[\w.]+\.)?\w*(?:Error|Exception): ")
+"""The line of a traceback that has the exception: warnings of a port that PyTorch then has by IPv4 have none."""
+DEFAULT_PORT = 29500
+LOOK_SECONDS = 2.0
+
+
+class PortWatch:
+    """Raises one alert for each port. ``post`` makes a call in the main loop, ``alert`` raises an alert there."""
+
+    def __init__(self, post: Callable[[Callable[[], object]], None], alert: Callable[..., None]) -> None:
+        self._post = post
+        self._alert = alert
+        self._told: set[int] = set()
+        self._threads: list[threading.Thread] = []
+
+    def begin_job(self) -> None:
+        """Tell anew of a port that a later job does not get either."""
+        self._told.clear()
+
+    def note(self, message: Failure | LogLine) -> None:
+        """Look at the end of a rank's script, or at a line of output; the look-up is made in a thread of its own."""
+        text = message.error if isinstance(message, Failure) else message.text
+        if isinstance(message, LogLine) and not _UNCAUGHT.match(text):
+            return
+        port = address_in_use(text)
+        if port is None or port in self._told:
+            return
+        self._told.add(port)
+        thread = threading.Thread(target=self._look, args=(port, message.rank, text), name="port", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def finish(self) -> None:
+        """Wait, at the end of the run, for look-ups that are under way; what they found is told at once."""
+        threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.join(LOOK_SECONDS)
+
+    def _look(self, port: int, rank: int, error: str) -> None:
+        holder = holder_of(port) if port else None
+        self._post(lambda: self._raise(port, rank, error, holder))
+
+    def _raise(self, port: int, rank: int, error: str, holder: PortHolder | None) -> None:
+        who = sanitize(holder.words) if holder is not None else ""
+        name = f"port {port}" if port else "a port"
+        by = "the launcher" if rank < 0 else f"rank {rank}"
+        title = f"{name} is taken" + (f" by {who}" if who else ", nobody holds it any more" if port else "")
+        fix = (
+            "Give the job another port: 'deepspeed --master_port PORT', 'torchrun --master-port PORT' (or torchrun "
+            "--standalone, which finds a free one), 'accelerate launch --main_process_port PORT'"
+        )
+        end = f", or end that process: kill {holder.pid}" if holder is not None and holder.pid else ""
+        default = (
+            f" {port} is the launchers' default: another training of this host has it." if port == DEFAULT_PORT else ""
+        )
+        self._alert(
+            *("failure", "error", title[:240], f"port {port}"),
+            f"{by.capitalize()} could not listen there: {sanitize(error)[:500]}.{default} {fix}{end}.",
+            port=port,
+            pid=holder.pid if holder is not None else None,
+            user=holder.user if holder is not None else None,
+            command=sanitize(holder.command) if holder is not None else None,
+        )

@@ -1,0 +1,97 @@
+"""The prediction of a run of ftmon's own trainer: made beside it, in a process that takes only what the run leaves."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from ...protocol.prediction import Prediction
+from ...protocol.rundir import RunDir, RunFile
+from ...protocol.telemetry import Hello
+from ...protocol.text import sanitize
+from ...protocol.wire import Message
+
+_OWN = ("train", "demo")
+_LONGEST_SECONDS = 1800.0
+_ON_CPU = (
+    "the ranks train on the CPU, where a peak is of the process's resident set: a prediction is of a GPU's allocator"
+)
+
+
+class PredictionProcess:
+    """Starts the prediction once the ranks say on which kind of GPU they are, and sends it. Main loop only.
+
+    Args:
+        run: the run.
+        file: its ``run.json``; ``predict`` of its options: whether anything is predicted.
+        emit: takes the message.
+    """
+
+    def __init__(self, run: RunDir, file: RunFile, emit: Callable[[Message], None]) -> None:
+        self._run = run
+        self._emit = emit
+        self._process: subprocess.Popen[bytes] | None = None
+        self._until = 0.0
+        self._done = file.kind not in _OWN or not file.options.predict or not run.config.is_file()
+
+    def restore(self, messages: Iterable[Message]) -> None:
+        """Take over what an earlier hub sent."""
+        if any(isinstance(message, Prediction) for message in messages):
+            self._done = True
+
+    def hello(self, hello: Hello) -> None:
+        """Begin, with the first rank."""
+        if self._done or self._process is not None:
+            return
+        if hello.device.kind == "cpu":
+            self._end(_ON_CPU)
+            return
+        command = [sys.executable, "-P", "-m", "ftmon.trainer.predict.live", str(self._run.path)]
+        try:
+            with (self._run.logs / "predict.log").open("ab") as log:
+                self._process = subprocess.Popen(
+                    [*command, f"--gpu={hello.device.name}", f"--parent={os.getpid()}"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
+        except OSError as error:
+            self._end(f"its process cannot be started: {error.strerror}")
+            return
+        self._until = time.monotonic() + _LONGEST_SECONDS
+
+    def tick(self) -> None:
+        """Send the prediction once it is there."""
+        if self._process is None:
+            return
+        status = self._process.poll()
+        if status is None:
+            if time.monotonic() > self._until:
+                self.close()
+                self._end(f"it was not made within {_LONGEST_SECONDS / 60:.0f} min")
+            return
+        self._process = None
+        try:
+            found = msgspec.json.decode(self._run.prediction.read_bytes(), type=Prediction)
+        except (OSError, msgspec.MsgspecError):
+            why = f"killed by signal {-status}" if status < 0 else f"status {status}"
+            self._end(f"its process ended with {why}: see logs/predict.log")
+            return
+        self._done = True
+        self._emit(found)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _end(self, why: str) -> None:
+        self._done = True
+        self._emit(Prediction(time.time(), refused=sanitize(why, 400)))

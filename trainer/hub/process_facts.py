@@ -1,0 +1,53 @@
+"""What is known of the run's processes from outside: their ends, and what the launcher wrote down about the job."""
+
+from collections.abc import Callable
+
+from ...protocol.control import Command
+from ...protocol.intent import read_intent
+from ...protocol.rundir import RunDir
+from ...protocol.wire import Message
+from ..host.supervisor import Supervisor
+from .analysis import Analysis
+
+
+class ProcessFacts:
+    """Hands facts on to be judged, in an order that blames no rank for what was asked for. Main loop only.
+
+    Args:
+        run: has the launcher's files.
+        supervisor: watches the ranks' processes.
+        judging: gets the facts.
+        emit: appends a message to the stream, and has it judged.
+    """
+
+    def __init__(
+        self, run: RunDir, supervisor: Supervisor, analysis: Analysis, emit: Callable[[Message], object]
+    ) -> None:
+        self._run = run
+        self._supervisor = supervisor
+        self._analysis = analysis
+        self._emit = emit
+        self._signalled = False
+        self._left_noted = False
+
+    def take(self) -> None:
+        """Take in what has been seen since the last call."""
+        facts = self._supervisor.poll()
+        self._note_signal()  # first: what is dead may have been told to end
+        self._note_left()
+        for fact in facts:
+            self._analysis.fact(fact)
+
+    def _note_signal(self) -> None:
+        """Put it into the stream when the launcher was signalled to end the run: no rank is to blame then."""
+        intent = None if self._signalled else read_intent(self._run)
+        if intent is not None and intent.by_signal:
+            self._signalled = True
+            self._emit(Command("launcher", "stop", {"reason": intent.text()}))
+
+    def _note_left(self) -> None:
+        """Note that the job's command ended before its ranks: the launcher ends them, and no rank is to blame."""
+        left = None if self._left_noted else self._run.read_left()
+        if left is not None:
+            self._left_noted = True
+            self._analysis.left(left)

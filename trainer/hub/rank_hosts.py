@@ -1,0 +1,70 @@
+"""Which ranks there are, and which of them run on this host: those that no agent of another host speaks for."""
+
+import socket
+
+from ...protocol.telemetry import Hello
+from ..host.kill import Target
+from .rank_link import identity_of
+
+
+class RankHosts:
+    """The latest Hello of every rank."""
+
+    def __init__(self) -> None:
+        self._host = socket.gethostname()
+        self._hellos: dict[int, Hello] = {}
+        self._away: set[int] = set()
+        """Ranks whose messages an agent passes on."""
+        self.senders: set[str] = set()
+        """What the processes that have introduced themselves sign as."""
+
+    def know(self, hello: Hello, away: bool = False) -> None:
+        """Note a rank's introduction, and whether an agent passed it on; a later one of the same rank replaces it."""
+        self._hellos[hello.rank] = hello
+        (self._away.add if away else self._away.discard)(hello.rank)
+        self.senders.add(identity_of(hello))
+
+    def begin_job(self) -> None:
+        """Forget the ranks of the job before; who has introduced itself stays known."""
+        self._hellos.clear()
+        self._away.clear()
+
+    @property
+    def ranks(self) -> list[int]:
+        """All known ranks, ascending."""
+        return sorted(self._hellos)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the run has, as the known ones say; 0 before the first."""
+        return max((hello.world_size for hello in self._hellos.values()), default=0)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether any rank computes on a GPU."""
+        return any(hello.device.kind == "cuda" for hello in self._hellos.values())
+
+    @property
+    def any_elsewhere(self) -> bool:
+        """Whether any rank runs on another host, out of the supervisor's sight."""
+        return any(not self._is_here(hello) for hello in self._hellos.values())
+
+    def target(self, rank: int) -> Target | None:
+        """Return a rank's process when it is one of this host, else None."""
+        hello = self._hellos.get(rank)
+        if hello is None or not self._is_here(hello):
+            return None
+        return Target(rank, hello.pid, hello.start_ticks)
+
+    def targets(self) -> list[Target]:
+        """List the processes of all ranks on this host."""
+        found = [self.target(rank) for rank in self.ranks]
+        return [target for target in found if target is not None]
+
+    def host_of(self, rank: int) -> str:
+        """Name the host of a known rank."""
+        return self._hellos[rank].host
+
+    def _is_here(self, hello: Hello) -> bool:
+        # After a restart of the hub the ranks of its history have not been heard yet: then their host's name tells.
+        return hello.rank not in self._away and hello.host == self._host

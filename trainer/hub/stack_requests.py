@@ -1,0 +1,81 @@
+"""Stacks on request: of ranks that answer, and of those that cannot, with why where there are none."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...protocol.analysis.stalls.rank_tracker import RankTracker
+from ...protocol.control import Result
+from ...protocol.telemetry import Stacks
+from ...protocol.wire import Message
+from ..host.rank_inspection import Inspection
+from .host_inspection import HostInspection
+from .rank_link import Answers, RankLink
+from .stall_probe import StallProbe
+
+
+class StackRequests:
+    """Collects stacks of ranks. Main loop only.
+
+    Args:
+        tracker: knows how each rank is made to write its own.
+        link: the line to the ranks.
+        inspection: inspects ranks that do not answer.
+        stall_probe: reads native frames.
+        emit: appends a message to the stream.
+    """
+
+    def __init__(
+        self,
+        tracker: RankTracker,
+        link: RankLink,
+        inspection: HostInspection,
+        stall_probe: StallProbe,
+        emit: Callable[[Message], object],
+    ) -> None:
+        self._tracker = tracker
+        self._link = link
+        self._inspection = inspection
+        self._stall_probe = stall_probe
+        self._emit = emit
+
+    async def collect(self, ranks: list[int], seconds: float, args: dict[str, Any]) -> Answers:
+        """Return the stacks of ``ranks``, as results by rank.
+
+        One that is not ok says why not; a rank elsewhere may be absent.
+
+        Args:
+            ranks: the ranks.
+            seconds: how long they may take to answer before they are made to.
+            args: ``reason``; ``native``: have py-spy read native frames too.
+        """
+        reason = str(args.get("reason", ""))
+        answers = await self._link.ask("stacks", ranks, seconds, {"reason": reason} if reason else {})
+        silent = [rank for rank in ranks if rank not in answers]
+        if silent:
+            seen = await self._inspection.inspect(silent)
+            for rank in silent:
+                if rank in seen.stacks or rank in seen.why:
+                    answers[rank] = self._result(rank, seen)
+                    self._record(rank, answers[rank], reason)
+        if args.get("native"):
+            native = await self._stall_probe.read_native(ranks, reason or "asked")
+            for rank, (text, why) in native.items():
+                if rank in answers:
+                    answers[rank].data["native" if text else "no_native"] = text or why
+        return answers
+
+    def _record(self, rank: int, answer: Result, reason: str) -> None:
+        """Put stacks that a signal made a rank write into the stream."""
+        if answer.ok:
+            text, thread = str(answer.data["text"]), str(answer.data["thread"])
+            self._emit(Stacks(rank, time.time(), text, reason, thread, "signal"))
+
+    def _result(self, rank: int, seen: Inspection) -> Result:
+        tracked = self._tracker.ranks.get(rank)
+        dump = tracked.hello.self_dump if tracked is not None and tracked.hello is not None else None
+        if rank in seen.stacks and dump is not None:
+            words = "native code holds Python's lock; written on a signal"
+            data = {"text": seen.stacks[rank], "thread": dump.thread, "taken_by": "signal"}
+            return Result("", True, "stacks", words, data)
+        return Result("", False, "stacks", seen.why.get(rank, "no answer"), {"silent": True})

@@ -1,0 +1,323 @@
+"""A closer look at the ranks while a stall is suspected: stacks, collectives, processes; again, until it ends.
+
+The ranks are asked; one that does not answer is made to write its stacks by a signal. Nothing of it is
+recorded unless a verdict comes of it: then the stacks it rests on are saved first.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ...protocol.analysis.stalls import python_stacks
+from ...protocol.analysis.stalls.activity import Work
+from ...protocol.analysis.stalls.evidence import ASLEEP_S, NOWHERE, Evidence, LockWait, read_calls
+from ...protocol.analysis.stalls.python_stacks import Frame, Place
+from ...protocol.analysis.stalls.rank_tracker import RankTracker
+from ...protocol.analysis.stalls.verdicts import Verdict
+from ...protocol.analysis.text.stalls import of_verdict
+from ...protocol.control import Result
+from ...protocol.process import is_alive
+from ...protocol.rundir import RunDir
+from ...protocol.telemetry import DeviceSample, Stacks
+from ...protocol.text import ranks_in_words
+from ...protocol.wire import Message
+from ..host import flow, processes, stack_dump
+from ..host.activity import Activity
+from ..host.rank_inspection import Inspection
+from .host_inspection import HostInspection
+from .rank_hosts import RankHosts
+from .rank_link import Answers, RankLink
+
+ANSWER_SECONDS = 1.0
+AGAIN_SECONDS = 0.5
+"""How long ranks have to answer; and how long once one of them did not."""
+LOOK_SECONDS = 0.75
+QUICK_LOOKS = 8
+LONGEST_SECONDS = 4.0
+LONGEST_MANY_SECONDS = 15.0
+MANY_RANKS = 64
+"""Looks come quickly at first, then after pauses that double up to this; the second one with more ranks than that."""
+WORK_KEPT_SECONDS = 8.0
+"""So long after it was seen at work a rank counts as working."""
+DEVICE_BUSY_PERCENT = 5.0
+DEVICE_FRESH_SECONDS = 3.0
+"""A device of which the latest sample says more than this computes something for its rank."""
+SAVED_RANKS = 64
+"""Stacks of more ranks are not saved with a verdict: those named first."""
+NATIVE_RANKS = 2
+"""Of the ranks named, so many are also read by py-spy, which makes them stand still for a moment."""
+
+
+class _Seen(NamedTuple):
+    frames: tuple[Frame, ...]
+    first: Activity
+    """When it was first seen asleep at these frames."""
+    last: Activity
+    quiet: Activity
+    """Since when its process tree has done nothing."""
+    worked: float
+    """When it was last seen at work, on this host's ``time.monotonic``; minus infinity: not since the stall began."""
+    work: Work
+    """At what."""
+    slept: bool
+    """It has been seen asleep since its last progress."""
+    restless: bool
+    """And has woken up since."""
+    moved: float
+    """Its last progress then."""
+
+
+class StallProbe:
+    """Looks at the ranks and gives the tracker what it found. Main loop only.
+
+    Args:
+        run: the run.
+        tracker: tells when a stall is suspected, and gets the evidence.
+        rank_hosts: which ranks run on this host.
+        link: the line to the ranks.
+        inspection: inspects ranks that do not answer.
+        emit: appends a message to the stream.
+        post: has the main loop make a call; any thread.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        tracker: RankTracker,
+        rank_hosts: RankHosts,
+        link: RankLink,
+        inspection: HostInspection,
+        emit: Callable[[Message], object],
+        post: flow.Post,
+    ) -> None:
+        self._run = run
+        self._tracker = tracker
+        self._rank_hosts = rank_hosts
+        self._link = link
+        self._inspection = inspection
+        self._emit = emit
+        self._post = post
+        self._under_way = False
+        self._unanswered = False
+        """A rank did not answer at the last look."""
+        self._looks = 0
+        self._next = 0.0
+        self._seen: dict[int, _Seen] = {}
+        self._stacks: dict[int, Stacks] = {}
+        self._saved: object = None
+        self._utilization: dict[int, tuple[float, float]] = {}
+        """Percent of time that the rank's device computed, and when that was heard."""
+        self.worked_at: dict[int, float] = {}
+        """When ranks were last seen at work, seconds since the epoch; of those looked at in this stall."""
+
+    def sample(self, sample: DeviceSample) -> None:
+        """Note how busy the ranks' devices are."""
+        if sample.kind == "gpu" and sample.utilization_percent is not None:
+            for process in sample.processes:
+                if process.rank is not None:
+                    self._utilization[process.rank] = sample.utilization_percent, time.monotonic()
+
+    def tick(self) -> None:
+        """Begin a look when one is due; save the stacks that a new verdict rests on."""
+        if not self._tracker.suspected:
+            self._looks, self._saved = 0, None
+            self._seen.clear()
+            self._stacks.clear()
+            self.worked_at.clear()
+            return
+        verdict = self._tracker.verdict
+        if verdict is not None and self._looks and not self._under_way and self._saved != verdict.signature:
+            self._saved = verdict.signature
+            self._save(verdict)
+        if not self._under_way and time.monotonic() >= self._next:
+            flow.start(self._look())
+
+    async def _look(self) -> None:
+        """Ask all ranks for their stacks, look at those that do not answer, and put the evidence together."""
+        ranks = [rank for rank, tracked in self._tracker.ranks.items() if not tracked.ended and tracked.goodbye is None]
+        args = {
+            "calls": True,
+            "quiet": True,
+            "activity": self._rank_hosts.any_elsewhere,
+            "reason": "a stall is suspected",
+        }
+        seconds = AGAIN_SECONDS if self._unanswered else ANSWER_SECONDS
+        self._under_way = True
+        try:
+            answers = await self._link.ask("stacks", ranks, seconds, args)
+            silent = {rank for rank in ranks if rank not in answers}
+            self._unanswered = bool(silent)
+            self._found(answers, await self._inspection.inspect(silent))
+        finally:
+            self._under_way = False
+
+    def _found(self, answers: Answers, local: Inspection) -> None:
+        self._looks += 1
+        longer = min(10, max(0, self._looks - QUICK_LOOKS))
+        longest = LONGEST_SECONDS if len(self._tracker.ranks) <= MANY_RANKS else LONGEST_MANY_SECONDS
+        self._next = time.monotonic() + min(longest, LOOK_SECONDS * 2**longer)
+        now = time.time()
+        self._tracker.launcher = self.launcher()
+        for rank, tracked in self._tracker.ranks.items():
+            answer = answers.get(rank)
+            action = local.activities.get(rank) or _activity_of(answer)
+            text, thread, by = _text_of(answer)
+            if not text and rank in local.stacks:
+                dump = tracked.hello.self_dump if tracked.hello is not None else None
+                text, thread, by = local.stacks[rank], dump.thread if dump is not None else "", "signal"
+            if action is None and not text:
+                continue
+            if text:
+                self._stacks[rank] = Stacks(rank, now, text, "", thread, "probe" if by == "probe" else "signal")
+            found = python_stacks.training_thread(python_stacks.parse(text), thread)
+            frames = python_stacks.visible(found.frames) if found is not None else ()
+            calls = read_calls(answer.data.get("calls") if answer is not None else None)
+            before = tracked.evidence
+            same = before is not None and before.taken >= tracked.progress.moved_at
+            if before is not None and same and before.calls.source == "recorder" != calls.source:
+                calls = before.calls  # it says less than it did, and has made no progress since
+            place = python_stacks.where(frames) if frames else NOWHERE
+            seen = self._compare(rank, frames, place, action, tracked.progress.moved_at)
+            lingers = seen is not None and time.monotonic() - seen.worked <= WORK_KEPT_SECONDS
+            tracked.evidence = Evidence(
+                taken=now,
+                by="probe" if by == "probe" else "signal" if by else "",
+                frames=frames,
+                place=place,
+                asleep=seen.last.time - seen.first.time if seen is not None else 0.0,
+                restless=seen is not None and seen.restless,
+                work=seen.work if seen is not None and lingers else "",
+                quiet=seen.last.time - seen.quiet.time if seen is not None else None,
+                lock=_lock_of(answer) or local.locks.get(rank),
+                process=action.state if action is not None else "",
+                wchan=action.wchan if action is not None else "",
+                utilization=self._utilization[rank][0] if rank in self._utilization else None,
+                calls=calls,
+                steps=tracked.progress.steps_seen,
+            )
+
+    def _compare(
+        self, rank: int, frames: tuple[Frame, ...], place: Place, action: Activity | None, moved: float
+    ) -> _Seen | None:
+        """Put an observation beside the earlier ones of this standstill; None where there is none."""
+        before = self._seen.get(rank)
+        if action is None:
+            self._seen.pop(rank, None)
+            return None
+        if before is None or before.moved != moved:
+            found = _Seen(frames, action, action, action, float("-inf"), "", False, False, moved)
+            self._seen[rank] = found
+            return found
+        polls = place.doing == "data"
+        work = action.work_since(before.last, polls=polls) or action.work_since(before.quiet, polls=polls)
+        percent, heard = self._utilization.get(rank, (0.0, 0.0))
+        now = time.monotonic()  # not action.time: that is of the rank's host
+        if not work and percent > DEVICE_BUSY_PERCENT and now - heard < DEVICE_FRESH_SECONDS:
+            work = "computes"
+        waits = place.doing in ("collective", "device")
+        if work == "computes" and waits:
+            work = ""  # it polls for the device or for its peers
+        asleep = not work and action.state == before.last.state == "S" and frames == before.frames
+        slept = before.slept or (asleep and action.time - before.first.time >= ASLEEP_S)
+        if work:
+            self.worked_at[rank] = time.time()
+        found = _Seen(
+            frames,
+            before.first if asleep else action,
+            action,
+            action if work else before.quiet,
+            now if work else before.worked,
+            work or before.work,
+            slept,
+            before.restless or (before.slept and not asleep),
+            moved,
+        )
+        self._seen[rank] = found
+        return found
+
+    # Saving.
+
+    def _save(self, verdict: Verdict) -> None:
+        """Append the stacks to the stream, those of the ranks named first, and have native ones taken of these."""
+        why = of_verdict(verdict).title
+        first = [*verdict.hung, *verdict.waiting]
+        order = list(dict.fromkeys([*first, *sorted(self._stacks)]))
+        for rank in order[:SAVED_RANKS]:
+            stacks = self._stacks.get(rank)
+            if stacks is not None:
+                self._emit(Stacks(rank, stacks.time, stacks.text, why, stacks.thread, stacks.taken_by))
+        if verdict.hung and stack_dump.py_spy():
+            flow.start(self.read_native(list(verdict.hung[:NATIVE_RANKS]), why))
+
+    async def read_native(self, ranks: list[int], reason: str) -> dict[int, tuple[str, str]]:
+        """Have py-spy read native frames of ranks on this host.
+
+        Args:
+            ranks: the ranks.
+            reason: why.
+
+        Returns:
+            For each rank its stacks, or an empty string and why not.
+        """
+        targets = [target for target in self._rank_hosts.targets() if target.rank in ranks]
+
+        def read() -> dict[int, tuple[str, str]]:
+            found: dict[int, tuple[str, str]] = dict.fromkeys(ranks, ("", "not on this host"))
+            for target in targets:
+                process = processes.read(target.pid)
+                if process is None or process.start_ticks != target.start_ticks:
+                    found[target.rank] = "", "gone"
+                else:
+                    found[target.rank] = stack_dump.native(process)
+            return found
+
+        failed: dict[int, tuple[str, str]] = dict.fromkeys(ranks, ("", "could not be read"))
+        found = await flow.in_thread(read, self._post, "py-spy", failed)
+        for rank, (text, _) in found.items():
+            if text:
+                self._emit(Stacks(rank, time.time(), text, reason, "", "py-spy"))
+        return found
+
+    def latest(self) -> dict[int, Stacks]:
+        """Return the stacks of the last looks, by rank; empty while no stall is suspected."""
+        return dict(self._stacks)
+
+    def grouped(self) -> list[str]:
+        """Return where the ranks are, those with the same stack in one line."""
+        groups = python_stacks.group({rank: (one.text, one.thread) for rank, one in self._stacks.items()})
+        return [f"{ranks_in_words(one.ranks)}: {one.place.text or 'no stack'}" for one in groups]
+
+    def launcher(self) -> str:
+        """Return the state of the run's launcher: ``alive``, ``stopped``, ``gone``; empty: there is none."""
+        with contextlib.suppress(Exception):
+            launcher = self._run.read_run().launcher
+            if launcher is None:
+                return ""
+            process = processes.read(launcher.pid)
+            if not is_alive(launcher) or process is None:
+                return "gone"
+            return "stopped" if process.state in ("T", "t") else "alive"
+        return ""
+
+
+def _text_of(answer: Result | None) -> tuple[str, str, str]:
+    if answer is None or not answer.ok:
+        return "", "", ""
+    data: dict[str, Any] = answer.data
+    return str(data.get("text", "")), str(data.get("thread", "")), "probe"
+
+
+def _activity_of(answer: Result | None) -> Activity | None:
+    with contextlib.suppress(TypeError, AttributeError):
+        return Activity(*answer.data["activity"]) if answer is not None and "activity" in answer.data else None
+    return None
+
+
+def _lock_of(answer: Result | None) -> LockWait | None:
+    with contextlib.suppress(msgspec.ValidationError):
+        found = answer.data.get("lock") if answer is not None else None
+        return msgspec.convert(found, LockWait) if found else None
+    return None

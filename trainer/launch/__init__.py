@@ -1,0 +1,1 @@
+"""Starting a run: its options, its launcher, and the hosts that join it."""

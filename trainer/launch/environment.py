@@ -1,0 +1,82 @@
+"""The environment of a job: the mark of its run, the import hook for its ranks, and PyTorch's flight recorder."""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ...protocol.environment import JOIN_ENV, RUN_ENV, monitor_environment
+from ...protocol.join import JoinFile, join_path
+from ...protocol.rundir import RunDir, write_private
+
+INJECT_DIR = Path(__file__).resolve().parent.parent / "probe" / "inject"
+"""Put first on ``PYTHONPATH``: its ``sitecustomize`` installs the import hook in every Python process of the job."""
+
+_FLIGHT_RECORDER_NAME, _FLIGHT_RECORDER_OLD_NAME = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+_FLIGHT_RECORDER_ENTRIES = "2000"
+_RENAMED_IN = (2, 9)
+"""PyTorch from this version on knows the new name, and warns of the old one."""
+
+_DEEPSPEED_FILE_ENV = "DS_ENV_FILE"
+
+
+def job_environment(run: RunDir, base: Mapping[str, str]) -> dict[str, str]:
+    """Make the environment of a run's job out of the launcher's own (``base``)."""
+    environment = _watched(str(run.path), base)
+    if join_path(run).exists():
+        environment[JOIN_ENV] = str(join_path(run))
+    with contextlib.suppress(OSError):  # a full disk must not keep the job from starting
+        environment[_DEEPSPEED_FILE_ENV] = str(_deepspeed_exports(run, environment, base))
+    return environment
+
+
+def joined_environment(path: Path, join: JoinFile, base: Mapping[str, str]) -> dict[str, str]:
+    """Make the environment of a further host's part of a run's job; ``path`` is where ``join`` was read from."""
+    return {**_watched(join.run, base), JOIN_ENV: str(path)}
+
+
+def _watched(run: str, base: Mapping[str, str]) -> dict[str, str]:
+    environment = monitor_environment(base)
+    environment[RUN_ENV] = run
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(INJECT_DIR), base.get("PYTHONPATH"))))
+    for key, value in {**flight_recorder(_torch_version()), "PYTHONUNBUFFERED": "1"}.items():
+        environment.setdefault(key, value)
+    return environment
+
+
+def flight_recorder(torch: tuple[int, int] | None) -> dict[str, str]:
+    """Turn PyTorch's record of recent collectives on, under the name (or, version unknown, names) that it goes by."""
+    names = [_FLIGHT_RECORDER_NAME] if torch is None or torch >= _RENAMED_IN else []
+    if torch is None or torch < _RENAMED_IN:
+        names.append(_FLIGHT_RECORDER_OLD_NAME)
+    return dict.fromkeys(names, _FLIGHT_RECORDER_ENTRIES)
+
+
+def _torch_version() -> tuple[int, int] | None:
+    """Read the version of PyTorch installed beside ftmon, without importing it."""
+    try:
+        major, minor, *_ = version("torch").split(".")
+        return int(major), int(minor)
+    except (PackageNotFoundError, ValueError):
+        return None
+
+
+def _deepspeed_exports(run: RunDir, environment: Mapping[str, str], base: Mapping[str, str]) -> Path:
+    """Write the lines DeepSpeed exports to other hosts: the person's own ``.deepspeed_env`` files, and ours.
+
+    DeepSpeed's runner passes on only a few prefixes of the environment, plus every line of this file.
+    """
+    name = base.get(_DEEPSPEED_FILE_ENV, ".deepspeed_env")
+    lines: list[str] = []
+    for folder in (Path.home(), Path(".")):
+        try:
+            text = (folder / name).read_text()
+        except (OSError, UnicodeDecodeError):
+            continue
+        lines += [line for line in text.splitlines() if line not in lines]
+    exported = (RUN_ENV, JOIN_ENV, _FLIGHT_RECORDER_NAME, _FLIGHT_RECORDER_OLD_NAME)
+    lines += [f"{key}={environment[key]}" for key in exported if key in environment]
+    path = run.path / "deepspeed_env"
+    write_private(path, "".join(line + "\n" for line in lines).encode())
+    return path

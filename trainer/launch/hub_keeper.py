@@ -1,0 +1,92 @@
+"""Keeping a hub alive beside a job: start it, and start another when it dies."""
+
+import os
+import subprocess
+import time
+from typing import BinaryIO
+
+from ...protocol.rundir import RunDir
+from ...protocol.spawn import spawn_hub
+
+_FIRST_DELAY_SECONDS = 0.2
+_LONGEST_DELAY_SECONDS = 30.0
+_HEALTHY_SECONDS = 60.0
+"""A hub that lived this long died of something new: the next one starts at once again."""
+
+
+class HubKeeper:
+    """Owns the hub process of one run. A hub that ends with status 0 was asked to end and is not replaced."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+        self._delay = _FIRST_DELAY_SECONDS
+        self._next_start = 0.0
+        self._failed = False
+        """The last start came to nothing."""
+        self.dismissed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The hub's pid, dead or alive; None before the first start."""
+        return self._process.pid if self._process else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the hub's process runs."""
+        return not self._failed and self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start a hub now, in a session of its own, its output in ``logs/hub.log``."""
+        self._started = time.monotonic()
+        self._failed = False
+        try:
+            with self._log() as log:
+                self._process = spawn_hub(self._run, log)
+        except OSError as error:  # no memory or no process for it; the job goes on without
+            self._failed = True
+            print(f"ftmon: the hub cannot be started: {error.strerror}; it is tried again", flush=True)
+
+    def tend(self) -> float | None:
+        """Replace a dead hub when its time has come; return in how many seconds to look again (None: no need)."""
+        if self.dismissed or (self._process is None and not self._failed):
+            return None
+        status = -1 if self._failed or self._process is None else self._process.poll()
+        if status is None:
+            return None
+        now = time.monotonic()
+        if status == 0:
+            self.dismissed = True
+            return None
+        if self._next_start <= self._started:  # first look since this hub died
+            if now - self._started >= _HEALTHY_SECONDS:
+                self._delay = _FIRST_DELAY_SECONDS
+            self._next_start = now + self._delay
+            self._delay = min(self._delay * 2, _LONGEST_DELAY_SECONDS)
+            print(f"ftmon: the hub ended with status {status}; starting another", flush=True)
+        if now < self._next_start:
+            return self._next_start - now
+        self.start()
+        return None
+
+    def _log(self) -> BinaryIO:
+        try:
+            return (self._run.logs / "hub.log").open("ab")
+        except OSError:  # somebody removed the run directory, or the disk is full: the job goes on without a log
+            return open(os.devnull, "ab")
+
+    def note_reaped(self, pid: int, status: int) -> bool:
+        """Take note that the launcher, reaping its children, met the hub; False when ``pid`` is not the hub."""
+        if self._process is None or self._process.pid != pid:
+            return False
+        self._process.returncode = os.waitstatus_to_exitcode(status)
+        return True
+
+    def wait(self, timeout: float) -> None:
+        """Wait until the hub has ended, for ``timeout`` seconds at most."""
+        if self._process is not None:
+            try:
+                self._process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                print("ftmon: the hub has not ended yet; leaving it", flush=True)

@@ -1,0 +1,152 @@
+"""Making a run joinable from other hosts: its keys, where its hub will be, and the file that tells of both."""
+
+import os
+import shlex
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from ... import __version__
+from ...protocol import keys
+from ...protocol.errors import UsageError
+from ...protocol.join import JoinFile, boot_id, encode_join, join_path, read_join, write_join
+from ...protocol.run_options import MultiHost
+from ...protocol.rundir import RunDir
+from ...protocol.sockets import CHANNELS
+from ..host.listen import Listen, check_free, parse_listen
+
+SSH_ENV = "FTMON_SSH"
+"""The ssh command, where it is not ``ssh``."""
+
+_FIRST_PORT = 7420
+_BLOCKS = 200
+_PUSH_SECONDS = 20.0
+
+
+def free_listen() -> str:
+    """Choose where a hub can listen for other hosts: every interface, and the first ports that are free.
+
+    Raises:
+        UsageError: none is.
+    """
+    for block in range(_BLOCKS):
+        port = _FIRST_PORT + block * len(CHANNELS)
+        try:
+            check_free(Listen("0.0.0.0", port))
+        except UsageError:
+            continue
+        return f"0.0.0.0:{port}"
+    raise UsageError("no free ports to listen on for the run's other hosts; choose some with --listen HOST:PORT")
+
+
+def prepare(run: RunDir, listen: str) -> Path:
+    """Write what other hosts need to join a run whose hub will listen on ``listen``; return the file's path.
+
+    Raises:
+        UsageError: ``listen`` is not an address.
+        RunDirError: a key cannot be made.
+    """
+    where = parse_listen(listen)
+    content = run.read_run()
+    pair = keys.agent_pair(run)
+    join = JoinFile(
+        run=str(run.path),
+        id=run.id,
+        host=content.host,
+        boot_id=boot_id(),
+        addresses=_addresses(where.host),
+        port=where.port,
+        server_key=keys.server_pair(run).public,
+        public=pair.public,
+        secret=pair.secret,
+        version=__version__,
+        options=content.options,
+    )
+    return write_join(run, join)
+
+
+def push(run: RunDir, hosts: MultiHost, environ: Mapping[str, str]) -> list[str]:
+    """Give other hosts the run's key, where they do not share this file system: over ssh's or srun's standard input.
+
+    Args:
+        run: the run.
+        hosts: its hosts.
+        environ: ``FTMON_SSH`` names another ssh.
+
+    Returns:
+        A line about each host, or about all of a SLURM job's, that could not be given it.
+    """
+    path = join_path(run)
+    content = encode_join(msgspec.structs.replace(read_join(path), pushed=True))
+    folder, name = shlex.quote(str(path.parent)), shlex.quote(str(path))
+    # Where the directory is shared the file is there, and what is sent is let be.
+    script = f"umask 077; test -e {name} || {{ mkdir -p {folder} && cat > {name}; }}"
+    under_way: dict[str, subprocess.Popen[bytes]] = {}
+    problems: dict[str, str] = {}
+    for whom, words in _ways(hosts, script, environ).items():
+        try:
+            under_way[whom] = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=dict(environ)
+            )
+        except OSError as error:
+            problems[whom] = f"{words[0]}: {error.strerror}"
+    deadline = time.monotonic() + _PUSH_SECONDS
+    for whom, process in under_way.items():
+        try:
+            _, errors = process.communicate(content, timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            problems[whom] = f"no answer in {_PUSH_SECONDS:.0f} s"
+            continue
+        if process.returncode:
+            said = errors.decode("utf-8", "replace").strip().splitlines()
+            problems[whom] = said[-1] if said else f"exit status {process.returncode}"
+    return [f"{whom} ({why})" for whom, why in problems.items()]
+
+
+def _ways(hosts: MultiHost, script: str, environ: Mapping[str, str]) -> dict[str, list[str]]:
+    """Give the words that run a script on the other hosts, by what to say where they fail."""
+    if hosts.slurm_nodes:
+        # A step beside the job's own, one task on each node; srun copies its standard input to all of them.
+        nodes = hosts.slurm_nodes
+        counts = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+        return {
+            "the job's nodes were not given the run's key by srun": ["srun", "--overlap", *counts, "sh", "-c", script]
+        }
+    ssh = shlex.split(environ.get(SSH_ENV) or "ssh")
+    port = ["-p", str(hosts.ssh_port)] if hosts.ssh_port else []
+    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *port]
+    here = ("localhost", "127.0.0.1", socket.gethostname())
+    return {
+        f"{host} was not given the run's key over ssh": [*ssh, *options, host, script]
+        for host in hosts.hosts
+        if host not in here
+    }
+
+
+def _addresses(host: str) -> list[str]:
+    """List where a hub that listens on ``host`` can be reached from elsewhere, the likeliest first."""
+    if host not in ("0.0.0.0", "::"):
+        return [host]
+    found = [_outward_address()]
+    for interface, addresses in psutil.net_if_addrs().items():
+        if interface != "lo":
+            found += [each.address for each in addresses if each.family == socket.AF_INET]
+    found = [address for address in found if address and not address.startswith(("127.", "169.254."))]
+    return list(dict.fromkeys([*found, os.uname().nodename]))
+
+
+def _outward_address() -> str:
+    """Give the address of the interface that packets to the world leave by; none is sent to find out."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""

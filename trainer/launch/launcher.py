@@ -1,0 +1,372 @@
+"""The launcher of a run: starts the hub and the job, keeps a hub alive, and writes down how the job ended.
+
+``python -m ftmon.trainer.launch RUNDIR`` is detached from any terminal. It is the subreaper of everything the job
+starts, so a dataloader worker whose rank was killed becomes its child and is found by the sweep. Signals are passed on
+to the job. A run that is tied to the command that started it is ended, as by SIGTERM, when that process is gone.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Generator
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from ...protocol.analysis.deaths.slurm import cancelled_in
+from ...protocol.errors import FtmonError
+from ...protocol.intent import LAUNCHER, Intent, read_intent, write_intent
+from ...protocol.join import join_path
+from ...protocol.process import this_process
+from ...protocol.rundir import ExitFile, LeftFile, RunDir, RunFile
+from ...protocol.starter import LauncherEnd, Word
+from ...protocol.streams import never_fail
+from ..host import processes
+from ..host.terminate import sweep
+from .environment import job_environment
+from .hub_keeper import HubKeeper
+from .join import push
+from .stopping import PASSED_ON, TO_THE_JOB, Requests
+
+_PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+_REAP_AFTER_SECONDS = 0.3
+"""An orphan of the job stays a zombie this long, so that the hub can read from /proc how it ended."""
+_LEFTOVER_GRACE_SECONDS = 1.5
+_HUB_END_SECONDS = 60.0
+_KILL_AGAIN_SECONDS = 1.0
+_TROUBLE_SECONDS = 0.2
+
+
+class Launcher:
+    """One run's launcher.
+
+    Args:
+        run: the run.
+        starter: the line to the command that started it, where one waits for it.
+        stdin: the job reads this process's standard input.
+    """
+
+    def __init__(self, run: RunDir, starter: LauncherEnd | None = None, stdin: bool = False) -> None:
+        self._run = run
+        self._starter = starter
+        self._stdin = stdin
+        self._hub = HubKeeper(run)
+        self._job: subprocess.Popen[bytes] | None = None
+        self._status: int | None = None
+        self._requests = Requests()
+        self._interrupts = 0
+        """How often SIGINT was passed on."""
+        self._intent: Intent | None = None
+        """What was asked of this process, where the disk did not take ``intent.json``."""
+        self._grace = 0.0
+        self._kill_at: float | None = None
+        self._reap_at: float | None = None
+        self._wakeup, self._wakeup_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> int:
+        """Run the job to its end; return the launcher's own exit status."""
+        _become_subreaper()
+        hangup = signal.getsignal(signal.SIGHUP)
+        self._install_signals()
+        started = self._run.read_run()
+        self._grace = started.options.stop_grace
+        with _disk_trouble("run.json"):
+            self._run.write_run(msgspec.structs.replace(started, launcher=this_process()))
+        self._say(Word(launcher=this_process()))
+        self._hub.start()
+        self._tell_other_hosts(started)
+        environment = job_environment(self._run, os.environ)
+        text = self._start_job(started.command, started.cwd, environment, nohup=hangup is signal.SIG_IGN)
+        while self._status is None and not text:
+            try:
+                self._wait(self._hub.tend())
+                self._reap()
+                self._look_at_starter()
+                self._pass_on()
+                self._kill_when_due()
+            except Exception:  # whatever it is, the job goes on, and its end must be waited for
+                traceback.print_exc()
+                time.sleep(_TROUBLE_SECONDS)
+        left = self._clear_leftovers()
+        self._write_exit(text, left)
+        if not self._hub.alive and not self._hub.dismissed:
+            self._hub.start()  # the end of the run belongs in the recording too
+        self._hub.wait(_HUB_END_SECONDS)
+        return 0
+
+    def _tell_other_hosts(self, started: RunFile) -> None:
+        """Bring the run's key to the hosts that ssh or srun reaches; say how the others join."""
+        hosts = started.options.multihost
+        if hosts is None:
+            return
+        if hosts.by_hand:
+            print(f"ftmon: on each other host: ftmon run --join {join_path(self._run)} -- COMMAND", flush=True)
+        try:
+            problems = push(self._run, hosts, os.environ)
+        except (FtmonError, OSError) as error:
+            problems = [str(error)]
+        for problem in problems:
+            print(f"ftmon: {problem}; ranks there are not watched unless the run's directory is shared", flush=True)
+
+    def _start_job(self, command: list[str], cwd: str, environment: dict[str, str], nohup: bool) -> str:
+        """Start the job; return why it could not be, or an empty string."""
+        try:
+            self._job = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=environment,
+                stdin=None if self._stdin else subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_ignore_hangup if nohup else None,
+            )
+        except OSError as error:
+            text = f"{command[0]}: cannot be started: {error.strerror}"
+            print(f"ftmon: {text}", flush=True)
+            return text
+        finally:
+            _let_go_of_stdin()
+        return ""
+
+    def _install_signals(self) -> None:
+        # Handlers rather than SIG_IGN: an exec resets a handler, so the job starts with the ordinary dispositions.
+        signal.set_wakeup_fd(self._wakeup_in, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _nothing)
+        for number in PASSED_ON:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._requests.note(number)
+
+    def _wait(self, timeout: float | None) -> None:
+        if self._reap_at is not None:
+            until_reap = max(0.0, self._reap_at - time.monotonic())
+            timeout = until_reap if timeout is None else min(timeout, until_reap)
+        if self._kill_at is not None:
+            until_kill = max(0.0, self._kill_at - time.monotonic())
+            timeout = until_kill if timeout is None else min(timeout, until_kill)
+        sources: list[Any] = [self._wakeup]
+        if self._starter is not None and self._starter.open:
+            sources.append(self._starter)
+        with contextlib.suppress(InterruptedError):
+            select.select(sources, [], [], timeout)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wakeup, 4096):
+                pass
+
+    def _reap(self, at_once: bool = False) -> None:
+        """Collect dead children, a moment after the first was seen."""
+        now = time.monotonic()
+        if self._reap_at is None:
+            with contextlib.suppress(ChildProcessError):
+                if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                    self._reap_at = now + _REAP_AFTER_SECONDS
+        if not at_once and (self._reap_at is None or now < self._reap_at):
+            return
+        self._reap_at = None
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if self._job is not None and pid == self._job.pid:
+                    self._status = self._job.returncode = os.waitstatus_to_exitcode(status)
+                else:
+                    self._hub.note_reaped(pid, status)
+
+    def _say(self, word: Word) -> None:
+        if self._starter is not None:
+            self._starter.say(word)
+
+    def _look_at_starter(self) -> None:
+        """End a run whose command is gone that it was tied to: nobody would wait for it, or end it."""
+        if self._starter is None or not self._starter.open or not self._starter.lost():
+            return
+        print("ftmon: the command that started the run is gone; ending the run", flush=True)
+        self._intend(signal.SIGTERM, "the command that started it is gone")
+        if self._kill_at is None:
+            self._signal_job(signal.SIGTERM)
+            self._kill_after_grace()
+
+    def _pass_on(self) -> None:
+        """Pass signals on to the job as they came.
+
+        SIGINT goes to its process group, as a terminal's ctrl-c would; a second one adds TERM to all of the run, a
+        third KILL. After SIGTERM the run has its grace.
+        """
+        if self._job is None:
+            return
+        for number in self._requests.take():
+            print(f"ftmon: received {number.name}; passed on to the job", flush=True)
+            if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                self._intend(number)
+            if number in TO_THE_JOB:
+                self._signal_job(number)
+                if number == signal.SIGTERM and self._kill_at is None:
+                    self._kill_after_grace()
+                continue
+            self._interrupts += 1
+            if self._status is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._job.pid, number)
+            if self._interrupts > 1:
+                self._signal_all(signal.SIGTERM if self._interrupts == 2 else signal.SIGKILL)
+
+    def _intend(self, number: signal.Signals, why: str = "") -> None:
+        """Note why the job ends; what was asked for before stands, but for a SIGHUP that it outlived."""
+        earlier = read_intent(self._run) or self._intent
+        if earlier is not None and earlier.verb != signal.SIGHUP.name:
+            return
+        self._intent = Intent(number.name, time.time(), LAUNCHER, why=why)
+        with _disk_trouble("intent.json"):
+            write_intent(self._run, number.name, LAUNCHER, why=why)
+
+    def _signal_job(self, number: signal.Signals) -> None:
+        # Not reaped before its status is known, so its pid cannot be another's.
+        if self._job is not None and self._status is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._job.pid, number)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for process in self._members():
+            with contextlib.suppress(PermissionError):
+                processes.send_signal(process, number)
+
+    def _kill_after_grace(self) -> None:
+        self._kill_at = time.monotonic() + self._grace
+
+    def _kill_when_due(self) -> None:
+        """Kill all of the run once its grace is over, again and again until the job is gone."""
+        now = time.monotonic()
+        if self._kill_at is None or now < self._kill_at or self._status is not None:
+            return
+        print(f"ftmon: the job has not ended {self._grace:g} s after it was asked to; killing it", flush=True)
+        self._kill_at = now + _KILL_AGAIN_SECONDS
+        self._signal_all(signal.SIGKILL)
+
+    def _members(self) -> list[processes.Process]:
+        """List what lives of the run: every descendant of ours but the hub, and whatever carries the run's mark."""
+        me = os.getpid()
+        hub = self._run.living_hub()
+        spared = {me, *([self._hub.pid] if self._hub.pid else []), *([hub.process.pid] if hub else [])}
+        below = {process.pid for process in processes.descendants([me], _without(processes.table(), spared - {me}))}
+        return processes.of_run(self._run.path, below, spared)
+
+    def _clear_leftovers(self) -> list[processes.Process]:
+        """End what the job left running; return what could not be ended.
+
+        A wrapper script dies of SIGTERM at once, and the ranks below it may still be saving: what is left of the grace
+        is theirs.
+        """
+        deadline = time.monotonic() + _LEFTOVER_GRACE_SECONDS
+        members = self._members()
+        while members and time.monotonic() < deadline:
+            self._reap(at_once=True)
+            self._wait(0.1)
+            members = self._members()
+        if members:
+            names = [f"{member.pid} ({member.name})" for member in members[:8]]
+            with _disk_trouble("left.json"):
+                self._run.write_left(LeftFile(time.time(), self._status, len(members), names))
+            how = "never began" if self._status is None else _how_it_ended(self._status)
+            listed = ", ".join(names)
+            print(f"ftmon: the job ended ({how}) and left {len(members)} processes, ending them: {listed}", flush=True)
+            term = 2.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+            members = sweep(self._members, on_wait=self._between_looks, term_seconds=term)
+        self._reap(at_once=True)
+        return members
+
+    def _between_looks(self) -> None:
+        self._reap(at_once=True)
+        self._look_at_starter()
+        self._pass_on()
+
+    def _write_exit(self, problem: str, left: list[processes.Process]) -> None:
+        now = time.time()
+        code = 127 if self._status is None else self._status
+        text = problem or _how_it_ended(code)
+        intent = read_intent(self._run) or self._intent
+        if intent is not None and not intent.explains(code, now):
+            intent = None
+        # A signal to the launcher is SLURM's too, where it ends all that the job has started.
+        may_be_slurm = code != 0 and (intent is None or intent.by == LAUNCHER)
+        by_slurm = cancelled_in(self._run.logs / "launcher.log") if may_be_slurm else ""
+        cause = "not-started" if problem else ""
+        if by_slurm:
+            state, text = "stopped", f"{by_slurm} ({text})"
+        elif intent is not None:
+            state, text, cause = intent.state, f"{intent.text()} ({text})", cause or intent.exit_cause
+        else:
+            state = "finished" if code == 0 else "failed"
+        if left:
+            text += "; still there: " + ", ".join(f"pid {process.pid} in state {process.state}" for process in left)
+        end = ExitFile(code, now, state, text, cause, [process.pid for process in left])
+        self._say(Word(end=end))
+        with _disk_trouble("exit.json"):
+            self._run.write_exit(end)
+        print(f"ftmon: the run {state}: {text}", flush=True)
+
+
+@contextlib.contextmanager
+def _disk_trouble(name: str) -> Generator[None]:
+    """Go on without a file that a full disk does not take."""
+    try:
+        yield
+    except OSError as error:
+        print(f"ftmon: {name} cannot be written: {error.strerror}", flush=True)
+
+
+def _without(table: dict[int, processes.Process], pids: set[int]) -> dict[int, processes.Process]:
+    return {pid: process for pid, process in table.items() if pid not in pids}
+
+
+def _how_it_ended(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"killed by {processes.signal_name(-code)}"
+
+
+def _nothing(_number: int, _frame: FrameType | None) -> None:
+    """Only wake the main loop."""
+
+
+def _become_subreaper() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        print("ftmon: cannot become a subreaper; leftovers are found by their environment alone", flush=True)
+
+
+def _ignore_hangup() -> None:
+    """Start the job as nohup would have."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def _let_go_of_stdin() -> None:
+    """Leave standard input to the job alone: its writer must see it closed when the job closes it."""
+    with contextlib.suppress(OSError):
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run ``python -m ftmon.trainer.launch RUNDIR``; return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m ftmon.trainer.launch", description=__doc__)
+    parser.add_argument("run", metavar="RUNDIR")
+    parser.add_argument("--starter", type=int, metavar="FD", help="the line to the command that started the run")
+    parser.add_argument("--stdin", action="store_true", help="the job reads this process's standard input")
+    arguments = parser.parse_args(argv)
+    never_fail()
+    run = RunDir(arguments.run)
+    try:
+        starter = LauncherEnd(arguments.starter) if arguments.starter is not None else None
+        run.check()
+        return Launcher(run, starter, bool(arguments.stdin)).run()
+    except (FtmonError, OSError) as error:
+        print(error, file=sys.stderr)
+        return error.exit_status if isinstance(error, FtmonError) else 1

@@ -1,0 +1,166 @@
+"""Starting a run: make its directory, leave a detached launcher behind, and print where the run is.
+
+``python -m ftmon.trainer.launch.start`` reads a ``StartRequest`` (JSON) of kind ``run`` on standard input and prints
+one JSON line, ``{"run": "<run directory>"}``. ``... join JOIN.json -- COMMAND`` becomes a command that is a part of
+another host's run.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from ...protocol import exits, rundir
+from ...protocol.errors import FtmonError, StartError, UsageError
+from ...protocol.join import read_join
+from ...protocol.notices import check_target, write_notify
+from ...protocol.rundir import RunDir
+from ...protocol.spawn import spawn_module
+from ...protocol.start_request import StartRequest, print_started, read_request
+from ..host.listen import check_free, parse_listen
+from .environment import joined_environment
+from .join import free_listen, prepare
+from .multihost import find_hosts
+
+_LAUNCHER = "ftmon.trainer.launch"
+
+
+def check_request(request: StartRequest) -> None:
+    """Refuse what can be refused of a request before anything is made.
+
+    Raises:
+        UsageError: its options make no sense, or a target of its notices cannot work here.
+    """
+    request.options.check()
+    for target in request.notify.targets if request.notify is not None else []:
+        check_target(target)
+
+
+def start_run(request: StartRequest, name: str, command: Sequence[str], config: str | None = None) -> RunDir:
+    """Create a run directory and start the run's launcher, detached from this process and its terminal.
+
+    Args:
+        request: kind, options and notices of the run. For a command that trains on several hosts an address to listen
+            on is chosen where its options have none.
+        name: what a person calls the run; it becomes part of its identifier.
+        command: the job, as for exec.
+        config: text kept as the run's ``config.yaml``.
+
+    Raises:
+        UsageError: the command does not exist, the options make no sense, or the address to listen on is not one or
+            is taken.
+        RunDirError: the run directory cannot be made.
+    """
+    check_request(request)
+    check_command(command)
+    hosts = find_hosts(command, os.environ)
+    options = msgspec.structs.replace(request.options, multihost=hosts)
+    if options.listen:
+        check_free(parse_listen(options.listen))
+    elif hosts is not None:
+        options = msgspec.structs.replace(options, listen=free_listen())
+    run = rundir.create(name, list(command), request.kind, options)
+    if options.listen:
+        prepare(run, options.listen)
+    if config is not None:
+        rundir.write_private(run.config, config.encode())
+    if request.notify is not None:
+        write_notify(run, request.notify)
+    spawn_launcher(run, request.line, request.stdin)
+    return run
+
+
+def join_run(path: Path, command: Sequence[str]) -> NoReturn:
+    """Become ``command``, as a part of the run that the file ``path`` tells of: what each further host starts.
+
+    Raises:
+        UsageError: the command does not exist, or the file is none.
+        RunDirError: others can read the file.
+    """
+    check_command(command)
+    join = read_join(path)
+    print(
+        f"ftmon: joining {join.id} on {join.host}; watch it there: ftmon attach {join.id}", file=sys.stderr, flush=True
+    )
+    os.execvpe(command[0], list(command), joined_environment(path.absolute(), join, os.environ))
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Refuse a command that cannot be started.
+
+    Raises:
+        UsageError: there is none.
+        StartError: no such program, or one that is not executable.
+    """
+    if not command:
+        raise UsageError("no command: write it after --, as in 'ftmon run -- deepspeed train.py'")
+    program = command[0]
+    if shutil.which(program) is None:
+        if os.path.isfile(program):
+            raise StartError(f"{program}: is not executable; run it with 'python {program}', or: chmod +x {program}")
+        raise StartError(f"{program}: command not found; check its spelling, or activate the environment that has it")
+
+
+def spawn_launcher(run: RunDir, line: int | None = None, stdin: int | None = None) -> None:
+    """Start ``ftmon.trainer.launch`` for ``run`` in a session of its own, its output in ``logs/launcher.log``.
+
+    Args:
+        run: the run.
+        line: descriptor of the launcher's end of the line to the command that started the run.
+        stdin: descriptor of the job's standard input.
+    """
+    words = [str(run.path)]
+    words += ["--starter", str(line)] if line is not None else []
+    words += ["--stdin"] if stdin is not None else []
+    with (run.logs / "launcher.log").open("ab") as log:
+        spawn_module(
+            _LAUNCHER,
+            words,
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
+            stdout=log,
+            stderr=log,
+            pass_fds=() if line is None else (line,),
+        )
+
+
+def default_name(command: Sequence[str]) -> str:
+    """Name a run after the script in its command: ``deepspeed train.py`` is ``train``."""
+    for word in command:
+        if word.endswith((".py", ".sh")):
+            return Path(word).stem
+    return Path(command[0]).name if command else "run"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``python -m ftmon.trainer.launch.start``; return its exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.what == "join":
+            command: list[str] = arguments.command
+            join_run(Path(arguments.file), command[1:] if command[:1] == ["--"] else command)
+        request = read_request(sys.stdin.buffer)
+        run = start_run(request, request.name or default_name(request.command), request.command)
+    except FtmonError as error:
+        print(error, file=sys.stderr)
+        return exits.of_error(error)
+    print_started(run)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m ftmon.trainer.launch.start", description=__doc__)
+    commands = parser.add_subparsers(dest="what")
+    join = commands.add_parser("join", help="become a command that is a part of another host's run")
+    join.add_argument("file", metavar="JOIN.json", help="from the run's directory on the hub's host")
+    join.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

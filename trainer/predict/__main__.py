@@ -1,0 +1,184 @@
+"""Predicts memory: ``python -m ftmon.trainer.predict --model M --deepspeed DS.json --sequence-length S[,S...]``.
+
+Or of ftmon's own trainer: ``python -m ftmon.trainer.predict CONFIG [key.sub=value ...]``; of a script:
+``python -m ftmon.trainer.predict --script -- deepspeed train.py ...``.
+Exit status: 0 predicted, 2 wrong usage or configuration.
+"""
+
+import argparse
+import contextlib
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Generator, Sequence
+
+import msgspec
+
+from ...protocol.analysis.allocator.settings import Settings
+from ...protocol.errors import ConfigError, FtmonError, UsageError
+from ..host.lowly import end_with_parent, step_back
+from . import deepspeed_file, jobs, show
+from .result import Prediction
+
+_DEEPSPEED = "deepspeed: "
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print a prediction; return the exit status."""
+    arguments = arguments_of(argv)
+    if arguments.background is not None:
+        end_with_parent(arguments.background)
+        step_back(idle=False)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        with quietly():
+            prediction = predict(arguments)
+    except FtmonError as error:
+        print(f"ftmon: {_placed(str(error), arguments.deepspeed)}", file=sys.stderr)
+        return error.exit_status
+    if arguments.json:
+        print(msgspec.json.encode(prediction).decode())
+    else:
+        print(show.render(prediction), end="")
+    return 0
+
+
+def _placed(refusal: str, path: str | None) -> str:
+    """Return what DeepSpeed refused with the line of its file; anything else as it is."""
+    words = refusal.removeprefix(_DEEPSPEED)
+    return refusal if path is None or words == refusal else f"{deepspeed_file.place(path, words)}: {words}"
+
+
+def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command's arguments, each with its default where it is not given."""
+    arguments = _parser().parse_args(argv)
+    if arguments.script:
+        arguments.command = [arguments.config, *arguments.overrides] if arguments.config else []
+        arguments.config, arguments.overrides = None, []
+    return arguments
+
+
+def predict(arguments: argparse.Namespace) -> Prediction:
+    """Return the prediction that the command's arguments ask for.
+
+    Raises:
+        ConfigError: the model or the configuration cannot be used.
+    """
+    from . import answer, ranks, what_if
+    from .script_changes import NOT_CHANGED
+
+    allocator, tell = _allocator(), _teller(arguments)
+    job = jobs.prepare(arguments, allocator)
+    ranks.warm()
+    if not (arguments.what_if or arguments.data):
+        return answer.predict(job, arguments.capacity, arguments.price)
+    capacity = arguments.capacity or answer.capacity_of(job)
+    if arguments.data:
+        found = _with_data(job, capacity, arguments.price, tell)
+    else:
+        tell("the run as it is")
+        found = answer.predict(job, capacity, arguments.price)
+    if not arguments.what_if:
+        return found
+    rows = what_if.table(arguments, allocator, found, capacity, tell)
+    notes = [*found.notes, NOT_CHANGED] if arguments.command else found.notes
+    return msgspec.structs.replace(found, what_if=rows, notes=notes)
+
+
+def _with_data(job: jobs.Prepared, capacity: int, price: float | None, tell: Callable[[str], None]) -> Prediction:
+    """Return the prediction of a run whose data set is read: its steps are known, and which of them do not fit."""
+    from . import answer, data_risk
+
+    if job.config is None:
+        raise UsageError("--data needs CONFIG.yaml, which names the data")
+    tell("reading the data set")
+    records, examples = data_risk.read(job.config)
+    epochs = job.config.training.epochs
+    steps = job.steps or math.ceil(epochs * data_risk.steps_an_epoch(job.config, examples))
+    found = answer.predict(job._replace(steps=steps), capacity, price)
+
+    def fits(lengths: Sequence[int]) -> list[bool]:
+        tell(f"{len(lengths)} of the data set's lengths, up to {lengths[-1]:,} tokens")
+        points = answer.predict(job._replace(lengths=list(lengths)), capacity).points
+        return [bool(point.fits) for point in points]
+
+    return msgspec.structs.replace(found, data=data_risk.find(job.config, records, examples, fits))
+
+
+def _teller(arguments: argparse.Namespace) -> Callable[[str], None]:
+    """Return what says what is being predicted, to a person who waits."""
+    stream = sys.__stderr__
+    told = stream is not None and (arguments.background is not None or stream.isatty())
+
+    def tell(what: str) -> None:
+        if told:
+            print(f"predicting: {what}", file=stream, flush=True)
+
+    return tell
+
+
+def _allocator() -> Settings:
+    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    try:
+        return Settings.parse(text)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+@contextlib.contextmanager
+def quietly() -> Generator[None]:
+    """Keep what libraries print out of the answer: standard output and error go nowhere in the body."""
+    logging.disable(logging.CRITICAL)
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
+            os.dup2(nothing.fileno(), 1)
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"must be whole numbers of 1 or more, separated by commas, not {text!r}")
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ftmon predict", description="predict the memory of a training step")
+    parser.add_argument("config", nargs="?")
+    parser.add_argument("overrides", nargs="*", default=[])
+    parser.add_argument("--model")
+    parser.add_argument("--deepspeed")
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--micro-batch", type=int)
+    parser.add_argument("--accumulation", type=int)
+    parser.add_argument("--sequence-length", type=_lengths)
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--lora-rank", type=int)
+    parser.add_argument("--optimizer", choices=sorted(deepspeed_file.OPTIMIZERS))
+    parser.add_argument("--capacity", type=int)
+    parser.add_argument("--gpu", default="H200")
+    parser.add_argument("--price", type=float)
+    parser.add_argument("--data", action="store_true")
+    parser.add_argument("--what-if", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--script", action="store_true", help="what follows -- is a command that starts a script")
+    parser.set_defaults(command=[])
+    parser.add_argument("--background", type=int, metavar="PID", help="at low priority, until that parent ends")
+    return parser
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: as they are unloaded, PyTorch's libraries would call the device that a dry run has put under them.
+    os._exit(status)

@@ -1,0 +1,155 @@
+"""The answer of a prediction, put together from what the ranks' dry runs found."""
+
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import msgspec
+
+from ...protocol.analysis.estimates.beside_pytorch import beside_pytorch
+from ...protocol.analysis.estimates.cost import epoch_cost
+from ...protocol.analysis.estimates.curve import Piece, pieces
+from ...protocol.analysis.estimates.figure import Figure
+from ...protocol.analysis.estimates.host_and_disk import checkpoint_bytes
+from ...protocol.analysis.estimates.roofline import StepTime, step_time
+from ...protocol.gpus import FIT_TABLE, Gpu
+from ...protocol.throughput import causal_pairs, mfu
+from . import ranks
+from .jobs import Prepared
+from .result import Point, Prediction
+
+_GPUS_OF_A_HOST = 8
+_H200S = "peaks of DeepSpeed steps on H200s (bench/RESULTS.md); other kinds of GPU were not measured"
+EXPECTED_ERRORS = {
+    "allocated_peak_bytes": Figure(0, 0.02, f"{_H200S}; the update of PyTorch's foreach AdamW was 6 % higher there"),
+    "reserved_peak_bytes": Figure(0, 0.06, _H200S),
+    "host_bytes": Figure(0, 0.05, "tensors of the dry run; the processes themselves, some 2 GiB a rank, come on top"),
+    "checkpoint_bytes": Figure(0, 0.02, "16-bit weights, and fp32 copies and two states of what is trained"),
+}
+"""Those of ``nvml_bytes`` and ``step_seconds`` are in ``beside_pytorch`` and ``time``."""
+
+
+def predict(job: Prepared, capacity_bytes: int | None = None, price_per_gpu_hour: float | None = None) -> Prediction:
+    """Run the ranks that can differ, and return the prediction.
+
+    Args:
+        job: what is to be run.
+        capacity_bytes: what PyTorch may reserve on one GPU; None: no end.
+        price_per_gpu_hour: in any currency.
+
+    Raises:
+        ConfigError: a dry run was refused.
+    """
+    found = ranks.run(job.make, ranks.differing(job.stage, job.ranks), job.lengths, capacity_bytes)
+    first = found[min(found)]
+    notes = [*job.notes, *first.notes]
+    if 1 < len(found) < job.ranks:
+        notes.append(f"{len(found)} of {job.ranks} ranks were run; the others have the figures of the nearest")
+    points = [
+        _point(job, length, {rank: one.outcomes[index] for rank, one in found.items()}, first, capacity_bytes)
+        for index, length in enumerate(job.lengths)
+    ]
+    points = [_with_run(point, job, price_per_gpu_hour) for point in points]
+    return Prediction(
+        model=job.model,
+        parameters=first.parameters,
+        ranks=job.ranks,
+        points=points,
+        pieces=_pieces(points),
+        beside_pytorch=_beside(job, job.gpu),
+        notes=notes,
+        capacity_bytes=capacity_bytes,
+        gpu=name_of(job.gpu),
+        trainable=first.trainable,
+        checkpoint_bytes=checkpoint_bytes(first.parameters, first.trainable, kept=0),
+        price_per_gpu_hour=price_per_gpu_hour,
+        expected_errors=EXPECTED_ERRORS,
+        sequence_parallel_size=job.sequence_parallel_size,
+        versions={name: version(name) for name in ("torch", "deepspeed", "transformers")},
+    )
+
+
+def capacity_of(job: Prepared) -> int:
+    """Return what PyTorch may reserve on the job's kind of GPU: its memory less the CUDA context and NCCL's buffers."""
+    return job.gpu.memory_bytes - round(_beside(job, job.gpu).value)
+
+
+def name_of(gpu: Gpu) -> str:
+    """Return what to call a kind of GPU."""
+    return gpu.title or gpu.pattern
+
+
+def _beside(job: Prepared, gpu: Gpu) -> Figure:
+    hosts = -(-job.ranks // _GPUS_OF_A_HOST)
+    return beside_pytorch(min(job.ranks, _GPUS_OF_A_HOST), hosts, job.offload, name_of(gpu))
+
+
+def _point(
+    job: Prepared, length: int, outcomes: dict[int, ranks.Outcome], first: ranks.RankRun, capacity: int | None
+) -> Point:
+    beside = round(_beside(job, job.gpu).value)
+    every = [
+        msgspec.structs.replace(rank, nvml_bytes=rank.reserved_peak_bytes + beside)
+        for rank in ranks.every({rank: one.rank for rank, one in outcomes.items()}, job.ranks)
+    ]
+    failing = next((one.fails_in for one in outcomes.values() if one.fails_in), "")
+    needed = max(rank.needed_bytes for rank in every)
+    time = _time(job, list(outcomes.values()))
+    seconds = time.total.value if time else 0.0
+    rows = job.micro_batch * job.accumulation
+    flops = first.flops.of(rows * length, rows * causal_pairs([length]), length) if first.flops else 0.0
+    flops /= job.sequence_parallel_size
+    return Point(
+        sequence_length=length,
+        micro_batch=job.micro_batch,
+        ranks=every,
+        host_bytes=sum(rank.host_bytes for rank in every),
+        nvml_bytes=max(rank.nvml_bytes for rank in every),
+        fits=None if capacity is None else not failing,
+        fails_in=failing,
+        needed_bytes=needed,
+        step_seconds=seconds or None,
+        tokens_per_second=rows * length * job.data_ranks / seconds if seconds else None,
+        mfu=mfu(flops, seconds, job.gpu.peak_flops("bf16")),
+        time=time,
+        fits_on=[gpu.title for gpu in FIT_TABLE if needed + _beside(job, gpu).value <= gpu.memory_bytes],
+    )
+
+
+def _time(job: Prepared, outcomes: Sequence[ranks.Outcome]) -> StepTime | None:
+    """Return the time of the slowest rank's step; None where the table has no rates of the GPU."""
+    hosts = -(-job.ranks // _GPUS_OF_A_HOST)
+    try:
+        times = [step_time(one.work, job.gpu, hosts=hosts) for one in outcomes]
+    except ValueError:
+        return None
+    return max(times, key=lambda time: time.total.value)
+
+
+def _with_run(point: Point, job: Prepared, price: float | None) -> Point:
+    """Add what tokens and the whole run take and cost."""
+    if not point.step_seconds:
+        return point
+    a_step = job.micro_batch * job.accumulation * job.data_ranks
+    tokens = a_step * point.sequence_length
+    one = epoch_cost(point.step_seconds, a_step, a_step, job.ranks, price or 0.0, tokens)
+    return msgspec.structs.replace(
+        point,
+        price_per_million_tokens=None if price is None else one.price_per_million_tokens,
+        run_seconds=job.steps * one.seconds or None,
+        run_price=job.steps * one.price or None,
+    )
+
+
+def _pieces(points: list[Point]) -> list[Piece]:
+    """Return the peak over the length as pieces; none for fewer than two lengths."""
+    if len(points) < 2:
+        return []
+    return pieces(
+        {
+            point.sequence_length: {
+                name: max(rank.phases[name].allocated_peak_bytes for rank in point.ranks)
+                for name in ("forward", "backward", "optimizer")
+            }
+            for point in points
+        }
+    )

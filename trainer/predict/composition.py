@@ -1,0 +1,156 @@
+"""What each peak of a dry run consists of, by the rules and words of a live run's composition."""
+
+from array import array
+from collections.abc import Iterable
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+from ...protocol.analysis.allocator.snapshot.allocations import BEFORE
+from ...protocol.memory import PARTS
+from ..probe.memory.composition.attribution import Attribution
+from ..probe.memory.composition.storages import Storages
+from ..probe.memory.composition.timeline import Span, Timeline
+from ..probe.memory.composition.walk import Roots, walk, walk_buckets, walk_gradients
+from .memory import Recorder
+from .trace import ALLOCATE, END, FREE, MARK, Trace
+
+
+class Sightings:
+    """Notes in which storages parameters, gradients, states and buckets are seen, while ``watching``.
+
+    Args:
+        recorder: knows the storages by their handle.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.watching = False
+        self._recorder = recorder
+        self._roots = Roots(None, None, None)
+        self._seen_buckets = False
+
+    def begin(self, engine: Any) -> None:
+        """Begin to watch an engine for a step."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        if self._roots.wrapper is None:
+            self._roots = Roots(engine, getattr(engine, "module", None), None)
+            self._tap()
+            register_optimizer_step_pre_hook(lambda *_: self.gradients())
+        self.watching = True
+
+    def boundary(self, phase: str) -> None:
+        """Walk all that is known; a phase begins or has ended."""
+        if self.watching:
+            self._note(walk)
+            self._seen_buckets = self._seen_buckets and phase != "backward"
+
+    def gradients(self) -> None:
+        """Note the gradients alone."""
+        if self.watching:
+            self._note(walk_gradients)
+
+    def fetched(self, module: Any) -> None:
+        """Note the parameters that ZeRO-3 has gathered."""
+        if self.watching:
+            storages = self._storages()
+            storages.add("parameters", [parameter.data for parameter in module.parameters(recurse=False)])
+            self._keep(storages)
+
+    def _tap(self) -> None:
+        wrapper = self._roots.wrapper
+        for name in ("reduce_ready_partitions_and_remove_grads", "update_hp_grads"):
+            real = getattr(wrapper, name, None)
+            if real is not None:
+                setattr(wrapper, name, self._before(real))
+
+    def _before(self, real: Any) -> Any:
+        def wrapped(*args: Any, **named: Any) -> Any:
+            if self.watching:
+                self._reducing(args[0] if args else None)
+            return real(*args, **named)
+
+        return wrapped
+
+    def _reducing(self, parameter: Any) -> None:
+        """ZeRO takes a gradient that has just been computed."""
+        storages = self._storages()
+        storages.add("gradients", getattr(parameter, "grad", None))
+        self._keep(storages)
+        if not self._seen_buckets:
+            self._seen_buckets = True
+            self._note(walk_buckets)
+
+    def _note(self, look: Any) -> None:
+        storages = self._storages()
+        look(self._roots, storages)
+        self._keep(storages)
+
+    def _storages(self) -> "_DryStorages":
+        return _DryStorages(self._recorder)
+
+    def _keep(self, storages: Storages) -> None:
+        trace = self._recorder.trace
+        for handle, held in storages.held.items():
+            trace.see(handle, held.part)
+
+
+class _DryStorages(Storages):
+    """Storages by their handle: fake tensors have no addresses."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(0)
+        self._recorder = recorder
+
+    def place(self, tensor: Any) -> tuple[int, int] | None:
+        handle = self._recorder.handle_of(tensor) if tensor.device.type == "cuda" else None
+        return None if handle is None else (handle, tensor.untyped_storage().nbytes())
+
+
+class _DryTimeline(Timeline):
+    """The trace as a live run's is seen: allocations with the entries that began and freed them, and their sum."""
+
+    def __init__(self, trace: Trace) -> None:
+        events = trace.events
+        of: Any = SimpleNamespace(begins=array("q"), freed=array("q"), sizes=array("q"))
+        self.parts: dict[int, str] = {}
+        number: dict[int, int] = {}
+        changes = [0] * len(events)
+        for index, (kind, handle, _, _, _) in enumerate(events):
+            if kind == ALLOCATE:
+                size = trace.block_bytes[handle]
+                number[handle] = len(of.begins)
+                if handle in trace.parts:
+                    self.parts[len(of.begins)] = trace.parts[handle]
+                of.begins.append(index)
+                of.freed.append(len(events))
+                of.sizes.append(size)
+                changes[index] = size
+            elif kind == FREE:
+                own = number[handle]
+                of.freed[own] = index
+                changes[index] = -of.sizes[own]
+        self.allocations = of
+        self.allocated = array("q", accumulate(changes, initial=0))
+        self.reserved = self.times = array("q", bytes(8 * (len(events) + 1)))
+
+
+def compose(trace: Trace, start: int) -> dict[str, dict[str, int]]:
+    """Return what the highest peak of each phase since an event consists of: bytes by part, by phase.
+
+    The parts (``protocol.memory.PARTS``) of a phase add up to its highest allocated bytes.
+    """
+    timeline = _DryTimeline(trace)
+    spans = list(_spans(trace, timeline, start))
+    found = Attribution(timeline, spans, timeline.parts, sorted(trace.recomputed), BEFORE, lambda: None).phases()
+    return {one.name: {part: one.parts[part] for part in PARTS if one.parts.get(part)} for one in found}
+
+
+def _spans(trace: Trace, timeline: Timeline, start: int) -> Iterable[Span]:
+    begin, name = start, ""
+    for index in range(start, len(trace.events)):
+        kind, _, _, _, phase = trace.events[index]
+        if kind == MARK:
+            begin, name = index, phase
+        elif kind == END and phase == name:
+            yield Span(name, begin, index, max(timeline.allocated[begin : index + 1]), True, 0)

@@ -1,0 +1,131 @@
+"""A dry run of ``ftmon train``: the recipe's own model, engine, optimizer and step, from its configuration."""
+
+import contextlib
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...protocol.analysis.allocator.settings import Settings
+from ...protocol.gpus import Gpu
+from ..recipe.config import resolve
+from ..recipe.config.load import Loaded, load
+from ..recipe.config.schema import Config
+from . import fake_tensors
+from .dry import DryRun, Job
+
+_UNSUPPORTED = {
+    "run.device": ("cpu", "is cpu; a prediction is of a run on GPUs"),
+    "model.quantization": ("nf4", "cannot be predicted: bitsandbytes' kernels do not run on fake tensors; use none"),
+    "model.compile": ("layers", "cannot be predicted: compiled code does not run on fake tensors; use off"),
+    "model.attention": (
+        "flash_attention_2",
+        "cannot be predicted: its kernels do not run on fake tensors; use auto, whose memory is the same",
+    ),
+}
+"""Settings by their path: the value that a dry run cannot follow, and why."""
+
+
+def read(source: str, overrides: Sequence[str], ranks: int | None, lengths: Sequence[int]) -> Config:
+    """Return the settled configuration of a run on GPUs, as ``ftmon train`` would have it.
+
+    Args:
+        source: the file, or the first ``key=value`` where there is none.
+        overrides: assignments that win over the file's.
+        ranks: number of GPUs; None: ``run.ranks``, or 1.
+        lengths: the sequence lengths that are asked for; empty: ``training.sequence_length``.
+
+    Raises:
+        UsageError: something does not hold, or cannot be predicted; the text names the place and the dotted path.
+    """
+    given = [*overrides, *([f"run.ranks={ranks}"] if ranks else [])]
+    without_file = "=" in source and not Path(source).exists()
+    loaded = load(None, [source, *given]) if without_file else load(source, given)
+    _refuse(loaded)
+    config = resolve.resolve(loaded, elsewhere=loaded.config.run.ranks or 1).config
+    longest = max(lengths, default=config.training.sequence_length)
+    return msgspec.structs.replace(config, training=msgspec.structs.replace(config.training, sequence_length=longest))
+
+
+def _refuse(loaded: Loaded) -> None:
+    for path, (value, text) in _UNSUPPORTED.items():
+        section, _, name = path.partition(".")
+        if getattr(getattr(loaded.config, section), name) == value:
+            raise loaded.error(path, text)
+    if loaded.config.model.activation_offload != "none":
+        raise loaded.error("model.activation_offload", "cannot be predicted; use none")
+
+
+class RecipeRun(DryRun):
+    """A dry run of the recipe; it can be made once in a process."""
+
+    def __init__(self, config: Config, allocator: Settings, gpu: Gpu, rank: int = 0) -> None:
+        """Make the model and the engine.
+
+        Raises:
+            ConfigError: the recipe or a library refuses the configuration.
+        """
+        self.notes: list[str] = []
+        """What was assumed, and what the recipe says of this model."""
+        self._config = config
+        training = config.training
+        job = Job(
+            shape=None,
+            deepspeed={},
+            ranks=config.run.ranks,
+            micro_batch=training.micro_batch,
+            accumulation=training.grad_accumulation,
+            allocator=allocator,
+            gpu=gpu,
+            sequence_parallel_size=training.sequence_parallel_size,
+        )
+        super().__init__(job, rank)
+
+    def _make(self) -> None:
+        config = self._config
+        with _real():
+            from transformers import masking_utils
+
+            from . import dry_recipe
+
+            tokens, assumed = dry_recipe.tokens_of(config)
+        if config.data.packing:
+            masks: Any = masking_utils
+            masks.find_packed_sequence_indices = fake_tensors.find_packed_sequence_indices
+        world = dry_recipe.DryWorld(self.job.ranks, self._rank)
+        self._dry = dry_recipe.DryStep(config, world, tokens, self._begin, self._note, self._counting.update)
+        self.parameters = self._dry.parameters
+        self.trainable = self._dry.trainable
+        self.engine = self._dry.engine
+        said = [line.removeprefix("note: ") for line in world.said]
+        self.notes = [*([assumed] if assumed else []), *said]
+        sharing = config.training.sequence_parallel_size
+        if sharing > 1:
+            self.notes.append(
+                f"{sharing} ranks share each sequence: lengths are of whole rows, memory of a rank's slice"
+            )
+        if config.data.packing:
+            self.notes.append("each packed row is one document, and every token carries loss")
+        else:
+            mask = ", and attention takes a mask" if sharing == 1 else ""
+            self.notes.append(f"every row has the full length, every token carries loss{mask}")
+        if config.optimizer.kind == "muon":
+            self.notes.append("Muon's update is run uncompiled: a compiled one takes less memory")
+
+    def _step(self, length: int) -> None:
+        for name in ("forward", "backward", "optimizer"):
+            self._phases.pop(name, None)
+        with _real():
+            batch = self._dry.batch(length)
+        self._dry.take(batch)
+
+
+@contextlib.contextmanager
+def _real() -> Generator[None]:
+    """Leave fake tensors and the recording of them in the body."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    modes: Any = _disable_current_modes
+    with modes():
+        yield

@@ -1,0 +1,120 @@
+"""Which steps of a run's first epoch do not fit: the data set's own micro-batches, as long as they are padded to.
+
+Memory grows with the length of a micro-batch, so the lengths that occur are searched for the largest that fits.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ...protocol.errors import ConfigError
+from ..recipe.config.schema import Config
+from ..recipe.data import pipeline, sources
+from ..recipe.data.collate import padded_length
+from ..recipe.data.encode import Encoder
+from ..recipe.data.order import Order
+from ..recipe.data.pipeline import Examples
+from ..recipe.data.sources import Records
+from ..recipe.evaluation.examples import set_aside
+from .result import DataRisk, RiskyStep
+
+_MOST_NAMED = 3
+_AT_A_TIME = 8
+"""Lengths of one dry run: most of its time goes into making the model."""
+
+Fits = Callable[[Sequence[int]], Sequence[bool]]
+"""Tells of lengths, in rising order, which fit."""
+
+
+class Step(NamedTuple):
+    """The longest micro-batch of an optimizer step."""
+
+    step: int
+    """From 1."""
+    rank: int
+    """The first of those that share the rows."""
+    rows: list[int]
+    length: int
+    """That its rows are padded to, in tokens."""
+
+
+def steps_an_epoch(config: Config, examples: Examples) -> int:
+    """Return the optimizer steps of an epoch.
+
+    Raises:
+        ConfigError: there are fewer examples than one step takes.
+    """
+    return Order(examples, config, 0, _data_ranks(config)).steps_per_epoch
+
+
+def _data_ranks(config: Config) -> int:
+    return config.run.ranks // config.training.sequence_parallel_size
+
+
+def read(config: Config) -> tuple[Records, Examples]:
+    """Return the records that a configuration names, and what is trained on.
+
+    Raises:
+        ConfigError: the data or the tokenizer do not fit the configuration.
+    """
+    records = sources.read(config)
+    forms = pipeline.record_formats(records, config)
+    tokenizer = pipeline.load_tokenizer(config, records, forms)
+    folder = pipeline.encode(records, Encoder(tokenizer, config, forms), tokenizer, config)
+    examples = pipeline.examples(folder, records, config)
+    if config.evaluation.share:
+        examples, _ = set_aside(examples, config.evaluation.share, config.training.seed)
+    return records, examples
+
+
+def find(config: Config, records: Records, examples: Examples, fits: Fits) -> DataRisk:
+    """Return the steps of the first epoch that do not fit.
+
+    Raises:
+        ConfigError: from ``fits``, or there are fewer examples than one step takes.
+    """
+    steps = _steps(config, examples)
+    largest = largest_that_fits(sorted({step.length for step in steps}), fits)
+    failing = [step for step in steps if largest is None or step.length > largest]
+
+    def named(step: Step) -> RiskyStep:
+        places = [", ".join(records.place(one) for one in examples.rows.records(row)) for row in step.rows]
+        return RiskyStep(step.step, step.rank, step.rows, places, step.length)
+
+    return DataRisk(
+        steps=len(steps),
+        longest=named(max(steps, key=lambda step: step.length)),
+        largest_length=largest,
+        failing_steps=len(failing),
+        failing=[named(step) for step in failing[:_MOST_NAMED]],
+    )
+
+
+def largest_that_fits(lengths: Sequence[int], fits: Fits) -> int | None:
+    """Return the largest of some rising lengths that fits; None where none does."""
+    low, high = -1, len(lengths)  # the largest that is known to fit, the smallest that is known not to
+    while high - low > 1:
+        # The highest first: where it fits, nothing else is to be found out.
+        last = high - 1 if high == len(lengths) else high
+        count = min(_AT_A_TIME, last - low)
+        tried = sorted({last - (last - low) * part // count for part in range(count)} - {low, high})
+        for number, one in zip(tried, fits([lengths[number] for number in tried]), strict=True):
+            low, high = (max(low, number), high) if one else (low, min(high, number))
+    return lengths[low] if low >= 0 else None
+
+
+def _steps(config: Config, examples: Examples) -> list[Step]:
+    """Return the longest micro-batch of each optimizer step of the first epoch, of all ranks."""
+    training, ranks = config.training, _data_ranks(config)
+    found: list[Step] = []
+    orders = [iter(Order(examples, config, rank, ranks)) for rank in range(ranks)]
+    for step in range(1, steps_an_epoch(config, examples) + 1):
+        batches = [(rank, next(order)) for _ in range(training.grad_accumulation) for rank, order in enumerate(orders)]
+        lengths = [max(int(examples.tokens[row]) for row in rows) for _, rows in batches]
+        longest = max(range(len(batches)), key=lambda number: lengths[number])
+        rank, rows = batches[longest]
+        limit = training.sequence_length
+        length = limit if config.data.packing else padded_length(lengths[longest], limit)
+        found.append(Step(step, rank * training.sequence_parallel_size, rows, length))
+    if not found:
+        raise ConfigError("data: an epoch has no step")
+    return found

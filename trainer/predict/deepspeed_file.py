@@ -1,0 +1,199 @@
+"""DeepSpeed's configuration as a prediction takes it: read, checked as far as the dry run looks into it, completed."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hjson
+
+from ...protocol.errors import ConfigError
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "deepspeed": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "torch": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+}
+"""AdamW of DeepSpeed (compiled), and of PyTorch."""
+_ZERO = "zero_optimization"
+_OBJECTS = (
+    *(_ZERO, "bf16", "fp16", "amp", "torch_autocast", "optimizer", "scheduler", "activation_checkpointing"),
+    *("data_types", "aio", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "checkpoint"),
+)
+_OFFLOADS = ("offload_optimizer", "offload_param")
+_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_MOST_STAGE = 3
+_DEGREES = {
+    "tensor_parallel.autotp_size": "tensor",
+    "tensor_parallel.tp.tp_size": "tensor",
+    "pipeline.stages": "pipeline",
+    "sequence_parallel_size": "sequence",
+}
+"""Keys that split a model or a sequence over ranks, which no prediction does."""
+_QUOTED = re.compile(r'"([^"]+)"')
+
+
+class Batch(NamedTuple):
+    """What a step trains on."""
+
+    micro: int
+    """Sequences of a GPU and micro-step."""
+    accumulation: int
+    """Micro-steps of a step."""
+
+
+def read(path: str) -> dict[str, Any]:
+    """Return DeepSpeed's configuration without entries that say ``auto``, which transformers' Trainer would fill in.
+
+    Read as DeepSpeed does: Hjson, which allows comments, and refuses a key that is given twice.
+
+    Raises:
+        ConfigError: there is no such file, or it cannot be a configuration; the text names the file and the key.
+    """
+    try:
+        found = hjson.loads(Path(path).read_text(), object_pairs_hook=_once)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from None
+    settings = without_auto(found)
+    try:
+        check(settings)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return settings
+
+
+def without_auto(value: Any) -> Any:
+    """Return a configuration without the entries that say ``auto``."""
+    if not isinstance(value, dict):
+        return value
+    return {name: without_auto(part) for name, part in value.items() if part != "auto"}
+
+
+def with_changes(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with other values at some dotted keys."""
+    result = copy.deepcopy(settings)
+    for path, value in changes.items():
+        *sections, name = path.split(".")
+        place = result
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return result
+
+
+def check(settings: Any) -> None:
+    """Check the types of what a prediction reads itself; DeepSpeed checks the rest as it makes its engine.
+
+    Raises:
+        ValueError: the key, what it must be, and what it is.
+    """
+    if not isinstance(settings, dict):
+        raise ValueError(f"must be a JSON object, not {_kind(settings)}")
+    for name in _OBJECTS:
+        if name in settings and not isinstance(settings[name], dict):
+            raise ValueError(f"{name}: must be an object, not {_kind(settings[name])}")
+    zero = settings.get(_ZERO, {})
+    stage = zero.get("stage", 0)
+    if not _whole(stage) or not 0 <= stage <= _MOST_STAGE:
+        raise ValueError(f"{_ZERO}.stage: must be 0, 1, 2 or 3, not {stage!r}")
+    for path, kind_of in _DEGREES.items():
+        degree = _at(settings, path)
+        if _whole(degree) and degree > 1:
+            raise ValueError(f"{path}: is {degree}, but {kind_of} parallelism is not predicted; leave it out, for 1")
+    for name in _OFFLOADS:
+        if zero.get(name) is not None and not isinstance(zero[name], dict):
+            raise ValueError(f"{_ZERO}.{name}: must be an object, not {_kind(zero[name])}")
+    for name in ("bf16", "fp16"):
+        enabled = settings.get(name, {}).get("enabled", False)
+        if not isinstance(enabled, bool):
+            raise ValueError(f"{name}.enabled: must be true or false, not {enabled!r}")
+    for name in _BATCHES:
+        if name in settings and (not _whole(settings[name]) or settings[name] < 1):
+            raise ValueError(f"{name}: must be a whole number of 1 or more, not {settings[name]!r}")
+    kind = settings.get("optimizer", {}).get("type", "")
+    if not isinstance(kind, str):
+        raise ValueError(f"optimizer.type: must be a name, not {_kind(kind)}")
+
+
+def place(path: str, refusal: str) -> str:
+    """Return where in a file stands what a refusal is about: ``ds.json:6``; the file alone where no line is found.
+
+    Args:
+        path: of the file.
+        refusal: DeepSpeed's words, which begin with a dotted key or name a value.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return path
+    key, colon, _ = refusal.partition(": ")
+    keys = key.split(".") if colon and " " not in key else []
+    at = 0
+    for name in keys:
+        at = next((number for number, line in enumerate(lines[at:], at) if f'"{name}"' in line), -1)
+        if at < 0:
+            return path
+    if keys:
+        return f"{path}:{at + 1}"
+    words = refusal.split()
+    found = (number for number, line in enumerate(lines, 1) if any(word in words for word in _QUOTED.findall(line)))
+    number = next(found, 0)
+    return f"{path}:{number}" if number else path
+
+
+def stage(settings: dict[str, Any]) -> int:
+    """Return ZeRO's stage."""
+    return int(settings.get(_ZERO, {}).get("stage", 0))
+
+
+def offloads(settings: dict[str, Any], what: str = "optimizer") -> bool:
+    """Return whether ZeRO keeps the states (``optimizer``) or the parameters (``param``) on the host."""
+    found = settings.get(_ZERO, {}).get(f"offload_{what}")
+    return bool(found) and found.get("device", "none") != "none"
+
+
+def batch(settings: dict[str, Any], ranks: int, micro: int | None, accumulation: int | None) -> Batch:
+    """Return the batch of the configuration, by DeepSpeed's rules; arguments that are given win over its entries.
+
+    Raises:
+        ValueError: the batch does not divide among the ranks, or its three entries contradict each other.
+    """
+    given: tuple[int | None, ...] = tuple(settings.get(name) for name in _BATCHES)
+    whole = given[0] if micro is None or accumulation is None else None
+    micro = micro or given[1]
+    accumulation = accumulation or given[2]
+    if whole is None:
+        return Batch(micro or 1, accumulation or 1)
+    micro = micro or whole // (ranks * (accumulation or 1))
+    accumulation = accumulation or whole // (ranks * max(1, micro))
+    if micro * accumulation * ranks != whole:
+        raise ValueError(
+            f"{_BATCHES[0]}: is {whole}, but {ranks} ranks x micro-batch {micro} x accumulation {accumulation} is "
+            f"{ranks * micro * accumulation}"
+        )
+    return Batch(micro, accumulation)
+
+
+def _at(settings: Any, path: str) -> Any:
+    """Return the value at a dotted key; None where there is none."""
+    for name in path.split("."):
+        settings = settings.get(name) if isinstance(settings, dict) else None
+    return settings
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name} is given twice")
+        found[name] = value
+    return found
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__

@@ -1,0 +1,265 @@
+"""A dry run: DeepSpeed's real engine and a real training step on fake tensors, one rank of many."""
+
+import contextlib
+import copy
+import importlib
+import importlib.util
+import os
+import re
+import warnings
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ...protocol.analysis.allocator.settings import Settings
+from ...protocol.analysis.allocator.views import Peaks
+from ...protocol.analysis.estimates.roofline import Work
+from ...protocol.errors import ConfigError
+from ...protocol.gpus import GPUS, Gpu
+from . import attention, fake_cuda, fake_deepspeed, fake_tensors, kernels
+from . import model as models
+from .memory import Recorder
+from .result import Phase, Rank
+from .trace import Event, Trace
+
+H200 = next(gpu for gpu in GPUS if gpu.pattern == "H200")
+_WARM_UP_LENGTH = 8
+_MOST_CHARACTERS = 300
+"""Of a library's refusal, which may go on with its values or a list of kernels."""
+
+
+_PYDANTIC = re.compile(r"\d+ validation errors? for \w+ (\S+) (.*?) \[type=")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A plain DeepSpeed loop: ``loss = engine(**batch).loss``, ``engine.backward(loss)``, ``engine.step()``."""
+
+    shape: Any
+    """transformers' configuration of the model (``model.read_config``); None: what ``_make`` makes has its own."""
+    deepspeed: dict[str, Any]
+    ranks: int = 1
+    micro_batch: int = 1
+    accumulation: int = 1
+    checkpointing: bool = False
+    lora_rank: int | None = None
+    attention: str = "sdpa"
+    allocator: Settings = field(default_factory=Settings)
+    gpu: Gpu = H200
+    sequence_parallel_size: int = 1
+    """Ranks that share each sequence."""
+
+
+@dataclass
+class Measured:
+    """One length's result on one rank."""
+
+    rank: Rank
+    events: list[Event]
+    """From the start of the process to the end of the steps at this length."""
+    work: Work
+    """Of one step."""
+
+
+_LOOK_FOR_CUDA = ("torch._dynamo", "bitsandbytes")
+"""Imported before a GPU is pretended: one makes tables of torch.cuda's functions, the other wants a real GPU's."""
+
+
+class DryRun:
+    """A process that is one rank of a job: it can be made once in a process."""
+
+    def __init__(self, job: Job, rank: int = 0) -> None:
+        """Make the model and the engine.
+
+        Raises:
+            ConfigError: DeepSpeed or transformers refuse the configuration.
+        """
+        warnings.filterwarnings("ignore")
+        self.job = job
+        self._rank = rank
+        fake_deepspeed.prepare(job.ranks, rank)
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        for name in _LOOK_FOR_CUDA:
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name)
+        from ..probe.values.model_flops import model_flops
+        from .composition import Sightings
+        from .work import Counting
+
+        self._torch = torch
+        self.trace = Trace(job.allocator)
+        self._counting = Counting(job.ranks, job.sequence_parallel_size)
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._recorder = Recorder(self.trace, kernels.hidden(job.gpu.capability), self._counting, self._fake)
+        fake_cuda.Device(self._recorder, job.gpu).install()
+        attention.install(job.gpu.capability)
+        fake_deepspeed.join(job.ranks, rank)
+        fake_deepspeed.patch(self._counting.update, self._fetched)
+        fake_tensors.patch()
+        self.engine: Any = None
+        self._sightings = Sightings(self._recorder)
+        self._phases: dict[str, Phase] = {}
+        self._made = False
+        with self._mode(), _refusals():
+            self.trace.begin("init")
+            self._make()
+            self._note("init")
+            self.flops = model_flops(self.engine.module) if self.engine is not None else None
+
+    @contextlib.contextmanager
+    def _mode(self) -> Generator[None]:
+        with self._fake, self._recorder:
+            yield
+
+    def _make(self) -> None:
+        import deepspeed
+
+        torch, job = self._torch, self.job
+        settings = copy.deepcopy(job.deepspeed)
+        settings["train_micro_batch_size_per_gpu"] = job.micro_batch
+        settings["gradient_accumulation_steps"] = job.accumulation
+        settings["train_batch_size"] = job.micro_batch * job.accumulation * job.ranks
+        settings["steps_per_print"] = 1 << 30
+        stage = int(settings.get("zero_optimization", {}).get("stage", 0))
+        partitioned = contextlib.nullcontext()
+        if stage == 3:
+            partitioned = deepspeed.zero.Init(config_dict_or_path=settings)
+        config = copy.deepcopy(job.shape)
+        self.vocabulary = int(config.get_text_config().vocab_size)
+        with partitioned:
+            model = models.make(config, _dtype(settings, torch), job.checkpointing, job.lora_rank, job.attention)
+        self.parameters = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
+        trained: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.trainable = sum(int(getattr(p, "ds_numel", p.numel())) for p in trained)
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=settings)
+
+    def measure(self, length: int) -> Measured:
+        """Return the memory and the work of a steady step at a sequence length.
+
+        Raises:
+            ConfigError: an operation cannot run on fake tensors.
+        """
+        from .composition import compose
+
+        with self._mode(), _refusals():
+            if not self._made:
+                # The first step makes what later ones keep: optimizer states, workspaces, ZeRO-3's order of layers.
+                self._step(_WARM_UP_LENGTH)
+                self._made = True
+            self.trace.empty_cache()
+            # The second step's: it begins with the segments that the first one reserved.
+            start = len(self.trace.events)
+            self._counting.clear()
+            self._sightings.begin(self.engine)
+            self._step(length)
+            self._sightings.watching = False
+            work = self._counting.work()
+            again = self.trace.repeat(start)
+            start += (len(self.trace.events) - start) // 2 if again is not None else 0
+            if again is None:
+                start = len(self.trace.events)
+                self._sightings.watching = True
+                self._step(length)
+                self._sightings.watching = False
+            else:
+                self._phases = {"init": self._phases["init"]}
+                for phase, peaks in again:
+                    self._count(phase, peaks)
+        for phase, parts in compose(self.trace, start).items():
+            self._phases[phase] = msgspec.structs.replace(self._phases[phase], parts=parts)
+        rank = Rank(self._rank, dict(self._phases), self.trace.host_peak)
+        return Measured(rank, list(self.trace.events), work)
+
+    def _step(self, length: int) -> None:
+        for name in ("forward", "backward", "optimizer"):
+            self._phases.pop(name, None)
+        torch, engine = self._torch, self.engine
+        for _ in range(self.job.accumulation):
+            tokens = torch.zeros((self.job.micro_batch, length), dtype=torch.long, device="cuda")
+            self._begin("forward")
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            self._note("forward")
+            self._begin("backward")
+            engine.backward(loss)
+            del loss
+            self._note("backward")
+            self._begin("optimizer")
+            engine.step()
+            self._note("optimizer")
+
+    def _fetched(self, module: Any) -> None:
+        self._counting.fetches += 1
+        self._sightings.fetched(module)
+
+    def _begin(self, phase: str) -> None:
+        self._sightings.boundary(phase)
+        self._recorder.in_backward = phase == "backward"
+        self.trace.begin(phase)
+
+    def _note(self, phase: str) -> None:
+        """Take in a phase's peaks; of several micro-steps the highest counts."""
+        self._recorder.in_backward = False
+        self._count(phase, self.trace.end(phase))
+        self._sightings.boundary(phase)
+
+    def _count(self, phase: str, peaks: Peaks) -> None:
+        before = self._phases.get(phase)
+        allocated, reserved = peaks.allocated_bytes, peaks.reserved_bytes
+        if before is not None:
+            allocated = max(allocated, before.allocated_peak_bytes)
+            reserved = max(reserved, before.reserved_peak_bytes)
+        self._phases[phase] = Phase(allocated, reserved)
+
+
+def _dtype(settings: dict[str, Any], torch: Any) -> Any:
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if settings.get(name, {}).get("enabled"):
+            return dtype
+    return torch.float32
+
+
+@contextlib.contextmanager
+def _refusals() -> Generator[None]:
+    """Turn what DeepSpeed, transformers and fake tensors refuse into one line."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+    )
+
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ConfigError(f"{error.func}: its result depends on values, which a dry run has not") from None
+    except UnsupportedOperatorException as error:
+        raise ConfigError(f"{error.func}: has no fake kernel, so a dry run cannot follow it") from None
+    except Exception as error:  # DeepSpeed's refusals have classes of their own, some derive from Exception itself
+        if os.environ.get("FTMON_DEBUG"):
+            raise
+        text = _plain(" ".join(str(error).split()))[:_MOST_CHARACTERS] or type(error).__name__
+        raise ConfigError(f"{_place(error)}: {text}") from None
+
+
+def _plain(text: str) -> str:
+    """Return what pydantic says of a key without its own remarks: ``zero.stage: Input should be ...``."""
+    found = _PYDANTIC.match(text)
+    return f"{found[1]}: {found[2]}" if found else text
+
+
+def _place(error: BaseException) -> str:
+    """Return the package in which an error was raised: deepspeed, transformers, torch or another."""
+    found = "dry run"
+    step = error.__traceback__
+    while step is not None:
+        name = str(step.tb_frame.f_globals.get("__name__", ""))
+        package = name.partition(".")[0]
+        if package in ("deepspeed", "transformers", "peft"):
+            found = package
+        step = step.tb_next
+    return found

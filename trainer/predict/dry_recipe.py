@@ -1,0 +1,156 @@
+"""The recipe's own engine, batches and step in a dry run.
+
+Imported once DeepSpeed has its CUDA accelerator, and outside of fake tensors: modules make tensors of their own.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..recipe.config.schema import Config
+from ..recipe.data.collate import Batch
+from ..recipe.engine.distributed import World
+from ..recipe.engine.make import make_engine
+from ..recipe.model import fused, load, tokenizer
+from ..recipe.monitor import Monitor
+from ..recipe.optim.adamw import SmallStateAdamW
+from ..recipe.step import Stepper, make_collate
+
+Mark = Callable[[str], None]
+"""Called with the name of a phase."""
+_GPUS_OF_A_HOST = 8
+
+
+class DryWorld(World):
+    """One rank that agrees with itself: the others are not there."""
+
+    has_values = False
+
+    def __init__(self, ranks: int, rank: int) -> None:
+        self.rank = rank
+        self.local_rank = 0
+        self.size = ranks
+        self.local_size = min(ranks, _GPUS_OF_A_HOST)
+        self.on_gpu = True
+        self.device = torch.device("cuda", 0)
+        self.host_group = None
+        self.said: list[str] = []
+        """What the recipe would have printed."""
+
+    def say(self, text: str) -> None:
+        """Keep a line; not those of timers, which tell of slow machines."""
+        if threading.current_thread() is threading.main_thread():
+            self.said.append(text)
+
+    def barrier(self) -> None:
+        """Do nothing."""
+
+    def share_text(self, text: str) -> str:
+        """Return the text."""
+        return text
+
+    def first_text(self, text: str) -> str:
+        """Return the text."""
+        return text
+
+    def all_agree(self, mine: bool) -> bool:
+        """Return ``mine``."""
+        return mine
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+
+class Tokens:
+    """What the recipe asks of a tokenizer when it makes a model."""
+
+    pad_token_id = eos_token_id = bos_token_id = 0
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def tokens_of(config: Config) -> tuple[Any, str]:
+    """Return a tokenizer as far as the model's shape depends on it, and what was assumed; empty: nothing.
+
+    Raises:
+        ConfigError: ``tokenizer.name`` cannot be loaded.
+    """
+    if config.model.name or "vocab_size" in config.model.config:
+        return Tokens(0), ""
+    if config.tokenizer.name:
+        return tokenizer.load(config, None), ""
+    size = config.tokenizer.vocab_size
+    return Tokens(size), f"the tokenizer is trained on the data: {size:,} tokens assumed (tokenizer.vocab_size)"
+
+
+class DryStep:
+    """The engine that ``ftmon train`` makes, and its step."""
+
+    def __init__(self, config: Config, world: DryWorld, tokens: Any, begin: Mark, end: Mark, update: Any) -> None:
+        """Make the engine; fake tensors are on. ``update`` is told the tensors that a compiled optimizer updates.
+
+        Raises:
+            ConfigError: the recipe, transformers or peft refuse the configuration.
+        """
+        world.share_sequences(config.training.sequence_parallel_size)
+        engine, self.model = make_engine(config, world, tokens, total_steps=1 << 30, weights=False)
+        made = engine.basic_optimizer
+        if isinstance(made, SmallStateAdamW) and made.compiled_update is not None:
+            # One kernel, which writes in place.
+            made.compiled_update = lambda *tensors: update(tensors)
+        fused_loss = fused.set_up(self.model, config, world)
+        self.parameters = load.count_parameters(self.model)
+        trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        self.trainable = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained)
+        self._collate = make_collate(self.model, config, world, tokens.pad_token_id, fused_loss)
+        self._packed = config.data.packing
+        self._micro_batch = config.training.micro_batch
+        self._accumulation = config.training.grad_accumulation
+        engine.train()
+        self.engine = engine
+        self._stepper = Stepper(config, world, Monitor(), _Observed(engine, begin, end))
+
+    def batch(self, length: int) -> Batch:
+        """Return a micro-batch of rows of ``length`` tokens, all of which carry loss; outside of fake tensors."""
+        ids = torch.zeros(length, dtype=torch.long).numpy()
+        row = {"input_ids": ids, "labels": ids, "lengths": [length]}
+        if not self._packed:
+            del row["lengths"]
+        return self._collate([row] * self._micro_batch)
+
+    def take(self, batch: Batch) -> None:
+        """Take an optimizer step on copies of one micro-batch."""
+        self._stepper.train_step([lambda: dict(batch)] * self._accumulation, batch["labels"].numel())
+
+
+class _Observed:
+    """An engine that says when its phases begin and end."""
+
+    def __init__(self, engine: Any, begin: Mark, end: Mark) -> None:
+        self._engine = engine
+        self._begin = begin
+        self._end = end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def __call__(self, **batch: Any) -> Any:
+        return self._in("forward", self._engine, **batch)
+
+    def backward(self, loss: Any, **named: Any) -> None:
+        self._in("backward", self._engine.backward, loss, **named)
+
+    def step(self) -> None:
+        self._in("optimizer", self._engine.step)
+
+    def _in(self, phase: str, call: Any, *inputs: Any, **named: Any) -> Any:
+        self._begin(phase)
+        result = call(*inputs, **named)
+        self._end(phase)
+        return result

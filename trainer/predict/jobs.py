@@ -1,0 +1,202 @@
+"""What is to be predicted: a configuration of ftmon's own trainer, or a plain loop that flags describe."""
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...protocol.analysis.allocator.settings import Settings
+from ...protocol.errors import ConfigError
+from ...protocol.gpus import FIT_TABLE, Gpu, find_gpu
+from . import deepspeed_file
+
+if TYPE_CHECKING:
+    from ..recipe.config.schema import Config
+    from .dry import DryRun
+
+
+MOST_RANKS = 4096
+"""DeepSpeed's set-up goes through all ranks, in Python: with 100,000 it takes minutes."""
+
+
+class Prepared(NamedTuple):
+    """A job whose ranks can be run."""
+
+    make: "Callable[[int], DryRun]"
+    """Makes one rank's dry run, in its process."""
+    model: str
+    ranks: int
+    stage: int
+    micro_batch: int
+    accumulation: int
+    lengths: list[int]
+    offload: bool
+    """Whether optimizer states are offloaded."""
+    gpu: Gpu
+    notes: list[str]
+    """What was assumed."""
+    steps: int = 0
+    """Optimizer steps of the run; 0: not known without its data."""
+    config: "Config | None" = None
+    """Of ftmon's own trainer; None: a plain loop."""
+    sequence_parallel_size: int = 1
+    """Ranks that share each sequence."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of groups of ranks with rows of their own."""
+        return self.ranks // self.sequence_parallel_size
+
+
+def prepare(arguments: argparse.Namespace, allocator: Settings) -> Prepared:
+    """Return the job that the command's arguments name.
+
+    Raises:
+        ConfigError: the model or the configuration cannot be used.
+    """
+    if (arguments.ranks or 0) > MOST_RANKS:
+        raise ConfigError(f"--ranks: predictions go to {MOST_RANKS:,} ranks, not {arguments.ranks:,}")
+    if getattr(arguments, "command", None):
+        return _script(arguments, allocator, find(arguments.gpu))
+    return (_configured if arguments.config else _flags)(arguments, allocator, find(arguments.gpu))
+
+
+def find(name: str) -> Gpu:
+    """Return the kind of GPU that a person or PyTorch calls so.
+
+    Raises:
+        ConfigError: there is none in the table.
+    """
+    titled = (gpu for gpu in FIT_TABLE if gpu.title.lower().startswith(name.lower()))
+    found = find_gpu(name) or next(titled, None)
+    if found is None:
+        known = ", ".join(gpu.title for gpu in FIT_TABLE)
+        raise ConfigError(f"--gpu: {name} is not in the table of GPUs; known are PyTorch's names and {known}")
+    return found
+
+
+def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prepared:
+    from . import configured
+
+    given = arguments.sequence_length or []
+    config = configured.read(arguments.config, arguments.overrides, arguments.ranks, given)
+    return Prepared(
+        lambda rank: configured.RecipeRun(config, allocator, gpu, rank),
+        config.model.name or str(config.model.config["model_type"]),
+        config.run.ranks,
+        config.zero.stage,
+        config.training.micro_batch,
+        config.training.grad_accumulation,
+        given or [config.training.sequence_length],
+        config.zero.offload_optimizer,
+        gpu,
+        [],
+        config.training.max_steps,
+        config,
+        config.training.sequence_parallel_size,
+    )
+
+
+def _flags(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prepared:
+    from . import model
+    from .dry import DryRun, Job
+
+    settings, notes = deepspeed(arguments)
+    ranks = arguments.ranks or 1
+    try:
+        batch = deepspeed_file.batch(settings, ranks, arguments.micro_batch, arguments.accumulation)
+    except ValueError as error:
+        raise ConfigError(f"{arguments.deepspeed}: {error}") from None
+    shape = model.read_config(arguments.model)
+    lengths = arguments.sequence_length or [1024]
+    most = getattr(shape.get_text_config(), "max_position_embeddings", None)
+    if isinstance(most, int) and max(lengths) > most:
+        notes.append(f"{max(lengths):,} tokens are more than the model's max_position_embeddings, {most:,}")
+    job = Job(
+        shape=shape,
+        deepspeed=settings,
+        ranks=ranks,
+        micro_batch=batch.micro,
+        accumulation=batch.accumulation,
+        checkpointing=arguments.checkpointing,
+        lora_rank=arguments.lora_rank,
+        allocator=allocator,
+        gpu=gpu,
+    )
+    return Prepared(
+        lambda rank: DryRun(job, rank),
+        arguments.model,
+        job.ranks,
+        deepspeed_file.stage(settings),
+        job.micro_batch,
+        job.accumulation,
+        lengths,
+        deepspeed_file.offloads(settings),
+        gpu,
+        notes,
+    )
+
+
+def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prepared:
+    from . import launched, ranks
+    from .dry import Job
+    from .script import Looked, ScriptRun
+
+    started = launched.parse(arguments.command)
+    count = arguments.ranks or started.ranks or 1
+    if count > MOST_RANKS:
+        raise ConfigError(f"{arguments.command[0]}: predictions go to {MOST_RANKS:,} ranks, not {count:,}")
+    looked: Looked | None = getattr(arguments, "looked", None)
+    if looked is None:
+        ranks.warm()
+        looked = ranks.once(lambda: ScriptRun(started, None, count, allocator, gpu).looked, Looked)
+        arguments.looked = looked
+    settings = deepspeed_file.with_changes(looked.deepspeed, getattr(arguments, "changes", {}))
+    try:
+        batch = deepspeed_file.batch(settings, count, arguments.micro_batch, arguments.accumulation)
+    except ValueError as error:
+        raise ConfigError(f"{started.script}: its DeepSpeed configuration: {error}") from None
+    job = Job(
+        shape=None,
+        deepspeed=settings,
+        ranks=count,
+        micro_batch=batch.micro,
+        accumulation=batch.accumulation,
+        checkpointing=arguments.checkpointing or looked.checkpointing,
+        allocator=allocator,
+        gpu=gpu,
+    )
+    notes: list[str] = []
+    if not (arguments.ranks or started.ranks):
+        notes.append("the command does not say how many ranks it starts: 1 assumed (--ranks)")
+    if not arguments.sequence_length:
+        notes.append("rows of 1,024 tokens assumed (--sequence-length)")
+    return Prepared(
+        lambda rank: ScriptRun(started, job, count, allocator, gpu, rank),
+        looked.model,
+        count,
+        deepspeed_file.stage(settings),
+        job.micro_batch,
+        job.accumulation,
+        arguments.sequence_length or [1024],
+        deepspeed_file.offloads(settings),
+        gpu,
+        notes,
+    )
+
+
+def deepspeed(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Return DeepSpeed's configuration as the run would have it, and what was assumed."""
+    notes: list[str] = []
+    settings: dict[str, Any] = {}
+    if arguments.deepspeed:
+        settings = deepspeed_file.read(arguments.deepspeed)
+    else:
+        settings["bf16"] = {"enabled": True}
+        notes.append("no DeepSpeed configuration given: bf16, ZeRO stage 0")
+    settings = deepspeed_file.with_changes(settings, getattr(arguments, "changes", {}))
+    if arguments.optimizer:
+        settings["optimizer"] = deepspeed_file.OPTIMIZERS[arguments.optimizer]
+    elif "optimizer" not in settings:
+        settings["optimizer"] = deepspeed_file.OPTIMIZERS["deepspeed"]
+        notes.append("the configuration names no optimizer: DeepSpeed's AdamW")
+    return settings, notes

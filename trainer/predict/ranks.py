@@ -1,0 +1,220 @@
+"""Every rank of a job that can differ, each in a process forked from one that has imported the libraries."""
+
+import gc
+import importlib
+import os
+import selectors
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from ...protocol.analysis.allocator.settings import Settings
+from ...protocol.analysis.estimates.roofline import Work
+from ...protocol.errors import ConfigError, FtmonError
+from ...protocol.throughput import ModelFlops
+from ..host.lowly import end_with_parent
+from . import trace
+from .dry import DryRun, Measured
+from .result import Rank
+
+_TOGETHER = 2
+_MOST_RANKS = 8
+"""That are run; others take the figures of the nearest one."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """One rank's memory at one length."""
+
+    sequence_length: int
+    rank: Rank
+    fails_in: str = ""
+    """The phase whose allocation does not fit the capacity; empty: all fit, or no capacity was given."""
+    seconds: float = 0.0
+    """Processor seconds of this length, the start of the run counted to the first."""
+    work: Work = Work([], [])
+    """What a step does, for its time."""
+
+
+class RankRun(msgspec.Struct):
+    """What one rank's process found."""
+
+    parameters: int = 0
+    trainable: int = 0
+    flops: ModelFlops | None = None
+    """Of the model, forward and backward; None: not known."""
+    notes: list[str] = []
+    outcomes: list[Outcome] = []
+    error: str = ""
+    """A refusal, in one line."""
+
+
+def differing(stage: int, ranks: int) -> list[int]:
+    """Return the ranks to run; each other one is like the nearest of them.
+
+    ZeRO-1 and ZeRO-2 cut one flat buffer of all parameters into a partition for each rank, so ranks hold other layers,
+    whose gradients come at other times of the backward pass. ZeRO-3 cuts each parameter into equal shares, padded, and
+    without ZeRO every rank holds everything: there rank 0 is like all.
+    """
+    if stage not in (1, 2):
+        return [0]
+    if ranks <= _MOST_RANKS:
+        return list(range(ranks))
+    return [round(index * (ranks - 1) / (_MOST_RANKS - 1)) for index in range(_MOST_RANKS)]
+
+
+def every(run: dict[int, Rank], ranks: int) -> list[Rank]:
+    """Return all ranks of a job from those that were run: each other one has the figures of the nearest."""
+    nearest = [min(run, key=lambda one: abs(one - rank)) for rank in range(ranks)]
+    return [msgspec.structs.replace(run[like], rank=rank) for rank, like in enumerate(nearest)]
+
+
+def warm(modules: Iterable[str] = ()) -> None:
+    """Import what every rank needs, so that forked processes do not import it again."""
+    os.environ.update({"TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cuda"})
+    gc.disable()  # what is imported stays
+    for name in ("torch", "torch._dynamo", "torch._inductor.lowering", "transformers", *modules):
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+
+
+def run(
+    make: Callable[[int], DryRun], ranks: Sequence[int], lengths: Sequence[int], capacity_bytes: int | None = None
+) -> dict[int, RankRun]:
+    """Run some ranks at some lengths, two at a time, in forked processes.
+
+    Args:
+        make: makes one rank's dry run, in its process.
+        ranks: to run.
+        lengths: sequence lengths, measured in this order.
+        capacity_bytes: what PyTorch may reserve; None: no end.
+
+    Raises:
+        ConfigError: a rank was refused, or its process ended.
+    """
+    waiting = list(ranks)
+    found: dict[int, RankRun] = {}
+    with selectors.DefaultSelector() as selector:
+        children: dict[int, tuple[int, int, bytearray]] = {}
+        try:
+            while waiting or children:
+                while waiting and len(children) < _TOGETHER:
+                    rank = waiting.pop(0)
+                    reading, child = _fork(make, rank, lengths, capacity_bytes)
+                    children[reading] = (rank, child, bytearray())
+                    selector.register(reading, selectors.EVENT_READ)
+                for key, _ in selector.select():
+                    rank, child, text = children[key.fd]
+                    part = os.read(key.fd, 1 << 16)
+                    text += part
+                    if not part:
+                        selector.unregister(key.fd)
+                        del children[key.fd]
+                        os.close(key.fd)
+                        found[rank] = _ended(rank, child, bytes(text))
+        finally:
+            for reading, (_, child, _) in children.items():
+                os.close(reading)
+                os.kill(child, 9)
+                os.waitpid(child, 0)
+    return found
+
+
+T = TypeVar("T")
+
+
+def once(call: Callable[[], Any], kind: type[T]) -> T:
+    """Return the result of a call that is made in a forked process; it is sent here as JSON.
+
+    Raises:
+        ConfigError: the call was refused, or its process ended.
+    """
+    reading, writing = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if not child:
+        try:
+            end_with_parent(parent)
+            os.close(reading)
+            with os.fdopen(writing, "wb") as pipe:
+                try:
+                    pipe.write(b"+" + msgspec.json.encode(call()))
+                except FtmonError as error:
+                    pipe.write(b"-" + str(error).encode())
+        except BaseException:
+            traceback.print_exc(file=sys.__stderr__)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if not text:
+        raise ConfigError(f"the dry run {_how(status)}")
+    if text[:1] == b"-":
+        raise ConfigError(text[1:].decode())
+    return msgspec.json.decode(text[1:], type=kind)
+
+
+def _how(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"was killed by signal {-code}" if code < 0 else "failed; its traceback is above"
+
+
+def _fork(make: Callable[[int], DryRun], rank: int, lengths: Sequence[int], capacity: int | None) -> tuple[int, int]:
+    """Start one rank's process; return the end of a pipe from which its result can be read, and its id."""
+    reading, writing = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        os.close(writing)
+        return reading, child
+    try:
+        end_with_parent(parent)
+        os.close(reading)
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(msgspec.json.encode(_measure(make, rank, lengths, capacity)))
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+    finally:
+        os._exit(0)
+
+
+def _measure(make: Callable[[int], DryRun], rank: int, lengths: Sequence[int], capacity: int | None) -> RankRun:
+    result = RankRun()
+    try:
+        dry: Any = make(rank)
+        result.parameters, result.trainable, result.flops = dry.parameters, dry.trainable, dry.flops
+        result.notes = list(getattr(dry, "notes", []))
+        before = 0.0
+        for length in lengths:
+            measured = dry.measure(length)
+            fails = ""
+            if capacity is not None:
+                fails = trace.failing_phase(measured.events, dry.job.allocator, capacity)
+            used = sum(os.times()[:2])
+            found = _with_need(measured, dry.job.allocator)
+            result.outcomes.append(Outcome(length, found, fails, round(used - before, 2), measured.work))
+            before = used
+    except FtmonError as error:
+        result.error = str(error)
+    return result
+
+
+def _with_need(measured: Measured, allocator: Settings) -> Rank:
+    rank = measured.rank
+    low, high = rank.allocated_peak_bytes, rank.reserved_peak_bytes
+    return msgspec.structs.replace(rank, needed_bytes=trace.needed_bytes(measured.events, allocator, low, high))
+
+
+def _ended(rank: int, child: int, text: bytes) -> RankRun:
+    _, status = os.waitpid(child, 0)
+    if not text:
+        raise ConfigError(f"the dry run of rank {rank} {_how(status)}")
+    result = msgspec.json.decode(text, type=RankRun)
+    if result.error:
+        raise ConfigError(result.error)
+    return result

@@ -1,0 +1,325 @@
+"""A dry run of a script that is not ftmon's: it is run up to ``deepspeed.initialize``, whose engine is then predicted.
+
+The script runs under fake tensors from its first line, so that a model takes no memory; ``from_pretrained`` makes the
+model from its configuration, without weights. What it does before ``deepspeed.initialize`` it really does: it reads its
+data and writes its files.
+"""
+
+import copy
+import inspect
+import io
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from ...protocol.analysis.allocator.settings import Settings
+from ...protocol.errors import ConfigError
+from ...protocol.gpus import Gpu
+from . import deepspeed_file, foreign_training
+from .dry import DryRun, Job
+from .launched import Launched
+
+_FLAGS = "use --model and --deepspeed instead"
+_MOST_SECONDS = 900
+"""A script that has not come to ``deepspeed.initialize`` by then is given up."""
+_MOST_CHARACTERS = 240
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+ADAMS = ("Adam", "AdamW", "FusedAdam")
+"""Optimizers of a script in whose place DeepSpeed's CPUAdam computes the same."""
+
+
+class Looked(msgspec.Struct, frozen=True):
+    """What a script gave to ``deepspeed.initialize``."""
+
+    model: str
+    deepspeed: dict[str, Any]
+    checkpointing: bool = False
+    optimizer: str = ""
+    """The class of the optimizer that it made itself; empty: DeepSpeed's configuration names one."""
+    trainer: bool = False
+    """Whether transformers' ``Trainer`` called: the batch and checkpointing are its arguments."""
+
+
+class _ReachedError(BaseException):
+    """The script has called ``deepspeed.initialize``: no ``except Exception`` of its own may stop this."""
+
+
+class _StopError(BaseException):
+    """The script does what no dry run can follow; the text says what. Not stopped by ``except Exception`` either."""
+
+
+class ScriptRun(DryRun):
+    """A dry run of a script's model under its DeepSpeed configuration; it can be made once in a process.
+
+    Args:
+        launched: the script.
+        job: with DeepSpeed's settings as they are to be; None: only look what the script gives.
+        ranks: of the run.
+        allocator: settings of PyTorch's allocator.
+        gpu: the kind of GPU.
+        rank: this process's.
+    """
+
+    def __init__(
+        self, launched: Launched, job: Job | None, ranks: int, allocator: Settings, gpu: Gpu, rank: int = 0
+    ) -> None:
+        self._launched = launched
+        self._settings = job.deepspeed if job is not None else None
+        self._kept: BaseException | None = None
+        """Keeps the script's frames, and so whatever it holds."""
+        self.looked: Looked | None = None
+        self.notes = [
+            "the script was run up to deepspeed.initialize; steps are of a plain loop on input_ids and labels",
+        ]
+        super().__init__(job or Job(None, {}, ranks, allocator=allocator, gpu=gpu), rank)
+
+    def _make(self) -> None:
+        import deepspeed
+
+        module: Any = deepspeed
+        original = module.initialize
+        given: dict[str, Any] = {}
+        signature = inspect.signature(original)
+
+        def initialize(*arguments: Any, **named: Any) -> NoReturn:
+            given.update(signature.bind(*arguments, **named).arguments)
+            raise _ReachedError
+
+        module.initialize = initialize
+        _patch_weights()
+        with foreign_training.refused(_StopError):
+            self._run()
+        module.initialize = original
+        if not given:
+            raise ConfigError(f"{self._launched.script}: ended without calling deepspeed.initialize; {_FLAGS}")
+        self._take(given, original)
+
+    def _run(self) -> None:
+        """Run the script until it calls ``deepspeed.initialize``, or ends.
+
+        Raises:
+            ConfigError: it failed; the text names the place in the script, and what to use instead.
+        """
+        launched = self._launched
+        sys.argv = [launched.script, *launched.arguments]
+        sys.path.insert(0, os.getcwd() if launched.is_module else str(Path(launched.script).resolve().parent))
+        os.environ["WANDB_MODE"] = "disabled"
+        sys.stdin = io.StringIO()
+        signal.signal(signal.SIGALRM, _late)
+        signal.alarm(_MOST_SECONDS)
+        try:
+            _guard_values(launched)
+            if launched.is_module:
+                runpy.run_module(launched.script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(launched.script, run_name="__main__")
+        except _ReachedError as reached:
+            self._kept = reached
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise ConfigError(
+                    f"{launched.script}: ended with {error.code!r} before deepspeed.initialize; {_FLAGS}"
+                ) from None
+        except (Exception, _StopError) as error:
+            if os.environ.get("FTMON_DEBUG"):
+                raise
+            raise ConfigError(f"{_place(error, launched)}: {_why(error)}; {_FLAGS}") from None
+        finally:
+            signal.alarm(0)
+            _guard_values(None)
+
+    def _take(self, given: Mapping[str, Any], initialize: Any) -> None:
+        """Make the engine of what the script gave.
+
+        Raises:
+            ConfigError: it cannot be predicted.
+        """
+        model = given.get("model")
+        if model is None:
+            raise ConfigError(f"{self._launched.script}: deepspeed.initialize without a model; {_FLAGS}")
+        if given.get("mpu") is not None or type(model).__name__ == "PipelineModule":
+            raise ConfigError(f"{self._launched.script}: pipeline and tensor parallelism are not predicted")
+        _check_model(model, self._launched.script)
+        optimizer = given.get("optimizer")
+        made = type(optimizer).__name__ if optimizer is not None and not callable(optimizer) else ""
+        settings = _settings(given, self._launched.script)
+        name = str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__)
+        self.looked = Looked(
+            name,
+            settings,
+            bool(getattr(model, "is_gradient_checkpointing", False)),
+            made,
+            _calls_trainer(self._kept),
+        )
+        if self._settings is None:
+            return
+        job = self.job
+        settings = copy.deepcopy(self._settings)
+        settings |= dict(zip(_BATCH, (job.micro_batch * job.accumulation * job.ranks, job.micro_batch), strict=False))
+        settings["gradient_accumulation_steps"] = job.accumulation
+        settings["steps_per_print"] = 1 << 30
+        if job.checkpointing and not self.looked.checkpointing:
+            if not hasattr(model, "gradient_checkpointing_enable"):
+                raise ConfigError(f"{type(model).__name__} has no gradient_checkpointing_enable()")
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+        model.config.use_cache = False
+        self.parameters = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
+        trained: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.trainable = sum(int(getattr(p, "ds_numel", p.numel())) for p in trained)
+        kept = {key: given[key] for key in ("optimizer", "model_parameters", "lr_scheduler") if given.get(key)}
+        if "optimizer" not in kept and "model_parameters" not in kept:
+            kept["model_parameters"] = trained
+        if made in ADAMS and deepspeed_file.offloads(settings) and not deepspeed_file.offloads(self.looked.deepspeed):
+            kept = {"optimizer": _on_the_host(kept["optimizer"])}
+        self.engine, *_ = initialize(model=model, config=settings, **kept)
+
+
+def _calls_trainer(reached: BaseException | None) -> bool:
+    """Tell whether transformers' ``Trainer`` is among the callers of ``deepspeed.initialize``."""
+    step = reached.__traceback__ if reached is not None else None
+    while step is not None:
+        if step.tb_frame.f_globals.get("__name__") == "transformers.trainer":
+            return True
+        step = step.tb_next
+    return False
+
+
+def _on_the_host(optimizer: Any) -> Any:
+    """Return DeepSpeed's CPUAdam in place of a script's Adam, as Accelerate does where states are offloaded."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=type(optimizer).__name__ != "Adam")
+
+
+def _settings(given: Mapping[str, Any], script: str) -> dict[str, Any]:
+    """Return DeepSpeed's configuration as the script gave it."""
+    found = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
+    if isinstance(found, (str, os.PathLike)):
+        return deepspeed_file.read(os.fspath(found))
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{script}: deepspeed.initialize without a configuration; {_FLAGS}")
+    settings = deepspeed_file.without_auto(msgspec.json.decode(msgspec.json.encode(dict(found), enc_hook=str)))
+    try:
+        deepspeed_file.check(settings)
+    except ValueError as error:
+        raise ConfigError(f"{script}: its DeepSpeed configuration: {error}") from None
+    return settings
+
+
+def _check_model(model: Any, script: str) -> None:
+    """Refuse a model that does not train on ``input_ids`` and ``labels``."""
+    named = inspect.signature(model.forward).parameters
+    takes = {"input_ids", "labels"} <= set(named) or any(one.kind is one.VAR_KEYWORD for one in named.values())
+    if not takes or getattr(model, "config", None) is None:
+        raise ConfigError(
+            f"{script}: {type(model).__name__} is no transformers model that takes input_ids and labels, so its steps "
+            f"are not known; {_FLAGS}"
+        )
+
+
+def _patch_weights() -> None:
+    """Have ``from_pretrained`` make models from their configurations, for good."""
+    from transformers import PreTrainedModel
+
+    kind: Any = PreTrainedModel
+
+    def from_pretrained(cls: Any, name: Any = None, *arguments: Any, config: Any = None, **named: Any) -> Any:
+        del arguments
+        if named.get("quantization_config") is not None or named.get("load_in_4bit") or named.get("load_in_8bit"):
+            raise ConfigError("quantized models cannot be predicted: their kernels do not run on fake tensors")
+        if config is None:
+            config = cls.config_class.from_pretrained(name)
+        changes = {key: value for key, value in named.items() if hasattr(config, key) and key not in _OF_LOADING}
+        for key, value in changes.items():
+            setattr(config, key, value)
+        dtype = named.get("dtype", named.get("torch_dtype", "auto"))
+        options = {"attn_implementation": named["attn_implementation"]} if named.get("attn_implementation") else {}
+        made = cls._from_config(config, dtype=_dtype_of(config, dtype), **options)
+        made.eval()
+        return made
+
+    kind.from_pretrained = classmethod(from_pretrained)
+
+
+_OF_LOADING = ("dtype", "torch_dtype", "attn_implementation", "device_map", "name_or_path")
+
+
+def _dtype_of(config: Any, dtype: Any) -> Any:
+    import torch
+
+    if dtype in (None, "auto"):
+        dtype = getattr(config, "dtype", None) or torch.float32
+    return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+
+
+def _guard_values(launched: Launched | None) -> None:
+    """Refuse that the script itself decides by a tensor's value; None: no longer. Libraries get values as they can."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    fake: Any = FakeTensor
+    for name in ("__bool__", "__int__", "__index__"):
+        if name in vars(fake):
+            delattr(fake, name)
+        if launched is None:
+            continue
+        inherited = getattr(fake, name)
+
+        def guarded(tensor: Any, inherited: Any = inherited) -> Any:
+            if _is_own(sys._getframe(1).f_code.co_filename, launched):
+                raise _StopError("it depends on a tensor's value, which a dry run has not")
+            return inherited(tensor)
+
+        setattr(fake, name, guarded)
+
+
+def _is_own(filename: str, launched: Launched) -> bool:
+    """Tell whether a file is the script's own, and not a library's."""
+    home = os.getcwd() if launched.is_module else os.path.dirname(os.path.realpath(launched.script))
+    found = os.path.realpath(filename)
+    return found.startswith(home + os.sep) and "site-packages" not in found and not found.startswith(_TRAINER)
+
+
+_TRAINER = str(Path(__file__).resolve().parent.parent) + os.sep
+
+
+def _late(_number: int, _frame: object) -> NoReturn:
+    raise _StopError(f"it has not called deepspeed.initialize within {_MOST_SECONDS // 60} min")
+
+
+def _place(error: BaseException, launched: Launched) -> str:
+    """Return where in the script, or in the file of its own nearest to the error, it was raised."""
+    found = launched.script
+    step = error.__traceback__
+    while step is not None:
+        name = step.tb_frame.f_code.co_filename
+        if _is_own(name, launched):
+            found = f"{os.path.relpath(name)}:{step.tb_lineno}"
+        step = step.tb_next
+    return found
+
+
+def _why(error: BaseException) -> str:
+    """Return in a line what a script's error means for a dry run."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+    )
+
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return f"{error.func} depends on values, which a dry run has not"
+    if isinstance(error, UnsupportedOperatorException):
+        return f"{error.func} has no fake kernel, so a dry run cannot follow it"
+    if isinstance(error, (ConfigError, _StopError)):
+        return str(error).removesuffix(f"; {_FLAGS}")
+    text = " ".join(str(error).split())[:_MOST_CHARACTERS]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,41 @@
+"""What a person changes in a script of their own for a remedy: keys of DeepSpeed, arguments of ``Trainer``, calls."""
+
+from collections.abc import Sequence
+
+from . import deepspeed_file
+from .script import ADAMS, Looked
+
+_OFFLOAD = "zero_optimization.offload_optimizer="
+NOT_CHANGED = (
+    "a script makes its model, optimizer and loss itself, so LoRA, other optimizers and a fused loss are not among the "
+    "changes; --model with --lora-rank or --optimizer predicts them"
+)
+
+
+def words(changes: Sequence[str], looked: Looked) -> str:
+    """Return changes, assignments to DeepSpeed's keys and flags of ``predict``, as what to set in the script."""
+    return " ".join(_one(change, looked) for change in changes)
+
+
+def refusal(changes: Sequence[str], looked: Looked) -> str:
+    """Return why the script as it is cannot take these changes; empty: it can."""
+    if not looked.optimizer or not any(change.startswith(_OFFLOAD) for change in changes):
+        return ""
+    if deepspeed_file.offloads(looked.deepspeed) or looked.optimizer in ADAMS:
+        return ""
+    return f"the script makes {looked.optimizer} itself; DeepSpeed offloads its own CPUAdam and CPULion only"
+
+
+def _one(change: str, looked: Looked) -> str:
+    key, _, value = change.partition("=")
+    if key == "--checkpointing":
+        return "gradient_checkpointing=True" if looked.trainer else "model.gradient_checkpointing_enable()"
+    if key == "--micro-batch":
+        if looked.trainer:
+            return f"per_device_train_batch_size={value}"
+        return f"train_micro_batch_size_per_gpu={value} (and batches of {value} rows)"
+    if key == "--accumulation":
+        return f"gradient_accumulation_steps={value}"
+    if change.startswith(_OFFLOAD) and looked.optimizer in ADAMS and not looked.trainer:
+        return f"{change} deepspeed.ops.adam.DeepSpeedCPUAdam in place of its {looked.optimizer}"
+    return change

@@ -1,0 +1,209 @@
+"""A prediction as text."""
+
+from collections.abc import Callable
+
+from ...protocol.analysis.text.curve import describe_curve
+from .result import Point, Prediction, Rank, RiskyStep
+
+_PHASES = ("init", "forward", "backward", "optimizer")
+_GIB = 1 << 30
+_PARTS = {"optimizer_states": "optimizer states", "master_copies": "master copies"}
+_MOST_ROWS = 4
+_LEAST_SHARE = 0.005
+"""Of a peak: smaller parts are shown together."""
+_BASIS = """\
+allocated: a dry run of DeepSpeed's engine on fake tensors; reserved: its trace through a model of PyTorch's allocator.
+NVML: reserved, and the CUDA context and NCCL's buffers as measured. Highest of a steady step.
+Method and errors: docs/predict.md.
+"""
+
+
+def render(prediction: Prediction) -> str:
+    """Return tables of the points: peaks of each phase, what the highest consists of, time, and whether it fits."""
+    head = (
+        f"{prediction.model}: {prediction.parameters:,} parameters, {prediction.trainable:,} trained; "
+        f"{prediction.ranks} x {prediction.gpu}; GiB a rank\n"
+    )
+    names = ["tokens", "batch", "rank", *_PHASES, "reserved", "NVML", "host"]
+    if prediction.capacity_bytes is not None:
+        names.append("fits")
+    rows: list[list[str]] = []
+    for point in prediction.points:
+        for ranks in _alike(point.ranks):
+            rank = ranks[0]
+            row = [f"{point.sequence_length:,}", f"{point.micro_batch:,}", _numbers(ranks)]
+            for name in _PHASES:
+                highest = "*" if name == rank.peak_phase else " "
+                row.append(f"{_gib(rank.phases[name].allocated_peak_bytes)}{highest}")
+            row += [_gib(rank.reserved_peak_bytes), _gib(rank.nvml_bytes), _gib(rank.host_bytes)]
+            if point.fits is not None:
+                row.append("yes" if point.fits else f"no: {point.fails_in}")
+            rows.append(row)
+    curve = f"{describe_curve(prediction.pieces)}\n" if prediction.pieces else ""
+    return "".join(
+        (
+            head,
+            _table(names, rows),
+            "* the phase with the highest allocated memory\n",
+            curve,
+            *(_composition(point) for point in prediction.points),
+            *(_time(point, prediction) for point in prediction.points),
+            *(_fits(point) for point in prediction.points),
+            f"one checkpoint takes {_gib(prediction.checkpoint_bytes)} GiB on disk\n",
+            _data(prediction),
+            _what_if(prediction),
+            _errors(prediction),
+            *(f"note: {note}\n" for note in prediction.notes),
+            _BASIS,
+        )
+    )
+
+
+def _table(names: list[str], rows: list[list[str]], left: tuple[int, ...] = ()) -> str:
+    """Return aligned columns; those in ``left`` to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in [names, *rows]) for column in range(len(names))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in [names, *rows]
+    ]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def _composition(point: Point) -> str:
+    """Say what the highest peak consists of."""
+    rank = max(point.ranks, key=lambda one: one.allocated_peak_bytes)
+    phase = max((name for name in rank.phases if rank.phases[name].parts), key=_peak_of(rank), default="")
+    if not phase:
+        return ""
+    parts = rank.phases[phase].parts
+    least = _LEAST_SHARE * sum(parts.values())
+    words = [f"{_PARTS.get(part, part)} {_gib(size)}" for part, size in parts.items() if size >= least]
+    rest = sum(size for size in parts.values() if size < least)
+    return (
+        f"{point.sequence_length:,} tokens, {phase} of rank {rank.rank}: {' + '.join(words)}"
+        f"{f' + rest {_gib(rest)}' if rest >= _GIB / 200 else ''}\n"
+    )
+
+
+def _peak_of(rank: Rank) -> Callable[[str], int]:
+    return lambda name: rank.phases[name].allocated_peak_bytes
+
+
+def _time(point: Point, prediction: Prediction) -> str:
+    if point.time is None or point.step_seconds is None or point.tokens_per_second is None:
+        return f"{point.sequence_length:,} tokens: no time, because no rates are known of {prediction.gpu}\n"
+    share = "" if point.mfu is None else f", MFU {point.mfu:.1%}"
+    paid = point.price_per_million_tokens
+    price = "" if paid is None else f", {paid:.4g} a million tokens at {prediction.price_per_gpu_hour:g} a GPU hour"
+    return (
+        f"{point.sequence_length:,} tokens: {point.step_seconds * 1e3:,.0f} ms a step "
+        f"(+- {point.time.total.error:.0%}; bound by {point.time.bound_by}), "
+        f"{point.tokens_per_second:,.0f} tokens/s{share}{price}{_run(point)}\n"
+    )
+
+
+def _run(point: Point) -> str:
+    if not point.run_seconds:
+        return ""
+    price = "" if point.run_price is None else f", {point.run_price:,.2f}"
+    return f"; the run {point.run_seconds / 3600:,.1f} h{price}"
+
+
+def _fits(point: Point) -> str:
+    needs = f"{point.sequence_length:,} tokens need {_gib(point.needed_bytes)} GiB for PyTorch: "
+    if not point.fits_on:
+        return f"{needs}more than any GPU of the table has\n"
+    kinds = len(point.fits_on)
+    smallest = ", ".join(point.fits_on[:3])
+    return f"{needs}fits {smallest}{f' and {kinds - 3} larger kinds' if kinds > 3 else ''}\n"
+
+
+def _data(prediction: Prediction) -> str:
+    """Say which steps of the data set's first epoch do not fit."""
+    risk = prediction.data
+    if risk is None:
+        return ""
+    if not risk.failing:
+        return f"data: all {risk.steps:,} steps of an epoch fit; the longest is {_risky(risk.longest)}\n"
+    largest = "no length that occurs fits"
+    if risk.largest_length is not None:
+        largest = f"of the lengths that occur, {risk.largest_length:,} tokens is the largest that fits"
+    lines = [f"data: {risk.failing_steps:,} of {risk.steps:,} steps of an epoch do not fit; {largest}\n"]
+    return "".join([*lines, *(f"  does not fit at {_risky(step)}\n" for step in risk.failing)])
+
+
+def _risky(step: RiskyStep) -> str:
+    rows = "; ".join(
+        f"row {row:,} ({place})" for row, place in zip(step.rows[:_MOST_ROWS], step.places[:_MOST_ROWS], strict=True)
+    )
+    more = f" and {len(step.rows) - _MOST_ROWS} more" if len(step.rows) > _MOST_ROWS else ""
+    return f"step {step.step:,}, rank {step.rank}: {step.length:,} tokens, {rows}{more}"
+
+
+def _what_if(prediction: Prediction) -> str:
+    """Return the table of changes, or that there is one to ask for."""
+    if not prediction.what_if:
+        if any(point.fits is False for point in prediction.points):
+            return "it does not fit: --what-if predicts which changes would, and what they cost\n"
+        return ""
+    names = ["what if", "fits", "needs", "host", "ms a step", "GPU time a sample", "set"]
+    rows: list[list[str]] = []
+    for one in prediction.what_if:
+        if one.refused:
+            rows.append([one.name, "-", "-", "-", "-", "-", one.refused])
+            continue
+        time = f"{one.step_seconds * 1e3:,.0f}" if one.step_seconds else "-"
+        slower = f"x {one.slower:.2f}" if one.step_seconds else "-"
+        rows.append(
+            [
+                one.name,
+                "yes" if one.fits else "no",
+                _gib(one.needed_bytes),
+                _gib(one.host_bytes),
+                time,
+                slower,
+                one.change,
+            ]
+        )
+    length = max(point.sequence_length for point in prediction.points)
+    head = (
+        f"changes at {length:,} tokens, the cheapest that fits first; memory in GiB, each from a dry run of its own\n"
+    )
+    return head + _table(names, rows, left=(0, 6))
+
+
+def _errors(prediction: Prediction) -> str:
+    errors = prediction.expected_errors
+    beside = prediction.beside_pytorch
+    words = [f"{name.removesuffix('_peak_bytes')} {one.error:.0%}" for name, one in errors.items() if "peak" in name]
+    if beside is not None:
+        words.append(f"NVML's {_gib(round(beside.value))} GiB beside PyTorch {beside.error:.0%} ({beside.basis})")
+    return f"expected errors: {', '.join(words)}\n" if words else ""
+
+
+def _alike(ranks: list[Rank]) -> list[list[Rank]]:
+    """Return the ranks in groups that would be shown as equal rows."""
+    groups: dict[tuple[str, ...], list[Rank]] = {}
+    for rank in ranks:
+        sizes = [rank.phases[name].allocated_peak_bytes for name in _PHASES]
+        key = tuple(_gib(size) for size in (*sizes, rank.reserved_peak_bytes, rank.host_bytes))
+        groups.setdefault(key, []).append(rank)
+    return list(groups.values())
+
+
+def _numbers(ranks: list[Rank]) -> str:
+    """Return ranks as text: 0-3,7."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank.rank == runs[-1][-1] + 1:
+            runs[-1].append(rank.rank)
+        else:
+            runs.append([rank.rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f}"

@@ -1,0 +1,228 @@
+"""Remedies for a run's memory, each predicted by a dry run of its own, the cheapest that fits first."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from ...protocol.analysis.allocator.settings import Settings
+from ...protocol.analysis.estimates.remedies import Option, Ranked, rank
+from ...protocol.errors import ConfigError, FtmonError
+from . import answer, jobs
+from .jobs import Prepared
+from .result import Prediction, WhatIf
+
+
+class Remedy(NamedTuple):
+    """A change of the run."""
+
+    name: str
+    change: str
+    """What to set."""
+    prepare: Callable[[], Prepared]
+    combines: bool
+    """It leaves what is trained and how as it is, so it may be joined with others."""
+    changes: tuple[str, ...] = ()
+    """The assignments or flags behind ``change``."""
+
+
+def table(
+    arguments: argparse.Namespace,
+    allocator: Settings,
+    base: Prediction,
+    capacity_bytes: int,
+    tell: Callable[[str], None],
+) -> list[WhatIf]:
+    """Predict every remedy at the longest length of ``base``, and return the table.
+
+    Remedies that leave what is trained as it is are joined where none of them fits alone.
+
+    Args:
+        arguments: of the command.
+        allocator: settings of the run as it is.
+        base: the run as it is.
+        capacity_bytes: what PyTorch may reserve on one GPU.
+        tell: called with the name of each remedy before its dry run.
+    """
+    point = max(base.points, key=lambda one: one.sequence_length)
+    given = argparse.Namespace(**{**vars(arguments), "sequence_length": [point.sequence_length]})
+    found: dict[str, tuple[Option, Prediction | None]] = {}
+    known = list(remedies(given, allocator))
+
+    def add(remedy: Remedy) -> None:
+        tell(remedy.name)
+        found[remedy.name] = _option(remedy, arguments.price, capacity_bytes)
+
+    for remedy in known:
+        add(remedy)
+    as_it_is = _of(base, jobs.prepare(given, allocator), "as it is", "", capacity_bytes)
+    ranked = rank(as_it_is, [option for option, _ in found.values()], capacity_bytes)
+    if not any(one.fits for one in ranked):
+        best = [remedy for one in ranked for remedy in known if remedy.name == one.option.name and remedy.combines]
+        best = [remedy for remedy in best if not found[remedy.name][0].refused][:3]
+        for count in (2, 3):
+            if len(best) >= count and not any(option.peak_bytes <= capacity_bytes for option, _ in found.values()):
+                together = joined(given, allocator, best[:count])
+                if together is not None:
+                    add(together)
+        ranked = rank(as_it_is, [option for option, _ in found.values()], capacity_bytes)
+    return [_row(one, found[one.option.name][1]) for one in ranked]
+
+
+def _option(remedy: Remedy, price: float | None, capacity: int) -> tuple[Option, Prediction | None]:
+    try:
+        job = remedy.prepare()
+        predicted = answer.predict(job, capacity, price)
+    except FtmonError as error:
+        return Option(remedy.name, 0, 0.0, change=remedy.change, refused=str(error)), None
+    return _of(predicted, job, remedy.name, remedy.change, capacity), predicted
+
+
+def _of(predicted: Prediction, job: Prepared, name: str, change: str, capacity: int) -> Option:
+    point = max(predicted.points, key=lambda one: one.sequence_length)
+    # The allocator's own verdict counts, which the search for the least capacity meets within half a percent.
+    peak = min(point.needed_bytes, capacity) if point.fits else max(point.needed_bytes, capacity + 1)
+    if point.fits is None:
+        peak = point.needed_bytes
+    samples = job.micro_batch * job.accumulation * job.data_ranks
+    return Option(name, peak, point.step_seconds or 0.0, samples, job.ranks, point.host_bytes, change)
+
+
+def _row(one: Ranked, predicted: Prediction | None) -> WhatIf:
+    point = max(predicted.points, key=lambda each: each.sequence_length) if predicted else None
+    return WhatIf(
+        one.option.name,
+        one.option.change,
+        one.fits,
+        point.needed_bytes if point else 0,
+        one.saved_bytes if point else 0,
+        one.option.host_bytes,
+        one.option.step_seconds,
+        one.slower if point else 0.0,
+        point.price_per_million_tokens if point else None,
+        one.option.refused,
+    )
+
+
+def remedies(given: argparse.Namespace, allocator: Settings) -> Iterator[Remedy]:
+    """Yield the changes that this run has not made yet."""
+    if not allocator.expandable_segments:
+        expandable = msgspec.structs.replace(allocator, expandable_segments=True)
+        setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        yield Remedy("expandable segments", setting, lambda: jobs.prepare(given, expandable), False)
+    kinds = _assignments(given) if given.config else _flags(given)
+    for name, changes, combines in kinds:
+        yield _remedy(given, allocator, name, changes, combines)
+
+
+def joined(given: argparse.Namespace, allocator: Settings, parts: list[Remedy]) -> Remedy | None:
+    """Return changes as one; None where two of them set the same key."""
+    changes = tuple(change for part in parts for change in part.changes)
+    keys = [change.partition("=")[0] for change in changes]
+    if len(set(keys)) < len(keys):
+        return None
+    return _remedy(given, allocator, " + ".join(part.name for part in parts), changes, False)
+
+
+def _remedy(
+    given: argparse.Namespace, allocator: Settings, name: str, changes: tuple[str, ...], combines: bool
+) -> Remedy:
+    make = _maker(given, allocator, changes)
+    if not getattr(given, "command", None):
+        shown = (change.removesuffix("=true") if change.startswith("--") else change for change in changes)
+        return Remedy(name, " ".join(shown), make, combines, changes)
+    from . import script_changes
+
+    refused = script_changes.refusal(changes, given.looked)
+    change = script_changes.words(changes, given.looked)
+    return Remedy(name, change, _refuser(refused) if refused else make, combines, changes)
+
+
+def _refuser(text: str) -> Callable[[], Prepared]:
+    def refuse() -> Prepared:
+        raise ConfigError(text)
+
+    return refuse
+
+
+def _maker(given: argparse.Namespace, allocator: Settings, changes: tuple[str, ...]) -> Callable[[], Prepared]:
+    changed = argparse.Namespace(**vars(given))
+    if given.config:
+        changed.overrides = [*given.overrides, *changes]
+    else:
+        pairs = [change.split("=", 1) for change in changes]
+        changed.changes = {key: json.loads(value) for key, value in pairs if not key.startswith("--")}
+        for key, value in pairs:
+            if key.startswith("--"):
+                setattr(changed, key.removeprefix("--").replace("-", "_"), json.loads(value))
+    return lambda: jobs.prepare(changed, allocator)
+
+
+Kind = tuple[str, tuple[str, ...], bool]
+"""A remedy's name, its changes, and whether it may be joined with others."""
+
+
+def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
+    """Remedies of a configuration of ftmon's own trainer, as assignments."""
+    from . import configured
+
+    config = configured.read(given.config, given.overrides, given.ranks, given.sequence_length)
+    training, zero, optimizer = config.training, config.zero, config.optimizer
+    if config.model.gradient_checkpointing == "none":
+        yield "selective checkpointing", ("model.gradient_checkpointing=selective",), False
+    if config.model.gradient_checkpointing != "layers":
+        yield "checkpointing", ("model.gradient_checkpointing=layers",), True
+    if config.model.fused_loss == "off":
+        yield "fused loss", ("model.fused_loss=auto",), True
+    if training.micro_batch > 1:
+        half, times = training.micro_batch // 2, training.micro_batch / (training.micro_batch // 2)
+        if times == int(times):
+            accumulation = training.grad_accumulation * int(times)  # the batch of a step stays as it is
+            changes = (f"training.micro_batch={half}", f"training.grad_accumulation={accumulation}")
+            yield f"micro-batch {half}", changes, True
+    if config.run.ranks > 1:
+        for stage in range(zero.stage + 1, 4):
+            yield f"ZeRO {stage}", (f"zero.stage={stage}",), stage == 3
+    if not zero.offload_optimizer and zero.stage:
+        yield "optimizer offload", ("zero.offload_optimizer=true",), True
+    if zero.stage == 3 and not zero.offload_parameters:
+        yield "parameter offload", ("zero.offload_parameters=true",), True
+    if optimizer.kind in ("auto", "deepspeed", "torch", "torch_foreach", "torch_fused"):
+        yield "optimizer in bf16", ("optimizer.kind=adamw_bf16",), False
+        yield "optimizer in 8 bit", ("optimizer.kind=adamw_8bit",), False
+    if not config.lora.rank:
+        yield "LoRA of rank 16", ("lora.rank=16",), False
+
+
+def _flags(given: argparse.Namespace) -> Iterator[Kind]:
+    """Remedies of a script of one's own, as flags and keys of DeepSpeed's file."""
+    from . import deepspeed_file
+
+    command = getattr(given, "command", None)
+    if command:
+        job = jobs.prepare(given, Settings())
+        settings, ranks = given.looked.deepspeed, job.ranks
+    else:
+        settings, _ = jobs.deepspeed(given)
+        ranks = given.ranks or 1
+    stage = deepspeed_file.stage(settings)
+    batch = deepspeed_file.batch(settings, ranks, given.micro_batch, given.accumulation)
+    offload = json.dumps({"device": "cpu", "pin_memory": True})
+    if not given.checkpointing and not (command and given.looked.checkpointing):
+        yield "checkpointing", ("--checkpointing=true",), True
+    if batch.micro > 1 and batch.micro % 2 == 0:
+        half, accumulation = batch.micro // 2, batch.accumulation * 2
+        yield f"micro-batch {half}", (f"--micro-batch={half}", f"--accumulation={accumulation}"), True
+    if ranks > 1:
+        for higher in range(stage + 1, 4):
+            yield f"ZeRO {higher}", (f"zero_optimization.stage={higher}",), higher == 3
+    if not deepspeed_file.offloads(settings) and stage:
+        yield "optimizer offload", (f"zero_optimization.offload_optimizer={offload}",), True
+    if stage == 3 and not deepspeed_file.offloads(settings, "param"):
+        yield "parameter offload", (f"zero_optimization.offload_param={offload}",), True
+    if settings.get("optimizer", {}).get("params", {}).get("torch_adam"):
+        yield "compiled optimizer", ("optimizer.params.torch_adam=false",), True
+    if not given.lora_rank and not command:
+        yield "LoRA of rank 16", ("--lora-rank=16",), False

@@ -1,0 +1,190 @@
+"""What a step does on the device and the host: counted from the operations of a dry run, for the time it takes."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from ...protocol.analysis.estimates.roofline import Collective, Communication, Operation, Work
+from ...protocol.throughput import Precision
+
+_aten: Any = torch.ops.aten
+_PRECISIONS: dict[Any, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_COLLECTIVES: dict[str, Collective] = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "reduce_": "reduce",
+    "broadcast_": "broadcast",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+}
+"""Operations of ``c10d`` by what NCCL runs."""
+_WITHOUT_KERNEL = frozenset(
+    (
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "detach"),
+        *("_unsafe_view", "_reshape_alias", "lift_fresh", "is_pinned", "record_stream", "alias"),
+    )
+)  # fmt: skip
+_WRITES_ONLY = frozenset(("fill_", "zero_", "fill", "zeros_like", "ones_like", "full_like", "copy_"))
+_PICKS = frozenset(("embedding", "gather", "index_select", "index", "nll_loss_forward", "nll_loss_backward"))
+"""Read as much of their inputs as they write."""
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention": (0, 4, 1.0),
+    "_scaled_dot_product_efficient_attention": (0, 6, 1.0),
+    "_varlen_attn": (0, 7, 1.0),
+    "_scaled_dot_product_flash_attention_backward": (1, 11, 2.5),
+    "_scaled_dot_product_efficient_attention_backward": (1, 11, 2.5),
+    "_varlen_attn_backward": (1, 10, 2.5),
+}
+"""Positions of the query and of ``is_causal``, and products over those of the forward pass: the backward makes five."""
+_ADAM_MOVES = 7 / 4
+"""A fused Adam reads a parameter, its gradient and two states, and writes all but the gradient."""
+
+
+class Counting:
+    """Counts the work of one step."""
+
+    def __init__(self, ranks: int, sequence_parallel_size: int = 1) -> None:
+        """Begin with nothing.
+
+        Args:
+            ranks: of the run; all take part in DeepSpeed's collectives.
+            sequence_parallel_size: ranks that take part in an all_to_all; 1: all do.
+        """
+        self._ranks = ranks
+        self._sharing = sequence_parallel_size
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self._operations: Counter[tuple[float, float, Precision, bool]] = Counter()
+        self._communications: Counter[tuple[Collective, int, bool]] = Counter()
+        self._calls = 0
+        self.fetches = 0
+        """Modules whose parameters ZeRO-3 gathers or releases, each time it does."""
+        self._transfer_bytes = 0
+        self._host_bytes = 0
+
+    def work(self) -> Work:
+        """Return what was counted."""
+        return Work(
+            [
+                Operation(flops, moved, precision, count, attention)
+                for (flops, moved, precision, attention), count in self._operations.items()
+            ],
+            [
+                Communication(kind, size, self._ranks_of(kind), overlapped, count)
+                for (kind, size, overlapped), count in self._communications.items()
+            ],
+            self._calls,
+            self._transfer_bytes,
+            self._host_bytes,
+            self.fetches,
+        )
+
+    def _ranks_of(self, kind: Collective) -> int:
+        return self._sharing if kind == "all_to_all" and self._sharing > 1 else self._ranks
+
+    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: int) -> None:
+        """Count one operation.
+
+        Args:
+            func: of the dispatcher.
+            args: of it.
+            kwargs: of it.
+            result: what it returned.
+            stream: the number of the CUDA stream that it runs on; collectives on others than 0 run beside it.
+        """
+        self._calls += 1
+        packet = func._overloadpacket
+        name = packet.__name__
+        if func.namespace == "c10d":
+            self._communicate(name, args, stream)
+            return
+        if func.is_view or name in _WITHOUT_KERNEL:
+            return
+        inputs, outputs = list(_tensors((args, tuple(kwargs.values())))), list(_tensors(result))
+        on_device = [one for one in (*outputs, *inputs) if one.device.type == "cuda"]
+        if not on_device:
+            return
+        if len(on_device) < len(inputs) + len(outputs) and name in ("copy_", "_to_copy"):
+            self._transfer_bytes += min(map(_bytes, (*outputs, *inputs)))
+            return
+        moved = _moved(name, args, inputs, outputs)
+        precision = _PRECISIONS.get(inputs[0].dtype if inputs else None, "fp32")
+        attention = _ATTENTION.get(name)
+        flops = 0.0
+        if attention is not None:
+            flops = _attention_flops(args, kwargs, *attention)
+        elif packet in flop_registry:
+            flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
+        self._operations[flops, moved, precision, attention is not None] += 1
+
+    def update(self, tensors: Any) -> None:
+        """Count a compiled optimizer's update of these tensors (parameters, gradients, states) as one kernel."""
+        found = list(_tensors(tensors))
+        moved = int(sum(map(_bytes, found)) * _ADAM_MOVES)
+        if any(one.device.type == "cuda" for one in found):
+            self._operations[0.0, float(moved), "fp32", False] += 1
+        else:
+            self._host_bytes += moved
+
+    def _communicate(self, name: str, args: tuple[Any, ...], stream: int) -> None:
+        kind = _COLLECTIVES.get(name)
+        if kind is None:
+            return
+        # The whole tensor: the larger one of a gather's output or a scatter's input.
+        size = max((sum(map(_bytes, _tensors(one))) for one in args[:2]), default=0)
+        self._communications[kind, size, stream != 0] += 1
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _bytes(tensor: Any) -> int:
+    """Return what reading a tensor moves: one that is expanded is read once."""
+    size = tensor.element_size()
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride:
+            size *= length
+    return size if tensor.numel() else 0
+
+
+def _moved(name: str, args: tuple[Any, ...], inputs: Iterable[Any], outputs: Iterable[Any]) -> float:
+    written = sum(map(_bytes, outputs))
+    if not written:  # a foreach operation returns nothing: it writes its first list
+        written = sum(map(_bytes, _tensors(args[0]))) if args else 0
+    if name in _PICKS:
+        return 2.0 * written
+    read = sum(map(_bytes, inputs))
+    if name in _WRITES_ONLY and args:
+        read -= sum(map(_bytes, _tensors(args[0])))
+    return float(read + written)
+
+
+def _attention_flops(
+    args: tuple[Any, ...], kwargs: dict[str, Any], position: int, causal_at: int, products: float
+) -> float:
+    """FLOPs of attention: two products of the pairs of query and key, half of them under a causal mask."""
+    query, key = args[position], args[position + 1]
+    causal = args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)
+    if query.dim() == 3:  # packed: tokens, heads, width; one document
+        length, heads, width = query.shape
+        pairs = length * key.shape[0]
+    else:
+        batch, heads, length, width = query.shape
+        pairs = batch * length * key.shape[2]
+    return 4.0 * heads * width * pairs * (0.5 if causal else 1.0) * products

@@ -1,0 +1,89 @@
+"""Which device this rank computes on, and the memory back end and device clock that go with it."""
+
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ....protocol.telemetry import DeviceInfo
+from .cpu import CpuMemory, total_bytes
+from .reading import MemoryBackend
+
+
+def _no_event() -> Any:
+    return None
+
+
+class Device:
+    """The rank's device: the CPU until the script has CUDA running.
+
+    CUDA is never initialised from here: a script that forks, or means to train on the CPU, must stay able to.
+    """
+
+    def __init__(self) -> None:
+        self.memory: MemoryBackend = CpuMemory()
+        self.mark_event: Callable[[], Any] = _no_event
+        self.events: Any = None
+        self.blank: Any = {}
+        """The raw CUDA sample of a process that has allocated nothing yet."""
+        self.settled = False
+        """Whether there is nothing left to find out, so that hooks stop asking."""
+        self.info = self._cpu_info()
+
+    def settle(self, on_script_reset: Callable[[Any], None]) -> bool:
+        """Look whether the script has CUDA running; returns whether the back end changed.
+
+        Args:
+            on_script_reset: given to the CUDA back end.
+        """
+        import torch
+
+        if torch.version.cuda is None:
+            self.settled = True
+            return False
+        if not torch.cuda.is_initialized():
+            return False
+        from .cuda import CudaMemory
+        from .events import CudaEvents
+
+        core: Any = torch._C
+        index = torch.cuda.current_device()
+        self.settled = True
+        self.events = CudaEvents(index)
+        self.memory = CudaMemory(core, index, on_script_reset)
+        self.mark_event = self.events.mark
+        self.info = self._cuda_info(torch, index)
+        return True
+
+    @staticmethod
+    def _cuda_info(torch: Any, index: int) -> DeviceInfo:
+        properties = torch.cuda.get_device_properties(index)
+        uuid = str(getattr(properties, "uuid", ""))
+        if uuid and not uuid.startswith("GPU-"):
+            uuid = f"GPU-{uuid}"  # as NVML writes it
+        return DeviceInfo("cuda", index, properties.name, int(properties.total_memory), uuid)
+
+    @staticmethod
+    def _cpu_info() -> DeviceInfo:
+        name = platform.machine()
+        try:
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("model name"):
+                    name = line.split(":", 1)[1].strip()
+                    break
+        except OSError:
+            pass
+        return DeviceInfo("cpu", int(os.environ.get("LOCAL_RANK", "0") or 0), name, _memory_limit())
+
+
+def _memory_limit() -> int:
+    """Bytes this process may use: the host's memory, or less where a control group says so."""
+    total = total_bytes()
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = int(Path(path).read_text())
+        except (OSError, ValueError):
+            continue
+        return min(total, limit) if total else limit
+    return total

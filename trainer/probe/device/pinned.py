@@ -1,0 +1,122 @@
+"""Copies from the device into pinned host memory that the training thread pays little for.
+
+``Tensor.copy_`` costs 29 us at a phase boundary, where every cache is cold, the driver's own call 16 us (measured on an
+H200). So the copy is the driver's, ``cuMemcpyDtoHAsync`` (CUDA Driver API, "Memory Management"), on the current stream,
+with nothing allocated on the device. The host's buffers are never given back to PyTorch: a copy that nobody read may
+still be on its way. They are used again instead, and there is a bound to what they take.
+"""
+
+import ctypes
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import guard
+from . import cuda_graphs
+
+SMALLEST = 64
+MOST_BYTES = 64 * 2**20
+"""Beyond these, a value is not fetched: a number less to show, but never more memory."""
+
+_SCALAR = torch.Size(())
+
+_free: dict[int, "deque[_Buffer]"] = {}
+"""Free buffers by size, a power of two."""
+_kept: "list[_Buffer]" = []
+"""Every buffer there is."""
+_copy: Any = None
+
+
+class _Buffer(NamedTuple):
+    """Pinned bytes of the host, and where they are."""
+
+    tensor: Any
+    address: int
+    size: int
+
+
+class Fetched(NamedTuple):
+    """A tensor on its way to the host."""
+
+    buffer: _Buffer
+    dtype: Any
+    shape: Any
+
+    def tensor(self) -> Any:
+        """Give the tensor on the host; the stream must have come past the copy."""
+        return _view(self.buffer.tensor, self.dtype, self.shape)
+
+
+def fetch(tensor: Any) -> Fetched | None:
+    """Begin to copy a CUDA tensor to the host.
+
+    None when it cannot be had: a graph is being captured, or too much is on its way.
+    """
+    size = tensor.nbytes
+    size = SMALLEST if size <= SMALLEST else 1 << (size - 1).bit_length()
+    return _fetch(tensor, size, tensor.dtype, tensor.shape)
+
+
+def fetch_scalar(tensor: Any) -> Fetched | None:
+    """Begin to copy a CUDA tensor of one element: the same, with fewer questions asked of it."""
+    return _fetch(tensor, SMALLEST, tensor.dtype, _SCALAR)
+
+
+def _fetch(tensor: Any, size: int, dtype: Any, shape: Any) -> Fetched | None:
+    global _copy
+    if cuda_graphs.under_way:
+        return None
+    free = _free.get(size)
+    buffer = free.pop() if free else _make(size)
+    if buffer is None:
+        return None
+    if _copy is None:
+        _copy = _find_copy()
+    if not _copy(buffer, tensor, dtype, shape):
+        _view(buffer.tensor, dtype, shape).copy_(tensor.detach().view(shape), non_blocking=True)
+    return Fetched(buffer, dtype, shape)
+
+
+def give_back(fetched: Fetched) -> None:
+    """Have a buffer used again, once what is in it has been read."""
+    _free[fetched.buffer.size].append(fetched.buffer)
+
+
+def _view(tensor: Any, dtype: Any, shape: Any) -> Any:
+    return tensor[: dtype.itemsize * shape.numel()].view(dtype).view(shape)
+
+
+def _make(size: int) -> _Buffer | None:
+    if sum(buffer.size for buffer in _kept) + size > MOST_BYTES:
+        return None
+    tensor: Any = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    buffer = _Buffer(tensor, tensor.data_ptr(), size)
+    _free.setdefault(size, deque())
+    _kept.append(buffer)
+    return buffer
+
+
+def _find_copy() -> Any:
+    """Give a function that has the driver copy a tensor into a buffer, and says whether it could."""
+    try:
+        driver: Any = ctypes.CDLL("libcuda.so.1")
+        copy: Any = driver.cuMemcpyDtoHAsync_v2
+    except (OSError, AttributeError) as error:
+        guard.log_error("the driver's copy is not to be had", error)
+        return lambda *_: False
+    copy.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    copy.restype = ctypes.c_int
+
+    core: Any = torch._C
+    stream_of: Any = core._cuda_getCurrentRawStream
+    current: Any = core._cuda_getDevice
+
+    def by_driver(buffer: _Buffer, tensor: Any, dtype: Any, shape: Any) -> bool:
+        device = tensor.get_device()
+        if device != current() or (shape is not _SCALAR and not tensor.is_contiguous()):
+            return False
+        size = dtype.itemsize if shape is _SCALAR else dtype.itemsize * shape.numel()
+        return copy(buffer.address, tensor.data_ptr(), size, stream_of(device)) == 0
+
+    return by_driver

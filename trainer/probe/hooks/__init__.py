@@ -1,0 +1,1 @@
+"""Functions of PyTorch, DeepSpeed and transformers that the probe wraps."""

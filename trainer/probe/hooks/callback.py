@@ -1,0 +1,116 @@
+"""The ``TrainerCallback`` that reports the plan, evaluations and checkpoints, and heeds ``ftmon stop``.
+
+``ftmon run`` adds it to every ``Trainer``. The class is made when it is first asked for, so that nothing imports
+transformers before.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ..active import switched_on
+from ..api import current
+from .torch import know_model
+
+
+@functools.cache
+def callback_class() -> Any:
+    """Return the class of the callback."""
+    from transformers import TrainerCallback
+
+    class Callback(TrainerCallback):
+        """Reports a ``Trainer`` to ftmon.
+
+        Args:
+            begin: called with the Trainer's arguments when training begins and nothing watches this process yet.
+        """
+
+        def __init__(self, begin: Callable[[Any], object] | None = None) -> None:
+            self._begin = begin
+            self._best: dict[str, float] = {}
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """Tell the plan; begin to watch where that is still to be done."""
+            if self._begin is not None and current() is None:
+                self._begin(args)
+            probe, training = current(), switched_on()
+            if probe is None or training is None:
+                return
+            facts, loop, tracker = training.introduction.facts, training.state, training.tracker
+            facts["framework"] = "transformers"
+            facts.setdefault("micro_batch", int(args.per_device_train_batch_size))
+            facts.setdefault("grad_accumulation", int(args.gradient_accumulation_steps))
+            facts.setdefault("precision", "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
+            tracker.step = max(tracker.step, int(state.global_step))
+            probe.heed_stops()
+            if not loop.forward_by:
+                training.micro_steps.expect_forward("trainer")
+            model = kwargs.get("model")
+            if model is not None and not loop.engine_steps:
+                know_model(training, model)
+            total, epochs = int(state.max_steps), float(state.num_train_epochs)
+            probe.plan(
+                total,
+                epochs,
+                str(args.output_dir),
+                evaluate_every=_interval(args, state, "eval", total, epochs),
+                evaluate_at_end=_strategy(args, "eval") == "steps",
+                checkpoint_every=_interval(args, state, "save", total, epochs),
+                checkpoint_at_end=_strategy(args, "save") == "steps",
+            )
+            training.outbox.say_hello()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            """Save and end after this step when somebody asked for it."""
+            probe = current()
+            if probe is not None and probe.stop_requested():
+                control.should_save = True
+                control.should_training_stop = True
+            return control
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+            """Report what an evaluation came to."""
+            probe = current()
+            if probe is not None and metrics and state.is_world_process_zero:
+                self._report(probe, metrics, int(state.global_step))
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """Report a checkpoint."""
+            probe = current()
+            if probe is not None and state.is_world_process_zero:
+                step = int(state.global_step)
+                probe.checkpoint(os.path.join(str(args.output_dir), f"checkpoint-{step}"), step=step)
+
+        def _report(self, probe: Any, metrics: dict[str, Any], step: int) -> None:
+            figures = {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
+            key = next((key for key in figures if key.endswith("_loss")), "")
+            prefix = key.removesuffix("_loss") if key else "eval"
+            name = prefix.removeprefix("eval").strip("_") or "evaluation"
+            loss = figures.get(key)
+            best = loss is not None and loss < self._best.get(name, float("inf"))
+            if best and loss is not None:
+                self._best[name] = loss
+            speed = ("runtime", "samples_per_second", "steps_per_second", "loss")
+            others = {
+                other.removeprefix(f"{prefix}_"): value
+                for other, value in figures.items()
+                if other != "epoch" and not other.endswith(speed)
+            }
+            seconds = figures.get(f"{prefix}_runtime", 0.0)
+            probe.evaluation(loss, name=name, seconds=seconds, best=best, metrics=others, step=step)
+
+    return Callback
+
+
+def _strategy(args: Any, what: str) -> str:
+    strategy = getattr(args, f"{what}_strategy", None)
+    return str(getattr(strategy, "value", strategy))
+
+
+def _interval(args: Any, state: Any, what: str, total: int, epochs: float) -> int:
+    """Return the steps between two evaluations or saves of a ``Trainer``; 0: none, or not known."""
+    strategy = _strategy(args, what)
+    if strategy == "steps":
+        return int(getattr(state, f"{what}_steps", 0) or 0)
+    return round(total / epochs) if strategy == "epoch" and epochs else 0

@@ -1,0 +1,150 @@
+"""Counting collective calls: wrappers around the functions of ``torch.distributed``, one to two microseconds each.
+
+DeepSpeed, FSDP and scripts all come through these names. Calls that one of them makes to another count once. Each is
+noted with its process group, its number within the group and the size of its tensor: the same number is the same
+collective on every rank of a group, so two ranks that are stuck can be compared. DDP's own reducer calls NCCL and gloo
+from C++ and is not seen here (PyTorch's flight recorder sees it: ``flight``).
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any
+
+from .. import active, guard
+from ..replace import is_replaced, replace
+
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "_all_gather_base",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "_reduce_scatter_base",
+    "scatter",
+    "scatter_object_list",
+)
+"""Every rank of a group enters these, so their count is comparable between ranks."""
+
+POINT_TO_POINT = ("send", "recv", "batch_isend_irecv", "init_process_group")
+"""These may block on another rank too: named while they run, not counted."""
+
+_SIZED = ("tensor", "input_tensor", "input", "output")
+"""The argument whose size is the collective's, by its name, the first that there is."""
+
+_owner = 0
+"""The thread that is inside of a wrapped call; one at a time, as far as counting goes."""
+
+
+def install() -> None:
+    """Wrap the functions, once, wherever they are named."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    core: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None or core is None or not distributed.is_available():
+        return
+    for name in (*COLLECTIVES, *POINT_TO_POINT):
+        real = getattr(core, name, None)
+        if real is None or is_replaced(real):
+            continue
+        replace(core, name, partial(_counted, name.lstrip("_")) if name in COLLECTIVES else partial(_named, name))
+        if getattr(distributed, name, None) is real:
+            setattr(distributed, name, getattr(core, name))
+    try:
+        replace(core.Work, "wait", _waiting)
+    except (AttributeError, TypeError) as error:
+        guard.log_error("collective waits are not named", error)
+
+
+def _outermost(real: Callable[..., Any], enter: Callable[[tuple[Any, ...], dict[str, Any]], str]) -> Callable[..., Any]:
+    """Time ``real`` and name it while it runs, unless this thread is inside of another wrapped call already.
+
+    Args:
+        real: the function.
+        enter: called before it with its arguments; returns the name. This is all the cost there is before the call.
+    """
+    counts = active.counts
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        global _owner
+        thread = get_ident()
+        if _owner == thread:
+            return real(*args, **kwargs)
+        before, _owner = _owner, thread
+        counts.in_flight = name = enter(args, kwargs)
+        start = perf_counter_ns()
+        try:
+            return real(*args, **kwargs)
+        finally:
+            counts.host_ns += perf_counter_ns() - start
+            counts.in_flight = ""
+            counts.last = name
+            _owner = before
+
+    return call
+
+
+def _counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Count ``real``, a collective."""
+    counts = active.counts
+    groups, recent = counts.groups, counts.recent
+    parameters = list(inspect.signature(real).parameters)
+    group_place = parameters.index("group")
+    sized = next((one for one in _SIZED if one in parameters), "")
+    size_place = parameters.index(sized) if sized else -1
+
+    def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        counts.entered += 1
+        try:
+            given = len(args)
+            group = args[group_place] if given > group_place else kwargs.get("group")
+            key = (counts.world or _find_world()) if group is None else group.group_name
+            size = (args[size_place] if given > size_place else kwargs[sized]).numel() if sized else 0
+            number = groups.get(key, 0) + 1
+            groups[key] = counts.sequence = number
+            counts.group, counts.size = key, size
+            recent.append((key, number, name, size))
+        except Exception:  # not of the group, or not a tensor: the call itself will say so
+            counts.group, counts.size = "", 0
+        return name
+
+    return _outermost(real, enter)
+
+
+def _named(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Name ``real`` while it runs, without counting it."""
+
+    def enter(_args: tuple[Any, ...], _kwargs: dict[str, Any]) -> str:
+        if name == "init_process_group":
+            active.counts.forget_groups()
+        return name
+
+    return _outermost(real, enter)
+
+
+def _find_world() -> str:
+    core: Any = sys.modules["torch.distributed.distributed_c10d"]
+    active.counts.world = str(core.GroupMember.WORLD.group_name)
+    return active.counts.world
+
+
+def _waiting(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Name a rank that waits for an asynchronous collective (on gloo the host waits; on NCCL only the stream does)."""
+    return _outermost(real, lambda _args, _kwargs: active.counts.last or "wait")

@@ -1,0 +1,156 @@
+"""How long a rank waits inside DDP's reducer, which calls NCCL and gloo from C++ where no wrapper of a call sees it.
+
+A hook on the loss queues a callback of the autograd engine. Callbacks run in the order in which they were queued, once
+the whole graph has been computed, and the reducer queues its own (the one that waits for its buckets) when its last
+bucket is ready. So the first callback runs when this rank has computed its gradients, and what passes from then to the
+end of ``backward`` is waiting: on gloo for the host, under NCCL for the stream, between two events. Neither the
+gradients nor the overlap of computation and communication change.
+
+Forward waits where DDP broadcasts buffers (``_sync_buffers``).
+"""
+
+import sys
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any
+
+from .. import active
+from ..active import mine
+from ..loop.training import Training
+from ..replace import replace
+
+MOST_WAITS = 32
+"""Waits timed on the device in one step; a step with more micro-steps is timed on the host alone."""
+
+
+class _Backward:
+    """The backward under way; ``computed_ns`` is 0 until this rank has computed its gradients."""
+
+    __slots__ = ("computed_ns", "counted_ns", "event", "training")
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.computed_ns = 0
+        self.counted_ns = 0
+        self.event: Any = None
+
+    def begun(self, _gradient: Any) -> None:
+        """Runs first in a backward: have ``computed`` called at its end, before any callback of the reducer."""
+        try:
+            _queue_callback(self.computed)
+        except Exception as error:
+            self.training.guard.disable(error)
+
+    def computed(self) -> None:
+        """Note that all gradients of this rank are computed; on CUDA a thread of the autograd engine calls this."""
+        try:
+            self.event = _mark(self.training)
+            self.counted_ns = active.counts.host_ns
+            self.computed_ns = perf_counter_ns()
+        except Exception as error:
+            self.training.guard.disable(error)
+
+    def over(self) -> None:
+        """Count what passed since as waiting; collectives called meanwhile have been counted by themselves."""
+        if not self.computed_ns:
+            return
+        counts = active.counts
+        counts.host_ns = max(counts.host_ns, self.counted_ns + perf_counter_ns() - self.computed_ns)
+        _note(self.training, self.event)
+
+
+_watching = False
+"""A model in this process is wrapped in DDP."""
+_running: _Backward | None = None
+
+
+def install(torch: Any) -> None:
+    """Time the reducer's waiting. To be called before ``torch.autograd.backward`` is replaced by another hook."""
+    parallel = torch.nn.parallel.DistributedDataParallel
+    replace(torch.autograd, "backward", _timed_backward, below=True)
+    replace(parallel, "__init__", _making, below=True)
+    if hasattr(parallel, "_sync_buffers"):
+        replace(parallel, "_sync_buffers", _timed_sync, below=True)
+
+
+def _making(original: Any) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        global _watching
+        original(self, *args, **kwargs)
+        _watching = True
+
+    return __init__
+
+
+def _timed_backward(original: Any) -> Callable[..., Any]:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        global _running
+        if not _watching:
+            return original(tensors, *args, **kwargs)
+        training = mine() if _running is None else None
+        handle = None
+        if training is not None:
+            start = perf_counter_ns()
+            _running = _Backward(training)
+            handle = _hook(training, _running, tensors)
+            training.tracker.cost_ns += perf_counter_ns() - start
+        if handle is None:
+            _running = None if training is not None else _running
+            return original(tensors, *args, **kwargs)
+        running = _running
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            _running = None
+            handle.remove()
+            if running is not None:
+                running.over()
+
+    return backward
+
+
+def _timed_sync(original: Any) -> Callable[..., Any]:
+    def _sync_buffers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        training = mine()
+        if training is None:
+            return original(self, *args, **kwargs)
+        counts = active.counts
+        event, counted, start = _mark(training), counts.host_ns, perf_counter_ns()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            counts.host_ns = max(counts.host_ns, counted + perf_counter_ns() - start)
+            _note(training, event)
+
+    return _sync_buffers
+
+
+def _hook(training: Training, running: _Backward, tensors: Any) -> Any:
+    """Have ``running`` begin with the backward; None where that cannot be."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled, "compiled_autograd_enabled", False):
+        return None  # it would trace the hook
+    try:
+        loss = tensors[0] if isinstance(tensors, list | tuple) else tensors
+        return loss.register_hook(running.begun) if loss.grad_fn is not None else None
+    except Exception:  # not a tensor, or one that takes no hook: the backward itself will say so
+        return None
+
+
+def _queue_callback(call: Callable[[], None]) -> None:
+    import torch
+
+    engine: Any = torch.autograd.Variable
+    engine._execution_engine.queue_callback(call)
+
+
+def _mark(training: Training) -> Any:
+    events = training.device.events
+    return events.mark() if events is not None and len(training.tracker.notes.waits) < MOST_WAITS else None
+
+
+def _note(training: Training, begun: Any) -> None:
+    events = training.device.events
+    if begun is not None and events is not None:
+        tracker = training.tracker
+        tracker.notes.waits.append((tracker.phase, begun, events.mark()))

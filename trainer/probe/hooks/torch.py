@@ -1,0 +1,338 @@
+"""Hooks into plain PyTorch: dataloaders, backward, optimizers, checkpoints, DDP and FSDP forwards.
+
+Each replaces a public function or method with one that tells the probe and calls the original; without a probe, or on
+another thread, it only calls the original.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from .. import active
+from ..active import mine, switched_on
+from ..loop.training import Training
+from ..rank.model import describe_model, dtype_of, own_class, own_model
+from ..replace import is_replaced, replace
+from ..values import replicas
+from ..values.model_flops import model_flops
+from . import reducer
+from .imports import after_import
+
+_installed = False
+
+
+def install(become_rank: Callable[[], None]) -> None:
+    """Install every hook, once. PyTorch has been imported.
+
+    Args:
+        become_rank: makes this process a rank, where it is none and is to be one; it is about to make an optimizer.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    import torch
+    from torch.optim import Optimizer
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    reducer.install(torch)
+    replace(_BaseDataLoaderIter, "__next__", _fetching)
+    replace(torch.autograd, "backward", _backward)
+    replace(torch, "save", scoped("checkpoint"))
+    replace(Optimizer, "__init__", partial(_making_optimizer, become_rank))
+    replace(Optimizer, "zero_grad", _zeroing)
+    register_optimizer_step_pre_hook(_before_optimizer)
+    register_optimizer_step_post_hook(_after_optimizer)
+    for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+        replace(owner, "clip_grad_norm_", _clipping)
+    replace(torch.amp.GradScaler, "scale", scaling)
+    replace(torch.amp.GradScaler, "step", _scaled_step)
+    replace(torch.nn.parallel.DistributedDataParallel, "__init__", _making_parallel)
+    replace(torch.nn.parallel.DistributedDataParallel, "forward", _parallel_forward("ddp"))
+    after_import("torch.distributed.fsdp.fully_sharded_data_parallel", _on_fsdp)
+    after_import("torch.distributed.fsdp", _on_fsdp2)
+    after_import("torch.distributed._composable.fsdp", _on_fsdp2)
+
+
+def scoped(phase: str) -> Callable[[Any], Callable[..., Any]]:
+    """Make a wrapper that is in ``phase`` for the length of the call."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            training = mine()
+            before = training.phases.open_scope(phase) if training is not None else None
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if training is not None and before is not None:
+                    training.phases.close_scope(before)
+
+        return call
+
+    return make
+
+
+def _fetching(original: Any) -> Callable[..., Any]:
+    def __next__(self: Any) -> Any:  # noqa: N807
+        training = mine()
+        if training is None:
+            return original(self)
+        training.micro_steps.fetching(self)
+        try:
+            found = original(self)
+        except StopIteration:
+            training.updates.exhausted()
+            raise
+        training.micro_steps.fetched(found)
+        return found
+
+    return __next__
+
+
+def _backward(original: Any) -> Callable[..., Any]:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        training = mine()
+        if training is None or training.state.in_backward:
+            return original(tensors, *args, **kwargs)
+        loss = tensors[0] if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors
+        outermost = training.micro_steps.going_backward(loss)
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            if outermost:
+                training.micro_steps.went_backward()
+
+    return backward
+
+
+def _making_optimizer(become_rank: Callable[[], None], original: Any) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        become_rank()
+        original(self, *args, **kwargs)
+        training = active.training
+        if training is not None:
+            training.updates.found_optimizer(self)
+        training = mine()
+        if training is not None and not training.state.making_engine:
+            training.updates.made_updater(self)
+
+    return __init__
+
+
+def _zeroing(original: Any) -> Callable[..., Any]:
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        training = mine()
+        if training is not None:
+            training.updates.zeroing(self)
+        return original(self, *args, **kwargs)
+
+    return zero_grad
+
+
+def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Begin an update; returns the arguments anew where they have a closure, which is then told apart from it."""
+    training = mine()
+    if training is None:
+        training = _adopted()
+        if training is None:
+            return None
+    updates = training.updates
+    if training.state.in_update and updates.updater is not optimizer:
+        return None  # a part of an engine's update, or of another optimizer's
+    return _with_closure(args, kwargs) if updates.begin_update(optimizer) else None
+
+
+def _with_closure(args: Any, kwargs: Any) -> Any:
+    """Wrap the closure in the arguments of ``Optimizer.step`` (the first is the optimizer); None: there is none."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+    wrapped = _closure(closure)
+    return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
+
+
+def _closure(original: Any) -> Callable[..., Any]:
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        training = mine()
+        if training is None or not training.state.in_update:
+            return original(*args, **kwargs)
+        training.updates.open_closure()
+        try:
+            found = original(*args, **kwargs)
+        except BaseException:
+            training.updates.close_closure(failed=True)
+            raise
+        training.updates.close_closure()
+        return found
+
+    return closure
+
+
+def _adopted() -> Training | None:
+    """Make this thread the one that trains, unless another one is known to: before the first update, the updating one.
+
+    Returns:
+        What hooks report to; None where another thread trains, or nothing watches.
+    """
+    training = switched_on()
+    if training is None or training.tracker.step or training.state.engine_steps:
+        return None
+    training.guard.adopt_thread()
+    return training
+
+
+def _after_optimizer(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    training = mine()
+    if training is not None and training.updates.updater is optimizer:
+        training.updates.end_update(optimizer)
+
+
+def _clipping(original: Any) -> Callable[..., Any]:
+    def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+        norm = original(*args, **kwargs)
+        training = mine()
+        if training is not None and norm is not None and not training.state.engine_steps:
+            training.updates.note_grad_norm(norm)
+        return norm
+
+    return clip_grad_norm_
+
+
+def scaling(original: Any) -> Callable[..., Any]:
+    """Make a wrapper of a method that scales a loss, its only argument: notes by how much."""
+
+    def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scaled = original(self, *args, **kwargs)
+        training = mine()
+        if training is not None:
+            loss = args[0] if args else next(iter(kwargs.values()))
+            if scaled is not loss:
+                training.micro_steps.note_scaling(scaled, loss)
+        return scaled
+
+    return scale
+
+
+def _making_parallel(original: Any) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        replicas.note_parallel(self)
+
+    return __init__
+
+
+def _scaled_step(original: Any) -> Callable[..., Any]:
+    """A loss scaler that finds infinite gradients leaves the optimizer alone: a step all the same, and skipped."""
+
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        training = mine()
+        before = training.updaters.updates if training is not None else 0
+        found = original(self, optimizer, *args, **kwargs)
+        if training is not None and not training.state.engine_steps and training.updaters.updates == before:
+            training.updates.skipped_update(optimizer, getattr(self, "_scale", None))
+        return found
+
+    return step
+
+
+def _parallel_forward(framework: str) -> Callable[[Any], Callable[..., Any]]:
+    """Make a wrapper of a parallel module's forward. FSDP wraps modules inside modules: the outermost one counts."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            training = mine()
+            if training is None or training.state.in_forward or training.state.in_backward:
+                return original(self, *args, **kwargs)
+            _begin_forward(training, framework, self, args, kwargs)
+            training.state.in_forward = True
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                training.state.in_forward = False
+
+        return forward
+
+    return make
+
+
+def know_model(training: Training, model: Any) -> None:
+    """Keep which model is trained: its name and size for the hello, the model itself for what its memory is."""
+    introduction, trained = training.introduction, training.trained
+    introduction.facts.update(describe_model(model))
+    introduction.facts["flops"] = model_flops(model)
+    introduction.parameter_dtype = dtype_of(model)
+    trained.model = weakref.ref(getattr(model, "module", model))
+    trained.shifts_labels = own_class(own_model(model)).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def _begin_forward(training: Training, framework: str, module: Any, args: Any, kwargs: Any) -> None:
+    state, micro_steps = training.state, training.micro_steps
+    try:
+        trained = training.forwards.is_trained(module)
+        if trained and not state.forward_by:
+            micro_steps.expect_forward("parallel")
+            tell_framework(framework, module)
+        # A Trainer or an engine tells itself where the forward of the model that it trains begins.
+        if state.forward_by == "parallel" or (state.forward_by and not trained):
+            micro_steps.forwarding(module, args, kwargs)
+    except Exception as error:
+        training.guard.disable(error)
+
+
+def tell_framework(framework: str, model: Any = None) -> None:
+    """Say in the rank's hello what is being watched, unless something more telling is known already."""
+    training = switched_on()
+    if training is None or training.introduction.facts["framework"] not in ("pytorch", framework):
+        return
+    try:
+        training.introduction.facts["framework"] = framework
+        if model is not None:
+            know_model(training, model)
+        training.outbox.say_hello()
+    except Exception as error:
+        training.guard.disable(error)
+
+
+def _on_fsdp(module: ModuleType) -> None:
+    fsdp: Any = module
+    replace(fsdp.FullyShardedDataParallel, "forward", _parallel_forward("fsdp"))
+    replace(fsdp.FullyShardedDataParallel, "clip_grad_norm_", _clipping)
+
+
+def _on_fsdp2(module: ModuleType) -> None:
+    """Hook ``fully_shard``. The package and the module that defines it have moved between versions of PyTorch."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def fully_shard(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            _note_sharded(found)
+            return found
+
+        return fully_shard
+
+    original = getattr(module, "fully_shard", None)
+    if original is None or is_replaced(original):
+        return
+    replace(module, "fully_shard", make)
+    for name, other in list(sys.modules.items()):
+        in_torch = name.startswith(("torch.distributed.fsdp", "torch.distributed._composable"))
+        if in_torch and getattr(other, "fully_shard", None) is original:
+            setattr(other, "fully_shard", module.fully_shard)  # noqa: B010
+
+
+def _note_sharded(found: Any) -> None:
+    """A model is sharded layer by layer and as a whole at the end: the largest so far is the model."""
+    training = switched_on()
+    module: Any = found[-1] if isinstance(found, list | tuple) and found else found
+    if training is None or not hasattr(module, "parameters"):
+        return
+    try:
+        known = training.trained.model()
+        if known is None or sum(1 for _ in module.parameters()) >= sum(1 for _ in known.parameters()):
+            tell_framework("fsdp", module)
+    except Exception as error:
+        training.guard.disable(error)

@@ -1,0 +1,95 @@
+"""Hooks into transformers: a callback in every ``Trainer``, and its evaluation and checkpoint phases."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from .. import guard
+from ..active import mine
+from ..replace import replace
+from .torch import scoped, tell_framework
+
+
+def install_trainer(module: ModuleType) -> None:
+    """Hook into ``transformers.trainer.Trainer``."""
+    trainer: Any = module.Trainer
+    replace(trainer, "__init__", _making)
+    for name in ("evaluate", "predict"):
+        replace(trainer, name, scoped("eval"))
+    for name in ("_save_checkpoint", "save_model"):
+        replace(trainer, name, scoped("checkpoint"))
+    replace(trainer, "training_step", _training_step)
+
+
+def install_modeling(module: ModuleType) -> None:
+    """Hook into ``PreTrainedModel.save_pretrained``."""
+    replace(module.PreTrainedModel, "save_pretrained", scoped("checkpoint"))
+
+
+def install_generation(module: ModuleType) -> None:
+    """Hook into ``GenerationMixin.generate``: outside of an evaluation it is the rollout of a step."""
+    replace(module.GenerationMixin, "generate", _generate)
+
+
+def _generate(original: Any) -> Callable[..., Any]:
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        training = mine()
+        before = None
+        if training is not None and training.tracker.phase != "eval":
+            before = training.phases.open_scope("generate")
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if training is not None and before is not None:
+                training.phases.close_scope(before)
+
+    return generate
+
+
+def _making(original: Any) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        add_callback(self)
+
+    return __init__
+
+
+def add_callback(trainer: Any) -> None:
+    """Give a ``Trainer`` the callback, unless it has one."""
+    from .callback import callback_class
+
+    try:
+        kind = callback_class()
+        if not any(isinstance(callback, kind) for callback in trainer.callback_handler.callbacks):
+            trainer.add_callback(kind())
+    except Exception as error:
+        guard.log_error("cannot add the callback to a Trainer", error)
+
+
+def _training_step(original: Any) -> Callable[..., Any]:
+    """Tell the probe where a micro-step begins, and that a ``Trainer`` has divided its loss by the accumulation."""
+
+    def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        training = mine()
+        if training is not None:
+            state = training.state
+            state.sum_losses = True
+            state.normalised_over_ranks = _is_normalised_over_ranks(self, *args, **kwargs)
+            if state.forward_by != "engine":
+                if state.forward_by != "trainer":
+                    training.micro_steps.expect_forward("trainer")
+                    tell_framework("transformers", model)
+                training.micro_steps.forwarding(None, (inputs,), {})
+        loss = original(self, model, inputs, *args, **kwargs)
+        # Under DeepSpeed the update is made in here, before the last micro-step's loss is returned: what was
+        # backpropagated counts there.
+        if training is not None and not training.state.engine_steps:
+            training.micro_steps.trained_micro_step(loss)
+        return loss
+
+    return training_step
+
+
+def _is_normalised_over_ranks(trainer: Any, num_items_in_batch: Any = None, *_args: Any, **_kwargs: Any) -> bool:
+    """Whether the Trainer divides by the label tokens of all ranks, and multiplies by the ranks for DDP's mean."""
+    return num_items_in_batch is not None and bool(getattr(trainer.args, "average_tokens_across_devices", False))

@@ -1,0 +1,209 @@
+"""Commands from the hub, carried out by the publisher thread, so that they work while the training thread is stuck."""
+
+import faulthandler
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from ....protocol import wire
+from ....protocol.control import Accepted, Command, Result
+from ....protocol.errors import ProtocolError
+from ....protocol.telemetry import Stacks
+from ...host import activity, processes
+from .. import guard
+from ..memory.allocator import AllocatorWatch
+from ..memory.snapshots import Answer, Snapshots
+from ..memory.stack_capture import Arming
+from ..oom.hold import Hold
+from ..phases.pace import Pace
+from ..phases.stop_request import StopRequest
+from ..phases.tracker import Tracker
+from ..rank.context import RankContext
+from . import flight_recorder, locks
+from .stack_dump import Dumper
+
+
+class Commands:
+    """Answers each command twice, as ``protocol.control`` says: accepted (or why not), then its result.
+
+    Args:
+        rank: this rank.
+        tracker: the phase machine.
+        pace: how long a step takes.
+        stop: takes a request to stop.
+        hold: whether the rank is held.
+        dumper: how its stacks are had from outside.
+        snapshots: takes memory snapshots.
+        arming: records stacks of one phase.
+        allocator: looks closely at one step.
+        say_hello: has the rank introduce itself.
+        send: sends a message.
+    """
+
+    def __init__(
+        self,
+        rank: RankContext,
+        tracker: Tracker,
+        pace: Pace,
+        stop: StopRequest,
+        hold: Hold,
+        dumper: Dumper,
+        snapshots: Snapshots,
+        arming: Arming,
+        allocator: AllocatorWatch,
+        say_hello: Callable[[], None],
+        send: Callable[[wire.Message], None],
+    ) -> None:
+        self._rank = rank
+        self._tracker = tracker
+        self._pace = pace
+        self._stop_request = stop
+        self._hold = hold
+        self._dumper = dumper
+        self._say_hello = say_hello
+        self._snapshots = snapshots
+        self._arming = arming
+        self._allocator = allocator
+        self._send = send
+        self._answered = 0
+
+    def take(self, socket: Any) -> None:
+        """Carry out every command that has come."""
+        while True:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                wire.decode_header(frames[0])
+                command = wire.decode_body(frames[1])
+            except (ProtocolError, IndexError) as error:
+                guard.log_error("a command that cannot be read", error)
+                continue
+            if isinstance(command, Command):
+                self._act(socket, command)
+
+    def _act(self, socket: Any, command: Command) -> None:
+        actions: dict[str, Callable[[Command], tuple[bool, str, dict[str, Any]]]] = {
+            "identify": self._identify,
+            "ping": lambda _: (True, "", {}),
+            "stacks": self._stacks,
+            "stop": self._stop,
+            "release": self._release,
+        }
+        later: dict[str, Callable[[dict[str, Any], Answer], None]] = {
+            "snapshot": lambda args, answer: self._snapshots.want(str(args.get("reason", "asked")), answer),
+            "compose": lambda args, answer: self._allocator.want(str(args.get("reason", "asked")), answer),
+            "arm": lambda args, answer: self._arming.want(
+                str(args.get("phase", "")),
+                int(args.get("steps", 1)),
+                int(args.get("from_step", 0)),
+                str(args.get("reason", "asked")),
+                answer,
+            ),
+        }
+        if command.verb in later:
+            self._answer(socket, Accepted(command.id, True))
+            answer = self._later(socket, command)
+            try:
+                later[command.verb](command.args, answer)
+            except Exception as error:
+                guard.log_error(command.verb, error)
+                answer(False, f"{type(error).__name__}: {error}", {})
+            return
+        if command.verb == "console":
+            refused = self._hold.run(str(command.args.get("code", "")), self._later(socket, command))
+            self._answer(socket, Accepted(command.id, not refused, refused))
+            return
+        action = actions.get(command.verb)
+        if action is None:
+            self._answer(socket, Accepted(command.id, False, f"a rank does not know {command.verb!r}"))
+            return
+        self._answer(socket, Accepted(command.id, True))
+        try:
+            ok, text, data = action(command)
+        except Exception as error:
+            guard.log_error(command.verb, error)
+            ok, text, data = False, f"{type(error).__name__}: {error}", {}
+        self._answer(socket, Result(command.id, ok, command.verb, text, data, time.time()))
+
+    def _later(self, socket: Any, command: Command) -> Answer:
+        def answer(ok: bool, text: str, data: dict[str, Any]) -> None:
+            self._answer(socket, Result(command.id, ok, command.verb, text, data, time.time()))
+
+        return answer
+
+    def _answer(self, socket: Any, message: Accepted | Result) -> None:
+        self._answered += 1
+        try:
+            frames = wire.encode(self._rank.identity, self._answered, time.time(), message)
+            socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            guard.log("an answer found no room and was dropped")
+
+    def _identify(self, _command: Command) -> tuple[bool, str, dict[str, Any]]:
+        self._say_hello()
+        return True, "", {}
+
+    def _stacks(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
+        # In memory: a full disk must not keep anybody from seeing where a rank is.
+        with open(os.memfd_create("ftmon-stacks"), "w+b") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            text = file.read(1 << 20).decode(errors="replace")
+        training = self._rank.guard.thread
+        thread = f"0x{training:016x}"
+        data: dict[str, Any] = {"text": text, "thread": thread}
+        if command.args.get("calls"):
+            data["calls"] = flight_recorder.calls(self._tracker.counts)
+            data["lock"] = locks.waits_for(training)
+        if command.args.get("activity"):
+            data["activity"] = list(
+                activity.look(os.getpid(), self._dumper.prepared, processes.table(), time.monotonic())
+            )
+        if not command.args.get("quiet"):
+            reason = str(command.args.get("reason", ""))
+            self._send(Stacks(self._rank.rank, time.time(), text, reason, thread, "probe"))
+        return True, "", data
+
+    def _release(self, _command: Command) -> tuple[bool, str, dict[str, Any]]:
+        released = self._hold.release()
+        return released, "released" if released else "this rank is not held", {}
+
+    def _stop(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
+        request, done = self._stop_request, self._tracker.step
+        if not request.heeded:
+            return False, "the script does not ask whether to stop; it has to be interrupted", {}
+        step = command.args.get("step")
+        if not isinstance(step, int):
+            step = agree_on_step(self._rank.run.path / "stop-after", self._tracker.step, self._pace.usual)
+        request.after = step if self._rank.world_size > 1 else done
+        return True, f"will stop after step {max(request.after, done)}", {"step": request.after}
+
+
+def agree_on_step(path: Path, step: int, step_seconds: float) -> int:
+    """Agree with the run's other ranks on the step to stop after; one that stops earlier would leave them hanging.
+
+    The first rank asked proposes, the others take what they find. Ranks are a few steps apart at the most, so the
+    proposal lies a few steps and at least a second ahead.
+
+    Args:
+        path: the file of the run that holds the proposal.
+        step: the last step this rank has finished.
+        step_seconds: how long a step takes.
+    """
+    ahead = 3 + math.ceil(1 / step_seconds) if step_seconds > 0 else 3
+    proposal = path.with_name(f".{path.name}-{os.getpid()}")
+    proposal.write_text(str(step + ahead))
+    try:
+        os.link(proposal, path)
+    except FileExistsError:
+        pass
+    finally:
+        proposal.unlink()
+    return int(path.read_text())

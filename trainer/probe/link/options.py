@@ -1,0 +1,37 @@
+"""The run's options as a rank reads them. Standard library only in ``read_raw``: it is wanted before any import."""
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from ....protocol.environment import JOIN_ENV, RUN_ENV
+
+if TYPE_CHECKING:
+    from ....protocol.run_options import RunOptions
+
+
+def read_raw() -> dict[str, Any]:
+    """Return the options in ``join.json`` or ``run.json``, those that differ from the defaults; empty without a run."""
+    run = os.environ.get(RUN_ENV)
+    # On another host the run directory is not at hand, but join.json is; it holds the same options.
+    for path in (os.environ.get(JOIN_ENV), run and os.path.join(run, "run.json")):
+        try:
+            with open(path or "", "rb") as file:
+                content = json.load(file)
+        except (OSError, ValueError):
+            continue
+        found = content.get("options", {}) if isinstance(content, dict) else {}
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def read_options() -> "RunOptions":
+    """Return the run's options; the defaults without a run, or where they cannot be read."""
+    import msgspec
+
+    from ....protocol.run_options import RunOptions
+
+    try:
+        return msgspec.convert(read_raw(), RunOptions)
+    except msgspec.ValidationError:
+        return RunOptions()

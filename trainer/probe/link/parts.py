@@ -1,0 +1,77 @@
+"""What each of several engines or optimizers did in one step, from the notes of the step's parts."""
+
+from collections.abc import Sequence
+
+from ....protocol.telemetry import Update
+from ..device import device_values
+from ..phases.marks import Notes, PartNotes
+from ..values.losses import LossNote, combine, read_losses
+
+
+def read_parts(notes: Notes) -> tuple[list[Update], Update]:
+    """Return what each one did, in the order of their first updates, and the one whose figures are the step's.
+
+    To be called once, as it reads what came from the device; ``notes.parts`` is not empty.
+    """
+    losses = _share_out(notes.parts, [read_losses(part.notes.losses) for part in notes.parts])
+    figures = [_figure(part.notes, own) for part, own in zip(notes.parts, losses, strict=True)]
+    updates: dict[int, Update] = {}
+    for key in dict.fromkeys(part.key for part in notes.parts):
+        own = [(part, loss) for part, loss in zip(notes.parts, figures, strict=True) if part.key == key]
+        known = [loss for _, loss in own if loss is not None]
+        updates[key] = Update(
+            name=own[0][0].name,
+            count=len(own),
+            micro_steps=sum(part.notes.micro_steps for part, _ in own),
+            loss=sum(known) / len(known) if known else None,
+            lr=_last([device_values.read(part.notes.lr) for part, _ in own]),
+            grad_norm=_last([device_values.read(part.notes.grad_norm) for part, _ in own]),
+            loss_scale=_last([device_values.read(part.notes.loss_scale) for part, _ in own]),
+            overflow=any(part.notes.overflow for part, _ in own),
+        )
+    found = list(updates.values())
+    first = updates.get(notes.first)
+    with_loss = [update for update in found if update.loss is not None]
+    own = first if first is not None and (first.loss is not None or not with_loss) else (with_loss or found)[0]
+    return found, own
+
+
+def _share_out(parts: Sequence[PartNotes], losses: Sequence[list[LossNote]]) -> list[list[LossNote]]:
+    """Give each part the losses that are its own: they may all have been backpropagated before the first update."""
+    found: list[list[LossNote]] = [[] for _ in parts]
+    for place, own in enumerate(losses):
+        for loss in own:
+            found[_owner_place(parts, place, loss)].append(loss)
+    for place, own in enumerate(found):
+        # Critic's and actor's backward, then critic's and actor's update: in the same order.
+        following = len(own) - 1
+        without = found[place + 1 : place + 1 + following]
+        if following > 0 and len(without) == following and not any(without) and not any(loss.owner for loss in own):
+            distinct = len({parts[at].key for at in range(place, place + 1 + following)}) == following + 1
+            next_has = place + 1 + following < len(found) and not found[place + 1 + following]
+            if distinct and not next_has:
+                for offset, loss in enumerate(list(own)):
+                    found[place + offset] = [loss]
+    return found
+
+
+def _owner_place(parts: Sequence[PartNotes], place: int, loss: LossNote) -> int:
+    """Return the part that an engine's loss belongs to: its next update, or its last."""
+    if loss.owner is None or parts[place].key == loss.owner:
+        return place
+    after = [at for at in range(place + 1, len(parts)) if parts[at].key == loss.owner]
+    before = [at for at in range(place) if parts[at].key == loss.owner]
+    return after[0] if after else before[-1] if before else place
+
+
+def _figure(notes: Notes, losses: list[LossNote]) -> float | None:
+    reported = [value for value in map(device_values.read, notes.reported) if value is not None]
+    if notes.reported_loss is not None:
+        return notes.reported_loss
+    if reported:
+        return sum(reported) / len(reported)
+    return combine(losses, notes)
+
+
+def _last(found: Sequence[float | None]) -> float | None:
+    return next((value for value in reversed(found) if value is not None), None)

@@ -1,0 +1,314 @@
+"""The publisher: one daemon thread that turns what the training thread left behind into messages.
+
+It sleeps in a poll of the command socket, 10 times a second, and does little when awake: it shares the interpreter's
+lock with the training. It never asks the allocator for its figures, because the lock it would need may be held by a
+training thread that is stuck in the driver.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import zmq
+
+from ....protocol import sockets, wire
+from ....protocol.telemetry import Heartbeat
+from ..device.events import has_passed
+from ..memory.allocator import AllocatorWatch
+from ..memory.annotations import PhaseMarks
+from ..memory.history import Recording
+from ..memory.snapshots import Snapshots
+from ..memory.stack_capture import Arming
+from ..oom.history import OomHistory
+from ..oom.hold import Hold
+from ..phases.marks import RestRaw, StepRaw
+from ..phases.outbox import Outbox
+from ..phases.pace import Pace
+from ..phases.stop_request import StopRequest
+from ..phases.tracker import Tracker
+from ..rank.context import RankContext
+from ..rank.hello import Introduction
+from ..rank.trained import Trained
+from . import run_files
+from .commands import Commands
+from .slow_facts import SlowFacts
+from .stack_dump import Dumper
+from .step_message import fold, fold_closing, without_device
+
+POLL_MS = 100
+YIELD_SECONDS = 0.0002
+BEAT_SECONDS = 1.0
+CHANGED_BEAT_SECONDS = 0.1
+"""Of silence, before a heartbeat says that something has changed."""
+FLOWING_BEAT_SECONDS = 0.5
+"""Between two heartbeats where steps leave no such silence: a rank that can say no more was last heard of in a phase
+that it was in lately."""
+TEND_SECONDS = 1.0
+
+
+class Publisher(threading.Thread):
+    """Sends a rank's messages to the hub of its run, which may not be there yet, or not any more.
+
+    Args:
+        rank: this rank.
+        introduction: what its hello says.
+        trained: what it trains.
+        tracker: the phase machine.
+        outbox: what the training thread hands over.
+        pace: how long a step takes, filled in here.
+        stop: takes a request to stop.
+        hold: whether the rank is held.
+        oom_history: what steps were like, filled in here.
+        phase_marks: the phases of the last steps, filled in here.
+        ready: each returns messages that the device has come past.
+        last_iterator: returns the dataloader iterator that was fetched from last, while it lives.
+    """
+
+    def __init__(
+        self,
+        rank: RankContext,
+        introduction: Introduction,
+        trained: Trained,
+        tracker: Tracker,
+        outbox: Outbox,
+        pace: Pace,
+        stop: StopRequest,
+        hold: Hold,
+        oom_history: OomHistory,
+        phase_marks: PhaseMarks,
+        ready: Sequence[Callable[[], Iterable[wire.Message]]],
+        last_iterator: Callable[[], Any],
+    ) -> None:
+        super().__init__(name="ftmon-publisher", daemon=True)
+        self.dropped = 0
+        """Messages that found the queue full."""
+        self._rank = rank
+        self._introduction = introduction
+        self._tracker = tracker
+        self._outbox = outbox
+        self._steps = outbox.folding
+        self._pace = pace
+        self._hold = hold
+        self._oom_history = oom_history
+        self._phase_marks = phase_marks
+        self._ready = ready
+        self._sequence = 0
+        self._changes = 0.0
+        """What the latest heartbeat told of."""
+        self._beaten = 0.0
+        self._spoken = 0.0
+        """When the latest heartbeat, and the latest heartbeat or step, was sent."""
+        self._tended = 0.0
+        self._ending = threading.Event()
+        self._flush_seconds = 0.0
+        self._recording = recording = Recording()
+        self._allocator = AllocatorWatch(rank, tracker, trained, pace, recording, self.send)
+        self._snapshots = Snapshots(rank, tracker, phase_marks, pace, recording, self.send)
+        self._arming = Arming(rank, tracker, trained, pace, recording, self.send)
+        self._dumper = Dumper(rank.run.logs / f"rank-{rank.rank}.stacks", rank.guard.thread)
+        self._commands = Commands(
+            rank,
+            tracker,
+            pace,
+            stop,
+            hold,
+            self._dumper,
+            self._snapshots,
+            self._arming,
+            self._allocator,
+            outbox.say_hello,
+            self.send,
+        )
+        self._slow_facts = SlowFacts(rank.rank, introduction, tracker, outbox, last_iterator)
+        self._telemetry: Any = None
+
+    def finish(self, seconds: float) -> None:
+        """Send what is left and end, within ``seconds``; called by the thread that ends the process."""
+        self._flush_seconds = seconds
+        self._ending.set()
+        self.join(seconds + 0.1)
+
+    def send(self, message: wire.Message) -> None:
+        """Send one message, or count it as dropped; for the publisher thread."""
+        self._sequence += 1
+        frames = wire.encode(self._rank.identity, self._sequence, time.time(), message)
+        try:
+            self._telemetry.send_multipart(frames, zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            self.dropped += 1
+
+    def run(self) -> None:
+        """Run until told to end."""
+        context: zmq.Context[Any] = zmq.Context()
+        try:
+            identity = self._rank.identity.encode()
+            self._telemetry = sockets.peer_socket(context, "telemetry")
+            self._telemetry.connect(self._rank.run.ipc_address("telemetry"))
+            ranks = sockets.peer_socket(context, "ranks", identity)
+            ranks.connect(self._rank.run.ipc_address("ranks"))
+            try:
+                self._work(ranks)
+            finally:
+                self._telemetry.close(linger=int(self._flush_seconds * 1000))
+                ranks.close(linger=0)
+        except Exception as error:
+            self._rank.guard.disable(error)
+        finally:
+            # Ends at once when everything is sent, after the linger when nobody takes it.
+            context.term()
+
+    def _work(self, ranks: Any) -> None:
+        poller = zmq.Poller()
+        poller.register(ranks, zmq.POLLIN)
+        while not self._ending.is_set():
+            if poller.poll(POLL_MS):
+                self._commands.take(ranks)
+            self._drain()
+            self._send_steps()
+            self._slow_facts.note_steps()
+            self._send_comparisons()
+            now = time.time()
+            self._beat(now)
+            self._rank.device.memory.tidy()
+            self._allocator.tick()
+            self._snapshots.tick()
+            self._hold.tick()
+            self._arming.tick()
+            if not 0 <= now - self._tended < TEND_SECONDS:
+                self._tended = now
+                self._tend()
+        self._drain(before_goodbye=self._send_last_steps)
+
+    def _send_comparisons(self) -> None:
+        for ready in self._ready:
+            for message in ready():
+                self.send(message)
+
+    def _tend(self) -> None:
+        """See, once a second, that what may be lost is there: the agent, and the handler that writes stacks."""
+        run_files.tend()
+        loader = self._slow_facts.loader()
+        if loader is not None:
+            self._introduction.facts["loader"] = loader
+        if self._dumper.lost(self._rank.guard.thread) or loader is not None:
+            self.say_hello()
+        compiles = self._slow_facts.compiles()
+        if compiles is not None:
+            self.send(compiles)
+
+    def _drain(self, before_goodbye: Any = None) -> None:
+        outbox = self._outbox.items
+        while outbox:
+            item = outbox.popleft()
+            if isinstance(item, StepRaw):
+                self._steps.append(item)
+            elif item == "hello":
+                if not outbox or outbox[0] != "hello":
+                    self.say_hello()
+            else:
+                if before_goodbye is not None:
+                    before_goodbye()
+                if isinstance(item, RestRaw):
+                    self._send_rest(item.raw)
+                else:
+                    self.send(item)
+
+    def say_hello(self) -> None:
+        """Introduce the rank, with the plan when there is one."""
+        introduction = self._introduction
+        self.send(introduction.hello(self._dumper.install(self._rank.guard.thread)))
+        if introduction.plan is not None:
+            self.send(introduction.plan)
+
+    def _send_steps(self) -> None:
+        while self._steps:
+            try:
+                if not has_passed(self._steps[0].marks[-1].event):
+                    return
+                raw = self._steps.popleft()
+            except RuntimeError:
+                # The device is in an error state: what it has not told by now it never will.
+                raw = without_device(self._steps.popleft())
+            self._send_step(raw)
+            if self._steps:
+                # Lets the training thread have the interpreter's lock: it waits for one step's work at most.
+                time.sleep(YIELD_SECONDS)
+
+    def _send_last_steps(self) -> None:
+        """Give the device a moment to pass the last events; what has not passed then goes without device figures."""
+        deadline = time.monotonic() + self._flush_seconds / 2
+        while self._steps and time.monotonic() < deadline:
+            self._send_steps()
+            if self._steps:
+                time.sleep(0.005)
+        while self._steps:
+            self._send_step(without_device(self._steps.popleft()))
+        self._send_comparisons()
+        self._allocator.send_ready()
+
+    def _send_rest(self, raw: StepRaw) -> None:
+        """Send what came after the last step; called when the process ends."""
+        try:
+            passed = has_passed(raw.marks[-1].event)
+        except RuntimeError:
+            passed = False
+        read = self._rank.device.memory.read
+        closing = fold_closing(raw if passed else without_device(raw), self._rank.rank, read)
+        if closing is not None:
+            self.send(closing)
+
+    def _send_step(self, raw: StepRaw) -> None:
+        rank, device = self._rank.rank, self._rank.device
+        dropped = self.dropped + self._outbox.overflowed
+        step = fold(raw, rank, device.memory.read, dropped, self._introduction.facts.get("flops"))
+        self.send(step)
+        self._spoken = time.time()
+        self._allocator.note_sent(raw.number)
+        self._pace.note((raw.marks[-1].ns - raw.marks[0].ns) / 1e9)
+        self._arming.note(step)
+        self._oom_history.note(step)
+        self._phase_marks.note(raw.number, raw.marks)
+        events = device.events
+        if events is not None:
+            for mark in raw.marks[:-1]:  # the last one begins the next step
+                events.recycle(mark.event)
+            for _, begun, ended in raw.notes.waits:
+                events.recycle(begun)
+                events.recycle(ended)
+
+    def _beat(self, now: float) -> None:
+        tracker, counts = self._tracker, self._tracker.counts
+        progress = tracker.progress + counts.entered
+        changes = progress + self._hold.since  # a rank that is held, or let go, says so at once
+        quiet, since = now - self._spoken, now - self._beaten
+        if changes == self._changes:
+            if 0 <= quiet < BEAT_SECONDS:
+                return
+        elif 0 <= quiet < CHANGED_BEAT_SECONDS and 0 <= since < FLOWING_BEAT_SECONDS:
+            return
+        self._changes, self._spoken, self._beaten = changes, now, now
+        reading = self._rank.device.memory.read(tracker.sample)
+        self.send(
+            Heartbeat(
+                rank=self._rank.rank,
+                step=tracker.step + 1,
+                phase=tracker.phase,
+                phase_started=now - (time.perf_counter_ns() - tracker.phase_ns) / 1e9,
+                progress=progress,
+                time=now,
+                micro_step=tracker.notes.micro_steps + tracker.notes.repeats,
+                collectives=counts.entered,
+                collective=counts.in_flight,
+                last_collective=counts.last,
+                step_collectives=max(0, counts.entered - tracker.step_collectives),
+                group=counts.group,
+                group_sequence=counts.sequence,
+                size=counts.size,
+                allocated=reading.allocated,
+                reserved=reading.reserved,
+                resident=max(0, reading.resident),
+                dropped=self.dropped + self._outbox.overflowed,
+                held_since=self._hold.since,
+            )
+        )

@@ -1,0 +1,118 @@
+"""Where this host's files of a run are. On another host than the hub's that is a directory of its own, with an agent.
+
+Standard library only until it turns out that this is another host: every rank asks, and most are on the hub's.
+"""
+
+import fcntl
+import json
+import os
+import re
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from ....protocol.environment import JOIN_ENV, PLACE_ENV, RUN_ENV
+
+_agent: "subprocess.Popen[bytes] | None" = None
+
+
+def folder() -> str:
+    """Give the directory with this host's logs and sockets of the run; empty when there is no run."""
+    return os.environ.get(PLACE_ENV) or os.environ.get(RUN_ENV, "")
+
+
+def settle() -> None:
+    """Find out whether the hub is on this host; where it is not, make a directory and see that an agent serves it.
+
+    Raises:
+        OSError: the directory cannot be made, or the file that tells cannot be read.
+        ValueError: that file is damaged.
+        FtmonError: the directory is open to others.
+    """
+    path = os.environ.get(JOIN_ENV)
+    if not path or PLACE_ENV in os.environ:
+        return
+    with open(path, "rb") as file:
+        join: dict[str, Any] = json.load(file)
+    if _is_here(join):
+        return
+    os.environ[PLACE_ENV] = str(_make(str(join["run"]), str(join["id"])))
+    start_agent()
+
+
+def tend() -> None:
+    """Start another agent when this host's has died; costs nothing on the hub's host, and little elsewhere.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    if PLACE_ENV in os.environ:
+        start_agent()
+
+
+def start_agent() -> None:
+    """Start this host's agent unless it lives: it holds a lock, and the first rank to take that starts one."""
+    global _agent
+    if _agent is not None:
+        _agent.poll()  # it goes to the background by itself at once; here it is only buried
+    place = os.environ.get(PLACE_ENV)
+    if not place:
+        return
+    from ....protocol.rundir import RunDir
+
+    lock = RunDir(place).socket_dir / "agent.lock"
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _agent = _spawn(place, descriptor)
+    except BlockingIOError:
+        return  # it lives
+    finally:
+        os.close(descriptor)
+
+
+def _spawn(place: str, descriptor: int) -> "subprocess.Popen[bytes]":
+    """Start the agent; it inherits the lock, so that no other rank starts a second one meanwhile."""
+    from ....protocol.spawn import spawn_module
+
+    words = [place, os.environ.get(JOIN_ENV, ""), str(descriptor)]
+    with open(os.path.join(place, "logs", "agent.log"), "ab") as log:
+        return spawn_module("ftmon.trainer.agent", words, stdout=log, stderr=log, pass_fds=(descriptor,))
+
+
+def _is_here(join: dict[str, Any]) -> bool:
+    """Tell whether this is the hub's host: containers share a boot, and cloud images a name, but hardly both."""
+    if join.get("host") != socket.gethostname():
+        return False
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return join.get("boot_id") in ("", boot)
+
+
+def _make(run: str, identifier: str) -> Path:
+    """Make this host's directory: within the run's where that is at hand or can be made, else in this user's own."""
+    from ....protocol.rundir import RunDir, home
+
+    problem: OSError | None = None
+    for base in (Path(run), home() / "runs" / re.sub(r"[^A-Za-z0-9._-]+", "-", identifier)):
+        place = RunDir(base).of_host(socket.gethostname())
+        try:
+            for folder in (base, place.path.parent, place.path, place.logs, place.snapshots):
+                _make_private(folder)
+        except OSError as error:
+            problem = problem or error
+            continue
+        RunDir(base).check()
+        place.check()
+        return place.path
+    assert problem is not None
+    raise problem
+
+
+def _make_private(path: Path) -> None:
+    if not path.parent.is_dir():
+        _make_private(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)

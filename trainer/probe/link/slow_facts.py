@@ -1,0 +1,120 @@
+"""What changes slowly and costs the training thread nothing: the publisher looks once a second.
+
+The DataLoader's settings are read off the iterator that the training thread fetched from last; compilations off the
+metrics that Dynamo keeps (``torch._dynamo.utils``), which is never imported from here.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ....protocol.health import Compilation, Compiles, DataLoaderInfo
+from ..phases.outbox import Outbox
+from ..phases.tracker import Tracker
+from ..rank.hello import Introduction
+
+_REASON = 400
+_MOST = 32
+
+
+class SlowFacts:
+    """Reads them; for the publisher thread.
+
+    Args:
+        rank: the rank's number.
+        introduction: has the settings that were sent last.
+        tracker: the phase machine.
+        outbox: knows how many steps are done.
+        last_iterator: returns the dataloader iterator that was fetched from last, while it lives.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        introduction: Introduction,
+        tracker: Tracker,
+        outbox: Outbox,
+        last_iterator: Callable[[], Any],
+    ) -> None:
+        self._rank = rank
+        self._introduction = introduction
+        self._tracker = tracker
+        self._outbox = outbox
+        self._last_iterator = last_iterator
+        self._last: Any = None
+        self._total = 0
+        self._trained_since = 0.0
+
+    def loader(self) -> DataLoaderInfo | None:
+        """Return the settings of the training's DataLoader when they are new; None otherwise."""
+        iterator = self._last_iterator()
+        if iterator is None or getattr(iterator, "_ftmon_eval", False):
+            return None
+        found = loader_info(iterator)
+        if found is None or found == self._introduction.facts.get("loader"):
+            return None
+        return found
+
+    def note_steps(self) -> None:
+        """Note when the first step was over: compilations before it are the run's warm-up."""
+        if not self._trained_since and self._outbox.steps_done:
+            self._trained_since = time.time()
+
+    def compiles(self) -> Compiles | None:
+        """Return what Dynamo has compiled since the last call; None: nothing."""
+        utils: Any = sys.modules.get("torch._dynamo.utils")
+        kept = getattr(utils, "_compilation_metrics", None)
+        if not kept:
+            return None
+        try:
+            metrics = list(kept)
+        except RuntimeError:  # the training thread is adding one
+            return None
+        fresh: list[Any] = []
+        for one in reversed(metrics):
+            if one is self._last:
+                break
+            fresh.append(one)
+        if not fresh:
+            return None
+        self._last = metrics[-1]
+        functions = [found for one in reversed(fresh) if (found := self._compilation(one)) is not None]
+        self._total += len(functions)
+        return Compiles(self._rank, time.time(), self._total, functions[-_MOST:]) if functions else None
+
+    def _compilation(self, metrics: Any) -> Compilation | None:
+        name = getattr(metrics, "co_name", None)
+        if not name:
+            return None
+        began = (getattr(metrics, "start_time_us", None) or 0) / 1e6
+        warm_up = not self._trained_since or began < self._trained_since
+        file = os.path.basename(str(getattr(metrics, "co_filename", "") or "?"))
+        return Compilation(
+            f"{name} ({file}:{getattr(metrics, 'co_firstlineno', 0)})"[:200],
+            1 if warm_up else self._tracker.step + 1,
+            float(getattr(metrics, "entire_frame_compile_time_s", None) or 0.0),
+            str(getattr(metrics, "recompile_reason", None) or "")[:_REASON],
+            str(getattr(metrics, "fail_type", None) or "")[:100],
+        )
+
+
+def loader_info(iterator: Any) -> DataLoaderInfo | None:
+    """Read the settings off an iterator of PyTorch's DataLoader; None for another one."""
+    workers = getattr(iterator, "_num_workers", None)
+    if workers is None:
+        return None
+    return DataLoaderInfo(
+        int(workers),
+        int(getattr(iterator, "_prefetch_factor", None) or 0) if workers else 0,
+        bool(getattr(iterator, "_pin_memory", False)),
+        bool(getattr(iterator, "_persistent_workers", False)),
+        _processors(),
+    )
+
+
+def _processors() -> int:
+    """Return this rank's share of the processors that it may use."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    return max(1, len(os.sched_getaffinity(0)) // max(1, ranks))

@@ -1,0 +1,101 @@
+"""Letting this rank's stacks be had from outside while native code holds Python's lock.
+
+faulthandler can write all stacks from within a signal handler, without the lock. Its handler is put on a real-time
+signal that nobody uses, and that signal is sent to the publisher's thread alone, so no system call of the script is
+interrupted. Whoever sends it looks first whether the process still catches it and whether the file is still open
+(``SelfDump``): the default action of such a signal is to end the process.
+"""
+
+import faulthandler
+import os
+import signal
+import threading
+from pathlib import Path
+
+from ....protocol.telemetry import SelfDump
+from .. import guard
+
+_FIRST, _LAST = 9, 24
+"""Offsets from SIGRTMIN. The lowest are taken by libraries now and then."""
+
+
+class Dumper:
+    """The handler of this process; for the publisher's thread.
+
+    Args:
+        path: where the stacks are written to.
+        training: the training thread, as ``threading.get_ident`` names it.
+    """
+
+    def __init__(self, path: Path, training: int) -> None:
+        self._path = path
+        self._training = training
+        self._descriptor = -1
+        self._signal = 0
+        self._given_up = False
+        self.prepared: SelfDump | None = None
+        """How the stacks are had from outside; None: not yet, or not at all."""
+
+    def install(self, training: int) -> SelfDump | None:
+        """Register the handler as ``_install`` does; the result is kept."""
+        self.prepared = self._install(training)
+        return self.prepared
+
+    def _install(self, training: int) -> SelfDump | None:
+        """Register the handler (once more, should the script have taken the signal since); None where that fails.
+
+        Args:
+            training: the training thread, as ``threading.get_ident`` names it.
+        """
+        self._training = training
+        if self._given_up:
+            return None
+        try:
+            if self._descriptor < 0:
+                # Append: the hub reads what was added, and a rank that was started again does not overwrite it.
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            if not self._signal:
+                number = _free_signal()
+                faulthandler.register(number, file=self._descriptor, all_threads=True, chain=False)
+                self._signal = number
+        except (OSError, ValueError, RuntimeError, AttributeError) as error:
+            self._given_up = True
+            guard.log_error("stacks cannot be had from outside", error)
+            return None
+        native = next((thread.native_id for thread in threading.enumerate() if thread.ident == training), None)
+        return SelfDump(
+            signal=self._signal,
+            receiver=threading.get_native_id(),
+            descriptor=self._descriptor,
+            path=str(self._path),
+            thread=f"0x{training:016x}",
+            training=native or os.getpid(),
+        )
+
+    def lost(self, training: int) -> bool:
+        """Tell whether what ``install`` told no longer holds: it is to be called, and its result told, again.
+
+        The script may have put a handler of its own on the signal, or train in another thread.
+        """
+        if self._signal and signal.getsignal(self._signal) is not signal.SIG_DFL:
+            # Not unregistered: that would put back what was there before faulthandler, over the script's own handler.
+            self._signal = 0
+            return not self._given_up
+        return training != self._training
+
+
+def _free_signal() -> int:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    for number in range(signal.SIGRTMIN + _FIRST, min(signal.SIGRTMIN + _LAST, signal.SIGRTMAX)):
+        if signal.getsignal(number) is signal.SIG_DFL and number not in blocked and not _is_caught(number):
+            return number
+    raise OSError("every real-time signal is taken")
+
+
+def _is_caught(number: int) -> bool:
+    """Tell whether native code has put a handler on a signal, of which Python knows nothing."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, mask = line.partition(":")
+        if name in ("SigCgt", "SigIgn") and int(mask, 16) >> (number - 1) & 1:
+            return True
+    return False

@@ -1,0 +1,55 @@
+"""Log lines of a rank that keeps its terminal (a bare ``ftmon.watch()``): printed as ever, and sent as well."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from ....protocol.telemetry import LogLine
+
+_LINE_LIMIT = 8192
+
+
+class Tee:
+    """Stands in for ``sys.stdout`` or ``sys.stderr``: everything goes to the stream itself, whole lines also go out."""
+
+    def __init__(self, stream: Any, name: Literal["out", "err"], rank: int, send: Callable[[LogLine], None]) -> None:
+        self._stream = stream
+        self._name: Literal["out", "err"] = name
+        self._rank = rank
+        self._send = send
+        self._partial = ""
+
+    def write(self, text: str) -> int:
+        """Write as the stream does."""
+        written = self._stream.write(text)
+        self._take(text)
+        return written
+
+    def writelines(self, lines: Any) -> None:
+        """Write every line."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _take(self, text: str) -> None:
+        # A progress bar goes back with \\r; only what stands at the end of a line is worth a line.
+        *whole, rest = (self._partial + text).split("\n")
+        self._partial = rest.rsplit("\r", 1)[-1][-_LINE_LIMIT:]
+        for line in whole:
+            self._send(
+                LogLine(self._rank, time.time(), self._name, line.rstrip("\r").rsplit("\r", 1)[-1][:_LINE_LIMIT])
+            )
+
+
+def tee_output(rank: int, send: Callable[[LogLine], None]) -> None:
+    """Have what this process prints through ``sys.stdout`` and ``sys.stderr`` sent as well.
+
+    Args:
+        rank: the rank's number.
+        send: takes each line; never waits.
+    """
+    sys.stdout = Tee(sys.stdout, "out", rank, send)
+    sys.stderr = Tee(sys.stderr, "err", rank, send)

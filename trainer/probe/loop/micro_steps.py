@@ -1,0 +1,232 @@
+"""Micro-steps: a batch is fetched, goes forward, and its loss goes backward."""
+
+import weakref
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from ..device import device_values
+from ..guard import guarded
+from ..phases.forwards import Forwards
+from ..phases.outbox import Outbox
+from ..phases.tracker import Tracker
+from ..phases.updaters import Updaters
+from ..rank.context import RankContext
+from ..rank.hello import Introduction
+from ..rank.model import dtype_name
+from ..rank.trained import Trained
+from ..values import batch
+from ..values.batch_losses import BatchLosses
+from ..values.losses import LossNotes
+from .phases import Phases
+from .state import LoopState
+
+_is_grad_enabled = torch.is_grad_enabled
+
+
+def _nothing() -> None:
+    return None
+
+
+class MicroSteps:
+    """Follows micro-steps, on the training thread alone.
+
+    Args:
+        rank: this rank.
+        introduction: told in what autocast computes the forward.
+        trained: what the rank trains.
+        outbox: takes another hello once a forward was seen.
+        tracker: the phase machine.
+        phases: the way into it.
+        forwards: judges whether a forward is training.
+        updaters: the engines and optimizers that update.
+        state: what is under way.
+        batch_losses: compares losses of equal batches.
+    """
+
+    def __init__(
+        self,
+        rank: RankContext,
+        introduction: Introduction,
+        trained: Trained,
+        outbox: Outbox,
+        tracker: Tracker,
+        phases: Phases,
+        forwards: Forwards,
+        updaters: Updaters,
+        state: LoopState,
+        batch_losses: BatchLosses,
+    ) -> None:
+        self.guard = rank.guard
+        self._device = rank.device
+        self._introduction = introduction
+        self._trained = trained
+        self._outbox = outbox
+        self._tracker = tracker
+        self._phases = phases
+        self._forwards = forwards
+        self._updaters = updaters
+        self._state = state
+        self._batch_losses = batch_losses
+        self._loss_notes = LossNotes()
+        self._divisors: set[int] = set()
+        """Numbers of micro-batches that the script has divided losses by; for the publisher thread."""
+        self._unscaled: tuple[int, Any] | None = None
+        self._fetched: Any = None
+        """The latest batch of a dataloader, until its forward begins."""
+        self._last_iterator: Callable[[], Any] = _nothing
+        self._seen_forward = False
+
+    def last_iterator(self) -> Any:
+        """Return the dataloader iterator that was fetched from last, while it lives; any thread."""
+        return self._last_iterator()
+
+    @guarded
+    def fetching(self, iterator: Any) -> None:
+        """The training thread asks a dataloader for a batch; inside ``no_grad`` or an eval's loader it is ``eval``."""
+        tracker, state = self._tracker, self._state
+        if tracker.depth or (state.in_update and not state.closures):
+            return
+        notes = tracker.notes
+        if notes.discarded:
+            notes.discarded, notes.micro_steps, notes.losses = False, 0, []
+        again = self._last_iterator() is iterator
+        if self._forwards.fetching(again) and again:
+            iterator._ftmon_eval = True
+        if not again:
+            self._last_iterator = weakref.ref(iterator)  # a strong one would keep its workers alive
+        if not _is_grad_enabled() or (tracker.phase == "eval" and getattr(iterator, "_ftmon_eval", False)):
+            iterator._ftmon_eval = True
+            tracker.enter("eval")
+        else:
+            self._phases.enter("data")
+
+    @guarded
+    def fetched(self, found: Any) -> None:
+        """A batch has come: without a forward hook, the forward begins now."""
+        tracker = self._tracker
+        notes = tracker.notes
+        if tracker.phase == "data":
+            key = id(self._last_iterator())
+            notes.fetches[key] = notes.fetches.get(key, 0) + 1
+            if self._batch_losses.current is not None:
+                self._batch_losses.add(found, False)
+        if self._state.forward_by:
+            if self._device.events is not None:
+                self._fetched = found
+        elif tracker.phase == "data":
+            start = perf_counter_ns()
+            batch.note(notes, found, is_forward=False, later=self._device.events is not None)
+            tracker.cost_ns += perf_counter_ns() - start
+            self._phases.enter("forward")
+
+    @guarded
+    def forwarding(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A model's forward begins.
+
+        Args:
+            module: the model, in its wrappers; None: a framework has said that a micro-step begins.
+            args: what the forward is given.
+            kwargs: the same.
+        """
+        tracker, state = self._tracker, self._state
+        if self._batch_losses.current is not None:
+            self._batch_losses.add((args, kwargs), True)
+        if module is None:
+            self._forwards.settle(training=True)
+        else:
+            if not self._device.settled:
+                self._phases.settle()
+            if not self._seen_forward:
+                self._see_forward()
+            before = tracker.phase
+            kind = self._forwards.judge(module)
+            if kind == "eval" and before in ("data", "forward"):
+                iterator = self._last_iterator()
+                if iterator is not None:
+                    iterator._ftmon_eval = True
+            if kind != "train":
+                return
+        self._phases.enter("forward")
+        notes = tracker.notes
+        if state.evaluations > 1 or notes.discarded:
+            return
+        start = perf_counter_ns()
+        fetched, self._fetched = self._fetched, None
+        batch.note(notes, (args, kwargs), True, self._device.events is not None, fetched, self._trained.shifts_labels)
+        if state.normalised_over_ranks:
+            notes.labels = []
+        tracker.cost_ns += perf_counter_ns() - start
+
+    @guarded
+    def expect_forward(self, by: str) -> None:
+        """From now on ``by`` tells where a forward begins; a batch noted as it was fetched will be noted there."""
+        self._state.forward_by = by
+        notes = self._tracker.notes
+        notes.shape, notes.tokens, notes.samples, notes.padded_tokens = [], [], 0, 0
+        notes.labels = []
+
+    @guarded
+    def going_backward(self, loss: Any, scaled: bool = False, owner: Any = None) -> bool:
+        """A backward begins; returns whether it is an outermost one.
+
+        Args:
+            loss: what it starts from.
+            scaled: the losses are known to add up to the step's; otherwise their graphs are asked.
+            owner: the engine whose backward it is.
+        """
+        tracker, state = self._tracker, self._state
+        if state.in_backward:
+            return False
+        state.in_backward = True
+        if self._forwards.going_backward():
+            iterator = self._last_iterator()
+            if iterator is not None:
+                iterator._ftmon_eval = False
+        if not state.forward_by and tracker.phase == "idle" and not tracker.depth:
+            tracker.rename("forward")
+        self._phases.enter("backward")
+        notes = tracker.notes
+        if state.evaluations > 1 or notes.discarded:
+            notes.repeats += notes.discarded
+            return True
+        start = perf_counter_ns()
+        notes.micro_steps += 1
+        unscaled, self._unscaled = self._unscaled, None
+        original = unscaled[1] if unscaled is not None and unscaled[0] == id(loss) else None
+        notes.sum_losses, notes.divisors = state.sum_losses or scaled, self._divisors
+        if self._batch_losses.current is not None:
+            self._batch_losses.end(loss if original is None else original)
+        if loss is not None:
+            is_divided = notes.sum_losses or owner is not None or (state.engine_steps and self._updaters.is_sole)
+            self._loss_notes.note(notes, loss, owner, original, is_divided)
+        tracker.cost_ns += perf_counter_ns() - start
+        return True
+
+    @guarded
+    def went_backward(self) -> None:
+        """An outermost backward is over."""
+        state = self._state
+        state.in_backward = False
+        if self._tracker.phase == "backward":
+            self._phases.enter("optimizer" if state.in_update and not state.closures else "idle")
+
+    @guarded
+    def note_scaling(self, scaled: Any, original: Any) -> None:
+        """A loss was multiplied by a loss scale: the backward of ``scaled`` is that of ``original``."""
+        self._unscaled = (id(scaled), original)
+
+    @guarded
+    def trained_micro_step(self, loss: Any) -> None:
+        """A Trainer's ``training_step`` returned the loss of a micro-step, as it normalised it."""
+        self._tracker.notes.trainer_losses.append(device_values.fetch(loss))
+
+    def _see_forward(self) -> None:
+        """Note once whether autocast computes the forward, and in what."""
+        self._seen_forward = True
+        kind = self._device.info.kind
+        enabled = torch.is_autocast_enabled(kind)
+        self._introduction.forward_dtype = dtype_name(torch.get_autocast_dtype(kind)) if enabled else ""
+        self._outbox.say_hello()

@@ -1,0 +1,79 @@
+"""Moving from phase to phase, and finding out on the way which device the script computes on."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ..guard import guarded
+from ..phases.outbox import Outbox
+from ..phases.tracker import Tracker
+from ..rank.context import RankContext
+
+
+def _nothing() -> None:
+    return None
+
+
+class Phases:
+    """The training thread's way into the tracker.
+
+    Args:
+        rank: this rank.
+        tracker: the phase machine.
+        outbox: takes another hello once the device is known.
+    """
+
+    def __init__(self, rank: RankContext, tracker: Tracker, outbox: Outbox) -> None:
+        self.guard = rank.guard
+        self.enter: Callable[[str], None] = self._enter_unsettled
+        """Moves to a phase. Once nothing is left to find out of the device, it is the tracker's own method."""
+        self.met_cuda: Callable[[], None] = _nothing
+        """Called once, when the script is seen to have CUDA running."""
+        self._device = rank.device
+        self._tracker = tracker
+        self._outbox = outbox
+
+    def open(self, phase: str) -> str:
+        """Begin an explicit phase; the result goes to ``close``."""
+        if not self._device.settled:
+            self.settle()
+        return self._tracker.open_scope(phase)
+
+    def close(self, before: str) -> None:
+        """End an explicit phase."""
+        self._tracker.close_scope(before)
+
+    @guarded
+    def open_scope(self, phase: str) -> str:
+        """Begin an explicit phase from a hook; the result goes to ``close_scope``."""
+        return self.open(phase)
+
+    @guarded
+    def close_scope(self, before: str) -> None:
+        """End an explicit phase from a hook."""
+        self._tracker.close_scope(before)
+
+    @guarded
+    def look_at_device(self) -> None:
+        """Find out now whether the script has CUDA running."""
+        if not self._device.settled:
+            self.settle()
+
+    def settle(self) -> None:
+        """Look whether the script has CUDA running; the device is not settled yet."""
+        device = self._device
+        if device.settle(self._note_script_reset):
+            self._tracker.switch(device.memory, device.mark_event, device.blank)
+            self.met_cuda()
+            self._outbox.say_hello()
+
+    def _enter_unsettled(self, phase: str) -> None:
+        if self._device.settled:
+            self.enter = self._tracker.enter
+        else:
+            self.settle()
+        self._tracker.enter(phase)
+
+    def _note_script_reset(self, stats: Any) -> None:
+        guard = self.guard
+        if guard.enabled and guard.is_training_thread():
+            self._tracker.note_reset(stats)

@@ -1,0 +1,42 @@
+"""What is under way in the training loop, and how the script drives it."""
+
+
+class LoopState:
+    """Flags of the training thread; hooks, micro-steps and updates read and write them."""
+
+    __slots__ = (
+        "closures",
+        "engine_steps",
+        "evaluations",
+        "forward_by",
+        "in_backward",
+        "in_forward",
+        "in_update",
+        "making_engine",
+        "normalised_over_ranks",
+        "rehearsing",
+        "sum_losses",
+    )
+
+    def __init__(self) -> None:
+        self.in_forward = False
+        """A forward that a hook has seen is under way: those of the modules inside it are a part of it."""
+        self.in_backward = False
+        self.in_update = False
+        self.closures = 0
+        """Closures of the update under way that have not returned: what runs in one is no part of the update."""
+        self.evaluations = 0
+        """How often the update under way has called its closure."""
+        self.rehearsing = False
+        """What happens is a rehearsal: updates end no steps."""
+        self.engine_steps = False
+        """A DeepSpeed engine makes the updates, so a bare optimizer's step is a part of one."""
+        self.making_engine = False
+        """A DeepSpeed engine is being made: some optimizers step on zero gradients meanwhile."""
+        self.forward_by = ""
+        """What tells where the forward begins (``engine``, ``trainer``, ``parallel``), so that ``data`` goes on until
+        then; empty: nothing does, and the forward is what lies between a batch and its backward."""
+        self.sum_losses = False
+        """The script is known to divide its micro-steps' losses itself."""
+        self.normalised_over_ranks = False
+        """The loss is divided by the label tokens of all ranks, so ranks count alike in its mean."""

@@ -1,0 +1,92 @@
+"""The training thread of a rank: everything that its hooks report to."""
+
+from collections.abc import Callable
+
+from ..guard import guarded
+from ..phases.forwards import Forwards
+from ..phases.marks import RestRaw, StepRaw
+from ..phases.outbox import Outbox
+from ..phases.pace import Pace
+from ..phases.tracker import Counts, Tracker
+from ..phases.updaters import Updaters
+from ..rank.context import RankContext
+from ..rank.hello import Introduction
+from ..rank.model import describe_models
+from ..rank.trained import Trained
+from ..values.batch_losses import BatchLosses
+from ..values.replicas import EARLY_EVERY, Replicas
+from .micro_steps import MicroSteps
+from .phases import Phases
+from .state import LoopState
+from .updates import Updates
+
+
+def _nothing(_error: BaseException) -> None:
+    return None
+
+
+class Training:
+    """Puts the parts together that follow the training thread, and hands over its steps.
+
+    Args:
+        rank: this rank.
+        introduction: what its hello says.
+        trained: filled in by hooks.
+        outbox: takes finished steps.
+        pace: how long a step takes.
+        counts: the collective counters.
+    """
+
+    def __init__(
+        self,
+        rank: RankContext,
+        introduction: Introduction,
+        trained: Trained,
+        outbox: Outbox,
+        pace: Pace,
+        counts: Counts,
+    ) -> None:
+        device = rank.device
+        self.rank = rank
+        self.guard = rank.guard
+        self.device = device
+        self.introduction = introduction
+        self.trained = trained
+        self.outbox = outbox
+        self.on_error: Callable[[BaseException], None] = _nothing
+        """Called with every exception that comes through a hook."""
+        self.state = state = LoopState()
+        self.tracker = tracker = Tracker(device.memory, device.mark_event, counts, self._finish_step)
+        self.updaters = updaters = Updaters(tracker, self._finish_step, self._met_updater)
+        self.forwards = forwards = Forwards(tracker)
+        self.phases = phases = Phases(rank, tracker, outbox)
+        self.replicas = Replicas(rank, tracker, trained, pace)
+        self.batch_losses = BatchLosses(rank, tracker, trained)
+        self.micro_steps = MicroSteps(
+            rank, introduction, trained, outbox, tracker, phases, forwards, updaters, state, self.batch_losses
+        )
+        self.updates = Updates(rank.guard, trained, tracker, phases, forwards, updaters, state)
+
+    @guarded
+    def saw_error(self, error: BaseException) -> None:
+        """An exception came through a hook."""
+        self.on_error(error)
+
+    @guarded
+    def hand_over_rest(self) -> None:
+        """Hand over what came after the last step; the process is about to end."""
+        self.updaters.flush()
+        self.outbox.hand_over(RestRaw(self.tracker.take_rest(measured=self.guard.is_training_thread())))
+
+    def _finish_step(self, raw: StepRaw) -> None:
+        self.outbox.hand_over_step(raw)
+        if raw.number % EARLY_EVERY == 0:
+            self.replicas.take(raw.number)
+            self.batch_losses.arm(raw.number, bool(self.state.forward_by) and self.updaters.is_sole)
+
+    def _met_updater(self) -> None:
+        """Introduce what is trained, where several engines train."""
+        modules = [updater.module for updater in self.updaters.known if hasattr(updater, "module")]
+        if len(modules) > 1:
+            self.introduction.facts.update(describe_models(modules), flops=None)
+            self.outbox.say_hello()

@@ -1,0 +1,225 @@
+"""Updates: an optimizer, an engine or a loss scaler ends a step, or skips it."""
+
+from collections.abc import Sequence
+from time import perf_counter_ns
+from typing import Any
+
+from ..device import device_values
+from ..guard import Guard, guarded
+from ..phases.forwards import Forwards
+from ..phases.marks import Notes
+from ..phases.tracker import Tracker
+from ..phases.updaters import Updaters
+from ..rank.trained import Trained
+from .phases import Phases
+from .state import LoopState
+
+
+class Updates:
+    """Follows updates, on the training thread alone.
+
+    Args:
+        guard: the probe's switch.
+        trained: what the rank trains.
+        tracker: the phase machine.
+        phases: the way into it.
+        forwards: learns of optimizers.
+        updaters: ends steps.
+        state: what is under way.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        trained: Trained,
+        tracker: Tracker,
+        phases: Phases,
+        forwards: Forwards,
+        updaters: Updaters,
+        state: LoopState,
+    ) -> None:
+        self.guard = guard
+        self.updater: Any = None
+        """The bare optimizer that is updating."""
+        self._trained = trained
+        self._tracker = tracker
+        self._phases = phases
+        self._forwards = forwards
+        self._updaters = updaters
+        self._state = state
+        self._since = 0
+        self._depth = 0
+
+    # Who updates -------------------------------------------------------------------------------------------------
+
+    @guarded
+    def found_optimizer(self, optimizer: Any) -> None:
+        """An optimizer was made."""
+        self._forwards.add_optimizer(optimizer)
+
+    @guarded
+    def made_updater(self, updater: Any, drives: Sequence[Any] = ()) -> None:
+        """An optimizer or engine was made; ``drives`` are optimizers whose updates are parts of its own."""
+        self._updaters.made(updater)
+        self._updaters.belongs(drives)
+
+    @guarded
+    def exhausted(self) -> None:
+        """A dataloader has come to its end."""
+        self._updaters.exhausted()
+
+    @guarded
+    def zeroing(self, optimizer: Any) -> None:
+        """An optimizer sets its gradients to zero."""
+        notes = self._tracker.notes
+        if not notes.micro_steps or notes.discarded or self._state.engine_steps:
+            return
+        if self._forwards.is_sole(optimizer):
+            notes.discarded = True
+
+    # A bare optimizer's update -----------------------------------------------------------------------------------
+
+    @guarded
+    def begin_update(self, optimizer: Any) -> bool:
+        """A bare optimizer's step begins; returns whether it is an update of its own, not a part of one under way."""
+        state = self._state
+        if state.making_engine:
+            return False
+        if state.in_update and self.updater is not optimizer:
+            return False
+        if state.in_update and self._since == self._tracker.progress:
+            self._depth += 1  # a step method that calls its base class's
+            return False
+        # Where one is under way all the same, an exception has left it, and it did not end.
+        self._forwards.add_optimizer(optimizer)
+        self._depth = state.closures = 0
+        if self._trained.primary is None:
+            self._trained.primary = optimizer
+        groups = optimizer.param_groups
+        self._begin(groups[0].get("lr") if groups else None, optimizer)
+        self.updater = optimizer
+        return True
+
+    @guarded
+    def end_update(self, optimizer: Any) -> None:
+        """A bare optimizer's step ends; with it the update, unless it was a part of one."""
+        if self.updater is not optimizer:
+            return
+        if self._depth:
+            self._depth -= 1
+        else:
+            self._tracker.notes.overflow = False
+            self._end_step(None)
+
+    @guarded
+    def open_closure(self) -> None:
+        """The update calls its closure: forward, backward and what else runs in it are phases of their own."""
+        state = self._state
+        state.evaluations += 1
+        state.closures += 1
+        if state.evaluations > 1:
+            self._tracker.notes.repeats += 1
+        if state.closures == 1 and not state.in_backward:
+            # Where a hook tells when the forward begins, what the closure does before is none.
+            self._tracker.interrupt("idle" if state.forward_by else "forward")
+
+    @guarded
+    def close_closure(self, failed: bool = False) -> None:
+        """A closure has returned, or an exception (``failed``) has left it and will leave the update."""
+        state = self._state
+        state.closures = max(0, state.closures - 1)
+        if failed:
+            self.abandon_update()
+        elif not state.closures and state.in_update:
+            self._tracker.interrupt("optimizer")
+
+    @guarded
+    def note_grad_norm(self, norm: Any) -> None:
+        """The script has clipped its gradients, whose norm was ``norm``."""
+        self._tracker.notes.grad_norm = device_values.fetch(norm)
+
+    # A framework's update ----------------------------------------------------------------------------------------
+
+    @guarded
+    def updating(self, lr: Any, by: Any = None) -> None:
+        """An optimizer update begins; ``by`` is the optimizer or engine that makes it."""
+        self._begin(lr, by)
+
+    @guarded
+    def updated(
+        self, number: int | None = None, grad_norm: Any = None, loss_scale: Any = None, overflow: bool = False
+    ) -> None:
+        """An optimizer update is over, and with it the step."""
+        tracker = self._tracker
+        notes = tracker.notes
+        if self._state.rehearsing:
+            self._end()
+            self._forwards.end_step()
+            return
+        if grad_norm is not None:
+            start = perf_counter_ns()
+            notes.grad_norm = device_values.fetch(grad_norm)
+            tracker.cost_ns += perf_counter_ns() - start
+        if loss_scale is not None:
+            notes.loss_scale = device_values.fetch(loss_scale)
+        notes.overflow = overflow
+        self._end_step(number)
+
+    @guarded
+    def skipped_update(self, optimizer: Any, loss_scale: Any = None) -> None:
+        """A loss scaler, at ``loss_scale``, did not let the optimizer update."""
+        if self._state.rehearsing:
+            return
+        self._updaters.begin(optimizer)
+        self._phases.enter("optimizer")
+        notes = self._tracker.notes
+        notes.overflow = True
+        notes.loss_scale = device_values.fetch(loss_scale)
+        self._forwards.end_step()
+        self._updaters.end(None)
+
+    @guarded
+    def not_updated(self) -> None:
+        """What looked like an update was none (another optimizer than the one that makes the steps)."""
+        self._end()
+        self._phases.enter("idle")
+
+    @guarded
+    def abandon_update(self) -> None:
+        """An exception leaves the update; where it came from stays the phase, for the report of the failure."""
+        self._state.in_backward = False
+        self._end()
+
+    # A rehearsal -------------------------------------------------------------------------------------------------
+
+    @guarded
+    def end_rehearsal(self, before: str) -> None:
+        """What was no training is over; ``before`` is the phase it was opened in."""
+        self._state.rehearsing = self._state.in_backward = False
+        self._end()
+        self._tracker.notes = Notes()
+        self._forwards.end_step()
+        self._phases.close(before)
+
+    def _begin(self, lr: Any, by: Any) -> None:
+        tracker, state = self._tracker, self._state
+        if by is not None and not state.rehearsing:
+            self._updaters.begin(by)
+        self._phases.enter("optimizer")
+        state.in_update = True
+        state.evaluations = 0
+        self._since = tracker.progress
+        if lr is not None:
+            tracker.notes.lr = device_values.fetch(lr)
+
+    def _end_step(self, number: int | None) -> None:
+        self._end()
+        self._forwards.end_step()
+        if not self._state.rehearsing:
+            self._updaters.end(number)
+
+    def _end(self) -> None:
+        state = self._state
+        state.in_update = False
+        self.updater = None
+        state.closures = state.evaluations = self._depth = 0

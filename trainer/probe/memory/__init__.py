@@ -1,0 +1,1 @@
+"""Memory of a rank: step captures, stack captures, snapshots."""

@@ -1,0 +1,204 @@
+"""Now and then one step is looked at closely: its allocator events, and what the peak of each phase consists of.
+
+A step in a few thousand is enough, and it may not cost the others: the next look comes only when what the last one
+took, on the training thread and on this one, is less than ``TIME_SHARE`` of what has passed since. The first few steps
+are looked at in any case, and so is the next one when somebody asks.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ....protocol import wire
+from ....protocol.memory import Composition
+from ....protocol.telemetry import AllocatorEvents
+from .. import guard
+from ..phases.pace import Pace
+from ..phases.tracker import Tracker
+from ..rank.context import RankContext
+from ..rank.trained import Trained
+from .composition.messages import of_cpu, of_cuda
+from .composition.step_capture import CloseLook
+from .composition.walk import Roots
+from .history import Recording
+from .snapshots import Answer
+
+TIME_SHARE = 0.002
+MIN_SECONDS = 1.0
+FIRST_STEPS = 3
+PATIENCE_SECONDS = 45.0
+AFTER_FAILURE_SECONDS = 60.0
+REASONS = ("asked", "spike", "leak")
+
+
+class AllocatorWatch:
+    """Takes the close looks at one rank's steps; for the publisher thread.
+
+    Args:
+        rank: this rank.
+        tracker: the phase machine.
+        trained: what is walked.
+        pace: how long a step takes.
+        recording: PyTorch's recorder.
+        send: sends a message.
+    """
+
+    def __init__(
+        self,
+        rank: RankContext,
+        tracker: Tracker,
+        trained: Trained,
+        pace: Pace,
+        recording: Recording,
+        send: Callable[[wire.Message], None],
+    ) -> None:
+        self._rank = rank
+        self._tracker = tracker
+        self._trained = trained
+        self._pace = pace
+        self._recording = recording
+        self._send = send
+        self._wanted = rank.options.allocator_events
+        self._look: CloseLook | None = None
+        self._cleared = 0
+        self._taken = 0
+        self._next = 0.0
+        self._reserved = 0
+        self._reason: Any = ""
+        self._answers: list[Answer] = []
+        self._ready: list[AllocatorEvents | Composition] = []
+        """What was found, until its step's own message, which waits for the device, has been sent."""
+        self._sent_step = 0
+        """The last step whose own message has been sent."""
+        self._deadline = 0.0
+
+    def want(self, reason: str, answer: Answer) -> None:
+        """Compose the next step; ``answer`` is told once it is done, or why not.
+
+        Args:
+            reason: one of ``REASONS``.
+            answer: told what came of it.
+        """
+        if self._recording.by_script and self._rank.device.memory.measure == "cuda":
+            answer(False, "the script records memory history itself; it is left alone", {})
+            return
+        self._reason = reason if reason in REASONS else "asked"
+        self._answers.append(answer)
+        patience = max(PATIENCE_SECONDS, 3 * self._pace.usual)
+        self._deadline = max(self._deadline, time.monotonic() + patience)
+
+    def note_sent(self, step: int) -> None:
+        """The message of step ``step`` has been sent."""
+        self._sent_step = step
+
+    def tick(self) -> None:
+        """Begin a look when one is due, and make its messages once its step is over."""
+        try:
+            self._tick()
+        except Exception as error:
+            self._wanted = False
+            self._drop()
+            self._answer(False, f"{type(error).__name__}: {error}")
+            guard.log_error("a closer look at a step", error)
+        self.send_ready()
+
+    def send_ready(self) -> None:
+        """Send what was found in steps whose own messages have been sent."""
+        while self._ready and self._ready[0].step <= self._sent_step:
+            self._send(self._ready.pop(0))
+
+    def _tick(self) -> None:
+        recording = self._recording
+        cuda = self._rank.device.memory.measure == "cuda"
+        if not (self._wanted or self._answers):
+            if self._look is not None:
+                self._drop()  # nobody waits for it any more
+                if cuda and not (recording.by_script or recording.owner):
+                    recording.off()
+            return
+        look = self._look
+        if cuda and (recording.by_script or recording.owner):
+            self._drop()
+        elif look is None:
+            if not cuda or recording.mode != "off" or recording.numbers():
+                self._begin_when_due(cuda)
+        elif look.done:
+            self._finish(cuda)
+            self._begin_when_due(cuda)
+        elif look.on_cuda != cuda:
+            self._drop()  # it was made before the script had CUDA running
+        elif look not in self._tracker.watchers:
+            self._tracker.watchers = (*self._tracker.watchers, look)
+        if self._answers and time.monotonic() > self._deadline:
+            self._answer(False, "no step ended in time")
+
+    def _begin_when_due(self, cuda: bool) -> None:
+        if self._answers or (self._wanted and (self._taken < FIRST_STEPS or time.monotonic() >= self._next)):
+            self._begin(cuda)
+
+    def _begin(self, cuda: bool) -> None:
+        tracker, trained, recording = self._tracker, self._trained, self._recording
+        reason = self._reason or ("first" if self._taken < FIRST_STEPS else "periodic")
+        index = self._rank.device.memory.device_index if cuda else None
+        if cuda:
+            recording.numbers(whole=True)
+            self._cleared = recording.cleared
+        self._look = CloseLook(
+            tracker, lambda: Roots(trained.engine(), trained.model(), trained.primary), index, reason
+        )
+        tracker.watchers = (*tracker.watchers, self._look)
+
+    def _drop(self) -> None:
+        """Give up a look under way; another one comes."""
+        look, self._look = self._look, None
+        if look is not None:
+            look.withdraw()
+
+    def _finish(self, cuda: bool) -> None:
+        look, recording = self._look, self._recording
+        self._look = None
+        if look is None:
+            return
+        if look.failed:
+            guard.log(f"a closer look at step {look.step} failed: {look.failed}")
+            self._taken += 1
+            self._next = time.monotonic() + AFTER_FAILURE_SECONDS
+            self._answer(False, look.failed)
+            return
+        if self._reason:
+            look.reason = self._reason  # asked for while it was under way
+        rank, read = self._rank.rank, self._rank.device.memory.read
+        if cuda:
+            if recording.cleared != self._cleared:
+                return  # somebody began a new history meanwhile; the next step will do
+            made = of_cuda(
+                look,
+                recording.snapshot,
+                self._rank.device.memory.device_index,
+                rank,
+                read,
+                recording.entries,
+                self._reserved,
+            )
+            if made.events.phases:
+                recording.fit(sum(phase.allocations + phase.frees for phase in made.events.phases))
+            if self._wanted:
+                recording.numbers()
+            else:
+                recording.off()
+            self._reserved = made.events.reserved_bytes
+            if made.events.phases:
+                self._ready.append(made.events)
+        else:
+            made = of_cpu(look, rank, read)
+        if made.composition.phases:
+            self._ready.append(made.composition)
+        self._taken += 1
+        spent = (made.composition.read_us + made.composition.walk_us) / 1e6
+        self._next = time.monotonic() + max(MIN_SECONDS, spent / TIME_SHARE)
+        self._answer(True, f"step {look.step}")
+
+    def _answer(self, ok: bool, text: str) -> None:
+        answers, self._answers, self._reason = self._answers, [], ""
+        for answer in answers:
+            answer(ok, text, {})

@@ -1,0 +1,67 @@
+"""The phases of the last steps, written into memory snapshots as the annotations that PyTorch's own viewer shows too.
+
+PyTorch keeps named spans beside its trace (``external_annotations``: a start and an end, each with a device and a time
+in microseconds since 1970). A snapshot is a plain dictionary before it is pickled, so the steps and phases that ftmon
+knows of are added to that list: ``ftmon step 12``, ``ftmon forward``. That costs nothing but on the publisher thread.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from ....protocol.snapshot.model import OWN_SPAN
+from ..phases.marks import Mark
+
+_STEPS = 256
+"""Steps that are remembered: more than any recording of the allocator reaches back."""
+
+_Begun = tuple[str, int]
+"""A phase, and when it began (``time.perf_counter_ns``)."""
+
+
+class PhaseMarks:
+    """The phases of the last finished steps. ``note`` is for one thread, the rest for any."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, list[_Begun]]] = deque(maxlen=_STEPS)
+
+    def note(self, step: int, marks: Sequence[Mark]) -> None:
+        """Remember a finished step; its last mark is its end."""
+        self._steps.append((step, _begun(marks)))
+
+    def annotate(self, found: dict[str, Any], device: int, step: int, marks: Sequence[Mark]) -> None:
+        """Add the phases to a snapshot, those of the step under way last.
+
+        Args:
+            found: what ``torch.cuda.memory._snapshot`` returned.
+            device: the rank's device.
+            step: the step under way.
+            marks: what it has left so far; the last phase ends now.
+        """
+        offset_ns = time.time_ns() - time.perf_counter_ns()
+        now = time.perf_counter_ns()
+        steps = [*self._steps, (step, [*_begun(marks), ("", now)])]
+        spans = found.setdefault("external_annotations", [])
+        for number, begun in steps:
+            for name, begin, end in _spans(number, begun):
+                for stage, at in (("START", begin), ("END", end)):
+                    time_us = (at + offset_ns) // 1000
+                    spans.append({"name": OWN_SPAN + name, "stage": stage, "device": device, "time_us": time_us})
+
+
+def _begun(marks: Iterable[Mark]) -> list[_Begun]:
+    return [(mark.phase, mark.ns) for mark in marks]
+
+
+def _spans(step: int, begun: list[_Begun]) -> Iterator[tuple[str, int, int]]:
+    """Give the step, then its phases: name, begin, end. A mark without a phase goes on with the one before."""
+    if len(begun) < 2:
+        return
+    yield f"step {step}", begun[0][1], begun[-1][1]
+    name, since = begun[0]
+    for phase, ns in begun[1:-1]:
+        if phase and phase != name:
+            yield name, since, ns
+            name, since = phase, ns
+    yield name, since, begun[-1][1]

@@ -1,0 +1,129 @@
+"""What switches stacks on and off at the boundaries of one phase; runs on the training thread and costs it little."""
+
+import time
+
+from ....protocol.analysis.memory.causes import Span
+from ....protocol.telemetry import Step
+from .. import guard
+from ..phases.tracker import Tracker
+from .history import Recording
+
+PATIENCE_STEPS = 24
+"""A phase that has not come in so many steps is not waited for any longer."""
+
+
+class Armed:
+    """A watcher of phase boundaries (``Tracker.watchers``) that takes itself out when it is done.
+
+    Args:
+        recording: the recorder.
+        tracker: the phase machine.
+        phase: whose allocations get stacks; empty for the whole step.
+        steps: in how many steps.
+        from_step: not before this step.
+        long: with the long ring.
+    """
+
+    def __init__(
+        self, recording: Recording, tracker: Tracker, phase: str, steps: int, from_step: int, *, long: bool
+    ) -> None:
+        self.phase = phase
+        self.long = long
+        self.spans: list[Span] = []
+        """Every occurrence that was recorded."""
+        self.borders: list[tuple[int, int]] = []
+        """The ends of the steps in which the phase came: number, and microseconds since the epoch."""
+        self.done = False
+        self.failed = ""
+        self.since = time.monotonic()
+        self.cleared = -1
+        """``Recording.cleared`` once stacks are on."""
+        self._recording = recording
+        self._tracker = tracker
+        self._steps = steps
+        self.from_step = from_step
+        self._began = False
+        self._on_us = -1
+        self._start_bytes = 0
+        self._waited = 0
+        self._switch_ns = 0
+
+    def __call__(self, ending: str, beginning: str) -> None:
+        """Look at one boundary."""
+        if self.done or self.failed:
+            self.withdraw()
+            return
+        try:
+            self._look(ending, beginning)
+        except Exception as error:
+            self.failed = f"{type(error).__name__}: {error}"
+            guard.log_error("switching stacks", error)
+
+    def withdraw(self) -> None:
+        """Look at no more boundaries."""
+        tracker = self._tracker
+        tracker.watchers = tuple(watcher for watcher in tracker.watchers if watcher is not self)
+
+    def host_us(self, step: Step) -> int:
+        """Give the phase's host time with stacks, switching included (of several steps: one step's share)."""
+        if not self.phase:
+            return step.host_us
+        record = step.phase(self.phase)
+        spent = self._switch_ns // 1000 // max(1, len(self.borders))
+        return (record.host_us if record is not None else 0) + spent
+
+    def _look(self, ending: str, beginning: str) -> None:
+        if beginning == "end":
+            self._end_step()
+        elif self._began and self.phase:
+            if ending == self.phase:
+                self._off()
+            if beginning == self.phase:
+                self._on()
+
+    def _end_step(self) -> None:
+        tracker = self._tracker
+        if self._began:
+            if self._on_us >= 0 and (self.phase or len(self.borders) + 1 >= self._steps):
+                self._off()
+            if self.spans or not self.phase:
+                self.borders.append((tracker.step, _now_us()))
+            if len(self.borders) >= self._steps:
+                self.done = True
+                self.withdraw()
+                return
+            self._waited += 1
+            if not self.borders and self._waited >= PATIENCE_STEPS:
+                self.failed = f"phase {self.phase!r} did not come in {self._waited} steps"
+                self.withdraw()
+                return
+        elif tracker.step + 1 < self.from_step:
+            return
+        self._began = True
+        if self._on_us < 0 and self.phase in ("", tracker.phase):
+            self._on()
+
+    def _on(self) -> None:
+        start = time.perf_counter_ns()
+        self._start_bytes = self._tracker.memory.read(self._tracker.sample).allocated
+        if self._recording.mode != "stacks" and not self._recording.stacks(long=self.long):
+            self.failed = "the script has begun to record memory history itself"
+            return
+        self.cleared = self._recording.cleared
+        self._on_us = _now_us()
+        self._switch_ns += time.perf_counter_ns() - start
+
+    def _off(self) -> None:
+        if self._on_us < 0:
+            return
+        start = time.perf_counter_ns()
+        self.spans.append(Span(self._on_us, _now_us(), self._start_bytes))
+        self._on_us = -1
+        # Where switching would clear the ring, the publisher does it once it has read.
+        if self._recording.keeps_history and not self.long:
+            self._recording.numbers()
+        self._switch_ns += time.perf_counter_ns() - start
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000

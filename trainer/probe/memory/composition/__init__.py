@@ -1,0 +1,1 @@
+"""What the peak of each phase consists of."""

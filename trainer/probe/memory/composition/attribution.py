@@ -1,0 +1,159 @@
+"""What the peak of each phase consists of: pure arithmetic on a trace, its phases, and what was seen where.
+
+A block that lived at the moment of the peak belongs to the storage that was seen in it; else to what its life says: of
+a forward and into the backward is an activation, all within the phase a temporary. Whatever the blocks do not add up
+to is ``unattributed``.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from .....protocol.analysis.allocator.snapshot.allocations import BEFORE, Allocations
+from .....protocol.memory import PhaseComposition
+from .timeline import Span, Timeline
+
+_SLICE = 2048
+UNCOMPOSED = frozenset(("init", "idle"))
+"""Phases that have no composition: what lies between the others."""
+
+
+class Seen(NamedTuple):
+    """A storage was seen in a block."""
+
+    position: int
+    address: int
+    part: str
+
+
+def parts_of(allocations: Allocations, seen: Iterable[Seen], pulse: Callable[[], None]) -> dict[int, str]:
+    """Give the parts of the allocations in which a storage was seen, by the allocation's number."""
+    sightings = list(dict.fromkeys(seen))
+    wanted = {sighting.address for sighting in sightings}
+    of_address: dict[int, list[int]] = {}
+    for start in range(0, len(allocations.addresses), _SLICE):
+        for number, address in enumerate(allocations.addresses[start : start + _SLICE], start):
+            if address in wanted:
+                of_address.setdefault(address, []).append(number)
+        pulse()
+    begins, freed = allocations.begins, allocations.freed
+    parts: dict[int, str] = {}
+    for count, (position, address, part) in enumerate(sightings):
+        if not count & 255:
+            pulse()
+        for number in of_address.get(address, ()):
+            if begins[number] < position <= freed[number]:
+                # A gradient may lie in the bucket it is reduced in, and was perhaps seen as a gradient only.
+                if part == "buckets" or number not in parts:
+                    parts[number] = part
+                break
+    return parts
+
+
+class Attribution:
+    """The compositions of one step.
+
+    Args:
+        timeline: the trace.
+        spans: the step's phases on it, in order.
+        parts: what storages were seen in, by allocation.
+        recomputed: intervals of positions in which layers went forward inside a backward.
+        origin_us: when the step began, microseconds since the epoch.
+        pulse: called between slices of work.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        spans: list[Span],
+        parts: dict[int, str],
+        recomputed: list[tuple[int, int]],
+        origin_us: int,
+        pulse: Callable[[], None],
+    ) -> None:
+        self._timeline = timeline
+        self._of = timeline.allocations
+        self._spans = spans
+        self._parts = parts
+        self._recomputed = recomputed
+        self._origin_us = origin_us
+        self._pulse = pulse
+        self._begins = [span.begin for span in spans]
+        self.notes: list[str] = []
+
+    def phases(self) -> list[PhaseComposition]:
+        """Compose each phase's highest peak, in the order the phases first came; those the trace reaches."""
+        best: dict[str, int] = {}
+        highest: dict[str, int] = {}
+        for number, span in enumerate(self._spans):
+            if span.name in UNCOMPOSED:
+                continue
+            highest[span.name] = max(highest.get(span.name, 0), span.peak_bytes)
+            if span.covered and (span.name not in best or span.peak_bytes > self._spans[best[span.name]].peak_bytes):
+                best[span.name] = number
+        for name in highest:
+            if name not in best:
+                self.notes.append(f"{name}: its allocations had left the recorder's ring")
+        return [self._phase(number, highest[name]) for name, number in best.items()]
+
+    def _phase(self, number: int, highest: int) -> PhaseComposition:
+        span, timeline = self._spans[number], self._timeline
+        position = self._peak_position(span)
+        parts = self._parts_at(position, number)
+        found = timeline.allocated[position]
+        rest = highest - sum(parts.values())
+        if found != highest:
+            self.notes.append(f"{span.name}: the trace has {found} bytes where the allocator counted {highest}")
+        if rest < 0:  # no moment of the phase on the trace is as low as what was counted
+            parts, rest = {}, highest
+        if rest:
+            parts["unattributed"] = rest
+        us = timeline.times[position - 1] if position > span.begin else span.begin_us
+        return PhaseComposition(span.name, highest, parts, max(0, us - self._origin_us), timeline.reserved[position])
+
+    def _peak_position(self, span: Span) -> int:
+        """Find the first position of a span's peak; where the trace goes above what was counted, the best below it."""
+        curve = self._timeline.allocated[span.begin : span.end + 1]
+        top = max(curve)
+        if top > span.peak_bytes:
+            top = max((value for value in curve if value <= span.peak_bytes), default=min(curve))
+        return span.begin + curve.index(top)
+
+    def _parts_at(self, position: int, number: int) -> dict[str, int]:
+        of, sums = self._of, dict[str, int]()
+        for start in range(0, len(of.begins), _SLICE):
+            stop = start + _SLICE
+            pairs = zip(of.begins[start:stop], of.freed[start:stop], strict=True)
+            for allocation in [n for n, (begin, freed) in enumerate(pairs, start) if begin < position <= freed]:
+                part = self._parts.get(allocation) or self._by_life(allocation, number)
+                sums[part] = sums.get(part, 0) + of.sizes[allocation]
+            self._pulse()
+        return sums
+
+    def _by_life(self, allocation: int, peak: int) -> str:
+        """Tell what a block without a known storage is from the phases it came and went in."""
+        begin, freed = self._of.begins[allocation], self._of.freed[allocation]
+        born = self._span_of(begin) if begin != BEFORE else -1
+        if born < 0:
+            return "other"
+        gone = self._span_of(freed)
+        name = self._spans[born].name
+        if gone == born:
+            return "activations" if name == "backward" and self._is_recomputed(begin, freed) else "temporaries"
+        if name != "forward":
+            return "other"
+        if gone < len(self._spans) and self._spans[gone].name == "backward":
+            return "activations"
+        # Kept longer than any backward needs it (a script's ``outputs``): saved as long as none has passed.
+        passed = any(span.name == "backward" for span in self._spans[born:peak])
+        return "other" if passed or self._spans[peak].name not in ("forward", "backward") else "activations"
+
+    def _span_of(self, entry: int) -> int:
+        """Give the span an entry falls into: -1 before the step, the number of spans after it."""
+        if not self._spans or entry >= self._spans[-1].end:
+            return len(self._spans)
+        return bisect_right(self._begins, entry) - 1
+
+    def _is_recomputed(self, begin: int, freed: int) -> bool:
+        place = bisect_right(self._recomputed, (begin, 1 << 62)) - 1
+        return place >= 0 and begin < self._recomputed[place][1] <= freed

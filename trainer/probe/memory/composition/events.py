@@ -1,0 +1,83 @@
+"""The allocator's events of one step, counted by phase from its trace. Numbers, no stacks."""
+
+from collections.abc import Callable
+
+from .....protocol.analysis.allocator.snapshot.allocations import columns
+from .....protocol.snapshot.model import ALLOC, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP
+from .....protocol.telemetry import AllocatorPhase
+from ...phases.marks import Mark
+from .timeline import Occurrence, Span, Timeline
+
+LARGEST = 5
+_SLICE = 1024
+
+
+def count(
+    timeline: Timeline, spans: list[Span], marks: list[Mark], found: list[Occurrence], pulse: Callable[[], None]
+) -> list[AllocatorPhase]:
+    """Sum up a step's entries by the phase they fell into.
+
+    Args:
+        timeline: the trace.
+        spans: the step's phases on it.
+        marks: the step's.
+        found: the same phases between marks.
+        pulse: called between slices of work.
+
+    Returns:
+        The phases that had entries, in the order they first came. Empty when the ring no longer reaches back to where
+        the step's first phase began.
+    """
+    if not spans or not spans[0].covered:
+        return []
+    sums: dict[str, _Sums] = {}
+    for span, occurrence in zip(spans, found, strict=True):
+        if span.name == "init":
+            continue  # the recorder began somewhere in it
+        one = sums.setdefault(span.name, _Sums())
+        one.host_ns += marks[occurrence.last].ns - marks[occurrence.first].ns
+        for begin in range(span.begin, span.end, _SLICE):
+            one.add(timeline, begin, min(begin + _SLICE, span.end))
+            pulse()
+    return [one.phase(name) for name, one in sums.items() if one.entries]
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.host_ns = 0
+        self.entries = 0
+        self.allocations = self.frees = self.allocated = self.freed = 0
+        self.segment_allocations = self.segment_frees = self.segment_bytes = 0
+        self.sizes: list[int] = []
+
+    def add(self, timeline: Timeline, begin: int, end: int) -> None:
+        trace = timeline.allocations.trace
+        actions, sizes = bytes(trace.actions[begin:end]), columns(trace.sizes, "q")[begin:end]
+        self.entries += end - begin
+        asked = [size for action, size in zip(actions, sizes, strict=True) if action == ALLOC]
+        self.allocations += len(asked)
+        self.allocated += sum(asked)
+        self.sizes += asked
+        self.frees += actions.count(FREE_COMPLETED)
+        self.freed += sum(size for action, size in zip(actions, sizes, strict=True) if action == FREE_COMPLETED)
+        for action, size in zip(actions, sizes, strict=True):
+            if action in (SEGMENT_ALLOC, SEGMENT_MAP):
+                self.segment_allocations += 1
+                self.segment_bytes += size
+            elif action in (SEGMENT_FREE, SEGMENT_UNMAP):
+                self.segment_frees += 1
+                self.segment_bytes -= size
+
+    def phase(self, name: str) -> AllocatorPhase:
+        return AllocatorPhase(
+            name,
+            self.allocations,
+            self.frees,
+            self.allocated,
+            self.freed,
+            sorted(self.sizes, reverse=True)[:LARGEST],
+            self.segment_allocations,
+            self.segment_frees,
+            self.segment_bytes,
+            self.host_ns // 1000,
+        )

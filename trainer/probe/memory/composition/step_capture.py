@@ -1,0 +1,280 @@
+"""One step looked at closely, on the training thread: which storage held what, and when it was seen.
+
+At the step's phase boundaries the engine, the model and the optimizer are walked. Between them is what a boundary
+never sees: gradients that are reduced and dropped as they come, buckets, parameters that ZeRO-3 gathers and releases,
+the gradients of the master copies. Those are noted as DeepSpeed's own calls come by, from wrappers that are on the
+instances for the length of this one step. An ordinary step has none of it.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from time import perf_counter_ns, time_ns
+from typing import Any, NamedTuple
+
+from .....protocol.memory import Reason
+from ... import guard
+from ...phases.marks import Mark
+from ...phases.tracker import Tracker
+from .residency import resident_bytes
+from .storages import Held, Storages
+from .walk import Roots, walk, walk_buckets, walk_gradients
+
+MOST_GRADIENT_WALKS = 4
+"""Of the backwards of one step; what the others leave lies where the first ones' did, or was noted as it came."""
+
+
+class Sighting(NamedTuple):
+    """A storage was seen at an address."""
+
+    ns: int
+    """``time.perf_counter_ns``."""
+    address: int
+    part: str
+
+
+class Walked(NamedTuple):
+    """What one walk found."""
+
+    ns: int
+    """``time.perf_counter_ns``."""
+    mark: int
+    """The index of the step's mark at which it was."""
+    held: dict[int, Held]
+    resident: dict[str, int]
+    """Bytes by part that are in physical memory; of the host's only."""
+
+
+class CloseLook:
+    """Watches the tracker from the next step's beginning to its end; ``done`` then, and for the publisher to read.
+
+    The process's very first step it joins where its first phase begins.
+
+    Args:
+        tracker: the tracker; put the look into its ``watchers``.
+        roots: makes what to walk, called on the training thread.
+        cuda_index: the device; None: the host's memory.
+        reason: why (``protocol.memory.Reason``).
+    """
+
+    def __init__(self, tracker: Tracker, roots: Callable[[], Roots], cuda_index: int | None, reason: Reason) -> None:
+        self.reason: Reason = reason
+        self.on_cuda = cuda_index is not None
+        self.done = False
+        self.failed = ""
+        self.step = 0
+        self.marks: list[Mark] = []
+        """The step's marks, its beginning and its end included."""
+        self.sightings: list[Sighting] = []
+        self.recomputed: list[tuple[int, int]] = []
+        """When, in a backward, a part of the model went forward again (``perf_counter_ns``): checkpointed layers."""
+        self.walks: list[Walked] = []
+        self.hooked = True
+        """False: compiled code runs here, which hooks would have compiled anew, so it went without."""
+        self.offset_ns = 0
+        """What to add to a mark's time to get nanoseconds since the epoch."""
+        self.walk_ns = 0
+        self._tracker = tracker
+        self._make_roots = roots
+        self._roots = Roots(None, None, None)
+        self._cuda_index = cuda_index
+        self._begun = False
+        self._withdrawn = False
+        self._backwards = 0
+        self._undo: list[Callable[[], object]] = []
+        self._undo_backward: list[Callable[[], object]] = []
+        self._recompute_depth = 0
+        self._recompute_ns = 0
+        self._seen_buckets = False
+
+    def __call__(self, ending: str, beginning: str) -> None:
+        """A phase has ended and another begins; the tracker calls it."""
+        start = perf_counter_ns()
+        try:
+            if self.done:
+                self._leave()
+            elif self._withdrawn:
+                self._finish()
+            elif self._begun:
+                self._boundary(ending, beginning)
+            elif self._begins_with(beginning):
+                self._begin()
+        except Exception as error:
+            self.failed = f"{type(error).__name__}: {error}"
+            guard.log_error("a closer look at a step", error)
+            self._finish()
+        self.walk_ns += perf_counter_ns() - start
+
+    def _begins_with(self, beginning: str) -> bool:
+        tracker = self._tracker
+        if (tracker.memory.measure == "cuda") != self.on_cuda:
+            return False
+        return beginning == "end" or (beginning in ("data", "forward") and tracker.marks[0].phase == "init")
+
+    def _begin(self) -> None:
+        self._begun = True
+        self.marks = self._tracker.marks
+        self._walk()
+        if self.on_cuda:
+            self.hooked = not compiles()
+            if self.hooked:
+                self._tap()
+
+    def _boundary(self, ending: str, beginning: str) -> None:
+        if not self.on_cuda:
+            self._walk()
+        elif ending == "backward":
+            self._off(self._undo_backward)
+            self._backwards += 1
+            if self._backwards == 1:
+                self._walk()
+            elif self._backwards <= MOST_GRADIENT_WALKS or beginning == "optimizer":
+                self._glance(walk_gradients)
+        elif beginning == "optimizer":
+            self._glance(walk_gradients)
+        if beginning == "backward" and self.hooked and self.on_cuda:
+            self._seen_buckets = False  # ZeRO takes new ones for every backward
+            self._watch_modules()
+        if beginning == "end":
+            if self.on_cuda:
+                self._walk()
+            if self.marks and self._tracker.marks and self.marks[-1] is not self._tracker.marks[0]:
+                self.failed = "the step began on another device"
+            self._finish()
+
+    def _finish(self) -> None:
+        self.step = self._tracker.step
+        self.offset_ns = time_ns() - perf_counter_ns()
+        self._off(self._undo_backward)
+        self._off(self._undo)
+        self._roots = Roots(None, None, None)
+        self._leave()
+        self.done = True
+
+    def withdraw(self) -> None:
+        """Look no further; what is in place on the training thread goes with the next boundary. Any thread."""
+        self.failed = self.failed or "given up"
+        self._withdrawn = True
+
+    def _leave(self) -> None:
+        tracker = self._tracker
+        tracker.watchers = tuple(watcher for watcher in tracker.watchers if watcher is not self)
+
+    @staticmethod
+    def _off(undo: list[Callable[[], object]]) -> None:
+        while undo:
+            with suppress(Exception):
+                undo.pop()()
+
+    # Walking -----------------------------------------------------------------------------------------------------
+
+    def _walk(self) -> None:
+        found, now = Storages(self._cuda_index), perf_counter_ns()
+        self._roots = self._make_roots()  # in a first step an optimizer may have come since
+        walk(self._roots, found)
+        resident = {} if self.on_cuda else resident_bytes(found.held)
+        self.walks.append(Walked(now, len(self.marks) - 1, found.held, resident))
+
+    def _glance(self, look: Callable[[Roots, Storages], None]) -> None:
+        found, now = Storages(self._cuda_index), perf_counter_ns()
+        look(self._roots, found)
+        self.sightings += [Sighting(now, address, held.part) for address, held in found.held.items()]
+
+    def _see(self, part: str, tensor: Any) -> None:
+        if tensor is not None:
+            place = Storages(self._cuda_index).place(tensor)
+            if place is not None:
+                self.sightings.append(Sighting(perf_counter_ns(), place[0], part))
+
+    # What comes between boundaries -------------------------------------------------------------------------------
+
+    def _tap(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        def updating(*_: Any) -> None:
+            self._safely(lambda: self._glance(_walk_updated))
+
+        self._undo.append(register_optimizer_step_pre_hook(updating).remove)
+        wrapper = self._roots.wrapper
+        self._wrap(wrapper, "reduce_ready_partitions_and_remove_grads", before=self._reducing)
+        self._wrap(wrapper, "update_hp_grads", before=lambda *_: self._glance(walk_gradients))
+        offload = getattr(wrapper, "parameter_offload", None)
+        self._wrap(getattr(offload, "param_coordinator", None), "fetch_sub_module", after=self._fetched)
+
+    def _reducing(self, parameter: Any = None, *_: Any) -> None:
+        """ZeRO takes a gradient that has just been computed."""
+        self._see("gradients", getattr(parameter, "grad", None))
+        if hasattr(parameter, "ds_tensor"):
+            self._see("parameters", parameter.data)
+        if not self._seen_buckets:
+            self._seen_buckets = True
+            self._glance(walk_buckets)
+
+    def _fetched(self, module: Any = None, *_: Any) -> None:
+        """ZeRO-3 has gathered a module's parameters."""
+        for parameter in module.parameters(recurse=False):
+            self._see("parameters", parameter.data)
+
+    def _wrap(
+        self,
+        owner: Any,
+        name: str,
+        before: Callable[..., None] | None = None,
+        after: Callable[..., None] | None = None,
+    ) -> None:
+        """Replace a method on one instance until the step is over."""
+        real = getattr(owner, name, None)
+        if real is None or name in vars(owner):
+            return
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self._safely(before, args)
+            found = real(*args, **kwargs)
+            self._safely(after, args)
+            return found
+
+        setattr(owner, name, wrapped)
+        self._undo.append(lambda: vars(owner).pop(name, None))
+
+    def _watch_modules(self) -> None:
+        """Note when modules go forward inside the backward: that is recomputation, and what it keeps is activations."""
+        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+        def entering(*_: Any) -> None:
+            if self._recompute_depth == 0:
+                self._recompute_ns = perf_counter_ns()
+            self._recompute_depth += 1
+
+        def leaving(*_: Any) -> None:
+            self._recompute_depth -= 1
+            if self._recompute_depth == 0:
+                self.recomputed.append((self._recompute_ns, perf_counter_ns()))
+
+        self._recompute_depth = 0
+        # Recomputation ends early, with an exception that no module sees, where nothing more of a layer is needed.
+        self._undo_backward.append(register_module_forward_pre_hook(entering).remove)
+        self._undo_backward.append(register_module_forward_hook(leaving, always_call=True).remove)
+
+    def _safely(self, look: Callable[..., None] | None, args: tuple[Any, ...] = ()) -> None:
+        if look is None:
+            return
+        start = perf_counter_ns()
+        try:
+            look(*args)
+        except Exception as error:
+            self.failed = f"{type(error).__name__}: {error}"
+        self.walk_ns += perf_counter_ns() - start
+
+
+def _walk_updated(roots: Roots, storages: Storages) -> None:
+    """Find the gradients that the innermost optimizer is about to use."""
+    for group in getattr(roots.optimizer, "param_groups", None) or []:
+        for parameter in group["params"]:
+            storages.add("gradients", parameter.grad)
+
+
+def compiles() -> bool:
+    """Tell whether torch.compile is at work in this process: hooks would have it compile again."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(dynamo, "counters", None)
+    return bool(counters and counters["frames"].get("total", 0))

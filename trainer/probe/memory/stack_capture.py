@@ -1,0 +1,233 @@
+"""Stacks for one phase: armed on the training thread where that phase begins, taken back where it ends.
+
+Python stacks make an allocation dearer (23 % of a step where all have them, measured on an H200), so they are recorded
+for one phase of one step, after a spike or on request. The publisher then reads the trace and sends the ``Cause``. What
+it cost is measured: the phase's host time with stacks, beside its median over ordinary steps before.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ....protocol import wire
+from ....protocol.analysis.memory.causes import blocks_at_peak, blocks_left, grouped, reaches_back
+from ....protocol.memory import Cause
+from ....protocol.telemetry import Step
+from .. import guard
+from ..phases.pace import Pace
+from ..phases.tracker import Tracker
+from ..rank.context import RankContext
+from ..rank.trained import Trained
+from ..values.sizes import model_sizes
+from .armed_phase import PATIENCE_STEPS, Armed
+from .history import Recording
+from .snapshots import Answer
+
+MOST_STEPS = 3
+MOST_WANTS = 4
+USUAL_STEPS = 8
+AHEAD_STEPS = 3
+"""Nobody else uses the recorder from so many steps before the one that is to be recorded."""
+LEAST_SECONDS, MOST_SECONDS = 20.0, 900.0
+REASONS = ("asked", "spike", "leak", "oom")
+
+
+class _Want(NamedTuple):
+    armed: Armed
+    reason: Any
+    answer: Answer
+    patience: float
+    """Seconds to wait for its step, once it has the recorder or (doubled) until it gets it."""
+
+
+class Arming:
+    """Finds the causes of one rank's transients, one at a time; for the publisher thread.
+
+    Args:
+        rank: this rank.
+        tracker: the phase machine.
+        trained: what the rank trains.
+        pace: how long a step takes.
+        recording: PyTorch's recorder.
+        send: sends a message.
+    """
+
+    def __init__(
+        self,
+        rank: RankContext,
+        tracker: Tracker,
+        trained: Trained,
+        pace: Pace,
+        recording: Recording,
+        send: Callable[[wire.Message], None],
+    ) -> None:
+        self._rank = rank
+        self._tracker = tracker
+        self._trained = trained
+        self._pace = pace
+        self._recording = recording
+        self._send = send
+        self._usual: dict[str, deque[int]] = {}
+        self._wants: list[_Want] = []
+        self._now: _Want | None = None
+        """The one that has the recorder."""
+        self._deadline = 0.0
+        self._was_off = False
+        self._step: Step | None = None
+
+    def want(self, phase: str, steps: int, from_step: int, reason: str, answer: Answer) -> None:
+        """Record stacks for a phase of the next step.
+
+        Args:
+            phase: which; empty for the whole step.
+            steps: of how many steps, 1 to ``MOST_STEPS``.
+            from_step: not before this step; 0 for the next one.
+            reason: one of ``REASONS``; with ``leak`` what stayed is looked for, not what came and went.
+            answer: told what came of it.
+        """
+        recording, tracker = self._recording, self._tracker
+        if self._rank.device.memory.measure != "cuda":
+            answer(False, "this rank computes on the CPU: its allocations leave no trace to read", {})
+        elif recording.by_script:
+            answer(False, "the script records memory history itself; it is left alone", {})
+        elif len(self._wants) >= MOST_WANTS:
+            answer(False, f"{len(self._wants)} recordings of stacks are waiting already", {})
+        else:
+            leak = reason == "leak"
+            armed = Armed(recording, tracker, phase, min(MOST_STEPS, max(1, steps)), from_step, long=leak)
+            seconds = (PATIENCE_STEPS + max(0, from_step - tracker.step)) * self._pace.usual
+            patience = min(MOST_SECONDS, max(LEAST_SECONDS, seconds))
+            self._wants.append(_Want(armed, reason if reason in REASONS else "asked", answer, patience))
+            self._begin()
+
+    def note(self, step: Step) -> None:
+        """A step's message has been sent: either the armed one, or one more to know the usual from."""
+        armed = self._now.armed if self._now is not None else None
+        if armed is not None and armed.borders and step.step >= armed.borders[0][0]:
+            if armed.done and step.step == armed.borders[-1][0]:
+                self._step = step
+            return
+        self._keep("", step.host_us)
+        for record in step.phases:
+            self._keep(record.name, record.host_us)
+
+    def tick(self) -> None:
+        """Read what an armed step has left, once that step's message has been sent; give up what never came."""
+        if not self._wants:
+            return
+        self._begin()
+        want = self._now
+        if want is None:
+            return
+        armed = want.armed
+        try:
+            if armed.done and self._step is not None:
+                cause = self._find(armed, want.reason, self._step)
+                self._send(cause)
+                self._finish(want, True, _in_words(cause))
+            elif armed.failed:
+                self._finish(want, False, armed.failed)
+            elif time.monotonic() >= self._deadline:
+                what = f"phase {armed.phase!r} did not come" if armed.phase else "no step ended"
+                self._finish(want, False, f"{what} in {want.patience:.0f} s")
+        except Exception as error:
+            guard.log_error("finding a cause", error)
+            self._finish(want, False, f"{type(error).__name__}: {error}")
+
+    def _begin(self) -> None:
+        """Take the recorder for a step that is near, when nobody else has it; until then, others may use it."""
+        tracker, now = self._tracker, time.monotonic()
+        for want in [
+            want for want in self._wants if now > want.armed.since + 2 * want.patience and want is not self._now
+        ]:
+            self._wants.remove(want)
+            want.answer(False, f"the recorder was not free in {2 * want.patience:.0f} s", {})
+        if self._now is not None:
+            return
+        near = next((want for want in self._wants if tracker.step + AHEAD_STEPS >= want.armed.from_step), None)
+        if near is None or not self._recording.claim("arm"):
+            return
+        self._now, self._was_off, self._step = near, self._recording.mode == "off", None
+        self._deadline = now + near.patience
+        tracker.watchers = (*tracker.watchers, near.armed)
+
+    def _keep(self, phase: str, host_us: int) -> None:
+        known = self._usual.get(phase)
+        if known is None:
+            known = self._usual[phase] = deque(maxlen=USUAL_STEPS)
+        known.append(host_us)
+
+    def _finish(self, want: _Want, ok: bool, text: str) -> None:
+        self._now, self._step = None, None
+        self._wants.remove(want)
+        want.armed.withdraw()
+        if self._was_off or want.armed.long:
+            self._recording.off()  # the reader of the numbers, if there is one, switches it on again
+        elif self._recording.mode != "off":
+            self._recording.numbers()
+        self._recording.release()
+        want.answer(ok, text, {})
+
+    def _find(self, armed: Armed, reason: Any, step: Step) -> Cause:
+        start = time.perf_counter_ns()
+        leak = reason == "leak"
+        trace = self._recording.read(self._rank.device.memory.device_index)
+        notes: list[str] = []
+        begin = armed.spans[0].begin_us
+        if armed.cleared != self._recording.cleared:
+            notes.append("somebody cleared the allocator's history meanwhile")
+        if not reaches_back(trace, begin, self._recording.entries):
+            notes.append(f"the trace holds the last {len(trace)} entries, and does not reach back to the beginning")
+        if leak:
+            borders = armed.borders
+            # What one step allocates for the next, a batch fetched ahead, is none: it is gone a step later.
+            border = borders[-2][1] if len(borders) > 1 else borders[-1][1]
+            blocks = blocks_left(trace, begin, border, borders[-1][1])
+        else:
+            blocks = blocks_at_peak(trace, armed.spans)
+        groups, told = grouped(trace, blocks, kept_counts=leak)
+        transient, peak = (told, 0) if leak else _transient(step, armed.phase)
+        if not leak and peak and abs(blocks.total_bytes - peak) > 0.02 * peak:
+            notes.append(f"the trace gives {blocks.total_bytes} bytes at the peak, the allocator counted {peak}")
+        if len(armed.spans) > 1 and armed.phase:
+            notes.append(f"the highest of {len(armed.spans)} occurrences")
+        sizes = model_sizes(self._trained)
+        usual = self._usual.get(armed.phase)
+        return Cause(
+            rank=self._rank.rank,
+            step=step.step,
+            phase=armed.phase,
+            time=time.time(),
+            reason=reason,
+            transient_bytes=transient,
+            groups=groups,
+            peak_bytes=peak,
+            attributed_bytes=min(told, transient),
+            parameter_bytes=sizes.parameter_bytes,
+            trainable=sizes.trainable,
+            armed_us=armed.host_us(step),
+            usual_us=round(statistics.median(usual)) if usual else 0,
+            note="; ".join(notes),
+            read_us=(time.perf_counter_ns() - start) // 1000,
+            vocabulary=sizes.vocabulary,
+        )
+
+
+def _transient(step: Step, phase: str) -> tuple[int, int]:
+    """Give the transient and the peak of a phase, or of the whole step."""
+    if phase:
+        record = step.phase(phase)
+        return (record.allocated.transient, record.allocated.peak) if record is not None else (0, 0)
+    if not step.phases:
+        return 0, 0
+    peak = max(record.allocated.peak for record in step.phases)
+    return max(0, peak - max(step.phases[0].allocated.start, step.phases[-1].allocated.end)), peak
+
+
+def _in_words(cause: Cause) -> str:
+    where = f"{cause.phase} of step {cause.step}" if cause.phase else f"step {cause.step}"
+    innermost = next((group.frames[-1] for group in cause.groups if group.frames), "no stack says where")
+    what = "left behind by" if cause.reason == "leak" else "came and went in"
+    return f"{cause.transient_bytes / 2**20:.1f} MiB {what} {where}: {innermost}"

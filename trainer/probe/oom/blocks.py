@@ -1,0 +1,146 @@
+"""What PyTorch's allocator held at the moment of a failure, read from its own snapshot: pieces, parts, stacks."""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ....protocol.blocks import SegmentUse, StackGroup
+from ..phases.marks import Mark
+
+SEGMENTS = 256
+HOLDERS = 20
+_FRAMES = 40
+_SMALL_SEGMENT = 2 * 2**20
+_SMALL_REQUEST = 2**20
+_ALLOCATED = "active_allocated"
+_FREE = "inactive"
+
+
+class Pieces(NamedTuple):
+    """Free memory within what is reserved, bytes."""
+
+    free: int
+    blocks: int
+    usable: int
+    """In pieces that serve requests of the size that failed, on its stream."""
+    largest: int
+    """The largest of those."""
+    expandable: bool
+
+
+def pieces(segments: Sequence[dict[str, Any]], requested: int, stream: int) -> Pieces:
+    """Add up what is free in ``segments`` (of one device), for a request of that many bytes on that stream.
+
+    Args:
+        segments: as ``torch.cuda.memory._snapshot`` gives them.
+        requested: the size that was sought: a small request seeks a segment of 2 MiB.
+        stream: the CUDA stream's handle.
+    """
+    free = blocks = usable = largest = 0
+    expandable = any(segment.get("is_expandable", False) for segment in segments)
+    small = requested <= (_SMALL_REQUEST if expandable else _SMALL_SEGMENT)
+    for segment in segments:
+        fits = (
+            (segment["segment_type"] == "small") == small
+            and segment["stream"] == stream
+            and tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
+        )
+        for block in segment["blocks"]:
+            if block["state"] != _FREE:
+                continue
+            size = block["size"]
+            free += size
+            blocks += 1
+            if fits:
+                usable += size
+                largest = max(largest, size)
+    return Pieces(free, blocks, usable, largest, expandable)
+
+
+def uses(segments: Sequence[dict[str, Any]]) -> list[SegmentUse]:
+    """Say how each segment is used, largest first, at most ``SEGMENTS``."""
+    found: list[SegmentUse] = []
+    for segment in sorted(segments, key=lambda segment: -segment["total_size"])[:SEGMENTS]:
+        free = [block["size"] for block in segment["blocks"] if block["state"] == _FREE]
+        flags = "s" if segment["segment_type"] == "small" else ""
+        flags += "e" if segment.get("is_expandable", False) else ""
+        flags += "p" if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0) else ""
+        total = segment["total_size"]
+        found.append(SegmentUse(total, total - sum(free), max(free, default=0), len(free), flags))
+    return found
+
+
+def holders(segments: Sequence[dict[str, Any]]) -> list[StackGroup]:
+    """Group what is allocated by allocating stack, most bytes first; empty where no stacks were recorded."""
+    sums: dict[tuple[str, ...], list[int]] = {}
+    for block in _allocated(segments):
+        frames = block.get("frames") or ()
+        if not frames:
+            continue
+        stack = tuple(f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in reversed(frames[:_FRAMES]))
+        entry = sums.setdefault(stack, [0, 0, 0])
+        entry[0] += block["size"]
+        entry[1] += 1
+        entry[2] = max(entry[2], block["size"])
+    order = sorted(sums.items(), key=lambda item: -item[1][0])[:HOLDERS]
+    return [StackGroup(total, count, list(stack), most) for stack, (total, count, most) in order]
+
+
+def parts(
+    segments: Sequence[dict[str, Any]],
+    trace: Sequence[dict[str, Any]],
+    known: Mapping[int, str],
+    marks: Sequence[Mark],
+    offset_ns: int,
+    phase: str,
+) -> tuple[dict[str, int], str]:
+    """Divide what is allocated into the parts of ``protocol.memory.PARTS``; they add up to it exactly.
+
+    A block in which a storage was found is what that storage is for. Of the others the phase in which they were
+    allocated tells: in a forward, activations; in the phase that failed, its temporaries.
+
+    Args:
+        segments: of one device.
+        trace: its recorded entries, oldest first; empty where nothing was recorded.
+        known: what the storages found by walking are for, by address.
+        marks: of the step in the making.
+        offset_ns: what to add to a mark's time to get nanoseconds since the epoch.
+        phase: the phase that failed.
+
+    Returns:
+        Bytes by part, and what limits them in words.
+    """
+    borders = [mark.ns + offset_ns for mark in marks]
+    names: list[str] = []
+    for mark in marks:
+        names.append(mark.phase or (names[-1] if names else phase))
+    born = {entry["addr"]: entry.get("time_us", 0) * 1000 for entry in trace if entry["action"] == "alloc"}
+    reaches = bool(trace) and trace[0].get("time_us", 0) * 1000 <= (borders[0] if borders else 0)
+    sums: dict[str, int] = {}
+    for block in _allocated(segments):
+        part = known.get(block["address"])
+        if part is None:
+            at = born.get(block["address"])
+            index = bisect_right(borders, at) - 1 if at is not None else -1
+            part = _part_of(names[index] if index >= 0 else "", phase, recorded=reaches or at is not None)
+        sums[part] = sums.get(part, 0) + block["size"]
+    note = "" if reaches else "allocations were not recorded for the whole step; by the failing phase instead"
+    return sums, note
+
+
+def _part_of(born_in: str, phase: str, *, recorded: bool) -> str:
+    if not recorded:
+        return {"forward": "activations", "backward": "activations", "optimizer": "temporaries"}.get(phase, "other")
+    if born_in == "forward" and phase in ("forward", "backward"):
+        return "activations"
+    return "temporaries" if born_in == phase and phase else "other"
+
+
+def _allocated(segments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        # Before torch 2.1 a block had no address of its own; those are not supported.
+        block
+        for segment in segments
+        for block in segment["blocks"]
+        if block["state"] == _ALLOCATED
+    ]

@@ -1,0 +1,253 @@
+"""A console in the frame in which an allocation failed: Python, and a few helpers to look at tensors and free them."""
+
+import ast
+import ctypes
+import gc
+import sys
+import traceback
+from threading import get_ident
+from types import CodeType, FrameType
+from typing import Any, TextIO
+
+from ....protocol.code_owner import library_of
+from ....protocol.text import gib
+from .console_tensors import TensorTable, find_tensors, storage_bytes
+
+OUTPUT_LIMIT = 64 * 1024
+"""Characters of output that one piece of code gives back."""
+_CUT = "\n... (cut)"
+
+HELP = """\
+frame             where this console is; up() and down() move along the stack, own() goes to your own innermost code
+tensors(n=20)     the largest live tensors that Python knows, with their names in the frames
+memory()          what is allocated, reserved, free, and the largest free piece
+free('name')      set a name of this frame to None, in every frame that has that object, and say what that freed;
+                  storage=True empties the tensor's storage under whoever else holds it
+retry()           try the failed allocation again, and say whether it fits now (nothing is kept)
+Any other Python runs in the frame: an expression is shown, names that are assigned stay in it."""
+
+
+class Console:
+    """Runs code in frames; for the thread those frames belong to, or one on whose behalf they wait.
+
+    Args:
+        frames: outermost first.
+        requested: bytes that could not be allocated.
+        device: the torch device they were asked of.
+    """
+
+    def __init__(self, frames: list[FrameType], requested: int, device: Any) -> None:
+        self._frames = frames
+        self._at = len(frames) - 1
+        self._requested = requested
+        self._device = device
+        self._running: list[dict[str, Any]] = []
+        """The names that running code sees: they hold what they name."""
+
+    @property
+    def place(self) -> str:
+        """The frame it is in, ``model.py:40 forward``."""
+        if not self._frames:
+            return "no Python frame"
+        frame = self._frames[self._at]
+        return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+
+    def run(self, text: str) -> tuple[str, str]:
+        """Run code in the present frame; returns what it printed and showed, and the error in one line (or empty)."""
+        output = _Output()
+        failed = ""
+        with output:
+            try:
+                self._execute(text, output)
+            except KeyboardInterrupt:
+                failed = "interrupted"
+            except BaseException as error:
+                failed = f"{type(error).__name__}: {error}"[:2000]
+                lines = traceback.format_exception(error)
+                start = next((n for n, line in enumerate(lines) if "<console>" in line), 1)
+                output.write("".join(lines[start:]))
+                error.__traceback__ = None  # it would keep tensors of the failed code alive
+        return output.text(), failed
+
+    def _execute(self, text: str, output: "_Output") -> None:
+        tree = ast.parse(text, "<console>")
+        last: CodeType | None = None
+        if tree.body and isinstance(tree.body[-1], ast.Expr):
+            last = compile(ast.Expression(tree.body.pop().value), "<console>", "eval")  # type: ignore[attr-defined]
+        code = compile(tree, "<console>", "exec")
+        frame = self._frames[self._at] if self._frames else None
+        local: Any = frame.f_locals if frame is not None else {}
+        # One dictionary for all, so that functions and comprehensions in the code see the frame's names.
+        helpers = self._helpers()
+        names: dict[str, Any] = {**(frame.f_globals if frame is not None else {}), **helpers, **local}
+        before = dict(names)
+        self._running = [names, before]
+        try:
+            exec(code, names)
+            if last is not None:
+                value = eval(last, names)
+                if value is not None:
+                    output.write(f"{value!r}\n")
+                del value
+        finally:
+            for name, value in names.items():
+                if name != "__builtins__" and (name not in before or before[name] is not value):
+                    local[name] = value
+            for name in [name for name in before if name not in names and name in local]:
+                local[name] = None
+            names.clear()
+            before.clear()
+            self._running = []
+            if frame is not None:
+                _write_back(frame)
+
+    # What the code may call.
+
+    def _helpers(self) -> dict[str, Any]:
+        return {
+            "frame": self.place,
+            "up": self._up,
+            "down": self._down,
+            "own": self._own,
+            "tensors": self._tensors,
+            "memory": self._memory,
+            "retry": self._retry,
+            "free": self._free,
+            "help": lambda: print(HELP),
+        }
+
+    def _up(self, count: int = 1) -> None:
+        self._at = max(0, self._at - count)
+        print(self.place)
+
+    def _down(self, count: int = 1) -> None:
+        self._at = min(len(self._frames) - 1, self._at + count)
+        print(self.place)
+
+    def _own(self) -> None:
+        own = [at for at, frame in enumerate(self._frames) if not library_of(frame.f_code.co_filename)]
+        self._at = own[-1] if own else self._at
+        print(self.place)
+
+    def _tensors(self, most: int = 20) -> TensorTable:
+        return find_tensors(self._frames, self._device, most, self._allocated())
+
+    def _allocated(self) -> int:
+        import torch
+
+        return int(torch.cuda.memory_allocated(self._device)) if self._device.type == "cuda" else 0
+
+    def _memory(self) -> None:
+        import torch
+
+        if self._device.type != "cuda":
+            from ..device.cpu import available_bytes, total_bytes
+
+            print(f"host: {gib(available_bytes())} of {gib(total_bytes())} available; {gib(self._requested)} failed")
+            return
+        free, total = torch.cuda.mem_get_info(self._device)
+        core: Any = torch._C
+        index = self._device.index or 0
+        blocks = [
+            block["size"]
+            for segment in core._cuda_memorySnapshot(None)["segments"]
+            if segment["device"] == index
+            for block in segment["blocks"]
+            if block["state"] == "inactive"
+        ]
+        print(
+            f"allocated {gib(self._allocated())}, reserved {gib(torch.cuda.memory_reserved(self._device))}, of it free "
+            f"{gib(sum(blocks))} in {len(blocks):,} pieces, the largest {gib(max(blocks, default=0))}; the device has "
+            f"{gib(free)} of {gib(total)} free; {gib(self._requested)} failed"
+        )
+
+    def _retry(self) -> None:
+        import torch
+
+        try:
+            found = torch.empty(max(1, self._requested), dtype=torch.uint8, device=self._device)
+        except (RuntimeError, MemoryError) as error:
+            print(f"still does not fit: {str(error).splitlines()[0][:300]}")
+            return
+        del found
+        print(f"{gib(self._requested)} fit now (and were given back)")
+
+    def _free(self, name: str, storage: bool = False) -> None:
+        import torch
+
+        frame = self._frames[self._at]
+        place: Any = frame.f_locals if name in frame.f_locals else frame.f_globals
+        if name not in place:
+            raise NameError(f"this frame has no name {name!r}; tensors() lists names with their frames")
+        before = self._allocated()
+        found = place[name]
+        size = storage_bytes(found) if storage else 0
+        if storage:
+            found.untyped_storage().resize_(0)
+        place[name] = None
+        _write_back(frame)
+        for other in self._frames:  # callers often hold what they passed on
+            names: Any = other.f_locals
+            same = [known for known, value in list(names.items()) if value is found]
+            for known in same:
+                names[known] = None
+            if same:
+                _write_back(other)
+        for names in self._running:
+            for known in [known for known, value in names.items() if value is found]:
+                names[known] = None
+        del found, place
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            freed = before - self._allocated()
+            print(
+                f"freed {gib(freed)}" if freed > 0 else "nothing was freed: somebody else holds it (autograd, a list)"
+            )
+        else:
+            print(f"freed {gib(size)}" if storage else f"{name} is None now")
+
+
+def _write_back(frame: FrameType) -> None:
+    """Make what was written to ``f_locals`` the frame's own variables; Python 3.13 does so by itself (PEP 667)."""
+    if sys.version_info < (3, 13):
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+
+
+class _Output:
+    """Takes what this thread prints, up to a limit; other threads print where they always did."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._room = OUTPUT_LIMIT
+        self._thread = get_ident()
+        self._before: list[TextIO] = []
+
+    def __enter__(self) -> "_Output":
+        self._before = [sys.stdout, sys.stderr]
+        sys.stdout = self  # type: ignore[assignment]
+        sys.stderr = self  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.stdout, sys.stderr = self._before
+
+    def write(self, text: str) -> int:
+        """Keep text of the console's thread."""
+        if get_ident() != self._thread:
+            return self._before[0].write(text)
+        if self._room > 0:
+            self._parts.append(text[: self._room] + (_CUT if len(text) > self._room else ""))
+            self._room -= len(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def isatty(self) -> bool:
+        """It is no terminal."""
+        return False
+
+    def text(self) -> str:
+        """Return what was kept."""
+        return "".join(self._parts)

@@ -1,0 +1,37 @@
+"""What becomes of the other ranks while one is held: how long they wait in a collective before they give up."""
+
+import sys
+from typing import Any
+
+from ....protocol.text import duration
+
+
+def peers(world_size: int) -> tuple[float, str]:
+    """Return the timeout of the default process group in seconds (0: not known), and what happens in words."""
+    if world_size < 2:
+        return 0.0, "there are no other ranks"
+    seconds, backend = _timeout()
+    waits = "the other ranks wait in their next collective"
+    if not seconds:
+        return 0.0, f"{waits}, and give up after their process group's timeout"
+    if backend == "nccl":
+        how = "NCCL's watchdog then ends their processes, and the launcher this one too"
+    else:
+        how = f"their collective ({backend}) then fails with an error, and the launcher ends this one too"
+    return seconds, f"{waits} for at most {duration(seconds)} (the process group's timeout); {how}"
+
+
+def _timeout() -> tuple[float, str]:
+    dist: Any = sys.modules.get("torch.distributed")
+    try:
+        if dist is None or not dist.is_initialized():
+            return 0.0, ""
+        import torch
+
+        group = dist.distributed_c10d._get_default_group()
+        backend = str(dist.get_backend(group))
+        device = torch.device("cuda" if "nccl" in backend else "cpu")
+        options = group._get_backend(device).options
+        return options._timeout.total_seconds(), "nccl" if device.type == "cuda" else backend.rpartition(":")[2]
+    except Exception:  # private names of PyTorch: without them the figure is not known
+        return 0.0, ""

@@ -1,0 +1,1 @@
+"""The phases and steps of the training thread."""

@@ -1,0 +1,224 @@
+"""Whether a forward belongs to the training step or to an evaluation, judged as it begins.
+
+A forward with gradients of a model in training mode is training. Otherwise:
+
+- A model that no optimizer updates (a reference, a teacher, a reward model) changes nothing: in an evaluation its
+  forward is evaluation, in a training step it is part of that step's ``forward``.
+- A trained model in evaluation mode is an evaluation; in training mode without gradients (a LoRA policy that is its own
+  reference, old log-probabilities) it is part of the step, unless it began between two steps.
+
+What is not certain is decided by what follows: a forward with gradients or a backward makes the stretch since the last
+fetch part of the training step, and another fetch from the same dataloader makes it an evaluation.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from ..rank.model import own_model
+from .tracker import Tracker
+
+_is_grad_enabled = torch.is_grad_enabled
+
+
+def updates_parameters(engine: Any) -> bool:
+    """Whether a DeepSpeed engine has an optimizer of parameters; one for inference has ZeRO's wrapper around none."""
+    return getattr(engine, "basic_optimizer", getattr(engine, "optimizer", None)) is not None
+
+
+def _first_parameter(optimizer: Any) -> Any:
+    return next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+
+
+def _nothing() -> None:
+    return None
+
+
+class Seen(NamedTuple):
+    """What is known of a module whose forward was seen."""
+
+    inner: Any
+    """Weak reference to the model inside its wrappers."""
+    trained: bool
+    version: int
+
+
+class Forwards:
+    """Judges forwards and relabels the marks of a stretch once it is certain what it was.
+
+    Args:
+        tracker: the phase machine.
+    """
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._seen: weakref.WeakKeyDictionary[Any, Seen] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._latest: Any = _nothing
+        """Weak reference to the optimizer that was added last, or added again."""
+        self._version = 0
+        self._matched = False
+        """A module was found whose parameters a known optimizer updates."""
+        self._open: list[tuple[int, str]] = []
+        """Undecided marks: index into ``_marks``, and the phase it has if the stretch is training (else ``eval``)."""
+        self._marks: Any = None
+        self._has_graph = False
+        """The trained model went forward with gradients, and the backward is still to come."""
+        self._trains_in_eval_mode = False
+        """A backward followed a forward in evaluation mode: the flag tells nothing here (frozen batch norms)."""
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """Take in an optimizer: the models whose parameters it updates are trained."""
+        if self._latest() is optimizer:
+            return  # a weak set makes a reference for each question
+        self._latest = weakref.ref(optimizer)
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._version += 1
+
+    def is_sole(self, optimizer: Any) -> bool:
+        """Whether all optimizers update the same parameters as this one (one wraps another)."""
+        mine = _first_parameter(optimizer)
+        return mine is not None and all(_first_parameter(other) is mine for other in self._optimizers)
+
+    def is_trained(self, module: Any) -> bool:
+        """Whether an optimizer updates this module's parameters; where none is known, whether any wants gradients."""
+        return self._see(module).trained
+
+    def judge(self, module: Any) -> str:
+        """Note that ``module`` goes forward and move to its phase.
+
+        Returns:
+            ``train``: the trained model's own forward of a micro-step; ``part``: another forward of the training step;
+            ``eval``.
+        """
+        seen, tracker, grad = self._see(module), self._tracker, _is_grad_enabled()
+        inner = seen.inner()
+        training = inner is None or bool(inner.training)
+        if not seen.trained:
+            if tracker.phase in ("data", "idle"):
+                self._enter_undecided("forward")
+            return "eval" if tracker.phase == "eval" else "part"
+        if grad and training:
+            self.settle(training=True)
+            self._has_graph = True
+            return "train"
+        if tracker.depth:
+            return "eval" if tracker.phase == "eval" else "part"
+        if grad and self._trains_in_eval_mode:
+            self._enter_undecided("forward")
+            return "train"
+        return self._without_training(training, grad)
+
+    def settle(self, training: bool) -> bool:
+        """Decide the undecided stretch, if there is one: relabel its marks; returns whether it changed any label."""
+        if not self._open:
+            return False
+        opened, self._open = self._open, []
+        tracker = self._tracker
+        if self._marks is not tracker.marks:
+            return False
+        changed = False
+        for index, if_training in opened:
+            changed |= tracker.relabel(index, if_training if training else "eval")
+        return changed
+
+    def fetching(self, again: bool) -> bool:
+        """A batch is fetched (``again``: from the last one's dataloader); returns whether that was evaluation."""
+        self._has_graph = False
+        if not self._open or not (again or self._tracker.phase == "eval"):
+            return False
+        self.settle(training=False)
+        return True
+
+    def going_backward(self) -> bool:
+        """A backward begins: what is undecided was training; returns whether a stretch called ``eval`` became so."""
+        self._has_graph = False
+        if not self._open:
+            return False
+        was_eval = self._tracker.phase == "eval"
+        changed = self.settle(training=True)
+        if was_eval and changed:
+            self._trains_in_eval_mode = True
+        return was_eval and changed
+
+    def end_step(self) -> None:
+        """A step has ended: nothing of it is undecided."""
+        self._open = []
+        self._has_graph = False
+
+    def _without_training(self, training: bool, grad: bool) -> str:
+        tracker = self._tracker
+        phase = tracker.phase
+        if phase == "eval":
+            if grad:
+                self._note_undecided("forward")
+            return "eval"
+        if phase == "forward" and self._has_graph:
+            return "part"
+        if training and self._in_step():
+            self._enter_undecided("forward")
+            return "part"
+        if phase in ("data", "forward"):
+            self._note_undecided(phase)
+            self._relabel_open("eval")
+        if grad or (self._open and self._marks is tracker.marks):
+            self._enter_undecided("eval")
+        else:
+            tracker.enter("eval")
+        return "eval"
+
+    def _in_step(self) -> bool:
+        """Whether the step in the making has begun: something was fetched or generated for it."""
+        if self._tracker.phase in ("data", "forward"):
+            return True
+        return any(mark.phase in ("data", "generate", "forward") for mark in self._tracker.marks)
+
+    def _enter_undecided(self, phase: str) -> None:
+        tracker = self._tracker
+        if tracker.depth:
+            return
+        if tracker.phase == "data":
+            self._note_undecided("data")
+        if tracker.phase != phase or phase == "eval":
+            tracker.begin(phase)
+        self._note_undecided("forward")
+
+    def _note_undecided(self, if_training: str) -> None:
+        marks = self._tracker.marks
+        if self._marks is not marks:
+            self._marks, self._open = marks, []
+        index = len(marks) - 1
+        if not self._open or self._open[-1][0] != index:
+            self._open.append((index, if_training))
+
+    def _relabel_open(self, phase: str) -> None:
+        for index, _ in self._open:
+            self._tracker.relabel(index, phase)
+
+    def _see(self, module: Any) -> Seen:
+        seen = self._seen.get(module)
+        if seen is None or seen.version != self._version:
+            seen = self._look_at(module)
+            self._seen[module] = seen
+        return seen
+
+    def _look_at(self, module: Any) -> Seen:
+        matched = self._is_updated(module)
+        if matched and not self._matched:
+            self._matched = True
+            self._version += 1  # what only wanted gradients is judged anew
+        trained = matched or (not self._matched and any(each.requires_grad for each in module.parameters()))
+        return Seen(weakref.ref(own_model(module)), trained, self._version)
+
+    def _is_updated(self, module: Any) -> bool:
+        if any(kind.__name__ == "DeepSpeedEngine" for kind in type(module).__mro__):
+            return updates_parameters(module)  # ZeRO's optimizers hold partitions, not the model's parameters
+        known = {
+            id(parameter)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        return any(id(parameter) in known for parameter in module.parameters())

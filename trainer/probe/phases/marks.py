@@ -1,0 +1,140 @@
+"""What the training thread hands over: raw marks and notes, made sense of on the publisher thread."""
+
+from typing import Any, NamedTuple
+
+
+class Mark(NamedTuple):
+    """A phase's beginning (and so its predecessor's end)."""
+
+    phase: str
+    """Empty: the phase before goes on, and only the peak in ``memory`` counts (the script reset its counters)."""
+    ns: int
+    """``time.perf_counter_ns``."""
+    memory: Any
+    """The memory back end's raw sample, its peaks those since the mark before; None: the next mark's figures serve.
+    The same object as in the mark before that has one: nothing was measured in between."""
+    event: Any
+    """A recorded CUDA event, or None; where ``memory`` is None too, the next mark's event serves."""
+    collectives: int
+    """Collective calls entered so far."""
+    collective_ns: int
+    """Host time spent in collective calls so far."""
+
+
+class Counts(NamedTuple):
+    """What a training loop knows of one micro-batch."""
+
+    tokens: int
+    """Without padding."""
+    label_tokens: int
+    pairs: int
+    """Pairs of query and key that attention computes, across no two documents; 0: not known."""
+    longest: int
+    """Tokens of the longest document; 0: not known."""
+    samples: int | None = None
+    """Rows; None: as many as the forward's batch has."""
+
+
+class Notes:
+    """What a step in the making has gathered. Numbers may still be on their way from the device (see ``values``)."""
+
+    __slots__ = (
+        "accumulation",
+        "counts",
+        "discarded",
+        "divisors",
+        "fetches",
+        "first",
+        "flops",
+        "grad_norm",
+        "labels",
+        "loss_scale",
+        "losses",
+        "lr",
+        "micro_steps",
+        "overflow",
+        "padded_tokens",
+        "parts",
+        "repeats",
+        "reported",
+        "reported_loss",
+        "samples",
+        "shape",
+        "sum_losses",
+        "tokens",
+        "trainer_losses",
+        "waits",
+    )
+
+    def __init__(self) -> None:
+        self.losses: list[Any] = []
+        """What was backpropagated (``losses.LossNote``)."""
+        self.sum_losses = False
+        """The script divides its micro-steps' losses itself, so they add up to the step's loss."""
+        self.reported: list[Any] = []
+        """Losses of micro-steps as the script reported them."""
+        self.trainer_losses: list[Any] = []
+        """What a Trainer's ``training_step`` returned; they add up to the step's loss."""
+        self.accumulation = 0
+        """Micro-steps that the engine divides losses by; 0: no engine does."""
+        self.divisors: set[int] = set()
+        """Numbers of micro-batches that the script has divided losses by; one set for all steps."""
+        self.fetches: dict[int, int] = {}
+        """Batches fetched for training, by dataloader iterator."""
+        self.parts: list[PartNotes] = []
+        """With several engines or optimizers: what each update of the step had of its own, in order."""
+        self.first = 0
+        """The one of them whose figures are the step's."""
+        self.labels: list[Any] = []
+        """Label tensors of the micro-batches whose loss is a mean over them."""
+        self.reported_loss: float | None = None
+        self.lr: Any = None
+        self.grad_norm: Any = None
+        self.loss_scale: Any = None
+        self.overflow = False
+        self.micro_steps = 0
+        self.discarded = False
+        """Gradients were set to zero after a backward and before any update: what is backpropagated from here is the
+        same batch again (SAM's second pass), or another one instead where a batch is fetched."""
+        self.repeats = 0
+        """Further evaluations of a closure (line search): of the same batch, so no micro-steps."""
+        self.shape: list[int] = []
+        self.counts: list[Counts] = []
+        """Of micro-batches whose loop counts them itself; they take the place of what hooks have counted."""
+        self.flops: float | None = None
+        """FLOPs of the model, where the loop says so."""
+        self.samples = 0
+        self.padded_tokens = 0
+        self.tokens: list[Any] = []
+        """A number for each micro-batch, or its mask, to be counted by the publisher."""
+        self.waits: list[tuple[str, Any, Any]] = []
+        """Where the stream waited for other ranks: the phase, and the CUDA events at both ends."""
+
+
+class PartNotes(NamedTuple):
+    """What the part of a step that one of several engines or optimizers made has gathered."""
+
+    key: int
+    """The ``id`` of the engine or optimizer."""
+    name: str
+    notes: Notes
+
+
+class RestRaw(NamedTuple):
+    """What the training thread did after its last step, for the record that closes a rank's; no update."""
+
+    raw: "StepRaw"
+
+
+class StepRaw(NamedTuple):
+    """One finished optimizer update as the training thread saw it."""
+
+    number: int
+    marks: list[Mark]
+    """The last one is the step's end and the next step's beginning."""
+    ended: float
+    """Seconds since the epoch at the last mark."""
+    notes: Notes
+    cost_ns: int
+    cpu_ns: int = 0
+    """CPU time of the training thread in this step."""

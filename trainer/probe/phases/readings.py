@@ -1,0 +1,53 @@
+"""Memory figures of a step's marks, and where a step begins among them. Pure functions."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ..device.reading import Reading
+from .marks import Mark
+
+
+def first_of_step(marks: list[Mark]) -> int:
+    """Return the index of the mark a step is counted from: its first, or where start-up has ended.
+
+    What was saved or loaded during start-up is part of ``init``.
+    """
+    starts = [place for place, mark in enumerate(marks[:-1]) if mark.phase == "init"]
+    for place in range(starts[-1] + 1 if starts else 0, len(marks)):
+        if marks[place].phase:
+            return place
+    return 0
+
+
+def lend_events(marks: list[Mark]) -> list[Mark]:
+    """Give marks that are a time alone the device event of the next mark: nothing is launched in between."""
+    found = list(marks)
+    for place in range(len(found) - 2, -1, -1):
+        if found[place].memory is None:
+            found[place] = found[place]._replace(event=found[place + 1].event)
+    return found
+
+
+def readings(marks: list[Mark], read: Callable[[Any], Reading]) -> list[Reading]:
+    """Return every mark's figures; marks without figures of their own have those of the next mark that has them.
+
+    The peak since the mark before them goes to the phase that was under way then, not to what followed it.
+    """
+    found: list[Reading] = []
+    waiting = 0
+    latest: Any = None
+    for mark in marks:
+        if mark.memory is None:
+            waiting += 1
+            continue
+        reading = read(mark.memory)
+        if mark.memory is latest:
+            reading = reading.without_peaks()
+        latest = mark.memory
+        if waiting:
+            found.append(reading)
+            found.extend([reading.without_peaks()] * waiting)
+            waiting = 0
+        else:
+            found.append(reading)
+    return found

@@ -1,0 +1,18 @@
+"""Whether the script is to end after some step."""
+
+
+class StopRequest:
+    """A request to save and end; the publisher sets it, the training thread asks for it."""
+
+    __slots__ = ("after", "heeded")
+
+    def __init__(self) -> None:
+        self.heeded = False
+        """The script asks whether it is to stop."""
+        self.after: int | None = None
+        """The step to stop after; None: nobody wants it to."""
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether to end after step ``step``; the script asks, so it heeds requests."""
+        self.heeded = True
+        return self.after is not None and step >= self.after

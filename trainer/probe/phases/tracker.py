@@ -1,0 +1,287 @@
+"""The phase machine: where the training thread is, and the marks it leaves behind at every phase boundary.
+
+Only the training thread calls the methods; the publisher reads attributes. Nothing here waits, and nothing is
+computed that the publisher could compute.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter_ns, thread_time_ns, time
+from typing import Any
+
+from ....protocol.telemetry import STEP_PHASES
+from ..device.reading import MemoryBackend
+from .marks import Mark, Notes, StepRaw
+
+FETCHING: frozenset[str] = frozenset(("data",))
+"""Phases whose beginning is marked by its time alone: a sample of CUDA's figures costs 25 us, and those at the next
+full mark serve. What a script does to memory after its update, zero_grad above all, belongs to ``idle`` either way."""
+
+DRIVEN: frozenset[str] = frozenset(("data", "idle"))
+"""The same where a framework drives the steps: between backward and update it does nothing to memory, and gradients are
+freed inside the update. So a step's first forward begins with the figures of the step's own beginning, unless
+something was measured in between: what the batch takes on the device counts into the forward."""
+
+
+RECENT = 400
+"""Collectives whose names and sizes are kept: what ranks that are stuck in different ones are compared by."""
+
+
+SLIVER_NS = 100_000
+"""A phase that lasted no longer before another one nested into it is not told apart from the one before it."""
+
+
+_new: Any = tuple.__new__
+"""Makes a named tuple without its Python-level constructor: half a microsecond less at each boundary."""
+
+
+class Counts:
+    """Collective calls, counted by the wrappers around torch.distributed."""
+
+    __slots__ = ("entered", "group", "groups", "host_ns", "in_flight", "last", "recent", "sequence", "size", "world")
+
+    def __init__(self) -> None:
+        self.entered = 0
+        self.host_ns = 0
+        self.in_flight = ""
+        self.last = ""
+        self.world = ""
+        """The default process group's name; empty until it is needed."""
+        self.group = ""
+        """The process group of the collective that was entered last, how many of that group were entered, and the
+        elements of the tensor that was given to it."""
+        self.sequence = 0
+        self.size = 0
+        self.groups: dict[str, int] = {}
+        """Collectives entered, by process group."""
+        self.recent: deque[tuple[str, int, str, int]] = deque(maxlen=RECENT)
+        """The last collectives: group, number within it, name, elements."""
+
+    def forget_groups(self) -> None:
+        """Begin anew: there is a new default group, and names of groups are given out again."""
+        self.world = ""
+        self.groups.clear()
+        self.recent.clear()
+
+
+class Tracker:
+    """Phases of the step in the making.
+
+    Args:
+        memory: where memory figures come from.
+        mark_event: records a device event and returns it, or returns None.
+        counts: the collective counters.
+        finish: takes each finished step.
+    """
+
+    __slots__ = (
+        "_ended_in_scope",
+        "_finish",
+        "cost_ns",
+        "counts",
+        "cpu_ns",
+        "depth",
+        "light",
+        "mark_event",
+        "marks",
+        "memory",
+        "notes",
+        "phase",
+        "phase_ns",
+        "progress",
+        "sample",
+        "step",
+        "step_collectives",
+        "watchers",
+    )
+
+    def __init__(
+        self,
+        memory: MemoryBackend,
+        mark_event: Callable[[], Any],
+        counts: Counts,
+        finish: Callable[[StepRaw], None],
+    ) -> None:
+        self.memory = memory
+        self.mark_event = mark_event
+        self.counts = counts
+        self._finish = finish
+        self.step = 0
+        """The last finished step."""
+        self.phase = "init"
+        self.phase_ns = perf_counter_ns()
+        self.progress = 1
+        self.depth = 0
+        """How many explicit scopes are open: inside one, ``enter`` changes nothing."""
+        self._ended_in_scope = False
+        self.light = FETCHING
+        """Phases whose beginning is marked by its time alone."""
+        self.cost_ns = 0
+        self.cpu_ns = thread_time_ns()
+        """The training thread's CPU time when the step in the making began."""
+        self.step_collectives = counts.entered
+        """Collectives that had been entered when the step in the making began."""
+        self.watchers: tuple[Callable[[str, str], None], ...] = ()
+        """Called on the training thread at every phase boundary, after its mark, with the phase that ended and the one
+        that begins; the end of a step comes as (its last phase, ``end``). Empty in ordinary steps: whoever looks
+        closer at one step puts itself in, from any thread, and takes itself out again."""
+        self.notes = Notes()
+        self.sample: Any = None
+        """The latest raw memory sample."""
+        self.marks = [self._mark("init", self.phase_ns)]
+
+    def enter(self, phase: str) -> None:
+        """Move to ``phase``; does nothing when it is there already, or inside a scope."""
+        if self.depth or phase == self.phase:
+            return
+        self._move(phase)
+
+    def open_scope(self, phase: str) -> str:
+        """Move to ``phase`` and stay there until the scope is closed; returns the phase to give to ``close_scope``."""
+        before = self.phase
+        if not self.depth and phase != before:
+            self._move(phase)
+        self.depth += 1
+        return before
+
+    def close_scope(self, before: str) -> None:
+        """Close a scope; the outermost one goes back to where it was opened, an optimizer update in it permitting."""
+        self.depth -= 1
+        if self.depth:
+            return
+        if self._ended_in_scope:
+            self._ended_in_scope, before = False, "idle"
+        elif self.phase in ("generate", "eval") and before in ("init", "data"):
+            # A model that generates or is evaluated has started; what a script makes of a rollout is no loading.
+            before = "idle"
+        if self.phase != before:
+            self._move(before)
+
+    def rename(self, phase: str) -> None:
+        """Say that the phase that has already begun is really ``phase``."""
+        last = self.marks[-1]
+        if last.phase:
+            self.marks[-1] = last._replace(phase=phase)
+        self.phase = phase
+        self.progress += 1
+
+    def relabel(self, index: int, phase: str) -> bool:
+        """Give a mark of the step in the making another phase; returns whether it had a different one."""
+        mark = self.marks[index]
+        if not mark.phase or mark.phase == phase:
+            return False
+        self.marks[index] = mark._replace(phase=phase)
+        if index == len(self.marks) - 1:
+            self.phase = phase
+            self.progress += 1
+        return True
+
+    def begin(self, phase: str) -> None:
+        """Move to ``phase`` with a mark of its own, even where it is there already; does nothing inside a scope."""
+        if not self.depth:
+            self._move(phase)
+
+    def interrupt(self, phase: str) -> None:
+        """Move to ``phase`` out of one that may have begun only just now: a sliver of that is no occurrence."""
+        if self.depth or phase == self.phase:
+            return
+        marks = self.marks
+        last = marks[-1]
+        sliver = last.phase == self.phase and last.memory is not None and perf_counter_ns() - last.ns <= SLIVER_NS
+        if len(marks) < 2 or not sliver:
+            self._move(phase)
+            return
+        before = self.phase
+        earlier = next((mark.phase for mark in reversed(marks[:-1]) if mark.phase), "")
+        # The sample of the sliver's mark began a new peak, so the mark itself must stay.
+        marks[-1] = last._replace(phase="" if earlier == phase else phase)
+        self.phase = phase
+        self.progress += 1
+        for watcher in self.watchers:
+            watcher(before, phase)
+
+    def note_reset(self, sample: Any) -> None:
+        """The script is about to reset its memory peaks: keep what they were for the phase under way."""
+        counts = self.counts
+        self.marks.append(Mark("", perf_counter_ns(), sample, None, counts.entered, counts.host_ns))
+
+    def end_step(self, number: int | None = None) -> None:
+        """The optimizer update is over: hand the step over and begin the next, ``idle`` (or still in an open scope).
+
+        Args:
+            number: the step's number where the framework counts steps itself.
+        """
+        self.step = number if number is not None and number > 0 else self.step + 1
+        self._finish(self.end_part())
+
+    def end_part(self) -> StepRaw:
+        """Return what came since the last step or part as a step, and begin anew; the number stays what it was."""
+        start = perf_counter_ns()
+        after = self.phase if self.depth and self.phase not in STEP_PHASES else "idle"
+        self._ended_in_scope = self.depth > 0
+        mark = self._mark(after, start)
+        ended = time()
+        marks, notes = self.marks, self.notes
+        marks.append(mark)
+        self.marks, self.notes = [mark], Notes()
+        before, self.phase, self.phase_ns = self.phase, after, start
+        self.progress += 1
+        self.step_collectives = mark.collectives
+        for watcher in self.watchers:
+            watcher(before, "end")
+        cpu, self.cpu_ns = self.cpu_ns, thread_time_ns()
+        spent = self.cost_ns + perf_counter_ns() - start
+        self.cost_ns = 0
+        cpu_ns = self.cpu_ns - cpu
+        return _new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns if cpu_ns > 0 else 0))
+
+    def take_rest(self, measured: bool) -> StepRaw:
+        """Return what came after the last step, as a step of that number; nothing is to follow.
+
+        Args:
+            measured: the caller is the training thread, which may ask for memory; otherwise the latest figures serve.
+        """
+        marks = list(self.marks)
+        if measured:
+            marks.append(self._mark("", perf_counter_ns()))
+        else:
+            counts = self.counts
+            marks.append(Mark("", perf_counter_ns(), self.sample, None, counts.entered, counts.host_ns))
+        return StepRaw(self.step, marks, time(), self.notes, 0)
+
+    def switch(self, memory: MemoryBackend, mark_event: Callable[[], Any], blank: Any) -> None:
+        """Change the memory back end.
+
+        The step in the making keeps its first mark's time, with ``blank`` (nothing allocated yet) for its memory: what
+        the old back end measured since is not comparable.
+        """
+        self.memory, self.mark_event, self.sample = memory, mark_event, blank
+        self.marks = [self.marks[0]._replace(phase=self.phase, memory=blank, event=None)]
+
+    def _move(self, phase: str) -> None:
+        start = perf_counter_ns()
+        if phase in self.light:
+            sample = event = None
+        elif phase == "forward" and self.light is DRIVEN and self._is_unmeasured():
+            sample, event = self.sample, self.mark_event()
+        else:
+            self.sample = sample = self.memory.sample()
+            event = self.mark_event()
+        counts = self.counts
+        self.marks.append(_new(Mark, (phase, start, sample, event, counts.entered, counts.host_ns)))
+        before, self.phase, self.phase_ns = self.phase, phase, start
+        self.progress += 1
+        if self.watchers:
+            for watcher in self.watchers:
+                watcher(before, phase)
+        self.cost_ns += perf_counter_ns() - start
+
+    def _is_unmeasured(self) -> bool:
+        """Whether no figures were taken since the step before ended, and nobody needs exact ones."""
+        first = self.marks[0]
+        return len(self.marks) <= 2 and first.memory is self.sample and first.phase == "idle" and not self.watchers
+
+    def _mark(self, phase: str, ns: int) -> Mark:
+        counts = self.counts
+        self.sample = sample = self.memory.sample()
+        return _new(Mark, (phase, ns, sample, self.mark_event(), counts.entered, counts.host_ns))

@@ -1,0 +1,228 @@
+"""The engines and optimizers that update, and the steps that their updates make up.
+
+With one of them every update ends a step. Where there are several, a step is one round of the loop (``rounds``): an
+update ends a part, and the parts of a round become one step once the round is known to be over: when the next one
+begins, or at once where rounds like it have been seen before.
+"""
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from ..rank.model import own_class, own_model
+from .marks import Notes, PartNotes, StepRaw
+from .rounds import Entry, Rounds, call_site
+from .tracker import Tracker
+
+WAITED_PARTS = 8
+WAITED_NS = 30_000_000_000
+"""So many updates of the first one, or for so long, are held back for the second to make its first: only then is it
+known which of them are one round."""
+WAITED_ROUNDS = 200
+"""Rounds that are not taken for over at once while there is an optimizer that has never updated."""
+
+_NOT_A_SITE = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep)
+
+
+class _Part(NamedTuple):
+    """An update that has ended, and what the step had until then from the update before."""
+
+    entry: Entry
+    raw: StepRaw
+    name: str
+
+
+class Updaters:
+    """Ends steps; for the training thread alone."""
+
+    def __init__(self, tracker: Tracker, finish: Callable[[StepRaw], None], met: Callable[[], None]) -> None:
+        """Begin with none.
+
+        Args:
+            tracker: the training thread's phases.
+            finish: takes each finished step.
+            met: called when one more of several has made its first update.
+        """
+        self._tracker = tracker
+        self._finish = finish
+        self._met = met
+        self._made: dict[int, Any] = {}
+        """Weak references to optimizers and engines, by id."""
+        self._names: dict[int, str] = {}
+        """What those are called that have updated while there were several."""
+        self._only = self._first = 0
+        """The one that makes all steps; the first that updated, whose figures are the steps' of several."""
+        self._several = False
+        self._rounds: Rounds | None = None
+        self._parts: list[_Part] = []
+        self._entry: Entry | None = None
+        self._exhausted = False
+        self._held_since = 0
+        self._closed = 0
+        self.updates = 0
+        """Updates that have ended."""
+
+    @property
+    def known(self) -> list[Any]:
+        """The several that have updated and are alive; empty with one."""
+        references = [self._made.get(key) for key in list(self._names)]
+        found = [reference() for reference in references if reference is not None]
+        return [updater for updater in found if updater is not None]
+
+    @property
+    def is_sole(self) -> bool:
+        """Whether every update is a step's only one."""
+        return self._rounds is None
+
+    def made(self, updater: Any) -> None:
+        """Learn of an optimizer or engine; two that live make steps rounds."""
+        key = id(updater)
+        self._made[key] = weakref.ref(updater, lambda _: self._gone(key))
+        if len(self._made) > 1 and self._rounds is None:
+            self._rounds = Rounds()
+
+    def belongs(self, optimizers: Sequence[Any]) -> None:
+        """Learn of optimizers that an engine or another optimizer drives: their updates are parts of its own."""
+        for optimizer in optimizers:
+            self._made.pop(id(optimizer), None)
+        if len(self._made) < 2 and not self._names and not self._parts:
+            self._rounds = None
+
+    def _gone(self, key: int) -> None:
+        """Forget one that was freed, on whichever thread that happens: the next one may be found at its address."""
+        self._made.pop(key, None)
+        self._names.pop(key, None)
+
+    def exhausted(self) -> None:
+        """Learn that a dataloader has come to its end."""
+        self._exhausted = True
+
+    def begin(self, updater: Any) -> None:
+        """An update begins; rounds that are over with that are finished."""
+        key = id(updater)
+        if len(self._made) < 2 and not self._parts and key in self._made:
+            self._rounds, self._only = None, key  # the others are freed
+        if self._rounds is None:
+            if self._only in (0, key):
+                self._only = key
+                return
+            self._rounds = Rounds()
+        if key not in self._made:
+            self.made(updater)
+        frame = sys._getframe(1)
+        if key not in self._names:
+            self._names[key] = _unique(_name_of(updater, frame), self._names.values())
+            self._first = self._first or key
+            if len(self._names) > 1:
+                self._several = True
+                self._met()
+        self._entry = entry = Entry(key, call_site(frame, _NOT_A_SITE), self._exhausted)
+        self._exhausted = False
+        self._rounds.note(entry)
+        if self._waits():
+            return
+        for group in self._rounds.split([*(part.entry for part in self._parts), entry])[:-1]:
+            self._close(len(group))
+
+    def end(self, number: int | None) -> None:
+        """An update is over.
+
+        Args:
+            number: the step's number where the framework counts steps itself; with several, rounds are counted.
+        """
+        self.updates += 1
+        entry, self._entry = self._entry, None
+        if self._rounds is None or entry is None:
+            self._tracker.end_step(number)
+            return
+        if not self._parts:
+            self._held_since = perf_counter_ns()
+        self._parts.append(_Part(entry, self._tracker.end_part(), self._names.get(entry.key, "")))
+        if not self._unseen() and self._rounds.is_whole([part.entry for part in self._parts]):
+            self._close(len(self._parts))
+
+    def flush(self) -> None:
+        """Finish what is held back; the process ends."""
+        if self._rounds is not None and self._parts:
+            for group in self._rounds.split([part.entry for part in self._parts]):
+                self._close(len(group))
+
+    def _waits(self) -> bool:
+        """Whether to hold updates back, as the second of several has made none yet."""
+        if len(self._names) > 1 or not self._unseen() or len(self._parts) >= WAITED_PARTS or self._closed:
+            return False
+        return not self._parts or perf_counter_ns() - self._held_since < WAITED_NS
+
+    def _unseen(self) -> bool:
+        return self._closed < WAITED_ROUNDS and any(key not in self._names for key in list(self._made))
+
+    def _close(self, count: int) -> None:
+        """Finish the step of the first ``count`` parts."""
+        parts, self._parts = self._parts[:count], self._parts[count:]
+        assert self._rounds is not None
+        self._rounds.close([part.entry for part in parts])
+        self._closed += 1
+        self._tracker.step += 1
+        if len(parts) == 1 and not self._several:
+            self._finish(parts[0].raw._replace(number=self._tracker.step))
+        else:
+            self._finish(_merge(parts, self._tracker.step, self._first))
+
+
+def _merge(parts: Sequence[_Part], number: int, first: int) -> StepRaw:
+    """Make one step of parts; each begins with the mark that the one before ends with."""
+    marks = list(parts[0].raw.marks)
+    for part in parts[1:]:
+        marks += part.raw.marks[1:]
+    notes = Notes()
+    for part in parts:
+        own = part.raw.notes
+        notes.micro_steps += own.micro_steps
+        notes.samples += own.samples
+        notes.padded_tokens += own.padded_tokens
+        notes.tokens += own.tokens
+        notes.overflow |= own.overflow
+        notes.waits += own.waits
+        notes.shape = max(notes.shape, own.shape, key=_size)
+        notes.parts.append(PartNotes(part.entry.key, part.name, own))
+    notes.first = first
+    cost_ns, cpu_ns = sum(part.raw.cost_ns for part in parts), sum(part.raw.cpu_ns for part in parts)
+    return StepRaw(number, marks, parts[-1].raw.ended, notes, cost_ns, cpu_ns)
+
+
+def _size(shape: list[int]) -> int:
+    size = 1 if shape else 0
+    for length in shape:
+        size *= length
+    return size
+
+
+def _name_of(updater: Any, frame: FrameType | None) -> str:
+    """Return what the script calls an engine (by its model's class) or an optimizer (by its variable)."""
+    module = getattr(updater, "module", None)
+    if isinstance(module, torch.nn.Module):
+        return own_class(own_model(module)).__name__
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_NOT_A_SITE):
+            for name, value in list(frame.f_locals.items()):
+                if value is updater and name not in ("self", "optimizer"):
+                    return name
+                for attribute, inner in list(getattr(value, "__dict__", {}).items()) if name == "self" else ():
+                    if inner is updater and attribute not in ("optimizer", "_optimizer"):
+                        return attribute
+        frame = frame.f_back
+    return type(updater).__name__
+
+
+def _unique(name: str, taken: Any) -> str:
+    found, number = name, 1
+    while found in taken:
+        number += 1
+        found = f"{name} {number}"
+    return found

@@ -1,0 +1,1 @@
+"""Who this rank is: what it knows of itself, and what it trains."""

@@ -1,0 +1,103 @@
+"""What a rank's hello says."""
+
+import os
+import platform
+import sys
+import time
+from typing import Any, Literal
+
+import msgspec
+
+from ....protocol.telemetry import Hello, Plan, SelfDump
+from .context import RankContext
+
+_PACKAGES = ("ftmon", "torch", "deepspeed", "transformers", "accelerate")
+
+
+class Introduction:
+    """What the rank's hello says beside the rank itself: it becomes known as the script goes on.
+
+    Args:
+        rank: whose.
+    """
+
+    def __init__(self, rank: RankContext) -> None:
+        self._rank = rank
+        self.facts: dict[str, Any] = {"framework": "pytorch"}
+        """Fields of ``Hello``."""
+        self.parameter_dtype = ""
+        """``bf16``, ``fp16`` or ``fp32``: what the model's parameters are; empty while not known."""
+        self.forward_dtype: str | None = None
+        """What autocast computed the first forward in, empty without it; None while no forward was seen."""
+        self.plan: Plan | None = None
+        """What the script has planned; sent after each hello."""
+
+    def hello(self, self_dump: SelfDump | None = None) -> Hello:
+        """Make the hello of this moment.
+
+        Args:
+            self_dump: how the rank's stacks are had from outside.
+        """
+        rank = self._rank
+        return Hello(
+            rank=rank.rank,
+            local_rank=rank.local_rank,
+            world_size=rank.world_size,
+            host=rank.host,
+            pid=rank.process.pid,
+            start_ticks=rank.process.start_ticks,
+            device=rank.device.info,
+            memory_measure=rank.device.memory.measure,
+            time=time.time(),
+            versions=_versions(),
+            argv=list(sys.argv),
+            backend=_backend(),
+            sends_logs=rank.sends_logs,
+            self_dump=self_dump,
+            launch=rank.launch,
+            restart=_restart_count(),
+            matmul_precision=self.matmul_precision(),
+            **self.facts,
+        )
+
+    def matmul_precision(self) -> Literal["", "bf16", "fp16", "tf32", "fp32"]:
+        """Return the data type of matrix products; empty where it cannot be told (autocast that nothing has seen)."""
+        told = self.facts.get("precision", "")
+        halves = [known for known in (told, self.forward_dtype, self.parameter_dtype) if known in ("bf16", "fp16")]
+        if halves:
+            return "bf16" if halves[0] == "bf16" else "fp16"
+        if told != "fp32" and self.forward_dtype is None:
+            return ""
+        torch: Any = sys.modules.get("torch")
+        return "fp32" if torch is None or torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _restart_count() -> int:
+    try:
+        return max(0, int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0))
+    except ValueError:
+        return 0
+
+
+def plain(value: Any) -> Any:
+    """Reduce a framework's configuration to what msgpack carries; what it does not becomes its ``str``."""
+    return msgspec.to_builtins(value, enc_hook=str, str_keys=True)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            found[name] = str(version)
+    return found
+
+
+def _backend() -> str:
+    distributed: Any = sys.modules.get("torch.distributed")
+    try:
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            return str(distributed.get_backend())
+    except (RuntimeError, ValueError, AttributeError):
+        pass
+    return ""

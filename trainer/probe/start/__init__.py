@@ -1,0 +1,1 @@
+"""A process of the job becomes a rank, and ends."""

@@ -1,0 +1,116 @@
+"""How a rank ends: its last words are sent, and the end is held up for half a second at the most."""
+
+import atexit
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import Any, NoReturn
+
+from ....protocol.telemetry import Failure, Goodbye
+from .. import guard
+from ..link.publisher import Publisher
+from ..loop.training import Training
+from ..phases.stop_request import StopRequest
+from ..rank.context import RankContext
+
+FLUSH_SECONDS = 0.5
+_TRACEBACK_LIMIT = 16_384
+
+
+def install(rank: RankContext, training: Training, stop: StopRequest, publisher: Publisher) -> None:
+    """Be told of an exception that ends the script, of ``sys.exit``, and of the interpreter's end."""
+    ending = _Ending(rank, training, stop, publisher)
+    ending.hook_exceptions()
+    atexit.register(ending.finish)
+    multiprocessing: Any = sys.modules.get("multiprocessing")
+    if multiprocessing is not None and multiprocessing.parent_process() is not None:
+        # A process of multiprocessing (torch.multiprocessing.spawn) ends without running atexit.
+        multiprocessing.util.Finalize(None, ending.finish, exitpriority=-100)
+
+
+class _Ending:
+    def __init__(self, rank: RankContext, training: Training, stop: StopRequest, publisher: Publisher) -> None:
+        self._rank = rank
+        self._training = training
+        self._stop = stop
+        self._publisher = publisher
+        self._exit_code: Any = None
+        self._exit_word = "sys.exit"
+        self._failed = ""
+        self._interrupted = False
+        self._finished = False
+
+    def hook_exceptions(self) -> None:
+        previous, leave = sys.excepthook, sys.exit
+
+        def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self._note(error)
+            previous(kind, error, trace)
+
+        def exit(status: Any = None, /) -> Any:  # noqa: A001
+            self._exit_code = status
+            leave(status)
+
+        leave_at_once = os._exit
+
+        def leave_now(status: int) -> NoReturn:
+            # atexit does not run: without this the last steps, up to a tenth of a second of them, would be lost.
+            if os.getpid() == self._rank.process.pid:
+                self._exit_code = status
+                self._exit_word = "os._exit"
+                self.finish()
+            leave_at_once(status)
+
+        leave_now.__doc__ = leave_at_once.__doc__
+        os._exit = leave_now
+        sys.excepthook = excepthook
+        exit.__doc__ = leave.__doc__
+        sys.exit = exit
+
+    def _note(self, error: BaseException) -> None:
+        try:
+            if isinstance(error, KeyboardInterrupt):
+                self._interrupted = True
+                return
+            if self._failed:
+                return
+            self._training.saw_error(error)
+            self._failed = f"{type(error).__name__}: {error}"
+            text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
+            tracker = self._training.tracker
+            failure = Failure(self._rank.rank, tracker.step + 1, tracker.phase, time.time(), self._failed[:2000], text)
+            self._training.outbox.hand_over(failure)
+        except Exception as inner:
+            guard.log_error("reporting a failure", inner)
+
+    def finish(self) -> None:
+        """Send the goodbye and end the publisher."""
+        if self._finished or os.getpid() != self._rank.process.pid:
+            return
+        self._finished = True
+        try:
+            # A script's own excepthook may not call the one before it; the interpreter keeps the exception anyway.
+            last = getattr(sys, "last_value", None)
+            if last is not None:
+                self._note(last)
+            self._training.hand_over_rest()
+            self._training.outbox.hand_over(self._goodbye())
+            self._publisher.finish(FLUSH_SECONDS)
+            self._rank.guard.enabled = False
+        except Exception as error:
+            guard.log_error("ending", error)
+
+    def _goodbye(self) -> Goodbye:
+        code = self._exit_code
+        if self._failed:
+            reason, text = "failed", self._failed[:500]
+        elif self._interrupted or (self._stop.after is not None and self._stop.heeded):
+            reason, text = "stopped", "interrupted" if self._interrupted else "stopped as asked"
+        elif code not in (None, 0):
+            reason, text = "failed", f"{self._exit_word}({code!r})"[:500]
+        else:
+            reason, text = "finished", ""
+        dropped = self._publisher.dropped + self._training.outbox.overflowed
+        return Goodbye(self._rank.rank, time.time(), self._training.tracker.step, reason, text, dropped)

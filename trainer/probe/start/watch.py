@@ -1,0 +1,107 @@
+"""``ftmon.watch(engine)``: one line in a script that is started without ``ftmon run``."""
+
+import fcntl
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ....protocol import rundir
+from ....protocol.process import start_ticks
+from ....protocol.rundir import RUN_ENV, RunDir
+from ....protocol.spawn import spawn_hub
+from .. import guard
+from ..active import switched_on
+from ..api import Probe, current
+from ..rank.roles import RANK_PID_ENV
+from .activate import await_frameworks, leave_to_parent
+from .begin import begin_rank
+
+
+def watch(target: Any = None, *, name: str | None = None, model: Any = None) -> Probe | None:
+    """Report this process to the monitor from now on.
+
+    Under ``ftmon run`` the process is watched already and this adds nothing. Otherwise every rank of the job joins one
+    new run, the first of them starts its hub, and ``ftmon`` in another terminal shows it. A failure is logged and never
+    raised: the training goes on unwatched.
+
+    Args:
+        target: a DeepSpeed engine or a PyTorch optimizer, whose updates are the steps; None: the first that steps.
+        name: what to call a new run (default: the script's name).
+        model: the model, for its name and size, where ``target`` is an optimizer.
+
+    Returns:
+        The probe (see ``Probe.report`` and ``Probe.stop_requested``), or None when this process cannot be watched.
+    """
+    try:
+        probe = current() or _begin(name or Path(sys.argv[0]).stem or "watch")
+        if probe is not None and target is not None:
+            _attach(target, model)
+    except Exception as error:
+        guard.log_error("watch", error)
+        sys.stderr.write(f"ftmon: this process is not watched: {error}\n")
+        return None
+    return probe
+
+
+def _begin(name: str) -> Probe | None:
+    sends_logs = not os.environ.get(RUN_ENV)
+    if sends_logs:
+        os.environ[RUN_ENV] = str(_join_run(name).path)
+    await_frameworks()
+    os.register_at_fork(after_in_child=leave_to_parent)
+    os.environ[RANK_PID_ENV] = str(os.getpid())
+    return begin_rank(sends_logs)
+
+
+def _attach(target: Any, model: Any) -> None:
+    training = switched_on()
+    if training is None:
+        return
+    if hasattr(target, "is_gradient_accumulation_boundary"):
+        from ..hooks.deepspeed import attach
+
+        attach(target)
+    elif hasattr(target, "param_groups"):
+        training.trained.primary = target
+        training.updates.found_optimizer(target)
+        training.guard.adopt_thread()
+        training.phases.look_at_device()
+    if model is not None:
+        from ..hooks.torch import know_model
+
+        know_model(training, model)
+    training.outbox.say_hello()
+
+
+def _join_run(name: str) -> RunDir:
+    """Join the run that another rank of this job has made, or make it and start its hub."""
+    folder = rundir.checked_home() / "watch"
+    rundir.make_private(folder.parent)
+    rundir.make_private(folder)
+    path = folder / hashlib.sha256(_job_key().encode()).hexdigest()[:16]
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        known = file.read().strip()
+        if known and Path(known, "run.json").exists():
+            return RunDir(known)
+        run = rundir.create(name, list(sys.argv), "watch")
+        file.truncate(0)
+        file.write(str(run.path))
+        _start_hub(run)
+    return run
+
+
+def _job_key() -> str:
+    """Name the job this process is a rank of: the same for all its ranks on this host, and for no other job."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    # The ranks of one host are children of one launcher; a process without one is a job of its own.
+    launcher = os.getppid() if "RANK" in os.environ else os.getpid()
+    return f"{address}:{port}:{launcher}:{start_ticks(launcher)}"
+
+
+def _start_hub(run: RunDir) -> None:
+    with (run.logs / "hub.log").open("ab") as log:
+        spawn_hub(run, log)

@@ -1,0 +1,1 @@
+"""Figures of a step beside time and memory: losses, batches, FLOPs, checksums."""

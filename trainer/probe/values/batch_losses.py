@@ -1,0 +1,237 @@
+"""The loss of one batch now and then, with a fingerprint of what went into it: equal inputs must give equal losses.
+
+After some updates, those after which parameters are compared (``replicas.due``), the next step's first micro-step is
+taken. Its inputs are what the dataloader gave, and what the models' forwards were called with until the backward: of
+tensors on the host a CRC-32, of those on a GPU two sums in double precision of the first ``MOST`` elements. The
+kernels are enqueued and read later; nothing waits. On all other steps it is not there: ``BatchLosses.current`` is None.
+
+Not taken where ranks may honestly differ: where a random number was drawn between the first forward and the backward
+(dropout), where the model has a dropout that is on, where no forward is seen, and inside a captured graph.
+"""
+
+import random
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from time import perf_counter_ns, time
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from ....protocol.health import BatchLoss
+from .. import guard
+from ..device import cuda_graphs, device_values, pinned
+from ..device.device import Device
+from ..device.events import has_passed
+from ..phases.tracker import Tracker
+from ..rank.context import RankContext
+from ..rank.trained import Trained
+from .replicas import due
+
+MOST = 1 << 14
+"""Elements of one tensor on a GPU that are summed; the copy in double precision takes 128 KiB, twice."""
+MOST_BYTES = 1 << 19
+"""Bytes of one tensor on the host that are read at either end."""
+MOST_TENSORS = 32
+PRECISION = 1e-3
+HALF_PRECISION = 1e-2
+"""Relative differences of two losses from which on kernels and rounding no longer explain them; TF32 has 10 bits."""
+_DEEPEST = 4
+_KEPT = 8
+
+
+class _Taken(NamedTuple):
+    step: int
+    crc: int
+    sums: Any
+    loss: Any
+    precision: float
+    event: Any
+    cost_us: int
+
+
+class Comparison:
+    """One micro-step under way, on the training thread."""
+
+    def __init__(self, rank: RankContext, trained: Trained, step: int) -> None:
+        self._device = rank.device
+        self._trained = trained
+        self._step = step
+        self._crc = 0
+        self._sums: list[Any] = []
+        self._tensors = 0
+        self._randomness: Any = None
+        self._is_half = False
+        self._cost_ns = 0
+
+    def add(self, found: Any, is_forward: bool) -> None:
+        """Add what a dataloader gave, or what a forward is called with."""
+        begun = perf_counter_ns()
+        if is_forward:
+            self._is_half = self._is_half or torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
+            if self._randomness is None:
+                self._randomness = _randomness(self._trained.model(), self._device)
+        for tensor in _tensors(found, _DEEPEST):
+            self._tensors += 1
+            if self._tensors <= MOST_TENSORS:
+                self._note(tensor)
+        self._cost_ns += perf_counter_ns() - begun
+
+    def end(self, loss: Any) -> _Taken | None:
+        """Return what is to be sent; None where the losses of other ranks may differ from this one's."""
+        begun = perf_counter_ns()
+        drawn = self._randomness is None or self._randomness != _randomness(self._trained.model(), self._device)
+        if drawn or not self._tensors or cuda_graphs.under_way:
+            return None
+        fetched = device_values.fetch(loss)
+        sums: Any = None
+        if self._sums:
+            with torch.no_grad():
+                sums = pinned.fetch(torch.stack(self._sums))
+        if fetched is None or (self._sums and sums is None):
+            return None
+        is_half = self._is_half or _is_half(self._trained.model())
+        precision = HALF_PRECISION if is_half else PRECISION
+        event = self._device.mark_event()
+        self._cost_ns += perf_counter_ns() - begun
+        return _Taken(self._step, self._crc, sums, fetched, precision, event, self._cost_ns // 1000)
+
+    def _note(self, tensor: Any) -> None:
+        self._crc = zlib.crc32(f"{tuple(tensor.shape)}{tensor.dtype}".encode(), self._crc)
+        if tensor.numel() == 0:
+            return
+        part = tensor.detach().reshape(-1)
+        if tensor.is_cuda:
+            with torch.no_grad():
+                part = part[:MOST].double()
+                self._sums += [part.sum(), part.dot(torch.arange(1, len(part) + 1, device=part.device).double())]
+            return
+        part = part.contiguous().view(torch.uint8)
+        for piece in (part[:MOST_BYTES], part[MOST_BYTES:][-MOST_BYTES:]):
+            self._crc = zlib.crc32(piece.numpy().tobytes(), self._crc)
+
+
+class BatchLosses:
+    """Begins comparisons on the training thread, and makes messages of them on the publisher's.
+
+    Args:
+        rank: this rank.
+        tracker: the phase machine.
+        trained: what the rank trains.
+    """
+
+    def __init__(self, rank: RankContext, tracker: Tracker, trained: Trained) -> None:
+        self._rank = rank
+        self._tracker = tracker
+        self._trained = trained
+        self.current: Comparison | None = None
+        """Takes the inputs and the loss of the micro-step under way; None on most steps."""
+        self._taken: deque[_Taken] = deque(maxlen=_KEPT)
+        self._off = False
+
+    def arm(self, step: int, is_comparable: bool) -> None:
+        """Have the first micro-step after this update taken, where that is due.
+
+        Args:
+            step: the number of the update.
+            is_comparable: hooks see where forwards begin, and each update is a step's only one.
+        """
+        if self._off or self._rank.world_size < 2 or not due(step) or not is_comparable:
+            return
+        if not self._tracker.watchers and len(self._taken) < _KEPT:
+            self.current = Comparison(self._rank, self._trained, step + 1)
+
+    def add(self, found: Any, is_forward: bool) -> None:
+        """Add inputs to the comparison under way; an error ends comparisons and nothing else."""
+        try:
+            if self.current is not None:
+                self.current.add(found, is_forward)
+        except Exception as error:
+            self._give_up(error)
+
+    def end(self, loss: Any) -> None:
+        """End the comparison under way with the loss that a backward begins from."""
+        comparison, self.current = self.current, None
+        try:
+            taken = comparison.end(loss) if comparison is not None else None
+            if taken is not None:
+                self._taken.append(taken)
+                self._tracker.cost_ns += taken.cost_us * 1000
+        except Exception as error:
+            self._give_up(error)
+
+    def ready(self) -> list[BatchLoss]:
+        """Return those that the device has come past; for the publisher thread."""
+        found: list[BatchLoss] = []
+        while self._taken:
+            try:
+                if not has_passed(self._taken[0].event):
+                    break
+                found += self._messages(self._taken.popleft())
+            except (RuntimeError, IndexError):
+                self._taken.clear()
+        return found
+
+    def _messages(self, taken: _Taken) -> list[BatchLoss]:
+        inputs = f"{taken.crc:08x}"
+        if taken.sums is not None:
+            inputs += "".join(f" {value:.12g}" for value in taken.sums.tensor().tolist())
+            pinned.give_back(taken.sums)
+            inputs = f"{zlib.crc32(inputs.encode()):08x}{taken.crc:08x}"
+        if self._rank.device.events is not None:
+            self._rank.device.events.recycle(taken.event)
+        loss = device_values.read(taken.loss)
+        if loss is None:
+            return []
+        return [BatchLoss(self._rank.rank, taken.step, time(), inputs, loss, taken.precision, taken.cost_us)]
+
+    def _give_up(self, error: Exception) -> None:
+        self._off, self.current = True, None
+        guard.log_error("comparing losses of equal batches is given up", error)
+
+
+def _tensors(found: Any, depth: int) -> Iterator[Any]:
+    if isinstance(found, torch.Tensor):
+        if found.layout == torch.strided and type(found) in (torch.Tensor, torch.nn.Parameter):
+            yield found
+        return
+    if depth == 0:
+        return
+    if isinstance(found, Mapping):
+        items: Any = found.values()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    elif isinstance(found, list | tuple):
+        items = found  # pyright: ignore[reportUnknownVariableType]
+    else:
+        return
+    for item in items:
+        yield from _tensors(item, depth - 1)
+
+
+def _randomness(model: Any, device: Device) -> Any:
+    """Return what changes when a random number is drawn; something that equals nothing where that cannot be seen."""
+    if _has_dropout(model):
+        return float("nan")
+    keys: Any = numpy.random.get_state()
+    found: list[Any] = [
+        zlib.crc32(torch.default_generator.get_state().numpy().tobytes()),
+        hash(random.getstate()),
+        zlib.crc32(keys[1]),
+        keys[2],
+    ]
+    if device.events is not None:
+        generator: Any = torch.cuda.default_generators[device.memory.device_index]
+        found.append(generator.get_offset())
+    return found
+
+
+def _has_dropout(model: Any) -> bool:
+    """Whether a dropout is on; some libraries draw from generators of their own and put them back."""
+    return model is not None and any(
+        "Dropout" in type(module).__name__ and module.training and getattr(module, "p", 0) for module in model.modules()
+    )
+
+
+def _is_half(model: Any) -> bool:
+    parameter = next(iter(model.parameters()), None) if model is not None else None
+    return parameter is not None and parameter.dtype in (torch.bfloat16, torch.float16)

@@ -1,0 +1,264 @@
+"""The loss of a step as the script optimises it, from the losses that it backpropagated.
+
+A step's gradient is the sum of the gradients of all its backward passes. Their losses therefore add up where the script
+normalises them itself: it divides each by the number of micro-batches (``loss / n``, ``loss * (1 / n)``, ``loss /= n``)
+or by the step's total of tokens. Where it does not, the step's loss is the mean over its micro-batches of what was
+backpropagated for each; several losses of one micro-batch add up either way.
+
+The training thread only notes what the first nodes of a loss's graph say; everything is decided by ``step_loss``, on
+the publisher's thread. Reading those nodes takes 10 to 25 microseconds, so they are read only where they can decide
+something: not where an engine or a Trainer divides, nor in a loop whose steps have had one loss each (``LossNotes``).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ..device import device_values
+from ..phases.marks import Notes
+
+_DEPTH = 6
+"""Nodes of a graph that are looked at, from the loss down."""
+_CONSTANTS = ("DivBackward0", "MulBackward0")
+_SUMS = ("SumBackward0", "SumBackward1")
+_SAME_VALUE = ("ToCopyBackward0", "SqueezeBackward0", "ViewBackward0", "CloneBackward0")
+_TOLERANCE = 1e-3
+ALONE_STEPS = 20
+"""After so many steps of one loss each, the graph of a step's first loss is no longer read."""
+
+
+class LossNote(NamedTuple):
+    """One loss that a backward started from. Numbers may still be on their way from the device (see ``values``)."""
+
+    value: Any
+    kind: tuple[str, ...] = ()
+    """The first operations of its graph: two losses of the same kind are one loss of two micro-batches, or of two
+    batches."""
+    factors: tuple[Any, ...] | None = ()
+    """Constants that the script multiplied it by, the last one first; a divisor is negative. None: its graph was not
+    read, and ``kind`` has the first operation alone."""
+    elements: int = 0
+    """Elements that were summed up below those constants; 0: none were, or it is not known."""
+    owner: Any = None
+    """Which engine's backward it was; None: a plain one."""
+
+
+_new: Any = tuple.__new__
+"""Makes a ``LossNote`` without its Python-level constructor."""
+
+
+def note_loss(loss: Any, owner: Any = None, original: Any = None, read_graph: bool = True) -> LossNote:
+    """Note a loss as its backward begins.
+
+    Args:
+        loss: what the backward starts from.
+        owner: the engine whose backward it is.
+        original: what a loss scaler made ``loss`` from, where it did.
+        read_graph: whether the first nodes of its graph are read, or the first one's name alone.
+    """
+    if original is not None:
+        loss = original
+    node = getattr(loss, "grad_fn", None)
+    if read_graph:
+        return LossNote(device_values.fetch(loss), *_graph(node), owner)
+    return _new(LossNote, (device_values.fetch(loss), (type(node).__name__,), None, 0, owner))
+
+
+class LossNotes:
+    """Decides for each loss of the training thread whether its graph is read."""
+
+    __slots__ = ("_alone", "_several")
+
+    def __init__(self) -> None:
+        self._alone = 0
+        """Steps that had one loss, so far."""
+        self._several = False
+        """A step has had more."""
+
+    def note(self, notes: Notes, loss: Any, owner: Any, original: Any, is_divided: bool) -> None:
+        """Add a loss to the notes of the step in the making.
+
+        Args:
+            notes: the step's.
+            loss: what the backward starts from.
+            owner: the engine whose backward it is.
+            original: what a loss scaler made ``loss`` from, where it did.
+            is_divided: an engine or a Trainer is known to divide the losses of a step.
+        """
+        if notes.losses:
+            self._several = True
+            read_graph = not is_divided
+        else:
+            self._alone += 1
+            read_graph = not is_divided and (self._several or self._alone <= ALONE_STEPS)
+        notes.losses.append(note_loss(loss, owner, original, read_graph))
+
+
+def _graph(node: Any) -> tuple[tuple[str, ...], tuple[Any, ...], int]:
+    kind: list[str] = []
+    factors: list[Any] = []
+    elements = 0
+    on_top = True
+    while node is not None and len(kind) < _DEPTH:
+        name = type(node).__name__
+        kind.append(name)
+        if on_top and name in _CONSTANTS:
+            factor = _constant(node)
+            if factor is None:
+                on_top = False
+            else:
+                factors.append(
+                    device_values.fetch(factor) if name == "MulBackward0" else _Divisor(device_values.fetch(factor))
+                )
+        elif on_top and name not in _SAME_VALUE:
+            on_top = False
+            elements = _summed(node, name) if factors else 0
+        following = node.next_functions
+        node = following[0][0] if following else None
+    return tuple(kind), tuple(factors), elements
+
+
+class _Divisor(NamedTuple):
+    value: Any
+
+
+def _constant(node: Any) -> Any:
+    """Return the other operand where it is one number that no gradient goes into; None for anything else."""
+    following = node.next_functions
+    if len(following) > 1 and following[1][0] is not None:
+        return None
+    try:
+        other = node._saved_other
+    except RuntimeError:  # changed in place since, or freed
+        return None
+    return other if other is not None and other.numel() == 1 else None
+
+
+def _summed(node: Any, name: str) -> int:
+    """Return how many elements a reduction by sum took; 0 for other operations."""
+    try:
+        if name in _SUMS:
+            size = 1
+            for length in node._saved_self_sym_sizes:
+                size *= int(length)
+            return size
+        if name.startswith("NllLoss") and node._saved_reduction == 2:
+            return int(node._saved_target.numel())
+    except (AttributeError, RuntimeError):
+        pass
+    return 0
+
+
+def step_loss(notes: Notes) -> float | None:
+    """Return a step's loss; None when it had none that could be read. The device must have come past the step."""
+    reported, whole, found = _read_all(notes.reported), _read_all(notes.trainer_losses), read_losses(notes.losses)
+    if notes.reported_loss is not None:
+        return notes.reported_loss
+    if reported:
+        return sum(reported) / len(reported)
+    return sum(whole) if whole else combine(found, notes)
+
+
+def read_losses(losses: Sequence[LossNote]) -> list[LossNote]:
+    """Return losses with plain numbers: divisors as factors, 0 for one that is not known. To be called once."""
+    found: list[LossNote] = []
+    for loss in losses:
+        value = device_values.read(loss.value)
+        factors = None if loss.factors is None else tuple(map(_read_factor, loss.factors))
+        if value is not None:
+            found.append(loss._replace(value=value, factors=factors))
+    return found
+
+
+def combine(losses: Sequence[LossNote], notes: Notes) -> float | None:
+    """Return the loss that several backward passes of one step (or of one of its optimizers) stand for.
+
+    Args:
+        losses: their losses, read.
+        notes: what else is known of the step.
+    """
+    if not losses:
+        return None
+    total = sum(loss.value for loss in losses)
+    if len(losses) == 1 or notes.sum_losses:
+        return total
+    batches = micro_batches(_kinds(losses), notes)
+    if notes.accumulation:
+        return total / batches  # the engine divides, whatever the script has done before
+    # A loss whose graph was not read is taken to be divided as the others of its step are.
+    known = [(loss.factors, loss.elements) for loss in losses if loss.factors is not None]
+    factors, elements = [one for one, _ in known], [count for _, count in known]
+    if batches < 2 or is_normalised(factors, elements, batches, notes.divisors):
+        return total
+    return total / batches
+
+
+def _kinds(losses: Sequence[LossNote]) -> list[tuple[str, ...]]:
+    """Return each loss's kind; one whose graph was not read is of the first other kind that begins as it does."""
+    read = [loss.kind for loss in losses if loss.factors is not None]
+    return [
+        loss.kind if loss.factors is not None else next((kind for kind in read if kind[:1] == loss.kind), loss.kind)
+        for loss in losses
+    ]
+
+
+def micro_batches(kinds: Sequence[tuple[str, ...]], notes: Notes) -> int:
+    """Return over how many micro-batches the losses of these kinds go."""
+    if notes.accumulation:
+        return min(notes.accumulation, len(kinds))
+    alike = max(Counter(kinds).values())
+    fetched = max(notes.fetches.values(), default=0)
+    return min(alike, fetched) if fetched else alike
+
+
+def is_normalised(
+    factors: Sequence[tuple[float, ...]], elements: Sequence[int], batches: int, divisors: set[int]
+) -> bool:
+    """Tell whether the script divided its losses by what makes them add up to the step's.
+
+    Args:
+        factors: of each loss, the constants it was multiplied by.
+        elements: of each loss, how many elements were summed up before that; 0: not known.
+        batches: micro-batches of the step.
+        divisors: numbers of micro-batches that earlier steps divided by; one that is found is added.
+    """
+    if not factors or not all(factors):
+        return False
+    # The same for all: of micro-batches that are normalised each by its own tokens they differ.
+    shared = [factor for factor in factors[0] if all(_has(others, factor) for others in factors)]
+    for share in (1 / factor for factor in shared if factor > 0):
+        if abs(share - batches) <= _TOLERANCE * batches:
+            divisors.add(batches)
+            return True
+        # The last step of an epoch has fewer micro-batches than the script divides by.
+        if any(abs(share - known) <= _TOLERANCE * known for known in divisors if known > batches):
+            return True
+        # More than any micro-batch summed up: the tokens of the whole step.
+        if all(elements) and share > max(elements):
+            return True
+    return False
+
+
+def _has(factors: tuple[float, ...], factor: float) -> bool:
+    return any(abs(other - factor) <= 1e-6 * abs(factor) for other in factors)
+
+
+def _read_factor(factor: Any) -> float:
+    if isinstance(factor, _Divisor):
+        value = device_values.read(factor.value)
+        return 1 / value if value else 0.0
+    return device_values.read(factor) or 0.0
+
+
+def _read_all(fetched: Sequence[Any]) -> list[float]:
+    return [value for value in map(device_values.read, fetched) if value is not None]
+
+
+def without_device(losses: Sequence[LossNote], is_here: Callable[[Any], bool]) -> list[LossNote]:
+    """Return the losses whose numbers need no device any more."""
+    return [
+        loss
+        for loss in losses
+        if is_here(loss.value)
+        and all(is_here(factor.value if isinstance(factor, _Divisor) else factor) for factor in loss.factors or ())
+    ]

@@ -1,0 +1,108 @@
+"""FLOPs of a model of Hugging Face's kind, from its parameters and its configuration (``protocol.throughput``)."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ....protocol.throughput import ModelFlops
+from .. import guard
+from ..rank.model import own_class, own_model, parameter_sizes
+
+_EXPERTS = re.compile(r"(^|\.)experts\.")
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_FULL = "full_attention"
+_WINDOWED = ("sliding_attention", "chunked_attention")
+
+
+def model_flops(module: Any) -> ModelFlops | None:
+    """Return a causal language model's FLOPs; None for another kind of model, or a configuration that does not say."""
+    try:
+        return _model_flops(module)
+    except Exception as error:  # a model's class and configuration may be anything
+        guard.log_error("the FLOPs of the model are not known", error)
+        return None
+
+
+def _model_flops(module: Any) -> ModelFlops | None:
+    model = own_model(module)
+    config: Any = getattr(model, "config", None)
+    if config is None or not own_class(model).__name__.endswith(_CAUSAL) or hasattr(config, "vision_config"):
+        return None
+    active = _active_experts(config)
+    token = 0.0
+    trained_below = False
+    for size, trainable, is_expert in _matrices(model, config):
+        if is_expert and active is None:
+            return None
+        weight = 6 if trainable else 4 if trained_below else 2
+        token += size * weight * (active if is_expert and active is not None else 1.0)
+        trained_below = trained_below or trainable
+    attention = _attention(config)
+    return None if attention is None or token <= 0 else ModelFlops(token, *attention)
+
+
+def _matrices(model: Any, config: Any) -> Iterator[tuple[int, bool, bool]]:
+    """Give each parameter's size, whether it is trained, and whether it is an expert's; embeddings left out."""
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    multiplied = id(getattr(output, "weight", None))
+    embeddings = {
+        id(each.weight)
+        for each in model.modules()
+        if isinstance(each, torch.nn.Embedding) and id(each.weight) != multiplied
+    }
+    if any(type(each).__name__ == "FullyShardedDataParallel" for each in model.modules()) or not any(
+        id(parameter) in embeddings or id(parameter) == multiplied for parameter in model.parameters()
+    ):
+        # FSDP1 keeps flat shards: which of it is the embedding only the configuration tells.
+        skipped = 0 if getattr(config, "tie_word_embeddings", False) else config.vocab_size * config.hidden_size
+        for size, trainable in parameter_sizes(model):
+            left = max(0, size - skipped)
+            skipped -= size - left
+            yield left, trainable, False
+        return
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in embeddings:
+            yield _size(parameter), bool(parameter.requires_grad), bool(_EXPERTS.search(name))
+
+
+def _size(parameter: Any) -> int:
+    """Count a parameter's elements: of all shards under ZeRO-3, and of what 4-bit storage packs two into a byte."""
+    quantised = getattr(getattr(parameter, "quant_state", None), "shape", None)
+    if quantised is not None:
+        return int(torch.Size(quantised).numel())
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _active_experts(config: Any) -> float | None:
+    """Return the share of the experts that a token uses; None where there are none, or it is not known."""
+    used = getattr(config, "num_experts_per_tok", None)
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        total = getattr(config, name, None)
+        if isinstance(total, int) and isinstance(used, int) and total > 0:
+            return min(1.0, used / total)
+    return None
+
+
+def _attention(config: Any) -> tuple[float, float, int] | None:
+    """Return FLOPs a pair in full and in windowed layers, and the window; None where the configuration does not say."""
+    layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
+    hidden = getattr(config, "hidden_size", None)
+    if not isinstance(layers, int) or not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
+        return None
+    own = getattr(config, "head_dim", None)
+    head = own if isinstance(own, int) and own > 0 else hidden // heads
+    query = (getattr(config, "qk_nope_head_dim", 0) or 0) + (getattr(config, "qk_rope_head_dim", 0) or 0)
+    value = getattr(config, "v_head_dim", 0) or 0
+    layer = 6.0 * heads * ((query or head) + (value if query and value else head))
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
+    kinds: Any = getattr(config, "layer_types", None)
+    if not isinstance(kinds, list | tuple):
+        windowed = window and getattr(config, "use_sliding_window", True)
+        kinds = [_WINDOWED[0] if windowed else _FULL] * layers
+    full = sum(kind == _FULL for kind in kinds)
+    short = sum(kind in _WINDOWED for kind in kinds)
+    if short and not window:
+        full, short = full + short, 0
+    return layer * full, layer * short, int(window) if short else 0

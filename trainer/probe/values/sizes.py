@@ -1,0 +1,45 @@
+"""How large the model is that a rank computes with: what a transient's size is held against."""
+
+import math
+from typing import Any, NamedTuple
+
+from ..rank.trained import Trained
+
+
+class ModelSizes(NamedTuple):
+    """Figures of the model; 0 where they are not known."""
+
+    parameter_bytes: int = 0
+    """One copy of the parameters as the model computes with them (ZeRO-3: gathered)."""
+    trainable: int = 0
+    """How many numbers this rank's optimizer updates (its partition under ZeRO)."""
+    vocabulary: int = 0
+    """How many tokens the model knows."""
+
+
+def model_sizes(trained: Trained) -> ModelSizes:
+    """Measure the rank's model from its parameters' shapes; reads no tensor's values."""
+    model: Any = trained.model()
+    parameters = list(model.parameters()) if model is not None else _of_optimizer(trained.primary)
+    sizes = [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters]
+    pairs = list(zip(sizes, parameters, strict=True))
+    trainable = sum(size for size, parameter in pairs if parameter.requires_grad)
+    return ModelSizes(
+        sum(size * parameter.element_size() for size, parameter in pairs),
+        math.ceil(trainable / trained.partitions),
+        _vocabulary(model),
+    )
+
+
+def _of_optimizer(optimizer: Any) -> list[Any]:
+    groups = getattr(optimizer, "param_groups", None) or []
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _vocabulary(model: Any) -> int:
+    config = getattr(model, "config", None)
+    for holder in (config, getattr(config, "text_config", None)):
+        size = getattr(holder, "vocab_size", None)
+        if isinstance(size, int):
+            return size
+    return 0

@@ -1,0 +1,55 @@
+"""``python -m ftmon.trainer.recipe.chat MODEL|RUN``: see ``ftmon chat --help``."""
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+
+from ....protocol import exits
+from ....protocol.errors import FtmonError
+from . import source
+
+
+def main() -> int:
+    """Run the chat; return its exit status."""
+    arguments = _parser().parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    warnings.filterwarnings("ignore")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    try:
+        found = source.find(arguments.target)
+        from .load import load
+        from .session import Session
+
+        loaded = load(found, arguments.device)
+        session = Session(loaded, arguments)
+        return session.converse() if sys.stdin.isatty() else session.answer_lines()
+    except FtmonError as error:
+        print(f"ftmon: {error}", file=sys.stderr)
+        return error.exit_status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return exits.INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ftmon chat", allow_abbrev=False)
+    parser.add_argument("target")
+    parser.add_argument("--system", default="")
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--debug", action="store_true")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

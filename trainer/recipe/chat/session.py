@@ -1,0 +1,169 @@
+"""The conversation: on a terminal with a person, or over pipes with a script."""
+
+import argparse
+import re
+import sys
+import time
+from typing import NamedTuple
+
+import torch
+
+from ....protocol.errors import UsageError
+from .generate import Sampling, Words, tokens
+from .load import Loaded
+from .prompt import Message, Prompts
+
+_UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters that a model may write and a terminal would obey; tabs and line ends stay."""
+_HELP = "/new begins a new conversation, /system TEXT sets the system prompt; Ctrl-C stops an answer, Ctrl-D ends"
+
+
+class Answer(NamedTuple):
+    """What a model answered."""
+
+    text: str
+    tokens: int
+    seconds: float
+    why: str
+    """Why it ended: ``end``, the name of a limit, or ``Ctrl-C``."""
+
+
+class Session:
+    """Asks a model, and keeps what was said.
+
+    Raises:
+        UsageError: an option is out of its range, or the model's template refuses the system prompt.
+    """
+
+    def __init__(self, loaded: Loaded, options: argparse.Namespace) -> None:
+        self._loaded = loaded
+        self._options = options
+        self._prompts = Prompts(loaded.model, loaded.tokenizer)
+        self._sampling = _sampling(options, loaded)
+        self._history: list[Message] = []
+        self._system(options.system)
+
+    def converse(self) -> int:
+        """Talk with a person until Ctrl-D; return the exit status."""
+        self._note(self._loaded.text)
+        self._note(_HELP if self._prompts.has_template else "no chat template: what you write is continued as text")
+        while True:
+            try:
+                line = input("\n> ").strip()
+            except EOFError:
+                print()
+                return 0
+            except KeyboardInterrupt:
+                self._note("\nCtrl-D ends")
+                continue
+            if line:
+                self._turn(line)
+
+    def answer_lines(self) -> int:
+        """Answer each line of standard input on its own, or all of it as one message; return the exit status.
+
+        The answer to a line is one line: backslashes and line ends in it are escaped by a backslash.
+        """
+        whole = sys.stdin.read().strip() if self._options.whole else ""
+        for line in [whole] if whole else sys.stdin:
+            if not line.strip():
+                continue
+            self._begin_anew()
+            answer = self._ask(line.strip(), show=False)
+            text = answer.text if whole else answer.text.replace("\\", "\\\\").replace("\n", "\\n")
+            print(text, flush=True)
+        return 0
+
+    def _turn(self, line: str) -> None:
+        command, _, rest = line.partition(" ")
+        if command == "/new":
+            self._begin_anew()
+        elif command == "/system":
+            try:
+                self._system(rest)
+            except UsageError as error:
+                self._note(str(error))
+                self._system("")
+        elif command in ("/help", "/?"):
+            self._note(_HELP)
+        else:
+            answer = self._ask(line, show=True)
+            ended = "" if answer.why == "end" else f", ended by {answer.why}"
+            self._note(f"{answer.tokens} tokens, {answer.tokens / max(answer.seconds, 1e-9):.1f} tokens/s{ended}")
+
+    def _ask(self, text: str, show: bool) -> Answer:
+        """Generate the answer to a message, and add both to the conversation."""
+        self._history.append({"role": "user", "content": text})
+        prompt = self._prompts.encode(self._history)
+        if self._options.debug:
+            self._debug("sent", prompt)
+        words, received, parts, why = Words(self._loaded.tokenizer), [], [], "Ctrl-C"
+        began = time.perf_counter()
+        stream = tokens(self._loaded.model, prompt, self._prompts.stops, self._options.max_tokens, self._sampling)
+        try:
+            while True:
+                try:
+                    token = next(stream)
+                except StopIteration as end:
+                    why = end.value
+                    break
+                received.append(token)
+                if token not in self._prompts.stops:
+                    self._show(words.add(token), parts, show)
+        except KeyboardInterrupt:
+            if not show:
+                raise
+        seconds = time.perf_counter() - began
+        self._show(words.rest(), parts, show)
+        if show:
+            print(flush=True)
+        if self._options.debug:
+            self._debug("received", received)
+        answer = "".join(parts)
+        self._history.append({"role": "assistant", "content": answer})
+        return Answer(_UNSAFE.sub("", answer), len(received), seconds, why)
+
+    def _show(self, text: str, parts: list[str], show: bool) -> None:
+        parts.append(text)
+        if show and text:
+            print(_UNSAFE.sub("", text), end="", flush=True)
+
+    def _begin_anew(self) -> None:
+        self._history = [message for message in self._history[:1] if message["role"] == "system"]
+
+    def _system(self, text: str) -> None:
+        """Begin anew with this system prompt."""
+        self._history = [{"role": "system", "content": text}] if text else []
+        if text:
+            self._prompts.encode([*self._history, {"role": "user", "content": "a"}])
+
+    def _debug(self, what: str, ids: list[int]) -> None:
+        each = " ".join(f"{one}:{self._loaded.tokenizer.decode([one])!r}" for one in ids)
+        self._note(f"{what} {len(ids)} tokens: {each}")
+
+    def _note(self, text: str) -> None:
+        """Write what is not part of the conversation to standard error."""
+        dim = sys.stderr.isatty()
+        print(f"\x1b[2m{_UNSAFE.sub('', text)}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
+
+
+def _sampling(options: argparse.Namespace, loaded: Loaded) -> Sampling:
+    own = loaded.model.generation_config
+    temperature = options.temperature
+    if temperature is None:
+        temperature = own.temperature if own.do_sample and own.temperature is not None else 0.7
+    top_p = options.top_p
+    if top_p is None:
+        top_p = own.top_p if own.do_sample and own.top_p is not None else 0.95
+    if not 0 <= temperature <= 100:
+        raise UsageError(f"--temperature must be between 0 (always the likeliest token) and 100, not {temperature:g}")
+    if not 0 < top_p <= 1:
+        raise UsageError(f"--top-p must be above 0 and at most 1, not {top_p:g}")
+    if options.max_tokens < 1:
+        raise UsageError(f"--max-tokens must be 1 or more, not {options.max_tokens}")
+    generator = torch.Generator()
+    if options.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(options.seed)
+    return Sampling(float(temperature), float(top_p), generator)

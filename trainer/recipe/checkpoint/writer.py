@@ -1,0 +1,234 @@
+"""Writing a checkpoint's files: at once, or later from a copy in host memory; an error never reaches the training.
+
+It takes the place of DeepSpeed's checkpoint engine, to which DeepSpeed gives every file it writes. An exception there
+would leave the other ranks in a collective.
+"""
+
+import contextlib
+import copy
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from .manifest import File
+
+_MARGIN = 1.25
+"""A copy needs this share of its size of free host memory."""
+
+
+class Writer(TorchCheckpointEngine):
+    """Collects or writes the files that DeepSpeed saves.
+
+    Args:
+        local_ranks: ranks on this host, which copy at the same time.
+    """
+
+    def __init__(self, local_ranks: int) -> None:
+        super().__init__()
+        self._local_ranks = local_ranks
+        self._waiting: list[tuple[Path, Any]] = []
+        self._folder = Path()
+        self._background = False
+        self._measuring = self._reading_back = False
+        self.bytes = 0
+        """Bytes of the tensors to be saved, as far as ``measure`` has seen them."""
+        self.compared = 0
+        """Tensors that were read back and are equal."""
+        self.files: dict[str, File] = {}
+        """What has been written, by path within the checkpoint."""
+        self.error = ""
+        """Why nothing more is written; empty: all is well."""
+        self.in_foreground = ""
+        """Why a file was not copied to be written later; empty: all were, or none was to be."""
+
+    def begin(self, folder: Path, background: bool, read_back: bool = False) -> None:
+        """Start a new checkpoint in ``folder``; with ``read_back`` each file is read again and compared."""
+        self._folder, self._background, self._reading_back = folder, background, read_back
+        self._waiting, self.files, self.error, self.in_foreground = [], {}, "", ""
+        self._measuring, self.compared = False, 0
+
+    def measure(self) -> None:
+        """From here to the next ``begin`` write nothing, and count the bytes of what is to be saved."""
+        self.begin(Path(), background=False)
+        self._measuring, self.bytes = True, 0
+
+    def makedirs(self, path: Any, exist_ok: bool = False) -> None:
+        """Make a folder."""
+        self.attempt(lambda: os.makedirs(path, exist_ok=exist_ok))
+
+    def save(self, state_dict: Any, path: Any) -> None:
+        """Write a file, or copy its content to host memory for ``write_waiting``."""
+        if self.error:
+            return
+        if self._measuring:
+            self.bytes += tensor_bytes(state_dict)
+            return
+        if self._background:
+            needed = int(tensor_bytes(state_dict) * self._local_ranks * _MARGIN)
+            free = free_host_memory()
+            if needed <= free:
+                self.attempt(lambda: self._waiting.append((Path(path), host_copy(state_dict, {}))))
+                return
+            self.in_foreground = (
+                f"a copy needs {needed / 2**30:.1f} GiB of host memory, and {free / 2**30:.1f} are free"
+            )
+        self.attempt(lambda: self._write(state_dict, Path(path)))
+
+    def write_bytes(self, content: bytes, path: Path) -> None:
+        """Write a small file."""
+
+        def write() -> None:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+            self.files[path.relative_to(self._folder).as_posix()] = File(len(content), zlib.crc32(content))
+
+        self.attempt(write)
+
+    def write_waiting(self) -> None:
+        """Write what was copied; any thread."""
+        waiting, self._waiting = self._waiting, []
+        while waiting and not self.error:
+            path, content = waiting.pop(0)
+            self.attempt(lambda path=path, content=content: self._write(content, path))
+
+    def _write(self, content: Any, path: Path) -> None:
+        with path.open("wb") as file:
+            summed: Any = _Summed(file)
+            torch.save(content, summed)
+            file.flush()
+            os.fsync(file.fileno())
+            if self._reading_back:
+                # From the disk, not from memory, where the file system allows it.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self.files[path.relative_to(self._folder).as_posix()] = File(summed.bytes, summed.crc32)
+        if self._reading_back:
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+            problem, compared = difference(found, content, path.name)
+            if problem:
+                raise ValueError(f"{problem} was not read back as it was written")
+            self.compared += compared
+
+    def attempt(self, action: Callable[[], object]) -> None:
+        """Do something that may fail; after a failure nothing more is done for this checkpoint."""
+        if self.error or self._measuring:
+            return
+        try:
+            action()
+        except Exception as error:  # OSError, or RuntimeError of PyTorch's writer around one
+            cause: BaseException = error
+            while not isinstance(cause, OSError) and (inner := cause.__cause__ or cause.__context__) is not None:
+                cause = inner
+            text = (cause.strerror if isinstance(cause, OSError) else None) or str(cause).strip() or repr(cause)
+            self.error = text.splitlines()[0]
+
+
+class _Summed:
+    """A file that counts and checksums what is written to it, in order."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.bytes = 0
+        self.crc32 = 0
+
+    def write(self, data: Any) -> int:
+        self._file.write(data)
+        self.crc32 = zlib.crc32(data, self.crc32)
+        size = memoryview(data).nbytes
+        self.bytes += size
+        return size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def free_host_memory() -> int:
+    """Return the bytes that can still be allocated on this host, within this process's control group."""
+    free = int(psutil.virtual_memory().available)
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        # Control groups, version 2: in a container its own group is the root that it sees.
+        line = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+        group = Path("/sys/fs/cgroup") / line.partition("0::")[2].lstrip("/")
+        for folder in (group, *group.parents):
+            if (folder / "memory.max").is_file() and (limit := (folder / "memory.max").read_text().strip()) != "max":
+                pages = dict(pair.split() for pair in (folder / "memory.stat").read_text().splitlines())
+                used = int((folder / "memory.current").read_text()) - int(pages.get("inactive_file", 0))
+                free = min(free, int(limit) - used)
+    return max(0, free)
+
+
+def tensor_bytes(value: Any) -> int:
+    """Return the bytes of all tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(map(tensor_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(tensor_bytes, value))
+    return 0
+
+
+def difference(found: Any, wanted: Any, name: str) -> tuple[str, int]:
+    """Compare nested containers, tensors bit by bit.
+
+    Returns:
+        The place of the first difference, or an empty text; and how many tensors are equal.
+    """
+    if isinstance(wanted, torch.Tensor):
+        same = (
+            isinstance(found, torch.Tensor)
+            and (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+            and torch.equal(_bits(found), _bits(wanted))
+        )
+        return ("" if same else name), int(same)
+    pairs: list[tuple[Any, Any, str]] = []
+    if isinstance(wanted, dict):
+        if not isinstance(found, dict) or list(found) != list(wanted):
+            return name, 0
+        pairs = [(found[key], inner, f"{name}.{key}") for key, inner in wanted.items()]
+    elif isinstance(wanted, list | tuple):
+        if not isinstance(found, list | tuple) or len(found) != len(wanted):
+            return name, 0
+        pairs = [
+            (one, inner, f"{name}.{number}") for number, (one, inner) in enumerate(zip(found, wanted, strict=True))
+        ]
+    elif isinstance(wanted, int | float | str | bytes | None):
+        return ("" if repr(found) == repr(wanted) else name), 0
+    compared = 0
+    for one, inner, place in pairs:
+        problem, count = difference(one, inner, place)
+        compared += count
+        if problem:
+            return problem, compared
+    return "", compared
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def host_copy(value: Any, seen: dict[Any, torch.Tensor]) -> Any:
+    """Return a copy in host memory that later training steps do not change; tensors that were one stay one."""
+    if isinstance(value, torch.Tensor):
+        key = (value.data_ptr(), value.storage_offset(), tuple(value.shape), value.stride(), value.dtype)
+        if key not in seen or not value.numel():
+            seen[key] = value.detach().to("cpu", copy=True)
+        return seen[key]
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for name, inner in value.items():
+            made[name] = host_copy(inner, seen)
+        return made
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(host_copy(inner, seen) for inner in value))
+    if isinstance(value, list | tuple):
+        return type(value)(host_copy(inner, seen) for inner in value)
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # locks, handles: what cannot be copied cannot be saved either, and says so when it is
+        return value

@@ -1,0 +1,271 @@
+"""From YAML nodes to the typed configuration: every refusal names the place, the dotted path and what is allowed."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from ....protocol.errors import ConfigError
+from . import nodes
+from .schema import Config
+
+_NULLS = ("", "~", "null", "Null", "NULL")
+_TRUE = ("true", "yes", "on")
+_FALSE = ("false", "no", "off")
+_INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
+MOST_CHARACTERS = 4096
+"""Of a text value: as long as a path can be."""
+
+_LONGEST_KEY = 200
+"""Longer keys are compared with no other."""
+
+_DEPTH = 16
+"""How deep a free-form value may nest; an alias to itself never ends."""
+
+
+@dataclass
+class Loaded:
+    """A configuration, and where each of its values was written."""
+
+    config: Config
+    source: str
+    """The file's name as the person gave it, or ``command line``."""
+    places: dict[str, str] = field(default_factory=dict[str, str])
+    """For each dotted path that was given: ``train.yaml:12`` or ``command line``."""
+
+    def error(self, path: str, text: str) -> ConfigError:
+        """Make the error that says ``text`` about a dotted path, at the place that set it."""
+        at = path
+        while at and at not in self.places:
+            at = at.rpartition(".")[0]
+        return ConfigError(f"{self.places[at] if at else self.source}: {path} {text}")
+
+
+def load(path: str | None, overrides: Sequence[str] = (), base: str = "") -> Loaded:
+    """Read a configuration file and lay overrides over it.
+
+    Args:
+        path: the file; None when there is none.
+        overrides: assignments ``key.sub=value`` of the command line, the last one wins.
+        base: YAML text to start from when there is no file (the demo's own configuration).
+
+    Raises:
+        ConfigError: a key, a type or a value is wrong.
+        UsageError: an override is not an assignment.
+    """
+    tree = nodes.read(path) if path is not None else nodes.parse(base, "the demo's configuration")
+    for assignment in overrides:
+        tree = nodes.override(tree, assignment)
+    return decode(tree, path or nodes.COMMAND_LINE)
+
+
+def decode(tree: Node | None, source: str) -> Loaded:
+    """Convert a node tree to the configuration.
+
+    Raises:
+        ConfigError: a key, a type or a value is wrong.
+    """
+    places: dict[str, str] = {}
+    if tree is None or _is_null(tree):
+        return Loaded(Config(), source, places)
+    if not isinstance(tree, MappingNode):
+        raise ConfigError(f"{nodes.place(tree)}: the file must hold sections such as 'zero:', not {_show(tree)}")
+    info = inspect.type_info(Config)
+    assert isinstance(info, inspect.StructType)
+    plain = _struct(tree, info, "", places)
+    return Loaded(msgspec.convert(plain, Config), source, places)
+
+
+def _struct(node: Node, info: inspect.StructType, path: str, places: dict[str, str]) -> dict[str, Any]:
+    if not isinstance(node, MappingNode):
+        keys = ", ".join(found.name for found in info.fields[:3])
+        raise _wrong(node, path, f"must be a section with keys such as {keys}")
+    fields = {found.name: found for found in info.fields}
+    result: dict[str, Any] = {}
+    for key, value in nodes.pairs(node):
+        below = f"{path}.{key.value}" if path else key.value
+        if key.value not in fields:
+            raise ConfigError(
+                f"{nodes.place(key)}: unknown key {nodes.shown(below)}{_suggest(key.value, path, fields)}"
+            )
+        places[below] = nodes.place(key)
+        if not _is_null(value):
+            result[key.value] = _value(value, fields[key.value].type, below, places)
+    return result
+
+
+def _value(node: Node, info: inspect.Type, path: str, places: dict[str, str]) -> Any:
+    match info:
+        case inspect.Metadata(type=inspect.LiteralType(values=values), extra=aliases):
+            return _choice(node, values, path, aliases or {})
+        case inspect.StructType():
+            return _struct(node, info, path, places)
+        case inspect.LiteralType(values=values):
+            return _choice(node, values, path)
+        case inspect.BoolType():
+            return _boolean(node, path)
+        case inspect.IntType():
+            return _number(node, info, path, _integer, "a whole number")
+        case inspect.FloatType():
+            return _number(node, info, path, _real, "a number")
+        case inspect.StrType():
+            if not isinstance(node, ScalarNode):
+                raise _wrong(node, path, "must be text")
+            return _text(node, path)
+        case inspect.ListType(item_type=item):
+            if not isinstance(node, SequenceNode):
+                raise _wrong(node, path, "must be a list such as [a, b]")
+            return [_value(below, item, f"{path}[{index}]", places) for index, below in enumerate(node.value)]
+        case inspect.DictType():
+            if not isinstance(node, MappingNode):
+                raise _wrong(node, path, "must be a section of keys and values")
+            return _free(node, path, places, _DEPTH)
+        case _:
+            raise AssertionError(f"{path}: no rule for {info}")
+
+
+def _text(node: ScalarNode, path: str) -> str:
+    text: str = node.value
+    if len(text) > MOST_CHARACTERS or "\0" in text:
+        raise _wrong(node, path, f"must be text of at most {MOST_CHARACTERS:,} characters without a NUL")
+    return text
+
+
+def _choice(node: Node, values: Iterable[Any], path: str, aliases: Mapping[str, Any] | None = None) -> Any:
+    """Return the chosen value; ``aliases`` has the values of true and false for a setting that was once a boolean."""
+    allowed = list(values)
+    if isinstance(node, ScalarNode):
+        if aliases and node.style is None and node.value.lower() in (*_TRUE, *_FALSE):
+            return aliases["true" if node.value.lower() in _TRUE else "false"]
+        for value in allowed:
+            if node.value == str(value):
+                return value
+    text = [str(value) for value in allowed]
+    listed = f"{', '.join(text[:-1])} or {text[-1]}"
+    close = difflib.get_close_matches(_show(node), text, 1)
+    raise _wrong(node, path, f"must be {listed}", f"; did you mean {close[0]}?" if close else "")
+
+
+def _boolean(node: Node, path: str) -> bool:
+    if isinstance(node, ScalarNode) and node.style is None:
+        if node.value.lower() in _TRUE:
+            return True
+        if node.value.lower() in _FALSE:
+            return False
+    raise _wrong(node, path, "must be true or false")
+
+
+def _integer(text: str) -> int | None:
+    return int(text.replace("_", "")) if _INTEGER.fullmatch(text) and len(text) < 20 else None
+
+
+def _real(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _number(node: Node, info: inspect.IntType | inspect.FloatType, path: str, read: Any, name: str) -> Any:
+    limits: list[str] = []
+    value: Any = read(node.value) if isinstance(node, ScalarNode) and node.style is None else None
+    fits = value is not None
+    for bound, words, holds in (
+        (info.gt, "above", lambda value, bound: value > bound),
+        (info.ge, "of at least", lambda value, bound: value >= bound),
+        (info.lt, "below", lambda value, bound: value < bound),
+        (info.le, "at most", lambda value, bound: value <= bound),
+    ):
+        if bound is not None:
+            limits.append(f"{words} {bound:g}")
+            fits = fits and holds(value, bound)
+    if not fits:
+        rule = (
+            f"from {info.ge:g} to {info.le:g}"
+            if len(limits) == 2 and info.ge is not None and info.le is not None
+            else " and ".join(limits)
+        )
+        raise _wrong(node, path, f"must be {name} {rule}".rstrip())
+    return value
+
+
+def _free(node: Node, path: str, places: dict[str, str], depth: int) -> Any:
+    """Convert a value without a declared type, by the rules of YAML 1.2's core schema for scalars."""
+    if depth == 0:
+        raise ConfigError(f"{nodes.place(node)}: {path} is nested too deeply")
+    if isinstance(node, MappingNode):
+        result: dict[str, Any] = {}
+        for key, value in nodes.pairs(node):
+            below = f"{path}.{nodes.shown(key.value)}"
+            places[below] = nodes.place(key)
+            result[key.value] = _free(value, below, places, depth - 1)
+        return result
+    if isinstance(node, SequenceNode):
+        return [_free(below, path, places, depth - 1) for below in node.value]
+    if not isinstance(node, ScalarNode):
+        raise _wrong(node, path, "must be a value")
+    return plain_scalar(node, path)
+
+
+def plain_scalar(node: ScalarNode, path: str) -> str | int | float | bool | None:
+    """Convert a scalar by the rules of YAML 1.2's core schema.
+
+    Raises:
+        ConfigError: it is text that no value may be.
+    """
+    text = _text(node, path)
+    if node.style is not None:
+        return text
+    if _is_null(node):
+        return None
+    if text in ("true", "True", "TRUE"):
+        return True
+    if text in ("false", "False", "FALSE"):
+        return False
+    integer = _integer(text)
+    if integer is not None:
+        return integer
+    real = _real(text)
+    return real if real is not None else text
+
+
+def _suggest(key: str, path: str, fields: dict[str, inspect.Field]) -> str:
+    """Guess what an unknown key was meant to be: a sibling, or a key of that name in another section."""
+    if len(key) > _LONGEST_KEY:
+        return ""
+    close = difflib.get_close_matches(key, fields, 1)
+    if close:
+        return f"; did you mean {path + '.' if path else ''}{close[0]}?"
+    places = _all_keys()
+    elsewhere = [full for full in places if full.rpartition(".")[2] == key]
+    if not elsewhere:
+        near = difflib.get_close_matches(key, [full.rpartition(".")[2] for full in places], 1, 0.8)
+        elsewhere = [full for full in places if near and full.rpartition(".")[2] == near[0]]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    return f"; {path or 'the configuration'} has {', '.join(fields)}"
+
+
+def _all_keys() -> list[str]:
+    sections = msgspec.structs.fields(Config)
+    structs = [section for section in sections if section.name != "deepspeed"]
+    return [f"{section.name}.{found.name}" for section in structs for found in msgspec.structs.fields(section.type)]
+
+
+def _is_null(node: Node) -> bool:
+    return isinstance(node, ScalarNode) and node.style is None and node.value in _NULLS
+
+
+def _show(node: Node) -> str:
+    return nodes.describe(node)
+
+
+def _wrong(node: Node, path: str, rule: str, hint: str = "") -> ConfigError:
+    return ConfigError(f"{nodes.place(node)}: {path} {rule}, not {_show(node)}{hint}")

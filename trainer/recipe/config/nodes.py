@@ -1,0 +1,183 @@
+"""YAML as nodes that know their line, and overrides of the command line laid over them.
+
+PyYAML's ``compose`` keeps positions and builds no Python objects; what a scalar means is decided later, by the type of
+the field it is for (YAML 1.1 would read ``1e-5`` as text and ``no`` as a boolean).
+"""
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from ....protocol.errors import ConfigError, UsageError
+
+MOST_BYTES = 128 * 1024
+"""The largest configuration file: PyYAML reads some 50 KiB a second of the densest YAML there is."""
+
+MOST_NODES = 10_000
+"""Keys and values, counted as often as aliases repeat them."""
+
+_SHOWN = 80
+"""Characters of a wrong value or key that an error shows."""
+
+COMMAND_LINE = "command line"
+"""What a value given as ``key.sub=value`` is reported to come from."""
+
+
+def read(path: str) -> Node | None:
+    """Read a YAML file; None for an empty one.
+
+    Raises:
+        ConfigError: it cannot be read, or it is not YAML.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ConfigError(f"{path}: is larger than {MOST_BYTES // 1024} KiB, so it is no configuration file")
+        text = data.decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; 'ftmon train --print-config > {path}' writes one") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a directory, not a configuration file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not a text file in UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a name with a NUL in it
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    return parse(text, path)
+
+
+def parse(text: str, source: str) -> Node | None:
+    """Parse YAML text; ``source`` is what its errors are reported to come from.
+
+    Raises:
+        ConfigError: it is not YAML.
+    """
+    try:
+        loader = yaml.SafeLoader(text)
+        loader.name = source
+        node = loader.get_single_node()
+        if node is not None:
+            _count(node, {}, source)
+        return node
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = _line(source, mark.line) if mark is not None else source
+        raise ConfigError(f"{at}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{source}: not valid YAML: {str(error).splitlines()[0]}") from None
+
+
+def _count(node: Node, known: dict[int, int], source: str) -> int:
+    """Count a tree's nodes as they are when every alias is written out.
+
+    Ten aliases of ten aliases, and so on, make billions of a few lines.
+
+    Raises:
+        ConfigError: they are more than ``MOST_NODES``, or a node holds itself.
+    """
+    if id(node) in known:
+        found = known[id(node)]
+        if not found:
+            raise ConfigError(f"{place(node)}: the value is nested too deeply: an alias leads back to it")
+        return found
+    known[id(node)] = 0
+    below: list[Node] = []
+    if isinstance(node, MappingNode):
+        below = [part for pair in node.value for part in pair]
+    elif isinstance(node, SequenceNode):
+        below = list(node.value)
+    total = 1 + sum(_count(part, known, source) for part in below)
+    if total > MOST_NODES:
+        raise ConfigError(f"{place(node)}: more than {MOST_NODES:,} keys and values, aliases written out")
+    known[id(node)] = total
+    return total
+
+
+def shown(text: str) -> str:
+    """Return text as an error shows it: cut where it is long."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"
+
+
+def place(node: Node) -> str:
+    """Say where a node was written: ``train.yaml:12``, or ``command line``."""
+    mark = node.start_mark
+    return _line(mark.name, mark.line) if mark is not None else COMMAND_LINE
+
+
+def scalar(text: str, source: str, line: int) -> ScalarNode:
+    """Make a scalar node that was not written as YAML."""
+    mark = yaml.Mark(source, 0, line, 0, None, 0)
+    return ScalarNode("tag:yaml.org,2002:str", text, mark, mark)
+
+
+def override(tree: Node | None, assignment: str) -> Node:
+    """Lay ``key.sub=value`` over a tree, and return the tree.
+
+    Raises:
+        UsageError: it is not an assignment.
+        ConfigError: its value is not YAML.
+    """
+    key, equals, value = assignment.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UsageError(
+            f"{COMMAND_LINE}: {shown(assignment)!r} is not of the form key.sub=value, such as zero.stage=3"
+        )
+    node = parse(value, COMMAND_LINE) or scalar("", COMMAND_LINE, 0)
+    for part in reversed(parts[1:]):
+        node = _mapping(part, node)
+    if tree is None:
+        return _mapping(parts[0], node)
+    if not isinstance(tree, MappingNode):
+        raise ConfigError(f"{place(tree)}: the file must hold sections such as 'zero:', not {describe(tree)}")
+    _put(tree, parts[0], node)
+    return tree
+
+
+def pairs(node: MappingNode) -> list[tuple[ScalarNode, Node]]:
+    """List a mapping's keys and values.
+
+    Raises:
+        ConfigError: a key is not a scalar, or is given twice.
+    """
+    seen: dict[str, str] = {}
+    result: list[tuple[ScalarNode, Node]] = []
+    for key, value in node.value:
+        if not isinstance(key, ScalarNode):
+            raise ConfigError(f"{place(key)}: a key must be a word, not {describe(key)}")
+        if key.value in seen:
+            raise ConfigError(f"{place(key)}: {shown(key.value)} is given twice, first at {seen[key.value]}")
+        seen[key.value] = place(key)
+        result.append((key, value))
+    return result
+
+
+def describe(node: Node) -> str:
+    """Name a node for an error message: its text as written, or what kind of thing it is."""
+    if isinstance(node, ScalarNode):
+        if node.style is None:
+            return shown(node.value) or "nothing"
+        return repr(shown(node.value))
+    return "a section" if isinstance(node, MappingNode) else "a list"
+
+
+def _line(source: str, line: int) -> str:
+    return source if source == COMMAND_LINE else f"{source}:{line + 1}"
+
+
+def _mapping(key: str, value: Node) -> MappingNode:
+    word = scalar(key, COMMAND_LINE, 0)
+    return MappingNode("tag:yaml.org,2002:map", [(word, value)], word.start_mark, word.end_mark)
+
+
+def _put(tree: MappingNode, key: str, value: Node) -> None:
+    for index, (found, old) in enumerate(tree.value):
+        if isinstance(found, ScalarNode) and found.value == key:
+            if isinstance(old, MappingNode) and isinstance(value, MappingNode):
+                for below, node in pairs(value):
+                    _put(old, below.value, node)
+            else:
+                tree.value[index] = (scalar(key, COMMAND_LINE, 0), value)
+            return
+    tree.value.append((scalar(key, COMMAND_LINE, 0), value))

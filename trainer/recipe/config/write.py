@@ -1,0 +1,96 @@
+"""The configuration written as YAML: a commented default for people, and a plain dump for the run directory."""
+
+import ast
+import inspect as source
+import json
+import re
+import sys
+import textwrap
+from typing import Any
+
+import msgspec
+
+from .schema import Config
+
+_WIDTH = 110
+_UNPRINTABLE = re.compile(
+    "[^\\x20-\\x7e\\xa0-\\u2027\\u202a-\\ud7ff\\ue000-\\ufefe\\uff00-\\ufffd\\U00010000-\\U0010ffff]"
+)
+"""What YAML does not take as it is, or takes for the end of a line."""
+_HEADER = """\
+# ftmon's trainer. Start it: ftmon train train.yaml [key.sub=value ...]
+# Every key may be left out; what stands here are the defaults. model and data need one key each.
+"""
+
+
+def commented_default() -> str:
+    """Write the default configuration with each field's docstring above it; it loads back to the defaults."""
+    lines = [_HEADER]
+    docs = field_docs()
+    default = Config()
+    for section in msgspec.structs.fields(Config):
+        kind = type(getattr(default, section.name))
+        if kind is dict:
+            lines.extend(_comment(docs["Config", section.name], ""))
+            lines.append(f"{section.name}: {{}}")
+            continue
+        lines.extend(_comment(class_doc(kind), ""))
+        lines.append(f"{section.name}:")
+        for found in msgspec.structs.fields(kind):
+            lines.extend(_comment(docs[kind.__name__, found.name], "  "))
+            lines.append(f"  {found.name}: {_inline(getattr(getattr(default, section.name), found.name))}")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def dump(config: Config) -> str:
+    """Write a configuration as YAML that loads back to the same, defaults included."""
+    lines: list[str] = []
+    for section in msgspec.structs.fields(Config):
+        value = getattr(config, section.name)
+        if isinstance(value, dict):
+            lines.append(f"{section.name}: {_inline(value)}")
+            continue
+        lines.append(f"{section.name}:")
+        lines.extend(
+            f"  {found.name}: {_inline(getattr(value, found.name))}" for found in msgspec.structs.fields(type(value))
+        )
+    return "\n".join(lines) + "\n"
+
+
+def class_doc(kind: type) -> str:
+    """Return a class's docstring in one line."""
+    return " ".join((kind.__doc__ or "").split())
+
+
+def _inline(value: Any) -> str:
+    """Write one value in YAML's flow style, which JSON is a part of (without its surrogate pairs)."""
+    if isinstance(value, float):
+        return repr(value)
+    return _UNPRINTABLE.sub(
+        lambda found: f"\\U{ord(found.group()):08x}", json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
+    )
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+
+
+def field_docs() -> dict[tuple[str, str], str]:
+    """Read the docstring behind each field from the source, which is where Python leaves them."""
+    docs: dict[tuple[str, str], str] = {}
+    sections = [type(getattr(Config(), section.name)) for section in msgspec.structs.fields(Config)]
+    modules = {Config.__module__, *(kind.__module__ for kind in sections if kind is not dict)}
+    for node in (node for name in sorted(modules) for node in ast.parse(source.getsource(sys.modules[name])).body):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for found, behind in zip(node.body, node.body[1:], strict=False):
+            if (
+                isinstance(found, ast.AnnAssign)
+                and isinstance(found.target, ast.Name)
+                and isinstance(behind, ast.Expr)
+                and isinstance(behind.value, ast.Constant)
+                and isinstance(behind.value.value, str)
+            ):
+                docs[node.name, found.target.id] = " ".join(behind.value.value.split())
+    return docs

@@ -1,0 +1,1 @@
+"""What the model will see: a report on the training data before a run."""

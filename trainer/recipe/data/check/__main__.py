@@ -1,0 +1,70 @@
+"""Checks training data: ``python -m ftmon.trainer.recipe.data.check CONFIG [key.sub=value ...]``.
+
+Exit status: 0 nothing found, 1 findings, 2 wrong usage or configuration.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import msgspec
+
+from .....protocol.errors import FtmonError, UsageError
+from ... import hardware
+from ...config import resolve
+from ...config.load import load
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check the data of a configuration; return the exit status."""
+    arguments = _parser().parse_args(argv)
+    config: str = arguments.config
+    overrides: list[str] = arguments.overrides
+    try:
+        missing = hardware.missing_packages()
+        if missing:
+            raise UsageError(f"this needs {', '.join(missing)}, not installed here; run: pip install 'ftmon[train]'")
+        if "=" in config and not Path(config).exists():
+            loaded = load(None, [config, *overrides])
+        else:
+            loaded = load(config, overrides)
+        settled = resolve.settle_data(loaded)
+        from .collect import collect
+        from .findings import judge
+
+        collected = collect(settled, arguments.samples)
+    except FtmonError as error:
+        print(error, file=sys.stderr)
+        return 2
+    findings = judge(collected.facts)
+    if arguments.json:
+        content = {**msgspec.to_builtins(collected.facts), "efficiency": collected.facts.efficiency}
+        print(msgspec.json.encode({"findings": findings, "facts": content}).decode())
+    else:
+        from .show import Painter, render
+
+        colour = (sys.stdout.isatty() and "NO_COLOR" not in os.environ) or arguments.color
+        painter = Painter(colour, arguments.ascii or not _writes_unicode(), shutil.get_terminal_size((100, 24)).columns)
+        print(render(collected, findings, painter, settled.training.sequence_length * settled.data.packing), end="")
+    return 1 if findings else 0
+
+
+def _writes_unicode() -> bool:
+    return (sys.stdout.encoding or "").lower().replace("-", "") in ("utf8", "utf16")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ftmon data check", description="show what the model will see of the data")
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that win over the file's")
+    parser.add_argument("--json", action="store_true", help="one JSON object for scripts")
+    parser.add_argument("--samples", type=int, default=3, metavar="N", help="records to show")
+    parser.add_argument("--color", action="store_true", help="colours also where the output is no terminal")
+    parser.add_argument("--ascii", action="store_true", help="plain ASCII")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

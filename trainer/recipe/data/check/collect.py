@@ -1,0 +1,222 @@
+"""Encodes a data set as a run would, and counts what the model will see."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy
+
+from .....protocol.errors import ConfigError
+from ...config.schema import Config
+from .. import formats, pipeline, sources, store
+from ..encode import Encoded, Encoder
+from ..lines import JsonLines
+from ..messages import Conversation, RefusedError
+from ..packing import best_fit
+from ..sources import Records
+from .findings import Facts, Lengths
+
+_MARKERS = re.compile(
+    r"### ?(?:Human|Assistant|Instruction|Response|User) ?:|\[/?INST\]|<</?SYS>>|<\|im_(?:start|end)\|>|"
+    r"<\|(?:start|end)_header_id\|>|<(?:start|end)_of_turn>|^(?:Human|User|Assistant): ",
+    re.IGNORECASE | re.MULTILINE,
+)
+_WORDS = {"none", "null", "nan", "undefined", "n/a", "<na>"}
+_GARBLED = re.compile("\ufffd|\u00c3[\u0080-\u00bf\u00a0-\u00ff]|\u00e2\u20ac|\u00c2[\u00a0-\u00bf]")
+_LONG_ANSWER = 8
+"""Tokens from which on an answer is not expected twice."""
+
+
+class Sample(msgspec.Struct):
+    """A document to show."""
+
+    place: str
+    ids: list[int]
+    learned: list[bool]
+    cut: int = 0
+
+
+class Collected(msgspec.Struct):
+    """The counts, the tokens of each record, and documents to show."""
+
+    facts: Facts
+    lengths: list[int]
+    samples: list[Sample]
+    tokenizer: Any = None
+
+
+def collect(config: Config, shown: int) -> Collected:
+    """Encode all records of a configuration.
+
+    Args:
+        config: with its paths settled.
+        shown: documents to keep for showing, from the first records.
+
+    Raises:
+        ConfigError: the records or the tokenizer cannot be read.
+    """
+    records = sources.read(config)
+    facts = Facts(formats=pipeline.record_formats(records, config))
+    facts.blank_lines = sum(source.blank for source in records.sources if isinstance(source, JsonLines))
+    tokenizer = pipeline.load_tokenizer(config, records, facts.formats)
+    facts.vocabulary, facts.model_vocabulary = len(tokenizer), _model_vocabulary(config)
+    try:
+        encoder = Encoder(tokenizer, config, facts.formats)
+    except ConfigError as error:
+        facts.problem = str(error)
+        _records_alone(records, config, facts)
+        return Collected(facts, [], [], tokenizer)
+    facts.template = encoder.template.name if encoder.template is not None else ""
+    counting = _Counting(records, config, tokenizer, facts)
+    samples: list[Sample] = []
+    for begin in range(0, len(records), store.BATCH):
+        numbers = range(begin, min(begin + store.BATCH, len(records)))
+        batch = [(store.read(records, number), records.source_of(number)[0]) for number in numbers]
+        for number, (record, _), made in zip(numbers, batch, encoder.encode(batch), strict=True):
+            kept = store.note(facts.report, records, number, made)
+            if isinstance(made, RefusedError):
+                continue
+            counting.record(number, record, made, kept)
+            if kept and len(samples) < shown:
+                samples.append(Sample(records.place(number), kept[0].ids, kept[0].learned, kept[0].cut))
+    counting.finish()
+    return Collected(facts, counting.lengths, samples, tokenizer)
+
+
+class _Counting:
+    """Counts over records, one after the other."""
+
+    def __init__(self, records: Records, config: Config, tokenizer: Any, facts: Facts) -> None:
+        self.lengths: list[int] = []
+        self._records = records
+        self._config = config
+        self._facts = facts
+        self._documents: list[int] = []
+        self._weights: list[float] = []
+        self._seen: dict[bytes, int] = {}
+        self._answers: dict[bytes, tuple[int, bytes]] = {}
+        self._bos = tokenizer.bos_token_id
+        self._unknown = tokenizer.unk_token_id
+        self._special = {str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        facts.bos = str(tokenizer.bos_token or "")
+
+    def record(self, number: int, record: Any, made: Sequence[Encoded], kept: Sequence[Encoded]) -> None:
+        """Count a record and its documents."""
+        facts, place = self._facts, self._records.place(number)
+        self._texts(number, record, place)
+        if not made:
+            return
+        tokens = sum(len(document.ids) for document in made) + made[0].cut
+        self.lengths.append(tokens)
+        ids = [token for document in made for token in document.ids]
+        start = next((index for index, token in enumerate(ids) if token != self._bos), len(ids))
+        if self._bos is not None:
+            facts.bos_counts[start] = facts.bos_counts.get(start, 0) + 1
+            if start > 1:
+                facts.bos_twice.add(place, f"begins with {start} {facts.bos}")
+        if self._unknown is not None and self._unknown in ids and self._unknown != self._bos:
+            facts.unknown.add(place, f"{ids.count(self._unknown)} unknown tokens")
+        self._repeats(number, place, ids, made)
+        for document in kept:
+            weight = self._records.weight(number)
+            self._documents.append(len(document.ids))
+            self._weights.append(weight)
+            facts.label_tokens += round(document.label_tokens * weight)
+            facts.turns += document.turns
+            facts.ends_learned += document.ends_learned
+
+    def _texts(self, number: int, record: Any, place: str) -> None:
+        facts = self._facts
+        form = facts.formats[self._records.source_of(number)[0]]
+        content = formats.convert(record, form, self._config.data)
+        chat = isinstance(content, Conversation)
+        texts = [message.content or "" for message in content.messages] if chat else [content.text]
+        special = next((token for text in texts for token in self._special if token in text), None)
+        if special is not None:
+            facts.control.add(place, f"contains {special}")
+        mark = next((found for text in texts if (found := _MARKERS.search(text))), None) if chat else None
+        if mark is not None and special is None:
+            facts.markers.add(place, f"contains {mark.group()!r}")
+        word = next((text for text in texts if text.strip().lower() in _WORDS), None)
+        if word is not None:
+            facts.words.add(place, f"is {word.strip()!r}")
+        garbled = next((found for text in texts if (found := _GARBLED.search(text))), None)
+        if garbled is not None:
+            facts.garbled.add(place, f"contains {garbled.group()!r}")
+
+    def _repeats(self, number: int, place: str, ids: list[int], made: Sequence[Encoded]) -> None:
+        whole = _hash(ids)
+        if whole in self._seen:
+            self._facts.duplicates.add(place, f"as {self._records.place(self._seen[whole])}")
+            return
+        self._seen[whole] = number
+        learned = [
+            token for document in made for token, wanted in zip(document.ids, document.learned, strict=True) if wanted
+        ]
+        if len(learned) < _LONG_ANSWER or len(learned) >= len(ids) - 1:
+            return
+        answer = _hash(learned)
+        if answer in self._answers:
+            self._facts.repeated.add(place, f"answers as {self._records.place(self._answers[answer][0])}")
+        else:
+            self._answers[answer] = (number, whole)
+
+    def finish(self) -> None:
+        """Count what an epoch holds."""
+        facts, config = self._facts, self._config
+        length = config.training.sequence_length
+        facts.documents = len(self._documents)
+        facts.tokens = round(sum(n * weight for n, weight in zip(self._documents, self._weights, strict=True)))
+        rows = round(sum(self._weights))
+        if config.data.packing and self._documents:
+            # Weights change how many documents there are, not how well they fit.
+            packed = len(best_fit(self._documents, length))
+            rows = round(packed * sum(self._weights) / len(self._weights))
+            facts.padding = max(0, rows * length - facts.tokens)
+        elif self._documents:
+            facts.padding = _padding(sorted(self._documents), config.training.micro_batch, config.data.group_by_length)
+        facts.rows = rows
+        training = config.training
+        data_ranks = max(1, config.run.ranks // training.sequence_parallel_size)
+        facts.rows_a_step = training.micro_batch * training.grad_accumulation * data_ranks
+        if self.lengths:
+            quantiles = numpy.quantile(self.lengths, [0, 0.5, 0.9, 0.99, 1], method="higher")
+            facts.lengths = Lengths(*map(int, quantiles))
+
+
+def _padding(lengths: list[int], micro_batch: int, grouped: bool) -> int:
+    """Return the padding of an epoch: in batches of similar length, or in random ones (drawn once)."""
+    order = numpy.array(lengths)
+    if not grouped:
+        order = numpy.random.default_rng(0).permutation(order)
+    batches = [order[start : start + micro_batch] for start in range(0, len(order), micro_batch)]
+    return int(sum(-(-int(batch.max()) // 8) * 8 * len(batch) - int(batch.sum()) for batch in batches))
+
+
+def _records_alone(records: Records, config: Config, facts: Facts) -> None:
+    """Count what can be told without tokens."""
+    for number in range(len(records)):
+        facts.report.read += 1
+        record = store.read(records, number)
+        try:
+            if isinstance(record, RefusedError):
+                raise record
+            formats.convert(record, facts.formats[records.source_of(number)[0]], config.data)
+        except RefusedError as refusal:
+            facts.report.refuse(records.place(number), str(refusal))
+
+
+def _model_vocabulary(config: Config) -> int:
+    """Return the model's vocabulary where its configuration is at hand; else 0."""
+    size: Any = config.model.config.get("vocab_size", 0)
+    path = Path(config.model.name) / "config.json"
+    if config.model.name and path.is_file():
+        size = msgspec.json.decode(path.read_bytes()).get("vocab_size", 0)
+    return size if isinstance(size, int) else 0
+
+
+def _hash(ids: list[int]) -> bytes:
+    return hashlib.blake2b(numpy.array(ids, numpy.int64).tobytes(), digest_size=16).digest()

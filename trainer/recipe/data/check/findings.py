@@ -1,0 +1,160 @@
+"""What was counted in a data set, and what of it is wrong."""
+
+import msgspec
+
+from ..report import Listed, Report
+
+_REPEATED_SHARE, _REPEATED_LEAST = 0.05, 4
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Something wrong with the data, or with how they would be trained on."""
+
+    kind: str
+    count: int
+    text: str
+    """What it is, in one sentence."""
+    fix: str
+    """What to do."""
+    first: list[tuple[str, str]] = msgspec.field(default_factory=list[tuple[str, str]])
+    """Place and details of the first records."""
+
+
+class Lengths(msgspec.Struct, frozen=True):
+    """Tokens of the records, before they are cut."""
+
+    shortest: int
+    median: int
+    p90: int
+    p99: int
+    longest: int
+
+
+class Facts(msgspec.Struct):
+    """Counts of a data set."""
+
+    report: Report = msgspec.field(default_factory=Report)
+    formats: list[str] = msgspec.field(default_factory=list[str])
+    """Format of each file."""
+    template: str = ""
+    """The chat template in use; empty for texts."""
+    blank_lines: int = 0
+    documents: int = 0
+    rows: int = 0
+    """Sequences of an epoch."""
+    rows_a_step: int = 0
+    """Sequences of one optimizer step, where the number of ranks is known (else of one rank)."""
+    tokens: int = 0
+    """Tokens of an epoch, without padding."""
+    label_tokens: int = 0
+    padding: int = 0
+    """Padding tokens of an epoch."""
+    turns: int = 0
+    ends_learned: int = 0
+    bos: str = ""
+    """The token that begins a text, if the tokenizer has one."""
+    bos_counts: dict[int, int] = msgspec.field(default_factory=dict[int, int])
+    """Documents by how many such tokens they begin with."""
+    lengths: Lengths | None = None
+    vocabulary: int = 0
+    """Tokens of the tokenizer."""
+    model_vocabulary: int = 0
+    """Those of the model, where its configuration is at hand."""
+    duplicates: Listed = msgspec.field(default_factory=Listed)
+    repeated: Listed = msgspec.field(default_factory=Listed)
+    """Records whose long answer other records have too."""
+    control: Listed = msgspec.field(default_factory=Listed)
+    markers: Listed = msgspec.field(default_factory=Listed)
+    words: Listed = msgspec.field(default_factory=Listed)
+    garbled: Listed = msgspec.field(default_factory=Listed)
+    unknown: Listed = msgspec.field(default_factory=Listed)
+    bos_twice: Listed = msgspec.field(default_factory=Listed)
+    problem: str = ""
+    """Why nothing can be encoded: the tokenizer or its template."""
+
+    @property
+    def efficiency(self) -> float:
+        """Share of an epoch's positions that are not padding."""
+        return self.tokens / max(1, self.tokens + self.padding)
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """Return what is wrong; nothing for clean data."""
+    report = facts.report
+    found: list[Finding] = []
+    if facts.problem:
+        key, _, text = facts.problem.partition(": ")
+        found.append(Finding("unusable", 1, text or key, f"see {key}" if text else "see the configuration"))
+
+    def add(kind: str, listed: Listed, text: str, fix: str) -> None:
+        if listed.count:
+            found.append(Finding(kind, listed.count, text, fix, listed.first))
+
+    add("refused", report.refused, "records are refused", "repair or remove them; none is trained on")
+    add(
+        "labels_cut",
+        report.unlabelled,
+        "records have no token to learn",
+        "raise training.sequence_length, or data.truncation=keep_end or drop",
+    )
+    add(
+        "cut",
+        report.cut,
+        "records are cut to training.sequence_length",
+        "raise it, or data.truncation=drop; whoever learns from cut answers learns not to stop",
+    )
+    add("dropped", report.dropped, "records are dropped for their length", "raise training.sequence_length")
+    add(
+        "end_not_learned",
+        report.unended,
+        "records have a turn that is learned without the token that ends it",
+        "raise training.sequence_length, or use a template that ends its turns",
+    )
+    add(
+        "header_merged",
+        report.merged,
+        "records have a turn whose first token also holds the end of its header, and carries no loss",
+        "let the template's generation prompt end without a space",
+    )
+    add(
+        "reasoning_lost",
+        report.reasoning_lost,
+        "records have reasoning that the chat template leaves out",
+        "train_on: last, one record a turn, or a template that keeps it",
+    )
+    add("bos_twice", facts.bos_twice, "records begin with two BOS tokens", "remove the token from the data")
+    add(
+        "control_tokens",
+        facts.control,
+        "records contain special tokens in their text",
+        "remove them, or data.format=markers if the text is a formatted chat",
+    )
+    add(
+        "markers",
+        facts.markers,
+        "records contain the markers of a chat format in a message",
+        "remove them: the chat template writes its own",
+    )
+    add("null_words", facts.words, "records have a text that is only the word for no value", "remove them")
+    add("garbled", facts.garbled, "records contain wrongly decoded characters", "decode the source as UTF-8")
+    add("unknown_tokens", facts.unknown, "records contain text that the tokenizer has no token for", "use another one")
+    add(
+        "duplicates",
+        facts.duplicates,
+        "records repeat an earlier one exactly",
+        "remove them, or use data.files weights",
+    )
+    if facts.repeated.count >= max(_REPEATED_LEAST, _REPEATED_SHARE * report.read):
+        add("repeated_answers", facts.repeated, "records have the same long answer to different prompts", "remove them")
+    if facts.blank_lines:
+        found.append(Finding("blank_lines", facts.blank_lines, "lines are blank", "remove them"))
+    if facts.model_vocabulary and facts.vocabulary > facts.model_vocabulary:
+        text = f"tokens exceed the model's vocabulary of {facts.model_vocabulary:,}"
+        found.append(
+            Finding("vocabulary", facts.vocabulary - facts.model_vocabulary, text, "use the model's tokenizer")
+        )
+    if not facts.problem and facts.rows < facts.rows_a_step:
+        text = f"sequences are fewer than one step takes ({facts.rows_a_step:,})"
+        fix = "lower training.micro_batch or grad_accumulation"
+        found.append(Finding("too_few", facts.rows, text, fix))
+    return found

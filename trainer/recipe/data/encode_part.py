@@ -1,0 +1,59 @@
+"""Encodes a part of the records: ``python -m ftmon.trainer.recipe.data.encode_part JOB``, started by rank 0."""
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ....protocol.errors import FtmonError
+from ..config.load import load
+
+
+def follow_parent(parent: int) -> None:
+    """End this process soon after its parent, however that ends."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(job: dict[str, Any]) -> int:
+    """Write the documents of the job's records to its folder; return the exit status."""
+    from ..model import tokenizer
+    from . import pipeline, sources, store
+    from .encode import Encoder
+
+    folder = Path(job["folder"])
+    config = load(str(folder / "config.yaml")).config
+    own = not (config.tokenizer.name or config.model.name)
+    made: Any = tokenizer.load(config, folder / "tokenizer" if own else None)
+    records = sources.read(config)
+    encoder = Encoder(made, config, pipeline.record_formats(records, config))
+    if pipeline.tokens_key(records, encoder, made) != job["key"]:
+        print("the data or the tokenizer changed while they were read")
+        return 1
+    follow_parent(int(job["parent"]))
+    part = Path(job["part"])
+    store.write(
+        encoder,
+        records,
+        int(job["start"]),
+        int(job["stop"]),
+        part,
+        lambda done: part.with_suffix(".done").write_text(str(done)),
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(json.loads(sys.argv[1])))
+    except FtmonError as error:
+        print(error)
+        sys.exit(error.exit_status)

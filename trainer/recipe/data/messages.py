@@ -1,0 +1,187 @@
+"""The one form that every chat format is converted to, and the refusal of a record that does not match."""
+
+import json
+from typing import Any
+
+import msgspec
+
+ASSISTANT, USER, SYSTEM, TOOL = "assistant", "user", "system", "tool"
+
+
+class RefusedError(Exception):
+    """A record cannot be trained on; the text is the reason, without the record's place."""
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of a conversation."""
+
+    role: str
+    content: str | None
+    """Its text; None only in an assistant's message with tool calls."""
+    reasoning: str = ""
+    """What the assistant thought before its answer, where the record keeps it apart."""
+    tool_calls: list[dict[str, Any]] = msgspec.field(default_factory=list[dict[str, Any]])
+    """OpenAI's form: ``{"type": "function", "function": {"name", "arguments"}}``, arguments as an object."""
+    name: str = ""
+    tool_call_id: str = ""
+    learned: bool = True
+    """False where the record says so (``weight: 0`` or ``train: false``)."""
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """Messages, and how many of them are the prompt."""
+
+    messages: list[Message]
+    prompt: int
+    """Messages before the completion."""
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list[dict[str, Any]])
+    """JSON schemas of the tools that may be called."""
+
+
+class Text(msgspec.Struct, frozen=True):
+    """A plain text, learned whole."""
+
+    text: str
+
+
+def conversation(messages: list[Message], prompt: int | None = None, tools: Any = None) -> Conversation:
+    """Check messages and make a conversation of them.
+
+    Args:
+        messages: in order.
+        prompt: messages that are the prompt; None: all up to the last user message.
+        tools: a list of schemas, its JSON text, or None.
+
+    Raises:
+        RefusedError: there is no assistant's message, or a content is missing.
+    """
+    if not messages:
+        raise RefusedError("has no messages")
+    for number, message in enumerate(messages, 1):
+        if message.role == ASSISTANT:
+            if not (message.content or "").strip() and not message.tool_calls and not message.reasoning:
+                raise RefusedError(f"message {number}: the assistant's content is empty")
+        elif message.content is None:
+            raise RefusedError(f"message {number} ({message.role}) has no content")
+    if all(message.role != ASSISTANT for message in messages):
+        raise RefusedError("has no assistant message")
+    if prompt is None:
+        prompt = max((index + 1 for index, message in enumerate(messages) if message.role == USER), default=0)
+    return Conversation(messages, prompt, _schemas(tools))
+
+
+def message_of(entry: Any, number: int, role: str | None = None) -> Message:
+    """Convert one message in OpenAI's form.
+
+    Args:
+        entry: the message.
+        number: its place in the record, from 1.
+        role: its role; None: the entry's own.
+
+    Raises:
+        RefusedError: it is not a message.
+    """
+    if not isinstance(entry, dict):
+        raise RefusedError(f"message {number} is {kind(entry)}, not an object with role and content")
+    found = role if role is not None else entry.get("role")
+    if not isinstance(found, str) or not found:
+        raise RefusedError(f"message {number} has no role" if found is None else f"message {number}: role is no text")
+    reasoning = next((entry[key] for key in ("reasoning_content", "reasoning", "thinking") if entry.get(key)), "")
+    if not isinstance(reasoning, str):
+        raise RefusedError(f"message {number}: its reasoning is {kind(reasoning)}, not text")
+    return Message(
+        found,
+        content_of(entry.get("content"), f"message {number}"),
+        reasoning,
+        _calls(entry, number),
+        str(entry.get("name") or ""),
+        str(entry.get("tool_call_id") or ""),
+        entry.get("weight") != 0 and entry.get("train") is not False,
+    )
+
+
+def content_of(value: Any, where: str) -> str | None:
+    """Return a content's text: a string, null, or OpenAI's list of text parts.
+
+    Raises:
+        RefusedError: it is something else.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and value:
+        texts: list[str] = []
+        for part in value:
+            text = part.get("text") if isinstance(part, dict) else part
+            if not isinstance(text, str):
+                what = part.get("type", "object") if isinstance(part, dict) else kind(part)
+                raise RefusedError(f"{where} holds a part of type {what}; only text is trained on")
+            texts.append(text)
+        return "".join(texts)
+    raise RefusedError(f"{where}: content is {kind(value)}, not text")
+
+
+def text_of(record: dict[str, Any], column: str) -> str:
+    """Return a column's text.
+
+    Raises:
+        RefusedError: it is missing, null, empty or not text.
+    """
+    value = record.get(column)
+    if value is None:
+        raise RefusedError(f"{column} is null" if column in record else f"has no {column}")
+    if not isinstance(value, str):
+        raise RefusedError(f"{column} is {kind(value)}, not text")
+    if not value.strip():
+        raise RefusedError(f"{column} is empty")
+    return value
+
+
+def kind(value: Any) -> str:
+    """Name a JSON value's kind."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, int | float):
+        return "a number"
+    names = {dict: "an object", list: "a list", str: "text"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _calls(entry: dict[str, Any], number: int) -> list[dict[str, Any]]:
+    calls = entry.get("tool_calls")
+    if calls is None and isinstance(entry.get("function_call"), dict):
+        calls = [{"type": "function", "function": entry["function_call"]}]
+    if not calls:
+        return []
+    if not isinstance(calls, list):
+        raise RefusedError(f"message {number}: tool_calls is {kind(calls)}, not a list")
+    return [_call(call, number) for call in calls]
+
+
+def _call(call: Any, number: int) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise RefusedError(f"message {number}: a tool call has no function name")
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):
+        # Templates differ in what they take; text would be quoted twice by those that write JSON themselves.
+        try:
+            arguments = json.loads(arguments or "{}")
+        except json.JSONDecodeError:
+            raise RefusedError(f"message {number}: arguments of {function['name']} are not JSON") from None
+    outer = {key: value for key, value in call.items() if key in ("id", "index") and value is not None}
+    return {**outer, "type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+
+
+def _schemas(tools: Any) -> list[dict[str, Any]]:
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError:
+            raise RefusedError("tools is text that is not JSON") from None
+    if not tools:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RefusedError("tools is not a list of objects")
+    return tools

@@ -1,0 +1,299 @@
+"""From records to the rows that are trained on: encoded once, kept on disk, packed or not."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from ....protocol.errors import ConfigError, FtmonError, UsageError
+from .. import hardware
+from ..config import write as configuration
+from ..config.schema import Config
+from ..model import tokenizer as tokenizers
+from ..model.loss import IGNORED
+from . import formats, store
+from .encode import Encoder, texts
+from .packing import best_fit
+from .report import Report
+from .sources import Records
+
+_PARALLEL_RECORDS = 20_000
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Encoded examples, and what each holds."""
+
+    rows: Any
+    """A sequence of rows: mappings with ``input_ids``, ``labels`` and, if packed, the ``lengths`` of its documents."""
+    tokens: NDArray[numpy.int64]
+    """Tokens of each row."""
+    label_tokens: NDArray[numpy.int64]
+    """Tokens of each row that carry loss: labels behind a document's first position, which nothing predicts."""
+    read: int
+    """Records read."""
+    key: str = ""
+    """Name of the content: equal for equal token ids and labels in equal order, whatever files they came from."""
+    report: Report = field(default_factory=Report)
+    """What became of the records."""
+
+    @property
+    def left_out(self) -> int:
+        """Records that are not trained on."""
+        report = self.report
+        return report.refused.count + report.dropped.count + report.unlabelled.count
+
+
+class Rows:
+    """Rows of documents: one each, or several packed."""
+
+    def __init__(self, documents: store.Documents, rows: list[list[int]], packed: bool) -> None:
+        self._documents = documents
+        self._rows = rows
+        self._packed = packed
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a row's ``input_ids`` and ``labels`` as arrays of int64; packed, the ``lengths`` of its documents."""
+        found = [self._documents.document(document) for document in self._rows[index]]
+        ids = numpy.concatenate([ids for ids, _ in found]).astype(numpy.int64)
+        learned = numpy.concatenate([learned for _, learned in found])
+        result: dict[str, Any] = {"input_ids": ids, "labels": numpy.where(learned, ids, IGNORED)}
+        if self._packed:
+            result["lengths"] = [len(ids) for ids, _ in found]
+        return result
+
+    def select(self, rows: Sequence[int]) -> "Rows":
+        """Return some of the rows, in the order given."""
+        return Rows(self._documents, [self._rows[row] for row in rows], self._packed)
+
+    def records(self, index: int) -> list[int]:
+        """Return the numbers of the records in a row."""
+        return [int(self._documents.records[document]) for document in self._rows[index]]
+
+
+def record_formats(records: Records, config: Config) -> list[str]:
+    """Return the format of each source's records.
+
+    Raises:
+        ConfigError: the columns do not fit the configuration.
+    """
+    found: list[str] = []
+    for number in range(len(records.sources)):
+        first = records.first(number)
+        try:
+            if first is None:
+                # Every record is refused when it is read, with its place and reason.
+                found.append("text" if config.data.format == "auto" else config.data.format)
+            else:
+                found.append(formats.detect(first, config.data))
+        except UsageError as error:
+            raise ConfigError(str(error)) from None
+    return found
+
+
+def load_tokenizer(config: Config, records: Records, forms: list[str], trained: Path | None = None) -> Any:
+    """Return the tokenizer: the configured one, the one trained before, or one trained on these records now."""
+    made = tokenizers.load(config, trained)
+    if made is not None:
+        return made
+    return tokenizers.train(
+        lambda: (
+            text for number, record in records for text in texts(record, forms[records.source_of(number)[0]], config)
+        ),
+        config.tokenizer.vocab_size,
+    )
+
+
+def encode(
+    records: Records,
+    encoder: Encoder,
+    tokenizer: Any,
+    config: Config,
+    say: Any = None,
+    progress: Callable[[int], object] | None = None,
+) -> Path:
+    """Encode all records, or find them on disk as an earlier run left them; return the folder of the documents.
+
+    Args:
+        records: what to encode.
+        encoder: encodes them.
+        tokenizer: the encoder's.
+        config: the settled configuration.
+        say: prints a line.
+        progress: is called with the number of records that are done, often.
+
+    Raises:
+        ConfigError: more than ``data.max_refused`` of the records are refused.
+    """
+    folder = cache_folder() / tokens_key(records, encoder, tokenizer)
+    documents = store.opened(folder)
+    if documents is None:
+        made = store.scratch(folder)
+        processes = _processes(records, config)
+        if processes > 1:
+            if say is not None:
+                say(f"tokenizing {len(records):,} records with {processes} processes")
+            _encode_parts(records, encoder, config, tokenizer, made, processes, progress)
+        else:
+            store.write(encoder, records, 0, len(records), made, progress)
+        store.publish(made, folder)
+        documents = store.Documents(folder)
+    documents.report.check(config.data.max_refused)
+    return folder
+
+
+def examples(folder: Path, records: Records | None, config: Config) -> Examples:
+    """Make the rows of encoded documents.
+
+    Args:
+        folder: of the documents.
+        records: give the weights of the files; None: all are 1.
+        config: the settled configuration.
+
+    Raises:
+        ConfigError: nothing is left to train on.
+    """
+    documents = store.Documents(folder)
+    used = _weighted(documents, records, config)
+    if not used:
+        raise ConfigError(
+            "data: no record holds a token to learn within training.sequence_length; 'ftmon data check' shows why"
+        )
+    labels = documents.label_tokens()
+    if config.data.packing:
+        lengths = documents.lengths[used].tolist()
+        rows = [[used[index] for index in row] for row in best_fit(lengths, config.training.sequence_length)]
+    else:
+        rows = [[document] for document in used]
+    ends = numpy.cumsum([len(row) for row in rows])
+    flat = numpy.concatenate([numpy.asarray(row) for row in rows])
+
+    def summed(values: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
+        sums = numpy.concatenate([numpy.zeros(1, numpy.int64), numpy.cumsum(values[flat])])
+        return numpy.diff(sums[numpy.concatenate([[0], ends])])
+
+    content = hashlib.blake2b(documents.digest.encode() + flat.tobytes() + ends.tobytes(), digest_size=8)
+    return Examples(
+        Rows(documents, rows, config.data.packing),
+        summed(documents.lengths),
+        summed(labels),
+        documents.report.read,
+        content.hexdigest(),
+        documents.report,
+    )
+
+
+def tokens_key(records: Records, encoder: Encoder, tokenizer: Any) -> str:
+    """Name documents by everything they depend on."""
+    versions = [metadata.version(name) for name in ("transformers", "tokenizers")]
+    parts = (records.digest, tokenizers.fingerprint(tokenizer), encoder.settings, versions)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+def cache_folder() -> Path:
+    """Return the folder that encoded documents are kept in, in the cache of ``datasets``."""
+    from datasets.config import HF_DATASETS_CACHE
+
+    return Path(HF_DATASETS_CACHE) / "ftmon-tokens"
+
+
+def _weighted(documents: store.Documents, records: Records | None, config: Config) -> list[int]:
+    """List the documents of an epoch: each as often as its file's weight says, a fraction drawn with the seed."""
+    if records is None or all(source.weight == 1 for source in records.sources):
+        return list(range(len(documents)))
+    chosen: list[int] = []
+    sources = numpy.array([records.source_of(int(record))[0] for record in documents.records], numpy.int64)
+    for number, source in enumerate(records.sources):
+        own = numpy.flatnonzero(sources == number)
+        # By record, so that all pieces of a split text are used equally often.
+        of = numpy.unique(documents.records[own])
+        generator = numpy.random.default_rng([config.training.seed, number])
+        times = numpy.full(len(of), int(source.weight))
+        rest = round(len(of) * (source.weight - int(source.weight)))
+        times[generator.permutation(len(of))[:rest]] += 1
+        chosen += numpy.repeat(own, times[numpy.searchsorted(of, documents.records[own])]).tolist()
+    return chosen
+
+
+def _processes(records: Records, config: Config) -> int:
+    if config.data.processes:
+        return min(config.data.processes, len(records))
+    return hardware.cores() if len(records) >= _PARALLEL_RECORDS else 1
+
+
+def _encode_parts(
+    records: Records,
+    encoder: Encoder,
+    config: Config,
+    tokenizer: Any,
+    folder: Path,
+    processes: int,
+    progress: Callable[[int], object] | None,
+) -> None:
+    """Encode consecutive parts of the records in processes of their own, and join their results.
+
+    Processes are started anew: a fork would copy this one's threads' locks (CUDA, gloo, the probe).
+    """
+    (folder / "config.yaml").write_text(configuration.dump(config))
+    tokenizer.save_pretrained(str(folder / "tokenizer"))
+    bounds = [len(records) * part // processes for part in range(processes + 1)]
+    parts = [folder / f"part-{part}" for part in range(processes)]
+    common = {"key": tokens_key(records, encoder, tokenizer), "parent": os.getpid()}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("FTMON_") and name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
+    environment |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for part, start, stop in zip(parts, bounds, bounds[1:], strict=False):
+            job = {**common, "folder": str(folder), "part": str(part), "start": start, "stop": stop}
+            command = [sys.executable, "-P", "-m", f"{__package__}.encode_part", json.dumps(job)]
+            with part.with_suffix(".log").open("wb") as log:
+                running.append(
+                    subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+                    )
+                )
+        for process, part in zip(running, parts, strict=True):
+            while process.poll() is None:
+                if any(other.returncode for other in running):
+                    break
+                if progress is not None:
+                    progress(sum(map(_done, parts)))
+                time.sleep(_POLL_SECONDS)
+            if process.poll():
+                words = part.with_suffix(".log").read_text(errors="replace").strip().splitlines()
+                raise FtmonError(f"data: tokenizing failed: {words[-1] if words else f'status {process.returncode}'}")
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    store.join(parts, folder)
+    for part in parts:
+        part.with_suffix(".log").unlink()
+        part.with_suffix(".done").unlink(missing_ok=True)
+
+
+def _done(part: Path) -> int:
+    """Return the number of records that a part's process has encoded."""
+    try:
+        return int(part.with_suffix(".done").read_text() or 0)
+    except OSError:
+        return 0

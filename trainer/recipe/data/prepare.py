@@ -1,0 +1,87 @@
+"""The tokenizer and the encoded examples of a run."""
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ....protocol.errors import ConfigError, FtmonError
+from ..config.schema import Config
+from ..engine.distributed import World
+from ..model import tokenizer
+from ..monitor import Monitor
+from . import handover, pipeline, sources, template
+from .encode import Encoder
+from .pipeline import Examples
+
+
+def prepare(config: Config, world: World, monitor: Monitor, output: Path, resumed: Path | None) -> tuple[Any, Examples]:
+    """Return the tokenizer and the encoded examples. All ranks call this.
+
+    Raises:
+        ConfigError: the data or the tokenizer do not fit the configuration; in all ranks.
+    """
+    kept = output / "tokenizer"
+    trained = resumed.parent.parent / "tokenizer" if resumed else None
+    made: Any = None
+
+    def encode() -> Path:
+        nonlocal made
+        made, folder = _encode(config, trained, kept, world.say, monitor)
+        return folder
+
+    folder = first_encodes(world, encode)
+    if made is None:
+        made = tokenizer.load(config, kept)
+        if config.data.chat_template:
+            template.choose(made, config.data)
+    with monitor.activity("data", "packing" if config.data.packing else "reading the tokens"):
+        result = pipeline.examples(folder, sources.read(config), config)
+    for line in result.report.notes():
+        world.say(line)
+    return made, result
+
+
+def first_encodes(world: World, encode: Callable[[], Path]) -> Path:
+    """Return what ``encode`` returns in rank 0. All ranks call this.
+
+    The others wait without a collective, so that no timeout ends a run whose data take long.
+
+    Raises:
+        ConfigError: it failed in rank 0, which raises its own error.
+    """
+    place = pipeline.cache_folder()
+    status_file = Path(world.share_text(str(place / f"prepared-{secrets.token_hex(8)}")))
+    first = int(world.share_text(str(os.getpid())))
+    if world.is_first:
+        place.mkdir(parents=True, exist_ok=True)
+        status = handover.Status(error="rank 0 failed while it prepared the data")
+        try:
+            folder = encode()
+            status = handover.Status(str(folder))
+        except FtmonError as error:
+            status = handover.Status(error=str(error))
+            raise
+        finally:
+            handover.leave(status_file, status)
+    else:
+        status = handover.wait(status_file, first)
+    world.barrier()
+    if world.is_first:
+        status_file.unlink(missing_ok=True)
+    if status.error:
+        raise ConfigError(status.error)
+    return Path(status.folder)
+
+
+def _encode(config: Config, trained: Path | None, keep: Path, say: Any, monitor: Monitor) -> tuple[Any, Path]:
+    records = sources.read(config)
+    forms = pipeline.record_formats(records, config)
+    with monitor.activity("data", "the tokenizer"):
+        made = pipeline.load_tokenizer(config, records, forms, trained)
+    encoder = Encoder(made, config, forms)
+    if not (config.tokenizer.name or config.model.name):
+        made.save_pretrained(str(keep))
+    with monitor.activity("data", "tokenizing", total=len(records)) as progress:
+        return made, pipeline.encode(records, encoder, made, config, say, progress.report)

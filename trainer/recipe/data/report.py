@@ -1,0 +1,93 @@
+"""What became of the records when they were encoded: refused, dropped, cut, without labels."""
+
+import re
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from ....protocol.errors import ConfigError
+
+SHOWN = 20
+"""Records that are listed of each kind; all are counted."""
+
+
+class Listed(msgspec.Struct):
+    """Records of one kind: all are counted, the first are listed."""
+
+    count: int = 0
+    first: list[tuple[str, str]] = msgspec.field(default_factory=list[tuple[str, str]])
+    """Place and reason of each."""
+
+    def add(self, place: str, reason: str) -> None:
+        """Count a record."""
+        self.count += 1
+        if len(self.first) < SHOWN:
+            self.first.append((place, reason))
+
+    def merge(self, other: "Listed") -> None:
+        """Add those of a later part of the data."""
+        self.count += other.count
+        self.first = (self.first + other.first)[:SHOWN]
+
+
+class Report(msgspec.Struct):
+    """Counts over all records."""
+
+    read: int = 0
+    refused: Listed = msgspec.field(default_factory=Listed)
+    reasons: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    """Refused records for each reason, numbers in it left out."""
+    dropped: Listed = msgspec.field(default_factory=Listed)
+    """Longer than the sequence length, with ``truncation: drop``."""
+    cut: Listed = msgspec.field(default_factory=Listed)
+    split: Listed = msgspec.field(default_factory=Listed)
+    unlabelled: Listed = msgspec.field(default_factory=Listed)
+    """Without a token that carries loss, because it was cut away or there is none."""
+    unended: Listed = msgspec.field(default_factory=Listed)
+    """With a turn that is learned without its end."""
+    reasoning_lost: Listed = msgspec.field(default_factory=Listed)
+    merged: Listed = msgspec.field(default_factory=Listed)
+    """With a turn whose first token also holds the end of its header."""
+
+    def refuse(self, place: str, reason: str) -> None:
+        """Count a refused record."""
+        self.refused.add(place, reason)
+        general = re.sub("[0-9]+", "N", reason)
+        self.reasons[general] = self.reasons.get(general, 0) + 1
+
+    def merge(self, other: "Report") -> None:
+        """Add the report of a later part of the data."""
+        self.read += other.read
+        self.reasons = dict(Counter(self.reasons) + Counter(other.reasons))
+        for name in ("refused", "dropped", "cut", "split", "unlabelled", "unended", "reasoning_lost", "merged"):
+            mine: Any = getattr(self, name)
+            mine.merge(getattr(other, name))
+
+    def check(self, most_refused: float) -> None:
+        """Refuse a data set of which too much is.
+
+        Raises:
+            ConfigError: a larger share than ``most_refused`` of the records was refused.
+        """
+        if self.refused.count > most_refused * self.read:
+            shown = "; ".join(f"{place}: {reason}" for place, reason in self.refused.first[:3])
+            raise ConfigError(
+                f"data: {self.refused.count:,} of {self.read:,} records are refused, more than data.max_refused "
+                f"({most_refused:g} of them) allows: {shown}{'; ...' if self.refused.count > 3 else ''}; "
+                "'ftmon data check' lists more"
+            )
+
+    def notes(self) -> list[str]:
+        """Return what a person should know before training, a line each."""
+        found: list[str] = []
+        for listed, what in (
+            (self.refused, "refused"),
+            (self.dropped, "longer than training.sequence_length and dropped"),
+            (self.cut, "cut to training.sequence_length"),
+            (self.unlabelled, "without a token to learn, and left out"),
+        ):
+            if listed.count:
+                place, reason = listed.first[0]
+                found.append(f"note: {listed.count:,} of {self.read:,} records {what}, the first {place}: {reason}")
+        return found

@@ -1,0 +1,12 @@
+"""The chat templates that ship with ftmon."""
+
+from pathlib import Path
+
+TEMPLATES = Path(__file__).parent / "templates"
+NONE = "none"
+"""Value of ``data.chat_template`` that joins prompt and response without a template."""
+
+
+def shipped() -> list[str]:
+    """Return their names."""
+    return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))

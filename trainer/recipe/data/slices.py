@@ -1,0 +1,62 @@
+"""Batches of ranks that share sequences: each rank's slice of every row."""
+
+import zlib
+
+import torch
+from torch.nn.functional import pad
+
+from ..model.loss import IGNORED, next_labels
+from .collate import Batch, Collate
+
+ROWS_KEY = "rows_key"
+"""Name of a checksum of the whole rows and the slice's number: equal slices elsewhere do not give equal losses."""
+
+
+class Sliced(Collate):
+    """Collates as another does, and cuts rows into as many equal slices as ranks share them."""
+
+    def __init__(self, collate: Collate, size: int, rank: int) -> None:
+        """Wrap a collation.
+
+        Args:
+            collate: makes whole rows.
+            size: number of slices.
+            rank: the slice to keep, from 0.
+        """
+        self._inner = collate
+        self._size = size
+        self._rank = rank
+
+    def __call__(self, examples: list[dict[str, list[int]]]) -> Batch:
+        """Return one slice of the batch; see ``cut``."""
+        return cut(self._inner(examples), self._size, self._rank)
+
+
+def cut(batch: Batch, size: int, rank: int) -> Batch:
+    """Return slice ``rank`` of ``size`` of a batch of whole rows, which are padded to a multiple of ``size``.
+
+    Returns:
+        ``input_ids``, ``labels``, ``position_ids`` within the whole row, and ``shift_labels``: for each position the
+        label that follows it in the whole row, also where that is in the next slice. ``sequence_ids`` stay whole.
+        There is no ``attention_mask``: padding is on the right, where no token looks.
+    """
+    ids, labels = batch["input_ids"], batch["labels"]
+    length = ids.shape[1]
+    missing = -length % size
+    width = (length + missing) // size
+    positions = batch["position_ids"] if "position_ids" in batch else torch.arange(length).expand_as(ids)
+
+    def part(tensor: torch.Tensor, filler: int) -> torch.Tensor:
+        return pad(tensor, (0, missing), value=filler)[:, rank * width : (rank + 1) * width].contiguous()
+
+    result = {
+        "input_ids": part(ids, 0),
+        "labels": part(labels, IGNORED),
+        "shift_labels": part(next_labels(labels), IGNORED),
+        # A model may have no positions beyond the longest row.
+        "position_ids": part(positions, 0),
+        ROWS_KEY: torch.tensor(zlib.crc32(labels.numpy().tobytes(), zlib.crc32(ids.numpy().tobytes(), rank))),
+    }
+    if "sequence_ids" in batch:
+        result["sequence_ids"] = pad(batch["sequence_ids"], (0, missing), value=0)
+    return result

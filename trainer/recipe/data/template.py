@@ -1,0 +1,323 @@
+"""Conversations rendered by a chat template, with the characters that each assistant's turn generates.
+
+The text is always the template's own: nothing is written in another format when a template is difficult. What a turn
+generates is its text without the header that the generation prompt supplies, up to and with the token that ends it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ....protocol.errors import ConfigError
+from .config import Data
+from .instrument import RenderError, Template
+from .messages import ASSISTANT, USER, Conversation, Message, RefusedError
+from .shipped import NONE, TEMPLATES, shipped
+
+_PROBE = [
+    {"role": USER, "content": "Zeta question one"},
+    {"role": ASSISTANT, "content": "Kappa answer two"},
+    {"role": USER, "content": "Sigma question three"},
+    {"role": ASSISTANT, "content": "Omega answer four"},
+]
+
+
+class Span(NamedTuple):
+    """Characters that a turn generates."""
+
+    start: int
+    end: int
+    message: int
+    ended: bool
+    """Its last characters are the token that ends the turn."""
+
+
+class Chat(NamedTuple):
+    """A rendered conversation."""
+
+    text: str
+    turns: list[Span]
+    """Of every assistant's message."""
+    reasoning_lost: int
+    """Assistant's messages whose reasoning the template leaves out."""
+
+
+def choose(tokenizer: Any, data: Data) -> "ChatTemplate | None":
+    """Return the chat template of a configuration; None where ``data.chat_template`` is none.
+
+    A template that the configuration names becomes the tokenizer's, so that it is saved with the model.
+
+    Raises:
+        ConfigError: there is none, or it cannot be used for training.
+    """
+    name = data.chat_template
+    if name == NONE:
+        return None
+    if name in shipped():
+        tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
+    elif name:
+        try:
+            tokenizer.chat_template = Path(name).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "is not text"
+            raise ConfigError(
+                f"data.chat_template: {name}: {why}; give {', '.join(shipped())}, none or a path"
+            ) from None
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            "data.chat_template: the tokenizer has no chat template, and the data are chats; give one of "
+            f"{', '.join(shipped())} or the path of a Jinja file (plain works with any tokenizer)"
+        )
+    return ChatTemplate(tokenizer, name or "the tokenizer's")
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, proven on a probe to separate what the assistant generates."""
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        self.name = name
+        self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, "documents": None}
+        self._special = _special_tokens(tokenizer)
+        self._templates = {has_tools: self._compile(tokenizer, has_tools) for has_tools in (False, True)}
+        self._variant = 0
+        self.source: str = "\0".join(template.source for template in self._templates.values())
+        """The template's text, of both templates if there is another one for tools."""
+        self.ends: set[str] = set()
+        """Tokens that end an assistant's turn."""
+        self._header = self._asked = ""
+        self._by_prefix = False
+        self._prove(tokenizer)
+
+    def render(self, chat: Conversation) -> Chat:
+        """Render a conversation.
+
+        Raises:
+            RefusedError: the template rejects it, or leaves a part of it out.
+        """
+        template = self._templates[bool(chat.tools)]
+        refusal: RefusedError | None = None
+        # Most records need one attempt: the form of tool calls that worked last is tried first.
+        has_calls = any(message.tool_calls for message in chat.messages)
+        for offset in range(len(_VARIANTS) if has_calls else 1):
+            variant = (self._variant + offset) % len(_VARIANTS)
+            messages = [_for_template(message, _VARIANTS[variant]) for message in chat.messages]
+            try:
+                result = self._render(template, messages, chat)
+            except RefusedError as error:
+                refusal = refusal or error
+                continue
+            if has_calls:
+                self._variant = variant
+            return result
+        assert refusal is not None
+        raise refusal
+
+    def _compile(self, tokenizer: Any, has_tools: bool) -> Template:
+        tools = [{"type": "function"}] if has_tools else None
+        try:
+            return Template(str(tokenizer.get_chat_template(tools=tools)))
+        except RenderError as error:
+            raise ConfigError(f"data.chat_template: {self.name} template is not valid Jinja: {error}") from None
+        except ValueError as error:
+            raise ConfigError(f"data.chat_template: {self.name} template: {str(error).splitlines()[0]}") from None
+
+    def _prove(self, tokenizer: Any) -> None:
+        """Find the header, the generation prompt and the end of a turn on a probe.
+
+        Raises:
+            ConfigError: turns cannot be told apart, or nothing ends them.
+        """
+        template = self._templates[False]
+        where = f"data.chat_template: {self.name} template"
+        fix = "give another one, or a path to one with {% generation %} marks around what the assistant generates"
+        try:
+            text = template.plain(_PROBE, **self._variables, tools=None)
+            asked = self._tail(template, _PROBE[:1], None, True)
+            self._asked = asked if asked != self._tail(template, _PROBE[:1], None, False) else ""
+        except RenderError as error:
+            raise ConfigError(f"{where} cannot render a chat of user and assistant: {error}") from None
+        if text != tokenizer.apply_chat_template(_PROBE, tokenize=False):
+            raise ConfigError(f"{where} renders another text than the tokenizer does; {fix}")
+        _, turns = self._turns(template, _PROBE, None)
+        if turns is None:
+            self._by_prefix = True
+            _, turns = self._turns(template, _PROBE, None)
+        others = [[message["content"] for message in _PROBE if message is not own] for own in _PROBE]
+        if turns is None or any(
+            _PROBE[turn.message]["content"] not in text[turn.start : turn.end]
+            or any(other in text[turn.start : turn.end] for other in others[turn.message])
+            for turn in turns
+        ):
+            raise ConfigError(f"{where} does not let the assistant's turns be told from the others; {fix}")
+        for turn in turns:
+            content = _PROBE[turn.message]["content"]
+            after = text[turn.start : turn.end].partition(content)[2].strip()
+            if not turn.ended:
+                raise ConfigError(
+                    f"{where} ends the assistant's turn with "
+                    + (f"{after!r}, which is no token of this tokenizer" if after else "no token")
+                    + ", so the model would never learn to stop; give another template, such as plain, or one with "
+                    "{{ eos_token }} behind the assistant's content"
+                )
+            self.ends.add(self._end_token(text[: turn.end]))
+
+    def _render(self, template: Template, messages: list[dict[str, Any]], chat: Conversation) -> Chat:
+        tools = chat.tools or None
+        try:
+            text, turns = self._turns(template, messages, tools)
+        except RenderError as error:
+            raise RefusedError(f"the chat template rejects it: {error}") from None
+        if turns is None:
+            raise RefusedError("the chat template does not let its assistant's turns be told from the others")
+        _refuse_lost(chat, text, messages)
+        lost = sum(
+            bool(message.reasoning.strip()) and message.reasoning.strip() not in text for message in chat.messages
+        )
+        return Chat(text, turns, lost)
+
+    def _turns(self, template: Template, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[Span] | None]:
+        """Return the text and what each assistant's message generates; None if its parts do not tell that."""
+        if self._by_prefix:
+            return self._turns_by_prefix(template, messages, tools)
+        text, pieces = template.marked(messages, **self._variables, tools=tools)
+        result: list[Span] = []
+        for index, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            own = [number for number, piece in enumerate(pieces) if piece.message == index]
+            marked = [number for number in own if pieces[number].generated]
+            if template.has_generation:
+                own = marked
+            if not own or own != list(range(own[0], own[-1] + 1)):
+                return text, None
+            start, end = pieces[own[0]].start, pieces[own[-1]].end
+            if not template.has_generation:
+                header = self._header_of(template, messages[:index], text[start:end], tools)
+                if header is None:
+                    return text, None
+                start += len(header)
+            result.append(self._ended(text, start, end, index))
+        return text, result
+
+    def _turns_by_prefix(
+        self, template: Template, messages: list[dict[str, Any]], tools: Any
+    ) -> tuple[str, list[Span] | None]:
+        """As ``_turns``, for templates without a loop over messages: every prefix must render to a prefix."""
+        variables = {**self._variables, "tools": tools}
+        text = template.plain(messages, **variables)
+        result: list[Span] = []
+        for index, message in enumerate(messages):
+            if message["role"] == ASSISTANT:
+                before = template.plain(messages[:index], True, **variables)
+                after = template.plain(messages[: index + 1], **variables)
+                if not text.startswith(after) or not after.startswith(before):
+                    return text, None
+                result.append(self._ended(text, len(before), len(after), index))
+        return text, result
+
+    def _header_of(self, template: Template, before: list[dict[str, Any]], text: str, tools: Any) -> str | None:
+        """Return the start of a turn's text that the generation prompt supplies."""
+        if text.startswith(self._asked):
+            return self._asked
+        if not self._header:
+            self._header = self._short_header(template)
+        if self._header and text.startswith(self._header):
+            return self._header
+        try:
+            asked = self._tail(template, before, tools, True)
+        except RenderError:
+            return None
+        return asked if text.startswith(asked) else None
+
+    def _short_header(self, template: Template) -> str:
+        """Return what the probe's turns share with the generation prompt, where this goes on (``<think>``)."""
+        text, pieces = template.marked(_PROBE, **self._variables, tools=None)
+        headers = [_common(text[piece.start : piece.end], self._asked) for piece in pieces if piece.message in (1, 3)]
+        return min(headers, key=len)
+
+    def _tail(self, template: Template, messages: list[dict[str, Any]], tools: Any, ask: bool) -> str:
+        """Return what the template writes behind the last message: with ``ask``, the generation prompt."""
+        text, pieces = template.marked(messages, ask, **self._variables, tools=tools)
+        last = pieces[-1] if pieces else None
+        return text[last.start : last.end] if last is not None and last.message < 0 and len(pieces) > 1 else ""
+
+    def _ended(self, text: str, start: int, end: int, index: int) -> Span:
+        """Cut a turn behind the token that ends it: what follows that is not generated."""
+        end = max(start, len(text[:end].rstrip()))
+        if self._end_token(text[start:end]):
+            return Span(start, end, index, True)
+        following = next((token for token in self._special if text.startswith(token, end)), None)
+        return Span(start, end + len(following or ""), index, following is not None)
+
+    def _end_token(self, text: str) -> str:
+        return next((token for token in self._special if text.endswith(token)), "")
+
+
+class _Variant(NamedTuple):
+    """How tool calls are given to a template: they differ in what they take."""
+
+    null_content: bool
+    text_arguments: bool
+
+
+_VARIANTS = [_Variant(*flags) for flags in ((True, False), (False, False), (True, True), (False, True))]
+
+
+def _for_template(message: Message, variant: _Variant) -> dict[str, Any]:
+    result: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.content is None and not (message.tool_calls and variant.null_content):
+        result["content"] = ""
+    if message.reasoning:
+        result["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        result["tool_calls"] = [_call_for_template(call, variant) for call in message.tool_calls]
+    if message.name:
+        result["name"] = message.name
+    if message.tool_call_id:
+        result["tool_call_id"] = message.tool_call_id
+    return result
+
+
+def _call_for_template(call: dict[str, Any], variant: _Variant) -> dict[str, Any]:
+    function = call["function"]
+    if not variant.text_arguments or isinstance(function["arguments"], str):
+        return call
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _refuse_lost(chat: Conversation, text: str, given: list[dict[str, Any]]) -> None:
+    """Refuse a record of which the template left something out, or wrote a null as a word."""
+    for number, (message, entry) in enumerate(zip(chat.messages, given, strict=True), 1):
+        content = (message.content or "").rpartition("</think>")[2].strip()
+        if content and content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
+            raise RefusedError(f"the chat template leaves out message {number} ({message.role})")
+        for call in message.tool_calls:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if name not in text:
+                raise RefusedError(f"the chat template leaves out the tool calls of message {number}")
+            if isinstance(arguments, dict) and arguments and str(arguments) in text:
+                raise RefusedError(f"the chat template does not write the tool calls of message {number} as JSON")
+        if entry["content"] is None and "None" in text and not _holds_none(chat):
+            raise RefusedError(f"the chat template writes the null content of message {number} as the word None")
+    for tool in chat.tools:
+        name = tool.get("function", tool).get("name") if isinstance(tool.get("function", tool), dict) else None
+        if isinstance(name, str) and name not in text:
+            raise RefusedError(f"the chat template leaves out the tool {name}")
+
+
+def _holds_none(chat: Conversation) -> bool:
+    own = " ".join(f"{message.content or ''} {message.reasoning} {message.tool_calls}" for message in chat.messages)
+    return "None" in f"{own} {chat.tools}"
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """Return the tokens that can end a turn, longest first."""
+    found = {str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    found |= {str(tokenizer.eos_token)} if tokenizer.eos_token else set()
+    return sorted((token for token in found if token.strip()), key=len, reverse=True)
+
+
+def _common(one: str, other: str) -> str:
+    length = next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    return one[: min(len(one), len(other)) if length is None else length]

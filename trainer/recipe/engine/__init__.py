@@ -1,0 +1,1 @@
+"""DeepSpeed: its configuration and the process group of its ranks."""

@@ -1,0 +1,156 @@
+"""This process as one of the ranks."""
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from ....protocol.errors import ConfigError
+from ..config import sequence_parallel
+from ..hardware import free_port
+from .sequence_group import SequenceGroup
+
+
+class World:
+    """The process group, joined: this rank's number, how many there are, and its device."""
+
+    has_values = True
+    """Tensors hold numbers. False in a dry run, where no check may depend on them."""
+    sequence = SequenceGroup()
+    """The ranks that share this rank's rows."""
+
+    def __init__(self) -> None:
+        for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+            os.environ.setdefault(key, value)
+        if "MASTER_PORT" not in os.environ:
+            os.environ["MASTER_PORT"] = str(free_port())
+        self.rank = int(os.environ["RANK"])
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+        self.size = int(os.environ["WORLD_SIZE"])
+        self.local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or self.size)
+        """Number of ranks on this host."""
+        accelerator: Any = get_accelerator()
+        self.on_gpu: bool = accelerator.device_name() == "cuda"
+        if self.on_gpu:
+            accelerator.set_device(self.local_rank)
+        else:
+            # DeepSpeed would compile its shared-memory all_reduce, half a minute on two cores, for inference only.
+            compatible: Any = deepspeed.ops.__compatible_ops__
+            compatible["deepspeed_shm_comm"] = False
+        self.device = torch.device("cuda", self.local_rank) if self.on_gpu else torch.device("cpu")
+        deepspeed.init_distributed(
+            dist_backend=accelerator.communication_backend_name(), timeout=timedelta(minutes=30), verbose=False
+        )
+        self.host_group: Any = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+        """A group whose collectives run on the CPU beside the training, for small agreements."""
+
+    @property
+    def is_first(self) -> bool:
+        """True in rank 0."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this rank's rows: ranks that share sequences have the same."""
+        return self.rank // self.sequence.size
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of groups of ranks with rows of their own."""
+        return self.size // self.sequence.size
+
+    def share_sequences(self, size: int) -> None:
+        """Let each ``size`` consecutive ranks share their rows. All ranks call this.
+
+        Raises:
+            ConfigError: the number of ranks is no multiple of it.
+        """
+        if size == self.sequence.size:
+            return
+        if text := sequence_parallel.ranks_refusal(self.size, size):
+            raise ConfigError(f"{sequence_parallel.KEY} {text}")
+        mine: Any = None
+        for first in range(0, self.size, size) if size > 1 else ():
+            # Every rank takes part in making every group.
+            group: Any = dist.new_group(range(first, first + size), timeout=timedelta(minutes=30))
+            mine = group if first <= self.rank < first + size else mine
+        self.sequence = SequenceGroup(size, self.rank % size, mine)
+
+    def say(self, text: str) -> None:
+        """Print a line in rank 0."""
+        if self.is_first:
+            # In one piece: print writes a line's end on its own, and a checkpoint's thread prints too.
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(group=self.host_group)
+
+    def share_text(self, text: str) -> str:
+        """Return rank 0's ``text`` in every rank."""
+        length = torch.tensor([len(text.encode())])
+        dist.broadcast(length, 0, group=self.host_group)
+        data = torch.zeros(int(length), dtype=torch.uint8)
+        if self.is_first:
+            data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=self.host_group)
+        return bytes(data.tolist()).decode()
+
+    def first_text(self, text: str) -> str:
+        """Return the text of the first rank whose ``text`` is not empty, in every rank."""
+        texts: list[Any] = [""] * self.size
+        dist.all_gather_object(texts, text, group=self.host_group)
+        return next((f"rank {rank}: {one}" if self.size > 1 else one for rank, one in enumerate(texts) if one), "")
+
+    def all_agree(self, mine: bool) -> bool:
+        """Tell whether ``mine`` is true in every rank."""
+        flag = torch.tensor([int(mine)])
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.host_group)
+        return bool(flag.item())
+
+    def leave(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class StopFlag:
+    """Agrees, one step behind and without waiting for anyone, on whether some rank was asked to stop."""
+
+    def __init__(self, world: World) -> None:
+        self._group = world.host_group
+        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._work: Any = None
+        self.broken = False
+        """All ranks know that training is broken: some rank has said so."""
+
+    def exchange(self, asked: bool, broken: bool = False) -> bool:
+        """Take in this rank's wish at the end of a step; return whether all stop now (the answer of the step before).
+
+        Args:
+            asked: this rank was asked to stop.
+            broken: this rank has found that training is broken and must end without a checkpoint.
+
+        Every rank calls this once a step. The all_reduce begun in one step is collected in the next, when the others
+        have entered it long ago, so the training thread waits for nobody here.
+        """
+        stop = False
+        if self._work is not None:
+            self._work.wait()
+            stop = bool(self._flag.item())
+            self.broken = int(self._flag.item()) == 2
+        self._flag.fill_(2 if broken else int(asked))
+        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return stop
+
+    def finish(self) -> None:
+        """Collect what is still under way."""
+        if self._work is not None:
+            self._work.wait()

@@ -1,0 +1,54 @@
+"""DeepSpeed's engine of a run, and the model inside it."""
+
+from typing import Any
+
+import deepspeed
+import torch
+
+from ..config.schema import Config
+from ..model import load
+from ..optim import optimizer
+from .distributed import World
+from .ds_config import deepspeed_config
+
+
+def make_engine(config: Config, world: World, tokens: Any, total_steps: int, weights: bool = True) -> tuple[Any, Any]:
+    """Return DeepSpeed's engine and the model inside it. All ranks call this.
+
+    Args:
+        config: the settled configuration.
+        world: the ranks.
+        tokens: the tokenizer.
+        total_steps: that the learning rate's schedule spans.
+        weights: load those of ``model.name``; False: make a model of its shape, for a dry run.
+
+    Raises:
+        ConfigError: the model or the optimizer cannot be made.
+    """
+    settings = deepspeed_config(config, world.size, world.on_gpu)
+    model = load.make(config, settings, tokens, world, weights)
+    # From here on each rank draws its own dropout.
+    torch.manual_seed(config.training.seed + 1 + world.rank)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer.make(model, config, world, world.say),
+        lr_scheduler=optimizer.scheduler(config, total_steps),
+        config=settings,
+    )
+    _look_for_overflow_once(engine.optimizer)
+    return engine, model
+
+
+def _look_for_overflow_once(optimizer: Any) -> None:
+    """Let only the gradients' norm decide whether one of them is inf or NaN.
+
+    DeepSpeed's stages 1 and 2 check each gradient first, with half a dozen kernels, and then the norm, which is not
+    finite if a gradient is not (``stage_1_and_2.py``, ``step``).
+    """
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    if not isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer) or optimizer.cpu_offload:
+        return
+    # A release without this function does not check the norm: its own check stays.
+    if hasattr(stage_1_and_2, "is_invalid_grad_norm") and getattr(optimizer, "compute_grad_norm", False):
+        optimizer.check_overflow = lambda partition_gradients=True: None

@@ -1,0 +1,154 @@
+"""Evaluates a model: the mean loss over all label tokens of the evaluation examples, each counted once."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ..config.schema import Config
+from ..data.collate import Batch
+from ..data.pipeline import Examples
+from ..data.positions import shift_labels
+from ..engine.distributed import World
+from ..model.inputs import on_device
+from ..model.loss import IGNORED
+from ..monitor import Monitor, Progress
+from ..state import TrainState
+from . import samples
+
+
+class Evaluated(msgspec.Struct, frozen=True):
+    """Result of one evaluation, equal on all ranks."""
+
+    loss: float
+    """Mean cross entropy over the label tokens, in nats."""
+    label_tokens: int
+    """Tokens that it is a mean over."""
+    seconds: float
+    """Time it took."""
+    best: bool
+    """No evaluation of this run had a lower loss before."""
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``; infinity where that is too large for a float."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+
+class Evaluator:
+    """Evaluates one engine on one set of examples; all ranks call its methods together."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        monitor: Monitor,
+        engine: Any,
+        tokens: Any,
+        examples: Examples,
+        collate: Callable[[list[dict[str, list[int]]]], Batch],
+    ) -> None:
+        self._settings = config.evaluation
+        self._stage = config.zero.stage
+        self._world = world
+        self._monitor = monitor
+        self._engine = engine
+        self._tokens = tokens
+        self.examples = examples
+        self._collate = collate
+        self._micro_batch = config.evaluation.micro_batch or config.training.micro_batch
+        # Longest first: rows of a batch are of like length, and what does not fit fails at once.
+        self._order: list[int] = sorted(range(len(examples.rows)), key=lambda row: (-int(examples.tokens[row]), row))
+
+    def due(self, step: int, last: bool) -> bool:
+        """Return whether an evaluation follows optimizer step ``step``."""
+        every = self._settings.every
+        return bool(every and step % every == 0) or (last and self._settings.at_end)
+
+    def run(self, state: TrainState) -> Evaluated:
+        """Evaluate, print and report the result, and note in ``state`` whether it is the best."""
+        began = time.perf_counter()
+        batches = -(-len(self._order) // (self._micro_batch * self._world.data_ranks))
+        with self._monitor.phase("eval"), self._monitor.activity("evaluation", total=batches) as progress:
+            loss, label_tokens = self.loss(progress=progress)
+            if self._settings.samples:
+                progress.say(batches, "samples")
+            texts = self._samples()
+        best = loss < state.best_evaluation
+        state.best_evaluation = min(loss, state.best_evaluation)
+        state.evaluations_without_best = 0 if best else state.evaluations_without_best + 1
+        result = Evaluated(loss, label_tokens, time.perf_counter() - began, best)
+        self._world.say(
+            f"evaluation after step {state.step}: loss {loss:.4f}  perplexity {result.perplexity:,.2f}  "
+            f"{label_tokens:,} tokens{'  (best)' if best else ''}"
+        )
+        for prompt, answer in texts:
+            self._world.say(f"sample: {prompt!r} -> {answer!r}")
+        if self._world.is_first:
+            self._monitor.evaluation(
+                loss, label_tokens=label_tokens, seconds=result.seconds, best=best, step=state.step
+            )
+        return result
+
+    def stop_early(self, state: TrainState) -> bool:
+        """Return whether patience is at its end."""
+        return 0 < self._settings.patience <= state.evaluations_without_best
+
+    def loss(self, most_batches: int | None = None, progress: Progress | None = None) -> tuple[float, int]:
+        """Return the mean loss over the label tokens of all examples, and their number.
+
+        Args:
+            most_batches: of each rank, the largest first; None: all.
+            progress: called with the number of batches done.
+        """
+        # A sum over millions of tokens: fp32 would round what a batch adds.
+        sums = torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        self._engine.eval()
+        try:
+            with torch.no_grad():
+                for done, (batch, label_tokens) in enumerate(islice(self.batches(), most_batches)):
+                    if progress is not None:
+                        progress.report(done)
+                    loss: torch.Tensor = self._engine(**batch, use_cache=False).loss
+                    sums[0] += loss
+                    sums[1] += label_tokens
+        finally:
+            self._engine.train()
+        dist.all_reduce(sums)
+        total, count = sums.tolist()
+        return total / max(1.0, count), int(count)
+
+    def batches(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield this rank's batches on the device, with their label tokens; every rank yields equally many.
+
+        Where batches do not divide by ranks, the rest of the ranks repeat one with all labels removed: under ZeRO-3
+        each forward gathers parameters from all ranks. Ranks that share sequences count the labels of their slices.
+        """
+        size, ranks = self._micro_batch, self._world.data_ranks
+        starts = range(0, len(self._order), size)
+        for first in range(0, len(starts), ranks):
+            mine = first + self._world.data_rank
+            counted = mine < len(starts)
+            start = starts[mine if counted else first]
+            rows = [self.examples.rows[row] for row in self._order[start : start + size]]
+            if not counted:
+                rows = [{**row, "labels": [IGNORED] * len(row["labels"])} for row in rows]
+            batch = self._collate(rows)
+            yield on_device(batch, self._world), int((shift_labels(batch) != IGNORED).sum())
+
+    def _samples(self) -> list[tuple[str, str]]:
+        wanted = min(self._settings.samples, len(self.examples.rows))
+        rows = [self.examples.rows[row] for row in range(wanted)]
+        if not rows:
+            return []
+        return samples.generate(
+            self._engine, self._tokens, rows, self._settings.sample_tokens, self._world, together=self._stage == 3
+        )

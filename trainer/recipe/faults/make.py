@@ -1,0 +1,120 @@
+"""Makes a fault happen. Nothing is pretended: memory is touched, processes die, allocations fail."""
+
+import ctypes
+import os
+import resource
+import signal
+import time
+from typing import Any
+
+import psutil
+import torch
+
+from ..engine.distributed import World
+from .spec import Fault
+
+_GIB = 1 << 30
+_SLOW_SHARE = 1.5
+"""A slow rank works this much of a usual step longer in each."""
+
+
+class FaultMaker:
+    """Waits for its step, then does what the fault says. In other ranks, and without a fault, it does nothing."""
+
+    def __init__(self, fault: Fault | None, world: World, engine: Any) -> None:
+        self._fault = fault if fault is not None and fault.rank == world.rank else None
+        self._world = world
+        self._step = 0
+        self._began = 0.0
+        self._usual_s = 0.0
+        self._done = False
+        if self._fault is None:
+            return
+        if self._fault.kind == "spike":
+            basic: torch.optim.Optimizer = engine.basic_optimizer
+            basic.register_step_pre_hook(lambda *_: self._in_optimizer())
+        elif self._fault.kind in ("oom", "crash"):
+            engine.module.register_forward_pre_hook(lambda *_: self._in_forward())
+
+    def begin(self, step: int) -> None:
+        """Note that a step begins, and learn how long a usual one takes."""
+        now = time.perf_counter()
+        if self._fault is not None and 2 < step <= self._fault.step:
+            self._usual_s = now - self._began
+        self._step, self._began = step, now
+
+    def in_data(self) -> None:
+        """Do what is done in the data phase: hang, stop or dawdle."""
+        fault = self._fault
+        if fault is None or self._step < fault.step:
+            return
+        if fault.kind == "slow":
+            _work(self._usual_s * _SLOW_SHARE or 0.2)
+        elif fault.kind == "stop" and self._now("stop"):
+            _announce("stops itself (SIGSTOP)")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.kind == "hang" and self._now("hang"):
+            _announce("goes no further: it will enter no more collectives")
+            while True:
+                time.sleep(3600)
+
+    def _in_optimizer(self) -> None:
+        if self._now("spike"):
+            _spike(self._world)
+
+    def _in_forward(self) -> None:
+        if self._now("oom"):
+            _out_of_memory(self._world)
+        elif self._now("crash"):
+            _announce("reads address 0")
+            ctypes.string_at(0)
+
+    def _now(self, kind: str) -> bool:
+        """Tell whether this is the moment for ``kind``; true once, though ZeRO steps once for each parameter group."""
+        fault = self._fault
+        if self._done or fault is None or fault.kind != kind or fault.step != self._step:
+            return False
+        self._done = True
+        return True
+
+
+def _announce(text: str) -> None:
+    print(f"fault: this rank {text}", flush=True)
+
+
+def _work(seconds: float) -> None:
+    """Compute on the host for a while, as a slow data pipeline does."""
+    end = time.perf_counter() + seconds
+    matrix = torch.rand(256, 256)
+    while time.perf_counter() < end:
+        matrix = (matrix @ matrix).clamp_(0.0, 1.0)
+
+
+def _spike(world: World) -> None:
+    """Take a quarter of the free memory, touch it, and give it back."""
+    if world.on_gpu:
+        free, total = torch.cuda.mem_get_info(world.device)
+        size = min(free // 2, max(total // 10, _GIB))
+    else:
+        size = min(psutil.virtual_memory().available // 4, _GIB)
+    _announce(f"takes {size / _GIB:.2f} GiB more inside the optimizer step")
+    torch.ones(size, dtype=torch.uint8, device=world.device)
+
+
+def _out_of_memory(world: World) -> None:
+    """Ask for more memory than there is."""
+    if world.on_gpu:
+        _, total = torch.cuda.mem_get_info(world.device)
+        _announce(f"asks for {2 * total / _GIB:.0f} GiB of the GPU's {total / _GIB:.0f} GiB")
+        torch.empty(2 * total, dtype=torch.uint8, device=world.device)
+        return
+    # A kernel that overcommits grants any size. A limit on the address space makes malloc itself fail.
+    size = 8 * _GIB
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    room = psutil.Process().memory_info().vms + _GIB
+    resource.setrlimit(resource.RLIMIT_AS, (room if hard == resource.RLIM_INFINITY else min(room, hard), hard))
+    _announce(f"asks for {size / _GIB:.0f} GiB, with an address-space limit that leaves room for 1 GiB")
+    try:
+        torch.empty(size, dtype=torch.uint8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,0 +1,1 @@
+"""The model and its tokenizer: loading, adapters, attention and loss."""

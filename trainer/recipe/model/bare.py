@@ -1,0 +1,60 @@
+"""transformers' configuration of a model with random weights."""
+
+from difflib import get_close_matches
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from ....protocol.errors import ConfigError
+from ..config.schema import Config
+
+_VOCABULARY_MULTIPLE = 64
+"""A trained tokenizer's vocabulary is rounded up to this: matrix products like it."""
+
+
+def bare_config(config: Config, vocabulary: int) -> Any:
+    """Make the transformers configuration of a model with random weights.
+
+    Raises:
+        ConfigError: the model type or one of its sizes is wrong.
+    """
+    values = dict(config.model.config)
+    kind = str(values.pop("model_type"))
+    rounded = -(-vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    values.setdefault("vocab_size", rounded)
+    values.setdefault("max_position_embeddings", max(config.training.sequence_length, 512))
+    try:
+        made: Any = AutoConfig.for_model(kind, **values)
+    except ValueError as error:
+        # transformers lists all of its hundreds of model types; the first sentence says what is wrong.
+        what = str(error).splitlines()[0].partition(". Should contain")[0]
+        near = get_close_matches(kind, list(CONFIG_MAPPING.keys()), 1)
+        remedy = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"model.config.model_type: {what}{remedy}") from None
+    except Exception as error:  # each model type checks its own values, with errors of its own
+        raise ConfigError(f"model.config: {first_line(error)}") from None
+    unknown = [key for key in values if not hasattr(AutoConfig.for_model(kind), key)]
+    if unknown:
+        raise ConfigError(f"model.config.{unknown[0]}: {kind} has no such setting")
+    _check_heads(made, values)
+    return made
+
+
+def _check_heads(made: Any, values: dict[str, Any]) -> None:
+    """Refuse heads that do not divide the width: the model would be made, and fail at its first step."""
+    width, heads = getattr(made, "hidden_size", None), getattr(made, "num_attention_heads", None)
+    if not isinstance(width, int) or not isinstance(heads, int) or heads < 1:
+        return
+    if "head_dim" not in values and width % heads:
+        raise ConfigError(f"model.config.hidden_size: {width} is not a multiple of num_attention_heads, {heads}")
+    groups = getattr(made, "num_key_value_heads", None)
+    if isinstance(groups, int) and groups > 0 and heads % groups:
+        raise ConfigError(
+            f"model.config.num_attention_heads: {heads} is not a multiple of num_key_value_heads, {groups}"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an exception's text."""
+    text = str(error).strip() if not isinstance(error, KeyError) else f"unknown value {error}"
+    return (text or repr(error)).splitlines()[0]

@@ -1,0 +1,120 @@
+"""The model: weights from the hub or a folder, or random ones from a bare configuration."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+from ....protocol.errors import ConfigError
+from ..config.schema import Config
+from ..engine.distributed import World
+from . import layers
+from .adapters import add_lora
+from .bare import bare_config, first_line
+from .loss import use_summed_loss
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def make(config: Config, settings: dict[str, Any], tokenizer: Any, world: World, weights: bool = True) -> Any:
+    """Make the model, partitioned from the start under ZeRO-3.
+
+    Args:
+        config: the settled configuration.
+        settings: DeepSpeed's configuration.
+        tokenizer: gives the vocabulary's size where the configuration leaves it out.
+        world: the ranks.
+        weights: load those of ``model.name``; False: make a model of its shape with others, for a dry run.
+
+    Raises:
+        ConfigError: there is no such model, or its configuration does not hold together.
+    """
+    # transformers looks at this object, while it lives, to partition parameters as they are made.
+    partitioning = HfDeepSpeedConfig(settings) if config.zero.stage == 3 else None
+    torch.manual_seed(config.training.seed)
+    if not config.model.name:
+        model = _from_config(config, tokenizer, world)
+    else:
+        model = _from_weights(config, world) if weights else _from_shape(config)
+    del partitioning
+    if len(tokenizer) > model.config.vocab_size:
+        raise ConfigError(
+            f"model: its vocabulary has {model.config.vocab_size} tokens, fewer than the tokenizer's {len(tokenizer)}; "
+            "use the model's own tokenizer (tokenizer.name empty), or one that fits"
+        )
+    use_summed_loss(model)
+    inner = model
+    if config.lora.rank:
+        model = add_lora(model, config)
+    layers.set_up(inner, config)
+    return model
+
+
+def count_parameters(model: Any) -> int:
+    """Return the number of a model's parameters over all ranks.
+
+    ``ds_numel`` is a parameter's whole size under ZeRO-3; bitsandbytes packs two 4-bit weights into a byte.
+    """
+    return sum(
+        int(getattr(parameter, "ds_numel", parameter.numel())) * (2 if type(parameter).__name__ == "Params4bit" else 1)
+        for parameter in model.parameters()
+    )
+
+
+def _from_config(config: Config, tokenizer: Any, world: World) -> Any:
+    bare = bare_config(config, len(tokenizer))
+    bare.pad_token_id = tokenizer.pad_token_id
+    bare.eos_token_id = tokenizer.eos_token_id
+    bare.bos_token_id = tokenizer.bos_token_id
+    try:
+        # Random numbers are drawn where the weights will be: seconds on a GPU, minutes on a CPU for large models.
+        with world.device if config.zero.stage < 3 else torch.device("cpu"):
+            return AutoModelForCausalLM.from_config(
+                bare, dtype=_DTYPES[config.training.precision], **_attention(config)
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model type stumbles over in its sizes and names
+        raise ConfigError(f"model.config: {first_line(error)}") from None
+
+
+def _from_weights(config: Config, world: World) -> Any:
+    name = config.model.name
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            name, dtype=_DTYPES[config.training.precision], **_attention(config), **_quantization(config, world)
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"model.name: {name} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+
+
+def _from_shape(config: Config) -> Any:
+    name = config.model.name
+    try:
+        shape: Any = AutoConfig.from_pretrained(name)
+        if getattr(shape, "quantization_config", None) is not None:
+            raise ConfigError(f"model.name: {name} has quantized weights, which a dry run cannot make")
+        return AutoModelForCausalLM.from_config(shape, dtype=_DTYPES[config.training.precision], **_attention(config))
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"model.name: {name} cannot be made: {first_line(error)}") from None
+
+
+def _attention(config: Config) -> dict[str, str]:
+    return {} if config.model.attention == "auto" else {"attn_implementation": config.model.attention}
+
+
+def _quantization(config: Config, world: World) -> dict[str, Any]:
+    """Return what makes ``from_pretrained`` hold linear layers in 4 bits (QLoRA, arXiv 2305.14314)."""
+    if config.model.quantization == "none":
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=_DTYPES[config.training.precision],
+    )
+    # Weights are quantized where they will stay.
+    return {"quantization_config": settings, "device_map": {"": world.device}}

@@ -1,0 +1,99 @@
+"""The tokenizer: the model's own, another one, or one trained on the data on the spot."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ....protocol.errors import ConfigError
+from ..config.schema import Config
+
+PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
+TEXT_END = "<|endoftext|>"
+"""Not used, but Qwen2's tokenizer class adds it where it is missing, and would then outgrow the vocabulary."""
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How text is cut before merging: Qwen2's rule. For that model type AutoTokenizer puts the model's own rules in the
+place of those in tokenizer.json (transformers 5.23, tokenization_auto.py), so ours must be the same."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def load(config: Config, trained: Path | None) -> Any | None:
+    """Load the tokenizer that the configuration names, or the one trained before and left in the folder ``trained``.
+
+    Returns:
+        A transformers tokenizer with a pad token, or None when one has to be trained.
+
+    Raises:
+        ConfigError: the named one cannot be loaded.
+    """
+    name = config.tokenizer.name or config.model.name
+    if not name:
+        if trained is not None and not (trained / "tokenizer.json").exists():
+            raise ConfigError(f"checkpoint.resume: {trained}: the tokenizer of that run is not there")
+        return AutoTokenizer.from_pretrained(str(trained)) if trained is not None else None
+    key = "tokenizer.name" if config.tokenizer.name else "model.name"
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: no tokenizer can be loaded from {name}: {str(error).splitlines()[0]}") from None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.eos_token is None:
+        raise ConfigError(
+            f"{key}: the tokenizer of {name} has no end-of-sequence token, so that no text could end; set eos_token in "
+            "its tokenizer_config.json, or tokenizer.name to another"
+        )
+    return tokenizer
+
+
+def train(texts: Callable[[], Iterable[str]], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer.
+
+    Args:
+        texts: gives the texts to learn from.
+        vocab_size: its size, special tokens included; fewer when the texts do not yield that many.
+    """
+    core = Tokenizer(models.BPE())
+    core.normalizer = normalizers.NFC()
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, END, USER, ASSISTANT, SYSTEM, TEXT_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts(), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=END)
+    tokenizer.add_special_tokens({"additional_special_tokens": [USER, ASSISTANT, SYSTEM]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def loads_back(tokenizer: Any, folder: Path) -> bool:
+    """Tell whether ``AutoTokenizer`` makes of a saved model's folder the tokenizer that was saved there."""
+    sample = "Why? It's 2 + 2 = 4, naïve café.\n\tdef add(a, b): return a + b  <|end|>"
+    again: Any = AutoTokenizer.from_pretrained(str(folder))
+    return len(again) == len(tokenizer) and again(sample)["input_ids"] == tokenizer(sample)["input_ids"]
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Name a tokenizer by what it does: its vocabulary and rules, and its chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256((rules + str(tokenizer.chat_template)).encode()).hexdigest()[:16]

@@ -1,0 +1,220 @@
+"""AdamW whose running averages take 2 bytes or 1 an element, and whose parameters may be bf16 without an fp32 copy.
+
+The update is computed in fp32 and elementwise, so flat partitions of ZeRO are as good as whole parameters. It goes
+through a tensor in pieces, so temporaries do not grow with the model; compiled, each piece is one kernel.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from . import blocks
+from .rounding import random_bits, salt, to_bfloat16
+
+States = Literal["bf16", "8bit"]
+_PIECE = 1 << 23
+"""Elements that are updated at once: 32 MiB for each fp32 temporary. A multiple of a quantization block."""
+_COMPILED_PIECE = 1 << 25
+"""The same where a kernel has no temporaries, unless PyTorch falls back to running it uncompiled."""
+_COMPILED_LEAST = 1 << 12
+"""Smaller tensors are not worth a kernel of their own, and their sizes would have it compiled again."""
+
+
+class SmallStateAdamW(torch.optim.Optimizer):
+    """AdamW with running averages in bf16 or in 8 bits, rounded stochastically.
+
+    Args:
+        groups: parameter groups; parameters in fp32 or bf16. Those in bf16 are rounded stochastically too.
+        states: ``bf16``, or ``8bit``: blocks of 256 elements with a scale (see ``blocks``).
+        lr: learning rate.
+        betas: decay of the running mean and of the running square.
+        eps: added to the root of the running square.
+        seed: of the rounding. Ranks that update the same parameters need the same.
+        compiled: update each piece with one kernel made by torch.compile.
+        nearest: round bf16 to nearest: for comparison.
+    """
+
+    def __init__(
+        self,
+        groups: Any,
+        *,
+        states: States,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        seed: int,
+        compiled: bool = False,
+        nearest: bool = False,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._states: States = states
+        self._seed = seed
+        self._nearest = nearest
+        self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._piece = _COMPILED_PIECE if compiled else _PIECE
+        self._update: Callable[..., None] = _update_8bit if states == "8bit" else _update_bf16
+        self.compiled_update = torch.compile(self._update, dynamic=True) if compiled else None
+        """Updates a piece in place, without temporaries; None: pieces are not compiled."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; parameters without a gradient are left alone."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for number, group in enumerate(self.param_groups):
+            scalars: dict[Any, list[torch.Tensor]] = {}
+            for place, parameter in enumerate(group["params"]):
+                if parameter.grad is None:
+                    continue
+                state: dict[str, Any] = self.state[parameter]
+                if not state:
+                    state.update(self._fresh(parameter))
+                state["step"] += 1
+                step = int(state["step"])
+                key = (step, parameter.device)
+                if key not in scalars:
+                    scalars[key] = _scalars(group, step, parameter.device)
+                self._step(parameter, state, scalars[key], (self._seed, step, number, place, parameter.numel()))
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load states in their own data types; PyTorch would convert them to the parameters'."""
+        super().load_state_dict({**state_dict, "state": {}})
+        here = [parameter for group in self.param_groups for parameter in group["params"]]
+        there = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for key, parameter in zip(there, here, strict=True):
+            if key not in state_dict["state"]:
+                continue
+            loaded: dict[str, Any] = {}
+            for name, value in state_dict["state"][key].items():
+                device = "cpu" if name == "step" else parameter.device
+                loaded[name] = value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+            self.state[parameter] = loaded
+
+    def _step(
+        self,
+        parameter: torch.Tensor,
+        state: dict[str, Any],
+        scalars: list[torch.Tensor],
+        numbers: tuple[int, ...],
+    ) -> None:
+        """Update one parameter, piece by piece."""
+        assert parameter.grad is not None
+        flat, gradient = parameter.reshape(-1), parameter.grad.reshape(-1)
+        device, count = parameter.device, parameter.numel()
+        update = self._update if self.compiled_update is None or count < _COMPILED_LEAST else self.compiled_update
+        for piece, start in enumerate(range(0, count, self._piece)):
+            end = min(count, start + self._piece)
+            # Filled on the device: a copy from the host would make the host wait.
+            salted = torch.full((), salt(*numbers, piece), dtype=torch.int32, device=device)
+            arguments = (flat[start:end], gradient[start:end], scalars, salted)
+            averages = [state[name].view(-1)[start:end] for name in ("exp_avg", "exp_avg_sq")]
+            if self._states == "8bit":
+                blocked = slice(start // blocks.BLOCK, -(-end // blocks.BLOCK))
+                scales = [state[name][blocked] for name in ("exp_avg_scale", "exp_avg_sq_scale")]
+                if device not in self._tables:
+                    self._tables[device] = (blocks.code(True, device), blocks.code(False, device))
+                update(*arguments, averages, scales, self._tables[device])
+            else:
+                update(*arguments, averages, self._nearest)
+        if not parameter.is_contiguous():  # flat is a copy
+            parameter.copy_(flat.view(parameter.shape))
+
+    def _fresh(self, parameter: torch.Tensor) -> dict[str, Any]:
+        device, eight = parameter.device, self._states == "8bit"
+        state: dict[str, Any] = {"step": torch.tensor(0.0)}
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros(parameter.shape, dtype=torch.uint8 if eight else torch.bfloat16, device=device)
+            if eight:
+                # Where the scale is 0, any code is 0.
+                state[name + "_scale"] = torch.zeros(-(-parameter.numel() // blocks.BLOCK), device=device)
+        return state
+
+
+def compiles(device: torch.device, states: States) -> bool:
+    """Tell whether torch.compile works here for the update of these states (it needs Triton and a C compiler)."""
+    weight = torch.nn.Parameter(torch.zeros(2 * _COMPILED_LEAST, dtype=torch.bfloat16, device=device))
+    weight.grad = torch.ones_like(weight)
+    try:
+        SmallStateAdamW([weight], states=states, lr=1.0, betas=(0.9, 0.9), eps=1e-8, seed=0, compiled=True).step()
+    except Exception:  # whatever a missing compiler, Triton or an old driver makes of it
+        return False
+    return True
+
+
+def _scalars(group: dict[str, Any], step: int, device: torch.device) -> list[torch.Tensor]:
+    """Return what ``_adamw`` computes with, as tensors: a kernel is not compiled anew for each value."""
+    beta1, beta2 = group["betas"]
+    values = (
+        1.0 - group["lr"] * group["weight_decay"],
+        group["lr"] / (1.0 - beta1**step),
+        1.0 - beta1,
+        1.0 - beta2,
+        (1.0 - beta2**step) ** -0.5,
+        group["eps"],
+    )
+    return [torch.full((), value, dtype=torch.float32, device=device) for value in values]
+
+
+def _adamw(
+    parameter: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, scalars: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return parameter, running mean and running square after a step, all fp32 (arXiv 1711.05101)."""
+    decay, rate, part1, part2, correction, eps = scalars
+    gradient = gradient.float()
+    mean = mean + part1 * (gradient - mean)
+    square = square + part2 * (gradient * gradient - square)
+    return parameter.float() * decay - rate * mean / (square.sqrt() * correction + eps), mean, square
+
+
+def _bits(like: torch.Tensor, salted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return three independent sets of 16 random bits an element, in the lower halves."""
+    first = random_bits(torch.arange(like.numel(), dtype=torch.int32, device=like.device), salted)
+    # A hash of a hash: the upper half of the first is independent of its lower one.
+    return first, first >> 16, random_bits(first, salted)
+
+
+def _store(parameter: torch.Tensor, value: torch.Tensor, bits: torch.Tensor, nearest: bool = False) -> None:
+    stochastic = parameter.dtype == torch.bfloat16 and not nearest
+    parameter.copy_(to_bfloat16(value, bits) if stochastic else value)
+
+
+def _update_bf16(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    scalars: Any,
+    salted: torch.Tensor,
+    averages: Any,
+    nearest: bool,
+) -> None:
+    updated, mean, square = _adamw(parameter, gradient, averages[0].float(), averages[1].float(), scalars)
+    bits = _bits(parameter, salted)
+    _store(parameter, updated, bits[0], nearest)
+    _store(averages[0], mean, bits[1], nearest)
+    _store(averages[1], square, bits[2], nearest)
+
+
+def _update_8bit(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    scalars: Any,
+    salted: torch.Tensor,
+    averages: Any,
+    scales: Any,
+    tables: Any,
+) -> None:
+    root = blocks.decode(averages[1], scales[1], tables[1])
+    mean = blocks.decode(averages[0], scales[0], tables[0])
+    updated, mean, square = _adamw(parameter, gradient, mean, root * root, scalars)
+    bits = _bits(parameter, salted)
+    _store(parameter, updated, bits[0])
+    codes, scale = blocks.encode(mean, bits[1], tables[0])
+    averages[0].copy_(codes)
+    scales[0].copy_(scale)
+    root = square.sqrt()
+    codes, scale = blocks.encode(root, bits[2], tables[1])
+    averages[1].copy_(blocks.never_zero(codes, root))
+    scales[1].copy_(scale)

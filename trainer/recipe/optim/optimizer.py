@@ -1,0 +1,117 @@
+"""AdamW in the variant that was asked for. The variants differ in their temporaries, and so in memory's peak."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ....protocol.errors import ConfigError
+from ..config.schema import Config
+from ..engine.distributed import World
+from . import muon
+from .adamw import SmallStateAdamW, compiles
+from .rounding import salt
+from .schedule import factor
+from .support import SMALL_STATES
+
+_PATIENCE_S = 4.0
+"""After this long without a word a person wonders what is going on."""
+
+
+def make(model: Any, config: Config, world: World, say: Callable[[str], None]) -> torch.optim.Optimizer:
+    """Make the optimizer of a model's trainable parameters.
+
+    Args:
+        model: the model, its parameters partitioned already under ZeRO-3.
+        config: the settled configuration.
+        world: the ranks.
+        say: prints a line for the person.
+
+    Raises:
+        ConfigError: DeepSpeed's own Adam was asked for and cannot be built here.
+    """
+    settings = config.optimizer
+    common: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    groups = _groups(model, settings.weight_decay)
+    offload = config.zero.offload_optimizer
+    kind = settings.kind
+    if kind == "muon":
+        return muon.make(model, settings, world.on_gpu)
+    if kind in SMALL_STATES:
+        states = "8bit" if kind == "adamw_8bit" else "bf16"
+        # All or none: compiled and not, results differ in their last bits.
+        works = not world.has_values or compiles(world.device, states)
+        compiled = world.on_gpu and world.all_agree(works)
+        if world.on_gpu and not compiled:
+            say(f"note: torch.compile does not work here: {kind} updates in many small kernels, which is slower")
+        return SmallStateAdamW(
+            groups,
+            states=states,
+            compiled=compiled,
+            # At stage 0 all ranks update the same weights and must round them alike.
+            seed=salt(config.training.seed, world.rank if config.zero.stage else 0),
+            **common,
+        )
+    if kind == "deepspeed" or (kind == "auto" and offload):
+        note = threading.Timer(
+            _PATIENCE_S, say, ["note: compiling DeepSpeed's Adam, once: a minute or more on few cores"]
+        )
+        note.start()
+        try:
+            made, problem = _deepspeed_adam(groups, common, offload), ""
+        except Exception as error:  # a compiler's, ninja's or the loader's own error: all mean that it is not there
+            made, problem = None, (str(error).strip() or repr(error)).splitlines()[-1]
+        finally:
+            note.cancel()
+        if world.all_agree(made is not None) and made is not None:
+            return made
+        if kind == "deepspeed":
+            raise ConfigError(
+                f"optimizer.kind is deepspeed, but its Adam cannot be built here ({problem or 'on another rank'}); "
+                "see 'ftmon doctor', or use optimizer.kind=torch_fused"
+            )
+        say(f"note: DeepSpeed's CPU Adam cannot be built here ({problem}); stepping with PyTorch's fused Adam instead")
+        kind = "torch_fused"
+    if kind == "auto":
+        kind = "torch_fused" if world.on_gpu else "torch"
+    return torch.optim.AdamW(groups, foreach=kind == "torch_foreach", fused=kind == "torch_fused", **common)
+
+
+def scheduler(config: Config, total_steps: int) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return what makes the learning-rate scheduler of an optimizer, as DeepSpeed calls it."""
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: factor(config.schedule, step, total_steps)
+    )
+
+
+def apply_schedule(engine: Any, config: Config, step: int, total_steps: int) -> None:
+    """Set the learning rate of the next step after a resume: what the configuration says now wins."""
+    groups: list[dict[str, Any]] = engine.basic_optimizer.param_groups
+    peaks = [config.optimizer.muon_lr if group.get("use_muon") else config.optimizer.lr for group in groups]
+    engine.lr_scheduler.base_lrs = peaks
+    for group, peak in zip(groups, peaks, strict=True):
+        group["initial_lr"] = peak
+        group["lr"] = peak * factor(config.schedule, step, total_steps)
+
+
+def _groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
+    """Split the parameters into matrices, which decay, and the rest, which does not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Under ZeRO-3 a parameter's own shape is that of nothing; ds_shape is the whole one's.
+    matrices = [parameter for parameter in trained if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2]
+    chosen = {id(parameter) for parameter in matrices}
+    rest = [parameter for parameter in trained if id(parameter) not in chosen]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _deepspeed_adam(groups: list[dict[str, Any]], common: dict[str, Any], offload: bool) -> torch.optim.Optimizer:
+    """Make DeepSpeed's own Adam, which compiles its kernel at first use."""
+    if offload:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, adamw_mode=True, **common)
+    from deepspeed.ops.adam import FusedAdam
+
+    return FusedAdam(groups, adam_w_mode=True, **common)

@@ -1,0 +1,68 @@
+"""Which optimizer goes with which ZeRO stage, offload, adapters and precision. Nothing here imports torch.
+
+docs/training.md, Optimizers, has the same as a table.
+"""
+
+from ..config.schema import Config
+
+SMALL_STATES = ("adamw_bf16", "adamw_8bit")
+"""Kinds with running averages of 2 bytes or 1."""
+
+
+def refusal(config: Config, precision: str) -> tuple[str, str] | None:
+    """Return the dotted path of a setting that does not go with the optimizer, and why; None: all do.
+
+    Args:
+        config: the configuration.
+        precision: ``training.precision`` with ``auto`` resolved.
+    """
+    kind, zero = config.optimizer.kind, config.zero
+    if kind in (*SMALL_STATES, "muon"):
+        if zero.offload_optimizer:
+            return "zero.offload_optimizer", f"cannot be used with optimizer.kind={kind}; use optimizer.kind=auto"
+        if zero.offload_parameters:
+            return "zero.offload_parameters", f"cannot be used with optimizer.kind={kind}; use optimizer.kind=auto"
+        if precision == "fp16":
+            return "training.precision", f"fp16 cannot be used with optimizer.kind={kind}; use bf16"
+    if config.optimizer.master_weights == "none":
+        return _without_masters(config, precision)
+    if kind == "muon":
+        if config.lora.rank:
+            return "optimizer.kind", "muon cannot be used with lora.rank: it is for whole matrices; use auto"
+        if zero.stage and config.optimizer.max_grad_norm:
+            # stage_1_and_2.py and stage3.py: the norm is taken over the orthogonalized update.
+            return (
+                "optimizer.max_grad_norm",
+                "must be 0 with optimizer.kind=muon and zero.stage 1 to 3: DeepSpeed would clip Muon's updates, which "
+                "have a norm of their own, instead of the gradients",
+            )
+    return None
+
+
+def states(config: Config) -> str:
+    """Name what a checkpoint's optimizer states are: only a run with the same can load them."""
+    kind = config.optimizer.kind if config.optimizer.kind in (*SMALL_STATES, "muon") else "adamw"
+    return kind if config.optimizer.master_weights == "fp32" else f"{kind} without master weights"
+
+
+def converts(held: str) -> bool:
+    """Tell whether states with this name go through DeepSpeed's universal format, to another number of ranks."""
+    return held == "adamw"
+
+
+def _without_masters(config: Config, precision: str) -> tuple[str, str] | None:
+    """Return what does not go with ``optimizer.master_weights=none``."""
+    path, zero = "optimizer.master_weights", config.zero
+    if config.optimizer.kind not in SMALL_STATES:
+        return path, f"none needs optimizer.kind={' or '.join(SMALL_STATES)}, which round stochastically"
+    if precision != "bf16":
+        return path, f"none needs training.precision=bf16, not {precision}"
+    if config.lora.rank:
+        return path, "none cannot be used with lora.rank: adapters are small, and the frozen base has no copy in fp32"
+    if zero.stage == 1 and zero.grad_accum_dtype == "fp32":
+        # engine.py, _do_optimizer_sanity_check: BF16_Optimizer, which keeps an fp32 copy.
+        return (
+            "zero.grad_accum_dtype",
+            "fp32 needs fp32 master weights at zero.stage 1; leave it out, or use zero.stage=2",
+        )
+    return None

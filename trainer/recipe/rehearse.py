@@ -1,0 +1,235 @@
+"""A rehearsal before the first step: what needs most memory comes first, and leaves nothing behind.
+
+The micro-batch of the longest examples goes through forward, backward and optimizer, then the largest evaluation batch
+through a forward; then a checkpoint is written, read back, compared and deleted. The update has a learning rate of 0,
+so no weight moves; optimizer states, the schedule, the loss scale, counters and random state are put back. A run that
+resumes is rehearsed before its checkpoint is loaded. An error that would have come hours later comes now.
+"""
+
+import random
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from ...protocol.errors import FtmonError
+from ...protocol.text import duration
+from .checkpoint.save import Checkpoints
+from .checkpoint.trial import rehearse_checkpoint
+from .data.collate import Batch, Collate
+from .data.pipeline import Examples
+from .engine.distributed import World
+from .evaluation.evaluate import Evaluator
+from .model.compiling import compile_ahead
+from .state import TrainState
+from .step import Stepper
+
+_TRIES = 24
+"""Updates that fp16 gradients may overflow in, each halving the loss scale, before one goes through."""
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_is_gradient_accumulation_boundary")
+"""Attributes of DeepSpeed's engine that an update changes."""
+
+
+class Sampled(NamedTuple):
+    """Training examples, and what makes a batch of them."""
+
+    examples: Examples
+    collate: Collate
+
+    def longest(self, count: int) -> list[int]:
+        """Return the numbers of the ``count`` longest rows."""
+        return longest_rows(self.examples.tokens.tolist(), count)
+
+    def batch(self, rows: list[int]) -> Batch:
+        """Return a batch of some rows."""
+        return self.collate([self.examples.rows[row] for row in rows])
+
+
+def rehearse(
+    stepper: Stepper, data: Sampled, evaluator: Evaluator | None, checkpoints: Checkpoints, state: TrainState
+) -> None:
+    """Rehearse a run that has taken no step in this process. All ranks call this.
+
+    Args:
+        stepper: takes the run's steps.
+        data: what they are taken on.
+        evaluator: evaluates it; None: nothing does.
+        checkpoints: writes its checkpoints.
+        state: where the run is.
+
+    Raises:
+        FtmonError: the loss of the longest micro-batch is not a number, or a checkpoint cannot be written.
+        torch.OutOfMemoryError: with a note that names the rows.
+    """
+    config, world = stepper.config, stepper.world
+    began = time.perf_counter()
+    rows = data.longest(config.training.micro_batch)
+    longest = int(data.examples.tokens[rows[0]])
+    what = f"{len(rows)} x {longest:,} tokens (training rows {_listed(rows)})"
+    parts = [f"a step on the longest micro-batch, {what}"]
+    parts += ["the largest evaluation batch"] if evaluator is not None else []
+    parts += ["a checkpoint written and read back"] if config.checkpoint.rehearse else []
+    world.say(f"rehearsal: {'; '.join(parts)}")
+    with (
+        stepper.monitor.rehearsal(),
+        stepper.monitor.activity("rehearsal", parts[0], total=len(parts)) as progress,
+        _restored(stepper),
+    ):
+        with _named(f"the longest micro-batch, {what}", "training.micro_batch or training.sequence_length"):
+            _step(stepper, data, rows)
+        if evaluator is not None:
+            progress.say(1, parts[1])
+            with _named("the largest evaluation batch", "evaluation.micro_batch"):
+                evaluator.loss(most_batches=1)
+        written = ""
+        if config.checkpoint.rehearse:
+            progress.say(len(parts) - 1, parts[-1])
+            with _named("a checkpoint", "nothing: set checkpoint.rehearse=false"):
+                written = rehearse_checkpoint(checkpoints, state, config, world)
+    peak = ""
+    if world.on_gpu:
+        peak = f", peak {torch.cuda.max_memory_allocated(world.device) / 2**30:.1f} GiB allocated"
+    world.say(f"rehearsal: {what} fits: {duration(time.perf_counter() - began)}{peak}{written}")
+
+
+def compile_first(stepper: Stepper, data: Sampled, model: Any) -> None:
+    """Compile what ``model.compile`` asks for before the first step, also of a resumed run. All ranks call this.
+
+    Raises:
+        ConfigError: this model cannot be compiled.
+    """
+    rows = data.longest(stepper.config.training.micro_batch)
+    stepper.engine.train()
+    with stepper.monitor.rehearsal(), _same_random_numbers(stepper.world):
+        compile_ahead(model, stepper.prepare(data.batch(rows)), stepper.world, stepper.monitor)
+
+
+def longest_rows(tokens: list[int], count: int) -> list[int]:
+    """Return the numbers of the ``count`` rows with most tokens, longest first; fewer where there are fewer."""
+    return sorted(range(len(tokens)), key=lambda row: (-tokens[row], row))[:count]
+
+
+def _step(stepper: Stepper, data: Sampled, rows: list[int]) -> None:
+    """Take one optimizer step on copies of one micro-batch."""
+    engine = stepper.engine
+    for group in engine.basic_optimizer.param_groups:
+        group["lr"] = 0.0
+    batch = data.batch(rows)
+    label_tokens = int(data.examples.label_tokens[rows].sum())
+    # With accumulation, memory is highest in the second micro-step, beside the gradients of the first.
+    micro_steps = min(2, stepper.config.training.grad_accumulation)
+
+    def fetch(last: bool) -> Callable[[], Batch]:
+        def fetched() -> Batch:
+            engine.set_gradient_accumulation_boundary(last)
+            return batch
+
+        return fetched
+
+    fetches = [fetch(number == micro_steps - 1) for number in range(micro_steps)]
+    with torch.no_grad():
+        losses: torch.Tensor = engine(**stepper.prepare(batch), use_cache=False).loss.double()
+    # All ranks or none: a slice of the rows may be the only one with such a loss.
+    dist.all_reduce(losses)
+    loss = float(losses)
+    if not numpy.isfinite(loss):
+        # An update would carry it into the weights even with a learning rate of 0.
+        raise FtmonError(
+            f"rehearsal: the loss of training rows {_listed(rows)} is {loss}; look at them and at the model"
+        )
+    for _ in range(_TRIES):
+        if not stepper.train_step(fetches, label_tokens * micro_steps * stepper.world.data_ranks).skipped:
+            return
+
+
+@contextmanager
+def _restored(stepper: Stepper) -> Generator[None]:
+    """Put back, at the end, all that a step with a learning rate of 0 changes."""
+    engine = stepper.engine
+    optimizer: Any = engine.basic_optimizer
+    numbers = [
+        {name: value for name, value in group.items() if isinstance(value, int | float)}
+        for group in optimizer.param_groups
+    ]
+    states = {id(parameter): _kept(state) for parameter, state in optimizer.state.items()}
+    counters = {name: getattr(engine, name) for name in _COUNTERS if hasattr(engine, name)}
+    schedule = engine.lr_scheduler.state_dict()
+    scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
+    scale = dict(vars(scaler)) if scaler is not None else {}
+    engine.train()
+    try:
+        with _same_random_numbers(stepper.world):
+            yield
+    finally:
+        engine.zero_grad()
+        for group, values in zip(optimizer.param_groups, numbers, strict=True):
+            for name, value in list(group.items()):
+                if isinstance(value, int | float):
+                    # A number that was not there counts steps (DeepSpeed's FusedAdam).
+                    group[name] = values.get(name, 0)
+        for parameter, state in optimizer.state.items():
+            _put_back(state, states.get(id(parameter), {}))
+        engine.lr_scheduler.load_state_dict(schedule)
+        for name, value in counters.items():
+            setattr(engine, name, value)
+        if scaler is not None:
+            vars(scaler).update(scale)
+
+
+@contextmanager
+def _same_random_numbers(world: World) -> Generator[None]:
+    """Put the state of all random generators back at the end."""
+    generators = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
+    on_device = torch.cuda.get_rng_state(world.device) if world.on_gpu else None
+    try:
+        yield
+    finally:
+        random.setstate(generators[0])
+        numpy.random.set_state(generators[1])
+        torch.set_rng_state(generators[2])
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, world.device)
+
+
+def _kept(state: dict[str, Any]) -> dict[str, Any]:
+    """Copy what is not zero of one parameter's optimizer state: before the first step that is next to nothing."""
+    kept: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            kept[name] = value
+        elif bool(value.any()):
+            kept[name] = value.clone()
+    return kept
+
+
+def _put_back(state: dict[str, Any], kept: dict[str, Any]) -> None:
+    # In place: DeepSpeed keeps references to these tensors for its checkpoints.
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            value.copy_(kept[name]) if name in kept else value.zero_()
+        elif isinstance(value, int | float):
+            state[name] = kept.get(name, 0)
+
+
+@contextmanager
+def _named(what: str, setting: str) -> Generator[None]:
+    """Say what did not fit, where memory runs out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+            note = (
+                f"rehearsal: out of memory on {what}; lower {setting}, or see docs/training.md, Speed and memory; "
+                "'ftmon predict CONFIG.yaml --what-if' says which changes would fit"
+            )
+            print(note, flush=True)
+            error.add_note(note)
+        raise
+
+
+def _listed(rows: list[int], most: int = 8) -> str:
+    return ", ".join(map(str, rows[:most])) + (", ..." if len(rows) > most else "")

@@ -1,0 +1,60 @@
+"""How far a run has come: what a checkpoint must hold besides weights and optimizer states to continue exactly."""
+
+import math
+from typing import Any
+
+import msgspec
+
+
+class TrainState(msgspec.Struct):
+    """Position of a run; saved with every checkpoint."""
+
+    step: int = 0
+    """Optimizer updates applied. A step that fp16 gradients overflowed in is not one."""
+    batches: int = 0
+    """Global batches taken from the data, those of skipped updates included: the position in the order of examples."""
+    samples: int = 0
+    """Examples trained on, over all ranks."""
+    tokens: int = 0
+    """Tokens without padding, over all ranks."""
+    label_tokens: int = 0
+    """Tokens that carried loss, over all ranks."""
+    seed: int = 0
+    """``training.seed``: of weights, data order and dropout."""
+    data_key: str = ""
+    """Name of the encoded examples' content."""
+    examples: int = 0
+    """Rows of the encoded examples: what an epoch is made of."""
+    sequence_length: int = 0
+    """``training.sequence_length``."""
+    micro_batch: int = 0
+    """``training.micro_batch``."""
+    grad_accumulation: int = 0
+    """``training.grad_accumulation``."""
+    ranks: int = 0
+    """Number of ranks."""
+    sequence_parallel_size: int = 1
+    """``training.sequence_parallel_size``."""
+
+    best_evaluation: float = math.inf
+    """Lowest evaluation loss so far."""
+    evaluations_without_best: int = 0
+    """Evaluations since then."""
+
+    @property
+    def global_batch(self) -> int:
+        """Examples in one global batch."""
+        return self.micro_batch * self.grad_accumulation * self.ranks // self.sequence_parallel_size
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What one optimizer step did."""
+
+    loss_sum: Any
+    """Sum of this rank's token losses: a scalar tensor on the device."""
+    label_tokens: int
+    """Tokens that carried loss, over all ranks; the step's loss is the sum over ranks divided by it."""
+    lr: float
+    """Learning rate of the step."""
+    skipped: bool
+    """The update was left out: fp16 gradients overflowed."""

@@ -1,0 +1,85 @@
+"""One optimizer step."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .config.schema import Config
+from .data.collate import Batch, Collate
+from .data.positions import WithPositions
+from .data.slices import Sliced
+from .engine.distributed import World
+from .model import attention, sequence_parallel
+from .model.compiling import mark_varying
+from .model.inputs import on_device
+from .monitor import Monitor
+from .state import StepResult
+
+
+def make_collate(model: Any, config: Config, world: World, pad_id: int, fused_loss: bool) -> Collate:
+    """Return what makes batches as the model takes them. All ranks call this.
+
+    Args:
+        model: the model inside the engine; the attention of packed rows is chosen and checked here.
+        config: the settled configuration.
+        world: the ranks.
+        pad_id: the tokenizer's padding token.
+        fused_loss: ``fused.set_up`` has switched the model to the fused loss.
+
+    Raises:
+        ConfigError: documents of one packed row see each other in this model, or its sequences cannot be shared.
+    """
+    collate = Collate(pad_id, config.training.sequence_length)
+    group = world.sequence
+    if group.size > 1:
+        varlen = sequence_parallel.set_up(model, config, world)
+        collate = Sliced(collate, group.size, group.rank)
+        collate = attention.Isolated(collate, varlen) if varlen else collate
+    elif config.data.packing:
+        collate = attention.Isolated(collate, attention.set_up(model, config, world))
+    return WithPositions(collate) if fused_loss else collate
+
+
+class Stepper:
+    """Takes optimizer steps with DeepSpeed's engine on batches that it is given."""
+
+    def __init__(self, config: Config, world: World, monitor: Monitor, engine: Any) -> None:
+        self.config = config
+        self.world = world
+        self.monitor = monitor
+        self.engine = engine
+
+    def train_step(self, batches: Iterable[Callable[[], Batch]], label_tokens: int) -> StepResult:
+        """Take one optimizer step on the mean loss over ``label_tokens``.
+
+        Args:
+            batches: for each micro-step, what fetches this rank's micro-batch.
+            label_tokens: tokens that carry loss in the micro-batches of all ranks together.
+
+        DeepSpeed averages gradients over ranks, so the loss is scaled by their number; micro-steps are summed. Ranks
+        that share sequences sum the losses of their slices.
+        """
+        engine = self.engine
+        lr = float(engine.get_lr()[0])
+        scale = self.world.size / max(1, label_tokens)
+        loss_sum = torch.zeros((), device=self.world.device)
+        skipped_before = engine.skipped_steps
+        for fetch in batches:
+            with self.monitor.phase("data"):
+                fetched = fetch()
+                if "counts" in fetched:
+                    self.monitor.micro_batch(*fetched.pop("counts").tolist())
+                batch = self.prepare(fetched)
+            loss: torch.Tensor = engine(**batch, use_cache=False).loss
+            loss_sum += loss.detach()
+            engine.backward(loss * scale, scale_wrt_gas=False)
+            engine.step()
+        return StepResult(loss_sum, label_tokens, lr, engine.skipped_steps > skipped_before)
+
+    def prepare(self, batch: Batch) -> dict[str, Any]:
+        """Return a collated batch on the device, as the model takes it."""
+        moved = on_device(batch, self.world)
+        if self.config.model.compile != "off":
+            mark_varying(moved)
+        return moved

@@ -1,0 +1,106 @@
+"""SIGTERM as a request to save a checkpoint and end: sent by batch systems before a time limit, and by ``kill``."""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+_LEAST_SECONDS = 5.0
+_STEPS = 4
+"""A training thread that ends no step in this many usual ones is stuck, and dies of the signal as others do."""
+_SIG_DFL = 0
+
+
+class Termination:
+    """Notes a SIGTERM while the training thread makes progress, and lets the process die of it otherwise.
+
+    A rank that waits for one that has died runs no Python, and its launcher's SIGTERM must end it: so a thread that
+    the interpreter wakes up for every signal counts whether steps go on. A second SIGTERM ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._pid = os.getpid()
+        self._steps = 0
+        self._usual_s = 0.0
+        self._last = time.monotonic()
+        self._heeded = False
+        self._active = threading.current_thread() is threading.main_thread()
+        if not self._active:
+            return
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._handler_before = signal.signal(signal.SIGTERM, self._note)
+        # A worker that is sent SIGTERM before it has left would write into this process's pipe, and live on.
+        os.register_at_fork(
+            before=lambda: self._block(signal.SIG_BLOCK),
+            after_in_parent=lambda: self._block(signal.SIG_UNBLOCK),
+            after_in_child=self._leave_child,
+        )
+        threading.Thread(target=self._watch, name="ftmon-sigterm", daemon=True).start()
+
+    def step(self) -> None:
+        """Note that a step has ended."""
+        now = time.monotonic()
+        self._usual_s, self._last = now - self._last, now
+        self._steps += 1
+
+    def heed(self) -> None:
+        """Note that the run is ending because of it: what is left to do may take its time."""
+        self._heeded = True
+
+    def close(self) -> None:
+        """Let SIGTERM be what it was before."""
+        if self._active and os.getpid() == self._pid:
+            self._active = False
+            signal.set_wakeup_fd(self._wakeup_before)
+            signal.signal(signal.SIGTERM, self._handler_before)
+            os.close(self._writer)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self.requested = True
+
+    def _block(self, how: int) -> None:
+        if self._active:
+            signal.pthread_sigmask(how, [signal.SIGTERM])
+
+    def _leave_child(self) -> None:
+        """Let a forked process, such as a data loader's worker, die of SIGTERM."""
+        if self._active:
+            self._active = False
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+    def _watch(self) -> None:
+        asked = 0
+        while self._active:
+            try:
+                received = os.read(self._reader, 64)
+            except OSError:
+                return
+            if not received:
+                os.close(self._reader)
+                return
+            asked += received.count(signal.SIGTERM)
+            if asked > 1:
+                _die()
+            if asked and signal.SIGTERM in received:
+                threading.Thread(target=self._die_when_stuck, name="ftmon-stuck", daemon=True).start()
+
+    def _die_when_stuck(self) -> None:
+        while self._active and not self._heeded:
+            before = self._steps
+            time.sleep(max(_LEAST_SECONDS, _STEPS * self._usual_s))
+            if self._steps == before and self._active and not self._heeded:
+                _die()
+
+
+def _die() -> None:
+    """End this process of SIGTERM, from any thread: Python itself changes handlers in the main thread alone."""
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(_SIG_DFL))
+    os.kill(os.getpid(), signal.SIGTERM)

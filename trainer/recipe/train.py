@@ -1,0 +1,365 @@
+"""Training: one optimizer step, and the loop of a whole run."""
+
+import logging
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers.utils.logging import disable_progress_bar
+
+from ...protocol.errors import ConfigError
+from ...protocol.rundir import RUN_ENV
+from . import health
+from .checkpoint import identity
+from .checkpoint.manifest import Base
+from .checkpoint.restore import find, planned, restore
+from .checkpoint.save import Checkpoints
+from .config.schema import Config
+from .data import prepare
+from .data.collate import Batch, Collate, loader
+from .data.order import Order
+from .data.pipeline import Examples
+from .data.positions import WithCounts
+from .engine.distributed import StopFlag, World
+from .engine.make import make_engine
+from .evaluation import examples as evaluation_examples
+from .evaluation.evaluate import Evaluated, Evaluator
+from .export.card import Results
+from .export.save import save_model
+from .faults import spec
+from .faults.make import FaultMaker
+from .model import fused, load, tokenizer
+from .monitor import Monitor
+from .optim import optimizer
+from .progress import ProgressLines
+from .rehearse import Sampled, compile_first, rehearse
+from .state import TrainState
+from .step import Stepper, make_collate
+from .termination import Termination
+
+
+def train(config: Config, world: World) -> None:
+    """Train one rank's share of a resolved configuration. All ranks call this.
+
+    Raises:
+        ConfigError: something in the configuration turned out not to hold.
+    """
+    _silence_libraries()
+    run = setup(config, world)
+    run.fit()
+
+
+def output_folder(config: Config) -> Path:
+    """Return the output folder: the configured one, or ``output/`` in the run directory, or in the current one."""
+    if config.output.dir:
+        return Path(config.output.dir)
+    return Path(os.environ.get(RUN_ENV, ".")).absolute() / "output"
+
+
+def setup(config: Config, world: World) -> "Trainer":
+    """Prepare data, model, engine and position; all ranks call this.
+
+    Raises:
+        ConfigError: the data, the model or the checkpoint do not fit the configuration.
+    """
+    monitor = Monitor()
+    world.share_sequences(config.training.sequence_parallel_size)
+    output = output_folder(config)
+    found = find(config, output, world)
+    if world.is_first:
+        _prepare_output(config, output, keep=bool(found))
+    with monitor.phase("init"):
+        tokens, examples = prepare.prepare(config, world, monitor, output, found[0] if found else None)
+        examples, held_out = evaluation_examples.split(config, world, monitor, tokens, examples)
+        order = Order(examples, config, world.data_rank, world.data_ranks)
+        total = config.training.max_steps or math.ceil(config.training.epochs * order.steps_per_epoch)
+        engine, model = make_engine(config, world, tokens, total)
+        fused_loss = fused.set_up(model, config, world)
+        state = _fresh_state(config, examples, world)
+        base = identity.base_of(engine.module, config, world)
+        resuming = Resuming(found, base, planned(engine, found, state, base, config, world).step if found else 0)
+        checkpoints = Checkpoints(engine, tokens, config, world, monitor, output / "checkpoints", base)
+    collate = make_collate(model, config, world, tokens.pad_token_id, fused_loss)
+    evaluator = Evaluator(config, world, monitor, engine, tokens, held_out, collate) if held_out else None
+    trainer = Trainer(
+        config,
+        world,
+        monitor,
+        engine,
+        model,
+        tokens,
+        examples,
+        order,
+        state,
+        total,
+        output,
+        collate,
+        evaluator,
+        checkpoints,
+        resuming,
+    )
+    trainer.introduce()
+    return trainer
+
+
+def _fresh_state(config: Config, examples: Examples, world: World) -> TrainState:
+    """Return the state of a run that has done nothing yet."""
+    training = config.training
+    return TrainState(
+        seed=training.seed,
+        data_key=examples.key,
+        examples=len(examples.rows),
+        sequence_length=training.sequence_length,
+        micro_batch=training.micro_batch,
+        grad_accumulation=training.grad_accumulation,
+        ranks=world.size,
+        sequence_parallel_size=training.sequence_parallel_size,
+    )
+
+
+def _prepare_output(config: Config, output: Path, keep: bool) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output.dir: {output}: cannot be made: {error.strerror}") from None
+    if config.output.overwrite and not keep:
+        for old in ("checkpoints", "model"):
+            shutil.rmtree(output / old, ignore_errors=True)
+
+
+def _silence_libraries() -> None:
+    """Keep progress bars, start-up notes and deprecations between libraries out of the log."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed|deepspeed|transformers")
+
+
+class Resuming(NamedTuple):
+    """Where a run goes on from."""
+
+    paths: list[Path]
+    """Checkpoints in the order to be tried; empty: the run begins anew."""
+    base: Base | None
+    """The frozen weights under adapters."""
+    step: int
+    """Steps taken before."""
+
+
+class Trainer(Stepper):
+    """A run that is set up: takes steps, writes checkpoints and the final model."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        monitor: Monitor,
+        engine: Any,
+        model: Any,
+        tokenizer: Any,
+        examples: Examples,
+        order: Order,
+        state: TrainState,
+        total_steps: int,
+        output: Path,
+        collate: Collate,
+        evaluator: Evaluator | None,
+        checkpoints: Checkpoints,
+        resuming: Resuming,
+    ) -> None:
+        super().__init__(config, world, monitor, engine)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.examples = examples
+        self.order = order
+        self.state = state
+        self.total_steps = total_steps
+        self.output = output
+        self.collate = collate
+        self.evaluator = evaluator
+        self.evaluated: Evaluated | None = None
+        """The latest evaluation's result."""
+        self.stopped_early = False
+        self.checkpoints = checkpoints
+        self._resuming = resuming
+        self.last_loss: float | None = None
+        """Loss of the last step over all ranks, once the training has ended."""
+
+    def fit(self) -> None:
+        """Train to the planned end or until a stop is requested, then write the final model."""
+        evaluation, saving = self.config.evaluation, self.config.checkpoint
+        self.monitor.plan(
+            self.total_steps,
+            self.total_steps / self.order.steps_per_epoch,
+            str(self.output),
+            evaluate_every=evaluation.every if self.evaluator else 0,
+            evaluate_at_end=self.evaluator is not None and evaluation.at_end,
+            checkpoint_every=saving.every,
+            checkpoint_at_end=saving.at_end,
+        )
+        self.monitor.normalised_over_ranks()
+        if self.config.model.compile != "off":
+            compile_first(self, Sampled(self.examples, self.collate), self.model)
+        if self.config.training.rehearsal and self._resuming.step < self.total_steps:
+            data = Sampled(self.examples, self.collate)
+            rehearse(self, data, self.evaluator, self.checkpoints, self.state)
+        if self._resuming.paths:
+            self._resume()
+        batches = loader(
+            self.examples.rows,
+            self.order,
+            WithCounts(self.collate, self.world.sequence),
+            self.config,
+            pin=self.world.on_gpu,
+        )
+        stopped = self._steps(iter(batches))
+        self._finish(stopped)
+
+    def _steps(self, batches: Iterator[Batch]) -> bool:
+        """Train until the planned end or a stop request; return whether it was a stop request."""
+        config, world, state = self.config, self.world, self.state
+        lines = ProgressLines(self.total_steps, config.output.log_every, world)
+        fault = spec.parse(config.debug.fault, world.size) if config.debug.fault else None
+        faults = FaultMaker(fault, world, self.engine)
+        flag = StopFlag(world)
+        termination = Termination()
+        stop = False
+        skipped = 0
+        self.engine.train()
+
+        def fetch() -> Batch:
+            faults.in_data()
+            return next(batches)
+
+        while not self.ended and not stop:
+            faults.begin(state.step + 1)
+            counts = self.order.counts(state.batches)
+            result = self.train_step([fetch] * config.training.grad_accumulation, counts.label_tokens)
+            state.batches += 1
+            state.samples += self.order.samples_per_step
+            state.tokens += counts.tokens
+            state.label_tokens += counts.label_tokens
+            if not result.skipped:
+                state.step += 1
+                lines.step(state.step, result, counts.tokens)
+            termination.step()
+            skipped = skipped + 1 if result.skipped else 0
+            health.check_skipped(skipped, config, state.step)
+            broken = lines.not_a_number >= config.training.stop_after_nan
+            stop = flag.exchange(self.monitor.stop_requested() or termination.requested, broken)
+            if flag.broken:
+                self.checkpoints.wait()
+                health.refuse_nan(state.step, self.output / "checkpoints")
+            evaluated = None if result.skipped else self._evaluate(lines)
+            every = config.checkpoint.every
+            due = not result.skipped and bool(
+                (every and state.step % every == 0) or (config.checkpoint.at_end and self.ended)
+            )
+            if evaluated is not None and evaluated.best and every and config.checkpoint.keep_best:
+                due = True
+            if stop:
+                termination.heed()
+            if (stop or due) and not self._is_broken(lines):
+                self.checkpoints.save(state, evaluated.loss if evaluated is not None else None)
+        flag.finish()
+        lines.flush()
+        self.last_loss = lines.last_loss
+        self.checkpoints.wait()
+        self.world.barrier()
+        termination.close()
+        return stop and not self.ended
+
+    @property
+    def ended(self) -> bool:
+        """The planned steps are taken, or patience with the evaluation loss is at its end."""
+        return self.state.step >= self.total_steps or self.stopped_early
+
+    def _is_broken(self, lines: ProgressLines) -> bool:
+        """Return whether the latest printed loss is not a number: its weights must not replace a good checkpoint."""
+        # All of them: ranks must agree, and what a rank has read by now depends on its own GPU.
+        lines.flush()
+        if lines.not_a_number:
+            self.world.say(f"note: no checkpoint after step {self.state.step}: the loss is not a number")
+        return lines.not_a_number > 0
+
+    def _evaluate(self, lines: ProgressLines) -> Evaluated | None:
+        """Evaluate where it is due after the step just taken; return the result."""
+        evaluator, state = self.evaluator, self.state
+        if evaluator is None or not evaluator.due(state.step, last=state.step == self.total_steps):
+            return None
+        lines.flush()
+        self.evaluated = evaluator.run(state)
+        lines.resume()
+        self.stopped_early = evaluator.stop_early(state)
+        if self.stopped_early:
+            tries = state.evaluations_without_best
+            self.world.say(f"stopped early after step {state.step}: {tries} evaluations without a new lowest loss")
+        return self.evaluated
+
+    def _finish(self, stopped: bool) -> None:
+        state, say = self.state, self.world.say
+        if stopped:
+            again = "resume with checkpoint.resume=" + str(self.output)
+            say(f"stopped on request after step {state.step} of {self.total_steps}; {again}")
+            return
+        if self.config.output.save_model:
+            folder = self.output / "model"
+            parameters = sum(1 for _ in self.model.parameters())
+            with (
+                self.monitor.phase("checkpoint"),
+                self.monitor.activity("export", "gathering and writing", total=parameters) as progress,
+            ):
+                equal = save_model(
+                    self.engine, self.model, self.tokenizer, self.config, folder, self.world, self._results(), progress
+                )
+            say(f"final model: {folder} ({equal} tensors compared with the training's)")
+            if self.world.is_first and not tokenizer.loads_back(self.tokenizer, folder):
+                say(
+                    f"note: for {self.model.config.model_type} AutoTokenizer makes a tokenizer of its own; load this "
+                    "model's with transformers.PreTrainedTokenizerFast.from_pretrained"
+                )
+        say(f"finished: {state.step} steps, {state.tokens:,} tokens")
+
+    def _results(self) -> Results:
+        """Return what the model card says of the run."""
+        parameters = [
+            (int(getattr(parameter, "ds_numel", parameter.numel())), parameter.requires_grad)
+            for parameter in self.model.parameters()
+        ]
+        return Results(
+            state=self.state,
+            model_type=self.model.config.model_type,
+            parameters=sum(count for count, _ in parameters),
+            trained=sum(count for count, trained in parameters if trained),
+            loss=self.last_loss,
+            evaluation_loss=self.evaluated.loss if self.evaluated is not None else None,
+            best_evaluation_loss=self.state.best_evaluation if self.evaluated is not None else None,
+        )
+
+    def _resume(self) -> None:
+        """Load the checkpoint that the run resumes from."""
+        state, world = self.state, self.world
+        with self.monitor.phase("init"):
+            path = restore(self.engine, self._resuming.paths, state, self._resuming.base, self.config, world)
+            optimizer.apply_schedule(self.engine, self.config, state.step, self.total_steps)
+        self.monitor.resumed(state.step)
+        self.order.first_step = state.batches
+        world.say(f"resumed from {path} after step {state.step}")
+        if state.step >= self.total_steps:
+            world.say(f"note: training ends at step {self.total_steps}: nothing is left to train")
+
+    def introduce(self) -> None:
+        """Print what is about to be trained."""
+        config, world, order = self.config, self.world, self.order
+        where = f"{world.size} GPU{'s' * (world.size > 1)}" if world.on_gpu else f"{world.size} CPU ranks"
+        if world.sequence.size > 1:
+            where += f", {world.sequence.size} share each sequence"
+        parameters = load.count_parameters(self.model)
+        world.say(
+            f"{self.model.config.model_type}, {parameters:,} parameters; ZeRO-{config.zero.stage}, "
+            f"{config.training.precision}, {where}; {len(self.examples.rows):,} examples, "
+            f"{order.samples_per_step} a step, {self.total_steps} steps"
+        )

@@ -1,0 +1,212 @@
+"""Runs a sweep: ``python -m ftmon.trainer.sweep SWEEP.yaml [--output FILE] [--plan] [--fail-fast] [--json]``.
+
+Exit status: 0 every run has its row (of whatever verdict), 1 the sweep ended before, 2 wrong usage or a sweep file that
+cannot be used, 130 interrupted.
+"""
+
+import argparse
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ... import __version__
+from ...protocol import exits
+from ...protocol.analysis.sweep.columns import value
+from ...protocol.analysis.sweep.order import order
+from ...protocol.analysis.sweep.summary import curves, fastest, pool
+from ...protocol.errors import FtmonError
+from ...protocol.process import this_process
+from ...protocol.rundir import RunDir
+from ...protocol.streams import never_fail
+from ...protocol.sweep.rows import FORMAT, Ended, Header, Plan, Planned, Row, Settings, Started
+from ...protocol.sweep.store import Results, Writer, default_output, read
+from . import jobs, spec
+from .predictions import Predictor
+from .process import clear_lost
+from .searching import fits_the_goal, search
+from .session import Session, StopError
+from .show import Lines
+from .spec import Spec
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a sweep; return the exit status."""
+    arguments = _parser().parse_args(argv)
+    interrupts: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _frame: interrupts.append(received))
+    try:
+        wanted = spec.read(arguments.sweep)
+        jobs.check(wanted)
+        return _sweep(wanted, arguments, interrupts)
+    except FtmonError as error:
+        print(f"ftmon: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def _sweep(wanted: Spec, arguments: argparse.Namespace, interrupts: list[int]) -> int:
+    stream = sys.stderr if arguments.json else sys.stdout
+    lines = Lines(wanted, lambda text: print(text, file=stream, flush=True))
+    path = Path(arguments.output or default_output(arguments.sweep))
+    predictor = Predictor(wanted, lines.note)
+    header = _header(wanted)
+    if arguments.plan:
+        plan = _plan(wanted, predictor, arguments.fail_fast)
+        lines.plan(plan, 0, 0.0)
+        if arguments.json:
+            _print_json(plan)
+        return 0
+    writer = Writer(path, header)
+    earlier = read(path)
+    lines.note(f"sweep {wanted.name}: results in {path}")
+    if earlier.running is not None:
+        writer.append(_lost(earlier.running))
+        earlier = read(path)
+    session = Session(wanted, writer, earlier, lines, arguments.fail_fast, lambda: bool(interrupts))
+    plan = _plan(wanted, predictor, arguments.fail_fast)
+    writer.append(plan)
+    lines.plan(plan, len(session.rows), session.used_seconds)
+    found: list[str] = []
+    try:
+        found = _run(wanted, session, predictor, plan, lines)
+        ended = Ended(time.time(), "finished")
+    except StopError as stop:
+        ended = msgspec.structs.replace(stop.reason, not_run=_missing(plan, session))
+    writer.append(ended)
+    writer.close()
+    lines.end(ended, session.rows, plan, found)
+    if arguments.json:
+        _print_json(_answer(read(path), ended, found, session.used_seconds))
+    if ended.reason == "interrupted":
+        return exits.INTERRUPTED
+    return 0 if ended.reason == "finished" else 1
+
+
+def _lost(started: Started) -> Row:
+    """End the run that a killed session left behind, and return the row that counts its time."""
+    run = RunDir(started.run)
+    ended = started.time
+    if started.run:
+        clear_lost(run)
+        end = run.read_exit() if run.path.exists() else None
+        ended = max(started.time, end.time) if end is not None else started.time
+    seconds = ended - started.time
+    text = "the sweep was killed"
+    return Row(started.settings, "unfinished", ended, seconds, started.repeat, run.id if started.run else "", text)
+
+
+def _run(wanted: Spec, session: Session, predictor: Predictor, plan: Plan, lines: Lines) -> list[str]:
+    if wanted.search is not None and wanted.search.goal != "fastest":
+        return search(session, predictor, wanted.search, jobs.combinations(wanted))
+    for repeat in range(wanted.repeats):
+        for run in plan.runs:
+            if not session.has(run.settings, repeat):
+                session.measure(run.settings, repeat, run.predicted)
+                lines.progress(plan, session.used_seconds, session.rows)
+    return []
+
+
+def _plan(wanted: Spec, predictor: Predictor, fail_fast: bool) -> Plan:
+    grid = jobs.combinations(wanted)
+    searched = wanted.search is not None and wanted.search.goal != "fastest"
+    runs = [Planned(settings) for settings in grid] if searched else order(predictor.plan(grid), fail_fast=fail_fast)
+    notes = list(predictor.notes)
+    if wanted.search is not None and wanted.search.goal == "fastest":
+        fitting = [run for run in runs if fits_the_goal(run)]
+        if len(fitting) < len(runs):
+            notes.append(f"{len(runs) - len(fitting)} configurations are left out: predicted not to fit")
+        runs = fitting
+    return Plan(
+        time.time(),
+        this_process(),
+        runs,
+        repeats=wanted.repeats,
+        budget=wanted.budget,
+        search=wanted.search,
+        timeout=wanted.timeout,
+        capacity_bytes=predictor.capacity_bytes,
+        notes=notes,
+        columns=wanted.columns,
+    )
+
+
+def _missing(plan: Plan, session: Session) -> int:
+    if plan.search is not None and plan.search.goal != "fastest":
+        return 0
+    return sum(not session.has(run.settings, repeat) for run in plan.runs for repeat in range(plan.repeats))
+
+
+def _header(wanted: Spec) -> Header:
+    return Header(
+        FORMAT,
+        wanted.name,
+        wanted.source,
+        jobs.fingerprint(wanted),
+        wanted.axis_names,
+        wanted.steps,
+        wanted.warm_up,
+        time.time(),
+        socket.gethostname(),
+        __version__,
+    )
+
+
+class _Answer(msgspec.Struct):
+    """What ``--json`` prints."""
+
+    name: str
+    ended: str
+    """``finished``, ``budget``, ``failure``, ``interrupted`` or ``gpus``."""
+    text: str
+    not_run: int
+    used_seconds: float
+    rows: list[Row]
+    found: list[str]
+    """Of a search: a sentence for each combination of the axes."""
+    curves: list[Any]
+    fastest: Settings | None
+    columns: list[dict[str, float | None]]
+    """Of each row of ``rows``, the figures that the sweep file's ``columns`` names."""
+
+
+def _answer(results: Results, ended: Ended, found: list[str], used: float) -> _Answer:
+    rows = list(results.answered().values())
+    pooled = pool(rows)
+    best = fastest(pooled)
+    return _Answer(
+        results.header.name,
+        ended.reason,
+        ended.text,
+        ended.not_run,
+        round(used, 3),
+        rows,
+        found,
+        curves(pooled, results.plan.search.axis if results.plan and results.plan.search else ""),
+        best.settings if best is not None else None,
+        [{name: value(row, name) for name in results.plan.columns} for row in rows] if results.plan else [],
+    )
+
+
+def _print_json(value: Any) -> None:
+    print(msgspec.json.format(msgspec.json.encode(value)).decode())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ftmon sweep", description="run many configurations, one after the other")
+    parser.add_argument("sweep")
+    parser.add_argument("--output")
+    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--fail-fast", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+if __name__ == "__main__":
+    never_fail()
+    sys.exit(main())

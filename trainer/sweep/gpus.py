@@ -1,0 +1,46 @@
+"""Whether the GPUs are empty again after a run: a measurement on a GPU that somebody else fills is none."""
+
+import time
+from collections.abc import Collection
+
+from ...protocol.text import gib
+from ..host.gpu_memory import GpuUse, look, look_until_free
+
+_SECONDS = 30.0
+_LOOK_SECONDS = 0.5
+_TOLERANCE = 512 << 20
+"""What a device's memory in use may have risen by: contexts of other processes come and go."""
+
+
+def before() -> GpuUse | None:
+    """Look at the GPUs before a run; None without NVML."""
+    return look(())
+
+
+def still_held(earlier: GpuUse | None, pids: Collection[int], devices: Collection[int]) -> str:
+    """Wait until the run's GPUs are as empty as before it; return what is still held, in words, empty: nothing.
+
+    Args:
+        earlier: the look before the run.
+        pids: of the run's ranks.
+        devices: the GPUs on which NVML saw the run; empty: not known, all are compared.
+    """
+    if earlier is None:
+        return ""
+    after = look_until_free(pids, _SECONDS)
+    if after is not None and after.held:
+        return "NVML still lists " + ", ".join(f"{gib(size)} of pid {pid}" for pid, size in after.held.items())
+    deadline = time.monotonic() + _SECONDS
+    while after is not None:
+        more = {
+            device: size - earlier.used.get(device, size)
+            for device, size in after.used.items()
+            if (not devices or device in devices) and size - earlier.used.get(device, size) > _TOLERANCE
+        }
+        if not more:
+            break
+        if time.monotonic() >= deadline:
+            return ", ".join(f"GPU {device} has {gib(size)} more in use than before" for device, size in more.items())
+        time.sleep(_LOOK_SECONDS)
+        after = look(pids)
+    return ""

@@ -1,0 +1,171 @@
+"""What a recording says of a run: figures of each rank after the warm-up, and what it failed of."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ...protocol.analysis.sweep.figures import figures
+from ...protocol.control import Alert
+from ...protocol.errors import RecordingError
+from ...protocol.recording.collect import RecordedRun
+from ...protocol.recording.reader import Reader
+from ...protocol.rundir import RunDir
+from ...protocol.sweep.rows import RankRow, Row, Settings, Verdict
+from ...protocol.telemetry import Hello, Step
+from ...protocol.text import first_line
+from .process import Ending
+
+_TEXT = 300
+_TAIL_BYTES = 8192
+
+
+def read(run: RunDir) -> RecordedRun | None:
+    """Read what a run recorded; None where there is no recording that can be read."""
+    try:
+        return RecordedRun(run.recording)
+    except RecordingError:
+        return None
+
+
+class Live(NamedTuple):
+    """How a live run is getting on."""
+
+    steps: int
+    """Finished by every rank; 0 while one of them has none."""
+    hung_seconds: float
+    """For how long the monitor has called it hung; 0: it does not."""
+
+
+def look(run: RunDir, now: float) -> Live:
+    """Look at a live run's recording; what cannot be read yet counts as nothing."""
+    try:
+        with Reader(run.recording) as reader:
+            state = [frame.message for frame in reader.state_at(float("inf"))]
+    except RecordingError:
+        return Live(0, 0.0)
+    hung = [alert.time for alert in state if isinstance(alert, Alert) and alert.kind == "hang" and not alert.resolved]
+    return Live(_steps_of_all(state), now - min(hung) if hung else 0.0)
+
+
+def _steps_of_all(state: Sequence[object]) -> int:
+    world = max((message.world_size for message in state if isinstance(message, Hello)), default=0)
+    last: dict[int, int] = {}
+    for message in state:
+        if isinstance(message, Step):
+            last[message.rank] = max(last.get(message.rank, 0), message.step)
+    return min(last.values()) if world and len(last) >= world else 0
+
+
+def rank_rows(recorded: RecordedRun, warm_up: int, most: int) -> list[RankRow]:
+    """Return the figures of each rank over ``most`` steps after ``warm_up``."""
+    hellos, nvml = recorded.hellos, recorded.nvml
+    return [
+        figures(rank, recorded.steps(rank), warm_up, most, hellos.get(rank), nvml.get(rank, 0))
+        for rank in recorded.ranks
+    ]
+
+
+class Why(NamedTuple):
+    """What became of a run."""
+
+    verdict: Verdict
+    text: str = ""
+    phase: str = ""
+    rank: int | None = None
+    step: int | None = None
+    asked_bytes: int = 0
+
+
+def why(ending: Ending, recorded: RecordedRun | None, timeout: float) -> Why:
+    """Return what became of a run, with the evidence."""
+    if ending.ended_for in ("interrupt", "budget"):
+        return Why("unfinished", ending.ended_for)
+    failed = ending.exit is None or ending.exit.exit_code != 0
+    if ending.ended_for == "steps" or (not failed and not ending.ended_for):
+        taken = recorded is not None and any(recorded.steps_seen(rank) for rank in recorded.ranks)
+        return Why("done") if taken else Why("no-steps", "the run ended in order, and took no step that ftmon saw")
+    ended_for_hang = ending.ended_for == "hang"
+    hung = ended_for_hang or (ending.exit is not None and ending.exit.cause in ("hang", "hang-at-exit"))
+    if recorded is None:
+        return Why("hang" if hung else "timeout" if ending.ended_for else "crash", _last_words(ending))
+    if recorded.ooms:
+        oom = min(recorded.ooms, key=lambda one: one.time)
+        return Why("out-of-memory", _line(oom.message), oom.phase, oom.rank, oom.step, oom.requested_bytes)
+    hangs = [alert for alert in recorded.alerts if alert.kind == "hang"]
+    if hung or (ending.ended_for == "timeout" and any(alert.resolved is None for alert in hangs)):
+        return _hang(hangs, ending)
+    if ending.ended_for == "timeout":
+        return Why("timeout", f"ended after {timeout:.0f} s", step=_step_reached(recorded))
+    return _failure(ending, recorded)
+
+
+def _failure(ending: Ending, recorded: RecordedRun) -> Why:
+    """Return what a run failed of: of memory by the kernel's word, of an exception, of a signal, or its last words."""
+    alerts = {alert.kind: alert for alert in reversed(recorded.alerts)}
+    if "oom" in alerts:
+        return _of_alert("out-of-memory", alerts["oom"])
+    if recorded.failures:
+        failure = min(recorded.failures, key=lambda one: one.time)
+        return Why("crash", _line(failure.error), failure.phase, failure.rank, failure.step)
+    alert = alerts.get("died") or alerts.get("failure")
+    return _of_alert("crash", alert) if alert is not None else Why("crash", _last_words(ending))
+
+
+def _of_alert(verdict: Verdict, alert: Alert) -> Why:
+    return Why(verdict, alert.title, alert.phase, alert.rank, alert.step)
+
+
+def _hang(alerts: Sequence[Alert], ending: Ending) -> Why:
+    if not alerts:
+        return Why("hang", ending.exit.text if ending.exit is not None else "")
+    alert = alerts[-1]
+    hung = alert.evidence.get("hung")
+    rank = hung[0] if isinstance(hung, list) and hung and isinstance(hung[0], int) else alert.rank
+    return Why("hang", alert.title, alert.phase, rank, alert.step)
+
+
+def _step_reached(recorded: RecordedRun) -> int | None:
+    return min((recorded.steps(rank)[-1].step for rank in recorded.ranks if recorded.steps(rank)), default=None)
+
+
+def _last_words(ending: Ending) -> str:
+    """Return the last line that the run wrote, for a failure that no rank reported."""
+    end = ending.exit
+    status = f"status {end.exit_code}" if end is not None else "nobody knows how it ended"
+    logs = [*sorted(ending.run.logs.glob("*.err")), ending.run.logs / "launcher.log"]
+    for path in logs:
+        words = _tail(path)
+        if words:
+            return f"{status}: {words}"
+    return status if end is None or not end.text else f"{status}: {_line(end.text)}"
+
+
+def _tail(path: Path) -> str:
+    try:
+        data = path.read_bytes()[-_TAIL_BYTES:]
+    except OSError:
+        return ""
+    lines = [line.strip() for line in data.decode(errors="replace").splitlines()]
+    return _line(next((line for line in reversed(lines) if line and not line.startswith("ftmon:")), ""))
+
+
+def _line(text: str) -> str:
+    return first_line(text, _TEXT)
+
+
+def row(settings: Settings, repeat: int, found: Why, ranks: list[RankRow], run: str, seconds: float, now: float) -> Row:
+    """Make the row of a run."""
+    return Row(
+        settings,
+        found.verdict,
+        now,
+        seconds=round(seconds, 3),
+        repeat=repeat,
+        run=run,
+        text=found.text,
+        phase=found.phase,
+        rank=found.rank,
+        step=found.step,
+        asked_bytes=found.asked_bytes,
+        ranks=ranks,
+    )

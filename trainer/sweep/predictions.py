@@ -1,0 +1,137 @@
+"""Predictions for the configurations of a sweep: ``python -m ftmon.trainer.predict``, one process for all lengths."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pynvml
+
+from ...protocol.analysis.estimates.beside_pytorch import beside_pytorch
+from ...protocol.errors import FtmonError
+from ...protocol.gpus import find_gpu
+from ...protocol.sweep.rows import Planned, Predicted, Settings
+from ...protocol.text import sanitize
+from ..host.nvml import Nvml
+from ..predict.result import Point, Prediction
+from ..recipe.config.load import load
+from ..recipe.hardware import usable_gpus
+from .jobs import group_of, job, overrides
+from .spec import Spec
+
+LENGTH = "training.sequence_length"
+_SECONDS = 900.0
+_GPUS_OF_A_HOST = 8
+
+
+class Predictor:
+    """Predicts configurations of one sweep.
+
+    Args:
+        spec: the sweep.
+        say: prints a line of progress.
+    """
+
+    def __init__(self, spec: Spec, say: Callable[[str], None]) -> None:
+        self._spec = spec
+        self._say = say
+        self.notes: list[str] = []
+        """Why predictions are missing."""
+        self.capacity_bytes = spec.capacity_bytes or _capacity()
+        self._gpus = len(usable_gpus())
+        self.on = spec.predict and bool(spec.config) and self.capacity_bytes is not None
+        """Whether anything is predicted: only for ftmon's trainer, and where a capacity is known."""
+
+    def plan(self, runs: Sequence[Settings]) -> list[Planned]:
+        """Return configurations with what is predicted of them, in their order."""
+        if not self.on:
+            return [Planned(settings) for settings in runs]
+        groups: dict[str, list[Settings]] = {}
+        for settings in runs:
+            groups.setdefault(group_of(settings, LENGTH), []).append(settings)
+        found: dict[int, Predicted] = {}
+        for number, group in enumerate(groups.values(), 1):
+            self._say(f"predicting {number} of {len(groups)}")
+            points = self.points(group[0], [_length(settings) for settings in group if _length(settings)])
+            by_length = {point.sequence_length: point for point in points}
+            for settings in group:
+                point = by_length.get(_length(settings)) or (points[0] if points and not _length(settings) else None)
+                if point is not None:
+                    found[id(settings)] = predicted(point)
+        return [Planned(settings, found.get(id(settings))) for settings in runs]
+
+    def points(self, settings: Settings, lengths: Sequence[int]) -> list[Point]:
+        """Predict a configuration at several lengths (none: the configuration's own); empty where it cannot be."""
+        prediction = self.predict(settings, lengths)
+        return prediction.points if prediction is not None else []
+
+    def predict(self, settings: Settings, lengths: Sequence[int]) -> Prediction | None:
+        """Return the whole prediction; None, and a note, where there is none."""
+        varied = {name: value for name, value in settings.items() if name != LENGTH}
+        try:
+            ranks = self._ranks(varied)
+        except FtmonError as error:
+            return self._none(str(error))
+        words = [f"--sequence-length={','.join(map(str, sorted(set(lengths))))}"] if lengths else []
+        if self.capacity_bytes is not None:
+            beside = round(beside_pytorch(min(ranks, _GPUS_OF_A_HOST), -(-ranks // _GPUS_OF_A_HOST)).value)
+            words.append(f"--capacity={max(1, self.capacity_bytes - beside)}")
+        command = [sys.executable, "-P", "-m", "ftmon.trainer.predict", *words, f"--ranks={ranks}", "--json", "--"]
+        try:
+            done = subprocess.run(
+                [*command, self._spec.config, *overrides(self._spec, varied)],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                env=job(self._spec, varied, "predict").environment,
+                timeout=_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return self._none(f"not within {_SECONDS:.0f} s")
+        try:
+            return msgspec.json.decode(done.stdout, type=Prediction)
+        except msgspec.MsgspecError:
+            lines = done.stderr.decode(errors="replace").strip().splitlines()
+            return self._none(lines[-1].removeprefix("ftmon: ") if lines else "it ended without an answer")
+
+    def _none(self, reason: str) -> None:
+        note = f"no prediction: {sanitize(reason, 300)}"
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _ranks(self, settings: Settings) -> int:
+        config = load(self._spec.config, overrides(self._spec, settings)).config
+        return config.run.ranks or self._gpus or 1
+
+
+def _length(settings: Settings) -> int:
+    value = settings.get(LENGTH)
+    return value if isinstance(value, int) else 0
+
+
+def predicted(point: Point) -> Predicted:
+    """Return the highest rank's figures of a predicted point. ``init`` is no phase of a step."""
+    phases = {
+        name: max(rank.phases[name].allocated_peak_bytes for rank in point.ranks)
+        for name in point.ranks[0].phases
+        if name != "init"
+    }
+    highest = max(phases, key=lambda name: phases[name])
+    reserved = max(rank.reserved_peak_bytes for rank in point.ranks)
+    return Predicted(phases[highest], highest, reserved, point.nvml_bytes, point.fits, phases)
+
+
+def _capacity() -> int | None:
+    """Return the memory of the smallest GPU of this host; None where PyTorch can use none."""
+    if not usable_gpus():
+        return None
+    try:
+        nvml = Nvml()
+    except pynvml.NVMLError:
+        return None
+    samples = nvml.samples("", 0.0, {})
+    nvml.close()
+    kinds = {sample.index: find_gpu(sample.name) for sample in samples}
+    return min(
+        (gpu.memory_bytes if (gpu := kinds[sample.index]) else sample.total_bytes for sample in samples), default=None
+    )

@@ -1,0 +1,121 @@
+"""One run of a sweep: started, waited for, ended when its time is over, and known to be gone."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ...protocol.process import is_alive
+from ...protocol.rundir import ExitFile, RunDir
+from ...protocol.start_request import spawn_start, started_run
+from ...protocol.starter import CommandEnd
+from ..host import processes
+from ..host.terminate import sweep
+from .jobs import STOP_GRACE_SECONDS, Job
+
+_START_SECONDS = 180.0
+_LOOK_SECONDS = 0.5
+_CLOSING_SECONDS = 90.0
+"""A launcher waits so long for its hub to finish the recording, and some more."""
+_END_SECONDS = 30.0
+
+
+class RefusedError(Exception):
+    """The run was not started; the text is the starter's own words, one line."""
+
+
+class Ending(NamedTuple):
+    """How a run ended."""
+
+    run: RunDir
+    exit: ExitFile | None
+    """None: nobody wrote it down."""
+    ended_for: str
+    """Why the sweep ended it: ``timeout``, ``hang``, ``steps``, ``interrupt``, ``budget``; empty: it ended by
+    itself, or the monitor ended it."""
+    left: list[int]
+    """Pids of the run that could not be ended."""
+
+
+class Running:
+    """A run that is tied to this process: when this process dies, its launcher ends it.
+
+    Raises:
+        RefusedError: it was not started.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._line = CommandEnd()
+        process, request = spawn_start(job.request, self._line, environ=job.environment)
+        try:
+            output, errors = process.communicate(request, timeout=_START_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise RefusedError(f"its start took more than {_START_SECONDS:.0f} s") from None
+        if process.returncode:
+            words = errors.decode(errors="replace").strip().splitlines()
+            raise RefusedError(words[-1] if words else f"its start ended with status {process.returncode}")
+        run = started_run(output)
+        if run is None:
+            raise RefusedError("its start did not say which run it is")
+        self.run = run
+
+    def wait(self, deadline: float, ended: Callable[[], str]) -> Ending:
+        """Wait for the run's end.
+
+        Args:
+            deadline: when to end it (``time.monotonic``).
+            ended: called twice a second; why the run is to end now, empty: it is not.
+        """
+        why = ""
+        while self._exit() is None and not self._line.closed:
+            self._wait(_LOOK_SECONDS)
+            why = "timeout" if time.monotonic() >= deadline else ended()
+            if why:
+                self._end()
+                break
+        closing = time.monotonic() + _CLOSING_SECONDS
+        while not self._line.closed and time.monotonic() < closing:
+            self._wait(_LOOK_SECONDS)
+        return Ending(self.run, self._exit(), why, self._clear())
+
+    def _exit(self) -> ExitFile | None:
+        self._line.read()
+        return self._line.end or self.run.read_exit()
+
+    def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(InterruptedError):
+            select.select([self._line.fileno()], [], [], seconds)
+        self._line.read()
+
+    def _end(self) -> None:
+        """Ask the launcher to end the run; it kills what is left after the run's grace."""
+        asked = False
+        deadline = time.monotonic() + STOP_GRACE_SECONDS + _END_SECONDS
+        while self._exit() is None and not self._line.closed and time.monotonic() < deadline:
+            launcher = self._line.launcher or self.run.read_run().launcher
+            if not asked and launcher is not None and is_alive(launcher):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(launcher.pid, signal.SIGTERM)
+                asked = True
+            self._wait(_LOOK_SECONDS / 5)
+
+    def _clear(self) -> list[int]:
+        """End whatever is left of the run, and return what could not be ended."""
+        return [process.pid for process in sweep(lambda: processes.of_run(self.run.path, (), {os.getpid()}))]
+
+
+def clear_lost(run: RunDir) -> None:
+    """End a run that a killed sweep left behind; its launcher ends it by itself unless it was killed too."""
+    deadline = time.monotonic() + STOP_GRACE_SECONDS + _END_SECONDS
+    while run.path.exists() and run.read_exit() is None and time.monotonic() < deadline:
+        launcher = run.read_run().launcher
+        if launcher is None or not is_alive(launcher):
+            break
+        time.sleep(_LOOK_SECONDS / 5)
+    sweep(lambda: processes.of_run(run.path, (), {os.getpid()}))

@@ -1,0 +1,102 @@
+"""A sweep as plain lines: what is planned, each run as it ends, what is left."""
+
+from collections.abc import Callable
+
+from ...protocol.analysis.sweep.budget import left
+from ...protocol.analysis.sweep.summary import pool
+from ...protocol.analysis.sweep.text import (
+    aligned,
+    budget_text,
+    counts_text,
+    goal_text,
+    left_text,
+    predicted_text,
+    result_lines,
+    row_text,
+    settings_text,
+    table,
+)
+from ...protocol.sweep.rows import Ended, Plan, Predicted, Row, Settings
+from ...protocol.sweep.store import verdicts
+from ...protocol.text import duration, sanitize
+from .spec import Spec
+
+ENDS = {
+    "finished": "the sweep is done",
+    "budget": "the budget ends the sweep",
+    "failure": "the sweep ends",
+    "interrupted": "interrupted",
+    "gpus": "the sweep ends, as its GPUs are not empty",
+}
+
+
+class Lines:
+    """Prints a sweep.
+
+    Args:
+        spec: the sweep.
+        say: prints a line.
+    """
+
+    def __init__(self, spec: Spec, say: Callable[[str], None]) -> None:
+        self._spec = spec
+        self._say_raw = say
+        self._total = 0
+        self._number = 0
+
+    def plan(self, plan: Plan, answered: int, used: float) -> None:
+        """Print what is going to be run, and within what."""
+        spec = self._spec
+        self._total = 0 if plan.search is not None and plan.search.goal != "fastest" else len(plan.runs) * plan.repeats
+        self._number = answered
+        what = f"{len(plan.runs)} configurations" if len(plan.runs) != 1 else "1 configuration"
+        if plan.search is not None:
+            what = goal_text(plan.search.goal, plan.search.axis) + (f", of {what}" if spec.axes else "")
+        repeats = f" x {plan.repeats} repeats" if plan.repeats > 1 else ""
+        steps = f"{spec.steps} steps after {spec.warm_up} of warm-up"
+        self._say(f"{what}{repeats}, {steps}")
+        known = f", {duration(used)} used" if used >= 1 else ""
+        self._say(f"budget: {budget_text(plan.budget)}{known}; a run is ended after {duration(plan.timeout)}")
+        if answered:
+            self._say(f"{answered} runs have their rows already")
+        for note in plan.notes:
+            self._say(note)
+        for run in plan.runs if any(run.predicted for run in plan.runs) else ():
+            self._say(f"  {settings_text(run.settings)}: predicted {predicted_text(run.predicted) or 'nothing'}")
+
+    def begins(self, settings: Settings, repeat: int, predicted: Predicted | None) -> None:
+        """Print that a run begins."""
+        self._number += 1
+        again = f" (repeat {repeat + 1})" if repeat else ""
+        expected = f"; predicted {predicted_text(predicted)}" if predicted else ""
+        self._say(f"{self._counter()} {settings_text(settings)}{again} ...{expected}")
+
+    def row(self, row: Row) -> None:
+        """Print what became of it."""
+        self._say(f"{self._counter()} {settings_text(row.settings)}: {row_text(row)} ({duration(row.seconds)})")
+
+    def progress(self, plan: Plan, used: float, rows: list[Row]) -> None:
+        """Print what is left, where there is a budget or a price."""
+        if plan.budget.seconds is not None or plan.budget.price_per_hour is not None:
+            self._say(left_text(left(plan.budget, used, rows, max(0, self._total - self._number))))
+
+    def end(self, ended: Ended, rows: list[Row], plan: Plan, found: list[str]) -> None:
+        """Print the table and what follows from it."""
+        if rows:
+            for line in aligned(table(pool(rows), plan.columns)):
+                self._say(line)
+        for line in [*found, *result_lines(rows, plan)]:
+            self._say(line)
+        missing = f"; {ended.not_run} runs are missing, the same command goes on" if ended.not_run else ""
+        why = f": {ended.text}" if ended.text else ""
+        self._say(f"{ENDS[ended.reason]}{why}: {counts_text(verdicts(rows))}{missing}")
+
+    def note(self, text: str) -> None:
+        """Print a line of progress."""
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._say_raw(sanitize(text, 600))
+
+    def _counter(self) -> str:
+        return f"[{self._number}/{self._total}]" if self._total else f"[{self._number}]"

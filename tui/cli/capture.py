@@ -1,0 +1,35 @@
+"""``ftmon capture RUN``: captures memory snapshots of ranks and prints their paths."""
+
+import shlex
+import sys
+from argparse import Namespace
+from typing import Any
+
+from ...protocol import rundir
+from ...protocol.errors import HubError
+from ...protocol.text import sanitize
+from .control import ask
+from .trainer import living_hub
+
+
+def capture(arguments: Namespace) -> int:
+    """Ask a run's ranks for a memory snapshot and print the path of each; status 1 when a rank wrote none."""
+    run = rundir.find(arguments.run)
+    if run.read_exit() is not None:
+        raise HubError(f"{run.id} has ended: its snapshots, if it has any, are in {run.snapshots}")
+    args: dict[str, Any] = {"ranks": sorted(set(arguments.rank)), "reason": "asked"}
+    result = ask(living_hub(run), "snapshot", args, on_accepted=lambda text: print(text, file=sys.stderr, flush=True))
+    answers = result.data.get("answers")
+    paths = [
+        answer["path"]
+        for answer in (answers.values() if isinstance(answers, dict) else ())
+        if isinstance(answer, dict) and isinstance(answer.get("path"), str)
+    ]
+    for path in paths:
+        print(sanitize(path))
+    if not result.ok or not paths:
+        print(f"ftmon: {sanitize(result.text)}", file=sys.stderr)
+        return 1
+    if sys.stdout.isatty():
+        print(f"open it: ftmon snapshot {shlex.quote(sanitize(paths[0]))}", file=sys.stderr)
+    return 0

@@ -1,0 +1,45 @@
+"""``ftmon compare``: what differs between two runs or two sweeps, by more than its noise."""
+
+from argparse import Namespace
+
+from ...protocol.analysis.report.compare import Comparison, compare, noisy
+from ...protocol.analysis.report.text import comparison_lines, summary_line
+from ...protocol.errors import UsageError
+from ...protocol.text import sanitize
+from ..report.sides import Loaded, load
+from .printable import print_json
+
+
+def show_comparison(arguments: Namespace) -> int:
+    """Print a comparison; status 1 when the gate is passed.
+
+    Raises:
+        UsageError: a run beside a sweep, or nothing in common.
+    """
+    before, after = load(arguments.before, arguments.warm_up), load(arguments.after, arguments.warm_up)
+    found = compare_loaded(before, after, arguments.gate)
+    if arguments.json:
+        print_json({"gate": arguments.gate, "comparisons": found})
+    else:
+        for one in found:
+            for line in comparison_lines(one, arguments.gate):
+                print(sanitize(line, 400))
+        if len(found) > 1:
+            print(summary_line(found, arguments.gate))
+    return int(any(one.regressions for one in found))
+
+
+def compare_loaded(before: Loaded, after: Loaded, gate: float | None) -> list[Comparison]:
+    """Compare two runs, or the configurations that two sweeps have in common.
+
+    Raises:
+        UsageError: a run beside a sweep, or nothing in common.
+    """
+    if before.of_sweep != after.of_sweep:
+        sweep, run = (before, after) if before.of_sweep else (after, before)
+        raise UsageError(f"{sweep.name} is a sweep and {run.name} is a run: compare two of a kind")
+    keys = [key for key in before.sides if key in after.sides]
+    if not keys:
+        raise UsageError(f"{before.name} and {after.name} have no configuration in common: their axes or values differ")
+    tests = sum(noisy(before.sides[key], after.sides[key]) for key in keys)
+    return [compare(before.sides[key], after.sides[key], gate, tests) for key in keys]

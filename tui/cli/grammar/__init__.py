@@ -1,0 +1,1 @@
+"""The arguments of every command, a file for each group of ``ftmon --help``. Importing them costs argparse alone."""

@@ -1,0 +1,130 @@
+"""What several commands share: the way to add one, and their common arguments."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ..argument_types import seconds, whole
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_command(
+    commands: "Commands",
+    name: str,
+    handler: str,
+    summary: str,
+    usage: str | None = None,
+) -> argparse.ArgumentParser:
+    """Add a command; ``handler`` is ``module:function`` of ``tui.cli``, imported when it is run."""
+    parser = commands.add_parser(
+        name, help=summary, description=summary[0].upper() + summary[1:] + ".", usage=usage, allow_abbrev=False
+    )
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def add_run(parser: argparse.ArgumentParser, *, optional: bool = False, more: str = "") -> None:
+    """Add the run that a command is about."""
+    parser.add_argument(
+        "run", nargs="?" if optional else None, metavar="RUN", help=f"a run's identifier or its beginning{more}"
+    )
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add assignments to keys of the configuration."""
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key.sub=value", help="set a key of the configuration"
+    )
+
+
+def add_start_options(parser: argparse.ArgumentParser) -> None:
+    """Add what every command that starts a run takes."""
+    parser.add_argument("--name", help="what the run is called")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="also let other hosts attach, encrypted and by key")
+    parser.add_argument("--no-allocator-events", action="store_true", help="do not sample the allocator's own trace")
+    parser.add_argument("--detach", action="store_true", help="start it and return at once")
+    parser.add_argument(
+        "--on-oom",
+        choices=("raise", "hold"),
+        default="raise",
+        help="hold: a rank waits in the frame in which an allocation failed until it is released. The other ranks wait "
+        "in their next collective, and give up after their process group's timeout (NCCL 10 min, gloo 30 min, "
+        "DeepSpeed 10 min, or what the script sets)",
+    )
+    parser.add_argument(
+        "--allow-console", action="store_true", help="let 'ftmon console' run Python in a rank that is held"
+    )
+    parser.add_argument(
+        "--hold-timeout", type=seconds, metavar="SECONDS", help="let go by itself after so long (default: never)"
+    )
+    _add_hang_options(parser)
+    _add_notify_options(parser)
+    parser.add_argument(
+        "--stop-grace",
+        type=seconds,
+        metavar="SECONDS",
+        help="how long the run may take to end after SIGTERM, or after this command was killed, before it is killed "
+        "(default: 30)",
+    )
+    add_view_options(parser)
+
+
+def _add_hang_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--on-hang",
+        choices=("warn", "stacks", "stop", "kill"),
+        default="warn",
+        help="what to do about a hang that has stood for --hang-grace: an alert alone (default); write all stacks to a "
+        "file too; then interrupt the ranks, and kill what has not ended a minute later; or kill. Ends with status 193",
+    )
+    parser.add_argument(
+        "--hang-grace", type=seconds, metavar="SECONDS", help="how long a hang must have stood (default: 30)"
+    )
+    parser.add_argument(
+        "--exit-timeout",
+        type=seconds,
+        metavar="SECONDS",
+        help="once a rank has finished, kill the rest after so long without progress (default: never). Ends with "
+        "status 194",
+    )
+
+
+def _add_notify_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--notify",
+        action="append",
+        default=[],
+        metavar="TARGET",
+        help="notify of the run's events: a webhook's address, a shell command (the notice in JSON on its standard "
+        "input), 'desktop', or 'terminal' for the terminal that shows the run; repeatable",
+    )
+    parser.add_argument(
+        "--notify-on", metavar="EVENTS", help="of finish,failure,hang,oom,nan, separated by commas (default: all)"
+    )
+
+
+def add_view_options(parser: argparse.ArgumentParser) -> None:
+    """Add what every command that shows a live run takes."""
+    parser.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="lines of text, not the app")
+    parser.add_argument("--read-only", action="store_true", help="watch only: no stop and no kill from here")
+    add_ascii(parser)
+
+
+def add_ascii(parser: argparse.ArgumentParser) -> None:
+    """Add ``--ascii``."""
+    # SUPPRESS: a default here would overwrite `ftmon --ascii attach`.
+    parser.add_argument(
+        "--ascii", action="store_true", default=argparse.SUPPRESS, help="draw with ASCII characters only"
+    )
+
+
+def add_warm_up(parser: argparse.ArgumentParser) -> None:
+    """Add ``--warm-up``."""
+    parser.add_argument(
+        "--warm-up",
+        type=whole,
+        default=5,
+        metavar="N",
+        help="steps at a run's beginning that do not count (default: 5)",
+    )

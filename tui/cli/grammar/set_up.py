@@ -1,0 +1,36 @@
+"""The commands of the group "set up" of ``ftmon --help``."""
+
+from typing import TYPE_CHECKING
+
+from .parts import add_command
+
+if TYPE_CHECKING:
+    from .parts import Commands
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def add(commands: "Commands") -> None:
+    """Add the group's commands."""
+    _doctor(commands)
+    _keys(commands)
+    _completion(commands)
+
+
+def _doctor(commands: "Commands") -> None:
+    doctor = add_command(
+        commands, "doctor", "doctor:doctor", "check what works on this machine, with fixes for the rest"
+    )
+    doctor.add_argument("--json", action="store_true", help="one JSON object for scripts")
+
+
+def _keys(commands: "Commands") -> None:
+    keys = add_command(commands, "keys", "remote:manage_keys", "show and change which hosts may attach")
+    keys.add_argument("--allow", metavar="KEY", help="let this public key in")
+    keys.add_argument("--remark", default="", metavar="TEXT", help="whose it is, to remember")
+    keys.add_argument("--remove", metavar="KEY", help="let this public key in no more")
+
+
+def _completion(commands: "Commands") -> None:
+    completion = add_command(commands, "completion", "complete:completion", "write a completion script for a shell")
+    completion.add_argument("shell", choices=SHELLS)

@@ -1,0 +1,156 @@
+"""The commands of the group "train" of ``ftmon --help``."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ..argument_types import byte_size, lengths, positive, price
+from .parts import add_ascii, add_command, add_overrides, add_start_options
+
+if TYPE_CHECKING:
+    from .parts import Commands
+
+
+def add(commands: "Commands") -> None:
+    """Add the group's commands."""
+    _predict(commands)
+    _demo(commands)
+    _train(commands)
+    _sweep(commands)
+    _data(commands)
+    _chat(commands)
+
+
+def _predict(commands: "Commands") -> None:
+    predict = add_command(
+        commands,
+        "predict",
+        "predict:predict",
+        "predict what memory a training step takes, without a GPU",
+        usage="ftmon predict [options] CONFIG.yaml [key.sub=value ...] | --model M [options] | [options] -- COMMAND",
+    )
+    predict.set_defaults(command=[])
+    predict.epilog = (
+        "COMMAND starts a script: deepspeed, torchrun or python. The script is run up to deepspeed.initialize. "
+        "The allocator's settings are read from PYTORCH_CUDA_ALLOC_CONF. Exit status: 0 predicted, 2 wrong usage or a "
+        "configuration that cannot be used. Method and errors: docs/predict.md."
+    )
+    predict.add_argument(
+        "config", nargs="?", metavar="CONFIG.yaml", help="the configuration that 'ftmon train' would run"
+    )
+    add_overrides(predict)
+    predict.add_argument(
+        "--ranks", type=positive, metavar="N", help="GPUs of the run (default: the configuration's, or 1)"
+    )
+    predict.add_argument(
+        "--sequence-length", type=lengths, metavar="S[,S...]", help="tokens (default: the configuration's, or 1024)"
+    )
+    script = predict.add_argument_group("in place of CONFIG.yaml, for a script of your own")
+    script.add_argument(
+        "--model", metavar="FOLDER|NAME|FILE", help="a folder with config.json, a name on the hub, or a file"
+    )
+    script.add_argument("--deepspeed", metavar="FILE", help="DeepSpeed's configuration (default: bf16, ZeRO stage 0)")
+    script.add_argument("--micro-batch", type=positive, metavar="B", help="sequences a GPU (default: the file's, or 1)")
+    script.add_argument(
+        "--accumulation", type=positive, metavar="A", help="micro-steps a step (default: the file's, or 1)"
+    )
+    script.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, without use_reentrant")
+    script.add_argument("--lora-rank", type=positive, metavar="R", help="LoRA on the linear layers, with peft")
+    script.add_argument(
+        "--optimizer", choices=("deepspeed", "torch"), help="AdamW of DeepSpeed or of PyTorch, not the configuration's"
+    )
+    predict.add_argument(
+        "--capacity",
+        type=byte_size,
+        metavar="SIZE",
+        help="what PyTorch may reserve on a GPU, such as 24GiB: does it fit?",
+    )
+    predict.add_argument(
+        "--data", action="store_true", help="read CONFIG.yaml's data set, too: which steps of an epoch do not fit"
+    )
+    predict.add_argument(
+        "--what-if",
+        action="store_true",
+        help="predict changes, too (minutes), the cheapest that fits first",
+    )
+    predict.add_argument("--gpu", metavar="NAME", help="the kind of GPU, such as 'A100 80 GB' (default: H200)")
+    predict.add_argument("--price", type=price, metavar="P", help="of a GPU hour, in any currency: what tokens cost")
+    predict.add_argument("--json", action="store_true", help="one JSON object for scripts")
+
+
+def _demo(commands: "Commands") -> None:
+    demo = add_command(commands, "demo", "start:demo", "fine-tune a small model here and now, and watch it")
+    demo.add_argument(
+        "--fault",
+        metavar="KIND[:rank=R,step=S]",
+        help="make a real fault happen: spike, hang, slow, oom, crash or stop",
+    )
+    demo.add_argument("--steps", type=positive, metavar="N", help="optimizer steps to train")
+    demo.add_argument(
+        "--ranks", type=positive, metavar="N", help="how many ranks (default: every GPU, or 2 on the CPU)"
+    )
+    add_overrides(demo)
+    _no_predict(demo)
+    add_start_options(demo)
+
+
+def _train(commands: "Commands") -> None:
+    train = add_command(commands, "train", "start:train", "train with a configuration of your own, and watch it")
+    train.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="the configuration")
+    train.add_argument("--print-config", action="store_true", help="write a commented default configuration and end")
+    train.add_argument("--push", metavar="REPOSITORY", help="upload the final model to the Hugging Face hub")
+    add_overrides(train)
+    _no_predict(train)
+    add_start_options(train)
+
+
+def _no_predict(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-predict", action="store_true", help="do not predict the run's memory beside it, on GPUs, at idle priority"
+    )
+
+
+def _sweep(commands: "Commands") -> None:
+    sweep = add_command(commands, "sweep", "sweep:sweep", "measure many configurations, each in a run of its own")
+    sweep.epilog = (
+        "Rows are kept in SWEEP.results.jsonl; the same command goes on where it was ended. Exit status: 0 every run "
+        "has its row, of whatever verdict; 1 the sweep ended before; 2 wrong usage or a sweep file that cannot be "
+        "used; 130 interrupted. The sweep file: docs/sweep.md."
+    )
+    sweep.add_argument("sweep", metavar="SWEEP.yaml", help="what is varied, over what, within which budget")
+    sweep.add_argument("--output", metavar="FILE", help="where the rows go (default: SWEEP.results.jsonl beside it)")
+    sweep.add_argument("--plan", action="store_true", help="print what would be run, with predictions, and end")
+    sweep.add_argument(
+        "--fail-fast", action="store_true", help="what is likeliest to fail first; the first failure ends the sweep"
+    )
+    sweep.add_argument("--json", action="store_true", help="one JSON object at the end; progress on standard error")
+    sweep.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="lines of text, not the app")
+    add_ascii(sweep)
+
+
+def _data(commands: "Commands") -> None:
+    data = add_command(commands, "data", "data:check", "check what the model will see of the training data")
+    parts = data.add_subparsers(metavar="ACTION", required=True)
+    check = add_command(parts, "check", "data:check", "show tokens, labels, lengths and what is wrong with the data")
+    check.add_argument("config", metavar="CONFIG.yaml", help="the configuration that a run would have")
+    check.add_argument("--json", action="store_true", help="one JSON object for scripts")
+    check.add_argument("--samples", type=positive, default=3, metavar="N", help="records to show (default: 3)")
+    check.add_argument("--color", action="store_true", help="colours also where the output is no terminal")
+    check.epilog = "Exit status: 0 nothing found, 1 findings, 2 wrong usage or configuration."
+    add_overrides(check)
+
+
+def _chat(commands: "Commands") -> None:
+    chat = add_command(commands, "chat", "chat:chat", "talk to a trained model, or to a checkpoint of a live run")
+    chat.epilog = (
+        "With standard input from a pipe each line is a message of its own, and each answer one line (a line end in it "
+        "is written as \\n); --whole makes all of the input one message."
+    )
+    chat.add_argument("target", metavar="MODEL|RUN", help="a model's folder, an output folder, a checkpoint, or a run")
+    chat.add_argument("--system", metavar="TEXT", help="the system prompt")
+    chat.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token (default: 0.7)")
+    chat.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that make P together")
+    chat.add_argument("--max-tokens", type=positive, metavar="N", help="longest answer (default: 512)")
+    chat.add_argument("--seed", type=int, metavar="N", help="of the sampling: the same answers again")
+    chat.add_argument("--device", choices=("auto", "cpu", "cuda"), help="auto: a GPU; for a checkpoint, the CPU")
+    chat.add_argument("--whole", action="store_true", help="all of the piped input is one message")
+    chat.add_argument("--debug", action="store_true", help="show exactly which tokens are sent and received")

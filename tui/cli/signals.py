@@ -1,0 +1,77 @@
+"""Signals to a command that follows a run: counted or kept, so that none lands in the middle of a fold."""
+
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What ``ftmon run`` passes on to the run."""
+
+
+class Interrupts:
+    """Counts Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Take one signal."""
+        self.count += 1
+
+
+@contextmanager
+def counted_interrupts() -> Generator[Interrupts]:
+    """Count SIGINT instead of raising KeyboardInterrupt."""
+    interrupts = Interrupts()
+    before = signal.signal(signal.SIGINT, interrupts)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def kept(numbers: Iterable[signal.Signals]) -> Generator["deque[signal.Signals]"]:
+    """Keep signals as they come; what was ignored when the command began (nohup, a job in the background) stays so."""
+    waiting: deque[signal.Signals] = deque()
+    before: dict[signal.Signals, Any] = {}
+
+    def keep(number: int, _frame: FrameType | None) -> None:
+        waiting.append(signal.Signals(number))
+
+    for number in numbers:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, keep)
+    try:
+        yield waiting
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def passed_on(send: Callable[[signal.Signals], object], owned: bool) -> Generator[threading.Event]:
+    """Pass signals to the app on to a run that this command started; the event is set once one asked for the end.
+
+    Not SIGHUP: a terminal that is lost ends only the app.
+    """
+    stopped = threading.Event()
+    before: dict[signal.Signals, Any] = {}
+
+    def take(number: int, _frame: FrameType | None) -> None:
+        send(signal.Signals(number))
+        if number in (signal.SIGINT, signal.SIGTERM):
+            stopped.set()
+
+    for number in FOR_THE_RUN if owned else ():
+        if number != signal.SIGHUP and signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, take)
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

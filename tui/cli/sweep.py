@@ -1,0 +1,103 @@
+"""``ftmon sweep``: many configurations, one after the other, in a process of its own."""
+
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from ...protocol import exits
+from ...protocol.analysis.sweep.summary import pool
+from ...protocol.analysis.sweep.text import aligned, result_lines, table
+from ...protocol.sweep.store import ResultsError, default_output
+from ...protocol.text import sanitize
+from . import terminal
+from .trainer import StartFailedError, become
+from .view import opens_app
+
+SWEEP = "ftmon.trainer.sweep"
+_LOOK_SECONDS = 0.1
+
+
+def sweep(arguments: Namespace) -> int:
+    """Run a sweep: status 0 where every run has its row, 1 where it ended before, 2 for a file that cannot be used.
+
+    In a terminal it opens the app, and the sweep goes on when that is left; else its lines are printed.
+
+    Raises:
+        StartFailedError: the sweep refused its file.
+    """
+    if arguments.json or arguments.plan or not opens_app(arguments):
+        become(SWEEP, words(arguments))
+    return _in_app(arguments)
+
+
+def words(arguments: Namespace) -> list[str]:
+    """Return the arguments of the process that runs the sweep."""
+    result: list[str] = [arguments.sweep]
+    if arguments.output:
+        result.append(f"--output={arguments.output}")
+    result += [f"--{name.replace('_', '-')}" for name in ("plan", "fail_fast", "json") if getattr(arguments, name)]
+    return result
+
+
+def _in_app(arguments: Namespace) -> int:
+    from ..screens.sweep.app import run_sweep_app
+
+    path = Path(arguments.output or default_output(arguments.sweep))
+    if not _goes_on(path):
+        _start(path, arguments)
+    model = run_sweep_app(path, ascii_only=arguments.ascii or terminal.wants_ascii())
+    model.refresh()
+    if model.results is None or model.results.end is None:
+        print(f"the sweep goes on; 'ftmon sweep {arguments.sweep}' shows it again, and its rows are in {path}")
+        return 0
+    plan = model.results.plan
+    for line in [*aligned(table(pool(model.rows), plan.columns if plan else ())), *result_lines(model.rows, plan)]:
+        print(sanitize(line, 600))
+    if model.results.end.reason == "interrupted":
+        return exits.INTERRUPTED
+    return 0 if model.results.end.reason == "finished" else 1
+
+
+def _goes_on(path: Path) -> bool:
+    """Whether a session of the sweep runs already."""
+    from ..model.sweep import SweepModel
+
+    model = SweepModel(path)
+    try:
+        model.refresh()
+    except ResultsError:
+        return False
+    return model.alive
+
+
+def _start(path: Path, arguments: Namespace) -> None:
+    """Start the sweep's process, which outlives this one, and wait until it has accepted its file.
+
+    Raises:
+        StartFailedError: it refused; the text is its own words.
+    """
+    log = path.with_suffix(".log")
+    try:
+        output = log.open("wb")
+    except OSError as error:
+        raise ResultsError(f"{log}: cannot be written: {error.strerror}") from None
+    with output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", SWEEP, *words(arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    while process.poll() is None and not _accepted(log):
+        time.sleep(_LOOK_SECONDS)
+    if process.returncode:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        raise StartFailedError("\n".join(lines) or "the sweep did not start", process.returncode)
+
+
+def _accepted(log: Path) -> bool:
+    """Whether the process has said its first line, which no refusal begins with."""
+    return log.read_bytes().startswith(b"sweep ")

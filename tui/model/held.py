@@ -1,0 +1,80 @@
+"""Ranks that wait at an out-of-memory error: which, since when, and which error to show first."""
+
+from ...protocol.text import duration
+from .oom import CaseKey, OomCase
+from .run import RunModel
+
+
+def held_since(model: RunModel, case: OomCase) -> float:
+    """Tell since when the rank waits at this very error, seconds since the epoch; 0: it does not."""
+    rank = model.ranks.get(case.oom.rank)
+    latest = model.ooms.of_rank(case.oom.rank)
+    if rank is None or not case.oom.held or latest is None or latest.key != case.key:
+        return 0.0
+    if not rank.alive:
+        return 0.0
+    if rank.beat is not None and rank.beat.time > case.oom.time:
+        return rank.beat.held_since
+    if rank.state == "held":
+        return rank.state_since or case.oom.time
+    return 0.0
+
+
+def held_cases(model: RunModel) -> list[OomCase]:
+    """List the errors at which a rank waits now."""
+    return [case for case in model.ooms.ordered() if held_since(model, case)]
+
+
+def first_to_show(model: RunModel, rank: int | None = None) -> OomCase | None:
+    """Choose the error a person most likely means: of that rank, else one that is held, else the first of the latest.
+
+    When one rank fails, others often follow within moments: the first of them is the one to look at.
+    """
+    if rank is not None and (found := model.ooms.of_rank(rank)) is not None:
+        return found
+    if held := held_cases(model):
+        return held[0]
+    cases = model.ooms.ordered()
+    if not cases:
+        return None
+    last = cases[-1].oom.time
+    return next(case for case in cases if case.oom.time >= last - _TOGETHER_S)
+
+
+_TOGETHER_S = 120.0
+"""Errors of several ranks within this belong together."""
+
+
+class HeldWatch:
+    """Tells of each error at which a rank has begun to wait, once."""
+
+    def __init__(self) -> None:
+        self._told: set[CaseKey] = set()
+
+    def fresh(self, model: RunModel) -> OomCase | None:
+        """Return an error at which a rank waits and that was not told of yet; others that wait too count as told."""
+        cases = [case for case in held_cases(model) if case.key not in self._told]
+        self._told.update(case.key for case in cases)
+        return cases[0] if cases else None
+
+
+def hold_words(model: RunModel, case: OomCase) -> list[str]:
+    """Return what being held means here: until when, and what becomes of the other ranks."""
+    since, oom = held_since(model, case), case.oom
+    if not since:
+        return []
+    lines = [f"rank {oom.rank} waits in the failing frame, for {duration(max(1, int(model.now - since)))} now"]
+    if oom.hold_seconds:
+        left = since + oom.hold_seconds - model.now
+        lines[0] += f"; it lets go by itself in {duration(max(0.0, left))} (--hold-timeout)"
+    if oom.others:
+        lines.append(oom.others)
+    if oom.peer_timeout_s:
+        left = oom.time + oom.peer_timeout_s - model.now
+        lines.append(
+            f"their process group gives up {duration(oom.peer_timeout_s)} after it began to wait, "
+            + (f"in about {duration(left)}" if left > 0 else "and that time is over: they may be gone")
+        )
+    elif not oom.others and model.world_size > 1:
+        lines.append("the other ranks wait in their next collective until their process group's timeout ends them")
+    return lines

@@ -1,0 +1,35 @@
+"""The notices that the terminal showing a run is to give."""
+
+import time
+from collections.abc import Iterator
+
+from ...protocol.control import RunState
+from ...protocol.notices import TERMINAL, Notice, Notices, read_notify
+from ...protocol.rundir import RunDir
+from .run import RunModel
+
+
+class TerminalNotices:
+    """Finds what is new in a run and worth a notice; what happened before it was made is not told."""
+
+    def __init__(self, run: RunDir) -> None:
+        notify = read_notify(run)
+        wanted = notify.events if notify is not None and TERMINAL in notify.targets else []
+        self._since = time.time()
+        self._notices = Notices(run.id, "", wanted, self._since) if wanted else None
+        self._version = 0
+
+    def fresh(self, model: RunModel) -> Iterator[Notice]:
+        """Yield the notices, mostly none, that the model asks for since the last call."""
+        if self._notices is None:
+            return
+        if model.alerts.version != self._version:
+            self._version = model.alerts.version
+            for alert in model.alerts:
+                notice = self._notices.of(alert)
+                if notice is not None:
+                    yield notice
+        if model.ended and model.state_time >= self._since:
+            notice = self._notices.of(RunState(model.state, model.state_time, model.state_text, model.exit_code))
+            if notice is not None:
+                yield notice

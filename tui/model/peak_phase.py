@@ -1,0 +1,244 @@
+"""Which phase makes a rank's peak, by how much, and how that depends on the batch's length and on the step.
+
+This explains a curve that is flat and then rises: while batches are short one phase leads whose peak does not depend
+on them (an optimizer step, say), and from some length on another, whose peak does.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ...protocol.recording.phase_peaks import PeakMark, bucket_of
+from ...protocol.text import gib, sanitize
+
+FLAT_SHARE = 0.01
+"""A phase whose peaks differ by less than this over all lengths does not depend on them."""
+
+STEADY_SHARE = 0.7
+"""A peak grows with the batch when at least this share of the next longer batches has a higher one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Below some length one phase leads, above it another."""
+
+    below: str
+    above: str
+    last_below: PeakMark
+    """The longest batch at which ``below`` still led."""
+    first_above: PeakMark
+    size: float
+    """Elements of a batch at which both peaks would be equal, by a line between the two."""
+    ahead: bool = False
+    """No batch was so long yet: it follows from how the peaks grew, and ``first_above`` is the longest batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeakRanking:
+    """The standing of a rank's phases; the highest first."""
+
+    standing: tuple[PeakMark, ...]
+    """The highest mark of each phase."""
+    crossing: Crossing | None = None
+    slopes: dict[str, float] | None = None
+    """Bytes an element of the batch, by phase, over the longest batches; 0 for a phase whose peak is the same at every
+    length it led at, or at every one. None with one length."""
+    changes: tuple[tuple[int, str], ...] = ()
+    """Step and phase each time another phase began to make the run's peak; the first is the first step's."""
+
+    @property
+    def first(self) -> PeakMark:
+        """The phase that makes the run's peak."""
+        return self.standing[0]
+
+    @property
+    def next(self) -> PeakMark | None:
+        """The phase that comes after it."""
+        return self.standing[1] if len(self.standing) > 1 else None
+
+    @property
+    def by(self) -> int:
+        """Bytes by which the first leads."""
+        return self.first.bytes - self.standing[1].bytes if len(self.standing) > 1 else self.first.bytes
+
+
+def phase_words(phase: str) -> str:
+    """Call a phase as in a sentence: ``the optimizer step``, ``backward``."""
+    return {"optimizer": "the optimizer step", "data": "data loading"}.get(phase) or sanitize(phase, 20)
+
+
+def lead_of(marks: Iterable[PeakMark]) -> PeakRanking | None:
+    """Judge the marks of one rank; None without any."""
+    known = list(marks)
+    if not known:
+        return None
+    highest: dict[str, PeakMark] = {}
+    for mark in known:
+        if mark.phase not in highest or mark.bytes > highest[mark.phase].bytes:
+            highest[mark.phase] = mark
+    standing = tuple(sorted(highest.values(), key=lambda mark: -mark.bytes))
+    sizes = _by_size(known)
+    crossing = _crossing(sizes)
+    return PeakRanking(standing, crossing, _slopes(sizes, crossing), _changes(known))
+
+
+def _by_size(marks: Sequence[PeakMark]) -> list[dict[str, PeakMark]]:
+    """Return the highest mark of each phase for each size of batch, by size.
+
+    A size that only the very first step had is left out: that step creates the optimizer's states, before which every
+    phase is lower than ever after.
+    """
+    first = min(mark.step for mark in marks)
+    found: dict[int, dict[str, PeakMark]] = {}
+    for mark in marks:
+        bucket = bucket_of(mark.shape)
+        if bucket >= 0:
+            phases = found.setdefault(bucket, {})
+            if mark.phase not in phases or mark.bytes > phases[mark.phase].bytes:
+                phases[mark.phase] = mark
+    settled = {key: phases for key, phases in found.items() if any(mark.step > first for mark in phases.values())}
+    return [phases for _, phases in sorted((settled or found).items())]
+
+
+def _top(phases: dict[str, PeakMark]) -> PeakMark:
+    return max(phases.values(), key=lambda mark: mark.bytes)
+
+
+def _crossing(sizes: list[dict[str, PeakMark]]) -> Crossing | None:
+    """Find the one size at which the lead passes from one phase to another; None when it never or often does."""
+    leaders = [_top(phases).phase for phases in sizes]
+    turns = [at for at in range(1, len(leaders)) if leaders[at] != leaders[at - 1]]
+    if not turns and len(sizes) > 1:
+        return _crossing_ahead(sizes)
+    if len(turns) != 1:
+        return None
+    below, above = sizes[turns[0] - 1], sizes[turns[0]]
+    lower, upper = _top(below), _top(above)
+    low, high = lower.size, upper.size
+    crossed = float(high)
+    if upper.phase in below and lower.phase in above and high > low:
+        before = below[upper.phase].bytes - lower.bytes
+        after = upper.bytes - above[lower.phase].bytes
+        crossed = low + (high - low) * -before / (after - before) if after != before else float(high)
+    return Crossing(lower.phase, upper.phase, lower, upper, crossed)
+
+
+def _crossing_ahead(sizes: list[dict[str, PeakMark]]) -> Crossing | None:
+    """Find where a phase that grows with the batch would pass the one that leads, within 8 times the longest batch."""
+    leader = _top(sizes[-1])
+    found: Crossing | None = None
+    for phase, mark in sizes[-1].items():
+        slope = _slope(sizes[-2:], phase)
+        gain = slope - max(0.0, _slope(sizes[-2:], leader.phase))
+        if phase == leader.phase or slope <= 0 or gain <= 0:
+            continue
+        size = mark.size + (leader.bytes - mark.bytes) / gain
+        if size <= 8 * mark.size and (found is None or size < found.size):
+            found = Crossing(leader.phase, phase, leader, mark, size, ahead=True)
+    return found
+
+
+def _slopes(sizes: list[dict[str, PeakMark]], crossing: Crossing | None) -> dict[str, float] | None:
+    if len(sizes) < 2:
+        return None
+    found: dict[str, float] = {}
+    for phase in dict.fromkeys(name for phases in sizes for name in phases):
+        led = sizes
+        if crossing is not None and not crossing.ahead and phase in (crossing.below, crossing.above):
+            led = [each for each in sizes if (_top(each).phase == crossing.below) == (phase == crossing.below)]
+        found[phase] = _slope(led if len(led) > 1 else sizes[-2:], phase)
+    return found
+
+
+def _slope(sizes: Sequence[dict[str, PeakMark]], phase: str) -> float:
+    """Give bytes an element of the batch; 0 where the peaks are alike, or rise and fall as they like."""
+    marks = [phases[phase] for phases in sizes if phase in phases]
+    if len(marks) < 2 or marks[-1].size <= marks[0].size:
+        return 0.0
+    highest, lowest = max(mark.bytes for mark in marks), min(mark.bytes for mark in marks)
+    rising = sum(after.bytes >= before.bytes for before, after in pairwise(marks))
+    if highest - lowest <= FLAT_SHARE * highest or rising < STEADY_SHARE * (len(marks) - 1):
+        return 0.0
+    return max(0.0, (marks[-1].bytes - marks[0].bytes) / (marks[-1].size - marks[0].size))
+
+
+def _changes(marks: Sequence[PeakMark]) -> tuple[tuple[int, str], ...]:
+    """Walk the marks by step and note when another phase began to make the run's peak."""
+    found: list[tuple[int, str]] = []
+    top = 0
+    ordered = sorted(marks, key=lambda mark: mark.step)
+    at = 0
+    while at < len(ordered):
+        step = ordered[at].step
+        end = at
+        while end < len(ordered) and ordered[end].step == step:
+            end += 1
+        best = max(ordered[at:end], key=lambda mark: mark.bytes)
+        if best.bytes > top:
+            top = best.bytes
+            if not found or found[-1][1] != best.phase:
+                found.append((step, best.phase))
+        at = end
+    return tuple(found)
+
+
+def lead_sentences(lead: PeakRanking) -> list[str]:
+    """Return in words who leads, at which lengths, and since when; the most telling first."""
+    found = [_standing_sentence(lead)]
+    crossing = lead.crossing
+    if crossing is not None and not crossing.ahead:
+        name = _namer([crossing.last_below, crossing.first_above])
+        near = f"; they are equal near {_near(crossing)}" if _between(crossing) else ""
+        found.append(
+            f"up to {name(crossing.last_below)} {phase_words(crossing.below)} leads{_course(lead, crossing.below)}, "
+            f"from {name(crossing.first_above)} on {phase_words(crossing.above)}{_course(lead, crossing.above)}{near}"
+        )
+    elif lead.slopes is not None:
+        slope = lead.slopes.get(lead.first.phase, 0.0)
+        why = "does not grow with them" if not slope else f"grows {_rate(slope)}"
+        found.append(f"{phase_words(lead.first.phase)} leads at every length so far; its peak {why}")
+        if crossing is not None:
+            ahead = f"{phase_words(crossing.above)} grows {_rate(lead.slopes.get(crossing.above, 0.0))}"
+            found[-1] += f"; {ahead} and would lead from about {_near(crossing)} on"
+    elif len(lead.changes) > 1 and lead.changes[-1][0] > 2:
+        before, now = lead.changes[-2], lead.changes[-1]
+        found.append(f"{phase_words(before[1])} led until step {now[0]:,}; {phase_words(now[1])} since then")
+    return found
+
+
+def _standing_sentence(lead: PeakRanking) -> str:
+    first, following = lead.first, lead.next
+    text = f"the run's peak: {gib(first.bytes)} in {phase_words(first.phase)}, step {first.step:,}"
+    return text if following is None else f"{text}; next {phase_words(following.phase)}, {gib(lead.by)} below"
+
+
+def _course(lead: PeakRanking, phase: str) -> str:
+    if lead.slopes is None or phase not in lead.slopes:
+        return ""
+    slope = lead.slopes[phase]
+    highest = next(mark.bytes for mark in lead.standing if mark.phase == phase)
+    return f" (flat at {gib(highest)})" if not slope else f" (+{_rate(slope)})"
+
+
+def _rate(slope: float) -> str:
+    return f"{gib(slope)} a token"
+
+
+def _between(crossing: Crossing) -> bool:
+    low, high = crossing.last_below.size, crossing.first_above.size
+    return high - low > 0.02 * high and low < crossing.size < high
+
+
+def _near(crossing: Crossing) -> str:
+    """Name the size at which two peaks are equal: by length where only that differs, else in tokens."""
+    low, high = crossing.last_below, crossing.first_above
+    if len(low.shape) > 1 and low.shape[:-1] == high.shape[:-1]:
+        return f"length {crossing.size * low.shape[-1] / low.size:,.0f}"
+    return f"{crossing.size:,.0f} tokens"
+
+
+def _namer(marks: Sequence[PeakMark]) -> Callable[[PeakMark], str]:
+    """Call a batch by its length where only that differs, else by its shape."""
+    if len({tuple(mark.shape[:-1]) for mark in marks}) == 1 and len(marks[0].shape) > 1:
+        return lambda mark: f"length {mark.shape[-1]:,}"
+    return lambda mark: "batches of " + " x ".join(f"{count:,}" for count in mark.shape)

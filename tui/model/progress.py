@@ -1,0 +1,32 @@
+"""How far a run is, in a few words: its epoch, and what it does besides its steps."""
+
+from ...protocol.text import sanitize
+from .run import RunModel
+
+_ACTIVITY_SECONDS = 1.0
+"""A phase that no message has announced is named in the summary once it lasts this long."""
+
+_PHASE_ACTIVITIES = {"eval": "evaluation", "checkpoint": "checkpoint"}
+
+
+def activity_words(model: RunModel) -> str:
+    """Name what the run does besides its steps, and how far it is; empty while it trains, or not at all."""
+    if model.state not in ("starting", "training"):
+        return ""
+    activity = model.training.activity
+    if activity is not None:
+        part = f" {activity.done:,}/{activity.total:,}" if activity.total else ""
+        return f"{sanitize(activity.name, 20)}{part}"
+    for rank in model.ranks.values():
+        beat = rank.beat
+        if beat is not None and beat.phase in _PHASE_ACTIVITIES and rank.alive:
+            begun = beat.phase_started + rank.clock_offset
+            return _PHASE_ACTIVITIES[beat.phase] if model.now - begun >= _ACTIVITY_SECONDS else ""
+    return ""
+
+
+def epoch_words(model: RunModel) -> str:
+    """Write the epochs that are done, of those that are planned: ``1.25 / 3``; empty where they are not known."""
+    if model.epoch is None or model.plan is None or not model.plan.epochs:
+        return ""
+    return f"{model.epoch:.2f} / {model.plan.epochs:.4g}"

@@ -1,0 +1,284 @@
+"""The state of a run, and the figures that follow from it: progress, speed, losses, peaks."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ...protocol import control, hosts, jobs, telemetry
+from ...protocol.prediction import Prediction
+from .alerts import AlertHistory
+from .fit import Fit, fit
+from .logs import LogHistory
+from .oom import OomCases
+from .rank import Peak, RankModel
+from .rates import Rates, rates
+from .series import StepSeries
+from .training import HistoryPoint, Training, seconds_of_pauses_left
+
+DeviceKey = tuple[str, str, int]
+"""Host, kind (``gpu`` or ``host``) and index."""
+
+FEWEST_STEPS = 40
+"""Recent steps of each rank that are kept whole at the least."""
+
+_NEAR_STEPS = 4
+"""Steps that ranks of one training may be apart for a moment."""
+
+_STANDING = ("hung", "stopped", "gone", "unreachable", "held")
+"""States of a rank in which the run does not go on, however fast it was."""
+
+
+@dataclass(slots=True)
+class RunInfo:
+    """What is known of a run besides its state; filled from its directory, its recording and its ranks' hellos."""
+
+    id: str = ""
+    name: str = ""
+    kind: str = ""
+    """``demo``, ``train``, ``run`` or ``watch``."""
+    command: list[str] = field(default_factory=list[str])
+    created: float = 0.0
+    host: str = ""
+    model: str = ""
+    zero_stage: int | None = None
+    precision: str = ""
+    framework: str = ""
+    backend: str = ""
+    parameters: int = 0
+    trainable_parameters: int = 0
+    world_size: int = 0
+    micro_batch: int | None = None
+    grad_accumulation: int | None = None
+
+
+def mean_loss(losses: Sequence[tuple[float, int]]) -> float | None:
+    """Return the mean of the ranks' losses of one step, weighted by the label tokens beside them where all have some.
+
+    None for no losses.
+    """
+    if not losses:
+        return None
+    weights = [tokens for _, tokens in losses] if all(tokens > 0 for _, tokens in losses) else [1] * len(losses)
+    return sum(loss * weight for (loss, _), weight in zip(losses, weights, strict=True)) / sum(weights)
+
+
+class RunState:
+    """Everything the screens draw of a run, and what follows from it; ``RunModel`` changes it."""
+
+    def __init__(self, info: RunInfo | None = None) -> None:
+        self.info = info or RunInfo()
+        self.state: control.RunStateName = "starting"
+        self.state_text = ""
+        self.state_time = 0.0
+        self.exit_code: int | None = None
+        self.plan: telemetry.Plan | None = None
+        self.prediction: Prediction | None = None
+        """What the run was predicted to take, or why nothing was; None: nobody said."""
+        self.ranks: dict[int, RankModel] = {}
+        """By rank, in rank order."""
+        self.devices: dict[DeviceKey, telemetry.DeviceSample] = {}
+        """The latest sample of each device and host."""
+        self.alerts = AlertHistory()
+        self.logs = LogHistory()
+        self.ooms = OomCases()
+        self.hub: control.HubStats | None = None
+        self.hosts: dict[str, hosts.HostState] = {}
+        """The run's other hosts, by name."""
+        self.results: deque[control.Result] = deque(maxlen=100)
+        """What commands came to, newest last."""
+        self.losses = StepSeries()
+        """Mean over ranks of each step's loss, weighted by label tokens where they are known, over the whole job."""
+        self.training = Training()
+        """The course of the job, its evaluations and checkpoints."""
+        self.job = 0
+        """The number of the job that ranks, steps, losses and peaks are of; 0 where the hub tells of none."""
+        self.jobs: dict[int, jobs.Job] = {}
+        """How each job of the run stands, by number."""
+        self.job_losses: dict[int, StepSeries] = {}
+        """The losses of the jobs before, the last ones, by number."""
+        self.first_t = 0.0
+        """Hub time of the first frame; 0 before any."""
+        self.now = 0.0
+        """The time this state is of, seconds since the epoch: the latest frame's, or later (see ``tick``)."""
+        self.last_t = 0.0
+        """Hub time of the latest frame."""
+        self.last_seq = 0
+        self.version = 0
+        """Moves with every frame."""
+        self.damaged = 0
+        """Messages with figures that cannot be (an infinite time, a rank beyond all ranks); they are left out."""
+        self._update_names: list[str] = []
+        """Engines or optimizers that share the steps, in the order they were first heard of."""
+        self._by_uuid: dict[str, DeviceKey] = {}
+
+    def device_of(self, rank: RankModel) -> telemetry.DeviceSample | None:
+        """Find the latest sample of a rank's device: by uuid, else by host and index; of the host for a CPU rank."""
+        hello = rank.hello
+        if hello is None:
+            return None
+        if hello.device.kind == "cpu":
+            return self.devices.get((hello.host, "host", 0))
+        key = self._by_uuid.get(hello.device.uuid) if hello.device.uuid else None
+        if key is None and not hello.device.uuid:
+            key = (hello.host, "gpu", hello.device.index)
+        return self.devices.get(key) if key else None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run: as the hellos say, or as many as were heard of."""
+        return max(self.info.world_size, len(self.ranks))
+
+    @property
+    def step(self) -> int:
+        """The last step that every rank has finished (0 before the first)."""
+        return min((rank.step for rank in self.ranks.values()), default=0)
+
+    @property
+    def leading_step(self) -> int:
+        """The last step that any rank has finished."""
+        return max((rank.step for rank in self.ranks.values()), default=0)
+
+    @property
+    def complete_step(self) -> int:
+        """The last step that all living ranks have finished; one far behind the others is not waited for."""
+        leading = self.leading_step
+        near = [rank.step for rank in self.ranks.values() if rank.alive and leading - rank.step <= _NEAR_STEPS]
+        return min(near, default=leading)
+
+    @property
+    def moments(self) -> list[HistoryPoint]:
+        """The course of the job, up to the last complete step: a later one is not yet the mean of all ranks."""
+        found = self.training.course.moments(self.world_size, self.peak_flops)
+        complete, count = self.complete_step, len(found)
+        while count and found[count - 1].first_step > complete:
+            count -= 1
+        return found if count == len(found) else found[:count]
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps the run means to make; None when nobody said."""
+        return self.plan.total_steps if self.plan else None
+
+    @property
+    def rates(self) -> Rates:
+        """Speed over the recent steps."""
+        return rates(self.ranks.values(), self.now)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time to the planned end at the recent speed; None without a plan or a speed, or when it does not go on."""
+        if not self.total_steps or self.ended or any(rank.state in _STANDING for rank in self.ranks.values()):
+            return None
+        pace = self.rates.seconds_per_step
+        if not pace or self.plan is None:
+            return None
+        left = max(0, self.total_steps - self.step)
+        if self.plan.evaluate_every or self.plan.checkpoint_every or self.plan.evaluate_at_end:
+            return left * pace + seconds_of_pauses_left(self.training, self.plan, self.step)
+        return left * (pace + self._pause_per_step())
+
+    def _pause_per_step(self) -> float:
+        """Return the seconds a step of evaluations and checkpoints, over the recent steps of one rank."""
+        steps = next((rank.steps for rank in self.ranks.values() if rank.steps), ())
+        return sum(step.host_us - step.training_us for step in steps) / 1e6 / len(steps) if steps else 0.0
+
+    @property
+    def epoch(self) -> float | None:
+        """Epochs that are done; None where the plan does not say how many there are."""
+        if self.plan is None or not self.plan.epochs or not self.plan.total_steps:
+            return None
+        return self.plan.epochs * self.step / self.plan.total_steps
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Data-sheet peak of a rank's device, FLOP/s, the mean over ranks; None unless it is known of all."""
+        peaks = [rank.peak_flops for rank in self.ranks.values()]
+        known = [peak for peak in peaks if peak is not None]
+        return sum(known) / len(known) if known and len(known) == len(peaks) else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation over the recent steps of all ranks; None where it is not known."""
+        peak, flops = self.peak_flops, self.rates.flops_per_second
+        return flops / (peak * len(self.ranks)) if peak and flops else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over."""
+        return self.state in ("finished", "failed", "stopped")
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of the last step that the ranks have in common: its mean over them; None when no rank tells."""
+        return mean_loss(
+            [(step.loss, step.label_tokens) for step in self._at_step(self._common_number()) if step.loss is not None]
+        )
+
+    @property
+    def losses_by_name(self) -> dict[str, float]:
+        """The latest loss of each engine or optimizer, its mean over ranks; empty where one alone trains."""
+        found: dict[str, float] = {}
+        newest = self._common_number() if self._update_names else 0
+        for number in range(newest, max(0, newest - FEWEST_STEPS), -1):
+            if len(found) == len(self._update_names):
+                break
+            losses: dict[str, list[tuple[float, int]]] = {}
+            for update in (update for step in self._at_step(number) for update in step.updates):
+                if update.loss is not None and update.name not in found:
+                    losses.setdefault(update.name, []).append((update.loss, 0))
+            found |= {name: mean for name, known in losses.items() if (mean := mean_loss(known)) is not None}
+        return {name: found[name] for name in self._update_names if name in found}
+
+    def _common_number(self) -> int:
+        """Return the last step that the ranks have in common; ranks that are far behind do not count. 0: none."""
+        lasts = [rank.last.step for rank in self.ranks.values() if rank.last is not None]
+        lead = max(lasts, default=0)
+        return min((step for step in lasts if lead - step < FEWEST_STEPS), default=0)
+
+    def _at_step(self, number: int) -> Iterator[telemetry.Step]:
+        """Yield a recent step as each rank had it."""
+        for rank in self.ranks.values():
+            step = next((step for step in reversed(rank.steps) if step.step <= number), rank.last)
+            if step is not None and step.step == number:
+                yield step
+
+    @property
+    def lr(self) -> float | None:
+        """The latest learning rate."""
+        return next((r.last.lr for r in self.ranks.values() if r.last and r.last.lr is not None), None)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The latest gradient norm."""
+        return next((r.last.grad_norm for r in self.ranks.values() if r.last and r.last.grad_norm is not None), None)
+
+    @property
+    def peak(self) -> Peak | None:
+        """The highest peak over all ranks, with its rank, phase and step."""
+        return max((rank.peak for rank in self.ranks.values() if rank.peak), key=lambda peak: peak.bytes, default=None)
+
+    @property
+    def fit(self) -> Fit:
+        """Whether the run fits its devices."""
+        return fit(self.ranks.values())
+
+    @property
+    def stacks(self) -> dict[int, telemetry.Stacks]:
+        """The latest stacks of each rank that has any."""
+        return {rank.rank: rank.stacks for rank in self.ranks.values() if rank.stacks is not None}
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether the run has had more than one job."""
+        return len(self.jobs) > 1
+
+    def losses_of(self, job: int) -> StepSeries | None:
+        """Return the losses of a job, as far as they are known."""
+        return self.losses if job == self.job else self.job_losses.get(job)
+
+    def rank_states(self) -> dict[control.RankStateName, int]:
+        """Count the ranks in each state; states no rank is in are left out."""
+        counts: dict[control.RankStateName, int] = {}
+        for rank in self.ranks.values():
+            counts[rank.state] = counts.get(rank.state, 0) + 1
+        return counts

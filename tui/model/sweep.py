@@ -1,0 +1,218 @@
+"""A sweep as its screen shows it: plain state made of the results file, again whenever the file has grown."""
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from ...protocol.analysis.sweep import columns
+from ...protocol.analysis.sweep.budget import Left, left
+from ...protocol.analysis.sweep.summary import Pooled, curve_axis, pool
+from ...protocol.analysis.sweep.text import VERDICTS, failure_text, settings_text, short_names, spread_text, value_text
+from ...protocol.process import is_alive
+from ...protocol.sweep.rows import Planned, Predicted, Row, Settings, key_of
+from ...protocol.sweep.store import Results, read, verdicts
+from ...protocol.text import duration, gib
+
+STATES = {
+    "finished": "done",
+    "budget": "budget used",
+    "failure": "failed",
+    "interrupted": "interrupted",
+    "gpus": "failed",
+}
+
+
+class TableRow(NamedTuple):
+    """One configuration as a line of the table."""
+
+    cells: list[str]
+    verdict: str
+    """A row's, ``running``, or ``planned``."""
+    text: str
+    """In place of the figures, for one that failed or is yet to come."""
+
+
+class Dots(NamedTuple):
+    """What the curve shows: peaks in bytes by the axis's value."""
+
+    axis: str
+    measured: list[tuple[int, float]]
+    predicted: list[list[tuple[int, float]]]
+    """A curve for each combination of the other axes."""
+    failed: list[int]
+    """Values that did not fit."""
+
+
+class SweepModel:
+    """One sweep.
+
+    Args:
+        path: its results file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.results: Results | None = None
+        self._size = -1
+
+    def refresh(self) -> bool:
+        """Read the file again if it has grown; whether it had.
+
+        Raises:
+            ResultsError: it is no results file.
+        """
+        try:
+            size = self.path.stat().st_size
+        except OSError:
+            return False
+        if size == self._size:
+            return False
+        self.results, self._size = read(self.path), size
+        return True
+
+    @property
+    def rows(self) -> list[Row]:
+        """Answers so far."""
+        return list(self.results.answered().values()) if self.results else []
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process of the newest session lives."""
+        plan = self.results.plan if self.results else None
+        return plan is not None and self.results is not None and self.results.end is None and is_alive(plan.process)
+
+    @property
+    def state(self) -> str:
+        """``predicting``, ``running``, ``killed``, or how the newest session ended."""
+        if self.results is None or self.results.plan is None:
+            return "predicting"
+        if self.results.end is not None:
+            return STATES[self.results.end.reason]
+        return "running" if self.alive else "killed"
+
+    @property
+    def total(self) -> int:
+        """Runs of the plan; 0 for a search, whose runs are not known beforehand."""
+        plan = self.results.plan if self.results else None
+        if plan is None or (plan.search is not None and plan.search.goal != "fastest"):
+            return 0
+        return len(plan.runs) * plan.repeats
+
+    def used_seconds(self, now: float) -> float:
+        """Return the wall-clock time of all sessions; that of the running one goes on."""
+        if self.results is None:
+            return 0.0
+        return self.results.seconds_used() + (max(0.0, now - self.results.last_time) if self.alive else 0.0)
+
+    def left(self, now: float) -> Left | None:
+        """Return what is left of the budget; None before the plan."""
+        plan = self.results.plan if self.results else None
+        if plan is None:
+            return None
+        return left(plan.budget, self.used_seconds(now), self.rows, max(0, self.total - len(self.rows)))
+
+    def counts(self) -> str:
+        """Return how many runs came to what, failures by name: ``2 out of memory, 1 hung``."""
+        found = verdicts(self.rows)
+        return ", ".join(f"{count} {VERDICTS[verdict]}" for verdict, count in found.items() if verdict != "done")
+
+    @property
+    def axes(self) -> list[str]:
+        """Names of the axes."""
+        return self.results.header.axes if self.results else []
+
+    @property
+    def _wanted(self) -> list[str]:
+        """Figures that the sweep file names; none: the usual ones."""
+        plan = self.results.plan if self.results else None
+        return plan.columns if plan is not None else []
+
+    def heads(self) -> list[str]:
+        """Return the table's column heads."""
+        names = short_names(self.axes)
+        return [*(names[axis] for axis in self.axes), *(self._wanted or ("peak", "predicted", "ms/step", "phase"))]
+
+    def table(self, now: float) -> list[TableRow]:
+        """Return a line for each configuration: measured ones, the one that runs, those to come."""
+        if self.results is None:
+            return []
+        pooled = {key_of(one.settings): one for one in pool(self.rows)}
+        planned = list(self.results.plan.runs) if self.results.plan and self.total else []
+        keys = {key_of(run.settings) for run in planned}
+        lines = [self._measured(one) for key, one in pooled.items() if key not in keys]
+        running = self.results.running if self.alive else None
+        shown = [*planned]
+        if running is not None and key_of(running.settings) not in keys | set(pooled):
+            shown.append(Planned(running.settings))
+        for run in shown:
+            key = key_of(run.settings)
+            if running is not None and key_of(running.settings) == key:
+                lines.append(self._coming(run, "running", f"running, {duration(now - running.time)}"))
+            elif key in pooled:
+                lines.append(self._measured(pooled[key]))
+            else:
+                lines.append(self._coming(run, "planned", ""))
+        return lines
+
+    def dots(self) -> Dots | None:
+        """Return what is drawn over the axis with whole numbers; None without one."""
+        settings = [row.settings for row in self.rows]
+        plan = self.results.plan if self.results else None
+        planned = list(plan.runs) if plan else []
+        axis = plan.search.axis if plan and plan.search else ""
+        axis = axis or curve_axis([*settings, *(run.settings for run in planned)])
+        if not axis:
+            return None
+        done = [row for row in self.rows if row.verdict == "done"]
+        measured = [(x, float(row.peak_bytes)) for row in done if (x := _at(row.settings, axis))]
+        expected = {key_of(run.settings): run for run in planned if run.predicted is not None}
+        expected |= {key_of(row.settings): Planned(row.settings, row.predicted) for row in self.rows if row.predicted}
+        predicted: dict[str, list[tuple[int, float]]] = {}
+        for run in expected.values():
+            others = key_of({name: value for name, value in run.settings.items() if name != axis})
+            if run.predicted is not None and (x := _at(run.settings, axis)):
+                predicted.setdefault(others, []).append((x, float(run.predicted.peak_bytes)))
+        failed = [x for row in self.rows if row.verdict == "out-of-memory" and (x := _at(row.settings, axis))]
+        return Dots(axis, sorted(measured), [sorted(curve) for curve in predicted.values()], sorted(failed))
+
+    def _measured(self, one: Pooled) -> TableRow:
+        cells = self._cells(one.settings)
+        predicted = next((row.predicted for row in one.rows if row.predicted), None)
+        if one.verdict != "done":
+            failed = next(row for row in one.rows if row.verdict != "done")
+            return TableRow(cells, one.verdict, failure_text(failed))
+        if self._wanted:
+            return TableRow([*cells, *(columns.pooled_text(one.rows, name) for name in self._wanted)], "done", "")
+        peak = one.peak_bytes.median if one.peak_bytes else 0.0
+        off = f"{predicted.peak_bytes / peak - 1:+.1%}" if predicted is not None and peak else ""
+        return TableRow([*cells, gib(peak), off, spread_text(one.step_ms), one.peak_phase], "done", "")
+
+    def _coming(self, run: Planned, verdict: str, text: str) -> TableRow:
+        cells = self._cells(run.settings)
+        if self._wanted:
+            return TableRow([*cells, *("" for _ in self._wanted)], verdict, text)
+        return TableRow([*cells, "", _expected(run.predicted), "", ""], verdict, text)
+
+    def _cells(self, settings: Settings) -> list[str]:
+        return [value_text(settings.get(axis)) for axis in self.axes]
+
+    def title(self) -> str:
+        """Return the sweep's name and what runs now."""
+        if self.results is None:
+            return self.path.name
+        running = self.results.running if self.alive else None
+        return self.results.header.name + (f": {settings_text(running.settings)}" if running is not None else "")
+
+
+def now() -> float:
+    """Return the time, for the screen."""
+    return time.time()
+
+
+def _at(settings: Settings, axis: str) -> int:
+    value = settings.get(axis)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _expected(predicted: Predicted | None) -> str:
+    return "" if predicted is None else gib(predicted.peak_bytes) + ("" if predicted.fits is not False else " too much")

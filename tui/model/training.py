@@ -1,0 +1,349 @@
+"""The course of a training: loss, learning rate, gradient norm and throughput over its steps, and its results.
+
+One course holds all figures of a job in buckets of 1, 2, 4, 8 ... steps, which merge as the run grows. Live steps and
+pooled points of a recording go into the same buckets.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import exp, isfinite
+from typing import TypeVar
+
+from ...protocol.recording.results import TrainingPoint
+from ...protocol.telemetry import Activity, Checkpoint, Evaluation, Plan, Step
+from ...protocol.throughput import mfu
+
+CAPACITY = 4096
+"""Buckets of a course at the most."""
+
+RESULTS = 4096
+"""Evaluations, and checkpoints, that are kept."""
+
+_PAUSES_KEPT = 5
+
+_Result = TypeVar("_Result", Evaluation, Checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryPoint:
+    """One bucket of the course, ready to draw. None: not known."""
+
+    first_step: int
+    step: int
+    """The last one in it; equal to the first where a bucket is one step."""
+    t: float
+    """When the hub had the last step, seconds since the epoch."""
+    tokens: float
+    """Tokens of all ranks from the course's beginning to this bucket's end."""
+    loss: float | None = None
+    low_loss: float | None = None
+    high_loss: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    max_grad_norm: float | None = None
+    tokens_per_second: float | None = None
+    """Of all ranks, without the time of evaluations and checkpoints."""
+    mfu: float | None = None
+    data_share: float | None = None
+    """Share of the step in which a rank waits for data."""
+
+    @property
+    def steps(self) -> int:
+        """Steps in the bucket."""
+        return self.step - self.first_step + 1
+
+
+class _Bucket:
+    """Sums over rank-steps. ``None`` figures count for nothing."""
+
+    __slots__ = (
+        *("count", "data_us", "first_step", "flops", "grad_norm", "high_loss", "labels", "loss", "loss_weight"),
+        *("low_loss", "lr", "lr_weight", "max_grad_norm", "norm_weight", "step", "t", "tokens", "training_us"),
+        "whole_us",
+    )
+
+    def __init__(self) -> None:
+        self.count = self.training_us = self.tokens = self.data_us = self.whole_us = 0
+        self.loss_weight = self.lr_weight = self.norm_weight = 0
+        self.flops = self.loss = self.lr = self.grad_norm = self.t = 0.0
+        self.low_loss = self.max_grad_norm = self.high_loss = None
+        self.first_step, self.step = 1 << 62, 0
+
+    def add(self, point: TrainingPoint) -> None:
+        count = point.count
+        self.count += count
+        self.training_us += point.training_us
+        self.tokens += point.tokens
+        self.flops += point.flops
+        self.data_us += point.data_us
+        self.whole_us += point.whole_us
+        self.t = max(self.t, point.t)
+        self.first_step = min(self.first_step, point.first_step)
+        self.step = max(self.step, point.step)
+        if point.loss is not None:
+            weight = point.label_tokens or count
+            self.loss += point.loss * weight
+            self.loss_weight += weight
+            self.low_loss = _least(self.low_loss, point.loss if point.low_loss is None else point.low_loss)
+            self.high_loss = _most(self.high_loss, point.loss if point.high_loss is None else point.high_loss)
+        if point.lr is not None:
+            self.lr += point.lr * count
+            self.lr_weight += count
+        if point.grad_norm is not None:
+            self.grad_norm += point.grad_norm * count
+            self.norm_weight += count
+            self.max_grad_norm = _most(
+                self.max_grad_norm, point.grad_norm if point.max_grad_norm is None else point.max_grad_norm
+            )
+
+    def merge(self, other: "_Bucket") -> None:
+        for name in ("count", "training_us", "tokens", "flops", "data_us", "whole_us", "loss", "loss_weight"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("lr", "lr_weight", "grad_norm", "norm_weight"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.t = max(self.t, other.t)
+        self.first_step, self.step = min(self.first_step, other.first_step), max(self.step, other.step)
+        self.low_loss = _least(self.low_loss, other.low_loss)
+        self.high_loss = _most(self.high_loss, other.high_loss)
+        self.max_grad_norm = _most(self.max_grad_norm, other.max_grad_norm)
+
+
+def _least(one: float | None, other: float | None) -> float | None:
+    return other if one is None or (other is not None and other < one) else one
+
+
+def _most(one: float | None, other: float | None) -> float | None:
+    return other if one is None or (other is not None and other > one) else one
+
+
+class TrainingHistory:
+    """All figures of a job over its steps, from any number of ranks."""
+
+    def __init__(self) -> None:
+        self.per = 1
+        """Steps a bucket holds."""
+        self.version = 0
+        self._buckets: dict[int, _Bucket] = {}
+        self._span = (0, 0)
+        """The lowest and the highest bucket."""
+        self._made: tuple[object, list[HistoryPoint]] = (None, [])
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def add(self, point: TrainingPoint) -> None:
+        """Add one rank's step, or several that a recording has pooled."""
+        bucket = self._buckets.get(point.step // self.per)
+        if bucket is None:
+            bucket = self._make(point.step)
+        bucket.add(point)
+        self.version += 1
+
+    def adopt(self, past: "TrainingHistory", before: int) -> None:
+        """Take in what ``past`` has of steps before ``before`` and before what is known here; ``past`` stays."""
+        before = min([before, *(bucket.first_step for bucket in self._buckets.values())])
+        while self.per < past.per:
+            self._halve()
+        for bucket in past._buckets.values():
+            if bucket.first_step < before:
+                self._make(bucket.step).merge(bucket)
+        self.version += 1
+
+    def moments(self, ranks: int, peak: float | None = None) -> list[HistoryPoint]:
+        """Return the buckets in order.
+
+        Args:
+            ranks: ranks of the job; every one is taken to have as many tokens as those that were read.
+            peak: data-sheet peak of a rank's device, FLOP/s; None: there is no MFU.
+        """
+        key = (self.version, ranks, peak)
+        if self._made[0] != key:
+            self._made = (key, self._moments(max(1, ranks), peak))
+        return self._made[1]
+
+    def _moments(self, ranks: int, peak: float | None) -> list[HistoryPoint]:
+        found: list[HistoryPoint] = []
+        total = 0.0
+        for _, bucket in sorted(self._buckets.items()):
+            seconds = bucket.training_us / 1e6
+            # Since the bucket before: what is missing in between, or in both, counts once.
+            new_steps = bucket.step - (found[-1].step if found else bucket.first_step - 1)
+            total += bucket.tokens / bucket.count * ranks * new_steps
+            speed = bucket.tokens / seconds * ranks if seconds and bucket.tokens else None
+            found.append(
+                HistoryPoint(
+                    *(bucket.first_step, bucket.step, bucket.t, total),
+                    bucket.loss / bucket.loss_weight if bucket.loss_weight else None,
+                    *(bucket.low_loss, bucket.high_loss),
+                    bucket.lr / bucket.lr_weight if bucket.lr_weight else None,
+                    bucket.grad_norm / bucket.norm_weight if bucket.norm_weight else None,
+                    bucket.max_grad_norm,
+                    speed,
+                    mfu(bucket.flops, seconds, peak),
+                    min(1.0, bucket.data_us / bucket.whole_us) if bucket.whole_us else None,
+                )
+            )
+        return found
+
+    def _make(self, step: int) -> _Bucket:
+        key = step // self.per
+        if not self._buckets:
+            self._span = (key, key)
+        low, high = min(self._span[0], key), max(self._span[1], key)
+        while high - low >= CAPACITY:
+            self._halve()
+            key = step // self.per
+            low, high = min(self._span[0], key), max(self._span[1], key)
+        self._span = (low, high)
+        return self._buckets.setdefault(key, _Bucket())
+
+    def _halve(self) -> None:
+        """Merge neighbours, so that every bucket holds twice the steps."""
+        self.per *= 2
+        old, self._buckets = self._buckets, {}
+        for key, bucket in old.items():
+            merged = self._buckets.setdefault(key // 2, _Bucket())
+            merged.merge(bucket)
+        self._span = (self._span[0] // 2, self._span[1] // 2)
+
+
+class Training:
+    """The course of a job, and what it has evaluated and saved."""
+
+    def __init__(self) -> None:
+        self.course = TrainingHistory()
+        self.evaluations: list[Evaluation] = []
+        """In order of steps; one for each step and name."""
+        self.checkpoints: list[Checkpoint] = []
+        self.activity: Activity | None = None
+        """What the run does besides its steps; None: nothing, as far as is known."""
+        self.version = 0
+        """Moves with evaluations, checkpoints and activities."""
+        self._pauses: dict[str, deque[float]] = {name: deque(maxlen=_PAUSES_KEPT) for name in ("eval", "checkpoint")}
+
+    def on_step(self, step: Step, point: TrainingPoint) -> None:
+        """Fold a step of a rank."""
+        self.course.add(point)
+        if len(step.phases) > 1:
+            for record in step.phases:
+                kept = self._pauses.get(record.name)
+                if kept is not None:
+                    kept.append(record.host_us / 1e6)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """Fold the result of an evaluation."""
+        _put(self.evaluations, evaluation)
+        self.version += 1
+
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Fold a checkpoint."""
+        _put(self.checkpoints, checkpoint)
+        self.version += 1
+
+    def on_activity(self, activity: Activity) -> None:
+        """Fold what the run does besides its steps."""
+        self.activity = None if activity.over else activity
+        self.version += 1
+
+    def forget_course(self) -> None:
+        """Drop the steps that single messages have told of; results stay."""
+        self.course = TrainingHistory()
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The latest evaluation with a loss: of the split that was evaluated first, where there are several."""
+        named = [each for each in self.evaluations if each.loss is not None]
+        return next((each for each in reversed(named) if each.name == named[0].name), None)
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The evaluation with the lowest loss, of the same split."""
+        last = self.evaluation
+        known = [each for each in self.evaluations if last is not None and each.name == last.name]
+        return min(known, key=lambda each: _finite(each.loss), default=None)
+
+    def seconds_of(self, kind: str) -> float | None:
+        """Return how long an evaluation (``eval``) or a checkpoint holds the training up; None before the first."""
+        pauses = self._pauses[kind]
+        if pauses:
+            return sum(pauses) / len(pauses)
+        if kind == "checkpoint":
+            taken = [each.seconds for each in self.checkpoints[-_PAUSES_KEPT:] if each.seconds]
+            return sum(taken) / len(taken) if taken else None
+        by_step: dict[int, float] = {}
+        for each in self.evaluations:
+            by_step[each.step] = by_step.get(each.step, 0.0) + each.seconds
+        last = [seconds for _, seconds in sorted(by_step.items())[-_PAUSES_KEPT:] if seconds]
+        return sum(last) / len(last) if last else None
+
+
+def _finite(value: float | None) -> float:
+    return value if value is not None and isfinite(value) else float("inf")
+
+
+def _put(known: list[_Result], new: _Result) -> None:
+    """Put a result into its place by step; one of the same step and name replaces the one before."""
+    place = len(known)
+    while place and known[place - 1].step > new.step:
+        place -= 1
+    for earlier in range(place - 1, -1, -1):
+        if known[earlier].step != new.step:
+            break
+        if _name(known[earlier]) == _name(new):
+            known[earlier] = new
+            return
+    known.insert(place, new)
+    del known[:-RESULTS]
+
+
+def _name(result: Evaluation | Checkpoint) -> str:
+    return result.name if isinstance(result, Evaluation) else result.path
+
+
+def times_left(every: int, at_end: bool, step: int, total: int) -> int:
+    """Count what is done every so many steps (0: never), and perhaps after the last, from ``step`` to ``total``."""
+    if step >= total:
+        return 0
+    left = total // every - step // every if every > 0 else 0
+    return left + (at_end and (every <= 0 or total % every != 0))
+
+
+def seconds_of_pauses_left(training: Training, plan: Plan, step: int) -> float:
+    """Estimate the time of the evaluations and checkpoints that are still to come, from those so far."""
+    evaluations = times_left(plan.evaluate_every, plan.evaluate_at_end, step, plan.total_steps)
+    checkpoints = times_left(plan.checkpoint_every, plan.checkpoint_at_end, step, plan.total_steps)
+    return evaluations * (training.seconds_of("eval") or 0.0) + checkpoints * (training.seconds_of("checkpoint") or 0.0)
+
+
+def smoothed(moments: Sequence[HistoryPoint], decay: float) -> list[float | None]:
+    """Return the loss smoothed by an exponential moving average with bias correction (Kingma & Ba, Adam, 2015).
+
+    Args:
+        moments: buckets in order; one of n steps decays what was before by ``decay`` to the n.
+        decay: weight of the past at each step, 0 to 1.
+
+    Returns:
+        A value for each bucket; None where it, and all before, have no loss.
+    """
+    found: list[float | None] = []
+    total = weight = 0.0
+    for moment in moments:
+        if moment.loss is not None:
+            keep = decay ** max(1, moment.steps)
+            total = total * keep + moment.loss * (1 - keep)
+            weight = weight * keep + (1 - keep)
+        found.append(total / weight if weight else None)
+    return found
+
+
+def perplexity_of(evaluation: Evaluation) -> float | None:
+    """Return an evaluation's perplexity, as it was told or from its loss."""
+    if evaluation.perplexity is not None or evaluation.loss is None:
+        return evaluation.perplexity
+    return exp(evaluation.loss) if evaluation.loss < 700 else None
+
+
+def with_loss(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
+    """Return the evaluations that have a loss that can be drawn."""
+    return [each for each in evaluations if each.loss is not None and isfinite(each.loss)]

@@ -1,0 +1,133 @@
+"""Reads what a report is of: a run's recording, a sweep's results, or a CSV file of somebody else's measurements."""
+
+from pathlib import Path
+
+import msgspec
+
+from ...protocol.analysis.estimates.measured import UNITS, CsvMapping, Measurement, guess_mapping, read_csv
+from ...protocol.errors import UsageError
+from ...protocol.recording.collect import RecordedRun
+from ...protocol.recording.reader import Reader
+from ...protocol.recording.results import StepPoint
+from ...protocol.sweep.rows import RankRow
+from ...protocol.sweep.store import Results, is_results, read
+from ..source.find import find_recording
+from .sides import MOST_STEPS, rank_rows
+
+_POINTS = 200
+_LARGEST_CSV = 256 << 20
+_MAPPING_KEYS = ("length", "rank", "iteration", "unit")
+
+
+class RunData(msgspec.Struct):
+    """A run."""
+
+    name: str
+    facts: list[tuple[str, str]]
+    series: dict[int, list[StepPoint]]
+    """By rank: steps, pooled where there are many."""
+    ranks: list[RankRow]
+    seconds: float
+
+
+class SweepData(msgspec.Struct):
+    """A sweep."""
+
+    name: str
+    results: Results
+
+
+class CsvData(msgspec.Struct):
+    """Measurements of others."""
+
+    name: str
+    mapping: CsvMapping
+    measurements: list[Measurement]
+
+
+Data = RunData | SweepData | CsvData
+
+
+def load(target: str, warm_up: int, mapping: CsvMapping | None) -> Data:
+    """Read one thing to report.
+
+    Args:
+        target: a run's name, a recording, a run directory, a sweep's results or a CSV file.
+        warm_up: steps at a run's beginning that its figures leave out.
+        mapping: of CSV files; None: guessed from their heads.
+
+    Raises:
+        FtmonError: there is none, or it cannot be read.
+    """
+    path = Path(target)
+    if is_results(path):
+        return SweepData(path.name.removesuffix(".results.jsonl"), read(path))
+    if path.suffix.lower() in (".csv", ".tsv") and path.is_file():
+        return _csv(path, mapping)
+    return _run(find_recording(target), warm_up)
+
+
+def parse_mapping(text: str) -> CsvMapping:
+    """Read ``length=seq,allocated=gpu_{rank}_alloc,iteration=iter,unit=MiB``.
+
+    Raises:
+        UsageError: it is of another form.
+    """
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, column = part.partition("=")
+        if not equals or not name.strip() or not column.strip():
+            raise UsageError(f"--columns: {part!r} is not of the form name=column, such as length=seq_len")
+        found[name.strip()] = column.strip()
+    length = found.pop("length", "")
+    if not length:
+        raise UsageError("--columns needs length=COLUMN, and a column for each figure, such as allocated=peak_mib")
+    rank, iteration, unit = found.pop("rank", ""), found.pop("iteration", ""), found.pop("unit", "MiB")
+    if unit not in UNITS:
+        raise UsageError(f"--columns: unit must be one of {', '.join(UNITS)}, not {unit}")
+    if not found:
+        raise UsageError("--columns names no figure: add one, such as allocated=gpu_{rank}_peak_mib")
+    return CsvMapping(length, found, rank, iteration, unit)
+
+
+def _csv(path: Path, mapping: CsvMapping | None) -> CsvData:
+    try:
+        if path.stat().st_size > _LARGEST_CSV:
+            raise UsageError(f"{path}: is larger than 256 MiB")
+        text = path.read_text(encoding="utf-8-sig")
+        chosen = mapping or guess_mapping(text)
+        return CsvData(path.stem, chosen, read_csv(text, chosen))
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: is not a text file in UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        hint = "" if mapping is not None else "; name its columns with --columns length=...,allocated=..."
+        raise UsageError(f"{path}: {error}{hint}") from None
+
+
+def _run(recording: Path, warm_up: int) -> RunData:
+    found = RecordedRun(recording, warm_up, MOST_STEPS)
+    info = found.info
+    with Reader(recording) as reader:
+        series = {rank: reader.series(rank, info.first_t - 1, info.last_t + 1, _POINTS) for rank in info.ranks}
+    hello = found.hellos[min(found.hellos)] if found.hellos else None
+    facts = [
+        ("command", " ".join(info.command)),
+        ("host", info.host),
+        ("state", info.state + (f" (exit code {info.exit_code})" if info.exit_code else "")),
+        ("steps", f"{info.last_step:,}"),
+        ("ranks", str(len(info.ranks))),
+    ]
+    if hello is not None:
+        facts += [
+            ("device", hello.device.name),
+            ("model", hello.model),
+            ("parameters", f"{hello.parameters:,}" if hello.parameters else ""),
+            ("ZeRO stage", "" if hello.zero_stage is None else str(hello.zero_stage)),
+            ("versions", ", ".join(f"{name} {version}" for name, version in hello.versions.items())),
+        ]
+    if info.missing:
+        facts.append(("missing", info.missing))
+    shown = [(key, value) for key, value in facts if value]
+    return RunData(info.run_id or recording.parent.name, shown, series, rank_rows(found), info.last_t - info.started)

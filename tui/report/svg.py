@@ -1,0 +1,141 @@
+"""Charts as SVG: bands over ranks, medians, predictions dashed, marks. No script, no reference to anything outside."""
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from ...protocol.text import sanitize
+from .model import OUT_OF_MEMORY, Chart, Curve, Report
+
+_WIDTH, _HEIGHT = 760, 320
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 12, 44
+_LEGEND_LINE = 18
+_TITLE = 30
+_STYLE = """
+svg { font: 12px system-ui, sans-serif; fill: #1c2530 } .title { font-size: 14px; font-weight: 600 }
+.tick { fill: #5d6b7a } .grid { stroke: #d5dbe2 } .mark { stroke: #5d6b7a; stroke-dasharray: 2 3 }
+.failed { stroke: #c8322f; stroke-dasharray: 2 3 }
+"""
+COLOURS = ("#2f7fd1", "#d1702f", "#2f9e63", "#9257c9", "#c23a5b", "#7a8a1e", "#1f9aa3", "#8a5a3c")
+
+
+def sheet(report: Report) -> str:
+    """Return a file with all charts of a report, one below the other, in colours of their own."""
+    parts: list[str] = []
+    top = 0
+    for section in report.sections:
+        for chart in section.charts:
+            drawn = svg(chart)
+            if not drawn:
+                continue
+            title = escape(sanitize(f"{section.title}: {chart.title}, {chart.unit}", 200))
+            height = _height(chart)
+            parts.append(f'<text class="title" x="4" y="{top + 20}">{title}</text>')
+            place = f'<svg y="{top + _TITLE}" width="{_WIDTH}" height="{height}"'
+            parts.append(drawn.replace("<svg", place, 1))
+            top += _TITLE + height
+    size = f'width="{_WIDTH}" height="{top}" viewBox="0 0 {_WIDTH} {top}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{_STYLE}</style>'
+    return "\n".join([head, f'<rect width="{_WIDTH}" height="{top}" fill="#fff"/>', *parts, "</svg>\n"])
+
+
+def _height(chart: Chart) -> int:
+    return _HEIGHT + _LEGEND_LINE * len(chart.curves)
+
+
+def svg(chart: Chart) -> str:
+    """Return a chart as one ``svg`` element; text and lines take the page's colour."""
+    xs = [x for curve in chart.curves for x in curve.xs] + [x for x, _ in chart.marks]
+    tops = [y for curve in chart.curves for y in curve.high]
+    if not xs or not tops:
+        return ""
+    scale = _Scale(min(xs), max(xs), max(tops) or 1.0)
+    parts = [
+        f'<svg viewBox="0 0 {_WIDTH} {_height(chart)}" role="img" aria-label="{escape(chart.title, quote=True)}">',
+        *_axes(chart, scale),
+        *_marks(chart, scale),
+    ]
+    for number, curve in enumerate(chart.curves):
+        parts += _curve(curve, COLOURS[number % len(COLOURS)], scale)
+        parts += _legend(curve, COLOURS[number % len(COLOURS)], _HEIGHT + _LEGEND_LINE * number + 10)
+    return "\n".join([*parts, "</svg>"])
+
+
+class _Scale:
+    def __init__(self, low: float, high: float, top: float) -> None:
+        self.low, self.high = (low, high) if high > low else (low - 0.5, high + 0.5)
+        self.step = nice_step(top * 1.05)
+        self.top = self.step * math.ceil(top * 1.02 / self.step)
+
+    def x(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return round(_LEFT + share * (_WIDTH - _LEFT - _RIGHT), 1)
+
+    def y(self, value: float) -> float:
+        return round(_TOP + (1 - value / self.top) * (_HEIGHT - _TOP - _BOTTOM), 1)
+
+
+def nice_step(span: float, parts: int = 5) -> float:
+    """Return 1, 2 or 5 times a power of ten, so that about ``parts`` of it make the span."""
+    raw = span / parts if span > 0 else 1.0
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
+
+
+def _axes(chart: Chart, scale: _Scale) -> list[str]:
+    parts: list[str] = []
+    for number in range(round(scale.top / scale.step) + 1):
+        value = number * scale.step
+        y = scale.y(value)
+        parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}"/>')
+        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{value:,.6g}</text>')
+    step = nice_step(scale.high - scale.low, 8)
+    at = math.ceil(scale.low / step) * step
+    while at <= scale.high:
+        y = _HEIGHT - _BOTTOM + 16
+        parts.append(f'<text class="tick" x="{scale.x(at)}" y="{y}" text-anchor="middle">{at:,.6g}</text>')
+        at += step
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    parts.append(f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(chart.x_name)}</text>')
+    parts.append(f'<text x="4" y="{_TOP + 8}">{escape(chart.unit)}</text>')
+    return parts
+
+
+def _marks(chart: Chart, scale: _Scale) -> list[str]:
+    parts: list[str] = []
+    for x, text in chart.marks:
+        at = scale.x(x)
+        kind = "failed" if text == OUT_OF_MEMORY else "mark"
+        parts.append(f'<line class="{kind}" x1="{at}" y1="{_TOP}" x2="{at}" y2="{_HEIGHT - _BOTTOM}">')
+        parts.append(f"<title>{escape(text)} at {x:,.0f}</title></line>")
+    return parts
+
+
+def _curve(curve: Curve, colour: str, scale: _Scale) -> list[str]:
+    parts: list[str] = []
+    if curve.has_band:
+        above = [(x, y) for x, y in zip(curve.xs, curve.high, strict=True)]
+        below = [(x, y) for x, y in zip(curve.xs, curve.low, strict=True)]
+        points = _points([*above, *reversed(below)], scale)
+        parts.append(f'<polygon points="{points}" fill="{colour}" fill-opacity="0.18"/>')
+    dashes = ' stroke-dasharray="5 4"' if curve.predicted else ""
+    points = _points(list(zip(curve.xs, curve.median, strict=True)), scale)
+    parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
+    if len(curve.xs) <= 64 and not curve.predicted:
+        for x, y in zip(curve.xs, curve.median, strict=True):
+            parts.append(f'<circle cx="{scale.x(x)}" cy="{scale.y(y)}" r="3" fill="{colour}">')
+            parts.append(f"<title>{x:,.0f}: {y:,.6g}</title></circle>")
+    return parts
+
+
+def _legend(curve: Curve, colour: str, y: int) -> list[str]:
+    dashes = ' stroke-dasharray="5 4"' if curve.predicted else ""
+    words = escape(curve.name or "median rank") + (", band: lowest to highest rank" if curve.has_band else "")
+    return [
+        f'<line x1="{_LEFT}" y1="{y - 4}" x2="{_LEFT + 26}" y2="{y - 4}" stroke="{colour}" stroke-width="2"{dashes}/>',
+        f'<text class="tick" x="{_LEFT + 34}" y="{y}">{words}</text>',
+    ]
+
+
+def _points(points: Sequence[tuple[float, float]], scale: _Scale) -> str:
+    return " ".join(f"{scale.x(x)},{scale.y(y)}" for x, y in points)

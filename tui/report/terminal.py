@@ -1,0 +1,82 @@
+"""A report as lines of text, its charts drawn by plotext."""
+
+from collections.abc import Iterator
+
+from ...protocol.analysis.sweep.text import aligned
+from ...protocol.text import sanitize
+from ..plotext_figure import draw, new_figure, rows
+from .model import Chart, Report, Section
+
+_HEIGHT = 16
+_MARKERS = "*o+x#@%&"
+
+
+def lines(report: Report, width: int, *, ascii_only: bool = False) -> Iterator[str]:
+    """Yield the lines of a report, charts ``width`` columns wide."""
+    for section in report.sections:
+        yield from _section(section, width, ascii_only)
+
+
+def _section(section: Section, width: int, ascii_only: bool) -> Iterator[str]:
+    title = sanitize(section.title, 200)
+    yield title
+    yield ("-" if ascii_only else "─") * min(width, len(title))
+    for name, value in section.facts:
+        yield f"{name}: {sanitize(value, 500)}"
+    for chart in section.charts:
+        yield ""
+        yield from chart_lines(chart, width, ascii_only=ascii_only)
+    if section.table:
+        yield ""
+        yield from (sanitize(line, 400) for line in aligned(section.table))
+    for note in section.notes:
+        yield sanitize(note, 500)
+    yield ""
+
+
+def chart_lines(chart: Chart, width: int, *, ascii_only: bool = False) -> Iterator[str]:
+    """Yield a chart: title with its legend, plot, marks and notes. A band's ends are points around its line."""
+    figure = new_figure(width, _HEIGHT)
+    legend: list[str] = []
+    highest = 0.0
+    for number, curve in enumerate(chart.curves):
+        marker = _MARKERS[number % len(_MARKERS)]
+        several = len(chart.curves) > 1 or ascii_only
+        style = marker if several else "braille"
+        if curve.predicted and not ascii_only:
+            style = "braille"
+        draw(figure, curve.xs, curve.median, style, line=True)
+        if curve.has_band:
+            draw(figure, curve.xs, curve.low, "-", line=False)
+            draw(figure, curve.xs, curve.high, "-", line=False)
+        band = " (- lowest and highest rank)" if curve.has_band else ""
+        sign = f"{style if len(style) == 1 else '⠒'} " if several else ""
+        legend.append(f"{sign}{curve.name or 'median rank'}{band}")
+        highest = max(highest, *curve.high, 0.0)
+    figure.ruler("y").lim(0, highest * 1.05 or 1.0)
+    xs = sorted({x for curve in chart.curves for x in curve.xs})
+    ticks = _ticks(xs)
+    figure.ruler("x").ticks(ticks, [f"{x:,.0f}" for x in ticks])
+    yield f"{chart.title}, {chart.unit}, by {chart.x_name}"
+    yield f"  {sanitize('   '.join(legend), 300)}"
+    for row in rows(figure, plain=True):
+        text = row.rstrip()
+        yield text.translate(_ASCII) if ascii_only else text
+    words = [f"{text} at {', '.join(f'{x:,.0f}' for x, one in chart.marks if one == text)}" for text in _kinds(chart)]
+    if words:
+        yield f"  {sanitize('; '.join(words), 300)}"
+    for note in chart.notes:
+        yield f"  {sanitize(note, 500)}"
+
+
+_ASCII = str.maketrans("┌┐└┘│─┤├┬┴┼", "++++|-+++++")
+
+
+def _kinds(chart: Chart) -> list[str]:
+    return list(dict.fromkeys(text for _, text in chart.marks))
+
+
+def _ticks(xs: list[float]) -> list[float]:
+    if len(xs) < 3:
+        return xs
+    return sorted({xs[0], *(xs[0] + (xs[-1] - xs[0]) * part / 4 for part in (1, 2, 3)), xs[-1]})

@@ -1,0 +1,80 @@
+"""An app with the look of the monitor and one screen."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual.app import App, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from ..themes import PALETTES, theme_of
+from ..widgets.app_state import AppState
+from ..widgets.glyphs import ASCII, choose
+from ..widgets.palette import DARK, LIGHT
+from ..widgets.theme import Theme
+from .base import MonitorScreen
+from .help import HelpScreen
+
+_TICKS_A_SECOND = 2
+
+
+class OneScreenApp(App[None]):
+    """Shows ``MAIN_SCREEN``, which ``get_default_screen`` makes; ``HELP_SCREEN`` explains it.
+
+    Args:
+        ascii: draw with ASCII only, whatever the locale.
+        light: begin with the light theme.
+    """
+
+    CSS_PATH = Path(__file__).parent.parent / "ftmon.tcss"
+    ENABLE_COMMAND_PALETTE = True
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+q", "detach", "leave", show=False, tooltip="leave")]
+    MAIN_SCREEN: ClassVar[type[MonitorScreen]]
+    HELP_SCREEN: ClassVar[type[HelpScreen]]
+
+    def __init__(self, *, ascii: bool = False, light: bool = False) -> None:  # noqa: A002  (the name of the option)
+        no_color = bool(os.environ.get("NO_COLOR"))
+        super().__init__(ansi_color=True if no_color else None)
+        for palette in PALETTES.values():
+            self.register_theme(theme_of(palette))
+        look = Theme(LIGHT if light else DARK, ASCII if ascii else choose(False), color=not no_color)
+        self.stage = AppState(None, look)
+        self.theme = look.palette.name
+
+    def on_mount(self) -> None:
+        """Draw again twice a second."""
+        self.set_interval(1 / _TICKS_A_SECOND, self._tick)
+
+    def _tick(self) -> None:
+        if isinstance(self.screen, self.MAIN_SCREEN):
+            self.screen.tick()
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """Offer every action of the screen by name."""
+        for _, binding, enabled, tooltip in screen.active_bindings.values():
+            if enabled and binding.tooltip and binding.action != "command_palette":
+                action = binding.action if "." in binding.action else f"screen.{binding.action}"
+                title = f"{binding.description}  ({binding.key})"
+                yield SystemCommand(title, tooltip or binding.tooltip, lambda a=action: self._do(a))
+
+    def _do(self, action: str) -> None:
+        self.call_later(self.run_action, action)
+
+    def action_detach(self) -> None:
+        """Leave."""
+        self.exit()
+
+    def action_theme(self) -> None:
+        """Switch between light and dark."""
+        before = self.stage.look
+        palette = LIGHT if before.palette.dark else DARK
+        self.stage.look = Theme(palette, before.glyphs, before.color)
+        self.theme = palette.name
+        self._tick()
+
+    def action_help(self) -> None:
+        """Explain the screen."""
+        if isinstance(self.screen, self.MAIN_SCREEN):
+            self.push_screen(self.HELP_SCREEN(self.stage, self.screen))

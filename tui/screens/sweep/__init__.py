@@ -1,0 +1,1 @@
+"""The app that shows a sweep while it runs, and afterwards."""

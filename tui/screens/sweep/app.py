@@ -1,0 +1,47 @@
+"""The app of one sweep."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from ...model.sweep import SweepModel
+from ..help import HelpScreen
+from ..one_screen import OneScreenApp
+from .screen import SweepScreen
+
+
+class SweepHelp(HelpScreen):
+    """Explains the sweep's screen: its own keys only."""
+
+    def _bindings_of_behind(self) -> list[Binding]:
+        return [binding for binding in type(self.behind).BINDINGS if isinstance(binding, Binding)]
+
+
+class SweepApp(OneScreenApp):
+    """Shows a sweep; it goes on when the person leaves.
+
+    Args:
+        path: its results file.
+        ascii: draw with ASCII only, whatever the locale.
+    """
+
+    TITLE = "ftmon sweep"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+c", "detach", "leave", show=False, tooltip="leave")]
+    MAIN_SCREEN, HELP_SCREEN = SweepScreen, SweepHelp
+
+    def __init__(self, path: Path, *, ascii: bool = False) -> None:  # noqa: A002  (the name of the option)
+        super().__init__(ascii=ascii)
+        self.model = SweepModel(path)
+
+    def get_default_screen(self) -> Screen[Any]:
+        """Give the one screen."""
+        return SweepScreen(self.stage, self.model)
+
+
+def run_sweep_app(path: Path, *, ascii_only: bool = False) -> SweepModel:
+    """Show a sweep until the person leaves; return its state then."""
+    app = SweepApp(path, ascii=ascii_only)
+    app.run()
+    return app.model

@@ -1,0 +1,76 @@
+"""The sweep's one screen: what is done and left, the table, the curve, and the keys."""
+
+import os
+import signal
+from contextlib import suppress
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import BindingType
+
+from ....protocol.errors import FtmonError
+from ...model.sweep import SweepModel
+from ...widgets.app_state import AppState
+from ...widgets.panes import KeyBar
+from ...widgets.sweep_view import SweepChart, SweepHead, SweepTable
+from ..base import MonitorScreen, TooSmall, key
+
+
+class SweepScreen(MonitorScreen, inherit_bindings=False):
+    """A sweep, read from its results file."""
+
+    NAME = "sweep"
+    WHAT = (
+        "Each line is a configuration: its axes, the highest peak of any rank and phase, how far the prediction was "
+        "off, the time of a step. A run that failed says how. The curve shows measured and predicted peaks over the "
+        "axis with whole numbers. The sweep goes on when this screen is left."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        key("up", "scroll(1)", "up", "one line up", bar="↑ ↓"),
+        key("down", "scroll(-1)", "down", "one line down", show=False),
+        key("pageup", "scroll(10)", "page up", "ten lines up", show=False),
+        key("pagedown", "scroll(-10)", "page down", "ten lines down", show=False),
+        key("S", "stop", "end the sweep", "end the run that is under way and the sweep; the same command goes on"),
+        key("t", "app.theme", "theme", "light or dark", show=False),
+        key("ctrl+p", "app.command_palette", "commands", "every action by name", show=False),
+        key("question_mark", "app.help", "help", "explain this screen, its signs and keys"),
+        key("q", "app.detach", "leave", "leave; the sweep goes on"),
+    ]
+
+    def __init__(self, stage: AppState, model: SweepModel) -> None:
+        super().__init__(stage)
+        self.model = model
+
+    def compose(self) -> ComposeResult:
+        """Lay the screen out."""
+        yield TooSmall(self.stage, name="small")
+        yield SweepHead(self.stage, self.model, "summary")
+        yield SweepTable(self.stage, self.model, "rows")
+        yield SweepChart(self.stage, self.model, "sweep-chart")
+        yield KeyBar(self.stage, name="keys")
+
+    def tick(self) -> None:
+        """Read what was added to the file, and draw it."""
+        try:
+            self.model.refresh()
+        except FtmonError as error:
+            self.stage.say(str(error), "error")
+        super().tick()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Leave out the end of a sweep that is over."""
+        return action != "stop" or self.model.alive
+
+    def action_scroll(self, lines: int) -> None:
+        """Scroll the table."""
+        self.query_one(SweepTable).scroll(lines)
+        self.tick()
+
+    def action_stop(self) -> None:
+        """End the sweep in order; its rows stay."""
+        plan = self.model.results.plan if self.model.results is not None else None
+        if plan is not None and self.model.alive:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(plan.process.pid, signal.SIGINT)
+            self.stage.say("the sweep ends; its rows stay, and the same command goes on")
+        self.tick()

@@ -1,0 +1,165 @@
+"""The course of the training: loss and evaluations, and one of the other figures, with a cursor."""
+
+import time
+from collections.abc import Iterable
+from typing import ClassVar
+
+from textual.binding import BindingType
+from textual.widget import Widget
+
+from ..model.chartview import ChartView
+from ..model.training import HistoryPoint
+from ..widgets.app_state import AppState
+from ..widgets.canvas import Canvas
+from ..widgets.line import Line
+from ..widgets.training_view import GUTTER, training_lines
+from .base import MonitorScreen, key
+
+RESTS = 8.0
+"""After a drawing that took so long, new steps wait for this many times as long."""
+
+
+class TrainingCanvas(Canvas):
+    """The whole of the screen between summary and keys."""
+
+    def __init__(self, stage: AppState, view: ChartView, name: str) -> None:
+        super().__init__(stage, name=name)
+        self.view = view
+        self._shown: tuple[int, int] = (0, 0)
+        """The model and the version of its course that are drawn."""
+        self._drawn = 0.0
+        self._cost = 0.0
+        """Seconds that the last drawing took."""
+
+    def key(self) -> object:
+        """Change with the course, its results, the alerts and what a person chose.
+
+        New steps alone are drawn only so often that drawing takes a small share of the time.
+        """
+        model, source = self.stage.model, self.stage.source
+        training, alerts = model.training, model.alerts
+        found = id(model), training.course.version
+        held = self.stage.replaying and source is not None and not source.transport.playing
+        rested = time.monotonic() - self._drawn >= RESTS * self._cost
+        if held or rested or found[0] != self._shown[0]:
+            self._shown = found
+        return self._shown, training.version, id(alerts), alerts.version, self.view.version
+
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the charts."""
+        begun = time.monotonic()
+        lines = training_lines(self.stage.model, self.view, width, height, self.look)
+        self._drawn = time.monotonic()
+        self._cost = self._drawn - begun
+        return lines
+
+
+class TrainingScreen(MonitorScreen):
+    """The course of the training."""
+
+    NAME = "training"
+    WHAT = (
+        "The course of the training. Above, the loss: of each step (dots), smoothed by a moving average without the "
+        "bias of its beginning, and of evaluations. Below, one of: learning rate, gradient norm, tokens a second, MFU, "
+        "share of the step waiting for data. The head names the step whose figures the titles show: the newest, or the "
+        "cursor's. Under the loss are marked alerts and checkpoints. Long runs are drawn in buckets of several steps: "
+        "means, and the lowest and highest of them. MFU counts the FLOPs that the model needs, not what is computed "
+        "again, against the data sheet; evaluations and checkpoints count for neither speed nor MFU."
+    )
+    LEGEND = ("training", "alerts")
+    TITLE_LINES = 2
+    BINDINGS: ClassVar[list[BindingType]] = [
+        key("escape", "app.back", "back", "back to the overview"),
+        key("left", "cursor(-1)", "cursor", "the cursor one column back", bar="← →"),
+        key(
+            "right",
+            "cursor(1)",
+            "cursor on",
+            "the cursor one column on; beyond the newest step it follows the run",
+            False,
+        ),
+        key("up,comma", "zoom(1)", "zoom", "show half as many steps, around the cursor", bar="↑ ↓"),
+        key("down,full_stop", "zoom(-1)", "zoom out", "show twice as many steps", show=False),
+        key("v,tab", "figure(1)", "figure", "the next figure below the loss", bar="v"),
+        key("V,shift+tab", "figure(-1)", "figure before", "the figure before", show=False),
+        key("x", "axis", "axis", "over steps, tokens or time"),
+        key("w", "whole", "whole", "the whole run, and follow it"),
+        key("u", "smoothing", "smooth", "smooth the loss more, or not at all", show=False),
+        key("pageup", "pan(-1)", "earlier", "half a window back", show=False),
+        key("pagedown", "pan(1)", "later", "half a window on", show=False),
+        key("home", "edge(0)", "first", "the cursor to the first step", show=False),
+        key("end", "edge(-1)", "last", "the cursor to the newest step", show=False),
+        key("j", "jump", "replay there", "move the whole view (replay, or rewind) to the cursor's step", show=False),
+        key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
+        key("l", "app.logs", "logs", "the output of all ranks", show=False),
+    ]
+    HIDDEN: ClassVar[frozenset[str]] = frozenset(("finer", "coarser"))
+
+    def __init__(self, stage: AppState) -> None:
+        super().__init__(stage)
+        self.view = stage.chart
+        self.canvas = TrainingCanvas(stage, self.view, "body")
+
+    def body(self) -> Iterable[Widget]:
+        """Give the one canvas."""
+        yield self.canvas
+
+    @property
+    def moments(self) -> list[HistoryPoint]:
+        """The course as it is drawn."""
+        return self.stage.model.moments
+
+    def action_cursor(self, direction: int) -> None:
+        """Move the cursor by a column."""
+        moments = self.moments
+        begun = moments[0].t if moments else 0.0
+        self.view.move(direction, moments, max(8, self.canvas.size.width - GUTTER), begun)
+        self.tick()
+
+    def action_zoom(self, direction: int) -> None:
+        """Show fewer or more steps."""
+        self.view.zoom(direction, self.moments)
+        self.tick()
+
+    def action_pan(self, direction: int) -> None:
+        """Move the window."""
+        self.view.pan(direction / 2, self.moments)
+        self.tick()
+
+    def action_edge(self, index: int) -> None:
+        """Move the cursor to the first or the newest step."""
+        moments = self.moments
+        if moments:
+            self.view.to(index % len(moments), moments)
+        self.tick()
+
+    def action_figure(self, direction: int) -> None:
+        """Go to another figure."""
+        self.view.next_figure(direction)
+        self.tick()
+
+    def action_axis(self) -> None:
+        """Go to the next axis."""
+        self.view.next_axis()
+        self.tick()
+
+    def action_smoothing(self) -> None:
+        """Go to the next strength of smoothing."""
+        self.view.next_smoothing()
+        over = self.view.smoothing
+        text = "by the length of the run" if over is None else "off" if over == 1 else f"over {over} steps"
+        self.stage.say(f"smoothing of the loss: {text}")
+        self.tick()
+
+    def action_whole(self) -> None:
+        """Show the whole run."""
+        self.view.whole()
+        self.tick()
+
+    def action_jump(self) -> None:
+        """Move the view to the step at the cursor."""
+        moments, source = self.moments, self.stage.source
+        at = self.view.at_cursor(moments)
+        if at is not None and source is not None:
+            source.transport.goto(str(moments[at].step))
+            self.view.cursor = None

@@ -1,0 +1,114 @@
+"""A process that predicts changes of a run, from its configuration: ``python -m ftmon.trainer.predict --what-if``."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ...protocol.text import sanitize
+from ..model.what_if import Answer, WhatIf
+
+_MARK = "predicting: "
+_MOST_BYTES = 64 << 20
+
+
+class DryRuns:
+    """Predicts in a process of its own, which ends with this one.
+
+    Args:
+        config: the configuration, YAML.
+        words: options of ``ftmon predict``.
+        environment: variables of the run that change its memory.
+        cwd: where paths of the configuration begin; None: here.
+    """
+
+    def __init__(
+        self, config: str, words: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None
+    ) -> None:
+        self.found = WhatIf("running", time.monotonic())
+        self._folder = tempfile.TemporaryDirectory(prefix="ftmon-what-if-")
+        path = Path(self._folder.name) / "config.yaml"
+        path.write_text(config)
+        self._output, self._errors = Path(self._folder.name) / "answer", Path(self._folder.name) / "progress"
+        command = [sys.executable, "-P", "-m", "ftmon.trainer.predict", "--what-if", "--json"]
+        with self._output.open("wb") as output, self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [*command, f"--background={os.getpid()}", *words, "--", str(path)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                cwd=cwd,
+                env={**os.environ, **environment},
+            )
+        self._read = 0
+        self._last = ""
+
+    @property
+    def running(self) -> bool:
+        """Whether the answer is still to come."""
+        return self.found.state == "running"
+
+    def poll(self) -> bool:
+        """Take in what the process has written; return whether something changed."""
+        if not self.running:
+            return False
+        changed = self._progress()
+        status = self._process.poll()
+        if status is None:
+            return changed
+        self._progress()
+        self._finish(status)
+        return True
+
+    def cancel(self) -> None:
+        """End the process."""
+        if self.running:
+            self._end()
+            self._change("cancelled")
+
+    def close(self) -> None:
+        """End the process, and remove what it wrote."""
+        self._end()
+        self._folder.cleanup()
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):
+            self._process.kill()
+        self._process.wait()
+
+    def _progress(self) -> bool:
+        with self._errors.open("rb") as file:
+            file.seek(self._read)
+            text = file.read(_MOST_BYTES)
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.decode(errors="replace").splitlines():
+            if line.startswith(_MARK):
+                self.found.done.append(sanitize(line.removeprefix(_MARK), 80))
+                self.found.version += 1
+            elif line.strip():
+                # The file is a copy: a person knows it by its name.
+                self._last = sanitize(line.removeprefix("ftmon: ").replace(f"{self._folder.name}/", ""), 400)
+        return bool(whole)
+
+    def _finish(self, status: int) -> None:
+        if status:
+            ended = f"its process ended with {'signal ' + str(-status) if status < 0 else 'status ' + str(status)}"
+            self._change("failed", self._last or ended)
+        else:
+            try:
+                self.found.answer = msgspec.json.decode(self._output.read_bytes()[:_MOST_BYTES], type=Answer)
+                self._change("done")
+            except (OSError, msgspec.MsgspecError):
+                self._change("failed", "its answer cannot be read")
+        self._folder.cleanup()
+
+    def _change(self, state: str, text: str = "") -> None:
+        self.found.state, self.found.text = state, text
+        self.found.version += 1

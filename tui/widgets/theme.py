@@ -1,0 +1,81 @@
+"""How a renderer draws: palette, glyphs, and whether colour may be used at all."""
+
+from functools import lru_cache
+
+from rich.style import Style
+
+from .glyphs import UNICODE, Glyphs
+from .palette import DARK, Palette
+
+STATE_TONES = {
+    "starting": "dim",
+    "training": "good",
+    "waiting": "warning",
+    "hung": "error",
+    "held": "error",
+    "stopped": "warning",
+    "stopping": "warning",
+    "gone": "error",
+    "unreachable": "error",
+    "finished": "dim",
+    "failed": "error",
+}
+"""The palette's colour of each rank or run state."""
+
+SEVERITY_TONES = {"info": "accent", "warning": "warning", "error": "error"}
+
+
+@lru_cache(4096)
+def _style(fg: str | None, bg: str | None, bold: bool, dim: bool, reverse: bool) -> Style:
+    return Style(color=fg, bgcolor=bg, bold=bold or None, dim=dim or None, reverse=reverse or None)
+
+
+class Theme:
+    """Palette, glyphs and colour, with the styles made of them.
+
+    A tone is the name of a colour of the palette (``text``, ``dim``, ``accent`` ...) or a colour ``#rrggbb``. Without
+    colour a style keeps only bold, dim and reverse.
+    """
+
+    def __init__(self, palette: Palette = DARK, glyphs: Glyphs = UNICODE, color: bool = True) -> None:
+        self.palette = palette
+        self.glyphs = glyphs
+        self.color = color
+        self.base = self.style("text")
+        self._cache: dict[tuple[str, str, bool], Style] = {}
+
+    @property
+    def plain_graphs(self) -> bool:
+        """Tell whether graphs must keep their parts apart by character, not by colour."""
+        return not self.color or self.glyphs.is_ascii
+
+    def tone(self, name: str) -> str:
+        """Give a tone's colour ``#rrggbb``."""
+        return name if name.startswith("#") else getattr(self.palette, name)
+
+    def style(self, tone: str = "text", on: str = "background", bold: bool = False, reverse: bool = False) -> Style:
+        """Give the style of text in ``tone`` on ``on``."""
+        if not self.color:
+            return _style(None, None, bold, tone in ("dim", "faint", "rule"), reverse)
+        return _style(self.tone(tone), self.tone(on), bold, False, reverse)
+
+    def phase(self, name: str) -> str:
+        """Give a phase's colour."""
+        return self.palette.phases.get(name, self.palette.dim)
+
+    def part(self, name: str) -> str:
+        """Give the colour of a part of a memory peak."""
+        return self.palette.parts.get(name, self.palette.dim)
+
+    def state(self, name: str) -> tuple[str, str]:
+        """Give a rank or run state's glyph and tone."""
+        return self.glyphs.states.get(name, "?"), STATE_TONES.get(name, "dim")
+
+    def severity(self, name: str) -> tuple[str, str]:
+        """Give a severity's glyph and tone."""
+        return getattr(self.glyphs, name, self.glyphs.info), SEVERITY_TONES.get(name, "dim")
+
+    def heat(self, share: float) -> str:
+        """Give the heat map's colour of a share 0..1."""
+        heat = self.palette.heat
+        return heat[min(len(heat) - 1, max(0, int(share * len(heat))))]

@@ -1,0 +1,434 @@
+"""The training screen as lines: the loss with its evaluations, a second figure, marks, and the values at the cursor."""
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import floor, isfinite, log10
+
+from ...protocol.telemetry import Evaluation
+from ...protocol.text import duration, gib, sanitize
+from ..model.chartview import FIGURES, Axis, ChartView, column_of, span_of, value_range, x_of
+from ..model.progress import epoch_words
+from ..model.run import RunModel
+from ..model.training import HistoryPoint, perplexity_of, smoothed, with_loss
+from .figures import count, small
+from .figures import loss as loss_words
+from .line import Line, cut
+from .plot import Curve, plot_cells, put_cursor, row_line, sign_of
+from .theme import Theme
+
+GUTTER = 9
+"""Columns before a plot: the values of its rows."""
+
+_FIXED = 6
+"""Rows that are no plot: the head, two titles, the marks, the axis, the foot."""
+_EACH = 1
+_TICK_CELLS = 14
+_SEVERITIES = ("info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """How one of the figures of the second pane is called and written."""
+
+    title: str
+    write: Callable[[float], str]
+    floor: bool = False
+    zero: bool = False
+    """The axis begins at zero however far all values are from it."""
+    extreme: str = ""
+    """The attribute with the highest of the steps that share a moment."""
+
+
+def _percent(value: float) -> str:
+    return f"{value * 100:.1f} %" if value < 0.0995 else f"{value * 100:.0f} %"
+
+
+_FIGURES: dict[str, _Figure] = {
+    "lr": _Figure("learning rate", small, floor=True),
+    "grad_norm": _Figure("gradient norm", small, floor=True, extreme="max_grad_norm"),
+    "tokens_per_second": _Figure("tokens/s", count, floor=True),
+    "mfu": _Figure("MFU", _percent, floor=True),
+    "data_share": _Figure("share of the step waiting for data", _percent, zero=True),
+}
+
+
+class _Scene:
+    """What all parts of one drawing share."""
+
+    def __init__(self, model: RunModel, view: ChartView, width: int, look: Theme) -> None:
+        self.model, self.view, self.look = model, view, look
+        self.all = model.moments
+        self.begun = self.all[0].t if self.all else 0.0
+        self.seen = view.visible(self.all)
+        self.columns = max(8, width - GUTTER)
+        self.width = width
+        self.xs = span_of(self.seen, view.axis, self.begun)
+        at = view.at_cursor(self.all)
+        self.moment = self.all[at] if at is not None else None
+        self.over = view.smoothed_steps(self.all[-1].step - self.all[0].first_step + 1 if self.all else 0)
+        """Steps the loss is smoothed over."""
+        self.smooth = smoothed(self.all, 1 - 1 / self.over)
+        self.smooth_at = self.smooth[at] if at is not None else None
+
+    def x(self, moment: HistoryPoint) -> float:
+        return x_of(moment, self.view.axis, self.begun)
+
+    def column(self, moment: HistoryPoint) -> int:
+        return column_of(self.x(moment), *self.xs, self.columns)
+
+    @property
+    def cursor_column(self) -> int | None:
+        if self.view.cursor is None or self.moment is None:
+            return None
+        return self.column(self.moment)
+
+    def moment_of(self, step: int) -> HistoryPoint | None:
+        """Find the moment of a step; None for one outside of the window."""
+        if not self.seen or not self.seen[0].first_step <= step <= self.seen[-1].step:
+            return None
+        place = bisect_left(self.seen, step, key=lambda moment: moment.step)
+        return self.seen[min(place, len(self.seen) - 1)]
+
+
+def training_lines(model: RunModel, view: ChartView, width: int, height: int, look: Theme) -> list[Line]:
+    """Draw the whole screen between summary and keys."""
+    scene = _Scene(model, view, width, look)
+    lines = [_head(scene)]
+    if not scene.all:
+        text = " No step is finished yet: the curves begin with the first one."
+        return [*lines, Line(text, look.style("dim"))]
+    panes = 1 if height < 30 else 2 if height < 44 else 3
+    rooms = _rooms(height - _FIXED - (panes - 1) * _EACH, panes)
+    lines += _loss_pane(scene, rooms[0])
+    lines.append(_marks_line(scene))
+    for number, room in enumerate(rooms[1:]):
+        lines += _figure_pane(scene, (view.figure + number) % len(FIGURES), room)
+    lines.append(_axis_line(scene))
+    lines.append(_foot(scene))
+    return lines
+
+
+def _rooms(rows: int, panes: int) -> list[int]:
+    """Divide the rows: the loss has more than each of the others."""
+    rows = max(rows, 2 * (panes + 1))
+    each = max(2, rows * 2 // (2 * panes + 3))
+    return [rows - each * panes, *([each] * panes)]
+
+
+# The head -------------------------------------------------------------------------------------------------------------
+
+
+def _head(scene: _Scene) -> Line:
+    """Draw the rule that says which step is shown: the cursor's, or the newest."""
+    look, moment, model = scene.look, scene.moment, scene.model
+    rule, dim = look.style("rule"), look.style("dim")
+    line = Line(look.glyphs.rule, rule).add(" training ", look.style(bold=True))
+    if moment is None:
+        return line.add(look.glyphs.rule * max(0, scene.width - line.width), rule)
+    steps = f"step {moment.step:,}" if moment.steps == 1 else f"steps {moment.first_step:,} to {moment.step:,}"
+    where = "at the cursor: " if scene.view.cursor is not None else "newest: "
+    line.add(where, dim).add(steps, look.style("accent", bold=True))
+    clock = time.strftime("%H:%M:%S", time.localtime(moment.t))
+    words = [f"{count(moment.tokens)} tokens" if moment.tokens else "", clock]
+    words.append(f"{duration(moment.t - scene.begun)} in" if moment.t > scene.begun else "")
+    if scene.view.cursor is None and (epochs := epoch_words(model)):
+        words.insert(0, f"epoch {epochs}")
+    for word in words:
+        if word and line.width + len(word) + 5 <= scene.width:
+            line.add(f" {look.glyphs.dot} {word}", dim)
+    line.add(" ", dim)
+    return line.add(look.glyphs.rule * max(0, scene.width - line.width), rule)
+
+
+# The loss -------------------------------------------------------------------------------------------------------------
+
+
+def _loss_pane(scene: _Scene, rows: int) -> list[Line]:
+    evaluations = [(each, scene.moment_of(each.step)) for each in with_loss(scene.model.training.evaluations)]
+    shown = [(each, moment) for each, moment in evaluations if moment is not None]
+    first = scene.all.index(scene.seen[0]) if scene.seen else 0
+    smooth = scene.smooth[first : first + len(scene.seen)]
+    raw_x: list[float] = []
+    raw_y: list[float] = []
+    for place, low, high in _extremes(scene, "low_loss", "high_loss", "loss"):
+        raw_x += [place, place] if high > low else [place]
+        raw_y += [low, high] if high > low else [low]
+    line = _pooled(scene, smooth)
+    losses = [each.loss for each, _ in shown if each.loss is not None]
+    title = _loss_title(scene)
+    if not raw_y and not losses:
+        return [title, *_unknown(scene, rows, "the script does not show a loss")]
+    levels = [value for _, value in line] + losses
+    low, high = value_range(raw_y + losses)
+    low, high = min([low, *levels]), max([high, *levels])
+    curves = [Curve("points", "dim", raw_x, raw_y)]
+    if scene.over > 1:
+        curves.append(Curve("line", "accent", [place for place, _ in line], [value for _, value in line]))
+    curves.append(Curve("marks", "warning", [scene.x(moment) for _, moment in shown], losses))
+    return [title, *_plot(scene, curves, rows, (low, high), loss_words)]
+
+
+def _loss_title(scene: _Scene) -> Line:
+    look, moment = scene.look, scene.moment
+    dim, strong = look.style("dim"), look.style(bold=True)
+    line = Line(" loss", look.style(bold=True))
+    value = moment.loss if moment is not None else None
+    line.add(f"   {sign_of('points', look)} raw ", dim).add("-" if value is None else loss_words(value), strong)
+    if scene.over > 1 and scene.smooth_at is not None:
+        line.add(f"   {sign_of('line', look)} ", look.style("accent")).add("smoothed ", dim)
+        line.add(loss_words(scene.smooth_at), strong)
+        if scene.width >= 100:
+            line.add(f" (moving average over {scene.over:,} steps)", dim)
+    evaluation = _evaluation_at(scene)
+    if evaluation is not None and evaluation.loss is not None:
+        line.add(f"   {sign_of('marks', look)} ", look.style("warning"))
+        line.add(f"{sanitize(evaluation.name, 20)} ", dim).add(loss_words(evaluation.loss), strong)
+        at = f" at step {evaluation.step:,}" if scene.width >= 100 else f" @{evaluation.step:,}"
+        line.add(at, dim)
+        ppl = perplexity_of(evaluation)
+        best = scene.model.training.best
+        more = [f", perplexity {ppl:.4g}" if ppl is not None and isfinite(ppl) else ""]
+        if best is not None and best.loss is not None:
+            more.append(f"   best {loss_words(best.loss)} at step {best.step:,}")
+        for words in more:
+            if line.width + len(words) < scene.width:
+                line.add(words, dim)
+    return line
+
+
+def _evaluation_at(scene: _Scene) -> Evaluation | None:
+    """Find the evaluation that was the last one at the moment shown."""
+    evaluations = with_loss(scene.model.training.evaluations)
+    if scene.moment is None or not evaluations:
+        return None
+    name = evaluations[0].name
+    return next((e for e in reversed(evaluations) if e.name == name and e.step <= scene.moment.step), None)
+
+
+# The other figures ----------------------------------------------------------------------------------------------------
+
+
+def _figure_pane(scene: _Scene, index: int, rows: int) -> list[Line]:
+    name = FIGURES[index]
+    figure = _FIGURES[name]
+    values = [getattr(moment, name) for moment in scene.seen]
+    line = _pooled(scene, values)
+    title = _figure_title(scene, index)
+    if not line:
+        return [title, *_unknown(scene, rows, _why_unknown(scene.model, name))]
+    drawn = [value for _, value in line]
+    curves: list[Curve] = []
+    if figure.extreme:
+        points = [(place, high) for place, _, high in _extremes(scene, figure.extreme, figure.extreme, name)]
+        curves.append(Curve("points", "dim", [place for place, _ in points], [high for _, high in points]))
+        drawn = drawn + [high for _, high in points]
+    curves.append(Curve("line", "accent", [place for place, _ in line], [value for _, value in line]))
+    low, high = value_range(drawn, figure.floor)
+    return [title, *_plot(scene, curves, rows, (0.0 if figure.zero else low, high), figure.write)]
+
+
+def _figure_title(scene: _Scene, index: int) -> Line:
+    look, name = scene.look, FIGURES[index]
+    figure = _FIGURES[name]
+    dim = look.style("dim")
+    value = getattr(scene.moment, name) if scene.moment is not None else None
+    line = Line(f" {figure.title} ", look.style(bold=True))
+    line.add("-" if value is None else figure.write(value), look.style(bold=True))
+    highest = getattr(scene.moment, figure.extreme) if figure.extreme and scene.moment is not None else None
+    if highest is not None and scene.moment is not None and scene.moment.steps > 1:
+        line.add(f"   {sign_of('points', look)} highest {figure.write(highest)}", dim)
+    if name == "tokens_per_second" and scene.width >= 100:
+        line.add("   all ranks, without evaluations and checkpoints", dim)
+    if name == "mfu" and scene.model.peak_flops and scene.width >= 100:
+        peak = f"{scene.model.peak_flops / 1e12:,.0f} TFLOP/s"
+        line.add(f"   of the data sheet's {peak}", dim)
+    if index == scene.view.figure:
+        right = f"v: {_FIGURES[FIGURES[(index + 1) % len(FIGURES)]].title} "
+        room = scene.width - line.width
+        if room > len(right) + 2:
+            line.add(" " * (room - len(right)), dim).add(right, look.style("faint"))
+    return line
+
+
+def _why_unknown(model: RunModel, name: str) -> str:
+    if name == "mfu":
+        if any(rank.on_cpu for rank in model.ranks.values()):
+            return "a CPU has no data-sheet peak to compare with"
+        if model.peak_flops is None:
+            return "the data-sheet peak of this device, or its data type, is not known"
+        return "the FLOPs of this model are not known"
+    return {"tokens_per_second": "the script's batches hold no tokens that can be counted"}.get(
+        name, "the script does not show it"
+    )
+
+
+def _unknown(scene: _Scene, rows: int, why: str) -> list[Line]:
+    lines = [Line() for _ in range(rows)]
+    lines[rows // 2] = Line(" " * GUTTER + f"not known: {why}", scene.look.style("dim"))
+    return lines
+
+
+# Plots ----------------------------------------------------------------------------------------------------------------
+
+
+def _plot(
+    scene: _Scene, curves: Sequence[Curve], rows: int, ys: tuple[float, float], write: Callable[[float], str]
+) -> list[Line]:
+    look = scene.look
+    cells = plot_cells(curves, scene.columns, rows, scene.xs, ys, look)
+    column = scene.cursor_column
+    if column is not None:
+        put_cursor(cells, column, look)
+    labels = {0: ys[1], rows - 1: ys[0]}
+    if rows >= 7:
+        labels[rows // 2] = ys[1] - (ys[1] - ys[0]) * (rows // 2) / (rows - 1)
+    lines: list[Line] = []
+    for number, row in enumerate(cells):
+        label = cut(write(labels[number]), GUTTER - 2, "") if number in labels else ""
+        line = Line(f"{label:>{GUTTER - 2}} ", look.style("dim")).add(look.glyphs.bar, look.style("rule"))
+        lines.append(line.join(row_line(row, look)))
+    return lines
+
+
+def _pooled(scene: _Scene, values: Sequence[float | None]) -> list[tuple[float, float]]:
+    """Give the last value of each half column of the window, with its place."""
+    found: dict[int, tuple[float, float]] = {}
+    for moment, value in zip(scene.seen, values, strict=True):
+        if value is not None and isfinite(value):
+            place = scene.x(moment)
+            found[column_of(place, *scene.xs, 2 * scene.columns)] = (place, value)
+    return list(found.values())
+
+
+def _extremes(scene: _Scene, low: str, high: str, otherwise: str) -> list[tuple[float, float, float]]:
+    """Give the lowest and the highest value of each half column of the window, with its place."""
+    found: dict[int, tuple[float, float, float]] = {}
+    for moment in scene.seen:
+        lowest, highest = getattr(moment, low), getattr(moment, high)
+        lowest = getattr(moment, otherwise) if lowest is None else lowest
+        highest = getattr(moment, otherwise) if highest is None else highest
+        if lowest is None or highest is None or not isfinite(lowest) or not isfinite(highest):
+            continue
+        place = scene.x(moment)
+        column = column_of(place, *scene.xs, 2 * scene.columns)
+        known = found.get(column)
+        if known is not None:
+            lowest, highest = min(lowest, known[1]), max(highest, known[2])
+        found[column] = (place, lowest, highest)
+    return list(found.values())
+
+
+# Marks, axis, foot ----------------------------------------------------------------------------------------------------
+
+
+def _marks(scene: _Scene) -> list[tuple[int, str, str, str]]:
+    """Give what is marked in the window: column, sign, tone, words; what matters most comes last."""
+    look = scene.look
+    found: list[tuple[int, str, str, str]] = []
+    for checkpoint in scene.model.training.checkpoints:
+        moment = scene.moment_of(checkpoint.step)
+        if moment is not None:
+            size = f", {gib(checkpoint.bytes)}" if checkpoint.bytes else ""
+            best = ", the best so far" if checkpoint.best else ""
+            words = f"checkpoint of step {checkpoint.step:,}{size}{best}"
+            found.append((scene.column(moment), "C" if checkpoint.best else "c", "good", words))
+    alerts = sorted(scene.model.alerts, key=lambda alert: _SEVERITIES.index(alert.severity))
+    for alert in alerts:
+        moment = _moment_of_alert(scene, alert.step, alert.time)
+        if moment is not None:
+            sign, tone = look.severity(alert.severity)
+            found.append((scene.column(moment), sign, tone, sanitize(alert.title, 200)))
+    return found
+
+
+def _moment_of_alert(scene: _Scene, step: int | None, t: float) -> HistoryPoint | None:
+    if step:
+        return scene.moment_of(step)
+    if not scene.seen or not scene.seen[0].t <= t:
+        return None
+    place = bisect_left(scene.seen, t, key=lambda moment: moment.t)
+    if place < len(scene.seen):
+        return scene.seen[place]
+    return scene.seen[-1] if scene.view.end is None else None
+
+
+def _marks_line(scene: _Scene) -> Line:
+    look = scene.look
+    cells = [(" ", "dim")] * scene.columns
+    column = scene.cursor_column
+    if column is not None and 0 <= column < len(cells):
+        cells[column] = (look.glyphs.bar, "faint")
+    for place, sign, tone, _ in _marks(scene):
+        if 0 <= place < len(cells):
+            cells[place] = (sign, tone)
+    line = Line(f"{'marks':>{GUTTER - 2}} ", look.style("dim")).add(look.glyphs.bar, look.style("rule"))
+    return line.join(row_line(cells, look))
+
+
+def _axis_line(scene: _Scene) -> Line:
+    """Draw round figures under their columns; the newest step's own figure is in the head."""
+    look = scene.look
+    text = [" "] * scene.columns
+    free = 0
+    for place in _ticks(scene.xs, scene.view.axis, max(2, scene.columns // _TICK_CELLS)):
+        label = _tick(place, scene.view.axis)
+        column = column_of(place, *scene.xs, scene.columns)
+        start = min(column, scene.columns - len(label))
+        if start < free or column < 0:
+            continue
+        text[start : start + len(label)] = label
+        free = start + len(label) + 2
+    unit = {"steps": "step", "tokens": "tokens", "time": "time"}[scene.view.axis]
+    line = Line(f"{unit:>{GUTTER - 2}} ", look.style("dim")).add(look.glyphs.bar, look.style("rule"))
+    return line.add("".join(text), look.style("dim"))
+
+
+_TIMES = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400, 43_200, 86_400, 172_800, 604_800)
+
+
+def _ticks(xs: tuple[float, float], axis: Axis, most: int) -> list[float]:
+    low, high = xs
+    if high <= low:
+        return [low]
+    wanted = (high - low) / most
+    if axis == "time":
+        size = next((each for each in _TIMES if each >= wanted), wanted)
+    else:
+        power = 10 ** floor(log10(wanted))
+        size = next(each * power for each in (1, 2, 5, 10) if each * power >= wanted * 0.999)
+        size = max(1.0, size)
+    first = -(-low // size)
+    return [(first + number) * size for number in range(int((high - first * size) / size) + 1)]
+
+
+def _tick(place: float, axis: Axis) -> str:
+    if axis == "steps":
+        return f"{place:,.0f}"
+    return count(place) if axis == "tokens" else (duration(place) if place else "0")
+
+
+def _foot(scene: _Scene) -> Line:
+    """Say what is marked at the cursor (or newest), and which part of the run is in view."""
+    look, view = scene.look, scene.view
+    dim = look.style("dim")
+    line = Line(" ", dim)
+    column = scene.cursor_column
+    marks = _marks(scene)
+    here = marks if column is None else [mark for mark in marks if mark[0] == column]
+    part = "whole run"
+    if view.span is not None and scene.seen:
+        part = f"steps {scene.seen[0].first_step:,} to {scene.seen[-1].step:,} of {scene.all[-1].step:,}"
+    right = Line(f" {part}, over {view.axis} ", dim)
+    if here:
+        # At the cursor the gravest comes first, else the newest.
+        _, sign, tone, words = here[-1] if column is not None else max(here, key=lambda mark: mark[0])
+        more = f" (and {len(here) - 1} more)" if column is not None and len(here) > 1 else ""
+        latest = "latest mark: " if column is None else ""
+        line.add(f"{sign} ", look.style(tone)).add(latest, dim)
+        line.add(cut(words + more, scene.width - line.width - right.width - 1, look.glyphs.ellipsis), look.base)
+    else:
+        line.add("nothing is marked " + ("in view" if column is None else "at the cursor"), look.style("faint"))
+    gap = scene.width - line.width - right.width
+    return line.add(" " * max(0, gap), dim).join(right)
