@@ -30,7 +30,7 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
-from ftmon.protocol import rundir, wire
+from ftmon.protocol import run_store, rundir, wire
 from ftmon.protocol.control import Alert, HubStats, RankState, RunState
 from ftmon.protocol.sockets import peer_socket
 from streams import Stream
@@ -117,7 +117,7 @@ def measure(ranks: int, columns: int, lines: int, seconds: float) -> tuple[float
     """Return the app's first paint (s), its share of a core (%), and KB a second to the terminal."""
     with tempfile.TemporaryDirectory() as home:
         os.environ["FTMON_HOME"] = home
-        run = rundir.create("bench", ["bench"], "watch")
+        run = run_store.create("bench", ["bench"], "watch")
         with (run.logs / "hub.log").open("wb") as log:
             hub = subprocess.Popen([sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], stderr=log)
         while run.living_hub() is None:

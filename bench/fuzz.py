@@ -70,13 +70,13 @@ def megabytes(pid: int) -> float:
 
 def against_hub(count: int, seed: int) -> dict[str, Any]:
     import msgspec
-    from ftmon.protocol import rundir
+    from ftmon.protocol import run_store
     from ftmon.protocol.process import this_process
     from ftmon.protocol.recording.reader import Reader
     from ftmon.protocol.sockets import peer_socket
     from hostile import Frames
 
-    run = rundir.create("fuzz", ["true"], "run")
+    run = run_store.create("fuzz", ["true"], "run")
     run.write_run(msgspec.structs.replace(run.read_run(), launcher=this_process()))
     log = (run.logs / "hub.log").open("wb")
     hub = subprocess.Popen([sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], stderr=log)

@@ -18,7 +18,7 @@ import time
 from multiprocessing import get_context
 
 import zmq
-from ftmon.protocol import rundir, wire
+from ftmon.protocol import run_store, rundir, wire
 from ftmon.protocol.sockets import peer_socket
 from ftmon.protocol.telemetry import DeviceInfo, Hello, PhaseRecord, Span, Step
 
@@ -70,7 +70,7 @@ def step(rank: int, number: int) -> Step:
     )
 
 
-def send(run_path: str, ranks: list[int], world: int, each: int, cores: set[int], go) -> None:
+def send(run_path: str, ranks: list[int], world: int, each: int, cores: set[int], made, go) -> None:
     os.sched_setaffinity(0, cores)
     address = rundir.RunDir(run_path).ipc_address("telemetry")
     context = zmq.Context()
@@ -80,13 +80,15 @@ def send(run_path: str, ranks: list[int], world: int, each: int, cores: set[int]
         socket.connect(address)
         socket.send_multipart(wire.encode(f"rank-{rank}-{10_000 + rank}-1", 1, time.time(), hello(rank, world)))
         sockets[rank] = socket
-    # Bodies are made beforehand (a cycle of 64 steps a rank): the sender must not be the bottleneck.
-    bodies = {rank: [wire.encode_body(step(rank, n)) for n in range(1, 65)] for rank in ranks}
+    # Bodies are made beforehand: the sender must not be the bottleneck. A step's number that came before would begin
+    # another training.
+    bodies = {rank: [wire.encode_body(step(rank, n)) for n in range(1, each + 1)] for rank in ranks}
+    made.set()
     go.wait()
     for n in range(each):
         for rank in ranks:
             sockets[rank].send(wire.encode_header(f"rank-{rank}-{10_000 + rank}-1", n + 2, time.time()), zmq.SNDMORE)
-            sockets[rank].send(bodies[rank][n % 64])
+            sockets[rank].send(bodies[rank][n])
     for socket in sockets.values():
         socket.close(linger=60_000)
     context.term()
@@ -128,7 +130,7 @@ def main() -> int:
     total = each * arguments.ranks
     with tempfile.TemporaryDirectory() as home:
         os.environ["FTMON_HOME"] = home
-        run = rundir.create("throughput", ["bench"], "watch")
+        run = run_store.create("throughput", ["bench"], "watch")
         log = (run.logs / "hub.log").open("wb")
         hub = subprocess.Popen(
             [sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)],
@@ -140,13 +142,14 @@ def main() -> int:
                 raise SystemExit((run.logs / "hub.log").read_text())
             time.sleep(0.02)
         context = get_context("spawn")
-        go, ready, result = context.Event(), context.Event(), context.Queue()
+        made, go, ready, result = context.Event(), context.Event(), context.Event(), context.Queue()
         app = context.Process(target=subscribe, args=(str(run.path), total, others, ready, result))
         app.start()
         ranks = list(range(arguments.ranks))
-        sender = context.Process(target=send, args=(str(run.path), ranks, len(ranks), each, others, go))
+        sender = context.Process(target=send, args=(str(run.path), ranks, len(ranks), each, others, made, go))
         sender.start()
         assert ready.wait(30)
+        assert made.wait(300)
         time.sleep(1)
         cpu = cpu_seconds(hub.pid)
         go.set()

@@ -88,13 +88,13 @@ def main() -> None:
     program = shutil.which("ftmon")
     if program is None:
         sys.exit("bench/latency.py: no ftmon on PATH: activate the environment it is installed in")
-    from ftmon.protocol import rundir
+    from ftmon.protocol import run_store
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FTMON_HOME"] = folder
         words = ["demo", "--steps", "100000", "--ranks", str(arguments.ranks), "--detach"]
         subprocess.run([program, *words], check=True, stdout=subprocess.DEVNULL)
-        run = rundir.find(None)
+        run = run_store.find(None)
         try:
             found = asyncio.run(measure(run, arguments.seconds))
         finally:

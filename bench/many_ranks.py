@@ -18,7 +18,7 @@ import time
 from multiprocessing import get_context
 
 import zmq
-from ftmon.protocol import rundir, wire
+from ftmon.protocol import run_store, rundir, wire
 from ftmon.protocol.control import HubStats
 from ftmon.protocol.sockets import peer_socket
 from ftmon.protocol.telemetry import Goodbye, Heartbeat
@@ -73,7 +73,7 @@ def main() -> int:
     expected = steps * arguments.ranks
     with tempfile.TemporaryDirectory() as home:
         os.environ["FTMON_HOME"] = home
-        run = rundir.create("many", ["bench"], "watch")
+        run = run_store.create("many", ["bench"], "watch")
         with (run.logs / "hub.log").open("wb") as log:
             hub = subprocess.Popen([sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], stderr=log)
         while run.living_hub() is None:

@@ -13,8 +13,9 @@ import msgspec
 from .environment import JOIN_ENV as JOIN_ENV
 from .errors import RunDirError, UsageError
 from .keys import KeyPair
+from .private_files import write_private
 from .run_options import RunOptions
-from .rundir import RunDir, write_private
+from .rundir import RunDir
 
 JOIN_NAME = "join.json"
 

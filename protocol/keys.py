@@ -18,7 +18,9 @@ import msgspec
 import zmq
 
 from .errors import RunDirError, UsageError
-from .rundir import RunDir, checked_home, make_private, write_private
+from .private_files import make_private, write_private
+from .run_store import checked_home
+from .rundir import RunDir
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator

@@ -13,7 +13,8 @@ import msgspec
 
 from .control import Alert, AlertKind, RunState
 from .errors import UsageError
-from .rundir import RunDir, write_private
+from .private_files import write_private
+from .rundir import RunDir
 from .text import sanitize
 from .wire import Message
 

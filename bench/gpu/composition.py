@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ftmon.protocol import rundir
+from ftmon.protocol import run_store
 from ftmon.protocol.analysis.memory.footprint import Footprint, footprint
 from ftmon.protocol.memory import PARTS, Composition
 from ftmon.protocol.recording.reader import Reader
@@ -66,7 +66,7 @@ def run(case: Case, number: int) -> dict[str, Any]:
     if done.returncode:
         print((done.stdout + done.stderr)[-2000:])
         return {"name": case.name, "failures": [f"exit status {done.returncode}"]}
-    found = rundir.find(f"composition-{case.name}")
+    found = run_store.find(f"composition-{case.name}")
     with Reader(found.recording) as reader:
         messages = [frame.message for frame in reader.frames(0, 10_000_000)]
     log = found.logs / "probe.log"

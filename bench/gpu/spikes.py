@@ -204,13 +204,13 @@ CASES = [
 
 def read(name: str) -> Found:
     """Read what the run recorded."""
-    from ftmon.protocol import rundir
+    from ftmon.protocol import run_store
     from ftmon.protocol.control import Result
     from ftmon.protocol.memory import Cause
     from ftmon.protocol.recording.reader import Reader
     from ftmon.protocol.telemetry import Step
 
-    with Reader(rundir.find(name).recording) as reader:
+    with Reader(run_store.find(name).recording) as reader:
         messages = [frame.message for frame in reader.frames(0, 10_000_000)]
         alerts = reader.alerts()
     causes = [message for message in messages if isinstance(message, Cause)]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftmon.protocol import rundir
+from ftmon.protocol import run_store
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.telemetry import Step
 from ftmon.protocol.throughput import peak_flops
@@ -292,7 +292,7 @@ def trl_rank(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> None
 
 def figures(name: str, tokens_per_step: int) -> dict[str, Any]:
     """Return what a run's recording says of its steps after the first ``WARM``."""
-    run = rundir.find(name)
+    run = run_store.find(name)
     steps: list[Step] = []
     with Reader(run.recording) as reader:
         after = 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
-from ftmon.protocol import rundir
+from ftmon.protocol import run_store
 from ftmon.protocol.rundir import RunDir
 from ftmon_process import Ftmon
 from run_picture import picture
@@ -66,7 +66,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """Make the directory of a run in a private home."""
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("FTMON_RUN", raising=False)
-    return rundir.create("unit", ["true"], "run")
+    return run_store.create("unit", ["true"], "run")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import zmq
-from ftmon.protocol import rundir, sockets, wire
+from ftmon.protocol import run_store, rundir, sockets, wire
 from ftmon.protocol.control import Command
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -20,7 +20,7 @@ BIN = Path(sys.executable).parent
 class Collector:
     def __init__(self, home: Path):
         os.environ["FTMON_HOME"] = str(home)
-        self.run = rundir.create("probe-test", ["test"], "run")
+        self.run = run_store.create("probe-test", ["test"], "run")
         self.context = zmq.Context()
         self.telemetry = sockets.hub_socket(self.context, "telemetry")
         self.ranks = sockets.hub_socket(self.context, "ranks")

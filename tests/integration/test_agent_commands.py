@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from ftmon.protocol import keys, rundir, sockets, wire
+from ftmon.protocol import keys, run_store, sockets, wire
 from ftmon.protocol.control import Accepted, Command, Result
 from ftmon.protocol.join import JoinFile
 from ftmon.protocol.process import start_ticks
@@ -22,7 +22,7 @@ class Bench:
     """The hub's end of the ranks' channel, and an agent's commands beside one process that is its only rank."""
 
     def __init__(self, tmp_path: Path, rank: Target) -> None:
-        run = rundir.create("hosts", ["train.py"], "run")
+        run = run_store.create("hosts", ["train.py"], "run")
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         pair = keys.agent_pair(run)
         self.authenticator = keys.start_authenticator(self.context, pair.public)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ftmon.protocol import exits, rundir
+from ftmon.protocol import exits, run_store
 from ftmon.protocol.recording.writer import Writer
 from ftmon.protocol.rundir import RunDir
 from ftmon.trainer.launch.join import prepare
@@ -115,7 +115,7 @@ def test_its_json_is_json_alone_whatever_libraries_print() -> None:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    return rundir.create("two", ["deepspeed", "train.py"], "run", {"logs": True, "listen": "0.0.0.0:7420"})
+    return run_store.create("two", ["deepspeed", "train.py"], "run", {"logs": True, "listen": "0.0.0.0:7420"})
 
 
 def test_a_further_host_becomes_its_command_as_a_part_of_the_run(run: RunDir, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from ftmon.protocol import rundir, wire
+from ftmon.protocol import run_store, wire
 from ftmon.protocol.errors import ProtocolError
 from ftmon.protocol.process import this_process
 from ftmon.protocol.recording.reader import Reader
@@ -36,7 +36,7 @@ RUN = RunFile("fuzz", "fuzz", 1.78e9, ["true"], "/", "here", "run")
 
 def test_a_hub_lives_answers_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    run = rundir.create("fuzz", ["true"], "run")
+    run = run_store.create("fuzz", ["true"], "run")
     run.write_run(msgspec.structs.replace(run.read_run(), launcher=this_process()))
     log = (run.logs / "hub.log").open("wb")
     hub = subprocess.Popen([sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], stderr=log)

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from eventually import eventually
-from ftmon.protocol import rundir
+from ftmon.protocol import run_store
 from ftmon.protocol.control import Alert, HubStats, RankState
 from ftmon.protocol.errors import HubError
 from ftmon.protocol.recording.reader import Reader
@@ -163,7 +163,7 @@ def test_a_run_that_is_over_needs_no_hub():
 
 
 def test_a_damaged_recording_is_moved_aside_and_a_new_one_begun():
-    run = rundir.create("damaged", ["true"], "watch")
+    run = run_store.create("damaged", ["true"], "watch")
     run.recording.write_bytes(b"not a database at all" * 1000)
     hub = _hub(run)
     try:
@@ -177,14 +177,14 @@ def test_a_damaged_recording_is_moved_aside_and_a_new_one_begun():
 
 
 def test_a_hub_whose_run_directory_was_removed_ends():
-    run = rundir.create("removed", ["true"], "watch")
+    run = run_store.create("removed", ["true"], "watch")
     hub = _hub(run)
     shutil.rmtree(run.path)
     assert hub.wait(20) == 0
 
 
 def test_with_a_full_disk_the_stream_goes_on_the_app_is_told_and_recording_resumes():
-    run = rundir.create("full", ["true"], "watch")
+    run = run_store.create("full", ["true"], "watch")
     # A limit on the size of files the hub writes: what it meets is the same as a full disk, an error from write(2).
     hub = _hub(run, limit=1_500_000)
     ranks = [

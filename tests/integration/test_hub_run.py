@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 from eventually import eventually
-from ftmon.protocol import keys, rundir, wire
+from ftmon.protocol import keys, run_store, wire
 from ftmon.protocol.control import Alert, Command, HubStats, RankState, RunState
 from ftmon.protocol.process import is_alive
 from ftmon.protocol.recording.reader import Reader
@@ -192,7 +192,7 @@ def test_a_port_that_was_taken_meanwhile_leaves_the_run_watched_locally():
         port = holder.getsockname()[1]
         command = fake_ranks({})
         # Past the check at the start: the port is taken between it and the hub's own bind.
-        run = rundir.create("test", command, "run", RunOptions(logs=False, listen=f"127.0.0.1:{port}"))
+        run = run_store.create("test", command, "run", RunOptions(logs=False, listen=f"127.0.0.1:{port}"))
         spawn_launcher(run)
         try:
             with App(run) as app:

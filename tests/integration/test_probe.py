@@ -12,7 +12,7 @@ import pytest
 import start_ranks
 import zmq
 from eventually import eventually
-from ftmon.protocol import rundir, sockets, wire
+from ftmon.protocol import run_store, sockets, wire
 from ftmon.protocol.control import Accepted, Command, Result
 from ftmon.protocol.process import ProcessId, is_alive
 from ftmon.protocol.recording.reader import Reader
@@ -289,7 +289,7 @@ def watched(tmp_path, monkeypatch):
     with (tmp_path / "output").open("wb") as output:
         job = subprocess.Popen([*map(str, torchrun(2)), str(script)], env=environment, stdout=output, stderr=output)
     deadline = time.monotonic() + 60
-    while not (runs := rundir.all_runs()) or runs[0].living_hub() is None:
+    while not (runs := run_store.all_runs()) or runs[0].living_hub() is None:
         assert job.poll() is None, (tmp_path / "output").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.05)

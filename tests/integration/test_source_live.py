@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 from eventually import eventually
-from ftmon.protocol import rundir, sockets
+from ftmon.protocol import run_store, sockets
 from ftmon.protocol.control import Alert, HubStats
 from ftmon.protocol.process import ProcessId, start_ticks, this_process
 from ftmon.protocol.recording.reader import Reader
@@ -29,7 +29,7 @@ from streams import Stream
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    return rundir.create("live", ["train.py"], "run")
+    return run_store.create("live", ["train.py"], "run")
 
 
 @pytest.fixture

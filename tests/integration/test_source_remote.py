@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from ftmon.protocol import rundir, sockets, wire
+from ftmon.protocol import run_store, sockets, wire
 from ftmon.protocol.control import Answer, Query
 from ftmon.protocol.errors import HubError, RecordingError
 from ftmon.protocol.recording.reader import Reader
@@ -19,7 +19,7 @@ from streams import Stream
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    return rundir.create("remote", ["train.py"], "run")
+    return run_store.create("remote", ["train.py"], "run")
 
 
 @pytest.fixture

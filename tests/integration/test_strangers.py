@@ -17,7 +17,7 @@ import psutil
 import pytest
 import zmq
 from eventually import eventually
-from ftmon.protocol import keys, rundir, wire
+from ftmon.protocol import keys, run_store, wire
 from ftmon.protocol.control import Accepted, Command, Result
 from ftmon.protocol.errors import RunDirError
 from ftmon.protocol.run_options import RunOptions
@@ -53,7 +53,7 @@ def end_hub(hub: "subprocess.Popen[bytes]") -> None:
 @pytest.fixture(scope="module")
 def listening(home: Path) -> Iterator[RunDir]:
     """A run whose hub also listens on TCP."""
-    run = rundir.create("open", ["true"], "watch", RunOptions(listen=listen_address()))
+    run = run_store.create("open", ["true"], "watch", RunOptions(listen=listen_address()))
     hub = start_hub(run)
     yield run
     end_hub(hub)
@@ -78,7 +78,7 @@ def commands(run: RunDir) -> list[Command]:
 
 
 def test_a_run_that_was_not_told_to_listen_is_on_no_network(home: Path) -> None:
-    run = rundir.create("closed", ["true"], "watch")
+    run = run_store.create("closed", ["true"], "watch")
     hub = start_hub(run)
     try:
         assert psutil.Process(hub.pid).net_connections("inet") == []
@@ -248,7 +248,7 @@ def test_what_was_said_once_does_nothing_when_it_is_said_again(listening: RunDir
 
 @pytest.mark.parametrize("case", ["open to others", "a symbolic link", "another user's"])
 def test_a_run_directory_that_others_could_have_made_is_refused_by_hub_and_commands(home: Path, case: str) -> None:
-    run = rundir.create("planted", ["true"], "watch")
+    run = run_store.create("planted", ["true"], "watch")
     if case == "open to others":
         run.path.chmod(0o755)
     elif case == "a symbolic link":
@@ -284,7 +284,7 @@ def test_a_short_socket_directory_that_somebody_else_made_first_is_refused(
     deep = home / ("d" * 60) / ("e" * 60)
     deep.mkdir(parents=True, mode=0o700)
     monkeypatch.setenv("FTMON_HOME", str(deep))
-    run = rundir.create("long", ["true"], "watch")
+    run = run_store.create("long", ["true"], "watch")
     twin = Path(run.ipc_address("control").removeprefix("ipc://")).parent
     assert twin.stat().st_mode & 0o077 == 0
     os.chown(twin, 12345, 12345)

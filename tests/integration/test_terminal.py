@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon.protocol import rundir
+from ftmon.protocol import run_store
 from ftmon.protocol.rundir import ExitFile, RunDir
 from ftmon_process import PROGRAM, SMALL, Ftmon, ftmon_home, wait_until_nothing_is_left
 from streams import Stream, write
@@ -69,7 +69,7 @@ def test_ftmon_alone_lists_runs_and_opens_the_chosen_one(
     home: Ftmon, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FTMON_HOME", str(home.home))
-    run = rundir.create("recorded", ["train.py"], "run")
+    run = run_store.create("recorded", ["train.py"], "run")
     write(run.recording, Stream(ranks=2, steps=20).frames())
     run.write_exit(ExitFile(0, Stream.started + 20, "finished", "exit code 0"))
     command(terminal, PROGRAM)

@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from ...protocol.environment import RUN_ENV
 from ...protocol.errors import FtmonError
 from ...protocol.join import JOIN_ENV, read_join
 from ...protocol.process import is_alive
-from ...protocol.rundir import RUN_ENV, RunDir
+from ...protocol.rundir import RunDir
 from ...protocol.text import duration, gib, sanitize
 from . import activity, processes
 from .processes import Process

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import msgspec
 
 from ...protocol.oom import OomReport
-from ...protocol.rundir import RunDir, write_private
+from ...protocol.private_files import write_private
+from ...protocol.rundir import RunDir
 
 
 def keeper(run: RunDir) -> Callable[[OomReport], OomReport]:

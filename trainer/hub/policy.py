@@ -25,8 +25,9 @@ from ...protocol.analysis.stalls.verdicts import Verdict
 from ...protocol.analysis.text.stalls import of_verdict
 from ...protocol.control import Command, Result
 from ...protocol.intent import read_intent, write_intent
+from ...protocol.private_files import write_private
 from ...protocol.run_options import RunOptions
-from ...protocol.rundir import RunDir, write_private
+from ...protocol.rundir import RunDir
 from ...protocol.text import duration, sanitize
 from ...protocol.wire import Message
 from ..host import flow

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ...protocol.environment import JOIN_ENV, RUN_ENV, monitor_environment
 from ...protocol.join import JoinFile, join_path
-from ...protocol.rundir import RunDir, write_private
+from ...protocol.private_files import write_private
+from ...protocol.rundir import RunDir
 
 INJECT_DIR = Path(__file__).resolve().parent.parent / "probe" / "inject"
 """Put first on ``PYTHONPATH``: its ``sitecustomize`` installs the import hook in every Python process of the job."""

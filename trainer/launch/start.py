@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import msgspec
 
-from ...protocol import exits, rundir
+from ...protocol import exits, private_files, run_store
 from ...protocol.errors import FtmonError, StartError, UsageError
 from ...protocol.join import read_join
 from ...protocol.notices import check_target, write_notify
@@ -65,11 +65,11 @@ def start_run(request: StartRequest, name: str, command: Sequence[str], config: 
         check_free(parse_listen(options.listen))
     elif hosts is not None:
         options = msgspec.structs.replace(options, listen=free_listen())
-    run = rundir.create(name, list(command), request.kind, options)
+    run = run_store.create(name, list(command), request.kind, options)
     if options.listen:
         prepare(run, options.listen)
     if config is not None:
-        rundir.write_private(run.config, config.encode())
+        private_files.write_private(run.config, config.encode())
     if request.notify is not None:
         write_notify(run, request.notify)
     spawn_launcher(run, request.line, request.stdin)

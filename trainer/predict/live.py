@@ -19,7 +19,7 @@ import msgspec
 import yaml
 
 from ... import __version__
-from ...protocol import rundir
+from ...protocol import private_files, run_store
 from ...protocol.errors import FtmonError
 from ...protocol.prediction import PredictedPhase, PredictedPoint, Prediction
 from ...protocol.rundir import RunDir
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
             _keep(kept, found)
     else:
         found = msgspec.structs.replace(found, cached=True)
-    rundir.write_private(run.prediction, msgspec.json.encode(msgspec.structs.replace(found, config=config)))
+    private_files.write_private(run.prediction, msgspec.json.encode(msgspec.structs.replace(found, config=config)))
     return 0
 
 
@@ -134,7 +134,7 @@ def cache_file(config: str, gpu: str) -> Path:
     allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     versions = [version(name) for name in ("torch", "deepspeed", "transformers")]
     text = msgspec.json.encode([settings, gpu, allocator, versions, __version__], order="sorted")
-    return rundir.home() / "predictions" / f"{hashlib.sha256(text).hexdigest()[:32]}.json"
+    return run_store.home() / "predictions" / f"{hashlib.sha256(text).hexdigest()[:32]}.json"
 
 
 def _cached(path: Path) -> Prediction | None:
@@ -149,7 +149,7 @@ def _keep(path: Path, found: Prediction) -> None:
     """Keep a prediction for runs to come, and the last ones used of the others; a full disk keeps none."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        rundir.write_private(path, msgspec.json.encode(found))
+        private_files.write_private(path, msgspec.json.encode(found))
         by_age = sorted(path.parent.glob("*.json"), key=lambda one: -one.stat().st_mtime)
         for old in by_age[_KEPT:]:
             old.unlink(missing_ok=True)

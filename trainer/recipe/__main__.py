@@ -7,8 +7,9 @@ import gc
 import os
 import sys
 
+from ...protocol.environment import RUN_ENV
 from ...protocol.errors import FtmonError, UsageError
-from ...protocol.rundir import RUN_ENV, RunDir
+from ...protocol.rundir import RunDir
 
 
 def main(arguments: list[str]) -> int:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from transformers.utils.logging import disable_progress_bar
 
+from ...protocol.environment import RUN_ENV
 from ...protocol.errors import ConfigError
-from ...protocol.rundir import RUN_ENV
 from . import health
 from .checkpoint import identity
 from .checkpoint.manifest import Base

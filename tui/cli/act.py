@@ -4,7 +4,7 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from ...protocol import rundir
+from ...protocol import run_store
 from ...protocol.errors import FtmonError
 from ...protocol.rundir import RunDir
 from .control import ask
@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.1
 
 def kill(arguments: Namespace) -> int:
     """End a run, or some of its ranks; status 0 only when nothing of what was named is left."""
-    run = rundir.find(arguments.run)
+    run = run_store.find(arguments.run)
     if _is_over(run):
         print(f"{run.id} has ended already; nothing of it is left")
         return 0
@@ -33,7 +33,7 @@ def kill(arguments: Namespace) -> int:
 
 def stop(arguments: Namespace) -> int:
     """Let a run save a checkpoint and end after its step; a foreign script gets INT."""
-    run = rundir.find(arguments.run)
+    run = run_store.find(arguments.run)
     if _is_over(run):
         print(f"{run.id} has ended already")
         return 0

@@ -5,7 +5,7 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from ...protocol import rundir
+from ...protocol import run_store
 from ...protocol.errors import HubError
 from ...protocol.text import sanitize
 from .control import ask
@@ -14,7 +14,7 @@ from .trainer import living_hub
 
 def capture(arguments: Namespace) -> int:
     """Ask a run's ranks for a memory snapshot and print the path of each; status 1 when a rank wrote none."""
-    run = rundir.find(arguments.run)
+    run = run_store.find(arguments.run)
     if run.read_exit() is not None:
         raise HubError(f"{run.id} has ended: its snapshots, if it has any, are in {run.snapshots}")
     args: dict[str, Any] = {"ranks": sorted(set(arguments.rank)), "reason": "asked"}

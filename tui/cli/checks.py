@@ -10,7 +10,7 @@ from pathlib import Path
 from ... import __version__
 from ...protocol.checks import Check, State
 from ...protocol.errors import RunDirError
-from ...protocol.rundir import checked_home
+from ...protocol.run_store import checked_home
 from ...protocol.text import gib
 from . import terminal
 

@@ -5,7 +5,7 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from ...protocol import rundir
+from ...protocol import run_store
 from ...protocol.errors import FtmonError, HubError
 from ...protocol.rundir import HubFile
 from ...protocol.text import sanitize
@@ -26,7 +26,7 @@ def console(arguments: Namespace) -> int:
     Raises:
         HubError: the run has ended, has no console, or the rank is not held.
     """
-    run = rundir.find(arguments.run)
+    run = run_store.find(arguments.run)
     if run.read_exit() is not None:
         raise HubError(f"{run.id} has ended: 'ftmon oom {run.id}' prints what was found")
     hub = living_hub(run)
@@ -50,7 +50,7 @@ def console(arguments: Namespace) -> int:
 
 def release(arguments: Namespace) -> int:
     """Let ranks go that are held; status 1 when none was."""
-    run = rundir.find(arguments.run)
+    run = run_store.find(arguments.run)
     if run.read_exit() is not None:
         print(f"{run.id} has ended; nothing of it is held")
         return 1

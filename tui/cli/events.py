@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ...protocol import exits, rundir
+from ...protocol import exits, run_store
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import AllocatorEvents
 from ...protocol.text import gib, sanitize
@@ -47,7 +47,7 @@ def show_events(arguments: Namespace) -> int:
         if not frames and not left_out and not arguments.json:
             print("no step of this run was sampled yet (--follow waits for it)", file=sys.stderr)
         return 0
-    run = rundir.find(arguments.run)
+    run = run_store.find(arguments.run)
     end = run.read_exit()
     return 0 if end is not None else _follow(run, arguments.rank, told, arguments.json)
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 import msgspec
 
 from ... import __version__
-from ...protocol import rundir, wire
+from ...protocol import run_store, wire
 from ...protocol.errors import FtmonError, UsageError
 from ...protocol.rundir import RunDir
 from ..source.relayed import CHANNELS, Greeting
@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.5
 
 def relay(arguments: Namespace) -> int:
     """Relay a run until the other side leaves (status 1) or the run is over (status 0)."""
-    run = rundir.find(arguments.run)
+    run = run_store.find(arguments.run)
     end = run.read_exit()
     if end is not None:
         raise UsageError(f"{run.id} has {end.state}; copy {run.recording} and 'ftmon replay' it")

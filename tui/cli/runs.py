@@ -4,7 +4,7 @@ import shlex
 import time
 from argparse import Namespace
 
-from ...protocol import rundir
+from ...protocol import run_store
 from ...protocol.text import duration, gib, sanitize
 from ..model.runs import RunEntry, RunList, recorded_entry
 from ..source.find import recording_file
@@ -25,7 +25,7 @@ def list_runs(arguments: Namespace) -> int:
     if getattr(arguments, "json", False):
         print_json(entries)
     elif not entries:
-        print(f"no runs in {rundir.home() / 'runs'}: start one with 'ftmon demo' or 'ftmon run -- COMMAND'")
+        print(f"no runs in {run_store.home() / 'runs'}: start one with 'ftmon demo' or 'ftmon run -- COMMAND'")
     else:
         shown = [sanitize(found.id) for found in entries]
         width = max(map(len, shown))
@@ -37,7 +37,7 @@ def list_runs(arguments: Namespace) -> int:
 
 def _named(name: str) -> RunEntry:
     recording = recording_file(name)
-    return RunList().entry(rundir.find(name)) if recording is None else recorded_entry(recording)
+    return RunList().entry(run_store.find(name)) if recording is None else recorded_entry(recording)
 
 
 def _line(found: RunEntry) -> str:

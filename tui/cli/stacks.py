@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from ...protocol import rundir
+from ...protocol import run_store
 from ...protocol.analysis.stalls import python_stacks
 from ...protocol.control import Result
 from ...protocol.errors import UsageError
@@ -35,7 +35,7 @@ def show_stacks(arguments: Namespace) -> int:
     recording = recording_file(arguments.run)
     if recording is not None:
         return _show(recorded(recording, arguments.rank), arguments)
-    run = rundir.find(arguments.run)
+    run = run_store.find(arguments.run)
     if run.read_exit() is not None:
         return _show(recorded(run.recording, arguments.rank), arguments)
     args: dict[str, Any] = {"ranks": sorted(set(arguments.rank)), "reason": "ftmon stacks"}

@@ -5,7 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from ...protocol import exits, rundir
+from ...protocol import exits, run_store
 from ...protocol.errors import FtmonError, UsageError
 from ...protocol.join import JOIN_NAME, join_path
 from ...protocol.notices import make_notify
@@ -68,7 +68,7 @@ def join(target: str, command: list[str]) -> NoReturn:
     """Become a command that is a part of a run begun on another host."""
     path = Path(target)
     if not path.is_file():
-        path = path / JOIN_NAME if path.is_dir() else rundir.find(target).path / JOIN_NAME
+        path = path / JOIN_NAME if path.is_dir() else run_store.find(target).path / JOIN_NAME
     become(SCRIPT, ["join", str(path), "--", *command])
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ...protocol import rundir
+from ...protocol import run_store
 from ...protocol.text import duration, gib, sanitize
 from ..model.progress import activity_words, epoch_words
 from ..model.run import RunModel
@@ -32,7 +32,7 @@ def show_status(arguments: Namespace) -> int:
     recording = recording_file(arguments.run)
     entry: RunEntry | None = None
     if recording is None:
-        run = rundir.find(arguments.run)
+        run = run_store.find(arguments.run)
         recording, entry = run.recording, RunList().entry(run)
     model = RunModel()
     if entry is None or (entry.recording and not entry.problem):

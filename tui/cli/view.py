@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...protocol import rundir
+from ...protocol import run_store
 from ...protocol.errors import HubError
 from ...protocol.rundir import RunDir
 from ...protocol.starter import CommandEnd
@@ -30,7 +30,7 @@ def choose(arguments: Namespace) -> int:
         return list_runs(arguments)
     from ..app import run_picker
 
-    rundir.checked_home()
+    run_store.checked_home()
     run_picker(ascii_only=_ascii(arguments))
     return 0
 
@@ -45,7 +45,7 @@ def attach(arguments: Namespace) -> int:
         from .ssh import attach_ssh
 
         return attach_ssh(arguments)
-    run = rundir.find(arguments.run)
+    run = run_store.find(arguments.run)
     if run.read_exit() is None:
         run.check()
         _bring_back_hub(run)

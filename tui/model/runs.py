@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...protocol import rundir
+from ...protocol import run_store
 from ...protocol.errors import FtmonError, RecordingError
 from ...protocol.process import is_alive
 from ...protocol.recording.reader import Reader
@@ -96,7 +96,7 @@ class RunList:
         )
 
     def _entries(self) -> Iterator[RunEntry]:
-        for run in rundir.all_runs():
+        for run in run_store.all_runs():
             try:
                 yield self.entry(run)
             except FtmonError:

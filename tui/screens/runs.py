@@ -10,7 +10,8 @@ from textual.message import Message
 from textual.widget import Widget
 
 from ...protocol.errors import FtmonError
-from ...protocol.rundir import RunDir, home
+from ...protocol.run_store import home
+from ...protocol.rundir import RunDir
 from ...protocol.text import duration
 from ..model.runs import RunEntry, RunList
 from ..widgets.app_state import AppState

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ...protocol import rundir
+from ...protocol import run_store
 from ...protocol.errors import RunNotFoundError
 from ...protocol.rundir import RunDir
 
@@ -29,7 +29,7 @@ def find_recording(name: str) -> Path:
     if found is not None:
         return found
     try:
-        return rundir.find(name).recording
+        return run_store.find(name).recording
     except RunNotFoundError:
         # Meant as a file's name, it seems: opening it says that it is not there.
         if os.sep in name or Path(name).suffix == ".sqlite":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq
 from eventually import eventually
-from ftmon.protocol import keys, rundir, sockets, wire
+from ftmon.protocol import keys, run_store, rundir, sockets, wire
 from ftmon.protocol.analysis.stalls.tracked_rank import ProcessFact
 from ftmon.protocol.hosts import AgentBeat, HostState, KernelKill, ProcessState
 from ftmon.protocol.join import JoinFile
@@ -54,7 +54,7 @@ class Hub:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rundir.RunDir:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    return rundir.create("hosts", ["train.py"], "run")
+    return run_store.create("hosts", ["train.py"], "run")
 
 
 @pytest.fixture

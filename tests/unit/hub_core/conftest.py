@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol import rundir
+from ftmon.protocol import run_store
 from ftmon.protocol.rundir import RunDir
 
 
@@ -11,4 +11,4 @@ from ftmon.protocol.rundir import RunDir
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("FTMON_RUN", raising=False)
-    return rundir.create("unit", ["true"], "run")
+    return run_store.create("unit", ["true"], "run")

@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from ftmon.protocol import rundir
+from ftmon.protocol import run_store
 from ftmon.protocol.environment import monitor_environment
 from ftmon.protocol.errors import RunDirError, UsageError
 from ftmon.protocol.join import JOIN_ENV, join_path, read_join
@@ -29,7 +29,7 @@ sh -c "$(echo "$last" | sed 's|{runs}|{other}|g')"
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    return rundir.create("two", ["deepspeed", "train.py"], "run", RunOptions(on_oom="hold", listen="0.0.0.0:7420"))
+    return run_store.create("two", ["deepspeed", "train.py"], "run", RunOptions(on_oom="hold", listen="0.0.0.0:7420"))
 
 
 def test_the_file_tells_where_the_hub_is_and_holds_a_key_for_agents_alone(run: RunDir) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol import rundir
+from ftmon.protocol import run_store
 from ftmon.protocol.analysis.stalls.evidence import Collective, Evidence
 from ftmon.protocol.analysis.stalls.rank_view import RankView
 from ftmon.protocol.analysis.stalls.verdicts import Verdict
@@ -102,7 +102,7 @@ class Bench:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    return rundir.create("test", ["x"], "run")
+    return run_store.create("test", ["x"], "run")
 
 
 def test_a_hang_is_acted_on_once_it_has_stood_and_its_stacks_are_saved_first(run: RunDir):

@@ -5,7 +5,7 @@ import socket
 
 import msgspec
 import pytest
-from ftmon.protocol import exits, rundir
+from ftmon.protocol import exits, run_store
 from ftmon.protocol.errors import UsageError
 from ftmon.protocol.notices import Notify
 from ftmon.protocol.run_options import RunOptions
@@ -61,7 +61,7 @@ def test_wrong_usage_is_one_line_with_a_status_of_its_own_and_leaves_no_run(requ
     assert said in printed.err
     assert printed.err.count("\n") == 1
     assert printed.out == ""
-    assert rundir.all_runs() == []
+    assert run_store.all_runs() == []
 
 
 def test_seconds_that_are_none_are_refused():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ftmon.protocol import rundir
+from ftmon.protocol import run_store
 from ftmon.protocol.process import ProcessId, this_process
 from ftmon.protocol.rundir import ExitFile, RunDir
 from ftmon.tui.model.runs import RunList
@@ -17,7 +17,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(name: str, launcher: ProcessId | None = None) -> RunDir:
-    run = rundir.create(name, ["train.py", "--lr", "1"], "run")
+    run = run_store.create(name, ["train.py", "--lr", "1"], "run")
     if launcher is not None:
         run.write_run(msgspec.structs.replace(run.read_run(), launcher=launcher))
     return run

@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from ftmon.protocol import keys, rundir
+from ftmon.protocol import keys, run_store
 from ftmon.protocol.errors import RunDirError, UsageError
 
 
@@ -32,7 +32,7 @@ def test_a_key_file_is_private_even_under_an_open_umask(home: Path) -> None:
 
 
 def test_a_pair_is_made_once_and_kept() -> None:
-    run = rundir.create("demo", ["ftmon"], "demo")
+    run = run_store.create("demo", ["ftmon"], "demo")
     assert keys.client_pair() == keys.client_pair()
     assert keys.server_pair(run) == keys.server_pair(run)
     assert keys.server_pair(run) != keys.client_pair()

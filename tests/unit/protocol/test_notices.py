@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol import rundir
+from ftmon.protocol import run_store
 from ftmon.protocol.control import Alert, RunState
 from ftmon.protocol.errors import UsageError
 from ftmon.protocol.notices import (
@@ -74,7 +74,7 @@ def test_only_the_chosen_events_are_told():
 
 def test_the_targets_are_kept_for_their_owner_alone_and_not_in_the_runs_file(tmp_path: Path, monkeypatch: Any):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    run = rundir.create("train", ["python"], "run")
+    run = run_store.create("train", ["python"], "run")
     assert read_notify(run) is None
     write_notify(run, Notify(["https://hooks.example/secret"], ["finish"]))
     assert read_notify(run) == Notify(["https://hooks.example/secret"], ["finish"])
@@ -84,7 +84,7 @@ def test_the_targets_are_kept_for_their_owner_alone_and_not_in_the_runs_file(tmp
 
 def test_the_terminal_tells_what_is_new_since_it_shows_the_run(tmp_path: Path, monkeypatch: Any):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    run = rundir.create("train", ["python"], "run")
+    run = run_store.create("train", ["python"], "run")
     write_notify(run, Notify(["terminal"], ["hang", "failure"]))
     watch, model = TerminalNotices(run), RunModel()
     model.apply(Frame(1, 1.0, alert(1, "hang", time=1.0)))

@@ -94,7 +94,8 @@ def _is_here(join: dict[str, Any]) -> bool:
 
 def _make(run: str, identifier: str) -> Path:
     """Make this host's directory: within the run's where that is at hand or can be made, else in this user's own."""
-    from ....protocol.rundir import RunDir, home
+    from ....protocol.run_store import home
+    from ....protocol.rundir import RunDir
 
     problem: OSError | None = None
     for base in (Path(run), home() / "runs" / re.sub(r"[^A-Za-z0-9._-]+", "-", identifier)):

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ....protocol import rundir
+from ....protocol import private_files, run_store
+from ....protocol.environment import RUN_ENV
 from ....protocol.process import start_ticks
-from ....protocol.rundir import RUN_ENV, RunDir
+from ....protocol.rundir import RunDir
 from ....protocol.spawn import spawn_hub
 from .. import guard
 from ..active import switched_on
@@ -77,9 +78,9 @@ def _attach(target: Any, model: Any) -> None:
 
 def _join_run(name: str) -> RunDir:
     """Join the run that another rank of this job has made, or make it and start its hub."""
-    folder = rundir.checked_home() / "watch"
-    rundir.make_private(folder.parent)
-    rundir.make_private(folder)
+    folder = run_store.checked_home() / "watch"
+    private_files.make_private(folder.parent)
+    private_files.make_private(folder)
     path = folder / hashlib.sha256(_job_key().encode()).hexdigest()[:16]
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -87,7 +88,7 @@ def _join_run(name: str) -> RunDir:
         known = file.read().strip()
         if known and Path(known, "run.json").exists():
             return RunDir(known)
-        run = rundir.create(name, list(sys.argv), "watch")
+        run = run_store.create(name, list(sys.argv), "watch")
         file.truncate(0)
         file.write(str(run.path))
         _start_hub(run)

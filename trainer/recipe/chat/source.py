@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from ....protocol import rundir
+from ....protocol import run_store
 from ....protocol.errors import FtmonError, RunNotFoundError, UsageError
 from ....protocol.rundir import RunDir
 from ..checkpoint import folder as folders
@@ -39,7 +39,7 @@ def find(target: str) -> Source:
     if path.exists() or target.startswith(("/", "./", "../", "~")):
         raise UsageError(f"{target}: no such folder; give a model's folder, a run, or a name on the Hugging Face hub")
     try:
-        run = rundir.find(target)
+        run = run_store.find(target)
     except RunNotFoundError:
         if _HUB_NAME.fullmatch(target):
             return Source(target, False, target)
