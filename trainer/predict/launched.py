@@ -2,19 +2,27 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from ...protocol.errors import UsageError
 
 _FLAGS = "use --model and --deepspeed instead"
 _PYTHON = re.compile(r"python[\d.]*")
-_LAUNCHERS = ("deepspeed", "torchrun")
+_LAUNCHERS = {
+    "deepspeed": "deepspeed",
+    "torchrun": "torchrun",
+    "accelerate-launch": "accelerate",
+    "accelerate": "accelerate launch",
+}
+"""What a program is, or is with the word that must follow it."""
 _LAUNCHING_MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torchrun",
     "deepspeed": "deepspeed",
     "deepspeed.launcher.runner": "deepspeed",
+    "accelerate.commands.launch": "accelerate",
+    "accelerate.commands.accelerate_cli": "accelerate launch",
 }
 _A_HOST = ("num_gpus", "nproc_per_node")
 _HOSTS = ("num_nodes", "nnodes")
@@ -25,7 +33,8 @@ _SWITCHES = (
 """Options of the launchers that take no value."""
 
 
-class Launched(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Launched:
     """What a command would run."""
 
     script: str
@@ -34,10 +43,12 @@ class Launched(NamedTuple):
     arguments: list[str]
     ranks: int | None
     """None: the launcher would count this machine's GPUs."""
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+    """What the launcher tells the script by environment variables, the ranks' numbers apart."""
 
 
 def parse(command: Sequence[str]) -> Launched:
-    """Take a command apart: ``deepspeed``, ``torchrun`` or ``python``, their options, a script and its arguments.
+    """Take a command apart: a launcher or ``python``, its options, a script and its arguments.
 
     Raises:
         UsageError: it is another command, or names no script that is there.
@@ -46,20 +57,33 @@ def parse(command: Sequence[str]) -> Launched:
     if not words:
         raise UsageError("predict -- needs a command, such as: deepspeed --num_gpus 4 train.py")
     program = Path(words.pop(0)).name
-    launcher = program if program in _LAUNCHERS else ""
+    launcher = _LAUNCHERS.get(program, "")
     if _PYTHON.fullmatch(program):
         launcher, words = _after_python(words)
     elif not launcher:
-        raise UsageError(f"predict -- takes deepspeed, torchrun or python, not {program}; {_FLAGS}")
+        raise UsageError(f"predict -- takes deepspeed, torchrun, accelerate launch or python, not {program}; {_FLAGS}")
+    launcher, _, verb = launcher.partition(" ")
+    if verb and words[:1] != [verb]:
+        raise UsageError(f"predict -- takes {launcher} {verb}, not '{' '.join(command)}'; {_FLAGS}")
+    if launcher == "accelerate":
+        from . import accelerate_launch
+
+        found = accelerate_launch.parse(words[1:] if verb else words)
+        _check_script(found.script, found.is_module)
+        return found
     options, is_module, words = _options(words) if launcher else ({}, *_script(words))
     if not words:
         raise UsageError(f"'{' '.join(command)}' names no script; {_FLAGS}")
     script, *arguments = words
-    if not is_module and not Path(script).is_file():
-        raise UsageError(f"{script}: no such file; {_FLAGS}")
+    _check_script(script, is_module)
     if launcher == "deepspeed" and "no_local_rank" not in options:
         arguments = ["--local_rank=0", *arguments]
     return Launched(script, is_module, arguments, _ranks(options) if launcher else 1)
+
+
+def _check_script(script: str, is_module: bool) -> None:
+    if not is_module and not Path(script).is_file():
+        raise UsageError(f"{script}: no such file; {_FLAGS}")
 
 
 def _after_python(words: list[str]) -> tuple[str, list[str]]:

@@ -111,7 +111,7 @@ class ScriptRun(DryRun):
         launched = self._launched
         sys.argv = [launched.script, *launched.arguments]
         sys.path.insert(0, os.getcwd() if launched.is_module else str(Path(launched.script).resolve().parent))
-        os.environ["WANDB_MODE"] = "disabled"
+        os.environ.update(launched.environment, WANDB_MODE="disabled")
         sys.stdin = io.StringIO()
         signal.signal(signal.SIGALRM, _late)
         signal.alarm(_MOST_SECONDS)

@@ -38,11 +38,39 @@ def test_a_module_is_taken_by_its_name() -> None:
     assert parse(["python", "-m", "my.train", "--x"]) == Launched("my.train", True, ["--x"], 1)
 
 
+@pytest.mark.parametrize("start", ["accelerate launch", "accelerate-launch", "python -m accelerate.commands.launch"])
+def test_accelerates_options_are_taken_as_it_takes_them(start: str, tmp_path: Path) -> None:
+    ds = tmp_path / "ds.json"
+    ds.write_text("{}")
+    command = f"{start} --num_processes 4 --use_deepspeed --deepspeed_config_file {ds} train.py --lr 1"
+    found = parse(command.split())
+    assert (found.script, found.is_module, found.arguments, found.ranks) == ("train.py", False, ["--lr", "1"], 4)
+    assert found.environment["ACCELERATE_USE_DEEPSPEED"] == "true"
+    assert found.environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(ds)
+    assert parse(f"{start} --multi_gpu --num_processes 2 -m my.train".split()) == Launched("my.train", True, [], 2)
+
+
+def test_accelerates_configuration_file_is_taken_and_nothing_is_started(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 8\nnum_machines: 2\n"
+        "machine_rank: 0\nmixed_precision: bf16\ndeepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu}\n"
+    )
+    found = parse(["accelerate", "launch", "--config_file", "a.yaml", "train.py"])
+    assert found.ranks == 8
+    told = {"MIXED_PRECISION": "bf16", "DEEPSPEED_ZERO_STAGE": "3", "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}
+    assert found.environment.items() >= {f"ACCELERATE_{name}": value for name, value in told.items()}.items()
+
+
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ("bash run.sh", "takes deepspeed, torchrun or python, not bash"),
-        ("accelerate launch train.py", "not accelerate"),
+        ("bash run.sh", "takes deepspeed, torchrun, accelerate launch or python, not bash"),
+        ("accelerate env", "takes accelerate launch, not 'accelerate env'"),
+        ("accelerate launch", "accelerate launch: names no script"),
+        ("accelerate launch --no_such_option=1 --num_processes", "accelerate launch: "),
+        ("accelerate launch --config_file none.yaml train.py", "none.yaml"),
+        ("accelerate launch --multi_gpu --use_deepspeed train.py", "one of"),
+        ("accelerate launch --num_processes 2 other.py", "other.py: no such file"),
         ("deepspeed --num_gpus 2", "names no script"),
         ("python other.py", "other.py: no such file"),
         ("python -c pass", "takes a script, not python -c"),

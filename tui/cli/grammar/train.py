@@ -30,7 +30,8 @@ def _predict(commands: "Commands") -> None:
     )
     predict.set_defaults(command=[])
     predict.epilog = (
-        "COMMAND starts a script: deepspeed, torchrun or python. The script is run up to deepspeed.initialize. "
+        "COMMAND starts a script: deepspeed, torchrun, accelerate launch or python. The script is run up to "
+        "deepspeed.initialize. "
         "The allocator's settings are read from PYTORCH_CUDA_ALLOC_CONF. Exit status: 0 predicted, 2 wrong usage or a "
         "configuration that cannot be used. Method and errors: docs/predict.md."
     )

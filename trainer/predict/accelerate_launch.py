@@ -1,0 +1,96 @@
+"""``accelerate launch``, taken apart by accelerate itself: its options, its configuration file, what it tells ranks."""
+
+import argparse
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Generator, Sequence
+from typing import Any, NoReturn
+
+from ...protocol.errors import UsageError
+from .launched import Launched
+
+_LAUNCHERS = ("deepspeed_launcher", "multi_gpu_launcher", "simple_launcher")
+_OTHERS = ("tpu_launcher", "tpu_pod_launcher", "sagemaker_launcher")
+
+
+class _ChosenError(Exception):
+    """Accelerate would start a job now.
+
+    Args:
+        launcher: the name of accelerate's function that starts it.
+        arguments: of that, completed from the configuration file.
+    """
+
+    def __init__(self, launcher: str, arguments: argparse.Namespace) -> None:
+        super().__init__(launcher)
+        self.launcher, self.arguments = launcher, arguments
+
+
+def parse(words: Sequence[str]) -> Launched:
+    """Take apart what follows ``accelerate launch``.
+
+    Raises:
+        UsageError: accelerate would not start it, or not on GPUs.
+    """
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+
+    parser = launch.launch_command_parser()
+    parser.error = _refuse
+    if not words:
+        _refuse("names no script")
+    arguments = parser.parse_args(list(words))
+    with _not_started(launch):
+        try:
+            launch.launch_command(arguments)
+        except _ChosenError as chosen:
+            arguments = chosen.arguments
+            if chosen.launcher in _OTHERS or getattr(arguments, "use_cpu", False):
+                _refuse("it would train on no GPU")
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            _refuse(str(error))
+        environment: dict[str, str] = {}
+        if arguments.use_deepspeed:
+            try:
+                _, environment = prepare_deepspeed_cmd_env(arguments)
+            except (ValueError, OSError) as error:
+                _refuse(str(error))
+    told = {name: value for name, value in environment.items() if name.startswith("ACCELERATE_")}
+    return Launched(
+        arguments.training_script,
+        bool(arguments.module),
+        list(arguments.training_script_args),
+        arguments.num_processes or None,
+        {name: value for name, value in told.items() if os.environ.get(name) != value},
+    )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UsageError(f"accelerate launch: {message}; use --model and --deepspeed instead")
+
+
+@contextlib.contextmanager
+def _not_started(launch: Any) -> Generator[None]:
+    """Have accelerate name what it would start a job with in place of starting it, and say nothing of defaults."""
+
+    def instead(name: str) -> Any:
+        def chosen(*arguments: Any) -> NoReturn:
+            raise _ChosenError(name, arguments[-1])
+
+        return chosen
+
+    kept = {name: getattr(launch, name) for name in (*_LAUNCHERS, *_OTHERS)}
+    logger = logging.getLogger(launch.__name__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    for name in kept:
+        setattr(launch, name, instead(name))
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logger.setLevel(level)
+        for name, function in kept.items():
+            setattr(launch, name, function)
