@@ -83,13 +83,13 @@ class DataWait:
         rank.steps += 1
         if rank.steps <= WARM_UP:
             return []
-        wait = work = 0
+        wait = 0
         for record in step.phases:
             if record.name == "data":
                 wait = record.host_us
-            elif record.name in _WORK and record.device_us is not None:
-                work += record.device_us
-        if rank.cuda and step.device_us is not None and wait:
+                break
+        if wait and rank.cuda and step.device_us is not None:
+            work = sum([record.device_us or 0 for record in step.phases if record.name in _WORK])
             wait = max(0, min(wait, step.device_us - work))
         rank.window.append((wait, step.host_us))
         if rank.steps % EVERY or len(rank.window) < WINDOW or step.rank != min(self._ranks):
@@ -148,7 +148,8 @@ class DataWait:
 
 def _share(steps: list[tuple[int, int]]) -> tuple[float, float, float]:
     """Return (share of the steps' time that was waiting, wait of a step, length of a step), times in microseconds."""
-    wait, host = sum(one for one, _ in steps), sum(one for _, one in steps)
+    waits, hosts = zip(*steps, strict=True)
+    wait, host = sum(waits), sum(hosts)
     return wait / max(1, host), wait / len(steps), host / len(steps)
 
 

@@ -79,26 +79,43 @@ def work_of(step: Step, device: bool) -> Work:
 
 
 def _on_device(step: Step) -> Work:
-    if step.device_us is None:
+    total = step.device_us
+    if total is None:
         return Work(comparable=False)
-    records = {record.name: record for record in step.phases if record.name not in NOT_WORK}
-    comparable = not any(name in NOT_COMPARED for name in records)
-    times = {name: record.device_us or 0 for name, record in records.items()}
-    # The beginning of ``data`` is a mark without an event of its own: its device time is within that of ``idle``.
-    data, idle = records.get("data"), records.get("idle")
-    front = times.pop("idle", 0) + times.pop("data", 0)
-    front = max(front, step.device_us - sum(times.values()))
-    in_data = min(front, data.host_us) if data is not None else 0
-    own = {**times, "data": in_data, "idle": front - in_data}
-    waits = [record.waited_us for record in records.values() if record.waited_us is not None]
-    if waits:
-        for name, record in records.items():
-            own[name] = max(0, own[name] - (record.waited_us or 0))
-        return _work(step, own, sum(waits), True, comparable)
-    bound = sum(times[name] for name in times if name != "forward" and records[name].collectives)
+    records = [record for record in step.phases if record.name not in NOT_WORK]
+    own: dict[str, int] = {}
+    data = idle = None
+    front = bound = 0
+    comparable, measured, early = True, False, False
+    for record in records:
+        name, us = record.name, record.device_us or 0
+        if record.waited_us is not None:
+            measured = True
+        # The beginning of ``data`` is a mark without an event of its own: its device time is within that of ``idle``.
+        if name == "data":
+            data, front = record, front + us
+        elif name == "idle":
+            idle, front = record, front + us
+        else:
+            own[name] = us
+            comparable = comparable and name not in NOT_COMPARED
+        if record.collectives and name != "idle":
+            if name in FRONT:
+                early = True
+            else:
+                bound += us
+    front = max(front, total - sum(own.values()))
+    own["data"] = in_data = min(front, data.host_us) if data is not None else 0
+    own["idle"] = front - in_data
+    if measured:
+        waited = 0
+        for record in records:
+            if record.waited_us:
+                waited += record.waited_us
+                own[record.name] = max(0, own[record.name] - record.waited_us)
+        return _work(step, own, waited, True, comparable)
     if idle is not None and idle.collectives:
         bound += own.pop("idle")
-    early = any(records[name].collectives for name in ("data", "forward") if name in records)
     return _work(step, {name: own[name] for name in FRONT if name in own}, bound, False, comparable and not early)
 
 
