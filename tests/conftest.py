@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 # DeepSpeed has torch.compile prepare a function of Muon's in every rank: 1.4 s of processor time for what no test runs.
 # Tests that compile take it away (``compiling``).
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+# A shell starts what is in its background with SIGINT ignored, nohup with SIGHUP ignored; what the tests start would
+# inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 settings.load_profile("suite")

@@ -71,7 +71,8 @@ def test_status_has_the_evaluation_the_epoch_and_what_is_left(run: tuple[Ftmon, 
     told = ftmon.status(folder.id)
     assert (told["epoch"], told["epochs"], told["mfu"]) == (2.0, 2.0, None)
     assert (told["evaluation"]["step"], told["evaluations_left"], told["activity"]) == (20, 0, None)
-    assert told["evaluation_seconds"] == pytest.approx(0.2, abs=0.15)
+    ((shortest, longest),) = rows(folder, "SELECT min(host_us), max(host_us) FROM extra_phases WHERE phase = 'eval'")
+    assert 0.2 <= shortest / 1e6 <= told["evaluation_seconds"] <= longest / 1e6
     assert [rank["tokens_per_second"] > 0 for rank in told["ranks"]] == [True, True]
     assert json.dumps(told)
     plain = ftmon.run("status", folder.id, seconds=60).stdout

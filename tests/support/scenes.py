@@ -12,6 +12,7 @@ from ftmon.protocol.wire import Frame, Message
 from ftmon.tui.model import RunModel
 from ftmon.tui.source.load import QUICK_TAIL
 from ftmon.tui.source.replay import ReplaySource
+from ftmon.tui.widgets.canvas import Canvas
 from streams import Stream, write
 
 HANG_SECONDS = 34.0
@@ -116,7 +117,11 @@ async def until(pilot: Any, condition: Callable[[], Any], what: str = "it", seco
     """Let the app run until ``condition`` is true; return its value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what} did not happen in {seconds} s"
+        if time.monotonic() > deadline:
+            shown = [child.plain for child in pilot.app.screen.children if isinstance(child, Canvas)]
+            raise AssertionError(
+                "\n".join([f"{what} did not happen in {seconds} s; {pilot.app.screen} shows:", *shown])
+            )
         await pilot.pause(0.02)
     return value
 

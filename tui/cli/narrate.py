@@ -41,7 +41,8 @@ class Narrator:
         self._results_version = 0
         self._told_results: set[tuple[str, int, str]] = set()
         """Evaluations and checkpoints that were told: kind, step, name."""
-        self._activity: tuple[str, str] = ("", "")
+        self._activities = 0
+        """How many activities of the job were told, or passed over."""
         self._told_jobs: set[int] = set()
         """Jobs whose end was told."""
 
@@ -87,11 +88,9 @@ class Narrator:
                 best = ", the best so far" if checkpoint.best else ""
                 step = f"checkpoint of step {checkpoint.step:,}: "
                 yield _at(checkpoint.time, f"{step}{sanitize(checkpoint.path, 300)}{size}{spent}{best}")
-        activity = training.activity
-        now = (activity.name, activity.text) if activity is not None else ("", "")
-        if now != self._activity:
-            self._activity = now
-            if activity is not None and activity.name not in ("evaluation", "checkpoint"):
+        begun, self._activities = training.begun[self._activities :], len(training.begun)
+        for activity in begun:
+            if activity.name not in ("evaluation", "checkpoint"):
                 text = f": {sanitize(activity.text, 200)}" if activity.text else ""
                 yield _at(activity.time, f"{sanitize(activity.name, 40)}{text}")
 
@@ -118,6 +117,7 @@ class Narrator:
             if self._job:
                 self._step, self._step_at, self._introduced = 0, float("-inf"), False
                 self._told_results.clear()
+                self._activities = 0
                 row = next(row for row in job_rows(model.jobs, model.now) if row.number == model.job)
                 yield _at(model.jobs[model.job].started, f"job {model.job} begins  {row.words}")
             self._job = model.job

@@ -139,17 +139,23 @@ class ChartView:
     def to(self, index: int, moments: Sequence[HistoryPoint]) -> None:
         """Put the cursor at a moment, and the window around it."""
         step, last = moments[index].step, moments[-1].step
-        self.cursor = None if index == len(moments) - 1 else step
+        if index == len(moments) - 1:
+            self.follow()
+            return
+        self.cursor = step
         self.version += 1
-        if self.cursor is None:
-            self.end = None
-        elif self.span is not None:
+        if self.span is not None:
             end = last if self.end is None else self.end
             if step > end:
                 end = step
             elif moments[index].first_step <= end - self.span:
                 end = moments[index].first_step + self.span - 1
             self.end = None if end >= last else end
+
+    def follow(self) -> None:
+        """Show the newest step, and go on with the run."""
+        self.cursor = self.end = None
+        self.version += 1
 
 
 def span_of(moments: Sequence[HistoryPoint], axis: Axis, begun: float) -> tuple[float, float]:

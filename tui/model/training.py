@@ -218,6 +218,8 @@ class Training:
         self.checkpoints: list[Checkpoint] = []
         self.activity: Activity | None = None
         """What the run does besides its steps; None: nothing, as far as is known."""
+        self.begun: list[Activity] = []
+        """All activities, each as it was first heard of."""
         self.version = 0
         """Moves with evaluations, checkpoints and activities."""
         self._pauses: dict[str, deque[float]] = {name: deque(maxlen=_PAUSES_KEPT) for name in ("eval", "checkpoint")}
@@ -243,7 +245,9 @@ class Training:
 
     def on_activity(self, activity: Activity) -> None:
         """Fold what the run does besides its steps."""
-        self.activity = None if activity.over else activity
+        before, self.activity = self.activity, None if activity.over else activity
+        if not activity.over and (before is None or (before.name, before.text) != (activity.name, activity.text)):
+            self.begun.append(activity)
         self.version += 1
 
     def forget_course(self) -> None:

@@ -131,6 +131,8 @@ class TrainingScreen(MonitorScreen):
         moments = self.moments
         if moments:
             self.view.to(index % len(moments), moments)
+        elif index < 0:  # the newest, once there is one
+            self.view.follow()
         self.tick()
 
     def action_figure(self, direction: int) -> None:

@@ -131,6 +131,15 @@ def test_evaluations_checkpoints_and_a_rehearsal_are_told_once() -> None:
     ]
 
 
+def test_an_activity_that_was_over_before_the_next_look_is_told() -> None:
+    model, narrator = RunModel(), Narrator()
+    begun = telemetry.Activity(0, START, "rehearsal", text="the longest batch")
+    for seq, message in enumerate((begun, telemetry.Activity(0, START + 1, "rehearsal", over=True)), 1):
+        model.apply(wire.Frame(seq, START + seq, message))
+    assert [line[9:] for line in narrator.tell(model)] == ["rehearsal: the longest batch"]
+    assert not list(narrator.tell(model))
+
+
 def test_an_evaluation_from_before_a_late_join_is_not_told_afterwards() -> None:
     later, earlier = (telemetry.Evaluation(0, step, START + step, "validation", 2.0) for step in (20, 10))
     assert [line[:24] for line in tell([(0, later), (1, earlier)])] == ["validation at step 20: l"]
