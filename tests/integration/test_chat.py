@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
+from eventually import eventually
 from ftmon.trainer.recipe.model import tokenizer as tokenizers
 from terminal import command, open_terminal, wait_for
 
@@ -90,6 +91,8 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(model: Path, tmp_p
         command(terminal, *CHAT, str(model), "--max-tokens", "4000", "--temperature", "9", "--seed", "1")
         wait_for(terminal, "Ctrl-C stops an answer, Ctrl-D ends")
         terminal.press("a few", "Enter")
+        # Not before: Ctrl-C empties what the terminal has typed ahead.
+        eventually(lambda: terminal.text().partition("a few")[2].strip(), "a token", state=terminal.text)
         # Whatever the model says, the answer ends by itself or is stopped; both are followed by its figures.
         terminal.press("C-c")
         wait_for(terminal, "tokens/s")
