@@ -53,11 +53,15 @@ def prepare(arguments: argparse.Namespace, allocator: Settings) -> Prepared:
     Raises:
         ConfigError: the model or the configuration cannot be used.
     """
-    if (arguments.ranks or 0) > MOST_RANKS:
-        raise ConfigError(f"--ranks: predictions go to {MOST_RANKS:,} ranks, not {arguments.ranks:,}")
+    _check_ranks(arguments.ranks or 1, "--ranks")
     if getattr(arguments, "command", None):
         return _script(arguments, allocator, find(arguments.gpu))
     return (_configured if arguments.config else _flags)(arguments, allocator, find(arguments.gpu))
+
+
+def _check_ranks(count: int, where: str) -> None:
+    if count > MOST_RANKS:
+        raise ConfigError(f"{where}: predictions go to {MOST_RANKS:,} ranks, not {count:,}")
 
 
 def find(name: str) -> Gpu:
@@ -79,6 +83,7 @@ def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) ->
 
     given = arguments.sequence_length or []
     config = configured.read(arguments.config, arguments.overrides, arguments.ranks, given)
+    _check_ranks(config.run.ranks, f"{arguments.config}: run.ranks")
     return Prepared(
         lambda rank: configured.RecipeRun(config, allocator, gpu, rank),
         config.model.name or str(config.model.config["model_type"]),
@@ -143,8 +148,7 @@ def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Pre
 
     started = launched.parse(arguments.command)
     count = arguments.ranks or started.ranks or 1
-    if count > MOST_RANKS:
-        raise ConfigError(f"{arguments.command[0]}: predictions go to {MOST_RANKS:,} ranks, not {count:,}")
+    _check_ranks(count, arguments.command[0])
     looked: Looked | None = getattr(arguments, "looked", None)
     if looked is None:
         ranks.warm()

@@ -93,7 +93,7 @@ def test_changes_are_joined_unless_they_set_the_same_key(config: str) -> None:
 
 
 def test_more_ranks_than_can_be_gone_through_are_refused_and_more_tokens_than_the_model_has_noted(
-    tmp_path: Path,
+    tmp_path: Path, config: str
 ) -> None:
     (tmp_path / "m.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_positions": 512}')
     arguments = given(model=str(tmp_path / "m.json"), sequence_length=[256, 2048])
@@ -102,3 +102,5 @@ def test_more_ranks_than_can_be_gone_through_are_refused_and_more_tokens_than_th
     arguments.ranks = 100_000
     with pytest.raises(ConfigError, match=r"^--ranks: predictions go to 4,096 ranks, not 100,000$"):
         jobs.prepare(arguments, Settings())
+    with pytest.raises(ConfigError, match=r"run\.ranks: predictions go to 4,096 ranks, not 5,000$"):
+        jobs.prepare(given(config=config, overrides=["run.ranks=5000"]), Settings())
