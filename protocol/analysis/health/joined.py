@@ -73,11 +73,12 @@ class Join:
         if row is None:
             row = self._open[step.step] = JoinedStep(step.step)
         row.add(step)
-        late = step.step - LAG
-        complete = [number for number, one in self._open.items() if one.ranks >= len(self.ranks) or number <= late]
-        if not complete:
+        late, ranks = step.step - LAG, len(self.ranks)
+        if row.ranks < ranks and min(self._open) > late:
             return []
-        self._passed = newest = max(complete)
+        self._passed = newest = max(
+            number for number, one in self._open.items() if one.ranks >= ranks or number <= late
+        )
         return [self._open.pop(number) for number in sorted(self._open) if number <= newest]
 
     def drop(self, rank: int) -> None:
