@@ -177,8 +177,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # a reader (``| head``) that has gone
+        status = 1
     sys.stderr.flush()
     # At once: as they are unloaded, PyTorch's libraries would call the device that a dry run has put under them.
     os._exit(status)

@@ -6,7 +6,10 @@ import logging
 import os
 import warnings
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
+
+import yaml
 
 from ...protocol.errors import UsageError
 from .launched import Launched
@@ -42,21 +45,23 @@ def parse(words: Sequence[str]) -> Launched:
     if not words:
         _refuse("names no script")
     arguments = parser.parse_args(list(words))
+    if arguments.config_file:
+        _check_file(arguments.config_file)
+    launcher, environment = "", dict[str, str]()
     with _not_started(launch):
         try:
-            launch.launch_command(arguments)
-        except _ChosenError as chosen:
-            arguments = chosen.arguments
-            if chosen.launcher in _OTHERS or getattr(arguments, "use_cpu", False):
-                _refuse("it would train on no GPU")
-        except (ValueError, OSError, KeyError, TypeError) as error:
-            _refuse(str(error))
-        environment: dict[str, str] = {}
-        if arguments.use_deepspeed:
             try:
+                launch.launch_command(arguments)
+            except _ChosenError as chosen:
+                launcher, arguments = chosen.launcher, chosen.arguments
+            if arguments.use_deepspeed:
                 _, environment = prepare_deepspeed_cmd_env(arguments)
-            except (ValueError, OSError) as error:
-                _refuse(str(error))
+        except Exception as error:  # whatever accelerate makes of wrong values
+            _refuse(" ".join(str(error).split()))
+    if launcher in _OTHERS or getattr(arguments, "use_cpu", False):
+        _refuse("it would train on no GPU")
+    if not isinstance(arguments.num_processes, int):
+        _refuse(f"num_processes must be a whole number, not {arguments.num_processes!r}")
     told = {name: value for name, value in environment.items() if name.startswith("ACCELERATE_")}
     return Launched(
         arguments.training_script,
@@ -65,6 +70,18 @@ def parse(words: Sequence[str]) -> Launched:
         arguments.num_processes or None,
         {name: value for name, value in told.items() if os.environ.get(name) != value},
     )
+
+
+def _check_file(path: str) -> None:
+    """Refuse a configuration file of which accelerate would not say what is wrong."""
+    try:
+        content = yaml.safe_load(Path(path).read_bytes())
+    except OSError as error:
+        _refuse(f"{path}: {error.strerror}")
+    except yaml.YAMLError as error:
+        _refuse(f"{path}: {' '.join(str(error).split())}")
+    if not isinstance(content, dict):
+        _refuse(f"{path}: must be keys with values, as 'accelerate config' writes them")
 
 
 def _refuse(message: str) -> NoReturn:

@@ -62,6 +62,28 @@ def test_accelerates_configuration_file_is_taken_and_nothing_is_started(tmp_path
 
 
 @pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("a: [1,\n", "a.yaml: while parsing"),
+        ("", "a.yaml: must be keys with values"),
+        ("distributed_type: DEEPSPEED\nnosuch: 3\n", "had unknown keys"),
+        ("distributed_type: NOSUCH\n", "'NOSUCH' is not a valid DistributedType"),
+        ("distributed_type: DEEPSPEED\nnum_processes: two\n", "num_processes must be a whole number, not 'two'"),
+        ("distributed_type: DEEPSPEED\nnum_processes: 3\nnum_machines: 2\nmachine_rank: x\n", ""),
+    ],
+)
+def test_a_configuration_file_that_accelerate_cannot_use_is_refused_in_one_line(
+    tmp_path: Path, content: str, text: str
+) -> None:
+    (tmp_path / "a.yaml").write_text(content)
+    with pytest.raises(UsageError) as refusal:
+        parse(["accelerate", "launch", "--config_file", "a.yaml", "train.py"])
+    assert str(refusal.value).startswith("accelerate launch: ")
+    assert text in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
     ("command", "text"),
     [
         ("bash run.sh", "takes deepspeed, torchrun, accelerate launch or python, not bash"),
