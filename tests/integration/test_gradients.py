@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import rank_jobs
+import small_runs
 
 pytest.importorskip("deepspeed")
 
 import torch
 from ftmon.trainer.recipe.config import resolve, write
 from ftmon.trainer.recipe.config.load import load
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 PROGRAM = Path(__file__).parents[1] / "support" / "forked_ranks.py"
 ROWS = 8
@@ -104,26 +105,13 @@ def sharing(size: int) -> list[str]:
 
 def write_inputs(folder: Path) -> None:
     """Write a small model, and rows whose answers have from a word to a hundred."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "base")
-    words = ["red", "green", "blue", "seven", "lines", "of", "a", "poem"]
+    small_runs.write_model(folder)
+    words = small_runs.WORDS
     records = [
         {"prompt": " ".join(words) * (1 + row % 3), "response": " ".join(words[row % 8] for _ in range(length))}
         for row, length in enumerate([1, 100, 2, 3, 60, 1, 1, 20])
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    from ftmon.trainer.recipe.model import tokenizer
-
-    tokenizer.train(lambda: (record["prompt"] for record in records), 400).save_pretrained(folder / "tokenizer")
 
 
 def write_case(folder: Path, name: str, ranks: int, stage: int, micro: int, accumulation: int, extra: list[str]) -> Any:

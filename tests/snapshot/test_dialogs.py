@@ -8,7 +8,7 @@ import pytest
 from ftmon.protocol.rundir import ExitFile, RunDir, RunFile
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens import runs
-from scenes import ReadyReplay, recorded, settled, until
+from scenes import ReadyReplay, recorded, until
 
 SMALL, LARGE = (80, 24), (200, 60)
 CREATED = 1_780_000_000.0
@@ -21,23 +21,11 @@ class Commanded(ReadyReplay):
 
 
 @pytest.fixture
-def asks(snap_compare: Any, recording: Callable[[str], Path]) -> Callable[..., bool]:
+def asks(plays: Callable[..., bool], recording: Callable[[str], Path]) -> Callable[..., bool]:
     """Compare the screen after some keys on a run in which a rank hangs."""
 
     def compare(size: tuple[int, int], *keys: str, **options: Any) -> bool:
-        app = FtmonApp(Commanded(recording("hang"), at_end=True), **options)
-
-        async def play(pilot: Any) -> None:
-            await settled(pilot)
-            for key in keys:
-                await pilot.press(key)
-                await settled(pilot)
-
-        try:
-            return snap_compare(app, terminal_size=size, run_before=play)
-        finally:
-            if app.stage.source is not None:
-                app.stage.source.close()
+        return plays(FtmonApp(Commanded(recording("hang"), at_end=True), **options), size, *keys)
 
     return compare
 

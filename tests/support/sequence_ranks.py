@@ -17,19 +17,10 @@ from ftmon.trainer.recipe.engine.distributed import World
 from ftmon.trainer.recipe.model.inputs import on_device
 from ftmon.trainer.recipe.model.loss import use_summed_loss
 from ftmon.trainer.recipe.step import make_collate
+from small_shape import SMALL_SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "eos_token_id": 0,
-}
+SIZES = {**SMALL_SHAPE, "eos_token_id": 0}
 LENGTHS = [[3, 20, 14], [37]]
 """Tokens of the documents of the rows that are trained on; without packing a row is one document."""
 

@@ -14,18 +14,8 @@ from ftmon.trainer.recipe.engine.distributed import World
 from ftmon.trainer.recipe.model import fused
 from ftmon.trainer.recipe.model.linear_cross_entropy import LogitTransform, chunk_tokens, linear_cross_entropy
 from ftmon.trainer.recipe.model.loss import use_summed_loss
+from small_shape import SMALL_SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM
-
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
 
 
 class OneRank:
@@ -54,7 +44,7 @@ def config(fused_loss: Any) -> Config:
 
 def model_of(kind: str, **values: Any) -> Any:
     torch.manual_seed(0)
-    settings = AutoConfig.for_model(kind, **{**SIZES, **values})
+    settings = AutoConfig.for_model(kind, **{**SMALL_SHAPE, **values})
     model = AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
     with torch.no_grad():
         # Trained models have logits that a cap bends.
@@ -65,7 +55,7 @@ def model_of(kind: str, **values: Any) -> Any:
 
 def rows(seed: int = 1) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, SIZES["vocab_size"], (3, 40), generator=generator)
+    ids = torch.randint(1, SMALL_SHAPE["vocab_size"], (3, 40), generator=generator)
     labels = ids.clone()
     labels[0, :35] = -100
     labels[1, :] = -100
@@ -179,7 +169,7 @@ def test_a_models_loss_and_gradients_stay_what_they_were(kind: str) -> None:
     assert found.keys() == plain.keys()
     for name, value in plain.items():
         assert float((found[name] - value).norm()) <= 2e-5 * float(value.norm()) + 1e-7, name
-    assert model(input_ids=rows()["input_ids"]).logits.shape == (3, 40, SIZES["vocab_size"])
+    assert model(input_ids=rows()["input_ids"]).logits.shape == (3, 40, SMALL_SHAPE["vocab_size"])
 
 
 def test_adapters_have_the_same_gradients_with_the_fused_loss() -> None:

@@ -11,18 +11,8 @@ import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.model import attention
+from small_shape import SMALL_SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM
-
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
 
 
 class OneRank:
@@ -45,7 +35,7 @@ def world() -> Any:
 
 def model_of(kind: str, **values: Any) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **values}))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL_SHAPE, **values}))
 
 
 @pytest.mark.parametrize(
