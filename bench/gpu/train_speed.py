@@ -69,6 +69,8 @@ TINY = {
     "num_key_value_heads": 2,
 }
 
+SHARED = ["training.sequence_parallel_size=2"]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -145,6 +147,11 @@ ROWS = {
         ],
         trl=None,
     ),
+    # Sequences on one GPU and shared by two; what 98,304 tokens need is more than one GPU has.
+    "1.2b-32k": Row(LLAMA_12B, length=32_768, micro_batch=1, trl=None),
+    "1.2b-32k-shared": Row(LLAMA_12B, length=32_768, micro_batch=1, gpus=2, words=SHARED, trl=None),
+    "1.2b-96k": Row(LLAMA_12B, length=98_304, micro_batch=1, trl=None),
+    "1.2b-96k-shared": Row(LLAMA_12B, length=98_304, micro_batch=1, gpus=2, words=SHARED, trl=None),
     "8b-zero3-2-kept": Row(LLAMA_8B, micro_batch=2, gpus=2, words=["zero.stage=3"], trl=None),
     **{
         f"8b-zero3-{gpus}": Row(

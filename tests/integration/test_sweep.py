@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from eventually import eventually
 from ftmon.protocol.process import is_alive
+from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.rundir import RunDir
 from ftmon.protocol.sweep.rows import Row
 from ftmon.protocol.sweep.store import read
+from ftmon.protocol.telemetry import Step
 from ftmon.trainer.recipe.demo import DATA
 from ftmon_process import PROGRAM, Ftmon, ftmon_home, wait_until_nothing_is_left
 from terminal import command, open_terminal, wait_for
@@ -171,3 +173,53 @@ def test_a_sweep_goes_on_without_its_screen_until_it_is_ended_there(home: Ftmon,
     eventually(lambda: not is_alive(plan.process), "the end of the sweep's process")
     for run in home.runs():
         wait_until_nothing_is_left(run)
+
+
+def test_lengths_in_one_process_are_rows_of_their_own(home: Ftmon, tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text(TRAIN.replace("DATA", str(DATA)))
+    sweep = tmp_path / "lengths.yaml"
+    sweep.write_text(
+        "config: train.yaml\none_process: true\npredict: false\nsteps: 2\nwarm_up: 1\n"
+        "axes: {training.sequence_length: [64, 16, 40], training.micro_batch: [1, 2]}\n"
+    )
+    done = home.run("sweep", str(sweep), "--json", seconds=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert len({row["run"] for row in rows}) == len(home.runs()) == 2, "a process for each micro-batch"
+    found = {(row["settings"]["training.micro_batch"], row["settings"]["training.sequence_length"]) for row in rows}
+    assert found == {(batch, length) for batch in (1, 2) for length in (16, 40, 64)}
+    for row in rows:
+        assert row["verdict"] == "done", row["text"]
+        (rank,) = row["ranks"]
+        assert rank["steps"] == 2
+        assert rank["loss"] > 1
+    with Reader(RunDir(home.home / "runs" / rows[0]["run"]).recording) as reader:
+        steps = [one.message for one in reader.frames(0, 100_000) if isinstance(one.message, Step)]
+    batch = rows[0]["settings"]["training.micro_batch"]
+    assert [step.tokens for step in steps] == [batch * length for length in (16, 40, 64) for _ in range(3)]
+
+
+POSITIONS = """
+model: {config: {model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 32}}
+tokenizer: {vocab_size: 512}
+data: {path: DATA, packing: true}
+training: {sequence_length: 64}
+run: {ranks: 1, device: cpu}
+"""
+
+
+def test_after_a_length_that_fails_the_next_has_a_process_of_its_own(home: Ftmon, tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text(POSITIONS.replace("DATA", str(DATA)))
+    sweep = tmp_path / "lengths.yaml"
+    sweep.write_text(
+        "config: train.yaml\none_process: true\npredict: false\nsteps: 2\nwarm_up: 1\n"
+        "axes: {training.sequence_length: [16, 40, 48]}\n"
+    )
+    done = home.run("sweep", str(sweep), "--json", seconds=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["verdict"] for row in rows] == ["done", "crash", "crash"], rows
+    assert len({row["run"] for row in rows}) == 2
+    assert rows[1]["run"] == rows[0]["run"]
+    assert all("index out of range" in row["text"] for row in rows[1:])
+    assert [row.get("step") for row in rows] == [None, 1, 1], "of the length, not of the process"

@@ -30,7 +30,8 @@ def make_collate(model: Any, config: Config, world: World, pad_id: int, fused_lo
     Raises:
         ConfigError: documents of one packed row see each other in this model, or its sequences cannot be shared.
     """
-    collate = Collate(pad_id, config.training.sequence_length)
+    # Rows that are cut to one of several lengths are not padded up to the longest.
+    collate = Collate(pad_id, min(config.debug.lengths, default=config.training.sequence_length))
     group = world.sequence
     if group.size > 1:
         varlen = sequence_parallel.set_up(model, config, world)

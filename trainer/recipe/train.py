@@ -32,6 +32,7 @@ from .export.card import Results
 from .export.save import save_model
 from .faults import spec
 from .faults.make import FaultMaker
+from .lengths import measure_lengths
 from .model import fused, load, tokenizer
 from .monitor import Monitor
 from .optim import optimizer
@@ -50,7 +51,10 @@ def train(config: Config, world: World) -> None:
     """
     _silence_libraries()
     run = setup(config, world)
-    run.fit()
+    if config.debug.lengths:
+        measure_lengths(run, Sampled(run.examples, run.collate), run.total_steps)
+    else:
+        run.fit()
 
 
 def output_folder(config: Config) -> Path:
@@ -77,6 +81,7 @@ def setup(config: Config, world: World) -> "Trainer":
         examples, held_out = evaluation_examples.split(config, world, monitor, tokens, examples)
         order = Order(examples, config, world.data_rank, world.data_ranks)
         total = config.training.max_steps or math.ceil(config.training.epochs * order.steps_per_epoch)
+        total *= len(config.debug.lengths) or 1
         engine, model = make_engine(config, world, tokens, total)
         fused_loss = fused.set_up(model, config, world)
         state = _fresh_state(config, examples, world)

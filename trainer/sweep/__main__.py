@@ -27,6 +27,7 @@ from ...protocol.streams import never_fail
 from ...protocol.sweep.rows import FORMAT, Ended, Header, Plan, Planned, Row, Settings, Started
 from ...protocol.sweep.store import Results, Writer, default_output, read
 from . import jobs, spec
+from .one_process import measure_plan
 from .predictions import Predictor
 from .process import clear_lost
 from .searching import fits_the_goal, search
@@ -104,11 +105,18 @@ def _lost(started: Started) -> Row:
 def _run(wanted: Spec, session: Session, predictor: Predictor, plan: Plan, lines: Lines) -> list[str]:
     if wanted.search is not None and wanted.search.goal != "fastest":
         return search(session, predictor, wanted.search, jobs.combinations(wanted))
+
+    def progress() -> None:
+        lines.progress(plan, session.used_seconds, session.rows)
+
     for repeat in range(wanted.repeats):
+        if wanted.one_process:
+            measure_plan(session, plan.runs, repeat, progress)
+            continue
         for run in plan.runs:
             if not session.has(run.settings, repeat):
                 session.measure(run.settings, repeat, run.predicted)
-                lines.progress(plan, session.used_seconds, session.rows)
+                progress()
     return []
 
 

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ...protocol.run_options import RunOptions
@@ -12,7 +13,7 @@ from ...protocol.sweep.rows import Settings, Value, key_of
 from ..recipe.config import nodes, write
 from ..recipe.config.load import load
 from ..recipe.hardware import missing_packages
-from .spec import ENVIRONMENT, PLACEHOLDER, Spec
+from .spec import ENVIRONMENT, LENGTH, PLACEHOLDER, Spec
 
 STOP_GRACE_SECONDS = 5.0
 """Between the request to end a run and its kill: what it has computed is not needed."""
@@ -55,8 +56,15 @@ def combinations(spec: Spec) -> list[Settings]:
     return found
 
 
-def job(spec: Spec, settings: Settings, name: str) -> Job:
-    """Return what starts the run of a configuration, as a run called ``name``."""
+def job(spec: Spec, settings: Settings, name: str, lengths: Sequence[int] = ()) -> Job:
+    """Return what starts the run of a configuration, as a run called ``name``.
+
+    Args:
+        spec: the sweep.
+        settings: the configuration.
+        name: of the run.
+        lengths: sequence lengths to be measured in it, one after the other; none: the configuration's own.
+    """
     options = RunOptions(
         allocator_events=False, predict=False, on_hang="kill", hang_grace=spec.hang_grace, stop_grace=STOP_GRACE_SECONDS
     )
@@ -64,7 +72,10 @@ def job(spec: Spec, settings: Settings, name: str) -> Job:
     if spec.command:
         command = [_filled(word, settings) for word in spec.command]
         return Job(StartRequest("run", name, options, command=command), environment)
-    request = StartRequest("train", name, options, config=spec.config, overrides=overrides(spec, settings))
+    words = overrides(spec, {**settings, LENGTH: max(lengths)} if lengths else settings)
+    if lengths:
+        words.append(f"debug.lengths={json.dumps(list(lengths))}")
+    request = StartRequest("train", name, options, config=spec.config, overrides=words)
     return Job(request, environment)
 
 
@@ -106,7 +117,8 @@ def fingerprint(spec: Spec) -> str:
     """Return a hash of all that a row depends on besides its settings."""
     base = write.dump(load(spec.config).config) if spec.config else ""
     allocator = {name: os.environ.get(name, "") for name in ALLOCATOR_ENVIRONMENT}
-    parts = [base, spec.settings, spec.command, spec.environment, allocator, spec.steps, spec.warm_up]
+    parts: list[Any] = [base, spec.settings, spec.command, spec.environment, allocator, spec.steps, spec.warm_up]
+    parts += ["one process"] if spec.one_process else []
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

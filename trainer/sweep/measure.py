@@ -13,7 +13,9 @@ from ...protocol.rundir import RunDir
 from ...protocol.sweep.rows import RankRow, Row, Settings, Verdict
 from ...protocol.telemetry import Hello, Step
 from ...protocol.text import first_line
-from .process import Ending
+from ..host.gpu_memory import GpuUse
+from . import gpus
+from .process import Ending, RefusedError
 
 _TEXT = 300
 _TAIL_BYTES = 8192
@@ -65,6 +67,28 @@ def rank_rows(recorded: RecordedRun, warm_up: int, most: int) -> list[RankRow]:
     ]
 
 
+def length_rows(recorded: RecordedRun, index: int, warm_up: int, most: int) -> list[RankRow]:
+    """Return the figures of each rank at one of the lengths that were measured in one process.
+
+    What NVML showed is left out: it does not shrink from one length to the next.
+    """
+    first = index * (warm_up + most)
+    found: list[RankRow] = []
+    for rank in recorded.ranks:
+        own = [step for step in recorded.steps(rank) if first < step.step <= first + warm_up + most]
+        found.append(figures(rank, own, warm_up, most, recorded.hellos.get(rank)))
+    return found
+
+
+def still_held(ending: Ending, recorded: RecordedRun | None, earlier: GpuUse | None) -> str:
+    """Wait until nothing of a run is left; return what is, in words, empty: nothing."""
+    pids, devices = (recorded.pids, recorded.devices) if recorded is not None else ([], set[int]())
+    held = gpus.still_held(earlier, pids, devices)
+    if ending.left:
+        held = "; ".join(filter(None, (held, f"processes {', '.join(map(str, ending.left))} did not end")))
+    return held
+
+
 class Why(NamedTuple):
     """What became of a run."""
 
@@ -74,6 +98,11 @@ class Why(NamedTuple):
     rank: int | None = None
     step: int | None = None
     asked_bytes: int = 0
+
+
+def refused(error: RefusedError) -> Why:
+    """Return what became of a run that was not started."""
+    return Why("refused", str(error).removeprefix("ftmon: "))
 
 
 def why(ending: Ending, recorded: RecordedRun | None, timeout: float) -> Why:

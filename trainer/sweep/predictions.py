@@ -17,9 +17,8 @@ from ..predict.result import Point, Prediction
 from ..recipe.config.load import load
 from ..recipe.hardware import usable_gpus
 from .jobs import group_of, job, overrides
-from .spec import Spec
+from .spec import LENGTH, Spec
 
-LENGTH = "training.sequence_length"
 _SECONDS = 900.0
 _GPUS_OF_A_HOST = 8
 

@@ -6,8 +6,9 @@ from ...protocol.analysis.estimates.curve import Piece
 from ...protocol.analysis.sweep.search import Tried, UndecidedError, largest, phase_curve
 from ...protocol.analysis.sweep.text import describe_pieces, settings_text, value_text
 from ...protocol.sweep.rows import Planned, Predicted, Row, Search, Settings
-from .predictions import LENGTH, Predictor, predicted
+from .predictions import Predictor, predicted
 from .session import Session
+from .spec import LENGTH
 
 _PREDICTED_POINTS = 9
 """Lengths at which a searched axis is predicted."""

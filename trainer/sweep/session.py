@@ -10,8 +10,10 @@ from ...protocol.analysis.sweep.budget import why_not_next
 from ...protocol.rundir import RunDir
 from ...protocol.sweep.rows import Ended, Predicted, Row, Settings, Started, key_of
 from ...protocol.sweep.store import Results, Writer
+from ..host.gpu_memory import GpuUse
 from . import gpus, measure
 from .jobs import STOP_GRACE_SECONDS, job
+from .measure import Live
 from .process import Ending, RefusedError, Running
 from .spec import Spec
 
@@ -61,11 +63,11 @@ class Session:
         fail_fast: bool,
         interrupted: Callable[[], bool],
     ) -> None:
-        self._spec = spec
+        self.spec = spec
         self._writer = writer
-        self._listener = listener
+        self.listener = listener
         self._fail_fast = fail_fast
-        self._interrupted = interrupted
+        self.interrupted = interrupted
         self._answered = earlier.answered()
         self._used_before = earlier.seconds_used()
         self._begun = time.monotonic()
@@ -92,65 +94,97 @@ class Session:
         key = (key_of(settings), repeat)
         if key in self._answered:
             return self._answered[key]
-        if self._interrupted():
-            raise StopError(Ended(time.time(), "interrupted"))
-        if why := why_not_next(self._spec.budget, self.used_seconds, self.rows, _ENDING_SECONDS):
-            raise StopError(Ended(time.time(), "budget", why))
-        self._listener.begins(settings, repeat, predicted)
+        self.check()
+        self.listener.begins(settings, repeat, predicted)
         row = msgspec.structs.replace(self._run(settings, repeat), predicted=predicted)
+        self.keep(row)
+        return row
+
+    def check(self) -> None:
+        """Check that another run may begin.
+
+        Raises:
+            StopError: the budget is used up, or the session was interrupted.
+        """
+        if self.interrupted():
+            raise StopError(Ended(time.time(), "interrupted"))
+        if why := why_not_next(self.spec.budget, self.used_seconds, self.rows, _ENDING_SECONDS):
+            raise StopError(Ended(time.time(), "budget", why))
+
+    def next_name(self) -> str:
+        """Return a name for the next run."""
+        return f"{self.spec.name}-{self._count + 1:03d}"
+
+    def started(self, settings: Settings, repeat: int, run: str = "") -> None:
+        """Write that a run begins; ``run``: its directory."""
+        self._count += 1
+        self._writer.append(Started(time.time(), settings, repeat, run))
+
+    def keep(self, row: Row) -> None:
+        """Write a row.
+
+        Raises:
+            StopError: the session ends with it.
+        """
         self._writer.append(row)
-        self._listener.row(row)
+        self.listener.row(row)
         if row.verdict == "unfinished":
-            if self._interrupted():
+            if self.interrupted():
                 raise StopError(Ended(time.time(), "interrupted"))
             raise StopError(Ended(time.time(), "budget", "the budget is used up"))
-        self._answered[key] = row
+        self._answered[key_of(row.settings), row.repeat] = row
         self.rows.append(row)
         if row.note:
             raise StopError(Ended(time.time(), "gpus", row.note))
         if self._fail_fast and row.verdict != "done":
             raise StopError(Ended(time.time(), "failure", "--fail-fast: a run is not done"))
-        return row
+
+    def deadline(self, begun: float) -> tuple[float, str]:
+        """Return when a run that began at ``begun`` (``time.monotonic``) is to end, and why: timeout or budget."""
+        deadline = begun + self.spec.timeout
+        if self.spec.budget.seconds is not None:
+            room = max(0.0, self.spec.budget.seconds - self.used_seconds - _ENDING_SECONDS)
+            if time.monotonic() + room < deadline:
+                return time.monotonic() + room, "budget"
+        return deadline, "timeout"
+
+    def look(self, run: RunDir) -> Live | None:
+        """Look at a live run; None within two seconds of the look before."""
+        if time.monotonic() < self._next_look:
+            return None
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        return measure.look(run, time.time())
 
     def _run(self, settings: Settings, repeat: int) -> Row:
-        self._count += 1
-        begun, clock = time.time(), time.monotonic()
+        clock = time.monotonic()
         earlier = gpus.before()
         try:
-            running = Running(job(self._spec, settings, f"{self._spec.name}-{self._count:03d}"))
+            running = Running(job(self.spec, settings, self.next_name()))
         except RefusedError as error:
-            self._writer.append(Started(begun, settings, repeat))
-            found = measure.Why("refused", str(error).removeprefix("ftmon: "))
+            self.started(settings, repeat)
+            found = measure.refused(error)
             return measure.row(settings, repeat, found, [], "", time.monotonic() - clock, time.time())
-        self._writer.append(Started(begun, settings, repeat, str(running.run.path)))
-        deadline, over = clock + self._spec.timeout, ""
-        if self._spec.budget.seconds is not None:
-            room = self._spec.budget.seconds - self.used_seconds - _ENDING_SECONDS
-            if time.monotonic() + room < deadline:
-                deadline, over = time.monotonic() + max(0.0, room), "budget"
+        self.started(settings, repeat, str(running.run.path))
+        deadline, over = self.deadline(clock)
         ending = running.wait(deadline, lambda: self._why_end(running.run))
-        if over and ending.ended_for == "timeout":
+        if ending.ended_for == "timeout":
             ending = ending._replace(ended_for=over)
         return self._row(settings, repeat, ending, earlier, clock)
 
     def _why_end(self, run: RunDir) -> str:
-        if self._interrupted():
+        if self.interrupted():
             return "interrupt"
-        if time.monotonic() < self._next_look:
+        live = self.look(run)
+        if live is None:
             return ""
-        self._next_look = time.monotonic() + _LOOK_SECONDS
-        live = measure.look(run, time.time())
-        if self._spec.command and live.steps >= self._spec.steps + self._spec.warm_up:
+        if self.spec.command and live.steps >= self.spec.steps + self.spec.warm_up:
             return "steps"
-        return "hang" if live.hung_seconds >= self._spec.hang_grace else ""
+        return "hang" if live.hung_seconds >= self.spec.hang_grace else ""
 
-    def _row(self, settings: Settings, repeat: int, ending: Ending, earlier: "gpus.GpuUse | None", clock: float) -> Row:
+    def _row(self, settings: Settings, repeat: int, ending: Ending, earlier: GpuUse | None, clock: float) -> Row:
         recorded = measure.read(ending.run)
-        found = measure.why(ending, recorded, self._spec.timeout)
-        ranks = measure.rank_rows(recorded, self._spec.warm_up, self._spec.steps) if recorded is not None else []
-        pids, devices = (recorded.pids, recorded.devices) if recorded is not None else ([], set[int]())
-        held = gpus.still_held(earlier, pids, devices)
-        if ending.left:
-            held = "; ".join(filter(None, (held, f"processes {', '.join(map(str, ending.left))} did not end")))
+        found = measure.why(ending, recorded, self.spec.timeout)
+        ranks = measure.rank_rows(recorded, self.spec.warm_up, self.spec.steps) if recorded is not None else []
+        held = measure.still_held(ending, recorded, earlier)
         row = measure.row(settings, repeat, found, ranks, ending.run.id, time.monotonic() - clock, time.time())
         return msgspec.structs.replace(row, note=held)

@@ -16,8 +16,9 @@ from ..recipe.config.load import plain_scalar
 
 KEYS = (
     "name", "config", "set", "command", "env", "axes", "search", "steps", "warm_up", "repeats", "timeout",
-    "hang_grace", "budget", "capacity", "predict", "columns",
+    "hang_grace", "budget", "capacity", "predict", "columns", "one_process",
 )  # fmt: skip
+LENGTH = "training.sequence_length"
 ENVIRONMENT = "env."
 """An axis with this before its name sets an environment variable."""
 PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
@@ -60,6 +61,8 @@ class Spec(NamedTuple):
     predict: bool
     columns: list[str]
     """Figures of the recordings that the table shows; none: the usual ones."""
+    one_process: bool
+    """Sequence lengths that differ in nothing else are measured in one process."""
 
     @property
     def axis_names(self) -> list[str]:
@@ -104,8 +107,9 @@ def read(path: str) -> Spec:
         hang_grace=_duration(found.get("hang_grace"), "hang_grace", 60.0),
         budget=_budget(found.get("budget")),
         capacity_bytes=_size(found.get("capacity")),
-        predict=_switch(found.get("predict"), "predict"),
+        predict=_switch(found.get("predict"), "predict", True),
         columns=_columns(found.get("columns")),
+        one_process=_switch(found.get("one_process"), "one_process", False),
     )
     _check(spec, found)
     return spec
@@ -126,8 +130,19 @@ def _check(spec: Spec, found: dict[str, Node]) -> None:
         count *= len(axis.values)
     if count * spec.repeats > _MOST_RUNS:
         raise ConfigError(f"{nodes.place(found['axes'])}: axes make {count * spec.repeats:,} runs, over {_MOST_RUNS:,}")
+    if spec.one_process:
+        _check_one_process(spec, found["one_process"])
     if spec.command:
         _check_template(spec, found)
+
+
+def _check_one_process(spec: Spec, node: Node) -> None:
+    if spec.command:
+        raise ConfigError(f"{nodes.place(node)}: one_process goes with config: a script is started for each length")
+    if spec.search is not None:
+        raise ConfigError(f"{nodes.place(node)}: one_process goes without search, which chooses lengths one by one")
+    if LENGTH not in [axis.name for axis in spec.axes]:
+        raise ConfigError(f"{nodes.place(node)}: one_process needs the axis {LENGTH}, whose values share a process")
 
 
 def _check_template(spec: Spec, found: dict[str, Node]) -> None:
@@ -308,9 +323,9 @@ def _amount(node: Node | None, path: str) -> float | None:
     return float(value)
 
 
-def _switch(node: Node | None, path: str) -> bool:
+def _switch(node: Node | None, path: str, default: bool) -> bool:
     if node is None:
-        return True
+        return default
     value: Any = _scalar(node, path)
     if not isinstance(value, bool):
         raise ConfigError(f"{nodes.place(node)}: {path} must be true or false")

@@ -131,6 +131,13 @@ def test_more_ranks_than_gpus_are_refused(data: Path, monkeypatch: pytest.Monkey
             ["debug.fault=hang:step=9", "training.max_steps=8"],
             "debug.fault comes at step 9, but training ends at step 8",
         ),
+        (["debug.lengths=[4]"], "debug.lengths"),
+        (["debug.lengths=[16]"], "debug.lengths need training.max_steps"),
+        (["debug.lengths=[16, 4096]"], "debug.lengths go up to training.sequence_length"),
+        (
+            ["debug.lengths=[16, 32]", "training={max_steps: 3, sequence_parallel_size: 2}", "run.ranks=2"],
+            "debug.lengths go with training.sequence_parallel_size=1",
+        ),
     ],
 )
 def test_what_does_not_hold_is_refused_in_one_line(data: Path, overrides: list[str], words: str) -> None:

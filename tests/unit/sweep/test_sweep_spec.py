@@ -42,6 +42,15 @@ def test_a_command_takes_its_values_where_the_placeholders_stand(tmp_path: Path)
     assert jobs.job(found, {"seq": 16}, "s").request.command[-3:] == ["train.py", "--seq=16", '--config={"a": 1}']
 
 
+def test_lengths_that_share_a_process_are_measured_on_data_for_the_longest(tmp_path: Path) -> None:
+    text = "config: train.yaml\naxes: {training.sequence_length: [64, 16]}\n"
+    found = read(tmp_path, text + "one_process: true\n")
+    words = jobs.job(found, {"training.sequence_length": 16}, "s", [16, 64]).request.overrides
+    assert "training.sequence_length=64" in words
+    assert "debug.lengths=[16, 64]" in words
+    assert jobs.fingerprint(found) != jobs.fingerprint(read(tmp_path, text)), "their rows have no NVML figures"
+
+
 def test_a_budget_in_money_is_time_at_its_price(tmp_path: Path) -> None:
     text = "command: python {a}\naxes: {a: [1]}\ntimeout: 10 m\ncapacity: 80GB\n"
     found = read(tmp_path, text + "budget: {money: 10, price_per_hour: 5, hours: 3}\n")
@@ -89,6 +98,17 @@ def test_what_decides_a_row_decides_whose_results_they_are(tmp_path: Path) -> No
             "search.goal must be largest, fastest",
         ),
         ("command: python {a}\nsearch: {goal: largest, axis: a}\n", "search needs axis and high"),
+        (
+            "config: train.yaml\none_process: true\naxes: {zero.stage: [1]}\n",
+            "sweep.yaml:2: one_process needs the axis training.sequence_length",
+        ),
+        ("command: python {a}\naxes: {a: [1]}\none_process: true\n", "sweep.yaml:3: one_process goes with config"),
+        (
+            "config: train.yaml\none_process: true\n"
+            "search: {goal: largest, axis: training.sequence_length, high: 99}\n",
+            "sweep.yaml:2: one_process goes without search",
+        ),
+        ("config: train.yaml\none_process: 1\naxes: {a: [1]}\n", "sweep.yaml:2: one_process must be true or false"),
         ("- 1\n", "must hold keys such as config and axes"),
     ],
 )

@@ -72,6 +72,7 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
     if not elsewhere:
         _check_output(loaded)
     _check_fault(loaded, ranks)
+    _check_lengths(loaded, precision)
     threads = config.run.threads or _threads(config, device, ranks)
     run = msgspec.structs.replace(config.run, device=device, ranks=ranks, threads=threads)
     settled = msgspec.structs.replace(
@@ -378,6 +379,22 @@ def _check_fault(loaded: Loaded, ranks: int) -> None:
     steps = loaded.config.training.max_steps
     if steps and fault.step > steps:
         raise loaded.error("debug.fault", f"comes at step {fault.step}, but training ends at step {steps}")
+
+
+def _check_lengths(loaded: Loaded, precision: str) -> None:
+    config = loaded.config
+    lengths = config.debug.lengths
+    if not lengths:
+        return
+    for refused, text in (
+        (max(lengths) > config.training.sequence_length, "go up to training.sequence_length"),
+        (not config.training.max_steps, "need training.max_steps, the steps at each length"),
+        (config.model.compile != "off", "go with model.compile=off: layers would be compiled for each length"),
+        (precision == "fp16", "go with bf16 or fp32: a step that overflows in fp16 is not counted"),
+        (config.training.sequence_parallel_size > 1, "go with training.sequence_parallel_size=1"),
+    ):
+        if refused:
+            raise loaded.error("debug.lengths", text)
 
 
 def _is_path(name: str) -> bool:

@@ -12,6 +12,9 @@ from ..model.config import Lora, Model, Tokenizer
 from ..optim.config import Optimizer, Schedule
 from .fields import AtLeast0, AtLeast1, Positive, Section
 
+Length = Annotated[int, msgspec.Meta(ge=8)]
+"""Of a sequence, in tokens."""
+
 
 class Training(Section, frozen=True):
     """How much, and in what portions."""
@@ -26,7 +29,7 @@ class Training(Section, frozen=True):
     """Forward and backward passes before each optimizer step."""
     total_batch: AtLeast0 = 0
     """Check: micro_batch x grad_accumulation x ranks / sequence_parallel_size must be this; 0: no check."""
-    sequence_length: Annotated[int, msgspec.Meta(ge=8)] = 1024
+    sequence_length: Length = 1024
     """Longest sequence, in tokens; longer ones are cut off at their end."""
     sequence_parallel_size: AtLeast1 = 1
     """Ranks that share each sequence, each computing a slice of it (Ulysses): for lengths that one GPU does not hold.
@@ -80,6 +83,9 @@ class Debug(Section, frozen=True):
 
     fault: str = ""
     """Make a real fault happen: spike, hang, slow, oom, crash or stop, such as hang:rank=1,step=12."""
+    lengths: list[Length] = msgspec.field(default_factory=list[Length])
+    """Measure instead of training: take training.max_steps steps at each of these sequence lengths, one after the
+    other, on the longest rows cut to it, and keep nothing. What a sweep with one_process runs."""
 
 
 class Config(Section, frozen=True):

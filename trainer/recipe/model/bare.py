@@ -21,8 +21,12 @@ def bare_config(config: Config, vocabulary: int) -> Any:
     values = dict(config.model.config)
     kind = str(values.pop("model_type"))
     rounded = -(-vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-    values.setdefault("vocab_size", rounded)
-    values.setdefault("max_position_embeddings", max(config.training.sequence_length, 512))
+    # A model type may have a name of its own for a size (n_positions); a size given by it stays.
+    own_names: dict[str, str] = getattr(CONFIG_MAPPING[kind], "attribute_map", {}) if kind in CONFIG_MAPPING else {}
+    positions = max(config.training.sequence_length, 512)
+    for name, value in (("vocab_size", rounded), ("max_position_embeddings", positions)):
+        if own_names.get(name) not in values:
+            values.setdefault(name, value)
     try:
         made: Any = AutoConfig.for_model(kind, **values)
     except ValueError as error:
