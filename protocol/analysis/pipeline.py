@@ -304,7 +304,7 @@ class Detectors:
             alerts += self._put(now, self._death.gone(now, state, self._tracker.kill_asked, kill, pressure))
         if state.state in ("gone", "finished"):
             alerts += self._put(now, [*self._slow.drop(state.rank), *self._leak.drop(state.rank)])
-            self._monitor.drop(state.rank)
+            alerts += self._findings.put(now, self._monitor.drop(state.rank))
         return alerts
 
     def _run_state(self, now: float, state: RunState) -> list[Alert]:

@@ -59,7 +59,7 @@ class HealthMonitor:
         self._data_wait.drop(rank)
         self._replicas.drop(rank)
         self._batches.drop(rank)
-        return []
+        return self._losses.settle(self._join.ranks) + self._norms.settle(self._join.ranks)
 
     def plan(self, plan: Plan) -> list[Finding]:
         """Learn how long the run means to go on."""
@@ -68,8 +68,8 @@ class HealthMonitor:
 
     def step(self, step: Step) -> list[Finding]:
         """Look at one rank's step."""
-        found = self._losses.step(step, self._precision)
-        found += self._norms.step(step, self._precision)
+        found = self._losses.step(step, self._precision, self._join.ranks)
+        found += self._norms.step(step, self._precision, self._join.ranks)
         found += self._data_wait.step(step)
         for row in self._join.add(step):
             if not self._join.alternating:
@@ -102,8 +102,8 @@ class HealthMonitor:
         return self._batches.batch_loss(message)
 
     def sample(self, sample: DeviceSample) -> list[Finding]:
-        """Look at a device's sample."""
-        return self._gpus.sample(sample)
+        """Look at a device's sample; they come every second, so what has waited for a silent rank is told too."""
+        return [*self._losses.tick(sample.time), *self._norms.tick(sample.time), *self._gpus.sample(sample)]
 
     def device(self, message: DeviceHealth) -> list[Finding]:
         """Look at a GPU's faults and links."""

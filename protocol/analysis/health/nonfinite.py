@@ -1,10 +1,12 @@
 """NaN and infinite losses and gradient norms: first rank, first step, the last good values.
 
 Raised at the first one in a step whose update the loss scaler did not skip: a skipped update with an infinite norm is
-how dynamic loss scaling works. Resolved after ``CLEAN_STEPS`` finite steps of every rank that had one.
+how dynamic loss scaling works. It is told once all ranks have reported that step, or ``WAIT_SECONDS`` later: the rank
+where it began may be heard last. Resolved after ``CLEAN_STEPS`` finite steps of every rank that had one.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +16,7 @@ from ...telemetry import Step
 from ..findings import Finding
 
 CLEAN_STEPS = 20
+WAIT_SECONDS = 2.0
 UPDATE_STEPS = 50
 """A standing finding is sent again after so many more steps with such a value."""
 
@@ -54,8 +57,12 @@ class _Case:
     value: str
     good: tuple[int | None, float | None, float | None]
     lr: float | None
+    since: float
+    """When its first step ended."""
+    precision: str
     steps: int = 0
     ranks: set[int] | None = None
+    told: bool = False
 
 
 class NonFinite:
@@ -65,12 +72,40 @@ class NonFinite:
         self._what = what
         self._kind: Literal["nan_loss", "nan_gradient"] = "nan_loss" if what == "loss" else "nan_gradient"
         self._ranks: dict[int, _Rank] = {}
+        self._last: dict[int, int] = {}
+        """The latest step of each rank."""
         self._case: _Case | None = None
         self._finite: dict[int, int] = {}
         """Of the latest steps, how many ranks were finite: kept for the moment another rank is not."""
 
-    def step(self, step: Step, precision: str = "") -> list[Finding]:
-        """Look at one rank's step."""
+    def step(self, step: Step, precision: str = "", ranks: Collection[int] = ()) -> list[Finding]:
+        """Look at one rank's step.
+
+        Args:
+            step: the step.
+            precision: of the training.
+            ranks: that still train: the finding waits for their reports of its step.
+        """
+        self._last[step.rank] = step.step
+        return self._step(step, precision) + self.settle(ranks)
+
+    def settle(self, ranks: Collection[int]) -> list[Finding]:
+        """Tell what waited for ranks, of which only these are left."""
+        case = self._case
+        if case is None or case.told or any(self._last.get(rank, -1) < case.first_step for rank in ranks):
+            return []
+        return self._tell(case)
+
+    def tick(self, now: float) -> list[Finding]:
+        """Tell what has waited for a silent rank for too long."""
+        case = self._case
+        return self._tell(case) if case is not None and not case.told and now - case.since >= WAIT_SECONDS else []
+
+    def _tell(self, case: _Case) -> list[Finding]:
+        case.told = True
+        return [self._finding(case, "raised", case.precision)]
+
+    def _step(self, step: Step, precision: str) -> list[Finding]:
         value: float | None = getattr(step, self._what)
         if step.updates and (value is None or math.isfinite(value)):
             # One of several engines is enough; an update that its scaler skipped is not one.
@@ -96,14 +131,18 @@ class NonFinite:
         """Forget everything: another job begins. Returns the end of what stood."""
         case, self._case = self._case, None
         self._ranks.clear()
+        self._last.clear()
         self._finite.clear()
-        return [self._finding(case, "resolved", "")] if case is not None else []
+        return [self._finding(case, "resolved", "")] if case is not None and case.told else []
 
     def _bad(self, step: Step, rank: _Rank, value: float, precision: str) -> list[Finding]:
         rank.clean, rank.bad = 0, True
-        case, fresh = self._case, self._case is None
+        case = self._case
         if case is None:
-            case = self._case = _Case(step.rank, step.step, repr(float(value)), _good(rank), step.lr, ranks=set())
+            ended = step.started + step.host_us / 1e6
+            case = self._case = _Case(
+                step.rank, step.step, repr(float(value)), _good(rank), step.lr, ended, precision, ranks=set()
+            )
         assert case.ranks is not None
         known = step.rank in case.ranks
         case.ranks.add(step.rank)
@@ -111,9 +150,7 @@ class NonFinite:
         if step.step < case.first_step:  # another rank's message was on its way for longer
             case.first_rank, case.first_step, case.value = step.rank, step.step, repr(float(value))
             case.good, known = _good(rank), False
-        if fresh:
-            return [self._finding(case, "raised", precision)]
-        if not known or case.steps % UPDATE_STEPS == 0:
+        if case.told and (not known or case.steps % UPDATE_STEPS == 0):
             return [self._finding(case, "updated", precision)]
         return []
 
@@ -125,7 +162,7 @@ class NonFinite:
         if case is None or any(one.bad for one in self._ranks.values()):
             return []
         self._case = None
-        return [self._finding(case, "resolved", precision)]
+        return [self._finding(case, "resolved", precision)] if case.told else []
 
     def _finding(self, case: _Case, state: Literal["raised", "updated", "resolved"], precision: str) -> Finding:
         facts = NonFiniteFacts(

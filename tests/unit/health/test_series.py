@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable, Iterable
 
+import msgspec
 import pytest
 from ftmon.protocol.analysis import text
 from ftmon.protocol.analysis.findings import Finding
@@ -11,7 +12,7 @@ from ftmon.protocol.analysis.health.data_wait import workers_needed
 from ftmon.protocol.analysis.health.joined import Join
 from ftmon.protocol.analysis.health.monitor import HealthMonitor
 from ftmon.protocol.health import DataLoaderInfo
-from ftmon.protocol.telemetry import DeviceInfo, Hello, PhaseRecord, Span, Step, Update
+from ftmon.protocol.telemetry import DeviceInfo, DeviceSample, Hello, PhaseRecord, Span, Step, Update
 
 ZERO = Span(0, 0, 0)
 
@@ -73,6 +74,21 @@ def test_the_first_rank_is_that_of_the_lowest_step_whichever_message_comes_first
     late = [step(6, 0, loss=math.nan), step(5, 1, loss=math.nan), step(6, 1, loss=math.nan)]
     found = fed([*steps, *late], hello(0, 2), hello(1, 2))
     assert (found[-1].facts.first_rank, found[-1].facts.first_step) == (1, 5)
+    raised = [one for one in found if one.state == "raised"]
+    assert [one.facts.first_rank for one in raised] == [1], "nobody is named before the others' step is known"
+
+
+@pytest.mark.parametrize("how", ["time", "end"])
+def test_nan_is_told_where_the_other_rank_is_never_heard_again(how: str):
+    monitor = HealthMonitor()
+    for rank in (0, 1):
+        monitor.hello(hello(rank, 2))
+    for each in (step(1, 0, loss=1.0), step(1, 1, loss=1.0), step(2, 0, loss=math.nan)):
+        assert monitor.step(each) == []
+    sample = DeviceSample("host", "host", 0, "d", 1e9 + 1.0, 1, 2)
+    assert monitor.sample(sample) == []
+    found = monitor.drop(1) if how == "end" else monitor.sample(msgspec.structs.replace(sample, time=1e9 + 2.2))
+    assert [(one.kind, one.facts.first_rank) for one in found] == [("nan_loss", 0)]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
