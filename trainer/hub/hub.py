@@ -195,7 +195,7 @@ class Hub:
         self._stall_probe.tick()
         self._policy.tick(now)
         self._leftovers.tick(now)
-        self._predicting.tick()
+        self._predicting.tick(self._end_detector.stepped)
         self._link.expire()
         self._commits.commit()
         if self._end.tick(now):

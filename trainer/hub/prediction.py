@@ -36,6 +36,8 @@ class PredictionProcess:
         self._emit = emit
         self._process: subprocess.Popen[bytes] | None = None
         self._until = 0.0
+        self._on_cpu = False
+        """No rank has said that it is on a GPU."""
         self._done = file.kind not in _OWN or not file.options.predict or not run.config.is_file()
 
     def restore(self, messages: Iterable[Message]) -> None:
@@ -48,7 +50,8 @@ class PredictionProcess:
         if self._done or self._process is not None:
             return
         if hello.device.kind == "cpu":
-            self._end(_ON_CPU)
+            # Of a rank on a GPU too, until its script has begun to use it.
+            self._on_cpu = True
             return
         command = [sys.executable, "-P", "-m", "ftmon.trainer.predict.live", str(self._run.path)]
         try:
@@ -62,11 +65,14 @@ class PredictionProcess:
         except OSError as error:
             self._end(f"its process cannot be started: {error.strerror}")
             return
+        self._on_cpu = False
         self._until = time.monotonic() + _LONGEST_SECONDS
 
-    def tick(self) -> None:
-        """Send the prediction once it is there."""
+    def tick(self, stepped: bool = False) -> None:
+        """Send the prediction once it is there; ``stepped``: a rank has finished a step."""
         if self._process is None:
+            if stepped and self._on_cpu and not self._done:
+                self._end(_ON_CPU)
             return
         status = self._process.poll()
         if status is None:

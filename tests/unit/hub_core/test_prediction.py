@@ -43,9 +43,23 @@ def predicting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_ranks_on_a_cpu_have_no_prediction_and_the_reason_is_sent_once(predicting: Any) -> None:
     made, sent, begun = predicting()
     made.hello(hello("cpu"))
+    made.tick()
     made.hello(hello("cpu"))
+    made.tick(stepped=False)
+    assert not sent, "a rank says so until its script uses a GPU"
+    made.tick(stepped=True)
+    made.tick(stepped=True)
     assert [message.refused.partition(",")[0] for message in sent] == ["the ranks train on the CPU"]
     assert not begun
+
+
+def test_a_rank_that_comes_to_use_a_gpu_is_predicted(predicting: Any) -> None:
+    made, sent, begun = predicting()
+    made.hello(hello("cpu"))
+    made.hello(hello("cuda"))
+    made.tick(stepped=True)
+    assert len(begun) == 1
+    assert not any("on the CPU" in message.refused for message in sent)
 
 
 def test_a_process_that_ends_without_an_answer_is_told_with_its_log(predicting: Any) -> None:

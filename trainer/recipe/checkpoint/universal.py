@@ -59,15 +59,14 @@ def move_step_counts(optimizer: torch.optim.Optimizer) -> None:
     """Move step counts to the device of the weights, as fused optimizers require.
 
     DeepSpeed leaves them in host memory: ``base_optimizer.py`` and ``stage3.py`` set ``step`` to what the file held,
-    without ``Optimizer.load_state_dict``, which would move it.
+    without ``Optimizer.load_state_dict``, which would move it. All states count: ZeRO-3 has a group hold its parameters
+    only while it steps.
     """
-    for group in optimizer.param_groups:
-        if not (group.get("fused") or group.get("capturable")):
-            continue
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            if isinstance(step := state.get("step"), torch.Tensor):
-                state["step"] = step.to(parameter.device)
+    if not any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
+        return
+    for parameter, state in optimizer.state.items():
+        if isinstance(step := state.get("step"), torch.Tensor):
+            state["step"] = step.to(parameter.device)
 
 
 def _convert(path: Path, copy: Path) -> str:
