@@ -5,7 +5,8 @@
 
 ``bench/data/h200_peaks.jsonl``: peaks of DeepSpeed 0.19.8 steps (torch 2.11, transformers 5.17, bf16), one line a rank
 and configuration, one row a length; each phase's own ``allocated_bytes.all.peak``. Each rank that can differ is
-predicted in a fork of one process that has imported the libraries. ``--out`` keeps every row and is read again: what
+predicted in a fork of one process that has imported the libraries, one length after the other with an emptied cache, as
+they were measured. ``--out`` keeps every row and is read again: what
 it holds is not predicted a second time.
 """
 
@@ -92,7 +93,9 @@ def predict(measured: dict[str, Any], lengths: list[int]) -> Iterator[dict[str, 
             measured["lora_r"],
             allocator=Settings(expandable_segments=measured["expandable_segments"]),
         )
-        found = ranks.run(lambda rank: DryRun(job, rank), ranks.differing(measured["zero_stage"], world), lengths)
+        found = ranks.run(
+            lambda rank: DryRun(job, rank), ranks.differing(measured["zero_stage"], world), lengths, in_turn=True
+        )
     for one in found.values():
         assert one.parameters == measured["params"], (one.parameters, measured["params"])
     for index, length in enumerate(lengths):

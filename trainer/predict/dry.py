@@ -137,8 +137,17 @@ class DryRun:
         self.trainable = sum(int(getattr(p, "ds_numel", p.numel())) for p in trained)
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=settings)
 
-    def measure(self, length: int) -> Measured:
+    def measure(self, length: int, in_turn: bool = False) -> Measured:
         """Return the memory and the work of a steady step at a sequence length.
+
+        The first step makes what later ones keep: optimizer states, workspaces, ZeRO-3's order of layers. It has the
+        full length, as in a run: what is kept comes to lie in the large segments that activations have left, and later
+        steps need more for it than in a process whose first step was short.
+
+        Args:
+            length: in tokens.
+            in_turn: as in a process that measures one length after the other: the first step it takes is a short
+                one, and cached memory is given back before each length. Without it, nothing may have been measured.
 
         Raises:
             ConfigError: an operation cannot run on fake tensors.
@@ -146,12 +155,14 @@ class DryRun:
         from .composition import compose
 
         with self._mode(), _refusals():
-            if not self._made:
-                # The first step makes what later ones keep: optimizer states, workspaces, ZeRO-3's order of layers.
-                self._step(_WARM_UP_LENGTH)
-                self._made = True
-            self.trace.empty_cache()
-            # The second step's: it begins with the segments that the first one reserved.
+            if in_turn:
+                if not self._made:
+                    self._step(_WARM_UP_LENGTH)
+                    self._made = True
+                self.trace.empty_cache()
+            else:
+                self._step(length)
+            # Not the first step's: a steady one begins with the segments that the one before reserved.
             start = len(self.trace.events)
             self._counting.clear()
             self._sightings.begin(self.engine)

@@ -7,6 +7,7 @@ import selectors
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -82,7 +83,11 @@ def warm(modules: Iterable[str] = ()) -> None:
 
 
 def run(
-    make: Callable[[int], DryRun], ranks: Sequence[int], lengths: Sequence[int], capacity_bytes: int | None = None
+    make: Callable[[int], DryRun],
+    ranks: Sequence[int],
+    lengths: Sequence[int],
+    capacity_bytes: int | None = None,
+    in_turn: bool = False,
 ) -> dict[int, RankRun]:
     """Run some ranks at some lengths, two at a time, in forked processes.
 
@@ -91,6 +96,7 @@ def run(
         ranks: to run.
         lengths: sequence lengths, measured in this order.
         capacity_bytes: what PyTorch may reserve; None: no end.
+        in_turn: as in a process that measures one length after the other (``DryRun.measure``).
 
     Raises:
         ConfigError: a rank was refused, or its process ended.
@@ -103,7 +109,7 @@ def run(
             while waiting or children:
                 while waiting and len(children) < _TOGETHER:
                     rank = waiting.pop(0)
-                    reading, child = _fork(make, rank, lengths, capacity_bytes)
+                    reading, child = _fork(partial(_measure, make, rank, lengths, capacity_bytes, in_turn))
                     children[reading] = (rank, child, bytearray())
                     selector.register(reading, selectors.EVENT_READ)
                 for key, _ in selector.select():
@@ -164,7 +170,7 @@ def _how(status: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else "failed; its traceback is above"
 
 
-def _fork(make: Callable[[int], DryRun], rank: int, lengths: Sequence[int], capacity: int | None) -> tuple[int, int]:
+def _fork(measure: Callable[[], RankRun]) -> tuple[int, int]:
     """Start one rank's process; return the end of a pipe from which its result can be read, and its id."""
     reading, writing = os.pipe()
     parent = os.getpid()
@@ -176,32 +182,39 @@ def _fork(make: Callable[[int], DryRun], rank: int, lengths: Sequence[int], capa
         end_with_parent(parent)
         os.close(reading)
         with os.fdopen(writing, "wb") as pipe:
-            pipe.write(msgspec.json.encode(_measure(make, rank, lengths, capacity)))
+            pipe.write(msgspec.json.encode(measure()))
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)
     finally:
         os._exit(0)
 
 
-def _measure(make: Callable[[int], DryRun], rank: int, lengths: Sequence[int], capacity: int | None) -> RankRun:
+def _measure(
+    make: Callable[[int], DryRun], rank: int, lengths: Sequence[int], capacity: int | None, in_turn: bool
+) -> RankRun:
     result = RankRun()
     try:
         dry: Any = make(rank)
         result.parameters, result.trainable, result.flops = dry.parameters, dry.trainable, dry.flops
         result.notes = list(getattr(dry, "notes", []))
         before = 0.0
-        for length in lengths:
-            measured = dry.measure(length)
-            fails = ""
-            if capacity is not None:
-                fails = trace.failing_phase(measured.events, dry.job.allocator, capacity)
-            used = sum(os.times()[:2])
-            found = _with_need(measured, dry.job.allocator)
-            result.outcomes.append(Outcome(length, found, fails, round(used - before, 2), measured.work))
+        for number, length in enumerate(lengths, 1):
+            outcome = partial(_outcome, dry, length, capacity, in_turn)
+            # Each length goes on from an engine that has taken no step.
+            found = outcome() if in_turn or number == len(lengths) else once(outcome, Outcome)
+            used = sum(os.times()[:4])
+            result.outcomes.append(msgspec.structs.replace(found, seconds=round(used - before, 2)))
             before = used
     except FtmonError as error:
         result.error = str(error)
     return result
+
+
+def _outcome(dry: DryRun, length: int, capacity: int | None, in_turn: bool) -> Outcome:
+    measured = dry.measure(length, in_turn)
+    allocator = dry.job.allocator
+    fails = "" if capacity is None else trace.failing_phase(measured.events, allocator, capacity)
+    return Outcome(length, _with_need(measured, allocator), fails, work=measured.work)
 
 
 def _with_need(measured: Measured, allocator: Settings) -> Rank:
