@@ -9,10 +9,14 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.muon import original_muon
 from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.engine.distributed import World
 from ftmon.trainer.recipe.train import setup
+
+# On a CPU that has bf16 Muon orthogonalizes in it, whose rounding would hide what stages do differently.
+original_muon.ns_compute_dtype = lambda *_: torch.float32
 
 
 def work(world: World, jobs: list[str]) -> None:

@@ -82,11 +82,24 @@ def _from_config(config: Config, tokenizer: Any, world: World) -> Any:
 def _from_weights(config: Config, world: World) -> Any:
     name = config.model.name
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=_DTYPES[config.training.precision], **_attention(config), **_quantization(config, world)
         )
+        _keep_quantized(model)
+        return model
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"model.name: {name} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+
+
+def _keep_quantized(model: Any) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights when an evaluation runs on a CPU that has AVX512-BF16.
+
+    Scales are rounded to bf16 there, so the frozen base would change under the adapters (``nn/modules.py``,
+    ``Linear4bit.forward``), and layers narrower than a block of 64 fail.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _from_shape(config: Config) -> Any:
