@@ -10,7 +10,7 @@ from eventually import eventually
 from ftmon.protocol import exits
 from ftmon.protocol.process import is_alive
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.telemetry import Stacks, Step
+from ftmon.protocol.telemetry import Heartbeat, Stacks, Step
 from ftmon.trainer.host import cleanup
 from hub_client import App, exit_of, fake_ranks, hub_gone, members, started
 
@@ -29,9 +29,11 @@ def native_code():
     ctypes.PyDLL(None).sleep(600)
 for step in count():
     loss = model(torch.ones(4, 4)).sum()
-    if rank == 1 and os.path.exists(sys.argv[1]):
-        native_code()
     loss.backward()
+    if rank == 1 and os.path.exists(sys.argv[1]):
+        while not os.path.exists(sys.argv[1] + "-heard"):
+            time.sleep(0.01)
+        native_code()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     optimizer.step()
@@ -52,8 +54,10 @@ def test_a_rank_that_holds_pythons_lock_is_named_with_its_line_and_the_run_is_en
         with App(run) as app:  # the first three steps would have a minute and more
             app.wait_for(Step, lambda step: step.rank == 1 and step.step > 3)
             now.touch()
-        # What was last heard of the rank may be that it is between steps, which has 300 s of patience.
-        end = exit_of(run, 400)
+            # Heard last between steps, where it may be for long, it would have 300 s.
+            app.wait_for(Heartbeat, lambda beat: beat.rank == 1 and beat.phase == "idle" and beat.micro_step > 0)
+            now.with_name("now-heard").touch()
+        end = exit_of(run)
         assert (end.state, end.cause) == ("failed", "hang")
         assert "--on-hang kill" in end.text
         assert exits.of_run(end) == exits.HANG
