@@ -175,16 +175,18 @@ def test_a_sweep_goes_on_without_its_screen_until_it_is_ended_there(home: Ftmon,
         wait_until_nothing_is_left(run)
 
 
-def test_lengths_in_one_process_are_rows_of_their_own(home: Ftmon, tmp_path: Path) -> None:
-    (tmp_path / "train.yaml").write_text(TRAIN.replace("DATA", str(DATA)))
-    sweep = tmp_path / "lengths.yaml"
-    sweep.write_text(
-        "config: train.yaml\none_process: true\npredict: false\nsteps: 2\nwarm_up: 1\n"
-        "axes: {training.sequence_length: [64, 16, 40], training.micro_batch: [1, 2]}\n"
-    )
+def swept_in_one_process(home: Ftmon, folder: Path, config: str, axes: str) -> list[dict[str, Any]]:
+    (folder / "train.yaml").write_text(config.replace("DATA", str(DATA)))
+    sweep = folder / "lengths.yaml"
+    sweep.write_text(f"config: train.yaml\none_process: true\npredict: false\nsteps: 2\nwarm_up: 1\naxes: {axes}\n")
     done = home.run("sweep", str(sweep), "--json", seconds=300)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["rows"]
+    return json.loads(done.stdout)["rows"]
+
+
+def test_lengths_in_one_process_are_rows_of_their_own(home: Ftmon, tmp_path: Path) -> None:
+    axes = "{training.sequence_length: [64, 16, 40], training.micro_batch: [1, 2]}"
+    rows = swept_in_one_process(home, tmp_path, TRAIN, axes)
     assert len({row["run"] for row in rows}) == len(home.runs()) == 2, "a process for each micro-batch"
     found = {(row["settings"]["training.micro_batch"], row["settings"]["training.sequence_length"]) for row in rows}
     assert found == {(batch, length) for batch in (1, 2) for length in (16, 40, 64)}
@@ -209,15 +211,7 @@ run: {ranks: 1, device: cpu}
 
 
 def test_after_a_length_that_fails_the_next_has_a_process_of_its_own(home: Ftmon, tmp_path: Path) -> None:
-    (tmp_path / "train.yaml").write_text(POSITIONS.replace("DATA", str(DATA)))
-    sweep = tmp_path / "lengths.yaml"
-    sweep.write_text(
-        "config: train.yaml\none_process: true\npredict: false\nsteps: 2\nwarm_up: 1\n"
-        "axes: {training.sequence_length: [16, 40, 48]}\n"
-    )
-    done = home.run("sweep", str(sweep), "--json", seconds=300)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["rows"]
+    rows = swept_in_one_process(home, tmp_path, POSITIONS, "{training.sequence_length: [16, 40, 48]}")
     assert [row["verdict"] for row in rows] == ["done", "crash", "crash"], rows
     assert len({row["run"] for row in rows}) == 2
     assert rows[1]["run"] == rows[0]["run"]

@@ -13,6 +13,7 @@ import msgspec
 from ...protocol.recording.collect import RecordedRun
 from ...protocol.rundir import RunDir
 from ...protocol.sweep.rows import Planned, RankRow, Settings
+from ..host.gpu_memory import GpuUse
 from . import gpus, measure
 from .jobs import group_of, job
 from .measure import Why
@@ -108,7 +109,7 @@ class _Process:
                 self._measured(recorded, run, "")
         return "hang" if live.hung_seconds >= self._spec.hang_grace else ""
 
-    def _end(self, ending: Ending, earlier: "gpus.GpuUse | None") -> None:
+    def _end(self, ending: Ending, earlier: GpuUse | None) -> None:
         recorded = measure.read(ending.run)
         held = measure.still_held(ending, recorded, earlier)
         count = len(self._runs)

@@ -102,7 +102,7 @@ class HealthMonitor:
         return self._batches.batch_loss(message)
 
     def sample(self, sample: DeviceSample) -> list[Finding]:
-        """Look at a device's sample; they come every second, so what has waited for a silent rank is told too."""
+        """Look at a device's sample, and raise findings that have waited long enough: samples come every second."""
         return [*self._losses.tick(sample.time), *self._norms.tick(sample.time), *self._gpus.sample(sample)]
 
     def device(self, message: DeviceHealth) -> list[Finding]:

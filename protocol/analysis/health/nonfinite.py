@@ -1,8 +1,8 @@
 """NaN and infinite losses and gradient norms: first rank, first step, the last good values.
 
 Raised at the first one in a step whose update the loss scaler did not skip: a skipped update with an infinite norm is
-how dynamic loss scaling works. It is told once all ranks have reported that step, or ``WAIT_SECONDS`` later: the rank
-where it began may be heard last. Resolved after ``CLEAN_STEPS`` finite steps of every rank that had one.
+how dynamic loss scaling works. It waits until all ranks have reported that step, at most ``WAIT_SECONDS``: the report
+of the rank where it began may arrive last. Resolved after ``CLEAN_STEPS`` finite steps of every rank that had one.
 """
 
 import math
@@ -62,7 +62,7 @@ class _Case:
     precision: str
     steps: int = 0
     ranks: set[int] | None = None
-    told: bool = False
+    raised: bool = False
 
 
 class NonFinite:
@@ -90,19 +90,19 @@ class NonFinite:
         return self._step(step, precision) + self.settle(ranks)
 
     def settle(self, ranks: Collection[int]) -> list[Finding]:
-        """Tell what waited for ranks, of which only these are left."""
+        """Raise a finding that waits for none of ``ranks`` any more."""
         case = self._case
-        if case is None or case.told or any(self._last.get(rank, -1) < case.first_step for rank in ranks):
+        if case is None or case.raised or any(self._last.get(rank, -1) < case.first_step for rank in ranks):
             return []
-        return self._tell(case)
+        return self._raise(case)
 
     def tick(self, now: float) -> list[Finding]:
-        """Tell what has waited for a silent rank for too long."""
+        """Raise a finding that has waited ``WAIT_SECONDS`` for a rank."""
         case = self._case
-        return self._tell(case) if case is not None and not case.told and now - case.since >= WAIT_SECONDS else []
+        return self._raise(case) if case is not None and not case.raised and now - case.since >= WAIT_SECONDS else []
 
-    def _tell(self, case: _Case) -> list[Finding]:
-        case.told = True
+    def _raise(self, case: _Case) -> list[Finding]:
+        case.raised = True
         return [self._finding(case, "raised", case.precision)]
 
     def _step(self, step: Step, precision: str) -> list[Finding]:
@@ -133,7 +133,7 @@ class NonFinite:
         self._ranks.clear()
         self._last.clear()
         self._finite.clear()
-        return [self._finding(case, "resolved", "")] if case is not None and case.told else []
+        return [self._finding(case, "resolved", "")] if case is not None and case.raised else []
 
     def _bad(self, step: Step, rank: _Rank, value: float, precision: str) -> list[Finding]:
         rank.clean, rank.bad = 0, True
@@ -150,7 +150,7 @@ class NonFinite:
         if step.step < case.first_step:  # another rank's message was on its way for longer
             case.first_rank, case.first_step, case.value = step.rank, step.step, repr(float(value))
             case.good, known = _good(rank), False
-        if case.told and (not known or case.steps % UPDATE_STEPS == 0):
+        if case.raised and (not known or case.steps % UPDATE_STEPS == 0):
             return [self._finding(case, "updated", precision)]
         return []
 
@@ -162,7 +162,7 @@ class NonFinite:
         if case is None or any(one.bad for one in self._ranks.values()):
             return []
         self._case = None
-        return [self._finding(case, "resolved", precision)] if case.told else []
+        return [self._finding(case, "resolved", precision)] if case.raised else []
 
     def _finding(self, case: _Case, state: Literal["raised", "updated", "resolved"], precision: str) -> Finding:
         facts = NonFiniteFacts(

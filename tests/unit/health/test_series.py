@@ -75,11 +75,11 @@ def test_the_first_rank_is_that_of_the_lowest_step_whichever_message_comes_first
     found = fed([*steps, *late], hello(0, 2), hello(1, 2))
     assert (found[-1].facts.first_rank, found[-1].facts.first_step) == (1, 5)
     raised = [one for one in found if one.state == "raised"]
-    assert [one.facts.first_rank for one in raised] == [1], "nobody is named before the others' step is known"
+    assert [one.facts.first_rank for one in raised] == [1], "no rank is named before all have reported the step"
 
 
 @pytest.mark.parametrize("how", ["time", "end"])
-def test_nan_is_told_where_the_other_rank_is_never_heard_again(how: str):
+def test_nan_is_raised_though_the_other_rank_reports_no_more(how: str):
     monitor = HealthMonitor()
     for rank in (0, 1):
         monitor.hello(hello(rank, 2))
