@@ -63,6 +63,8 @@ CASES = {
     "lora": ["zero.stage=3", "lora.rank=8", "model.gradient_checkpointing=layers"],
     "compiled": ["model.compile=layers"],
 }
+LENGTHS = ["125,1024", "125"]
+"""Of packed rows."""
 REFUSED = {
     "no such folder": (["--model", "/no/such/folder"], "/no/such/folder: no such folder or file"),
     "no configuration": (["--model", "FOLDER"], "FOLDER: has no config.json"),
@@ -94,6 +96,8 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     config = SMALL.replace("DATA", str(folder / "rows.jsonl"))
     (folder / "small.yaml").write_text(config)
     words.append([f"--capacity={CAPACITY}", "--data", "--json", "--", str(folder / "small.yaml")])
+    for lengths in LENGTHS:
+        words.append([f"--sequence-length={lengths}", "--json", "--", str(folder / "small.yaml"), "data.packing=true"])
     run = RunDir(folder / "run")
     run.path.mkdir()
     run.config.write_text(config)
@@ -107,7 +111,7 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     answers = json.loads(done.stdout)
     for answer in answers:
         answer["output"] = answer["output"].replace(str(folder / "ds.json"), "DS").replace(str(folder), "FOLDER")
-    return dict(zip([*CASES, "data", "live", *REFUSED], answers, strict=True))
+    return dict(zip([*CASES, "data", *LENGTHS, "live", *REFUSED], answers, strict=True))
 
 
 def _in(folder: Path, word: str) -> str:
@@ -207,6 +211,14 @@ def test_the_fused_loss_saves_the_logits(predictions: dict[str, Any]) -> None:
     saved = point(predictions["logits"])["backward"] - point(predictions["small"])["backward"]
     # fp32 log-probabilities, their gradients, and logits in bf16; less a chunk of 256 MiB and its copies.
     assert 4 * logits < saved < 12 * logits
+
+
+def test_each_of_several_lengths_of_packed_rows_has_the_figures_of_a_run_of_its_own(predictions: dict[str, Any]) -> None:
+    several, alone = (json.loads(predictions[lengths]["output"])["points"] for lengths in LENGTHS)
+    assert [point["sequence_length"] for point in several] == [125, 1024]
+    assert several[0] == alone[0]
+    first, last = (point["ranks"][0]["phases"]["forward"]["allocated_peak_bytes"] for point in several)
+    assert last - first > (1024 - 125) * 8192 * 2, "at least the logits of the other tokens"
 
 
 def test_ranks_that_share_sequences_hold_a_slice_of_the_activations(predictions: dict[str, Any]) -> None:

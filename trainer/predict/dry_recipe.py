@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..recipe.config.schema import Config
-from ..recipe.data.collate import Batch
+from ..recipe.data.collate import Batch, Collate
 from ..recipe.engine.distributed import World
 from ..recipe.engine.make import make_engine
 from ..recipe.model import fused, load, tokenizer
@@ -108,7 +108,8 @@ class DryStep:
         self.parameters = load.count_parameters(self.model)
         trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
         self.trainable = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained)
-        self._collate = make_collate(self.model, config, world, tokens.pad_token_id, fused_loss)
+        self._padding = Collate(tokens.pad_token_id, config.training.sequence_length)
+        self._collate = make_collate(self.model, config, world, self._padding, fused_loss)
         self._packed = config.data.packing
         self._micro_batch = config.training.micro_batch
         self._accumulation = config.training.grad_accumulation
@@ -117,7 +118,11 @@ class DryStep:
         self._stepper = Stepper(config, world, Monitor(), _Observed(engine, begin, end))
 
     def batch(self, length: int) -> Batch:
-        """Return a micro-batch of rows of ``length`` tokens, all of which carry loss; outside of fake tensors."""
+        """Return a micro-batch of rows of ``length`` tokens, all of which carry loss; outside of fake tensors.
+
+        It is that of a run whose ``training.sequence_length`` is ``length``.
+        """
+        self._padding.limit = length
         ids = torch.zeros(length, dtype=torch.long).numpy()
         row = {"input_ids": ids, "labels": ids, "lengths": [length]}
         if not self._packed:

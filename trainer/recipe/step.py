@@ -17,22 +17,20 @@ from .monitor import Monitor
 from .state import StepResult
 
 
-def make_collate(model: Any, config: Config, world: World, pad_id: int, fused_loss: bool) -> Collate:
+def make_collate(model: Any, config: Config, world: World, padding: Collate, fused_loss: bool) -> Collate:
     """Return what makes batches as the model takes them. All ranks call this.
 
     Args:
         model: the model inside the engine; the attention of packed rows is chosen and checked here.
         config: the settled configuration.
         world: the ranks.
-        pad_id: the tokenizer's padding token.
+        padding: pads rows to one length.
         fused_loss: ``fused.set_up`` has switched the model to the fused loss.
 
     Raises:
         ConfigError: documents of one packed row see each other in this model, or its sequences cannot be shared.
     """
-    # Rows that are cut to one of several lengths are not padded up to the longest.
-    collate = Collate(pad_id, min(config.debug.lengths, default=config.training.sequence_length))
-    group = world.sequence
+    collate, group = padding, world.sequence
     if group.size > 1:
         varlen = sequence_parallel.set_up(model, config, world)
         collate = Sliced(collate, group.size, group.rank)

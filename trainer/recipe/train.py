@@ -88,7 +88,9 @@ def setup(config: Config, world: World) -> "Trainer":
         base = identity.base_of(engine.module, config, world)
         resuming = Resuming(found, base, planned(engine, found, state, base, config, world).step if found else 0)
         checkpoints = Checkpoints(engine, tokens, config, world, monitor, output / "checkpoints", base)
-    collate = make_collate(model, config, world, tokens.pad_token_id, fused_loss)
+    # Rows that are cut to one of several lengths are not padded up to the longest.
+    padding = Collate(tokens.pad_token_id, min(config.debug.lengths, default=config.training.sequence_length))
+    collate = make_collate(model, config, world, padding, fused_loss)
     evaluator = Evaluator(config, world, monitor, engine, tokens, held_out, collate) if held_out else None
     trainer = Trainer(
         config,

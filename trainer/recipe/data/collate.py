@@ -31,7 +31,8 @@ class Collate:
 
     def __init__(self, pad_id: int, limit: int) -> None:
         self._pad_id = pad_id
-        self._limit = limit
+        self.limit = limit
+        """``training.sequence_length``: packed examples are padded up to it."""
 
     def __call__(self, examples: list[dict[str, Any]]) -> Batch:
         """Make tensors of shape [examples, length].
@@ -43,7 +44,7 @@ class Collate:
         """
         packed = "lengths" in examples[0]
         longest = max(len(example["input_ids"]) for example in examples)
-        width = max(self._limit, longest) if packed else padded_length(longest, self._limit)
+        width = max(self.limit, longest) if packed else padded_length(longest, self.limit)
         shape = (len(examples), width)
         ids = torch.full(shape, self._pad_id, dtype=torch.long)
         labels = torch.full(shape, IGNORED, dtype=torch.long)
