@@ -213,7 +213,9 @@ def test_the_fused_loss_saves_the_logits(predictions: dict[str, Any]) -> None:
     assert 4 * logits < saved < 12 * logits
 
 
-def test_each_of_several_lengths_of_packed_rows_has_the_figures_of_a_run_of_its_own(predictions: dict[str, Any]) -> None:
+def test_each_of_several_lengths_of_packed_rows_has_the_figures_of_a_run_of_its_own(
+    predictions: dict[str, Any],
+) -> None:
     several, alone = (json.loads(predictions[lengths]["output"])["points"] for lengths in LENGTHS)
     assert [point["sequence_length"] for point in several] == [125, 1024]
     assert several[0] == alone[0]
