@@ -12,6 +12,7 @@ import pytest
 from ftmon.protocol.analysis.estimates.live import predicted
 from ftmon.protocol.prediction import Prediction
 from ftmon.protocol.rundir import RunDir, RunFile
+from ftmon.trainer.predict.result import Largest
 from ftmon.trainer.predict.result import Prediction as Answer
 from ftmon.trainer.predict.show import render
 from ftmon.tui.model.what_if import Answer as WhatIfAnswer
@@ -65,6 +66,7 @@ CASES = {
 }
 LENGTHS = ["125,1024", "125"]
 """Of packed rows."""
+GRID = range(256, 2049, 256)
 REFUSED = {
     "no such folder": (["--model", "/no/such/folder"], "/no/such/folder: no such folder or file"),
     "no configuration": (["--model", "FOLDER"], "FOLDER: has no config.json"),
@@ -98,6 +100,9 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     words.append([f"--capacity={CAPACITY}", "--data", "--json", "--", str(folder / "small.yaml")])
     for lengths in LENGTHS:
         words.append([f"--sequence-length={lengths}", "--json", "--", str(folder / "small.yaml"), "data.packing=true"])
+    words.append([f"--capacity={CAPACITY}", "--largest", "--json", "--", str(folder / "small.yaml")])
+    grid = ",".join(map(str, GRID))
+    words.append([f"--capacity={CAPACITY}", f"--sequence-length={grid}", "--json", "--", str(folder / "small.yaml")])
     run = RunDir(folder / "run")
     run.path.mkdir()
     run.config.write_text(config)
@@ -111,7 +116,7 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     answers = json.loads(done.stdout)
     for answer in answers:
         answer["output"] = answer["output"].replace(str(folder / "ds.json"), "DS").replace(str(folder), "FOLDER")
-    return dict(zip([*CASES, "data", *LENGTHS, "live", *REFUSED], answers, strict=True))
+    return dict(zip([*CASES, "data", *LENGTHS, "largest", "grid", "live", *REFUSED], answers, strict=True))
 
 
 def _in(folder: Path, word: str) -> str:
@@ -221,6 +226,25 @@ def test_each_of_several_lengths_of_packed_rows_has_the_figures_of_a_run_of_its_
     assert several[0] == alone[0]
     first, last = (point["ranks"][0]["phases"]["forward"]["allocated_peak_bytes"] for point in several)
     assert last - first > (1024 - 125) * 8192 * 2, "at least the logits of the other tokens"
+
+
+def test_the_largest_length_and_micro_batch_that_fit_a_capacity_are_found(predictions: dict[str, Any]) -> None:
+    assert predictions["largest"]["status"] == 0, predictions["largest"]["output"]
+    found = msgspec.json.decode(predictions["largest"]["output"], type=Answer)
+    (holds,) = found.largest
+    assert (holds.gpu, holds.capacity_bytes) == ("", CAPACITY)
+    grid = {one["sequence_length"]: one["fits"] for one in json.loads(predictions["grid"]["output"])["points"]}
+    first = min(length for length, fits in grid.items() if not fits)
+    assert first > GRID[0]
+    assert holds.sequence_length.value is not None
+    assert holds.sequence_length.above is not None
+    assert first - 256 <= holds.sequence_length.value < holds.sequence_length.above <= first
+    assert holds.sequence_length.above <= holds.sequence_length.value * 1.008
+    assert found.points[0].fits is False, "2,048 tokens do not fit, so no micro-batch of them does"
+    assert holds.micro_batch == Largest(None, 1)
+    assert "the capacity" in render(found)
+    assert len(found.pieces) > 1
+    assert [piece.phase for piece in found.batch_pieces] == ["backward"]
 
 
 def test_ranks_that_share_sequences_hold_a_slice_of_the_activations(predictions: dict[str, Any]) -> None:

@@ -72,13 +72,15 @@ def predict(arguments: argparse.Namespace) -> Prediction:
     job = jobs.prepare(arguments, allocator)
     ranks.warm()
     if not (arguments.what_if or arguments.data):
-        return answer.predict(job, arguments.capacity, arguments.price)
+        found = answer.predict(job, arguments.capacity, arguments.price)
+        return _with_largest(found, job, arguments, allocator, tell)
     capacity = arguments.capacity or answer.capacity_of(job)
     if arguments.data:
         found = _with_data(job, capacity, arguments.price, tell)
     else:
         tell("the run as it is")
         found = answer.predict(job, capacity, arguments.price)
+    found = _with_largest(found, job, arguments, allocator, tell)
     if not arguments.what_if:
         return found
     rows = what_if.table(arguments, allocator, found, capacity, tell)
@@ -104,6 +106,18 @@ def _with_data(job: jobs.Prepared, capacity: int, price: float | None, tell: Cal
         return [bool(point.fits) for point in points]
 
     return msgspec.structs.replace(found, data=data_risk.find(job.config, records, examples, fits))
+
+
+def _with_largest(
+    found: Prediction,
+    job: jobs.Prepared,
+    arguments: argparse.Namespace,
+    allocator: Settings,
+    tell: Callable[[str], None],
+) -> Prediction:
+    from . import largest
+
+    return largest.add(found, job, arguments, allocator, tell) if arguments.largest else found
 
 
 def _teller(arguments: argparse.Namespace) -> Callable[[str], None]:
@@ -168,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", default="H200")
     parser.add_argument("--price", type=float)
     parser.add_argument("--data", action="store_true")
+    parser.add_argument("--largest", action="store_true")
     parser.add_argument("--what-if", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--script", action="store_true", help="what follows -- is a command that starts a script")

@@ -1,6 +1,6 @@
 """The answer of a prediction, put together from what the ranks' dry runs found."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 import msgspec
@@ -28,18 +28,24 @@ EXPECTED_ERRORS = {
 """Those of ``nvml_bytes`` and ``step_seconds`` are in ``beside_pytorch`` and ``time``."""
 
 
-def predict(job: Prepared, capacity_bytes: int | None = None, price_per_gpu_hour: float | None = None) -> Prediction:
+def predict(
+    job: Prepared,
+    capacity_bytes: int | None = None,
+    price_per_gpu_hour: float | None = None,
+    only: Sequence[int] | None = None,
+) -> Prediction:
     """Run the ranks that can differ, and return the prediction.
 
     Args:
         job: what is to be run.
         capacity_bytes: what PyTorch may reserve on one GPU; None: no end.
         price_per_gpu_hour: in any currency.
+        only: the ranks to run; None: all that can differ.
 
     Raises:
         ConfigError: a dry run was refused.
     """
-    found = ranks.run(job.make, ranks.differing(job.stage, job.ranks), job.lengths, capacity_bytes)
+    found = ranks.run(job.make, only or ranks.differing(job.stage, job.ranks), job.lengths, capacity_bytes)
     first = found[min(found)]
     notes = [*job.notes, *first.notes]
     if 1 < len(found) < job.ranks:
@@ -54,12 +60,13 @@ def predict(job: Prepared, capacity_bytes: int | None = None, price_per_gpu_hour
         parameters=first.parameters,
         ranks=job.ranks,
         points=points,
-        pieces=_pieces(points),
-        beside_pytorch=_beside(job, job.gpu),
+        pieces=curve({point.sequence_length: point for point in points}),
+        beside_pytorch=beside(job, job.gpu),
         notes=notes,
         capacity_bytes=capacity_bytes,
         gpu=name_of(job.gpu),
         trainable=first.trainable,
+        positions=first.positions,
         checkpoint_bytes=checkpoint_bytes(first.parameters, first.trainable, kept=0),
         price_per_gpu_hour=price_per_gpu_hour,
         expected_errors=EXPECTED_ERRORS,
@@ -70,7 +77,7 @@ def predict(job: Prepared, capacity_bytes: int | None = None, price_per_gpu_hour
 
 def capacity_of(job: Prepared) -> int:
     """Return what PyTorch may reserve on the job's kind of GPU: its memory less the CUDA context and NCCL's buffers."""
-    return job.gpu.memory_bytes - round(_beside(job, job.gpu).value)
+    return job.gpu.memory_bytes - round(beside(job, job.gpu).value)
 
 
 def name_of(gpu: Gpu) -> str:
@@ -78,7 +85,8 @@ def name_of(gpu: Gpu) -> str:
     return gpu.title or gpu.pattern
 
 
-def _beside(job: Prepared, gpu: Gpu) -> Figure:
+def beside(job: Prepared, gpu: Gpu) -> Figure:
+    """Return what a kind of GPU holds beside what PyTorch reserves, in bytes: the CUDA context and NCCL's buffers."""
     hosts = -(-job.ranks // _GPUS_OF_A_HOST)
     return beside_pytorch(min(job.ranks, _GPUS_OF_A_HOST), hosts, job.offload, name_of(gpu))
 
@@ -86,9 +94,9 @@ def _beside(job: Prepared, gpu: Gpu) -> Figure:
 def _point(
     job: Prepared, length: int, outcomes: dict[int, ranks.Outcome], first: ranks.RankRun, capacity: int | None
 ) -> Point:
-    beside = round(_beside(job, job.gpu).value)
+    beside_bytes = round(beside(job, job.gpu).value)
     every = [
-        msgspec.structs.replace(rank, nvml_bytes=rank.reserved_peak_bytes + beside)
+        msgspec.structs.replace(rank, nvml_bytes=rank.reserved_peak_bytes + beside_bytes)
         for rank in ranks.every({rank: one.rank for rank, one in outcomes.items()}, job.ranks)
     ]
     failing = next((one.fails_in for one in outcomes.values() if one.fails_in), "")
@@ -111,7 +119,7 @@ def _point(
         tokens_per_second=rows * length * job.data_ranks / seconds if seconds else None,
         mfu=mfu(flops, seconds, job.gpu.peak_flops("bf16")),
         time=time,
-        fits_on=[gpu.title for gpu in FIT_TABLE if needed + _beside(job, gpu).value <= gpu.memory_bytes],
+        fits_on=[gpu.title for gpu in FIT_TABLE if needed + beside(job, gpu).value <= gpu.memory_bytes],
     )
 
 
@@ -140,16 +148,16 @@ def _with_run(point: Point, job: Prepared, price: float | None) -> Point:
     )
 
 
-def _pieces(points: list[Point]) -> list[Piece]:
-    """Return the peak over the length as pieces; none for fewer than two lengths."""
+def curve(points: Mapping[int, Point]) -> list[Piece]:
+    """Return the highest phase's peak over the points' keys as pieces; none for fewer than two points."""
     if len(points) < 2:
         return []
     return pieces(
         {
-            point.sequence_length: {
+            value: {
                 name: max(rank.phases[name].allocated_peak_bytes for rank in point.ranks)
                 for name in ("forward", "backward", "optimizer")
             }
-            for point in points
+            for value, point in points.items()
         }
     )

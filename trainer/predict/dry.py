@@ -109,6 +109,7 @@ class DryRun:
             self._make()
             self._note("init")
             self.flops = model_flops(self.engine.module) if self.engine is not None else None
+            self.positions = _positions(self.engine.module) if self.engine is not None else 0
 
     @contextlib.contextmanager
     def _mode(self) -> Generator[None]:
@@ -224,6 +225,15 @@ class DryRun:
             allocated = max(allocated, before.allocated_peak_bytes)
             reserved = max(reserved, before.reserved_peak_bytes)
         self._phases[phase] = Phase(allocated, reserved)
+
+
+def _positions(model: Any) -> int:
+    """Return the longest sequence that a model is made for, in tokens; 0: not known."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else 0
 
 
 def _dtype(settings: dict[str, Any], torch: Any) -> Any:

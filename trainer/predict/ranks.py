@@ -46,6 +46,8 @@ class RankRun(msgspec.Struct):
     trainable: int = 0
     flops: ModelFlops | None = None
     """Of the model, forward and backward; None: not known."""
+    positions: int = 0
+    """Tokens of the longest sequence that the model is made for; 0: not known."""
     notes: list[str] = []
     outcomes: list[Outcome] = []
     error: str = ""
@@ -68,8 +70,12 @@ def differing(stage: int, ranks: int) -> list[int]:
 
 def every(run: dict[int, Rank], ranks: int) -> list[Rank]:
     """Return all ranks of a job from those that were run: each other one has the figures of the nearest."""
-    nearest = [min(run, key=lambda one: abs(one - rank)) for rank in range(ranks)]
-    return [msgspec.structs.replace(run[like], rank=rank) for rank, like in enumerate(nearest)]
+    return [msgspec.structs.replace(run[nearest(run, rank)], rank=rank) for rank in range(ranks)]
+
+
+def nearest(run: Iterable[int], rank: int) -> int:
+    """Return the rank that was run whose figures a rank has."""
+    return min(run, key=lambda one: abs(one - rank))
 
 
 def warm(modules: Iterable[str] = ()) -> None:
@@ -196,6 +202,7 @@ def _measure(
     try:
         dry: Any = make(rank)
         result.parameters, result.trainable, result.flops = dry.parameters, dry.trainable, dry.flops
+        result.positions = dry.positions
         result.notes = list(getattr(dry, "notes", []))
         before = 0.0
         for number, length in enumerate(lengths, 1):

@@ -99,6 +99,28 @@ class WhatIf(msgspec.Struct, frozen=True):
     """Why there is no prediction; the figures do not count then."""
 
 
+class Largest(msgspec.Struct, frozen=True):
+    """The largest length or micro-batch that fits."""
+
+    value: int | None
+    """Nothing that was tried below it does not fit; None: not even the lowest does."""
+    above: int | None
+    """The next one that was tried, which does not fit; None: the highest that was tried fits."""
+
+
+class Holds(msgspec.Struct, frozen=True):
+    """How long sequences and how large micro-batches can be."""
+
+    gpu: str
+    """The kind of GPU; empty: the capacity that was given."""
+    capacity_bytes: int
+    """What PyTorch may reserve on it."""
+    sequence_length: Largest
+    """At the micro-batch that was asked for; within 0.8 %."""
+    micro_batch: Largest
+    """At the longest length that was asked for."""
+
+
 class RiskyStep(msgspec.Struct, frozen=True):
     """An optimizer step of the first epoch, by its longest micro-batch."""
 
@@ -152,6 +174,12 @@ class Prediction(msgspec.Struct, frozen=True):
     """By figure: its expected error as a share and what it was measured on; ``value`` is 0."""
     data: DataRisk | None = None
     """With ``--data``: which steps of the first epoch do not fit."""
+    positions: int = 0
+    """Tokens of the longest sequence that the model is made for; 0: not known."""
+    largest: list[Holds] = []
+    """With ``--largest``: by kind of GPU, or of the capacity."""
+    batch_pieces: list[Piece] = []
+    """With ``--largest``: the highest phase's peak over the micro-batch, at the longest length."""
     what_if: list[WhatIf] = []
     """Changes at the longest length: those that fit by GPU time a sample, then the others by what they lack."""
     sequence_parallel_size: int = 1

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ...protocol.analysis.text.curve import describe_curve
-from .result import Point, Prediction, Rank, RiskyStep
+from .result import Largest, Point, Prediction, Rank, RiskyStep
 
 _PHASES = ("init", "forward", "backward", "optimizer")
 _GIB = 1 << 30
@@ -51,6 +51,7 @@ def render(prediction: Prediction) -> str:
             *(_fits(point) for point in prediction.points),
             f"one checkpoint takes {_gib(prediction.checkpoint_bytes)} GiB on disk\n",
             _data(prediction),
+            _largest(prediction),
             _what_if(prediction),
             _errors(prediction),
             *(f"note: {note}\n" for note in prediction.notes),
@@ -141,6 +142,32 @@ def _risky(step: RiskyStep) -> str:
     )
     more = f" and {len(step.rows) - _MOST_ROWS} more" if len(step.rows) > _MOST_ROWS else ""
     return f"step {step.step:,}, rank {step.rank}: {step.length:,} tokens, {rows}{more}"
+
+
+def _largest(prediction: Prediction) -> str:
+    """Return the table of the largest lengths and micro-batches."""
+    if not prediction.largest:
+        return ""
+    longest = max(prediction.points, key=lambda point: point.sequence_length)
+    names = ["largest that fits", "for PyTorch", f"tokens at batch {longest.micro_batch:,}"]
+    names.append(f"batch at {longest.sequence_length:,} tokens")
+    rows = [
+        [
+            one.gpu or "the capacity",
+            _gib(one.capacity_bytes),
+            _value(one.sequence_length, " (the model's)" if prediction.positions else ""),
+            _value(one.micro_batch),
+        ]
+        for one in prediction.largest
+    ]
+    curve = describe_curve(prediction.batch_pieces, "row") if prediction.batch_pieces else ""
+    return _table(names, rows, left=(0,)) + (f"over the micro-batch: {curve}\n" if curve else "")
+
+
+def _value(found: Largest, highest: str = "") -> str:
+    if found.value is None:
+        return "none"
+    return f"{found.value:,}" if found.above is not None else f"{found.value:,}{highest or ' or more'}"
 
 
 def _what_if(prediction: Prediction) -> str:

@@ -129,7 +129,7 @@ def joined(given: argparse.Namespace, allocator: Settings, parts: list[Remedy]) 
 def _remedy(
     given: argparse.Namespace, allocator: Settings, name: str, changes: tuple[str, ...], combines: bool
 ) -> Remedy:
-    make = _maker(given, allocator, changes)
+    make = changed(given, allocator, changes)
     if not getattr(given, "command", None):
         shown = (change.removesuffix("=true") if change.startswith("--") else change for change in changes)
         return Remedy(name, " ".join(shown), make, combines, changes)
@@ -147,17 +147,24 @@ def _refuser(text: str) -> Callable[[], Prepared]:
     return refuse
 
 
-def _maker(given: argparse.Namespace, allocator: Settings, changes: tuple[str, ...]) -> Callable[[], Prepared]:
-    changed = argparse.Namespace(**vars(given))
+def changed(given: argparse.Namespace, allocator: Settings, changes: tuple[str, ...]) -> Callable[[], Prepared]:
+    """Return what prepares the job of changed arguments.
+
+    Args:
+        given: the arguments.
+        allocator: settings of the run.
+        changes: assignments to a configuration's keys; without one flags, and keys of DeepSpeed's file.
+    """
+    arguments = argparse.Namespace(**vars(given))
     if given.config:
-        changed.overrides = [*given.overrides, *changes]
+        arguments.overrides = [*given.overrides, *changes]
     else:
         pairs = [change.split("=", 1) for change in changes]
-        changed.changes = {key: json.loads(value) for key, value in pairs if not key.startswith("--")}
+        arguments.changes = {key: json.loads(value) for key, value in pairs if not key.startswith("--")}
         for key, value in pairs:
             if key.startswith("--"):
-                setattr(changed, key.removeprefix("--").replace("-", "_"), json.loads(value))
-    return lambda: jobs.prepare(changed, allocator)
+                setattr(arguments, key.removeprefix("--").replace("-", "_"), json.loads(value))
+    return lambda: jobs.prepare(arguments, allocator)
 
 
 Kind = tuple[str, tuple[str, ...], bool]

@@ -6,7 +6,7 @@ from ...protocol.errors import UsageError
 from .trainer import become, require_training
 
 PREDICT = "ftmon.trainer.predict"
-_OF_BOTH = ("ranks", "capacity", "gpu", "price", "data", "what_if")
+_OF_BOTH = ("ranks", "capacity", "gpu", "price", "data", "largest", "what_if")
 _OF_A_SCRIPT = {
     "deepspeed": "deepspeed",
     "micro_batch": "training.micro_batch",

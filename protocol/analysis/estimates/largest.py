@@ -1,77 +1,98 @@
-"""The largest length or batch that fits, by few calls of a predictor."""
+"""The largest length or batch that fits, of several capacities at once, by few rounds of dry runs."""
 
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from itertools import count
+from typing import NamedTuple
 
-import msgspec
+_PROBES = 4
+"""Values of the first round: both ends, and others between them that rise by one factor."""
+_LINES = 3
+"""Rounds after which the intervals are halved, too."""
 
-_SECANTS = 4
-"""Guesses by a straight line before the search halves."""
+
+class Need(NamedTuple):
+    """What a value takes."""
+
+    peak_bytes: float
+    fits: Sequence[bool]
+    """Whether it fits, by capacity."""
 
 
-class Largest(msgspec.Struct, frozen=True):
-    """The result of a search."""
+class Largest(NamedTuple):
+    """The result for one capacity."""
 
     value: int | None
-    """The largest that fits; None: not even the lowest does."""
-    peak_bytes: float | None
-    """Its peak."""
-    at_the_end: bool
-    """The highest value asked for fits: larger ones may, too."""
-    tried: dict[int, float]
-    """Peak bytes by value; of several searches together where they share it."""
+    """The largest that fits, and nothing tried below it does not; None: not even the lowest does."""
+    above: int | None
+    """The next one that was tried, which does not fit; None: the highest value fits."""
 
 
-def largest_that_fits(
-    predict: Callable[[int], float],
-    capacity_bytes: float,
-    low: int,
-    high: int,
-    step: int = 1,
-    tried: dict[int, float] | None = None,
-) -> Largest:
-    """Return the largest value between ``low`` and ``high`` whose peak is within the capacity.
+def round_numbers(most: int, step: int = 1) -> list[int]:
+    """Return multiples of ``step`` up to ``most``, large ones at most 0.8 % apart: of eight binary digits."""
+    found = [number << shift for shift in range(most.bit_length()) for number in range(128 if shift else 1, 256)]
+    return sorted({*(step * number for number in found if step * number <= most), most // step * step or step})
 
-    The peak must not fall as the value rises. The first guesses are where the line through the nearest two values
-    meets the capacity, later ones the middle; the value above the result was tried.
+
+def largest_that_fit(
+    values: Sequence[int], capacities: Sequence[float], run: Callable[[list[int]], Sequence[Need]]
+) -> list[Largest]:
+    """Return the largest of some rising values that fits, by capacity.
+
+    A round runs several values at once: for each capacity the two around the place where the line through the nearest
+    known peaks meets it. Whether a value fits may disagree with its peak near a capacity, and need not be monotone: the
+    result is below the lowest value that was found not to fit.
 
     Args:
-        predict: peak bytes at a value.
-        capacity_bytes: what there is.
-        low: lowest value.
-        high: highest value.
-        step: values are ``low`` and multiples of this above it.
-        tried: peaks that are known already; those that are predicted are added.
+        values: rising, above 0.
+        capacities: in bytes.
+        run: tells what values take, which are given in rising order, each once.
     """
-    tried = {} if tried is None else tried
-
-    def peak(number: int) -> float:
-        x = low + number * step
-        if x not in tried:
-            tried[x] = predict(x)
-        return tried[x]
-
-    fits, over = 0, (high - low) // step
-    if peak(fits) > capacity_bytes:
-        return Largest(None, None, False, tried)
-    if peak(over) <= capacity_bytes:
-        return Largest(low + over * step, peak(over), True, tried)
-    for x, known in tried.items():
-        number = (x - low) // step
-        if fits < number < over and x == low + number * step:
-            fits, over = (number, over) if known <= capacity_bytes else (fits, number)
+    known: dict[int, Need] = {}
+    wanted = set(_probes(values))
     for turn in count():
-        if over - fits <= 1:
+        if not wanted:
             break
-        guess = (fits + over) // 2
-        if turn < _SECANTS:
-            rise = (peak(over) - peak(fits)) / (over - fits)
-            guess = min(max(fits + int((capacity_bytes - peak(fits)) / rise), fits + 1), over - 1)
-        if peak(guess) > capacity_bytes:
-            over = guess
-            continue
-        fits = guess
-        if turn < _SECANTS and over - fits > 1 and peak(fits + 1) > capacity_bytes:
-            over = fits + 1  # the curve is straight here: the value above settles the search
-    value = low + fits * step
-    return Largest(value, tried[value], False, tried)
+        asked = sorted(wanted)
+        known.update(zip(asked, run([values[index] for index in asked]), strict=True))
+        rising = sorted(known)
+        brackets = [_bracket(values, known, rising, number) for number in range(len(capacities))]
+        wanted = {
+            index
+            for bracket, capacity in zip(brackets, capacities, strict=True)
+            for index in _next(values, known, bracket, capacity, halve=turn >= _LINES)
+        }
+    return [_found(values, _bracket(values, known, sorted(known), number)) for number in range(len(capacities))]
+
+
+def _probes(values: Sequence[int]) -> list[int]:
+    last = len(values) - 1
+    ratio = values[last] / values[0]
+    between = (values[0] * ratio ** (number / (_PROBES - 1)) for number in range(1, _PROBES - 1))
+    return [0, *(bisect_left(values, value, 0, last) for value in between), last]
+
+
+def _bracket(values: Sequence[int], known: dict[int, Need], rising: list[int], number: int) -> tuple[int, int]:
+    """Return the largest index that fits with none below it that does not (or -1), and the first that does not."""
+    above = next((index for index in rising if not known[index].fits[number]), len(values))
+    return max((index for index in rising if index < above), default=-1), above
+
+
+def _next(
+    values: Sequence[int], known: dict[int, Need], bracket: tuple[int, int], capacity: float, halve: bool
+) -> set[int]:
+    """Return what to run next for one capacity; nothing where it is settled."""
+    low, high = bracket
+    if low < 0 or high == len(values) or high - low <= 1:
+        return set()  # both ends are always known
+    rise = (known[high].peak_bytes - known[low].peak_bytes) / (values[high] - values[low])
+    target = values[low] + (capacity - known[low].peak_bytes) / rise if rise > 0 else values[low]
+    first = bisect_right(values, target, low, high) - 1
+    # Where a curve bends, or peaks and verdicts disagree, lines come near from one side, and slowly.
+    wanted = (first, first + 1, (low + high) // 2) if halve else (first, first + 1)
+    return {min(max(index, low + 1), high - 1) for index in wanted}
+
+
+def _found(values: Sequence[int], bracket: tuple[int, int]) -> Largest:
+    low, high = bracket
+    return Largest(values[low] if low >= 0 else None, values[high] if high < len(values) else None)

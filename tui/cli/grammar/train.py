@@ -69,6 +69,11 @@ def _predict(commands: "Commands") -> None:
         "--data", action="store_true", help="read CONFIG.yaml's data set, too: which steps of an epoch do not fit"
     )
     predict.add_argument(
+        "--largest",
+        action="store_true",
+        help="search the largest sequence length and micro-batch that fit (minutes): each kind of GPU, or --capacity",
+    )
+    predict.add_argument(
         "--what-if",
         action="store_true",
         help="predict changes, too (minutes), the cheapest that fits first",

@@ -1,0 +1,109 @@
+"""The largest sequence length and micro-batch that fit, on each kind of GPU or in a capacity: dry runs of their own."""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from ...protocol.analysis.allocator.settings import Settings
+from ...protocol.analysis.estimates import largest
+from ...protocol.gpus import FIT_TABLE
+from . import answer, ranks, what_if
+from .jobs import Prepared
+from .result import Holds, Largest, Point, Prediction
+
+_MOST_TOKENS = 1 << 24
+"""Of a micro-batch."""
+_MOST_POSITIONS = 1 << 20
+"""Where it is not known for how long sequences a model is made."""
+_MOST_ROWS = 1024
+
+Run = Callable[[list[int]], dict[int, Point]]
+"""Predicts values of one axis."""
+
+
+def add(
+    found: Prediction,
+    job: Prepared,
+    arguments: argparse.Namespace,
+    allocator: Settings,
+    tell: Callable[[str], None],
+) -> Prediction:
+    """Return a prediction with the largest lengths and micro-batches that fit, and the curves over both.
+
+    Of ranks that differ, those run that need most at one of the points.
+
+    Args:
+        found: the run as it is.
+        job: the same.
+        arguments: of the command; with its capacity, that counts in place of kinds of GPU.
+        allocator: settings of the run.
+        tell: called with what is run, before each round.
+
+    Raises:
+        ConfigError: a dry run was refused.
+    """
+    longest = max(found.points, key=lambda point: point.sequence_length)
+    highest = {max(point.ranks, key=lambda rank: rank.needed_bytes).rank for point in found.points}
+    run = ranks.differing(job.stage, job.ranks)
+    only = sorted({ranks.nearest(run, rank) for rank in highest})
+    given = argparse.Namespace(**{**vars(arguments), "sequence_length": [longest.sequence_length]})
+
+    def lengths(values: list[int]) -> dict[int, Point]:
+        tell(f"{len(values)} sequence lengths, up to {values[-1]:,}")
+        points = answer.predict(job._replace(lengths=values), arguments.capacity, only=only).points
+        return {point.sequence_length: point for point in points}
+
+    def micro_batches(values: list[int]) -> dict[int, Point]:
+        points: dict[int, Point] = {}
+        for rows in values:
+            tell(f"a micro-batch of {rows:,} at {longest.sequence_length:,} tokens")
+            keys = ("training.micro_batch", "training.grad_accumulation")
+            flags = ("--micro-batch", "--accumulation")
+            names = keys if arguments.config else flags
+            changes = tuple(f"{name}={value}" for name, value in zip(names, (rows, job.accumulation), strict=True))
+            other = what_if.changed(given, allocator, changes)()
+            (points[rows],) = answer.predict(other, arguments.capacity, only=only).points
+        return points
+
+    positions = min(found.positions or _MOST_POSITIONS, _MOST_TOKENS // job.micro_batch)
+    rows = min(_MOST_ROWS, max(1, _MOST_TOKENS // longest.sequence_length))
+    by_length = {point.sequence_length: point for point in found.points}
+    by_rows = {job.micro_batch: longest}
+    kinds = _kinds(job, arguments.capacity)
+    long = _search(largest.round_numbers(positions, job.sequence_parallel_size), kinds, lengths, by_length)
+    wide = _search(range(1, rows + 1), kinds, micro_batches, by_rows)
+    return msgspec.structs.replace(
+        found,
+        largest=[
+            Holds(gpu, capacity, length, batch)
+            for (gpu, capacity), length, batch in zip(kinds, long, wide, strict=True)
+        ],
+        pieces=answer.curve(by_length),
+        batch_pieces=answer.curve(by_rows),
+    )
+
+
+def _kinds(job: Prepared, capacity: int | None) -> list[tuple[str, int]]:
+    """Return the kinds of GPU, and what PyTorch may reserve on each."""
+    if capacity is not None:
+        return [("", capacity)]
+    return [(gpu.title, gpu.memory_bytes - round(answer.beside(job, gpu).value)) for gpu in FIT_TABLE]
+
+
+def _search(values: Sequence[int], kinds: list[tuple[str, int]], run: Run, points: dict[int, Point]) -> list[Largest]:
+    """Search one axis; ``points`` are known ones, and get those that are run."""
+
+    def needs(asked: list[int]) -> list[largest.Need]:
+        new = [value for value in asked if value not in points]
+        points.update(run(new) if new else {})
+        return [_need(points[value], kinds) for value in asked]
+
+    found = largest.largest_that_fit(values, [capacity for _, capacity in kinds], needs)
+    return [Largest(one.value, one.above) for one in found]
+
+
+def _need(point: Point, kinds: list[tuple[str, int]]) -> largest.Need:
+    # With a capacity, the allocator's own verdict counts.
+    fits = [bool(point.fits) if not gpu else point.needed_bytes <= capacity for gpu, capacity in kinds]
+    return largest.Need(point.needed_bytes, fits)
