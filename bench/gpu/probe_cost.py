@@ -5,7 +5,8 @@
 A host-bound loop (a Qwen2 of 24 small layers, two dataloader workers). A block is 20 steps between two
 synchronisations of the device; the first two steps after a switch are not timed. "Off" leaves the hooks in place,
 asleep, with PyTorch's memory recorder off: a function call or two a step remain, which no bare loop has. The order
-inside a pair is drawn, so that a drift of the host's speed hits both alike.
+inside a pair is drawn, so that a drift of the host's speed hits both alike. Beside the time that passes, the CPU
+time of the training thread and of the probe's own thread is measured, which other load on a host moves less.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 WARM_STEPS, TIMED_STEPS = 2, 20
 QWEN = {
@@ -29,6 +30,16 @@ QWEN = {
     "tie_word_embeddings": True,
     "use_cache": False,
 }
+
+
+class Times(NamedTuple):
+    """Milliseconds a step."""
+
+    wall_ms: float
+    thread_ms: float
+    """CPU time of the training thread."""
+    publisher_ms: float
+    """CPU time of the probe's own thread."""
 
 
 class Rows:
@@ -87,8 +98,8 @@ class Switch:
 
         assert active.training is not None, "start this under `ftmon run`"
         self.training = active.training
-        publisher: Any = next(t for t in threading.enumerate() if t.name == "ftmon-publisher")
-        self.watch = publisher._allocator
+        self.publisher: Any = next(t for t in threading.enumerate() if t.name == "ftmon-publisher")
+        self.watch = self.publisher._allocator
         self.costs_us: list[float] = []
         finish = self.training.tracker._finish
 
@@ -97,6 +108,10 @@ class Switch:
             finish(raw)
 
         self.training.tracker._finish = note
+
+    def publisher_seconds(self) -> float:
+        """Return the CPU time of the probe's own thread."""
+        return time.clock_gettime(time.pthread_getcpuclockid(self.publisher.ident))
 
     def set(self, on: bool) -> None:
         """Switch, and wait until the recorder follows."""
@@ -125,26 +140,29 @@ def main() -> None:
     step = (torch_step if args.loop == "torch" else engine_step)(model)
     loader = iter(torch.utils.data.DataLoader(Rows(), batch_size=2, num_workers=2, pin_memory=True))  # type: ignore[arg-type]
 
-    def steps(count: int) -> float:
+    def steps(count: int) -> Times:
         torch.cuda.synchronize()
-        begin = time.perf_counter()
+        begin = time.perf_counter(), time.thread_time(), switch.publisher_seconds()
         for _ in range(count):
             step(next(loader).cuda(non_blocking=True))
         torch.cuda.synchronize()
-        return (time.perf_counter() - begin) * 1000 / count
+        end = time.perf_counter(), time.thread_time(), switch.publisher_seconds()
+        return Times(*((after - before) * 1000 / count for before, after in zip(begin, end, strict=True)))
 
-    steps(60)
     switch = Switch()
-    blocks: dict[bool, list[float]] = {True: [], False: []}
+    steps(60)
+    blocks: dict[bool, list[Times]] = {True: [], False: []}
     draw = random.Random(0)
     for _ in range(args.pairs):
         for on in draw.sample((True, False), 2):
             switch.set(on)
             steps(WARM_STEPS)
             blocks[on].append(steps(TIMED_STEPS))
-            print("on " if on else "off", f"{blocks[on][-1]:.3f} ms a step", flush=True)
+            print("on " if on else "off", f"{blocks[on][-1].wall_ms:.3f} ms a step", flush=True)
     switch.set(True)
-    with_ms, without_ms = blocks[True], blocks[False]
+    with_ms, without_ms = ([block.wall_ms for block in blocks[on]] for on in (True, False))
+    cpu = {on: [block.thread_ms for block in blocks[on]] for on in (True, False)}
+    cpu_ratios = sorted(on / off for on, off in zip(cpu[True], cpu[False], strict=True))
     ratios = sorted(on / off for on, off in zip(with_ms, without_ms, strict=True))
     tenth = len(with_ms) // 10
     found = {
@@ -157,6 +175,11 @@ def main() -> None:
         "middle_half_of_ratios": [ratios[len(ratios) // 4], ratios[-len(ratios) // 4]],
         "fastest_block": min(with_ms) / min(without_ms),
         "tenth_percentile": sorted(with_ms)[tenth] / sorted(without_ms)[tenth],
+        "thread_cpu_off_ms": statistics.median(cpu[False]),
+        "thread_cpu_on_ms": statistics.median(cpu[True]),
+        "thread_cpu_median_ratio": statistics.median(cpu_ratios),
+        "thread_cpu_middle_half": [cpu_ratios[len(cpu_ratios) // 4], cpu_ratios[-len(cpu_ratios) // 4]],
+        "publisher_cpu_us": statistics.median(block.publisher_ms for block in blocks[True]) * 1000,
         "hook_us_median": statistics.median(switch.costs_us),
         "hook_us_95": sorted(switch.costs_us)[len(switch.costs_us) * 95 // 100],
     }
