@@ -1,13 +1,12 @@
 """Whether "fits", "does not fit" and "the largest length that fits" are right at caps of 24, 40 and 80 GB.
 
-    python bench/gpu/fit_verdicts.py predict --out bench/data/fit_predictions.json              no GPU needed
-    python bench/gpu/fit_verdicts.py measure --predictions bench/data/fit_predictions.json --out fit.jsonl --parallel 8
-    python bench/gpu/fit_verdicts.py measure --table fit.jsonl                                  the table again
+    python bench/gpu/fit_predict.py --out bench/data/fit_predictions.json              no GPU needed
+    python bench/gpu/fit_verdicts.py --predictions bench/data/fit_predictions.json --out fit.jsonl --parallel 8
+    python bench/gpu/fit_verdicts.py --table fit.jsonl                                 the table again
 
-``predict`` finds the largest length that fits of each case as ``ftmon predict --model --deepspeed --capacity`` does,
-with the search that ``--data`` uses (lengths 0.2 % apart), and then predicts 0.95, 0.99, 1.01 and 1.05 of it.
-``measure`` takes ``STEPS`` real DeepSpeed steps at each of these lengths, in a process of its own whose allocator is
-limited, and notes whether they fitted. What an output file holds already is not done again.
+``STEPS`` real DeepSpeed steps are taken at the lengths around the largest that was predicted to fit, each in a process
+of its own whose allocator is limited, and it is noted whether they fitted. What the output file holds already is not
+done again.
 
 **What the cap means.** ``--capacity`` is what PyTorch may reserve on one GPU: nothing is subtracted for the CUDA
 context, NCCL's buffers and whatever else lies outside PyTorch's allocator. ``set_per_process_memory_fraction`` limits
@@ -34,16 +33,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fit_cases import GB, SHARES, Case, around, environment, files_of
+
 HERE = Path(__file__).resolve()
-SHARES = (0.99, 1.01, 0.95, 1.05)
-"""Of the largest length, in the order in which they are measured."""
 STEPS = 3
-GB = 10**9
 BESIDE = 1_600_000_000
 """Bytes on the GPU kept for a process beside its cap: CUDA context, loaded kernels, NCCL (1,256 MiB were measured)."""
 FULL = GB // 2
@@ -51,209 +48,6 @@ FULL = GB // 2
 SECONDS = 120.0
 """That a process may take to get ready, and again with the GPU."""
 PORT = 20_000
-LENGTHS = (256, 40_000)
-NEAR = 1.002
-"""Between two lengths that are searched."""
-SPREAD = 50
-"""Lengths on either side of what two predictions make a straight line to."""
-"""Of the search: two make it a bisection, as one of them is known."""
-TOKENS = (4_000, 12_000)
-"""Of the two predictions."""
-POSITIONS = 40_960
-"""Of GPT-2, whose table of positions is as long as the longest sequence."""
-
-
-class Case(NamedTuple):
-    """A configuration and a cap."""
-
-    model: str
-    zero_stage: int
-    cap_gb: int
-    micro_batch: int = 1
-    gradient_checkpointing: bool = False
-    adam: str = "deepspeed"
-    lora_r: int | None = None
-    offload_optimizer: bool = False
-    expandable_segments: bool = False
-
-    @property
-    def name(self) -> str:
-        """What the files call it."""
-        words = [self.model, f"ZeRO-{self.zero_stage}", f"batch {self.micro_batch}"]
-        words += ["checkpointing"] * self.gradient_checkpointing + ["offload"] * self.offload_optimizer
-        words += [f"LoRA {self.lora_r}"] * bool(self.lora_r) + ["expandable"] * self.expandable_segments
-        return " ".join([*words, f"{self.adam} AdamW", f"{self.cap_gb} GB"])
-
-    @property
-    def needs(self) -> str:
-        """The operation that DeepSpeed compiles for it; empty: none."""
-        if self.offload_optimizer:
-            return "CPUAdamBuilder"
-        return "FusedAdamBuilder" if self.adam == "deepspeed" else ""
-
-
-QWEN, LLAMA, TINY, GPT2 = "qwen1.5-0.5b", "llama-3.2-1b", "tinyllama-1.1b", "gpt2-medium"
-CASES = [
-    Case(QWEN, 0, 24),
-    Case(LLAMA, 0, 40),
-    Case(QWEN, 2, 80, 4, True),
-    Case(QWEN, 0, 40, adam="torch"),
-    Case(GPT2, 0, 24, adam="torch"),
-    Case(TINY, 0, 80, adam="torch"),
-    Case(GPT2, 1, 40, 4, True, adam="torch"),
-    Case(TINY, 1, 40, 4, True, adam="torch"),
-    Case(LLAMA, 2, 80, 4),
-    Case(QWEN, 1, 24),
-    Case(TINY, 2, 40, 4),
-    Case(GPT2, 3, 24),
-    Case(LLAMA, 0, 24, lora_r=16),
-    Case(QWEN, 3, 40, 4),
-    Case(QWEN, 2, 24, 4, offload_optimizer=True),
-    Case(LLAMA, 1, 80, 4, True),
-    Case(QWEN, 3, 24, expandable_segments=True),
-    Case(TINY, 2, 24, 4, True, lora_r=16),
-    Case(QWEN, 0, 80),
-    Case(LLAMA, 2, 40, offload_optimizer=True),
-    Case(GPT2, 2, 24, 4, expandable_segments=True),
-    Case(QWEN, 1, 40, 4, adam="torch", expandable_segments=True),
-    Case(QWEN, 2, 24, 1, True),
-    Case(TINY, 3, 40, expandable_segments=True),
-    Case(LLAMA, 3, 80, 4, True),
-    Case(GPT2, 2, 40),
-    Case(LLAMA, 2, 40, 4, True, lora_r=16),
-    Case(QWEN, 0, 24, 4, True),
-    Case(LLAMA, 3, 40),
-    Case(GPT2, 0, 80, 4, adam="torch"),
-    Case("llama-3-8b", 0, 40, 1, True, lora_r=16),
-    Case(TINY, 0, 24, lora_r=16),
-    Case(LLAMA, 0, 80, adam="torch", expandable_segments=True),
-]
-
-
-def fields_of(case: Case, tiny: bool = False) -> dict[str, Any]:
-    """Return the fields of the model's ``config.json``."""
-    found = dict(bench().MODELS[case.model])
-    if found["model_type"] == "gpt2":
-        found["n_positions"] = POSITIONS
-        return found | {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4} if tiny else found
-    found["max_position_embeddings"] = POSITIONS
-    small = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    return found | small | {"num_attention_heads": 4, "num_key_value_heads": 4} if tiny else found
-
-
-def bench() -> Any:
-    """Return the module of the neighbouring ``bench/predict.py``: its models and DeepSpeed's configurations."""
-    if str(HERE.parents[1]) not in sys.path:
-        sys.path.insert(0, str(HERE.parents[1]))
-    return importlib.import_module("predict")
-
-
-@contextlib.contextmanager
-def files_of(case: Case, tiny: bool = False) -> Generator[tuple[str, str]]:
-    """Write the model's and DeepSpeed's configuration, as a person has them, and return where."""
-    with tempfile.TemporaryDirectory() as folder:
-        model, settings = Path(folder) / "config.json", Path(folder) / "ds.json"
-        model.write_text(json.dumps(fields_of(case, tiny)))
-        settings.write_text(json.dumps(bench().settings(case._asdict())))
-        yield str(model), str(settings)
-
-
-def environment(case: Case, **more: str) -> dict[str, str]:
-    """Return the environment of a process that runs or predicts a case."""
-    conf = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{case.expandable_segments}"}
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTORCH_ALLOC_CONF", *conf)}
-    return kept | conf | more
-
-
-# --- predict -----------------------------------------------------------------------------------------------------
-
-
-def predict(out: Path, only: str, parallel: int) -> None:
-    """Predict the cases that the file lacks, each in a process of its own."""
-    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    lock = threading.Lock()
-
-    def one(case: Case) -> None:
-        command = [sys.executable, str(HERE), "one", "--case", case.name]
-        done = subprocess.run(
-            command, env=environment(case, CUDA_VISIBLE_DEVICES=""), stdout=subprocess.PIPE, text=True, check=False
-        )
-        if done.returncode:
-            print(f"{case.name}: exit status {done.returncode}", flush=True)
-            return
-        with lock:
-            found[case.name] = result = json.loads(done.stdout)
-            ordered = {case.name: found[case.name] for case in CASES if case.name in found}
-            out.write_text(json.dumps(ordered, indent=1) + "\n")
-        print(f"{case.name}: {result['largest']} tokens, {result['seconds']:.0f} s", flush=True)
-
-    with ThreadPoolExecutor(parallel) as pool:
-        list(pool.map(one, [case for case in CASES if only in case.name and case.name not in found]))
-
-
-def predict_one(case: Case) -> dict[str, Any]:
-    """Find the largest length that fits, and predict the lengths around it."""
-    from ftmon.trainer.predict import __main__ as command
-    from ftmon.trainer.predict import answer, jobs, ranks
-
-    begun = time.monotonic()
-    capacity = case.cap_gb * GB
-    with files_of(case) as (model, settings):
-        words = ["--model", model, "--deepspeed", settings, "--ranks", "1", "--micro-batch", str(case.micro_batch)]
-        words += ["--accumulation", "1", "--capacity", str(capacity)]
-        words += ["--checkpointing"] * case.gradient_checkpointing
-        words += ["--lora-rank", str(case.lora_r)] if case.lora_r else []
-        job = jobs.prepare(command.arguments_of(words), command._allocator())
-    ranks.warm(["peft", *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "qwen2"))])
-    from ftmon.trainer.predict import data_risk  # imports DeepSpeed, which now takes CUDA's paths
-
-    def points(lengths: Sequence[int]) -> list[Any]:
-        return answer.predict(job._replace(lengths=list(lengths)), capacity).points
-
-    lengths = [LENGTHS[0]]
-    while lengths[-1] < LENGTHS[1]:
-        lengths.append(max(lengths[-1] + 1, round(lengths[-1] * NEAR)))
-    tried: dict[int, bool] = {}
-
-    def fits(some: Sequence[int]) -> list[bool]:
-        asked = [length for length in some if length not in tried]
-        tried.update({point.sequence_length: bool(point.fits) for point in points(asked)} if asked else {})
-        return [tried[length] for length in some]
-
-    first, second = points([tokens // case.micro_batch for tokens in TOKENS])
-    slope = (second.needed_bytes - first.needed_bytes) / (second.sequence_length - first.sequence_length)
-    guess = second.sequence_length + (capacity - second.needed_bytes) / slope
-    middle = sum(length < guess for length in lengths)
-    near = lengths[max(0, middle - SPREAD) : middle + SPREAD]
-    largest = data_risk.largest_that_fits(near, fits) if near else None
-    if largest is None or largest == near[-1]:
-        largest = data_risk.largest_that_fits(lengths, fits)
-    result: dict[str, Any] = {"settings": case._asdict(), "capacity_bytes": capacity, "largest": largest}
-    result["tried"] = {str(length): tried[length] for length in sorted(tried)}
-    if largest is not None:
-        result["points"] = [plain(point) for point in points(around(largest, sorted(SHARES)))]
-    result["seconds"] = time.monotonic() - begun
-    return result
-
-
-def around(largest: int, shares: Sequence[float]) -> list[int]:
-    return [largest + max(1, round(largest * (share - 1))) if share > 1 else round(largest * share) for share in shares]
-
-
-def plain(point: Any) -> dict[str, Any]:
-    rank = point.ranks[0]
-    return {
-        "length": point.sequence_length,
-        "fits": point.fits,
-        "fails_in": point.fails_in,
-        "needed_bytes": point.needed_bytes,
-        "allocated": {name: phase.allocated_peak_bytes for name, phase in rank.phases.items()},
-        "reserved": {name: phase.reserved_peak_bytes for name, phase in rank.phases.items()},
-        "step_seconds": point.step_seconds,
-    }
-
-
-# --- measure -----------------------------------------------------------------------------------------------------
 
 
 class Task(NamedTuple):
@@ -327,7 +121,7 @@ class Measuring:
     def _build(self, name: str) -> None:
         """Let DeepSpeed compile an operation, before several processes wait for each other to do so."""
         begun = time.monotonic()
-        command = [sys.executable, str(HERE), "build", "--operation", name]
+        command = [sys.executable, str(HERE), "--build", name]
         own = os.environ | {"CUDA_VISIBLE_DEVICES": self._names[0], "DS_SKIP_CUDA_CHECK": "1"}
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, env=own, timeout=2 * SECONDS)
@@ -375,7 +169,7 @@ class Measuring:
 
     def _one(self, task: Task, gpu: int, port: int, need: int) -> dict[str, Any] | None:
         """Run one process; None where the budget was over before it had the GPU."""
-        command = [sys.executable, str(HERE), "child", "--case", json.dumps(task.case._asdict())]
+        command = [sys.executable, str(HERE), "--case", json.dumps(task.case._asdict())]
         command += ["--length", str(task.predicted["length"]), *self._options]
         command += ["--stand-in"] * (not self._built.get(task.case.needs, True))
         own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -648,48 +442,27 @@ def measure(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = parser.add_subparsers(dest="part", required=True)
-    part = parts.add_parser("predict", help="needs no GPU")
-    part.add_argument("--out", type=Path, required=True)
-    part.add_argument("--only", default="", help="cases whose name contains this")
-    part.add_argument("--parallel", type=int, default=2)
-    part = parts.add_parser("measure", help="needs GPUs")
-    part.add_argument("--predictions", type=Path)
-    part.add_argument("--out", type=Path)
-    part.add_argument("--only", default="", help="cases whose name contains this")
-    part.add_argument("--parallel", type=int, default=6, help="processes that get ready or have a GPU")
-    part.add_argument("--budget", type=float, default=540, help="seconds after which no process is started")
-    part.add_argument("--keep", type=float, default=0, help="GB of each GPU that is left to other processes")
-    part.add_argument("--tiny", action="store_true", help="shrunken models, to try the script")
-    part.add_argument("--table", type=Path, help="print the table of these rows only")
-    part = parts.add_parser("one")
-    part.add_argument("--case")
-    part = parts.add_parser("child")
-    part.add_argument("--case", type=lambda text: Case(**json.loads(text)))
-    part.add_argument("--length", type=int)
-    part.add_argument("--stand-in", action="store_true")
-    part.add_argument("--tiny", action="store_true")
-    part = parts.add_parser("build")
-    part.add_argument("--operation")
+    parser.add_argument("--predictions", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--parallel", type=int, default=6, help="processes that get ready or have a GPU")
+    parser.add_argument("--budget", type=float, default=540, help="seconds after which no process is started")
+    parser.add_argument("--keep", type=float, default=0, help="GB of each GPU that is left to other processes")
+    parser.add_argument("--tiny", action="store_true", help="shrunken models, to try the script")
+    parser.add_argument("--table", type=Path, help="print the table of these rows only")
+    parser.add_argument("--case", type=lambda text: Case(**json.loads(text)), help=argparse.SUPPRESS)
+    parser.add_argument("--length", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--stand-in", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--build", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.part == "predict":
-        predict(args.out, args.only, args.parallel)
-    elif args.part == "measure":
-        if not args.table and not (args.predictions and args.out):
-            parser.error("measure needs --predictions and --out, or --table")
-        measure(args)
-    elif args.part == "one":
-        from ftmon.trainer.predict.__main__ import quietly
-
-        (case,) = (case for case in CASES if case.name == args.case)
-        with quietly():
-            found = predict_one(case)
-        print(json.dumps(found), flush=True)
-        os._exit(0)
-    elif args.part == "child":
+    if args.case:
         child(args.case, args.length, args.stand_in, args.tiny)
+    elif args.build:
+        build(args.build)
+    elif args.table or (args.predictions and args.out):
+        measure(args)
     else:
-        build(args.operation)
+        parser.error("--predictions and --out are needed, or --table")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
+from ...protocol.analysis.estimates.largest import Need
 from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ..host.lowly import end_with_parent, step_back
 from . import deepspeed_file, jobs, show
@@ -100,12 +101,12 @@ def _with_data(job: jobs.Prepared, capacity: int, price: float | None, tell: Cal
     steps = job.steps or math.ceil(epochs * data_risk.steps_an_epoch(job.config, examples))
     found = answer.predict(job._replace(steps=steps), capacity, price)
 
-    def fits(lengths: Sequence[int]) -> list[bool]:
+    def run(lengths: list[int]) -> list[Need]:
         tell(f"{len(lengths)} of the data set's lengths, up to {lengths[-1]:,} tokens")
-        points = answer.predict(job._replace(lengths=list(lengths)), capacity).points
-        return [bool(point.fits) for point in points]
+        points = answer.predict(job._replace(lengths=lengths), capacity).points
+        return [Need(point.needed_bytes, [bool(point.fits)]) for point in points]
 
-    return msgspec.structs.replace(found, data=data_risk.find(job.config, records, examples, fits))
+    return msgspec.structs.replace(found, data=data_risk.find(job.config, records, examples, capacity, run))
 
 
 def _with_largest(

@@ -6,6 +6,7 @@ Memory grows with the length of a micro-batch, so the lengths that occur are sea
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ...protocol.analysis.estimates.largest import Need, largest_that_fit
 from ...protocol.errors import ConfigError
 from ..recipe.config.schema import Config
 from ..recipe.data import pipeline, sources
@@ -18,11 +19,6 @@ from ..recipe.evaluation.examples import set_aside
 from .result import DataRisk, RiskyStep
 
 _MOST_NAMED = 3
-_AT_A_TIME = 8
-"""Lengths of one dry run: most of its time goes into making the model."""
-
-Fits = Callable[[Sequence[int]], Sequence[bool]]
-"""Tells of lengths, in rising order, which fit."""
 
 
 class Step(NamedTuple):
@@ -66,14 +62,28 @@ def read(config: Config) -> tuple[Records, Examples]:
     return records, examples
 
 
-def find(config: Config, records: Records, examples: Examples, fits: Fits) -> DataRisk:
+def find(
+    config: Config,
+    records: Records,
+    examples: Examples,
+    capacity_bytes: int,
+    run: Callable[[list[int]], Sequence[Need]],
+) -> DataRisk:
     """Return the steps of the first epoch that do not fit.
 
+    Args:
+        config: of the run.
+        records: the data set's.
+        examples: what is trained on.
+        capacity_bytes: what PyTorch may reserve on one GPU.
+        run: tells what lengths take, in rising order, and whether they fit.
+
     Raises:
-        ConfigError: from ``fits``, or there are fewer examples than one step takes.
+        ConfigError: from ``run``, or there are fewer examples than one step takes.
     """
     steps = _steps(config, examples)
-    largest = largest_that_fits(sorted({step.length for step in steps}), fits)
+    lengths = sorted({step.length for step in steps})
+    largest = largest_that_fit(lengths, [capacity_bytes], run)[0].value
     failing = [step for step in steps if largest is None or step.length > largest]
 
     def named(step: Step) -> RiskyStep:
@@ -87,19 +97,6 @@ def find(config: Config, records: Records, examples: Examples, fits: Fits) -> Da
         failing_steps=len(failing),
         failing=[named(step) for step in failing[:_MOST_NAMED]],
     )
-
-
-def largest_that_fits(lengths: Sequence[int], fits: Fits) -> int | None:
-    """Return the largest of some rising lengths that fits; None where none does."""
-    low, high = -1, len(lengths)  # the largest that is known to fit, the smallest that is known not to
-    while high - low > 1:
-        # The highest first: where it fits, nothing else is to be found out.
-        last = high - 1 if high == len(lengths) else high
-        count = min(_AT_A_TIME, last - low)
-        tried = sorted({last - (last - low) * part // count for part in range(count)} - {low, high})
-        for number, one in zip(tried, fits([lengths[number] for number in tried]), strict=True):
-            low, high = (max(low, number), high) if one else (low, min(high, number))
-    return lengths[low] if low >= 0 else None
 
 
 def _steps(config: Config, examples: Examples) -> list[Step]:

@@ -12,6 +12,8 @@ from . import answer, ranks, what_if
 from .jobs import Prepared
 from .result import Holds, Largest, Point, Prediction
 
+CONFIRMED = (0.99, 0.97, 0.95)
+"""Shares of a length that fits which must fit, too: memory does not rise evenly with the length."""
 _MOST_TOKENS = 1 << 24
 """Of a micro-batch."""
 _MOST_POSITIONS = 1 << 20
@@ -71,7 +73,7 @@ def add(
     by_length = {point.sequence_length: point for point in found.points}
     by_rows = {job.micro_batch: longest}
     kinds = _kinds(job, arguments.capacity)
-    long = _search(largest.round_numbers(positions, job.sequence_parallel_size), kinds, lengths, by_length)
+    long = _search(largest.round_numbers(positions, job.sequence_parallel_size), kinds, lengths, by_length, CONFIRMED)
     wide = _search(range(1, rows + 1), kinds, micro_batches, by_rows)
     return msgspec.structs.replace(
         found,
@@ -91,7 +93,13 @@ def _kinds(job: Prepared, capacity: int | None) -> list[tuple[str, int]]:
     return [(gpu.title, gpu.memory_bytes - round(answer.beside(job, gpu).value)) for gpu in FIT_TABLE]
 
 
-def _search(values: Sequence[int], kinds: list[tuple[str, int]], run: Run, points: dict[int, Point]) -> list[Largest]:
+def _search(
+    values: Sequence[int],
+    kinds: list[tuple[str, int]],
+    run: Run,
+    points: dict[int, Point],
+    confirm: Sequence[float] = (),
+) -> list[Largest]:
     """Search one axis; ``points`` are known ones, and get those that are run."""
 
     def needs(asked: list[int]) -> list[largest.Need]:
@@ -99,7 +107,7 @@ def _search(values: Sequence[int], kinds: list[tuple[str, int]], run: Run, point
         points.update(run(new) if new else {})
         return [_need(points[value], kinds) for value in asked]
 
-    found = largest.largest_that_fit(values, [capacity for _, capacity in kinds], needs)
+    found = largest.largest_that_fit(values, [capacity for _, capacity in kinds], needs, confirm)
     return [Largest(one.value, one.above) for one in found]
 
 

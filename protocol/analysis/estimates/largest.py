@@ -35,7 +35,10 @@ def round_numbers(most: int, step: int = 1) -> list[int]:
 
 
 def largest_that_fit(
-    values: Sequence[int], capacities: Sequence[float], run: Callable[[list[int]], Sequence[Need]]
+    values: Sequence[int],
+    capacities: Sequence[float],
+    run: Callable[[list[int]], Sequence[Need]],
+    confirm: Sequence[float] = (),
 ) -> list[Largest]:
     """Return the largest of some rising values that fits, by capacity.
 
@@ -47,6 +50,7 @@ def largest_that_fit(
         values: rising, above 0.
         capacities: in bytes.
         run: tells what values take, which are given in rising order, each once.
+        confirm: shares of a result that must fit, too.
     """
     known: dict[int, Need] = {}
     wanted = set(_probes(values))
@@ -61,6 +65,7 @@ def largest_that_fit(
             index
             for bracket, capacity in zip(brackets, capacities, strict=True)
             for index in _next(values, known, bracket, capacity, halve=turn >= _LINES)
+            or _unconfirmed(values, known, bracket, confirm)
         }
     return [_found(values, _bracket(values, known, sorted(known), number)) for number in range(len(capacities))]
 
@@ -91,6 +96,15 @@ def _next(
     # Where a curve bends, or peaks and verdicts disagree, lines come near from one side, and slowly.
     wanted = (first, first + 1, (low + high) // 2) if halve else (first, first + 1)
     return {min(max(index, low + 1), high - 1) for index in wanted}
+
+
+def _unconfirmed(
+    values: Sequence[int], known: dict[int, Need], bracket: tuple[int, int], confirm: Sequence[float]
+) -> set[int]:
+    if bracket[0] < 0:
+        return set()
+    places = (bisect_left(values, values[bracket[0]] * share) for share in confirm)
+    return {place for place in places if place not in known}
 
 
 def _found(values: Sequence[int], bracket: tuple[int, int]) -> Largest:

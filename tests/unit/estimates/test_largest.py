@@ -73,6 +73,14 @@ def test_a_value_that_fails_although_larger_ones_fit_is_not_passed() -> None:
     assert largest_that_fit(range(100, 100_001, 300), [40_000], run) == [Largest(700, 1000)]
 
 
+def test_shares_of_a_result_that_do_not_fit_lower_it() -> None:
+    def run(values: list[int]) -> list[Need]:
+        return [Need(10.0 * x, [10.0 * x <= 40_000 and not 3870 <= x < 3890]) for x in values]
+
+    assert largest_that_fit(range(1, 100_001), [40_000], run) == [Largest(4000, 4001)]
+    assert largest_that_fit(range(1, 100_001), [40_000], run, confirm=(0.99, 0.97)) == [Largest(3869, 3870)]
+
+
 def test_one_value_is_settled_by_one_run() -> None:
     runs = Runs(float, [10])
     assert largest_that_fit([8], [10], runs) == [Largest(8, None)]

@@ -1,12 +1,11 @@
 """Which steps of a data set do not fit, beside the batches that a run would make."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from ftmon.protocol.analysis.estimates.largest import Need
 
 pytest.importorskip("torch")
 
@@ -36,6 +35,11 @@ training: {{sequence_length: 96, micro_batch: 2, grad_accumulation: 2, epochs: 1
     return configured.read(str(tmp_path / "train.yaml"), [], RANKS, [])
 
 
+def needs(limit: int) -> Callable[[list[int]], list[Need]]:
+    """Return what says that a token takes a byte."""
+    return lambda lengths: [Need(length, [length <= limit]) for length in lengths]
+
+
 def test_steps_that_do_not_fit_are_those_whose_batches_are_too_long(config: Config) -> None:
     records, examples = data_risk.read(config)
     collate = Collate(0, config.training.sequence_length)
@@ -49,7 +53,7 @@ def test_steps_that_do_not_fit_are_those_whose_batches_are_too_long(config: Conf
     assert len(set(longest.values())) > 3
     limit = sorted(set(longest.values()))[-3]
 
-    risk = data_risk.find(config, records, examples, lambda lengths: [length <= limit for length in lengths])
+    risk = data_risk.find(config, records, examples, limit, needs(limit))
     failing = [step for step, length in longest.items() if length > limit]
     assert (risk.steps, risk.largest_length, risk.failing_steps) == (len(longest), limit, len(failing))
     assert [step.step for step in risk.failing] == failing[:3]
@@ -59,21 +63,5 @@ def test_steps_that_do_not_fit_are_those_whose_batches_are_too_long(config: Conf
     assert max(int(examples.tokens[row]) for row in first.rows) > first.length - 8
     assert all("data.jsonl:" in place for place in first.places)
 
-    fitting = data_risk.find(config, records, examples, lambda lengths: [True] * len(lengths))
+    fitting = data_risk.find(config, records, examples, 1 << 20, needs(1 << 20))
     assert (fitting.failing_steps, fitting.failing, fitting.largest_length) == (0, [], max(longest.values()))
-
-
-@given(st.integers(1, 400), st.integers(-1, 400))
-def test_the_largest_length_that_fits_is_found_with_few_dry_runs(count: int, largest: int) -> None:
-    lengths = [8 * number for number in range(1, count + 1)]
-    calls = 0
-
-    def fits(tried: Sequence[int]) -> list[bool]:
-        nonlocal calls
-        calls += 1
-        assert sorted(tried) == list(tried)
-        return [length <= 8 * largest for length in tried]
-
-    wanted = max((length for length in lengths if length <= 8 * largest), default=None)
-    assert data_risk.largest_that_fits(lengths, fits) == wanted
-    assert calls <= 4
