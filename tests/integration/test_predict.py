@@ -1,6 +1,7 @@
 """``ftmon predict`` beside peaks measured on H200s (``bench/data/h200_peaks.jsonl``)."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,18 @@ def test_ranks_that_hold_other_layers_take_other_memory(tmp_path: Path) -> None:
     assert [rank["rank"] for rank in point["ranks"]] == [0, 1, 2]
     assert min(peaks[0], peaks[2]) > peaks[1] + 16 * MIB, peaks
     assert point["nvml_bytes"] == max(rank["nvml_bytes"] for rank in point["ranks"])
+
+
+def test_free_memory_is_not_that_of_this_hosts_gpus(tmp_path: Path) -> None:
+    # NVML's module as on a host with GPUs, which DeepSpeed would ask; beside a run none is visible.
+    (tmp_path / "pynvml.py").write_text("class NVMLError(Exception): pass\ndef nvmlInit(): pass\n")
+    (tmp_path / "model.json").write_text(json.dumps({**QWEN, "num_hidden_layers": 1, "vocab_size": 512}))
+    (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
+    words = ("--model", str(tmp_path / "model.json"), "--deepspeed", str(tmp_path / "ds.json"))
+    command = [sys.executable, "-P", "-m", "ftmon.trainer.predict", *words, "--sequence-length", "8"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_deepspeed_refuses_is_one_line_with_status_2(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def patch(update: Callable[[Any], None], fetched: Callable[[Any], None]) -> None
         update: called with the arguments of a compiled function, such as an optimizer's update.
         fetched: called with a module whose parameters ZeRO-3 has gathered.
     """
+    import deepspeed.accelerator.cuda_accelerator as cuda_accelerator
     import deepspeed.runtime.engine as ds_engine
     import deepspeed.runtime.zero.parameter_offload as offload
     import deepspeed.runtime.zero.partition_parameters as partition
@@ -52,6 +53,9 @@ def patch(update: Callable[[Any], None], fetched: Callable[[Any], None]) -> None
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     del all_ops
+    # Free memory is that of the GPU that is pretended, not of one of this host, if NVML knows any.
+    accelerator: Any = cuda_accelerator
+    accelerator.pynvml = None
     # CPUAdam asks for the maker's name: this starts programs, for more than a second.
     cpuinfo: Any = importlib.import_module("cpuinfo")
     cpuinfo.get_cpu_info = lambda: {"vendor_id_raw": "unknown"}
