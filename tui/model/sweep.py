@@ -184,7 +184,7 @@ class SweepModel:
         if self._wanted:
             return TableRow([*cells, *(columns.pooled_text(one.rows, name) for name in self._wanted)], "done", "")
         peak = one.peak_bytes.median if one.peak_bytes else 0.0
-        off = f"{predicted.peak_bytes / peak - 1:+.1%}" if predicted is not None and peak else ""
+        off = f"{predicted.peak_bytes / peak - 1:+z.1%}" if predicted is not None and peak else ""
         return TableRow([*cells, gib(peak), off, spread_text(one.step_ms), one.peak_phase], "done", "")
 
     def _coming(self, run: Planned, verdict: str, text: str) -> TableRow:

@@ -52,7 +52,7 @@ def row_text(row: Row) -> str:
         return failure_text(row)
     words = [f"{gib(row.peak_bytes)} in {row.peak_phase}" if row.peak_phase else "no memory was measured"]
     if row.predicted is not None and row.peak_bytes:
-        words.append(f"predicted {row.predicted.peak_bytes / row.peak_bytes - 1:+.1%}")
+        words.append(f"predicted {row.predicted.peak_bytes / row.peak_bytes - 1:+z.1%}")
     words.append(f"{row.step_ms:,.1f} ms a step")
     if row.tokens_per_second:
         words.append(f"{row.tokens_per_second:,.0f} tokens/s")
@@ -122,7 +122,7 @@ def table(pooled: Sequence[Pooled], wanted: Sequence[str] = ()) -> list[list[str
         off = ""
         if predicted is not None:
             measured = one.peak_bytes.median if one.peak_bytes else 0
-            off = f"{predicted.peak_bytes / measured - 1:+.1%}" if measured else gib(predicted.peak_bytes)
+            off = f"{predicted.peak_bytes / measured - 1:+z.1%}" if measured else gib(predicted.peak_bytes)
         failed = next((row for row in one.rows if row.verdict != "done"), row)
         lines.append(
             [
