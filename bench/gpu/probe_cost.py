@@ -1,12 +1,13 @@
 """What the probe costs a training loop: blocks of steps with the probe on and off in turn, in one process.
 
-    ftmon run --plain -- python bench/gpu/probe_cost.py [--loop torch|engine] [--pairs 40] [--out FILE]
+    ftmon run --plain -- python bench/gpu/probe_cost.py [--loop torch|engine] [--rounds 40] [--out FILE]
 
 A host-bound loop (a Qwen2 of 24 small layers, two dataloader workers). A block is 20 steps between two
 synchronisations of the device; the first two steps after a switch are not timed. "Off" leaves the hooks in place,
-asleep, with PyTorch's memory recorder off: a function call or two a step remain, which no bare loop has. The order
-inside a pair is drawn, so that a drift of the host's speed hits both alike. Beside the time that passes, the CPU
-time of the training thread and of the probe's own thread is measured, which other load on a host moves less.
+asleep, with PyTorch's memory recorder off: a function call or two a step remain, which no bare loop has; "recorder" has
+that on alone. The order inside a round is drawn, so that a drift of the host's speed hits all alike. Beside the time
+that passes, the CPU time of the training thread and of the probe's own thread is measured, which other load on a host
+moves less.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 WARM_STEPS, TIMED_STEPS = 2, 20
+STATES = ("off", "recorder", "on")
 QWEN = {
     "vocab_size": 32000,
     "hidden_size": 512,
@@ -113,21 +115,41 @@ class Switch:
         """Return the CPU time of the probe's own thread."""
         return time.clock_gettime(time.pthread_getcpuclockid(self.publisher.ident))
 
-    def set(self, on: bool) -> None:
-        """Switch, and wait until the recorder follows."""
+    def set(self, state: str) -> None:
+        """Switch to one of ``STATES``, and wait until the recorder follows."""
+        on = state == "on"
         self.watch._wanted = on
         self.training.guard.enabled = on
         time.sleep(0.25)  # two turns of the publisher, which gives up or takes up the recorder
-        if not on:
+        if state == "off":
             self.watch._recording.off()
-        if on:
+        elif state == "recorder":
+            self.watch._recording.numbers()
+        else:
             self.costs_us = self.costs_us[:-1] if self.costs_us else []  # a step that was begun before the pause
+
+
+def compared(blocks: list[Times], off: list[Times]) -> dict[str, Any]:
+    """Return medians, and how they compare with the blocks of the same rounds without the probe."""
+    found: dict[str, Any] = {}
+    for name in ("wall_ms", "thread_ms"):
+        mine, other = [getattr(one, name) for one in blocks], [getattr(one, name) for one in off]
+        ratios = sorted(a / b for a, b in zip(mine, other, strict=True))
+        tenth = len(mine) // 10
+        found[name] = {
+            "median": statistics.median(mine),
+            "ratio": statistics.median(ratios),
+            "middle_half": [ratios[len(ratios) // 4], ratios[-len(ratios) // 4]],
+            "fastest_block": min(mine) / min(other),
+            "tenth_percentile": sorted(mine)[tenth] / sorted(other)[tenth],
+        }
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loop", choices=["torch", "engine"], default="torch")
-    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     import torch
@@ -151,35 +173,21 @@ def main() -> None:
 
     switch = Switch()
     steps(60)
-    blocks: dict[bool, list[Times]] = {True: [], False: []}
+    blocks: dict[str, list[Times]] = {state: [] for state in STATES}
     draw = random.Random(0)
-    for _ in range(args.pairs):
-        for on in draw.sample((True, False), 2):
-            switch.set(on)
+    for _ in range(args.rounds):
+        for state in draw.sample(STATES, len(STATES)):
+            switch.set(state)
             steps(WARM_STEPS)
-            blocks[on].append(steps(TIMED_STEPS))
-            print("on " if on else "off", f"{blocks[on][-1].wall_ms:.3f} ms a step", flush=True)
-    switch.set(True)
-    with_ms, without_ms = ([block.wall_ms for block in blocks[on]] for on in (True, False))
-    cpu = {on: [block.thread_ms for block in blocks[on]] for on in (True, False)}
-    cpu_ratios = sorted(on / off for on, off in zip(cpu[True], cpu[False], strict=True))
-    ratios = sorted(on / off for on, off in zip(with_ms, without_ms, strict=True))
-    tenth = len(with_ms) // 10
+            blocks[state].append(steps(TIMED_STEPS))
+            print(f"{state}: {blocks[state][-1].wall_ms:.3f} ms a step", flush=True)
+    switch.set("on")
     found = {
         "loop": args.loop,
         "device": torch.cuda.get_device_name(0),
-        "pairs": args.pairs,
-        "off_ms": statistics.median(without_ms),
-        "on_ms": statistics.median(with_ms),
-        "median_ratio_of_pairs": statistics.median(ratios),
-        "middle_half_of_ratios": [ratios[len(ratios) // 4], ratios[-len(ratios) // 4]],
-        "fastest_block": min(with_ms) / min(without_ms),
-        "tenth_percentile": sorted(with_ms)[tenth] / sorted(without_ms)[tenth],
-        "thread_cpu_off_ms": statistics.median(cpu[False]),
-        "thread_cpu_on_ms": statistics.median(cpu[True]),
-        "thread_cpu_median_ratio": statistics.median(cpu_ratios),
-        "thread_cpu_middle_half": [cpu_ratios[len(cpu_ratios) // 4], cpu_ratios[-len(cpu_ratios) // 4]],
-        "publisher_cpu_us": statistics.median(block.publisher_ms for block in blocks[True]) * 1000,
+        "rounds": args.rounds,
+        **{state: compared(blocks[state], blocks["off"]) for state in STATES},
+        "publisher_cpu_us": statistics.median(block.publisher_ms for block in blocks["on"]) * 1000,
         "hook_us_median": statistics.median(switch.costs_us),
         "hook_us_95": sorted(switch.costs_us)[len(switch.costs_us) * 95 // 100],
     }
