@@ -28,20 +28,11 @@ def test_an_alert_tells_its_cause_once_a_rank_has_sent_the_stacks(make_sim: Any)
     sim = make_sim()
     spike(sim, 20)
     (before,) = sim.alerts("spike")
-    assert "Common causes" in before.text
+    assert "cause_pattern" not in before.evidence
     assert before.evidence["repeats"] is False
     sim.feed(cause(22, 950 * MIB, ["loop.py:31 main", ADAM]))
     (alert,) = sim.alerts("spike")
     assert alert.id == before.id
-    assert alert.title == "rank 0 optimizer +0.9 GiB for 4 ms: foreach temporaries of the optimizer"
-    assert "\n" not in alert.title
-    assert "Common causes" not in alert.text
-    assert (
-        "Cause, by the stacks of step 22: 0.89 GiB of 0.93 GiB in adam.py:640 _multi_tensor_adam: foreach temporaries "
-        "of the optimizer, one parameter-size. Try: torch.optim.AdamW(..., fused=True) takes none, which would save "
-        "0.89 GiB."
-    ) in alert.text
-    assert "took 12 ms in place of 9 ms, and reading them 31 ms beside the training" in alert.text
     evidence = alert.evidence
     assert (evidence["cause_pattern"], evidence["cause_bytes"]) == ("foreach_temporaries", 910 * MIB)
     assert (evidence["armed_us"], evidence["usual_us"], evidence["saves_bytes"]) == (12_000, 9000, 910 * MIB)
@@ -70,7 +61,7 @@ def test_a_steady_transient_is_explained_for_all_ranks_by_the_stacks_of_one(make
     sim.wait(6)
     (alert,) = sim.alerts("spike")
     assert alert.ranks == [0, 1, 2, 3]
-    assert alert.title.endswith("in every step: foreach temporaries of the optimizer")
+    assert alert.evidence["cause_pattern"] == "foreach_temporaries"
 
 
 def test_stacks_of_a_step_without_the_spike_tell_nothing_and_say_so(make_sim: Any) -> None:
@@ -78,8 +69,8 @@ def test_stacks_of_a_step_without_the_spike_tell_nothing_and_say_so(make_sim: An
     spike(sim, 20)
     sim.feed(cause(22, 50 * MIB, [ADAM]))
     (alert,) = sim.alerts("spike")
-    assert "Cannot tell the cause: step 22, whose stacks were recorded, took 50.0 MiB only." in alert.text
     assert "cause_pattern" not in alert.evidence
+    assert (alert.evidence["cause_step"], alert.evidence["cause_transient_bytes"]) == (22, 50 * MIB)
 
 
 def test_stacks_without_a_known_pattern_say_where_and_that_the_cause_cannot_be_told(make_sim: Any) -> None:
@@ -87,20 +78,19 @@ def test_stacks_without_a_known_pattern_say_where_and_that_the_cause_cannot_be_t
     spike(sim, 20)
     sim.feed(cause(22, 950 * MIB, ["/home/user/loop.py:31 main"]))
     (alert,) = sim.alerts("spike")
-    assert "Cannot tell the cause by the stacks of step 22; most of it, 0.93 GiB, in loop.py:31 main." in alert.text
+    assert "cause_pattern" not in alert.evidence
+    assert alert.evidence["stacks"][0]["frames"] == ["/home/user/loop.py:31 main"]
 
 
 @pytest.mark.parametrize(
-    ("phase", "fields", "pattern", "words"),
+    ("phase", "fields", "pattern"),
     [
-        ("backward", {"batch_shape": [4, 4096]}, "longer_batch", "[4, 4096] was longer than any before ([4, 2048]"),
-        ("optimizer", {"overflow": True}, "loss_scale_overflow", "the loss scaler skipped this update"),
-        ("checkpoint", {}, "checkpoint_saving", "a checkpoint was being saved"),
+        ("backward", {"batch_shape": [4, 4096]}, "longer_batch"),
+        ("optimizer", {"overflow": True}, "loss_scale_overflow"),
+        ("checkpoint", {}, "checkpoint_saving"),
     ],
 )
-def test_what_the_numbers_say_needs_no_stacks(
-    make_sim: Any, phase: str, fields: dict[str, Any], pattern: str, words: str
-) -> None:
+def test_what_the_numbers_say_needs_no_stacks(make_sim: Any, phase: str, fields: dict[str, Any], pattern: str) -> None:
     sim = make_sim(cuda=False)
     sim.begin()
 
@@ -112,8 +102,6 @@ def test_what_the_numbers_say_needs_no_stacks(
     sim.feed(sim.step(0, 20, phases(900 * MIB), **{"batch_shape": [4, 2048], **fields}))
     (alert,) = sim.alerts("spike")
     assert alert.evidence["cause_pattern"] == pattern
-    assert words in alert.text
-    assert "Try: " in alert.text
     assert alert.evidence["saves_bytes"] == (890 * MIB if pattern == "longer_batch" else 0)
     assert sim.detectors.take_actions() == [], "a rank on the CPU has no trace of allocations"
 
