@@ -1,4 +1,4 @@
-"""Predicted memory beside measured peaks of real DeepSpeed steps on H200s, and beside DeepSpeed's own estimator.
+"""Predicted memory beside measured peaks of real DeepSpeed steps on H200s, and beside what others estimate.
 
     python bench/predict.py --out results.json                       every configuration, every length
     python bench/predict.py --lengths 2 --only llama                 two lengths of each configuration of one family
@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,29 @@ def estimator(measured: dict[str, Any]) -> int:
     return 2 * parameters if offload else 4 * parameters + 16 * parameters // ranks
 
 
+def estimates(measured: dict[str, Any]) -> dict[str, int]:
+    """Return what others estimate for a GPU, in bytes; none of them asks for a length."""
+    found = {"DeepSpeed's estimator": estimator(measured)}
+    for dtype, size in accelerate_estimate(measured["model"]).items():
+        found[f"accelerate estimate-memory, {dtype}"] = size
+    return found
+
+
+@cache
+def accelerate_estimate(model: str) -> dict[str, int]:
+    """Return what ``accelerate estimate-memory`` calls the peak of training with Adam, in bytes, by its data types."""
+    from accelerate import init_empty_weights
+    from accelerate.commands.estimate import estimate_training_usage
+    from accelerate.utils import calculate_maximum_sizes
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = dict(MODELS[model])
+    with init_empty_weights():
+        made = AutoModelForCausalLM.from_config(AutoConfig.for_model(shape.pop("model_type"), **shape))
+    size, _ = calculate_maximum_sizes(made.float())
+    return {dtype: max(estimate_training_usage(size, dtype).values()) for dtype in ("float32", "float16")}
+
+
 def chosen(lengths: list[int], most: int) -> list[int]:
     """Return at most so many lengths, the longest first."""
     ordered = sorted(lengths, reverse=True)
@@ -161,7 +185,8 @@ def table(found: dict[str, Any]) -> None:
             highest = max(highest, row[f"{phase}_allocated_peak_mib"])
         ours = max(predicted[f"{phase}_allocated"] for phase in PHASES) / MIB
         errors.setdefault("highest allocated", []).append((ours / highest - 1, name))
-        errors.setdefault("DeepSpeed's estimator", []).append((estimator(line) / MIB / highest - 1, name))
+        for peer, size in estimates(line).items():
+            errors.setdefault(peer, []).append((size / MIB / highest - 1, name))
         init = predicted["init_allocated"] / MIB / line["after_init_peak_mib"] - 1
         errors.setdefault("init allocated", []).append((init, name))
     print("| phase | rows | median | worst | under 1 % | under 5 % |\n| --- | --- | --- | --- | --- | --- |")

@@ -66,7 +66,7 @@ CASES = {
 }
 LENGTHS = ["125,1024", "125"]
 """Of packed rows."""
-GRID = range(256, 2049, 256)
+GRID = range(512, 2049, 512)
 REFUSED = {
     "no such folder": (["--model", "/no/such/folder"], "/no/such/folder: no such folder or file"),
     "no configuration": (["--model", "FOLDER"], "FOLDER: has no config.json"),
@@ -100,9 +100,8 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     words.append([f"--capacity={CAPACITY}", "--data", "--json", "--", str(folder / "small.yaml")])
     for lengths in LENGTHS:
         words.append([f"--sequence-length={lengths}", "--json", "--", str(folder / "small.yaml"), "data.packing=true"])
-    words.append([f"--capacity={CAPACITY}", "--largest", "--json", "--", str(folder / "small.yaml")])
-    grid = ",".join(map(str, GRID))
-    words.append([f"--capacity={CAPACITY}", f"--sequence-length={grid}", "--json", "--", str(folder / "small.yaml")])
+    grid = f"--sequence-length={','.join(map(str, GRID))}"
+    words.append([f"--capacity={CAPACITY}", "--largest", grid, "--json", "--", str(folder / "small.yaml")])
     run = RunDir(folder / "run")
     run.path.mkdir()
     run.config.write_text(config)
@@ -116,7 +115,7 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     answers = json.loads(done.stdout)
     for answer in answers:
         answer["output"] = answer["output"].replace(str(folder / "ds.json"), "DS").replace(str(folder), "FOLDER")
-    return dict(zip([*CASES, "data", *LENGTHS, "largest", "grid", "live", *REFUSED], answers, strict=True))
+    return dict(zip([*CASES, "data", *LENGTHS, "largest", "live", *REFUSED], answers, strict=True))
 
 
 def _in(folder: Path, word: str) -> str:
@@ -233,14 +232,13 @@ def test_the_largest_length_and_micro_batch_that_fit_a_capacity_are_found(predic
     found = msgspec.json.decode(predictions["largest"]["output"], type=Answer)
     (holds,) = found.largest
     assert (holds.gpu, holds.capacity_bytes) == ("", CAPACITY)
-    grid = {one["sequence_length"]: one["fits"] for one in json.loads(predictions["grid"]["output"])["points"]}
-    first = min(length for length, fits in grid.items() if not fits)
+    first = min(point.sequence_length for point in found.points if not point.fits)
     assert first > GRID[0]
     assert holds.sequence_length.value is not None
     assert holds.sequence_length.above is not None
-    assert first - 256 <= holds.sequence_length.value < holds.sequence_length.above <= first
+    assert first - 512 <= holds.sequence_length.value < holds.sequence_length.above <= first
     assert holds.sequence_length.above <= holds.sequence_length.value * 1.008
-    assert found.points[0].fits is False, "2,048 tokens do not fit, so no micro-batch of them does"
+    assert found.points[-1].fits is False, "2,048 tokens do not fit, so no micro-batch of them does"
     assert holds.micro_batch == Largest(None, 1)
     assert "the capacity" in render(found)
     assert len(found.pieces) > 1

@@ -66,7 +66,8 @@ def _difference(world: World, kind: str, values: dict[str, Any], packing: bool) 
         data=msgspec.structs.replace(base.data, packing=packing),
         training=msgspec.structs.replace(base.training, sequence_length=41, sequence_parallel_size=2),
     )
-    collate: Collate = make_collate(model, config, world, 0, fused_loss=False)
+    padding = Collate(0, config.training.sequence_length)
+    collate: Collate = make_collate(model, config, world, padding, fused_loss=False)
     model(**on_device(collate(examples), world), use_cache=False).loss.backward()
     difference = size = 0.0
     for name, one in model.named_parameters():
