@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,10 @@ CASES = {
     "lora": ["zero.stage=3", "lora.rank=8", "model.gradient_checkpointing=layers"],
     "compiled": ["model.compile=layers"],
 }
+QUANTIZED = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCABULARY, "hidden_size": WIDTH,
+    "intermediate_size": 11008, "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
 LENGTHS = ["125,1024", "125"]
 """Of packed rows."""
 GRID = range(512, 2049, 512)
@@ -97,11 +102,18 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "rows.jsonl").write_text("".join(f'{{"text": "{"word " * count}"}}\n' for count in ROWS))
     config = SMALL.replace("DATA", str(folder / "rows.jsonl"))
     (folder / "small.yaml").write_text(config)
-    words.append([f"--capacity={CAPACITY}", "--data", "--json", "--", str(folder / "small.yaml")])
+    words.append([f"--capacity={CAPACITY}", "--data", "--price=3.6", "--json", "--", str(folder / "small.yaml")])
     for lengths in LENGTHS:
         words.append([f"--sequence-length={lengths}", "--json", "--", str(folder / "small.yaml"), "data.packing=true"])
     grid = f"--sequence-length={','.join(map(str, GRID))}"
     words.append([f"--capacity={CAPACITY}", "--largest", grid, "--json", "--", str(folder / "small.yaml")])
+    (folder / "quantized").mkdir()
+    (folder / "quantized" / "config.json").write_text(json.dumps(QUANTIZED))
+    (folder / "quantized.yaml").write_text(
+        f"model: {{name: {folder / 'quantized'}, quantization: nf4}}\ndata: {{path: {folder / 'data.jsonl'}}}\n"
+        "lora: {rank: 8, merge: false}\ntraining: {sequence_length: 2048}\n"
+    )
+    words.append(["--json", "--", str(folder / "quantized.yaml")])
     run = RunDir(folder / "run")
     run.path.mkdir()
     run.config.write_text(config)
@@ -115,7 +127,7 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     answers = json.loads(done.stdout)
     for answer in answers:
         answer["output"] = answer["output"].replace(str(folder / "ds.json"), "DS").replace(str(folder), "FOLDER")
-    return dict(zip([*CASES, "data", *LENGTHS, "largest", "live", *REFUSED], answers, strict=True))
+    return dict(zip([*CASES, "data", *LENGTHS, "largest", "quantized", "live", *REFUSED], answers, strict=True))
 
 
 def _in(folder: Path, word: str) -> str:
@@ -217,6 +229,23 @@ def test_the_fused_loss_saves_the_logits(predictions: dict[str, Any]) -> None:
     assert 4 * logits < saved < 12 * logits
 
 
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes, for the weights in 4 bits")
+def test_weights_in_4_bits_take_half_a_byte_and_their_scales(predictions: dict[str, Any]) -> None:
+    assert predictions["quantized"]["status"] == 0, predictions["quantized"]["output"]
+    found = json.loads(predictions["quantized"]["output"])
+    linear = 2 * (2 * WIDTH * WIDTH + 2 * WIDTH * 1024 + 3 * WIDTH * 11008)
+    adapters = 8 * 2 * (2 * (WIDTH + WIDTH) + 2 * (WIDTH + 1024) + 3 * (WIDTH + 11008))
+    assert found["trainable"] == adapters
+    assert found["parameters"] == PARAMETERS + adapters
+    # NF4 of blocks of 64 whose scales have 8 bits, in blocks of 256 with an fp32 scale each (arXiv 2305.14314).
+    packed = linear / 2 + linear / 64 + 4 * linear / 64 / 256
+    whole = 2 * (PARAMETERS - linear + adapters)
+    (rank,) = found["points"][0]["ranks"]
+    assert rank["phases"]["forward"]["parts"]["parameters"] == pytest.approx(packed + whole, rel=0.01)
+    assert rank["host_bytes"] < 64 * MIB, "no weight lies on the host as a whole"
+    assert found["checkpoint_bytes"] == pytest.approx(14 * adapters, rel=0.01), "the adapters' alone"
+
+
 def test_each_of_several_lengths_of_packed_rows_has_the_figures_of_a_run_of_its_own(
     predictions: dict[str, Any],
 ) -> None:
@@ -296,6 +325,9 @@ def test_the_steps_of_a_data_set_that_do_not_fit_are_named(predictions: dict[str
     assert msgspec.convert(prediction, WhatIfAnswer).capacity_bytes == CAPACITY, "the app reads such an answer, too"
     assert prediction["points"][0]["fits"] is False, "2,048 tokens are longer than any row"
     assert prediction["points"][0]["run_seconds"] > 0, "the steps are known"
+    assert risk["epoch_seconds"] == pytest.approx(risk["steps"] * prediction["points"][0]["step_seconds"])
+    assert risk["epoch_price"] == pytest.approx(risk["epoch_seconds"] / 1000), "3.6 an hour are a thousandth a second"
+    assert f"an epoch: {risk['steps']} steps, " in words
     line = next(line for line in words.splitlines() if line.startswith("data: "))
     assert line == (
         f"data: {risk['failing_steps']} of {risk['steps']} steps of an epoch do not fit; of the lengths that occur, "

@@ -106,7 +106,13 @@ def _with_data(job: jobs.Prepared, capacity: int, price: float | None, tell: Cal
         points = answer.predict(job._replace(lengths=lengths), capacity).points
         return [Need(point.needed_bytes, [bool(point.fits)]) for point in points]
 
-    return msgspec.structs.replace(found, data=data_risk.find(job.config, records, examples, capacity, run))
+    risk = data_risk.find(job.config, records, examples, capacity, run)
+    point = max(found.points, key=lambda one: one.sequence_length)
+    if point.step_seconds:
+        seconds = risk.steps * point.step_seconds
+        paid = None if price is None else seconds / 3600 * job.ranks * price
+        risk = msgspec.structs.replace(risk, epoch_seconds=seconds, epoch_price=paid)
+    return msgspec.structs.replace(found, data=risk)
 
 
 def _with_largest(

@@ -67,12 +67,17 @@ def predict(
         gpu=name_of(job.gpu),
         trainable=first.trainable,
         positions=first.positions,
-        checkpoint_bytes=checkpoint_bytes(first.parameters, first.trainable, kept=0),
+        checkpoint_bytes=checkpoint_bytes(_kept_weights(job, first), first.trainable, kept=0),
         price_per_gpu_hour=price_per_gpu_hour,
         expected_errors=EXPECTED_ERRORS,
         sequence_parallel_size=job.sequence_parallel_size,
         versions={name: version(name) for name in ("torch", "deepspeed", "transformers")},
     )
+
+
+def _kept_weights(job: Prepared, run: ranks.RankRun) -> int:
+    """Return the parameters whose weights a checkpoint holds: of our own trainer's adapters, theirs alone."""
+    return run.trainable if job.config is not None and job.config.lora.rank else run.parameters
 
 
 def capacity_of(job: Prepared) -> int:

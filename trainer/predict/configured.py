@@ -1,7 +1,6 @@
 """A dry run of ``ftmon train``: the recipe's own model, engine, optimizer and step, from its configuration."""
 
-import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ from ...protocol.gpus import Gpu
 from ..recipe.config import resolve
 from ..recipe.config.load import Loaded, load
 from ..recipe.config.schema import Config
-from . import fake_tensors
+from . import fake_tensors, modes
 from .dry import DryRun, Job
 
 _UNSUPPORTED = {
     "run.device": ("cpu", "is cpu; a prediction is of a run on GPUs"),
-    "model.quantization": ("nf4", "cannot be predicted: bitsandbytes' kernels do not run on fake tensors; use none"),
     "model.compile": ("layers", "cannot be predicted: compiled code does not run on fake tensors; use off"),
     "model.attention": (
         "flash_attention_2",
@@ -84,7 +82,7 @@ class RecipeRun(DryRun):
 
     def _make(self) -> None:
         config = self._config
-        with _real():
+        with modes.left():
             from transformers import masking_utils
 
             from . import dry_recipe
@@ -116,16 +114,6 @@ class RecipeRun(DryRun):
     def _step(self, length: int) -> None:
         for name in ("forward", "backward", "optimizer"):
             self._phases.pop(name, None)
-        with _real():
+        with modes.left():
             batch = self._dry.batch(length)
         self._dry.take(batch)
-
-
-@contextlib.contextmanager
-def _real() -> Generator[None]:
-    """Leave fake tensors and the recording of them in the body."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    modes: Any = _disable_current_modes
-    with modes():
-        yield

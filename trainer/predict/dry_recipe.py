@@ -17,6 +17,7 @@ from ..recipe.model import fused, load, tokenizer
 from ..recipe.monitor import Monitor
 from ..recipe.optim.adamw import SmallStateAdamW
 from ..recipe.step import Stepper, make_collate
+from . import quantized
 
 Mark = Callable[[str], None]
 """Called with the name of a phase."""
@@ -99,7 +100,7 @@ class DryStep:
             ConfigError: the recipe, transformers or peft refuse the configuration.
         """
         world.share_sequences(config.training.sequence_parallel_size)
-        engine, self.model = make_engine(config, world, tokens, total_steps=1 << 30, weights=False)
+        engine, self.model = make_engine(config, world, tokens, 1 << 30, without_weights=quantized.hold_in_4_bits)
         made = engine.basic_optimizer
         if isinstance(made, SmallStateAdamW) and made.compiled_update is not None:
             # One kernel, which writes in place.

@@ -4,6 +4,7 @@ Every entry follows the source of PyTorch 2.11 to 2.13 that is named with it.
 """
 
 import importlib
+import importlib.util
 import math
 import threading
 from typing import Any
@@ -14,6 +15,7 @@ from .memory import Hidden, Recorder
 
 _aten: Any = torch.ops.aten
 MIB = 1 << 20
+_FEW_ROWS = 128
 
 
 class Workspaces:
@@ -68,6 +70,18 @@ def _varlen_backward(recorder: Recorder, func: Any, args: Any, kwargs: Any, resu
     recorder.trace.moment(*sizes, stream=recorder.stream)
 
 
+def _dequantized(recorder: Recorder, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """A product with a weight in 4 bits: of more than a few rows, of the whole weight in the inputs' type.
+
+    bitsandbytes 0.50, ``backends/cuda/ops.py``, ``gemm_4bit``; which kernel takes up to 1,536 rows differs by GPU.
+    """
+    inputs, shape, blocksize = args[0], args[2], args[4]
+    if inputs.device.type != "cuda" or inputs.numel() // inputs.shape[-1] <= _FEW_ROWS:
+        return
+    elements = math.prod(shape)
+    recorder.trace.moment(elements // blocksize * 4, elements * inputs.element_size(), stream=recorder.stream)
+
+
 def _rounded(width: int) -> int:
     """Return the width of a head that FlashAttention computes with."""
     return math.ceil(width / 32) * 32 if width <= 128 else math.ceil(width / 64) * 64
@@ -81,6 +95,10 @@ def hidden(capability: tuple[int, int]) -> dict[Any, Hidden]:
         *(_aten.mm.out, _aten.bmm.out, _aten.addmm.out, _aten.addmv.default, _aten.mv.default),
     )
     found: dict[Any, Hidden] = dict.fromkeys(products, workspaces)
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        importlib.import_module("bitsandbytes")  # registers the operation
+        if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+            found[torch.ops.bitsandbytes.gemm_4bit.default] = _dequantized
     found[_aten._scaled_dot_product_flash_attention_backward.default] = _flash_backward
     try:
         importlib.import_module("torch.nn.attention.varlen")  # registers the operation

@@ -147,6 +147,10 @@ class DataRisk(msgspec.Struct, frozen=True):
     """Steps that do not fit."""
     failing: list[RiskyStep]
     """The first of them."""
+    epoch_seconds: float | None = None
+    """Of an epoch's optimizer steps at ``training.sequence_length``; without evaluation, checkpoints and the start."""
+    epoch_price: float | None = None
+    """With a price of a GPU hour, in its currency."""
 
 
 class Prediction(msgspec.Struct, frozen=True):

@@ -127,13 +127,18 @@ def _data(prediction: Prediction) -> str:
     risk = prediction.data
     if risk is None:
         return ""
+    if risk.epoch_seconds:
+        price = "" if risk.epoch_price is None else f", {risk.epoch_price:,.2f}"
+        epoch = f"an epoch: {risk.steps:,} steps, {risk.epoch_seconds / 3600:,.2f} h{price}\n"
+    else:
+        epoch = ""
     if not risk.failing:
-        return f"data: all {risk.steps:,} steps of an epoch fit; the longest is {_risky(risk.longest)}\n"
+        return f"{epoch}data: all {risk.steps:,} steps of an epoch fit; the longest is {_risky(risk.longest)}\n"
     largest = "no length that occurs fits"
     if risk.largest_length is not None:
         largest = f"of the lengths that occur, {risk.largest_length:,} tokens is the largest that fits"
     lines = [f"data: {risk.failing_steps:,} of {risk.steps:,} steps of an epoch do not fit; {largest}\n"]
-    return "".join([*lines, *(f"  does not fit at {_risky(step)}\n" for step in risk.failing)])
+    return epoch + "".join([*lines, *(f"  does not fit at {_risky(step)}\n" for step in risk.failing)])
 
 
 def _risky(step: RiskyStep) -> str:

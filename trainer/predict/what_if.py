@@ -167,6 +167,9 @@ def changed(given: argparse.Namespace, allocator: Settings, changes: tuple[str, 
     return lambda: jobs.prepare(arguments, allocator)
 
 
+_GATHERED = "nothing kept gathered"
+_KEEPS_GATHERED = ("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size")
+"""Keys of ZeRO-3 that keep parameters whole between their uses, or fetch them early: memory for time."""
 Kind = tuple[str, tuple[str, ...], bool]
 """A remedy's name, its changes, and whether it may be joined with others."""
 
@@ -196,11 +199,16 @@ def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
         yield "optimizer offload", ("zero.offload_optimizer=true",), True
     if zero.stage == 3 and not zero.offload_parameters:
         yield "parameter offload", ("zero.offload_parameters=true",), True
+    if zero.stage == 3:
+        yield _GATHERED, tuple(f"deepspeed.zero_optimization.{key}=0" for key in _KEEPS_GATHERED), True
     if optimizer.kind in ("auto", "deepspeed", "torch", "torch_foreach", "torch_fused"):
         yield "optimizer in bf16", ("optimizer.kind=adamw_bf16",), False
         yield "optimizer in 8 bit", ("optimizer.kind=adamw_8bit",), False
     if not config.lora.rank:
         yield "LoRA of rank 16", ("lora.rank=16",), False
+    if config.model.quantization == "none" and config.model.name and zero.stage < 3:
+        adapters = () if config.lora.rank else ("lora.rank=16",)
+        yield "QLoRA" if config.lora.rank else "QLoRA of rank 16", (*adapters, "model.quantization=nf4"), False
 
 
 def _flags(given: argparse.Namespace) -> Iterator[Kind]:
@@ -229,6 +237,8 @@ def _flags(given: argparse.Namespace) -> Iterator[Kind]:
         yield "optimizer offload", (f"zero_optimization.offload_optimizer={offload}",), True
     if stage == 3 and not deepspeed_file.offloads(settings, "param"):
         yield "parameter offload", (f"zero_optimization.offload_param={offload}",), True
+    if stage == 3:
+        yield _GATHERED, tuple(f"zero_optimization.{key}=0" for key in _KEEPS_GATHERED), True
     if settings.get("optimizer", {}).get("params", {}).get("torch_adam"):
         yield "compiled optimizer", ("optimizer.params.torch_adam=false",), True
     if not given.lora_rank and not command:

@@ -44,7 +44,6 @@ def test_what_training_refuses_is_refused_at_its_line(config: str) -> None:
     [
         "run.device=cpu",
         "model.compile=layers",
-        "model.quantization=nf4",
         "model.activation_offload=all",
         "model.attention=flash_attention_2",
     ],

@@ -49,10 +49,21 @@ def test_changes_of_a_configuration_are_assignments(config: str) -> None:
     assert "parameter offload" not in found
 
 
+def test_a_base_that_is_loaded_may_be_held_in_4_bits(config: str) -> None:
+    named = Path(config).with_name("named.yaml")
+    named.write_text(Path(config).read_text().replace(MODEL, "model: {name: someone/model}\n"))
+    found = changes(given(config=str(named)))
+    assert found["QLoRA of rank 16"] == "lora.rank=16 model.quantization=nf4"
+    adapted = changes(given(config=str(named), overrides=["lora.rank=4"]))
+    assert adapted["QLoRA"] == "model.quantization=nf4"
+    assert "QLoRA of rank 16" not in changes(given(config=config)), "random weights are not quantized"
+
+
 def test_what_a_run_has_already_is_no_change(config: str) -> None:
     has = ["model.gradient_checkpointing=layers", "lora.rank=8", "zero.stage=3", "training.micro_batch=1"]
     found = changes(given(config=config, overrides=has), Settings(expandable_segments=True))
     assert "parameter offload" in found
+    assert found["nothing kept gathered"].startswith("deepspeed.zero_optimization.stage3_max_live_parameters=0 ")
     assert not {"checkpointing", "LoRA of rank 16", "ZeRO 3", "micro-batch 2", "expandable segments"} & set(found)
 
 

@@ -12,7 +12,9 @@ from .distributed import World
 from .ds_config import deepspeed_config
 
 
-def make_engine(config: Config, world: World, tokens: Any, total_steps: int, weights: bool = True) -> tuple[Any, Any]:
+def make_engine(
+    config: Config, world: World, tokens: Any, total_steps: int, without_weights: load.Quantize | None = None
+) -> tuple[Any, Any]:
     """Return DeepSpeed's engine and the model inside it. All ranks call this.
 
     Args:
@@ -20,13 +22,14 @@ def make_engine(config: Config, world: World, tokens: Any, total_steps: int, wei
         world: the ranks.
         tokens: the tokenizer.
         total_steps: that the learning rate's schedule spans.
-        weights: load those of ``model.name``; False: make a model of its shape, for a dry run.
+        without_weights: for a dry run, which makes a model of the shape of ``model.name``: how it holds weights in 4
+            bits.
 
     Raises:
         ConfigError: the model or the optimizer cannot be made.
     """
     settings = deepspeed_config(config, world.size, world.on_gpu)
-    model = load.make(config, settings, tokens, world, weights)
+    model = load.make(config, settings, tokens, world, without_weights)
     # From here on each rank draws its own dropout.
     torch.manual_seed(config.training.seed + 1 + world.rank)
     engine, *_ = deepspeed.initialize(

@@ -1,5 +1,6 @@
 """The model: weights from the hub or a folder, or random ones from a bare configuration."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,13 @@ from .loss import use_summed_loss
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def make(config: Config, settings: dict[str, Any], tokenizer: Any, world: World, weights: bool = True) -> Any:
+Quantize = Callable[[Any, Any], None]
+"""Holds a model's linear layers in 4 bits, by a ``BitsAndBytesConfig``."""
+
+
+def make(
+    config: Config, settings: dict[str, Any], tokenizer: Any, world: World, without_weights: Quantize | None = None
+) -> Any:
     """Make the model, partitioned from the start under ZeRO-3.
 
     Args:
@@ -25,7 +32,8 @@ def make(config: Config, settings: dict[str, Any], tokenizer: Any, world: World,
         settings: DeepSpeed's configuration.
         tokenizer: gives the vocabulary's size where the configuration leaves it out.
         world: the ranks.
-        weights: load those of ``model.name``; False: make a model of its shape with others, for a dry run.
+        without_weights: for a dry run, which makes a model of the shape of ``model.name`` and loads no weights: how it
+            holds them in 4 bits.
 
     Raises:
         ConfigError: there is no such model, or its configuration does not hold together.
@@ -36,7 +44,7 @@ def make(config: Config, settings: dict[str, Any], tokenizer: Any, world: World,
     if not config.model.name:
         model = _from_config(config, tokenizer, world)
     else:
-        model = _from_weights(config, world) if weights else _from_shape(config)
+        model = _from_shape(config, world, without_weights) if without_weights else _from_weights(config, world)
     del partitioning
     if len(tokenizer) > model.config.vocab_size:
         raise ConfigError(
@@ -57,7 +65,7 @@ def count_parameters(model: Any) -> int:
     ``ds_numel`` is a parameter's whole size under ZeRO-3; bitsandbytes packs two 4-bit weights into a byte.
     """
     return sum(
-        int(getattr(parameter, "ds_numel", parameter.numel())) * (2 if type(parameter).__name__ == "Params4bit" else 1)
+        int(getattr(parameter, "ds_numel", parameter.numel())) * (2 if hasattr(parameter, "quant_state") else 1)
         for parameter in model.parameters()
     )
 
@@ -102,13 +110,21 @@ def _keep_quantized(model: Any) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def _from_shape(config: Config) -> Any:
+def _from_shape(config: Config, world: World, quantize: Quantize) -> Any:
     name = config.model.name
     try:
         shape: Any = AutoConfig.from_pretrained(name)
         if getattr(shape, "quantization_config", None) is not None:
             raise ConfigError(f"model.name: {name} has quantized weights, which a dry run cannot make")
-        return AutoModelForCausalLM.from_config(shape, dtype=_DTYPES[config.training.precision], **_attention(config))
+        quantization = _quantization(config, world).get("quantization_config")
+        # Weights that are held in 4 bits go to the GPU one by one, and never lie on the host as a whole.
+        with torch.device("cpu" if quantization is None else "meta"):
+            model = AutoModelForCausalLM.from_config(
+                shape, dtype=_DTYPES[config.training.precision], **_attention(config)
+            )
+        if quantization is not None:
+            quantize(model, quantization)
+        return model
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"model.name: {name} cannot be made: {first_line(error)}") from None
 

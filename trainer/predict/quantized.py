@@ -1,0 +1,58 @@
+"""Linear layers in 4 bits (QLoRA) in a dry run: bitsandbytes' own modules and operations on fake tensors.
+
+bitsandbytes' parameter is a tensor of a class of its own, which cannot be a fake one: a plain parameter with the same
+attributes takes its place. The operations have fake kernels.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from . import modes
+
+_ATTRIBUTES = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+"""Of bitsandbytes' parameter, which peft and its modules read."""
+
+
+def hold_in_4_bits(model: Any, settings: Any) -> None:
+    """Replace a model's linear layers as ``from_pretrained`` does, and put all of it on the GPU.
+
+    Args:
+        model: made of fake tensors without a place (meta).
+        settings: transformers' ``BitsAndBytesConfig``.
+    """
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    bitsandbytes: Any = import_module("bitsandbytes")
+    kinds = {name: module.weight.dtype for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    biases = {name: model.get_submodule(name).bias for name in kinds}
+    quantizer: Any = AutoHfQuantizer.from_config(settings)
+    with modes.left():
+        quantizer.preprocess_model(model=model, device_map=None)
+    for name, dtype in kinds.items():
+        module: Any = model.get_submodule(name)
+        if not isinstance(module, bitsandbytes.nn.Linear4bit):
+            continue
+        before = module.weight
+        # As each is loaded: whole, to the GPU, and there into 4 bits.
+        whole = torch.empty(module.out_features, module.in_features, dtype=dtype, device="cuda")
+        packed, state = bitsandbytes.functional.quantize_4bit(
+            whole,
+            blocksize=before.blocksize,
+            compress_statistics=before.compress_statistics,
+            quant_type=before.quant_type,
+        )
+        weight: Any = torch.nn.Parameter(packed, requires_grad=False)
+        for attribute in _ATTRIBUTES:
+            setattr(weight, attribute, getattr(before, attribute))
+        weight.quant_state = module.quant_state = state
+        module.weight, module.bias = weight, biases[name]
+    quantizer.postprocess_model(model)
+    for module in model.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if tensor.device.type != "meta":
+                continue
+            placed = torch.empty_like(tensor, device="cuda")
+            setattr(module, name, torch.nn.Parameter(placed) if isinstance(tensor, torch.nn.Parameter) else placed)
+    model.tie_weights()
