@@ -181,12 +181,15 @@ def _what_if(prediction: Prediction) -> str:
         if any(point.fits is False for point in prediction.points):
             return "it does not fit: --what-if predicts which changes would, and what they cost\n"
         return ""
-    names = ["what if", "fits", "needs", "host", "ms a step", "GPU time a sample", "set"]
+    costs = ["1M tokens"] if prediction.price_per_gpu_hour is not None else []
+    names = ["what if", "fits", "needs", "host", "ms a step", "GPU time a sample", *costs, "set"]
     rows: list[list[str]] = []
     for one in prediction.what_if:
         if one.refused:
-            rows.append([one.name, "-", "-", "-", "-", "-", one.refused])
+            rows.append([one.name, *["-"] * (len(names) - 2), one.refused])
             continue
+        paid = one.price_per_million_tokens
+        cost = [] if not costs else ["-"] if paid is None else [f"{paid:.4g}"]
         time = f"{one.step_seconds * 1e3:,.0f}" if one.step_seconds else "-"
         slower = f"x {one.slower:.2f}" if one.step_seconds else "-"
         rows.append(
@@ -197,6 +200,7 @@ def _what_if(prediction: Prediction) -> str:
                 _gib(one.host_bytes),
                 time,
                 slower,
+                *cost,
                 one.change,
             ]
         )
@@ -204,7 +208,7 @@ def _what_if(prediction: Prediction) -> str:
     head = (
         f"changes at {length:,} tokens, the cheapest that fits first; memory in GiB, each from a dry run of its own\n"
     )
-    return head + _table(names, rows, left=(0, 6))
+    return head + _table(names, rows, left=(0, len(names) - 1))
 
 
 def _errors(prediction: Prediction) -> str:
