@@ -158,7 +158,7 @@ def test_a_snapshot_elsewhere_is_said_to_be_there_and_nothing_outside_of_the_run
 
 CONFIG = """
 model: {config: {model_type: llama, vocab_size: 512, hidden_size: 256, intermediate_size: 512, num_hidden_layers: 2,
-        num_attention_heads: 4, num_key_value_heads: 4}, quantization: QUANTIZATION}
+        num_attention_heads: 4, num_key_value_heads: 4}, compile: COMPILED}
 data: {path: rows.jsonl}
 """
 
@@ -168,7 +168,7 @@ async def test_dry_runs_of_the_job_are_cancelled_with_the_same_key_and_what_refu
 ) -> None:
     source = HeldRun(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"text": "some text"}\n')
-    (tmp_path / "config.yaml").write_text(CONFIG.replace("QUANTIZATION", "none"))
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("COMPILED", "off"))
     source.model.info.kind, source.model.info.command = "run", ["deepspeed", "train.py"]
     app = FtmonApp(source)
     async with app.run_test(size=(100, 40)) as pilot:
@@ -187,10 +187,8 @@ async def test_dry_runs_of_the_job_are_cancelled_with_the_same_key_and_what_refu
         await shown(pilot, lambda: "cancelled" in text_of(app), "the end of it")
         assert runs._process.returncode == -9
 
-        (tmp_path / "config.yaml").write_text(CONFIG.replace("QUANTIZATION", "nf4"))
+        (tmp_path / "config.yaml").write_text(CONFIG.replace("COMPILED", "layers"))
         await pilot.press("w")
         # Its process has to import the libraries before it refuses.
-        await until(
-            pilot, lambda: app.pump() or "model.quantization cannot be predicted" in text_of(app), "a refusal", 300
-        )
+        await until(pilot, lambda: app.pump() or "model.compile cannot be predicted" in text_of(app), "a refusal", 300)
         app.stage.end_dry_runs()

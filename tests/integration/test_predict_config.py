@@ -107,6 +107,7 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         words.append([f"--sequence-length={lengths}", "--json", "--", str(folder / "small.yaml"), "data.packing=true"])
     grid = f"--sequence-length={','.join(map(str, GRID))}"
     words.append([f"--capacity={CAPACITY}", "--largest", grid, "--json", "--", str(folder / "small.yaml")])
+    words[-1].append("training.total_batch=1")
     (folder / "quantized").mkdir()
     (folder / "quantized" / "config.json").write_text(json.dumps(QUANTIZED))
     (folder / "quantized.yaml").write_text(

@@ -60,10 +60,9 @@ def add(
         points: dict[int, Point] = {}
         for rows in values:
             tell(f"a micro-batch of {rows:,} at {longest.sequence_length:,} tokens")
-            keys = ("training.micro_batch", "training.grad_accumulation")
-            flags = ("--micro-batch", "--accumulation")
-            names = keys if arguments.config else flags
-            changes = tuple(f"{name}={value}" for name, value in zip(names, (rows, job.accumulation), strict=True))
+            changes = (f"--micro-batch={rows}", f"--accumulation={job.accumulation}")
+            if arguments.config:
+                changes = (f"training.micro_batch={rows}", "training.total_batch=0")
             other = what_if.changed(given, allocator, changes)()
             (points[rows],) = answer.predict(other, arguments.capacity, only=only).points
         return points
