@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
+from ...protocol.analysis.estimates.cost import epoch_cost
 from ...protocol.analysis.estimates.largest import Need
 from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ..host.lowly import end_with_parent, step_back
@@ -109,9 +110,9 @@ def _with_data(job: jobs.Prepared, capacity: int, price: float | None, tell: Cal
     risk = data_risk.find(job.config, records, examples, capacity, run)
     point = max(found.points, key=lambda one: one.sequence_length)
     if point.step_seconds:
-        seconds = risk.steps * point.step_seconds
-        paid = None if price is None else seconds / 3600 * job.ranks * price
-        risk = msgspec.structs.replace(risk, epoch_seconds=seconds, epoch_price=paid)
+        epoch = epoch_cost(point.step_seconds, risk.steps, 1, job.ranks, price or 0.0)
+        paid = None if price is None else epoch.price
+        risk = msgspec.structs.replace(risk, epoch_seconds=epoch.seconds, epoch_price=paid)
     return msgspec.structs.replace(found, data=risk)
 
 

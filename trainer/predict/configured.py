@@ -11,7 +11,7 @@ from ...protocol.gpus import Gpu
 from ..recipe.config import resolve
 from ..recipe.config.load import Loaded, load
 from ..recipe.config.schema import Config
-from . import fake_tensors, modes
+from . import fake_tensors
 from .dry import DryRun, Job
 
 _UNSUPPORTED = {
@@ -82,7 +82,7 @@ class RecipeRun(DryRun):
 
     def _make(self) -> None:
         config = self._config
-        with modes.left():
+        with fake_tensors.left():
             from transformers import masking_utils
 
             from . import dry_recipe
@@ -114,6 +114,6 @@ class RecipeRun(DryRun):
     def _step(self, length: int) -> None:
         for name in ("forward", "backward", "optimizer"):
             self._phases.pop(name, None)
-        with modes.left():
+        with fake_tensors.left():
             batch = self._dry.batch(length)
         self._dry.take(batch)

@@ -1,11 +1,14 @@
 """Repairs of fake tensors for a dry run of real training code."""
 
+import contextlib
+from collections.abc import Generator
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _python_dispatch
 from transformers import masking_utils
 
 find_packed_sequence_indices: Any = masking_utils.find_packed_sequence_indices
@@ -61,3 +64,11 @@ def _apply(module: Any, function: Any, recurse: bool = True) -> Any:
         if buffer is not None:
             module._buffers[name] = function(buffer)
     return module
+
+
+@contextlib.contextmanager
+def left() -> Generator[None]:
+    """Leave fake tensors and the recording of them in the body."""
+    dispatch: Any = _python_dispatch
+    with dispatch._disable_current_modes():
+        yield

@@ -10,7 +10,7 @@ from ...protocol.analysis.estimates import largest
 from ...protocol.gpus import FIT_TABLE
 from . import answer, ranks, what_if
 from .jobs import Prepared
-from .result import Holds, Largest, Point, Prediction
+from .result import Holds, Point, Prediction
 
 CONFIRMED = (0.99, 0.97, 0.95)
 """Shares of a length that fits which must fit, too: memory does not rise evenly with the length."""
@@ -98,7 +98,7 @@ def _search(
     run: Run,
     points: dict[int, Point],
     confirm: Sequence[float] = (),
-) -> list[Largest]:
+) -> list[largest.Largest]:
     """Search one axis; ``points`` are known ones, and get those that are run."""
 
     def needs(asked: list[int]) -> list[largest.Need]:
@@ -106,8 +106,7 @@ def _search(
         points.update(run(new) if new else {})
         return [_need(points[value], kinds) for value in asked]
 
-    found = largest.largest_that_fit(values, [capacity for _, capacity in kinds], needs, confirm)
-    return [Largest(one.value, one.above) for one in found]
+    return largest.largest_that_fit(values, [capacity for _, capacity in kinds], needs, confirm)
 
 
 def _need(point: Point, kinds: list[tuple[str, int]]) -> largest.Need:

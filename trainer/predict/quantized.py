@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import modes
+from . import fake_tensors
 
 _ATTRIBUTES = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
 """Of bitsandbytes' parameter, which peft and its modules read."""
@@ -28,7 +28,7 @@ def hold_in_4_bits(model: Any, settings: Any) -> None:
     kinds = {name: module.weight.dtype for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     biases = {name: model.get_submodule(name).bias for name in kinds}
     quantizer: Any = AutoHfQuantizer.from_config(settings)
-    with modes.left():
+    with fake_tensors.left():
         quantizer.preprocess_model(model=model, device_map=None)
     for name, dtype in kinds.items():
         module: Any = model.get_submodule(name)

@@ -4,6 +4,7 @@ import msgspec
 
 from ...protocol.analysis.estimates.curve import Piece
 from ...protocol.analysis.estimates.figure import Figure
+from ...protocol.analysis.estimates.largest import Largest
 from ...protocol.analysis.estimates.roofline import StepTime
 
 
@@ -97,15 +98,6 @@ class WhatIf(msgspec.Struct, frozen=True):
     price_per_million_tokens: float | None = None
     refused: str = ""
     """Why there is no prediction; the figures do not count then."""
-
-
-class Largest(msgspec.Struct, frozen=True):
-    """The largest length or micro-batch that fits."""
-
-    value: int | None
-    """Nothing that was tried below it does not fit; None: not even the lowest does."""
-    above: int | None
-    """The next one that was tried, which does not fit; None: the highest that was tried fits."""
 
 
 class Holds(msgspec.Struct, frozen=True):

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
+from ...protocol.analysis.estimates.largest import Largest
 from ...protocol.analysis.text.curve import describe_curve
-from .result import Largest, Point, Prediction, Rank, RiskyStep
+from .result import Point, Prediction, Rank, RiskyStep
 
 _PHASES = ("init", "forward", "backward", "optimizer")
 _GIB = 1 << 30

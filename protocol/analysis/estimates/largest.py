@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import NamedTuple
 
+import msgspec
+
 _PROBES = 4
 """Values of the first round: both ends, and others between them that rise by one factor."""
 _LINES = 3
@@ -19,13 +21,13 @@ class Need(NamedTuple):
     """Whether it fits, by capacity."""
 
 
-class Largest(NamedTuple):
+class Largest(msgspec.Struct, frozen=True):
     """The result for one capacity."""
 
     value: int | None
-    """The largest that fits, and nothing tried below it does not; None: not even the lowest does."""
+    """The largest that fits; no smaller value was found that does not. None: the lowest does not fit."""
     above: int | None
-    """The next one that was tried, which does not fit; None: the highest value fits."""
+    """The smallest value known not to fit; None: the highest one fits."""
 
 
 def round_numbers(most: int, step: int = 1) -> list[int]:

@@ -2,7 +2,8 @@
 
 import msgspec
 import pytest
-from ftmon.trainer.predict.result import Holds, Largest, Phase, Point, Prediction, Rank, WhatIf
+from ftmon.protocol.analysis.estimates.largest import Largest
+from ftmon.trainer.predict.result import Holds, Phase, Point, Prediction, Rank, WhatIf
 from ftmon.trainer.predict.show import render
 
 GIB = 1 << 30
@@ -18,7 +19,7 @@ FOUND = Prediction(
 
 
 def table(text: str, first: str) -> list[list[str]]:
-    """Return the cells of the lines from the one that begins so, until another column of text begins."""
+    """Return the cells of a table's heading, whose line starts with ``first``, and of the two rows below it."""
     lines = text.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith(first))
     return [[cell.strip() for cell in line.split("  ") if cell] for line in lines[begin : begin + 3]]
