@@ -13,6 +13,8 @@ from itertools import islice
 from math import isfinite
 from typing import Any
 
+from msgspec.structs import astuple
+
 from ..telemetry import PAUSES, Checkpoint, Evaluation, Step
 from ..throughput import mfu
 from .results import TrainingPoint
@@ -115,31 +117,38 @@ def pool_points(points: Sequence[TrainingPoint]) -> TrainingPoint:
     """
     if len(points) == 1:
         return points[0]
-    by_labels = all(point.label_tokens > 0 for point in points if point.loss is not None)
+    columns = zip(*map(astuple, points), strict=True)
+    t, step, first_step, count, training_us, tokens, label_tokens, flops, loss, low_loss, high_loss, *rest = columns
+    lr, grad_norm, max_grad_norm, data_us, whole_us = rest
+    by_labels = all(labels > 0 for labels, value in zip(label_tokens, loss, strict=True) if value is not None)
     return TrainingPoint(
-        t=points[-1].t,
-        step=max(point.step for point in points),
-        first_step=min(point.first_step for point in points),
-        count=sum(point.count for point in points),
-        training_us=sum(point.training_us for point in points),
-        tokens=sum(point.tokens for point in points),
-        label_tokens=sum(point.label_tokens for point in points),
-        flops=sum(point.flops for point in points),
-        loss=_mean((point.loss, point.label_tokens if by_labels else point.count) for point in points),
-        low_loss=min((point.low_loss for point in points if point.low_loss is not None), default=None),
-        high_loss=max((point.high_loss for point in points if point.high_loss is not None), default=None),
-        lr=_mean((point.lr, point.count) for point in points),
-        grad_norm=_mean((point.grad_norm, point.count) for point in points),
-        max_grad_norm=max((point.max_grad_norm for point in points if point.max_grad_norm is not None), default=None),
-        data_us=sum(point.data_us for point in points),
-        whole_us=sum(point.whole_us for point in points),
+        t=t[-1],
+        step=max(step),
+        first_step=min(first_step),
+        count=sum(count),
+        training_us=sum(training_us),
+        tokens=sum(tokens),
+        label_tokens=sum(label_tokens),
+        flops=sum(flops),
+        loss=_mean(loss, label_tokens if by_labels else count),
+        low_loss=min(_known(low_loss), default=None),
+        high_loss=max(_known(high_loss), default=None),
+        lr=_mean(lr, count),
+        grad_norm=_mean(grad_norm, count),
+        max_grad_norm=max(_known(max_grad_norm), default=None),
+        data_us=sum(data_us),
+        whole_us=sum(whole_us),
     )
 
 
-def _mean(values: Iterable[tuple[float | None, int]]) -> float | None:
-    known = [(value, weight) for value, weight in values if value is not None]
-    total = sum(weight for _, weight in known)
-    return sum(value * weight for value, weight in known) / total if total else None
+def _known(values: Sequence[float | None]) -> Sequence[float]:
+    return [value for value in values if value is not None]
+
+
+def _mean(values: Sequence[float | None], weights: Sequence[int]) -> float | None:
+    known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
+    total = sum([weight for _, weight in known])
+    return sum([value * weight for value, weight in known]) / total if total else None
 
 
 class Curves:

@@ -49,25 +49,25 @@ def bucket_of(shape: list[int]) -> int:
 class PhasePeaks:
     """The marks of one rank. Steps in order; a later mark of a size and phase stands for the earlier ones."""
 
-    __slots__ = ("_bucket", "_highest", "_shape", "marks")
+    __slots__ = ("_highest", "_of_shape", "_shape", "marks")
 
     def __init__(self) -> None:
         self.marks: list[PeakMark] = []
         """In the order they were set."""
-        self._highest: dict[tuple[int, str], int] = {}
+        self._highest: dict[int, dict[str, int]] = {}
         """By bucket and phase: what the next peak must exceed."""
         self._shape: list[int] | None = None
-        self._bucket = -1
+        self._of_shape: dict[str, int] = {}
 
     def see(self, step: Step) -> list[PeakMark]:
         """Take a step; return the marks that it sets, mostly none."""
         if step.batch_shape != self._shape:
-            self._shape, self._bucket = step.batch_shape, bucket_of(step.batch_shape)
-        highest, bucket = self._highest, self._bucket
+            self._shape, self._of_shape = step.batch_shape, self._highest_of(step.batch_shape)
+        highest = self._of_shape
         found: list[PeakMark] = []
         for record in step.phases:
             peak = (record.resident or record.allocated).peak
-            if peak > highest.get((bucket, record.name), 0):
+            if peak > highest.get(record.name, 0):
                 found.append(PeakMark(step.rank, step.step, record.name, peak, step.batch_shape))
         for mark in found:
             self.put(mark)
@@ -75,7 +75,10 @@ class PhasePeaks:
 
     def put(self, mark: PeakMark) -> None:
         """Take a mark that was set elsewhere."""
-        key = (bucket_of(mark.shape), mark.phase)
+        highest = self._highest_of(mark.shape)
         limit = max(int(mark.bytes * (1 + RISE_SHARE)), mark.bytes + RISE_BYTES)
-        self._highest[key] = max(self._highest.get(key, 0), limit)
+        highest[mark.phase] = max(highest.get(mark.phase, 0), limit)
         self.marks.append(mark)
+
+    def _highest_of(self, shape: list[int]) -> dict[str, int]:
+        return self._highest.setdefault(bucket_of(shape), {})

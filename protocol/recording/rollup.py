@@ -6,7 +6,7 @@ mean, and the longest step is kept beside the sum.
 """
 
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..telemetry import STEP_PHASES
@@ -23,12 +23,14 @@ _T, _PEAK_T, _LOSS, _COUNT = _AT["t"], _AT["peak_t"], _AT["loss"], _AT["count"]
 _ALLOCATED, _RESERVED, _RESIDENT = _AT["allocated_peak"], _AT["reserved_peak"], _AT["resident_peak"]
 
 
-def _total(values: Iterable[Any]) -> Any:
+def _total(values: Sequence[Any]) -> Any:
+    if None not in values:
+        return sum(values)
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 
-def _mean(values: Iterable[Any], counts: Sequence[int]) -> float | None:
+def _mean(values: Sequence[Any], counts: Sequence[int]) -> float | None:
     known = [(value, count) for value, count in zip(values, counts, strict=True) if value is not None]
     weight = sum(count for _, count in known)
     return sum(value * count for value, count in known) / weight if weight else None

@@ -83,13 +83,14 @@ class DataWait:
         rank.steps += 1
         if rank.steps <= WARM_UP:
             return []
-        wait = 0
+        wait = work = 0
         for record in step.phases:
-            if record.name == "data":
+            name = record.name
+            if name == "data":
                 wait = record.host_us
-                break
+            elif name in _WORK:
+                work += record.device_us or 0
         if wait and rank.cuda and step.device_us is not None:
-            work = sum([record.device_us or 0 for record in step.phases if record.name in _WORK])
             wait = max(0, min(wait, step.device_us - work))
         rank.window.append((wait, step.host_us))
         if rank.steps % EVERY or len(rank.window) < WINDOW or step.rank != min(self._ranks):
@@ -112,9 +113,7 @@ class DataWait:
             if len(rank.window) == WINDOW:
                 steps = list(rank.window)
                 shares[number] = share, wait, _ = _share(sorted(steps)[:-LEFT_OUT])
-                parts = [_share(steps[at : at + EVERY])[0] for at in range(0, WINDOW, EVERY)]
-                bound_parts = sum(part >= SHARE for part in parts)
-                if share >= SHARE and wait >= LEAST_US and bound_parts >= FEWEST_PARTS:
+                if share >= SHARE and wait >= LEAST_US and _is_lasting(steps):
                     bound.append(number)
         if not shares:
             return []
@@ -144,6 +143,11 @@ class DataWait:
             workers_needed(loader, wait, host),
         )
         return [Finding("input_bound", self._facts, "raised", "warning", self._who, step=step)]
+
+
+def _is_lasting(steps: list[tuple[int, int]]) -> bool:
+    parts = [_share(steps[at : at + EVERY])[0] for at in range(0, WINDOW, EVERY)]
+    return sum(part >= SHARE for part in parts) >= FEWEST_PARTS
 
 
 def _share(steps: list[tuple[int, int]]) -> tuple[float, float, float]:

@@ -1,7 +1,7 @@
 """The steps of all ranks joined by their number: one row a step of the run, with means over ranks."""
 
-import math
 from dataclasses import dataclass
+from math import isfinite
 
 from ...telemetry import Step
 
@@ -31,17 +31,21 @@ class JoinedStep:
         """Add one rank's step."""
         self.ranks += 1
         loss, norm = step.loss, step.grad_norm
-        if loss is not None and math.isfinite(loss):
+        if loss is not None and isfinite(loss):
             self._losses += 1
             self.loss = loss if self.loss is None else self.loss + (loss - self.loss) / self._losses
-        if norm is not None and math.isfinite(norm):
+        if norm is not None and isfinite(norm):
             self.grad_norm = norm if self.grad_norm is None else max(self.grad_norm, norm)
         if step.lr is not None:
             self.lr = step.lr
         if step.loss_scale is not None:
             self.loss_scale = step.loss_scale
-        self.overflow = self.overflow or step.overflow
-        self.rollout = self.rollout or any(phase.name == "generate" for phase in step.phases)
+        if step.overflow:
+            self.overflow = True
+        if not self.rollout:
+            for record in step.phases:
+                if record.name == "generate":
+                    self.rollout = True
 
 
 class Join:
@@ -76,6 +80,10 @@ class Join:
         late, ranks = step.step - LAG, len(self.ranks)
         if row.ranks < ranks and min(self._open) > late:
             return []
+        if len(self._open) == 1:
+            self._passed = step.step
+            del self._open[step.step]
+            return [row]
         self._passed = newest = max(
             number for number, one in self._open.items() if one.ranks >= ranks or number <= late
         )

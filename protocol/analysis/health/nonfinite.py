@@ -5,9 +5,10 @@ how dynamic loss scaling works. It waits until all ranks have reported that step
 of the rank where it began may arrive last. Resolved after ``CLEAN_STEPS`` finite steps of every rank that had one.
 """
 
-import math
+from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isfinite
 from typing import Literal
 
 import msgspec
@@ -19,6 +20,8 @@ CLEAN_STEPS = 20
 WAIT_SECONDS = 2.0
 UPDATE_STEPS = 50
 """A standing finding is sent again after so many more steps with such a value."""
+KEPT_STEPS = 64
+"""So many finite steps of a rank are remembered, for the moment another rank is not finite."""
 
 
 class NonFiniteFacts(msgspec.Struct, frozen=True):
@@ -43,7 +46,10 @@ class NonFiniteFacts(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Rank:
-    good_step: int | None = None
+    step: int = -1
+    """Its latest step."""
+    good: "deque[int]" = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    """Its latest steps with a finite value."""
     loss: float | None = None
     grad_norm: float | None = None
     clean: int = 0
@@ -72,11 +78,7 @@ class NonFinite:
         self._what = what
         self._kind: Literal["nan_loss", "nan_gradient"] = "nan_loss" if what == "loss" else "nan_gradient"
         self._ranks: dict[int, _Rank] = {}
-        self._last: dict[int, int] = {}
-        """The latest step of each rank."""
         self._case: _Case | None = None
-        self._finite: dict[int, int] = {}
-        """Of the latest steps, how many ranks were finite: kept for the moment another rank is not."""
 
     def step(self, step: Step, precision: str = "", ranks: Collection[int] = ()) -> list[Finding]:
         """Look at one rank's step.
@@ -86,15 +88,30 @@ class NonFinite:
             precision: of the training.
             ranks: that still train: the finding waits for their reports of its step.
         """
-        self._last[step.rank] = step.step
-        return self._step(step, precision) + self.settle(ranks)
+        rank = self._ranks.get(step.rank)
+        if rank is None:
+            rank = self._ranks[step.rank] = _Rank()
+        rank.step = step.step
+        value = self._value(step)
+        found: list[Finding] = []
+        if value is None:
+            pass
+        elif isfinite(value):
+            rank.good.append(step.step)
+            rank.loss, rank.grad_norm = step.loss, step.grad_norm
+            if rank.bad:
+                found = self._clean(rank, precision)
+        elif not step.overflow:
+            found = self._bad(step, rank, value, precision)
+        return found if self._case is None else found + self.settle(ranks)
 
     def settle(self, ranks: Collection[int]) -> list[Finding]:
         """Raise a finding that waits for none of ``ranks`` any more."""
         case = self._case
-        if case is None or case.raised or any(self._last.get(rank, -1) < case.first_step for rank in ranks):
+        if case is None or case.raised:
             return []
-        return self._raise(case)
+        late = any(rank not in self._ranks or self._ranks[rank].step < case.first_step for rank in ranks)
+        return [] if late else self._raise(case)
 
     def tick(self, now: float) -> list[Finding]:
         """Raise a finding that has waited ``WAIT_SECONDS`` for a rank."""
@@ -105,34 +122,18 @@ class NonFinite:
         case.raised = True
         return [self._finding(case, "raised", case.precision)]
 
-    def _step(self, step: Step, precision: str) -> list[Finding]:
+    def _value(self, step: Step) -> float | None:
         value: float | None = getattr(step, self._what)
-        if step.updates and (value is None or math.isfinite(value)):
+        if step.updates and (value is None or isfinite(value)):
             # One of several engines is enough; an update that its scaler skipped is not one.
             of_each = [getattr(one, self._what) for one in step.updates if not one.overflow]
-            value = next((one for one in of_each if one is not None and not math.isfinite(one)), value)
-        if value is None:
-            return []
-        rank = self._ranks.get(step.rank)
-        if rank is None:
-            rank = self._ranks[step.rank] = _Rank()
-        if math.isfinite(value):
-            rank.good_step, rank.loss, rank.grad_norm = step.step, step.loss, step.grad_norm
-            if len(self._ranks) > 1:
-                self._finite[step.step] = self._finite.get(step.step, 0) + 1
-                if len(self._finite) > 64:
-                    del self._finite[next(iter(self._finite))]
-            return self._clean(rank, precision) if rank.bad else []
-        if step.overflow:
-            return []
-        return self._bad(step, rank, value, precision)
+            value = next((one for one in of_each if one is not None and not isfinite(one)), value)
+        return value
 
     def reset(self) -> list[Finding]:
         """Forget everything: another job begins. Returns the end of what stood."""
         case, self._case = self._case, None
         self._ranks.clear()
-        self._last.clear()
-        self._finite.clear()
         return [self._finding(case, "resolved", "")] if case is not None and case.raised else []
 
     def _bad(self, step: Step, rank: _Rank, value: float, precision: str) -> list[Finding]:
@@ -172,8 +173,8 @@ class NonFinite:
             *case.good,
             case.lr,
             case.steps,
-            len(self._ranks),
-            bool(self._finite.get(case.first_step)),
+            sum(rank.bad or bool(rank.good) for rank in self._ranks.values()),
+            any(case.first_step in rank.good for rank in self._ranks.values()),
             precision,
         )
         return Finding(
@@ -182,4 +183,4 @@ class NonFinite:
 
 
 def _good(rank: _Rank) -> tuple[int | None, float | None, float | None]:
-    return rank.good_step, rank.loss, rank.grad_norm
+    return rank.good[-1] if rank.good else None, rank.loss, rank.grad_norm
