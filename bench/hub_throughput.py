@@ -70,7 +70,7 @@ def step(rank: int, number: int) -> Step:
     )
 
 
-def send(run_path: str, ranks: list[int], world: int, each: int, cores: set[int], made, go) -> None:
+def send(run_path: str, ranks: list[int], world: int, each: int, cores: set[int], made, go, done) -> None:
     os.sched_setaffinity(0, cores)
     address = rundir.RunDir(run_path).ipc_address("telemetry")
     context = zmq.Context()
@@ -89,9 +89,9 @@ def send(run_path: str, ranks: list[int], world: int, each: int, cores: set[int]
         for rank in ranks:
             sockets[rank].send(wire.encode_header(f"rank-{rank}-{10_000 + rank}-1", n + 2, time.time()), zmq.SNDMORE)
             sockets[rank].send(bodies[rank][n])
-    for socket in sockets.values():
-        socket.close(linger=60_000)
-    context.term()
+    # A socket that is closed while its connection takes nothing loses the last message, whatever its linger is.
+    done.wait()
+    context.destroy(linger=0)
 
 
 def subscribe(run_path: str, expected: int, cores: set[int], ready, result) -> None:
@@ -142,11 +142,11 @@ def main() -> int:
                 raise SystemExit((run.logs / "hub.log").read_text())
             time.sleep(0.02)
         context = get_context("spawn")
-        made, go, ready, result = context.Event(), context.Event(), context.Event(), context.Queue()
+        made, go, ready, done, result = *(context.Event() for _ in range(4)), context.Queue()
         app = context.Process(target=subscribe, args=(str(run.path), total, others, ready, result))
         app.start()
         ranks = list(range(arguments.ranks))
-        sender = context.Process(target=send, args=(str(run.path), ranks, len(ranks), each, others, made, go))
+        sender = context.Process(target=send, args=(str(run.path), ranks, len(ranks), each, others, made, go, done))
         sender.start()
         assert ready.wait(30)
         assert made.wait(300)
@@ -155,6 +155,7 @@ def main() -> int:
         go.set()
         count, first, last = result.get(timeout=600)
         cpu = cpu_seconds(hub.pid) - cpu
+        done.set()
         sender.join(60)
         app.join(60)
         time.sleep(1)
