@@ -71,9 +71,8 @@ def test_a_command_that_fails_before_its_first_step_says_so_with_its_last_words(
         hub_gone(run)
         alerts = [alert for alert in Reader(run.recording).alerts() if alert.kind == "exit"]
         assert len(alerts) == 1
-        assert "without a recorded step" in alerts[0].title
-        assert "no rank reported" in alerts[0].text
-        assert "exit code 3" in alerts[0].text
+        assert alerts[0].evidence["rule"] == "before_first_step"
+        assert "no data at /nowhere" in str(alerts[0].evidence["last_lines"])
         assert "no data at /nowhere" in "\n".join(alerts[0].evidence["last_lines"])
         assert Reader(run.recording).info().state == "failed"
 
@@ -117,7 +116,7 @@ def test_peers_of_another_version_and_unknown_types_are_counted_and_told():
         push.send_multipart([b"nonsense"])
         stats = app.wait_for(HubStats, lambda s: s.refused == 6 and s.unknown == 1)
         assert stats.lost == {}
-        alert = app.wait_for(Alert, lambda alert: "refused" in alert.title and "2.0" in alert.text)
+        alert = app.wait_for(Alert, lambda alert: alert.evidence["rule"].startswith("refused ") and "2.0" in alert.text)
         assert alert.count == 1
         context.destroy(linger=0)
 

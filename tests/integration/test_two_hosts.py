@@ -73,7 +73,7 @@ def test_a_training_on_two_hosts_is_watched_cut_joined_and_killed(hosts: TwoHost
         hosts.cable("down")
         app.wait_for(HostState, lambda host: host.state == "cut off" and host.ranks == [1], 30)
         app.wait_for(RankState, lambda state: state.rank == 1 and state.state == "unreachable", 30)
-        app.wait_for(Alert, lambda alert: alert.kind == "hang" and "the host of rank 1 is cut off" in alert.title, 30)
+        app.wait_for(Alert, lambda alert: (alert.kind, alert.evidence["rule"]) == ("hang", "unreachable"), 30)
         orphans = orphans_on_b(hosts)
         assert orphans
         assert {(one["why"], one["sure"]) for one in orphans} == {("whose hub on nodea does not answer", False)}
