@@ -155,7 +155,7 @@ def _largest(prediction: Prediction) -> str:
     if not prediction.largest:
         return ""
     longest = max(prediction.points, key=lambda point: point.sequence_length)
-    names = ["largest that fits", "for PyTorch", f"tokens at batch {longest.micro_batch:,}"]
+    names = ["largest that fits", "GiB for PyTorch", f"tokens at batch {longest.micro_batch:,}"]
     names.append(f"batch at {longest.sequence_length:,} tokens")
     rows = [
         [

@@ -46,6 +46,6 @@ def test_the_largest_that_fits_says_where_the_search_ended() -> None:
     ]
     text = render(msgspec.structs.replace(FOUND, largest=largest))
     names, small, large = table(text, "largest that fits")
-    assert names == ["largest that fits", "for PyTorch", "tokens at batch 2", "batch at 512 tokens"]
+    assert names == ["largest that fits", "GiB for PyTorch", "tokens at batch 2", "batch at 512 tokens"]
     assert small == ["T4 16 GB", "14.00", "1,136", "none"]
     assert large == ["B300 288 GB", "266.00", "4,096 (the model's)", "1,024 or more"]
