@@ -20,7 +20,7 @@ _Text = Annotated[str, Meta(max_length=1024)]
 
 
 class KernelKill(msgspec.Struct, frozen=True):
-    """What speaks for a process having been killed by the kernel for want of memory."""
+    """What speaks for a process having been killed by the kernel because memory ran out."""
 
     sure: bool
     """The kernel's own log names the process."""

@@ -14,7 +14,7 @@ OptimizerImplementation = Literal["", "foreach", "fused", "for-loop"]
 
 
 class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
-    """An allocation failed for want of memory: the allocator's numbers at that moment."""
+    """An allocation failed because memory ran out: the allocator's numbers at that moment."""
 
     rank: Rank
     step: Whole

@@ -104,7 +104,7 @@ KINDS = (
     Kind("sigsegv", "reads address 0", "death", words="SIGSEGV"),
     Kind("abort", "aborts in native code", "death", words="SIGABRT"),
     Kind("exit-3", "leaves by os._exit(3)", "death", words="exit code 3"),
-    Kind("kernel-oom", "killed by the kernel for want of memory", "death", words="SIGKILL", needs="cgroup"),
+    Kind("kernel-oom", "killed by the kernel: out of memory", "death", words="SIGKILL", needs="cgroup"),
     Kind("exception", "raises an exception", "failure", words="the script gives up", cuda=True),
     Kind("deepspeed-exception", "DeepSpeed ZeRO-2: raises an exception", "failure", 2, "deepspeed", words="gives up"),
     Kind("recursion", "recurses without end", "failure", words="RecursionError"),

@@ -1,4 +1,4 @@
-"""Whether the kernel killed a process for want of memory: what its control group counts, and what the log says.
+"""Whether the kernel killed a process because memory ran out: what its control group counts, and what the log says.
 
 A SIGKILL alone proves nothing. Evidence is a kernel log line that names the pid, or a control group's count of
 out-of-memory kills that rose just before the process died. Formats: Linux's mm/oom_kill.c (``Killed process``), cgroup

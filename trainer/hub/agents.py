@@ -1,7 +1,7 @@
 """The agents of a run's other hosts, as the hub sees them: what they pass on, whether they are heard, what they know.
 
 A message that an agent passes on is taken once, in the agent's own order, and confirmed when it is on disk; so a link
-that was cut, or a hub that was restarted, costs nothing but what an agent had to give up for want of room.
+that was cut, or a hub that was restarted, costs nothing but what an agent dropped because its queue was full.
 """
 
 import contextlib

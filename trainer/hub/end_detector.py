@@ -149,7 +149,7 @@ class EndDetector:
     def raised(self) -> RaisedException | None:
         """Return the exception that ended the job, from what its ranks and its launcher printed; None: none there.
 
-        Of ranks the one whose output ended first: others fail for want of it.
+        Of ranks the one whose output ended first: the others fail because it is gone.
         """
         logs = sorted(self._run.logs.glob("rank-*.err"), key=_changed)
         for path in (*logs, self._run.logs / "launcher.log"):

@@ -37,7 +37,7 @@ def show_oom(arguments: Namespace) -> int:
     reports = [report for report in reports if arguments.rank in (None, report.rank)]
     if not reports:
         whose = f"rank {arguments.rank} of " if arguments.rank is not None else ""
-        raise NoOomError(f"{whose}{run or name}: no allocation failed for want of memory")
+        raise NoOomError(f"{whose}{run or name}: no out-of-memory error is recorded")
     if arguments.json:
         result = {"run": run, "file": None if run else name, "reports": reports}
         print_json(result)

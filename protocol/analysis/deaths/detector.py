@@ -1,6 +1,6 @@
 """Failures and deaths: the first one is the alert, what follows from it is its evidence.
 
-- An exception that left the script's main thread raises ``failure`` with its traceback (``oom`` takes those for want of
+- An exception that left the script's main thread raises ``failure`` with its traceback (``oom`` takes those of
   memory). One that only tells of a lost peer ("connection closed by peer", a broken communicator) waits 3 s for the
   peer's own death or failure, or the end of the job, and becomes part of that when it comes.
   Where that peer's script had ended without an error, it ended early, and that is the alert.

@@ -14,7 +14,7 @@ TRACEBACK_LIMIT = 8000
 
 
 class Uncaught(msgspec.Struct, frozen=True):
-    """An exception for want of memory that ended a script; also added to the report of the same error."""
+    """An out-of-memory exception that ended a script; also added to the report of the same error."""
 
     error: str
     traceback: str
@@ -53,7 +53,7 @@ class OomDetector:
         return [added(matter, Released())]
 
     def failure(self, failure: Failure) -> list[Finding] | None:
-        """Take over a failure for want of memory; None: this failure is about something else."""
+        """Take over an out-of-memory failure; None: this failure is about something else."""
         if not is_oom(failure.error):
             return None
         facts = Uncaught(failure.error, failure.traceback[-TRACEBACK_LIMIT:])

@@ -120,7 +120,7 @@ class TrackedRank:
         if goodbye is None and code == 0 and not signal:
             return "finished", "exit code 0, without a goodbye"
         kill = fact.kernel_kill if fact is not None else None
-        by_kernel = f" by the kernel for want of memory: {kill.text}" if kill is not None and kill.sure else ""
+        by_kernel = f" by the kernel: {kill.text}" if kill is not None and kill.sure else ""
         return "gone", ending_in_words(code, signal) + by_kernel
 
     def view(self, now: float) -> RankView:

@@ -9,7 +9,7 @@ from ..estimates.curve import Piece, pieces, sample_curve
 
 
 class UndecidedError(Exception):
-    """A run neither fitted nor failed for want of memory, so the search cannot go on."""
+    """A run neither fitted nor ran out of memory, so the search cannot go on."""
 
 
 class Tried(NamedTuple):

@@ -55,7 +55,7 @@ def failed_allocation(finding: Finding) -> Words:
 
 
 def uncaught(finding: Finding) -> Words:
-    """An exception for want of memory of which no rank reported the allocation."""
+    """An out-of-memory exception of which no rank reported the allocation."""
     facts: Uncaught = finding.facts
     return Words(
         f"rank {finding.rank} out of memory{_in(finding.phase)}: {first_line(facts.error)}",

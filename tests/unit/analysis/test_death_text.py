@@ -50,13 +50,13 @@ def death(code: int | None = None, signal: int | None = None, **more: Any) -> Fi
         ),
         (
             death(signal=9, kernel_kill=KernelKill(True, "the host's memory was exhausted", ["pid 101", "8 GiB"])),
-            "rank 1 killed by SIGKILL by the kernel for want of memory",
+            "rank 1 killed by SIGKILL by the kernel: out of memory",
             "The process of rank 1 (pid 101) is gone: killed by SIGKILL. The host's memory was exhausted: pid 101; "
             f"8 GiB. {REMEDY} {GONE}",
         ),
         (
             death(signal=9, kernel_kill=KernelKill(False, "the group's limit was reached", ["counted"])),
-            "rank 1 killed by SIGKILL, probably by the kernel for want of memory",
+            "rank 1 killed by SIGKILL, probably by the kernel: out of memory",
             "The process of rank 1 (pid 101) is gone: killed by SIGKILL. The group's limit was reached: counted. "
             f"{REMEDY} {GONE}",
         ),
@@ -68,7 +68,7 @@ def death(code: int | None = None, signal: int | None = None, **more: Any) -> Fi
         ),
         (
             death(signal=9, pressure=HostPressure(1.25, 31 * GIB, 32 * GIB, 8 * GIB)),
-            "rank 1 killed by SIGKILL, probably by the kernel for want of memory",
+            "rank 1 killed by SIGKILL, probably by the kernel: out of memory",
             "The process of rank 1 (pid 101) is gone: killed by SIGKILL. Neither log nor counter could be read; "
             "1.2 s before, 31.00 GiB of 32.00 GiB of the host's (or control group's) memory were in use, 8.00 GiB of "
             f"it by this rank. {GONE}",

@@ -52,7 +52,7 @@ def test_a_file_without_an_oom_is_one_line_and_a_failure(capsys: pytest.CaptureF
     assert main(["oom", str(FINE)]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == f"ftmon: {FINE}: no allocation failed for want of memory\n"
+    assert err == f"ftmon: {FINE}: no out-of-memory error is recorded\n"
 
 
 def test_a_file_that_is_no_snapshot_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
