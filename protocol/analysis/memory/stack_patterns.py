@@ -126,7 +126,7 @@ class Part(NamedTuple):
     """Empty: no pattern that is known."""
     bytes: int
     where: str
-    """The frame that tells, or, where no pattern fits, the one where most of it was allocated; empty without any stack."""
+    """The frame that tells; where no pattern fits, the one with most of the bytes; empty without any stack."""
 
 
 class Named(NamedTuple):
