@@ -67,9 +67,9 @@ class FtmonApp(App[None]):
         super().__init__(ansi_color=True if no_color else None)
         for palette in PALETTES.values():
             self.register_theme(theme_of(palette))
-        look = Theme(LIGHT if light else DARK, ASCII if ascii else choose(False), color=not no_color)
-        self.stage = AppState(source, look, read_only)
-        self.theme = look.palette.name
+        theme = Theme(LIGHT if light else DARK, ASCII if ascii else choose(False), color=not no_color)
+        self.app_state = AppState(source, theme, read_only)
+        self.theme = theme.palette.name
         self.fps = fps
         self._play = play
         self._notices = notices
@@ -78,24 +78,24 @@ class FtmonApp(App[None]):
 
     def get_default_screen(self) -> Screen[Any]:
         """Begin with the overview, or with the runs."""
-        if self.stage.source is not None:
-            return OverviewScreen(self.stage)
+        if self.app_state.source is not None:
+            return OverviewScreen(self.app_state)
         from .screens.runs import RunsScreen
 
-        return RunsScreen(self.stage)
+        return RunsScreen(self.app_state)
 
     def on_mount(self) -> None:
         """Start gathering and painting."""
-        if self.stage.source is not None:
-            self.stage.source.start()
-            if self._play and self.stage.source.transport.mode == "replay":
-                self.stage.source.transport.play()
+        if self.app_state.source is not None:
+            self.app_state.source.start()
+            if self._play and self.app_state.source.transport.mode == "replay":
+                self.app_state.source.transport.play()
         self.set_interval(1 / self.fps, self.pump)
         self._hurry_until = time.monotonic() + FIRST_SECONDS
         self._hurry = self.set_interval(1 / FIRST_LOOKS, self._until_first)
 
     def _until_first(self) -> None:
-        source = self.stage.source
+        source = self.app_state.source
         if source is not None and source.pump():
             self.pump()
         if source is None or source.model.ranks or time.monotonic() > self._hurry_until:
@@ -108,11 +108,11 @@ class FtmonApp(App[None]):
         if self._ends():
             self.exit()
             return
-        source = self.stage.source
+        source = self.app_state.source
         if source is not None:
             source.pump()
             if source.transport.message:
-                self.stage.say(source.transport.message, "warning")
+                self.app_state.say(source.transport.message, "warning")
                 source.transport.message = ""
         for screen in reversed(self.screen_stack):  # what a dialog stands over is in view too
             self._tick(screen)
@@ -127,28 +127,28 @@ class FtmonApp(App[None]):
             try:
                 tick()
             except (ArithmeticError, ValueError) as error:  # a figure that cannot be; the next one may be better
-                self.stage.say(f"cannot be drawn: {type(error).__name__}: {error}", "warning")
+                self.app_state.say(f"cannot be drawn: {type(error).__name__}: {error}", "warning")
 
     def _show_held(self) -> None:
         """Open the out-of-memory screen once, when a rank begins to wait at such an error; never over a dialog."""
-        source = self.stage.source
-        if source is None or self.stage.replaying or not isinstance(self.screen, MonitorScreen):
+        source = self.app_state.source
+        if source is None or self.app_state.replaying or not isinstance(self.screen, MonitorScreen):
             return
-        fresh = self.stage.held.fresh(self.stage.model)
+        fresh = self.app_state.held.fresh(self.app_state.model)
         if fresh is not None:
             self.action_oom(fresh.oom.rank)
 
     def _give_notice(self) -> None:
         if self._notices is not None and self._driver is not None:
-            for notice in self._notices.fresh(self.stage.model):
+            for notice in self._notices.fresh(self.app_state.model):
                 self._driver.write(terminal_sequence(notice))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Leave out what means nothing on the screen in view."""
         del parameters
-        if action == "oom" and not self.stage.model.ooms:
+        if action == "oom" and not self.app_state.model.ooms:
             return False
-        if action == "jobs" and not self.stage.model.has_jobs:
+        if action == "jobs" and not self.app_state.model.has_jobs:
             return False
         return not (isinstance(self.screen, MonitorScreen) and action in self.screen.HIDDEN) if self._running else True
 
@@ -198,28 +198,28 @@ class FtmonApp(App[None]):
         self._transport("live")
 
     def _transport(self, what: str, *args: float) -> None:
-        source = self.stage.source
+        source = self.app_state.source
         if source is None:
-            self.stage.say("no run is open", "warning")
+            self.app_state.say("no run is open", "warning")
             return
         getattr(source.transport, what)(*args)
         self.pump()
 
     def action_finer(self) -> None:
         """Let a graph's column cover less time."""
-        self.stage.finer()
+        self.app_state.finer()
         self.pump()
 
     def action_coarser(self) -> None:
         """Let a graph's column cover more time."""
-        self.stage.coarser()
+        self.app_state.coarser()
         self.pump()
 
     def action_theme(self) -> None:
         """Switch between light and dark."""
-        before = self.stage.look
+        before = self.app_state.theme
         palette = LIGHT if before.palette.dark else DARK
-        self.stage.look = Theme(palette, before.glyphs, before.color)
+        self.app_state.theme = Theme(palette, before.glyphs, before.color)
         self.theme = palette.name
         self.pump()
 
@@ -240,58 +240,58 @@ class FtmonApp(App[None]):
         """Open the selected rank."""
         from .screens.rank import RankScreen
 
-        if self.stage.model.ranks:
-            self.show(RankScreen(self.stage))
+        if self.app_state.model.ranks:
+            self.show(RankScreen(self.app_state))
 
     def action_alerts(self) -> None:
         """Open the alerts."""
         from .screens.alerts import AlertsScreen
 
-        self.show(AlertsScreen(self.stage))
+        self.show(AlertsScreen(self.app_state))
 
     def action_logs(self) -> None:
         """Open the logs."""
         from .screens.logs import LogsScreen
 
-        self.show(LogsScreen(self.stage))
+        self.show(LogsScreen(self.app_state))
 
     def action_stacks(self) -> None:
         """Ask for the stacks of all ranks and show them."""
         from .screens.stacks import StacksScreen
 
-        self.show(StacksScreen(self.stage))
+        self.show(StacksScreen(self.app_state))
 
     def action_memory(self, phase: str = "") -> None:
         """Show where the selected rank's memory goes."""
         from .screens.memory import MemoryScreen
 
-        self.show(MemoryScreen(self.stage, phase))
+        self.show(MemoryScreen(self.app_state, phase))
 
     def action_events(self) -> None:
         """Show what the allocators do."""
         from .screens.events import EventsScreen
 
-        self.show(EventsScreen(self.stage))
+        self.show(EventsScreen(self.app_state))
 
     def action_training(self) -> None:
         """Show the course of the training."""
         from .screens.training import TrainingScreen
 
-        self.show(TrainingScreen(self.stage))
+        self.show(TrainingScreen(self.app_state))
 
     def action_jobs(self) -> None:
         """Open the jobs of the run."""
         from .screens.jobs import JobsScreen
 
-        if self.stage.model.has_jobs:
-            self.show(JobsScreen(self.stage))
+        if self.app_state.model.has_jobs:
+            self.show(JobsScreen(self.app_state))
 
     def action_oom(self, rank: int | None = None) -> None:
         """Open the out-of-memory errors: that rank's latest, or the one that is most likely meant."""
         from .screens.oom.screen import OomScreen
 
-        if self.stage.model.ooms:
-            self.show(OomScreen(self.stage, rank))
+        if self.app_state.model.ooms:
+            self.show(OomScreen(self.app_state, rank))
 
     def action_help(self) -> None:
         """Explain the screen in view."""
@@ -301,14 +301,14 @@ class FtmonApp(App[None]):
 
         if isinstance(self.screen, MonitorScreen):
             kind = SnapshotHelp if isinstance(self.screen, SnapshotScreen) else HelpScreen
-            self.push_screen(kind(self.stage, self.screen))
+            self.push_screen(kind(self.app_state, self.screen))
 
     def action_goto(self) -> None:
         """Ask for a step or a time and go there."""
         from .screens.goto import GotoDialog
 
-        if self.stage.source is not None:
-            self.push_screen(GotoDialog(self.stage))
+        if self.app_state.source is not None:
+            self.push_screen(GotoDialog(self.app_state))
 
     def action_kill(self) -> None:
         """Ask what to end, and end it."""
@@ -316,22 +316,22 @@ class FtmonApp(App[None]):
 
         if self._may_act("kill"):
             screen = self.screen
-            marked = screen.in_question() if isinstance(screen, MonitorScreen) else {self.stage.selected}
-            self.push_screen(KillDialog(self.stage, marked))
+            marked = screen.in_question() if isinstance(screen, MonitorScreen) else {self.app_state.selected}
+            self.push_screen(KillDialog(self.app_state, marked))
 
     def action_stop(self) -> None:
         """Ask whether to save and end."""
         from .screens.stop import StopDialog
 
         if self._may_act("stop"):
-            self.push_screen(StopDialog(self.stage))
+            self.push_screen(StopDialog(self.app_state))
 
     def action_runs(self) -> None:
         """Open the list of runs."""
         from .screens.runs import RunsScreen
 
         if not isinstance(self.screen, RunsScreen):
-            self.show(RunsScreen(self.stage))
+            self.show(RunsScreen(self.app_state))
 
     def on_runs_screen_opened(self, event: Any) -> None:
         """Open the run that was chosen from the list."""
@@ -342,13 +342,13 @@ class FtmonApp(App[None]):
         try:
             source = self._open_run(run)
         except FtmonError as error:
-            self.stage.say(str(error), "error")
+            self.app_state.say(str(error), "error")
             return
-        self.stage.end_dry_runs()
-        if self.stage.source is not None:
-            self.stage.source.close()
-        fresh = AppState(source, self.stage.look, self.stage.read_only)
-        self.stage = fresh
+        self.app_state.end_dry_runs()
+        if self.app_state.source is not None:
+            self.app_state.source.close()
+        fresh = AppState(source, self.app_state.theme, self.app_state.read_only)
+        self.app_state = fresh
         source.start()
         for screen in self.screen_stack[1:]:
             del screen
@@ -362,12 +362,12 @@ class FtmonApp(App[None]):
         self._hurry.resume()
 
     def _may_act(self, verb: str) -> bool:
-        source = self.stage.source
-        if self.stage.read_only:
-            self.stage.say(f"read-only: {verb} is refused", "warning")
+        source = self.app_state.source
+        if self.app_state.read_only:
+            self.app_state.say(f"read-only: {verb} is refused", "warning")
         elif source is None or not source.can_command:
             why = "a replay has no processes" if source and source.transport.mode == "replay" else "the run has no hub"
-            self.stage.say(f"cannot {verb}: {why}", "warning")
+            self.app_state.say(f"cannot {verb}: {why}", "warning")
         else:
             return True
         self.pump()
@@ -398,7 +398,7 @@ def run_app(
     try:
         app.run()
     finally:
-        app.stage.end_dry_runs()
+        app.app_state.end_dry_runs()
         source.close()
 
 
@@ -408,6 +408,6 @@ def run_picker(*, ascii_only: bool = False, read_only: bool = False) -> None:
     try:
         app.run()
     finally:
-        app.stage.end_dry_runs()
-        if app.stage.source is not None:
-            app.stage.source.close()
+        app.app_state.end_dry_runs()
+        if app.app_state.source is not None:
+            app.app_state.source.close()

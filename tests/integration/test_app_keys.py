@@ -66,11 +66,11 @@ async def test_arrows_move_the_selection_and_enter_opens_that_rank(source: Repla
         await settled(pilot)
         await pilot.press("down", "right", "enter")
         assert isinstance(app.screen, RankScreen)
-        assert app.stage.selected == 3
+        assert app.app_state.selected == 3
         assert "rank 3" in shown(app)
         await pilot.press("left", "escape")
         assert isinstance(app.screen, OverviewScreen)
-        assert app.stage.selected == 2
+        assert app.app_state.selected == 2
 
 
 async def test_a_rank_shows_every_phase_with_growth_and_transient(source: ReplaySource) -> None:
@@ -133,7 +133,7 @@ async def test_alerts_open_with_their_evidence_and_enter_goes_to_the_rank(stuck:
         assert "34 s" in text
         await pilot.press("enter")
         assert isinstance(app.screen, RankScreen)
-        assert app.stage.selected == 3
+        assert app.app_state.selected == 3
 
 
 async def test_a_filter_narrows_the_alerts_and_escape_ends_it(stuck: ReplaySource) -> None:
@@ -206,11 +206,11 @@ async def test_steps_back_and_forward(source: ReplaySource) -> None:
     app = FtmonApp(source)
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(pilot)
-        before = app.stage.model.leading_step
+        before = app.app_state.model.leading_step
         await pilot.press("left_square_bracket")
-        await until(pilot, lambda: app.stage.model.leading_step == before - 1, "a step back")
+        await until(pilot, lambda: app.app_state.model.leading_step == before - 1, "a step back")
         await pilot.press("right_square_bracket")
-        await until(pilot, lambda: app.stage.model.leading_step == before, "a step forward")
+        await until(pilot, lambda: app.app_state.model.leading_step == before, "a step forward")
 
 
 async def test_alerts_are_jumped_to(source: ReplaySource) -> None:
@@ -218,7 +218,7 @@ async def test_alerts_are_jumped_to(source: ReplaySource) -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(pilot)
         await pilot.press("N")
-        await until(pilot, lambda: app.stage.model.leading_step == 40, "the alert of step 40")
+        await until(pilot, lambda: app.app_state.model.leading_step == 40, "the alert of step 40")
         await settled(pilot)
         assert "rank 1 optimizer" in shown(app)
 
@@ -228,9 +228,9 @@ async def test_going_to_a_step_and_to_one_that_is_not_there(source: ReplaySource
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(pilot)
         await pilot.press("g", *"12", "enter")
-        await until(pilot, lambda: app.stage.model.leading_step == 12, "step 12")
+        await until(pilot, lambda: app.app_state.model.leading_step == 12, "step 12")
         await pilot.press("g", *"99999", "enter")
-        await until(pilot, lambda: "99999" in app.stage.message[0], "a line that says why not")
+        await until(pilot, lambda: "99999" in app.app_state.message[0], "a line that says why not")
 
 
 async def test_a_replay_plays_and_holds(eight: Path) -> None:
@@ -242,7 +242,7 @@ async def test_a_replay_plays_and_holds(eight: Path) -> None:
             for speed in (2.0, 4.0, 8.0):
                 await pilot.press("plus")
                 await until(pilot, lambda speed=speed: source.transport.speed == speed, f"speed {speed}")
-            await until(pilot, lambda: app.stage.model.leading_step >= 3, "the third step")
+            await until(pilot, lambda: app.app_state.model.leading_step >= 3, "the third step")
             await pilot.press("space")
             await until(pilot, lambda: not source.transport.playing, "holding")
     finally:
@@ -256,7 +256,7 @@ async def test_a_replay_kills_and_stops_nothing_and_says_so(source: ReplaySource
         await settled(pilot)
         await pilot.press(key)
         assert isinstance(app.screen, OverviewScreen)
-        assert "a replay has no processes" in app.stage.message[0]
+        assert "a replay has no processes" in app.app_state.message[0]
 
 
 async def test_the_theme_changes_everywhere(source: ReplaySource) -> None:
@@ -264,10 +264,10 @@ async def test_the_theme_changes_everywhere(source: ReplaySource) -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(pilot)
         await pilot.press("d")
-        assert not app.stage.look.palette.dark
+        assert not app.app_state.theme.palette.dark
         assert app.theme == "ftmon-light"
         await pilot.press("d")
-        assert app.stage.look.palette.dark
+        assert app.app_state.theme.palette.dark
 
 
 async def test_every_action_is_in_the_command_palette(source: ReplaySource) -> None:

@@ -31,7 +31,7 @@ def shown(app: Any) -> str:
 
 async def both_train(pilot: Any) -> None:
     def training() -> bool:
-        states = [rank.state for rank in pilot.app.stage.model.ranks.values()]
+        states = [rank.state for rank in pilot.app.app_state.model.ranks.values()]
         return states == ["training", "training"]
 
     await until(pilot, training, "two training ranks")
@@ -83,7 +83,7 @@ async def test_read_only_refuses_to_kill(run: RunDir) -> None:
             await both_train(pilot)
             await pilot.press("k")
             assert isinstance(app.screen, OverviewScreen)
-            assert "read-only" in app.stage.message[0]
+            assert "read-only" in app.app_state.message[0]
             assert "read-only" in shown(app)
     finally:
         source.close()
@@ -95,7 +95,7 @@ async def test_a_live_view_is_held_rewound_and_returns(run: RunDir) -> None:
     try:
         async with app.run_test(size=(80, 24)) as pilot:
             await both_train(pilot)
-            await until(pilot, lambda: app.stage.model.leading_step >= 4, "four steps")
+            await until(pilot, lambda: app.app_state.model.leading_step >= 4, "four steps")
             await pilot.press("left_square_bracket")
             await until(pilot, lambda: source.transport.mode == "rewound", "the past")
             await until(pilot, lambda: "live: L" in shown(app), "the way back")
@@ -117,5 +117,5 @@ async def test_the_list_opens_a_live_run_and_leads_back(run: RunDir) -> None:
             await pilot.press("R")
             await until(pilot, lambda: isinstance(app.screen, RunsScreen), "the list again")
     finally:
-        if app.stage.source is not None:
-            app.stage.source.close()
+        if app.app_state.source is not None:
+            app.app_state.source.close()

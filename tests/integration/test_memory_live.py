@@ -59,7 +59,7 @@ async def test_what_comes_is_shown_and_what_is_asked_for_is_told(run: RunDir, hu
     app = FtmonApp(source)
     try:
         async with app.run_test(size=(80, 24)) as pilot:
-            await until(pilot, lambda: len(app.stage.model.ranks) == 2 and source.can_command, "both ranks")
+            await until(pilot, lambda: len(app.app_state.model.ranks) == 2 and source.can_command, "both ranks")
             await pilot.press("m")
             assert isinstance(app.screen, MemoryScreen)
             await until(pilot, lambda: "of step 8" in shown(app), "the composition recorded before")
@@ -91,7 +91,7 @@ async def test_a_read_only_app_asks_for_nothing(run: RunDir, hub: SmallHub) -> N
     app = FtmonApp(source, read_only=True)
     try:
         async with app.run_test(size=(80, 24)) as pilot:
-            await until(pilot, lambda: app.stage.model.ranks, "a rank")
+            await until(pilot, lambda: app.app_state.model.ranks, "a rank")
             await pilot.press("m", "x")
             await until(pilot, lambda: "read-only: arm is refused" in shown(app), "the refusal")
             assert hub.commands == []

@@ -52,7 +52,7 @@ async def test_it_opens_by_itself_once_and_says_what_becomes_of_the_others(tmp_p
 async def test_enter_on_its_alert_opens_it(tmp_path: Path) -> None:
     app = FtmonApp(ReadyReplay(out_of_memory(tmp_path), at_end=True))
     async with app.run_test(size=(100, 40)) as pilot:
-        await shown(pilot, lambda: len(app.stage.model.ooms), "the replay's state")
+        await shown(pilot, lambda: len(app.app_state.model.ooms), "the replay's state")
         assert isinstance(app.screen, OverviewScreen)
         await pilot.press("a")
         await pilot.pause()
@@ -174,12 +174,14 @@ async def test_dry_runs_of_the_job_are_cancelled_with_the_same_key_and_what_refu
     async with app.run_test(size=(100, 40)) as pilot:
         await held(pilot)
         await pilot.press("w")
-        await shown(pilot, lambda: "ftmon predict --what-if -- deepspeed train.py" in app.stage.message[0], "the hint")
-        assert not app.stage.dry_runs
+        await shown(
+            pilot, lambda: "ftmon predict --what-if -- deepspeed train.py" in app.app_state.message[0], "the hint"
+        )
+        assert not app.app_state.dry_runs
 
         source.model.info.kind = "train"
         await pilot.press("w")
-        (runs,) = app.stage.dry_runs.values()
+        (runs,) = app.app_state.dry_runs.values()
         await shown(pilot, lambda: "w: cancel" in text_of(app), "the progress")
         assert "verified by dry runs of this job" in text_of(app)
         assert runs._process.poll() is None
@@ -191,4 +193,4 @@ async def test_dry_runs_of_the_job_are_cancelled_with_the_same_key_and_what_refu
         await pilot.press("w")
         # Its process has to import the libraries before it refuses.
         await until(pilot, lambda: app.pump() or "model.compile cannot be predicted" in text_of(app), "a refusal", 300)
-        app.stage.end_dry_runs()
+        app.app_state.end_dry_runs()

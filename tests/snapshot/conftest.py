@@ -59,7 +59,7 @@ def plays(snap_compare: Any) -> Callable[..., bool]:
         try:
             return snap_compare(app, terminal_size=size, run_before=play)
         finally:
-            if app.stage.source is not None:
-                app.stage.source.close()
+            if app.app_state.source is not None:
+                app.app_state.source.close()
 
     return compare

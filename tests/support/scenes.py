@@ -129,8 +129,8 @@ async def until(pilot: Any, condition: Callable[[], Any], what: str = "it", seco
 async def settled(pilot: Any) -> None:
     """Wait until a replay stands where it was asked to, and the screen shows it."""
     app = pilot.app
-    transport = app.stage.source.transport
-    await until(pilot, lambda: app.stage.model.last_seq and not transport.seeking, "the replay's state")
+    transport = app.app_state.source.transport
+    await until(pilot, lambda: app.app_state.model.last_seq and not transport.seeking, "the replay's state")
     await pilot.pause(0.1)
     app.pump()
     await pilot.pause(0.1)

@@ -29,7 +29,7 @@ class AlertList(Listing):
     def alerts(self) -> list[Alert]:
         """List the alerts that pass the filter."""
         wanted = self.text.casefold()
-        found = pressing(list(self.stage.model.alerts))
+        found = pressing(list(self.app_state.model.alerts))
         return [alert for alert in found if wanted in f"{alert.kind} {alert.title} {alert.text}".casefold()]
 
     @property
@@ -40,7 +40,7 @@ class AlertList(Listing):
 
     def key(self) -> object:
         """Change with the alerts and the filter."""
-        return id(self.stage.model.alerts), self.stage.model.alerts.version, self.text, self.selected
+        return id(self.app_state.model.alerts), self.app_state.model.alerts.version, self.text, self.selected
 
     def count(self) -> int:
         """Count the alerts."""
@@ -48,7 +48,7 @@ class AlertList(Listing):
 
     def item(self, index: int, width: int, selected: bool) -> Line:
         """Draw one alert."""
-        return alert_line(self.alerts()[index], width, self.look, selected)
+        return alert_line(self.alerts()[index], width, self.theme, selected)
 
 
 class AlertDetail(Canvas):
@@ -64,21 +64,21 @@ class AlertDetail(Canvas):
         return self.alert, self.top, self.unfolded, id(self._cause())
 
     def _cause(self) -> Cause | None:
-        ranks = self.stage.model.ranks
+        ranks = self.app_state.model.ranks
         causes = {number: rank.memory.causes for number, rank in ranks.items() if rank.memory.causes}
         return cause_of_alert(self.alert, causes) if self.alert is not None else None
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw a rule and the alert."""
-        look = self.look
-        rule = Line(look.glyphs.rule * width, look.style("rule"))
+        theme = self.theme
+        rule = Line(theme.glyphs.rule * width, theme.style("rule"))
         if self.alert is None:
             return [rule]
-        body = alert_detail(self.alert, width, look, self._cause(), self.unfolded)
+        body = alert_detail(self.alert, width, theme, self._cause(), self.unfolded)
         self.top = max(0, min(self.top, len(body) - height + 1))
         shown = body[self.top : self.top + height - 1]
         if self.top + height - 1 < len(body):
-            shown[-1] = Line(f"   {look.glyphs.ellipsis} page down for more", look.style("dim"))
+            shown[-1] = Line(f"   {theme.glyphs.ellipsis} page down for more", theme.style("dim"))
         return [rule, *shown]
 
 
@@ -110,9 +110,9 @@ class AlertsScreen(MonitorScreen):
 
     def body(self) -> Iterable[Widget]:
         """Give list, detail and filter."""
-        yield AlertList(self.stage, name="alert-list")
-        yield AlertDetail(self.stage, name="alert-detail")
-        yield Prompt(self.stage, "filter", "kind, rank or words; enter keeps it, escape ends it", name="filter")
+        yield AlertList(self.app_state, name="alert-list")
+        yield AlertDetail(self.app_state, name="alert-detail")
+        yield Prompt(self.app_state, "filter", "kind, rank or words; enter keeps it, escape ends it", name="filter")
 
     def tick(self) -> None:
         """Draw what changed."""
@@ -145,14 +145,14 @@ class AlertsScreen(MonitorScreen):
             self.set_class(detail.unfolded, "unfolded")
             self.call_after_refresh(self.tick)
         elif alert is not None and self._select_rank(alert):
-            out_of_memory = alert.kind == "oom" and len(self.stage.model.ooms)
+            out_of_memory = alert.kind == "oom" and len(self.app_state.model.ooms)
             await self.run_action(f"app.oom({alert.rank})" if out_of_memory else "app.open")
 
     def action_memory(self) -> None:
         """Go to where the memory of the alert's rank and phase goes."""
         alert = self.query_one(AlertList).chosen
         if alert is not None and self._select_rank(alert):
-            self.app.show(MemoryScreen(self.stage, alert.phase))  # type: ignore[attr-defined]
+            self.app.show(MemoryScreen(self.app_state, alert.phase))  # type: ignore[attr-defined]
 
     def _select_rank(self, alert: Alert | None) -> bool:
         """Select the rank an alert speaks of; say so where it is none."""
@@ -162,21 +162,21 @@ class AlertsScreen(MonitorScreen):
         rank = alert.rank if alert.rank is not None else next(iter(alert.ranks), None)
         rank = told if rank is None and isinstance(told, int) else rank
         if rank is None:
-            self.stage.say("this alert speaks of no single rank")
+            self.app_state.say("this alert speaks of no single rank")
             return False
-        self.stage.select(rank)
+        self.app_state.select(rank)
         return True
 
     def action_jump(self) -> None:
         """Go to the alert's time."""
-        alert, source = self.query_one(AlertList).chosen, self.stage.source
+        alert, source = self.query_one(AlertList).chosen, self.app_state.source
         if alert is not None and source is not None:
             source.transport.seek(alert.time)
-            self.stage.say(f"at the moment of: {alert.title}")
+            self.app_state.say(f"at the moment of: {alert.title}")
 
     def in_question(self) -> set[int]:
         """Tell which ranks the selected alert is about."""
-        return suggested(self.stage.model, self.stage.selected, self.query_one(AlertList).chosen)
+        return suggested(self.app_state.model, self.app_state.selected, self.query_one(AlertList).chosen)
 
     def action_filter(self) -> None:
         """Type a filter."""

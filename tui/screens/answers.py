@@ -9,37 +9,37 @@ from ..widgets.line import Line
 from ..widgets.theme import Theme
 
 
-def button_line(no: str, yes: str, yes_chosen: bool, look: Theme) -> Line:
+def button_line(no: str, yes: str, yes_chosen: bool, theme: Theme) -> Line:
     """Draw two buttons; the chosen one is filled and in brackets."""
 
     def button(text: str, chosen: bool, tone: str) -> Line:
         if chosen:
-            return Line(f"[ {text} ]", look.style("on_color", tone, bold=True, reverse=not look.color))
-        return Line(f"  {text}  ", look.style("dim"))
+            return Line(f"[ {text} ]", theme.style("on_color", tone, bold=True, reverse=not theme.color))
+        return Line(f"  {text}  ", theme.style("dim"))
 
-    line = Line("  ", look.base).join(button(no, not yes_chosen, "accent")).add("   ", look.base)
+    line = Line("  ", theme.base).join(button(no, not yes_chosen, "accent")).add("   ", theme.base)
     return line.join(button(yes, yes_chosen, "error"))
 
 
-def answer_lines(record: CommandRecord, model: RunModel, width: int, look: Theme) -> list[Line]:
+def answer_lines(record: CommandRecord, model: RunModel, width: int, theme: Theme) -> list[Line]:
     """Draw how far a command is: sent, accepted or refused, done or failed, with what the hub says of it."""
-    glyphs = look.glyphs
-    good, bad, dim = look.style("good"), look.style("error", bold=True), look.style("dim")
+    glyphs = theme.glyphs
+    good, bad, dim = theme.style("good"), theme.style("error", bold=True), theme.style("dim")
     accepted, result = record.accepted, record.result
     if accepted is None:
         waited = max(0.0, model.now - record.sent) if record.sent else 0.0
         text = "sent, waiting for the hub" + (f" for {waited:.0f} s" if waited >= 2 else "")
         return [Line(f"{glyphs.states['starting']} {text}", dim)]
     if not accepted.ok:
-        return _marked(f"{glyphs.error} refused: ", accepted.text, bad, width, look)
-    lines = _marked(f"{glyphs.resolved} ", accepted.text or "under way", good, width, look)
+        return _marked(f"{glyphs.error} refused: ", accepted.text, bad, width, theme)
+    lines = _marked(f"{glyphs.resolved} ", accepted.text or "under way", good, width, theme)
     if result is None:
         return lines
     mark, style = (glyphs.resolved, good) if result.ok else (glyphs.error, bad)
-    return lines + _marked(f"{mark} ", result.text or ("done" if result.ok else "failed"), style, width, look)
+    return lines + _marked(f"{mark} ", result.text or ("done" if result.ok else "failed"), style, width, theme)
 
 
-def _marked(mark: str, text: str, style: Style, width: int, look: Theme) -> list[Line]:
+def _marked(mark: str, text: str, style: Style, width: int, theme: Theme) -> list[Line]:
     """Draw text with a mark before its first row."""
     first, *rest = wrap(text, width - len(mark))
-    return [Line(mark, style).add(first, look.base), *(Line(" " * len(mark) + row, look.base) for row in rest)]
+    return [Line(mark, style).add(first, theme.base), *(Line(" " * len(mark) + row, theme.base) for row in rest)]

@@ -17,27 +17,29 @@ _DONE = {
 class Asking:
     """Sends commands and says on the screen's foot how each stands."""
 
-    def __init__(self, stage: AppState) -> None:
-        self._stage = stage
+    def __init__(self, app_state: AppState) -> None:
+        self._app_state = app_state
         self._open: dict[str, str] = {}
         """Commands without a last answer, and what was said of each last."""
 
     def ask(self, verb: str, args: dict[str, Any], words: str) -> None:
         """Send a command; ``words`` say what it does, once it is accepted."""
-        stage, source = self._stage, self._stage.source
-        if stage.read_only:
-            stage.say(f"read-only: {verb} is refused", "warning")
+        app_state, source = self._app_state, self._app_state.source
+        if app_state.read_only:
+            app_state.say(f"read-only: {verb} is refused", "warning")
         elif source is None or not source.can_command:
             replay = source is not None and source.transport.mode == "replay"
-            stage.say(f"cannot {verb}: {'a replay has no processes' if replay else 'the run has no hub'}", "warning")
+            app_state.say(
+                f"cannot {verb}: {'a replay has no processes' if replay else 'the run has no hub'}", "warning"
+            )
         else:
             number = source.send(verb, args)
-            stage.say(f"{words} ...")
+            app_state.say(f"{words} ...")
             self._open[number] = ""
 
     def tick(self) -> None:
         """Say what is new about the commands that were sent."""
-        source = self._stage.source
+        source = self._app_state.source
         for number in list(self._open) if source is not None else []:
             record = source.commands.get(number) if source is not None else None
             if record is not None:
@@ -48,10 +50,10 @@ class Asking:
         if result is not None:
             del self._open[number]
             words = result_words(record.verb, result)
-            self._stage.say(words, "good" if result.ok else "error")
+            self._app_state.say(words, "good" if result.ok else "error")
         elif accepted is not None and not accepted.ok:
             del self._open[number]
-            self._stage.say(f"{record.verb} refused: {sanitize(accepted.text, 200)}", "error")
+            self._app_state.say(f"{record.verb} refused: {sanitize(accepted.text, 200)}", "error")
 
 
 def result_words(verb: str, result: Result) -> str:

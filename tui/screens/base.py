@@ -56,12 +56,12 @@ class TooSmall(Canvas):
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Say how large it is and how large it must be."""
-        size, look = self.app.size, self.look
+        size, theme = self.app.size, self.theme
         text = f"terminal {size.width}x{size.height} is too small:"
         remedy = f"ftmon needs {SMALLEST[0]}x{SMALLEST[1]}"
         lines = [Line()] * max(0, (height - 3) // 2)
         for row, tone in ((text, "warning"), (remedy, "text"), ("q: detach", "dim")):
-            lines.append(Line(row.center(width), look.style(tone)))
+            lines.append(Line(row.center(width), theme.style(tone)))
         return lines
 
 
@@ -80,9 +80,9 @@ class MonitorScreen(Screen[Any]):
     LEGEND: ClassVar[tuple[str, ...]] = ()
     """Parts of the legend that belong to the screen: names of ``widgets.legend.LEGENDS``."""
 
-    def __init__(self, stage: AppState) -> None:
+    def __init__(self, app_state: AppState) -> None:
         super().__init__()
-        self.stage = stage
+        self.app_state = app_state
 
     def body(self) -> Iterable[Widget]:
         """Give the widgets between summary and keys."""
@@ -90,11 +90,11 @@ class MonitorScreen(Screen[Any]):
 
     def compose(self) -> ComposeResult:
         """Lay the screen out."""
-        yield TooSmall(self.stage, name="small")
-        yield SummaryBar(self.stage, name="summary", classes="short" if self.TITLE_LINES == 1 else None)
+        yield TooSmall(self.app_state, name="small")
+        yield SummaryBar(self.app_state, name="summary", classes="short" if self.TITLE_LINES == 1 else None)
         yield from self.body()
-        yield ReplayBar(self.stage, name="replay")
-        yield KeyBar(self.stage, name="keys")
+        yield ReplayBar(self.app_state, name="replay")
+        yield KeyBar(self.app_state, name="keys")
 
     def on_mount(self) -> None:
         """Paint at once."""
@@ -112,13 +112,13 @@ class MonitorScreen(Screen[Any]):
 
     def tick(self) -> None:
         """Draw what changed; called by the app's one timer."""
-        self.set_class(self.stage.replaying, "replaying")
+        self.set_class(self.app_state.replaying, "replaying")
         for widget in self.canvases():
             widget.tick()
 
     def in_question(self) -> set[int]:
         """Tell which ranks a kill asked for here most likely means."""
-        return suggested(self.stage.model, self.stage.selected)
+        return suggested(self.app_state.model, self.app_state.selected)
 
     def canvases(self) -> list[Canvas]:
         """List the canvases directly on the screen."""

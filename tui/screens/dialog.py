@@ -29,15 +29,15 @@ class Dialog(ModalScreen[Any]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", "close", tooltip="do nothing")]
     WIDTH = 76
 
-    def __init__(self, stage: AppState) -> None:
+    def __init__(self, app_state: AppState) -> None:
         super().__init__()
-        self.stage = stage
-        self.panel = Panel(stage, name="panel", classes="dialog")
+        self.app_state = app_state
+        self.panel = Panel(app_state, name="panel", classes="dialog")
 
     @property
-    def look(self) -> Theme:
+    def theme(self) -> Theme:
         """The palette and glyphs in force."""
-        return self.stage.look
+        return self.app_state.theme
 
     def compose(self) -> ComposeResult:
         """Give the panel."""
@@ -59,8 +59,8 @@ class Dialog(ModalScreen[Any]):
     def fit(self) -> None:
         """Give the panel the size of its content, within the terminal."""
         styles = self.panel.styles
-        if self.look.glyphs.is_ascii:
-            styles.border = ("ascii", self.look.tone("accent"))
+        if self.theme.glyphs.is_ascii:
+            styles.border = ("ascii", self.theme.tone("accent"))
         styles.width = self.inner_width + 4
         styles.height = min(self.wanted_height() + 2, self.app.size.height)
 

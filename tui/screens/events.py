@@ -22,8 +22,8 @@ class EventsCanvas(Canvas):
 
     def key(self) -> object:
         """Change with the sampled steps; and with every step, for what every step tells."""
-        model = self.stage.model
-        rank = model.ranks.get(self.stage.selected)
+        model = self.app_state.model
+        rank = model.ranks.get(self.app_state.selected)
         if rank is None:
             return ()
         others = sum(each.allocator.version for each in model.ranks.values())
@@ -31,27 +31,27 @@ class EventsCanvas(Canvas):
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the table, the graphs, and the ranks where there is room."""
-        model, look = self.stage.model, self.look
-        rank = model.ranks.get(self.stage.selected)
+        model, theme = self.app_state.model, self.theme
+        rank = model.ranks.get(self.app_state.selected)
         if rank is None:
-            return [Line(" no rank yet", look.style("dim"))]
-        view = self.stage.views.rank(model, rank, several_hosts=True)
-        lines = [title_line(rank, name(view, look), width, look)]
+            return [Line(" no rank yet", theme.style("dim"))]
+        view = self.app_state.views.rank(model, rank, several_hosts=True)
+        lines = [title_line(rank, name(view, theme), width, theme)]
         if rank.on_cpu:
             text = "On a CPU there is no caching allocator to watch: m shows the resident set by phase."
-            return [*lines, *(Line(f" {row}", look.style("dim")) for row in wrap(text, width - 2))]
+            return [*lines, *(Line(f" {row}", theme.style("dim")) for row in wrap(text, width - 2))]
         if rank.allocator.last is None:
-            lines += [Line(f" {row}", look.style("dim")) for row in wrap(self._empty(), width - 2)]
+            lines += [Line(f" {row}", theme.style("dim")) for row in wrap(self._empty(), width - 2)]
         high = 5 if height >= _HIGH else 2 if height >= TALL else 1
-        lines += phase_lines(rank, width, look)
-        lines += course_lines(rank, width, high, look)
-        lines += unused_lines(rank, width, high, look)
-        lines += [free] if (free := free_line(rank, width, look)) is not None else []
-        lines.append(retry_line(rank, width, look))
-        return [*lines, *rank_lines(list(model.ranks.values()), rank.rank, height - len(lines), look)]
+        lines += phase_lines(rank, width, theme)
+        lines += course_lines(rank, width, high, theme)
+        lines += unused_lines(rank, width, high, theme)
+        lines += [free] if (free := free_line(rank, width, theme)) is not None else []
+        lines.append(retry_line(rank, width, theme))
+        return [*lines, *rank_lines(list(model.ranks.values()), rank.rank, height - len(lines), theme)]
 
     def _empty(self) -> str:
-        source = self.stage.source
+        source = self.app_state.source
         if source is not None and source.transport.mode == "replay":
             return "No step was sampled up to here."
         return (
@@ -82,16 +82,16 @@ class EventsScreen(MonitorScreen):
 
     def body(self) -> Iterable[Widget]:
         """Give the one canvas."""
-        yield EventsCanvas(self.stage, name="body")
+        yield EventsCanvas(self.app_state, name="body")
 
     def in_question(self) -> set[int]:
         """A kill asked for here means the rank in view."""
-        return {self.stage.selected}
+        return {self.app_state.selected}
 
     def action_rank(self, delta: int) -> None:
         """Go to a neighbouring rank."""
-        ranks = list(self.stage.model.ranks)
-        if self.stage.selected in ranks:
-            index = ranks.index(self.stage.selected) + delta
-            self.stage.select(ranks[max(0, min(index, len(ranks) - 1))])
+        ranks = list(self.app_state.model.ranks)
+        if self.app_state.selected in ranks:
+            index = ranks.index(self.app_state.selected) + delta
+            self.app_state.select(ranks[max(0, min(index, len(ranks) - 1))])
         self.tick()

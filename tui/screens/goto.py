@@ -19,18 +19,18 @@ class GotoDialog(Dialog):
         with Vertical(id="goto", classes="dialog"):
             self.panel.remove_class("dialog")
             yield self.panel
-            yield Prompt(self.stage, "go to", name="place")
+            yield Prompt(self.app_state, "go to", name="place")
 
     def lines(self, width: int, height: int) -> list[Line]:
         """Say what may be typed."""
-        source = self.stage.source
+        source = self.app_state.source
         if source is None:
             return []
-        transport, dim = source.transport, self.look.style("dim")
-        last = self.stage.model.total_steps or self.stage.model.leading_step
+        transport, dim = source.transport, self.theme.style("dim")
+        last = self.app_state.model.total_steps or self.app_state.model.leading_step
         span = f"step 1 to {last:,}, {time_of_day(transport.first)} to {time_of_day(transport.last)}"
         return [
-            Line(span, self.look.base),
+            Line(span, self.theme.base),
             Line("812 a step   12:03:10 a time   +90s a jump   50% a share", dim),
             Line(),
         ]
@@ -39,8 +39,8 @@ class GotoDialog(Dialog):
         """Lay out words and line."""
         self.panel.styles.height = 3
         box = self.query_one("#goto")
-        if self.look.glyphs.is_ascii:
-            box.styles.border = ("ascii", self.look.tone("accent"))
+        if self.theme.glyphs.is_ascii:
+            box.styles.border = ("ascii", self.theme.tone("accent"))
         box.styles.width, box.styles.height = self.inner_width + 4, 6
 
     def on_mount(self) -> None:
@@ -50,7 +50,7 @@ class GotoDialog(Dialog):
 
     def on_prompt_done(self, event: Prompt.Done) -> None:
         """Go there."""
-        source = self.stage.source
+        source = self.app_state.source
         if event.accepted and event.text.strip() and source is not None:
             source.transport.goto(event.text.strip())
         self.dismiss(None)

@@ -23,23 +23,23 @@ class HelpScreen(Dialog):
     ]
     WIDTH = 96
 
-    def __init__(self, stage: AppState, behind: MonitorScreen) -> None:
-        super().__init__(stage)
+    def __init__(self, app_state: AppState, behind: MonitorScreen) -> None:
+        super().__init__(app_state)
         self.behind = behind
         self.top = 0
 
     def content(self, width: int) -> list[Line]:
         """Give all lines, however many."""
-        look = self.look
-        lines = [Line(f"{self.behind.NAME}", look.style("accent", bold=True)), Line()]
-        lines += [Line(row, look.base) for row in wrap(self.behind.WHAT, width - 2)]
+        theme = self.theme
+        lines = [Line(f"{self.behind.NAME}", theme.style("accent", bold=True)), Line()]
+        lines += [Line(row, theme.base) for row in wrap(self.behind.WHAT, width - 2)]
         for part in self.behind.LEGEND:
-            lines += [Line(), *LEGENDS[part](look)]
-        lines += [Line(), Line("keys", look.style("accent", bold=True))]
+            lines += [Line(), *LEGENDS[part](theme)]
+        lines += [Line(), Line("keys", theme.style("accent", bold=True))]
         for binding in self._bindings_of_behind():
-            keys = key_words(binding, look)
-            line = Line(f"  {keys:<12}", look.style("text", bold=True))
-            lines.append(line.add(binding.tooltip or binding.description, look.style("dim")))
+            keys = key_words(binding, theme)
+            line = Line(f"  {keys:<12}", theme.style("text", bold=True))
+            lines.append(line.add(binding.tooltip or binding.description, theme.style("dim")))
         return lines
 
     def _bindings_of_behind(self) -> list[Binding]:
@@ -56,7 +56,7 @@ class HelpScreen(Dialog):
         room = height - 1
         self.top = max(0, min(self.top, len(content) - room))
         at = f"{self.top + 1} to {min(len(content), self.top + room)} of {len(content)}"
-        foot = Line(f"{at}   up, down: scroll   escape: close", self.look.style("dim"))
+        foot = Line(f"{at}   up, down: scroll   escape: close", self.theme.style("dim"))
         return [*content[self.top : self.top + room], foot]
 
     def action_scroll(self, direction: int) -> None:

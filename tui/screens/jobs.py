@@ -22,26 +22,26 @@ class JobList(Listing):
 
     def rows(self) -> list[JobRow]:
         """Give the table's rows."""
-        model = self.stage.model
+        model = self.app_state.model
         return job_rows(model.jobs, model.now)
 
     def key(self) -> object:
         """Change with the jobs, the selection, and each second that one goes on."""
-        model = self.stage.model
+        model = self.app_state.model
         return model.job, tuple(model.jobs.values()), self.selected, int(model.now)
 
     def count(self) -> int:
         """Count the jobs."""
-        return len(self.stage.model.jobs)
+        return len(self.app_state.model.jobs)
 
     def head(self, width: int) -> list[Line]:
         """Name the columns."""
-        return [head_line(width, self.look)]
+        return [head_line(width, self.theme)]
 
     def item(self, index: int, width: int, selected: bool) -> Line:
         """Draw one job."""
         row = self.rows()[index]
-        return job_line(row, width, self.look, selected, row.number == self.stage.model.job)
+        return job_line(row, width, self.theme, selected, row.number == self.app_state.model.job)
 
 
 class JobDetail(Canvas):
@@ -52,24 +52,24 @@ class JobDetail(Canvas):
 
     def key(self) -> object:
         """Change with the job."""
-        model = self.stage.model
+        model = self.app_state.model
         losses = model.losses_of(self.number)
         return self.number, self.top, model.jobs.get(self.number), losses.version if losses is not None else 0
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the part in view."""
-        model = self.stage.model
+        model = self.app_state.model
         job = model.jobs.get(self.number)
         if job is None:
             return []
         row = next(row for row in job_rows(model.jobs, model.now) if row.number == self.number)
         losses = model.losses_of(self.number)
-        lines = detail_lines(job, row, losses.means(60) if losses is not None else [], width, self.look)
+        lines = detail_lines(job, row, losses.means(60) if losses is not None else [], width, self.theme)
         self.top = max(0, min(self.top, len(lines) - height))
         shown = lines[self.top : self.top + height]
         below = len(lines) - self.top - height
         if below > 0:
-            shown[-1] = Line(f" {below + 1} more lines: page down", self.look.style("dim"))
+            shown[-1] = Line(f" {below + 1} more lines: page down", self.theme.style("dim"))
         return shown
 
 
@@ -97,15 +97,15 @@ class JobsScreen(MonitorScreen):
 
     def body(self) -> Iterable[Widget]:
         """Give the list and the detail."""
-        yield JobList(self.stage, name="jobs")
-        yield JobDetail(self.stage, name="job")
+        yield JobList(self.app_state, name="jobs")
+        yield JobDetail(self.app_state, name="job")
 
     def tick(self) -> None:
         """Draw what changed."""
         listing, detail = self.query_one(JobList), self.query_one(JobDetail)
         listing.styles.height = min(listing.count() + 2, max(4, self.size.height // 3))
         listing.tick()
-        numbers = list(self.stage.model.jobs)
+        numbers = list(self.app_state.model.jobs)
         if numbers:
             detail.number = numbers[max(0, min(listing.selected, len(numbers) - 1))]
         super().tick()

@@ -41,9 +41,9 @@ class KillDialog(Dialog):
     ]
     WIDTH = 78
 
-    def __init__(self, stage: AppState, marked: set[int]) -> None:
-        super().__init__(stage)
-        self.targets = Targets.of(stage.model, marked)
+    def __init__(self, app_state: AppState, marked: set[int]) -> None:
+        super().__init__(app_state)
+        self.targets = Targets.of(app_state.model, marked)
         self.cursor = self.buttons
         self.signal = 0
         self.yes = False
@@ -58,16 +58,16 @@ class KillDialog(Dialog):
     @property
     def record(self) -> CommandRecord | None:
         """The command, once it was sent."""
-        source = self.stage.source
+        source = self.app_state.source
         return source.commands.get(self.sent) if source is not None and self.sent else None
 
     def lines(self, width: int, height: int) -> list[Line]:
         """Draw the question, or what comes of it."""
         del height
-        look, model = self.look, self.stage.model
-        dim = look.style("dim")
+        theme, model = self.theme, self.app_state.model
+        dim = theme.style("dim")
         name = model.info.name or model.info.id or "the run"
-        head = [Line(f"Kill: {name}", look.style("text", bold=True)), Line()]
+        head = [Line(f"Kill: {name}", theme.style("text", bold=True)), Line()]
         if self.record is not None:
             return [*head, *self._progress(self.record, width)]
         rows = range(len(self.targets.ranks) + 1)
@@ -75,12 +75,12 @@ class KillDialog(Dialog):
         self.top = max(marked_row - _LISTED + 1, min(self.top, marked_row))
         self.top = max(0, min(self.top, len(rows) - _LISTED))
         shown = rows[self.top : self.top + _LISTED]
-        lines = [target_line(self.targets, index, model, width, look, index == self.cursor) for index in shown]
+        lines = [target_line(self.targets, index, model, width, theme, index == self.cursor) for index in shown]
         if len(rows) > len(shown):
             lines.append(Line(f"    {self.targets.words}; {len(rows) - 1} ranks, up and down scroll", dim))
-        lines += [Line(), signal_line(SIGNALS[self.signal], self.cursor == self.buttons - 1, look), Line()]
-        lines += what_follows(self.targets, model, SIGNALS[self.signal], width, look)
-        lines += [Line(), button_line("No", f"Yes, kill {self.targets.words}", self.yes, look)]
+        lines += [Line(), signal_line(SIGNALS[self.signal], self.cursor == self.buttons - 1, theme), Line()]
+        lines += what_follows(self.targets, model, SIGNALS[self.signal], width, theme)
+        lines += [Line(), button_line("No", f"Yes, kill {self.targets.words}", self.yes, theme)]
         lines.append(Line("  arrows: choose   space: mark   a: the whole run   escape: no", dim))
         return [*head, *lines]
 
@@ -88,11 +88,11 @@ class KillDialog(Dialog):
         return 0 if self.targets.whole or not self.targets.marked else self.targets.first_marked + 1
 
     def _progress(self, record: CommandRecord, width: int) -> list[Line]:
-        look, model = self.look, self.stage.model
-        lines = [Line(f"killing {self.targets.words}", look.base), *answer_lines(record, model, width, look), Line()]
-        lines += self.targets.aftermath(model, width, look)
+        theme, model = self.theme, self.app_state.model
+        lines = [Line(f"killing {self.targets.words}", theme.base), *answer_lines(record, model, width, theme), Line()]
+        lines += self.targets.aftermath(model, width, theme)
         word = "escape: close" if record.done else "escape: close (the kill goes on)"
-        return [*lines, Line(), Line(word, look.style("dim"))]
+        return [*lines, Line(), Line(word, theme.style("dim"))]
 
     def tick(self) -> None:
         """Show progress."""
@@ -144,12 +144,12 @@ class KillDialog(Dialog):
 
     def action_yes(self) -> None:
         """Send the command."""
-        source = self.stage.source
+        source = self.app_state.source
         if source is None or self.sent:
             return
         if not self.targets.any:
-            self.stage.say("nothing is marked: space marks a rank, a the whole run", "warning")
+            self.app_state.say("nothing is marked: space marks a rank, a the whole run", "warning")
             return
-        self.targets.remember(self.stage.model)
+        self.targets.remember(self.app_state.model)
         self.sent = source.send("kill", {"ranks": self.targets.chosen, "signal": SIGNALS[self.signal]})
         self._paint()

@@ -26,12 +26,12 @@ class LogList(Listing):
 
     def key(self) -> object:
         """Change with the log, the filter and the selection."""
-        logs = self.stage.model.logs
+        logs = self.app_state.model.logs
         return id(logs), logs.version, self.rank, self.text, self.follow, self.selected
 
     def entries(self) -> list[LogEntry]:
         """List the lines that pass the filter, read again only when log or filter changed."""
-        logs = self.stage.model.logs
+        logs = self.app_state.model.logs
         made_of = (id(logs), logs.version, self.rank, self.text)
         if made_of != self._made_of:
             self._made_of = made_of
@@ -44,24 +44,24 @@ class LogList(Listing):
 
     def item(self, index: int, width: int, selected: bool) -> Line:
         """Draw one line."""
-        return log_line(self.entries()[index], width, self.look, self.rank is None, selected and not self.follow)
+        return log_line(self.entries()[index], width, self.theme, self.rank is None, selected and not self.follow)
 
     def head(self, width: int) -> list[Line]:
         """Say what is shown."""
-        look = self.look
-        dim, rule = look.style("dim"), look.style("rule")
+        theme = self.theme
+        dim, rule = theme.style("dim"), theme.style("rule")
         who = "all ranks" if self.rank is None else "the launcher" if self.rank < 0 else f"rank {self.rank}"
-        dash = look.glyphs.rule
-        left = Line(dash, rule).add(f" output of {who} ", look.style("text", bold=True))
+        dash = theme.glyphs.rule
+        left = Line(dash, rule).add(f" output of {who} ", theme.style("text", bold=True))
         left.add(f"{self.count():,} lines ", dim)
         if self.text:
-            left.add(f"with {self.text!r} ", look.style("accent"))
+            left.add(f"with {self.text!r} ", theme.style("accent"))
         right = Line(
-            " following " if self.follow else " held: f follows ", look.style("good" if self.follow else "dim")
+            " following " if self.follow else " held: f follows ", theme.style("good" if self.follow else "dim")
         )
         right.add(dash, rule)
         left.add(dash * max(0, width - left.width - right.width), rule)
-        return [spread(left, right, width, look.base)]
+        return [spread(left, right, width, theme.base)]
 
 
 class LogsScreen(MonitorScreen):
@@ -91,13 +91,13 @@ class LogsScreen(MonitorScreen):
 
     def body(self) -> Iterable[Widget]:
         """Give the lines and the filter."""
-        yield LogList(self.stage, name="logs")
-        yield Prompt(self.stage, "filter", "words; enter keeps it, escape ends it", name="filter")
+        yield LogList(self.app_state, name="logs")
+        yield Prompt(self.app_state, "filter", "words; enter keeps it, escape ends it", name="filter")
 
     def action_whose(self, delta: int) -> None:
         """Go through all ranks, the launcher, rank 0, 1, ..."""
         lines = self.query_one(LogList)
-        order: list[int | None] = [None, -1, *self.stage.model.ranks]
+        order: list[int | None] = [None, -1, *self.app_state.model.ranks]
         index = order.index(lines.rank) if lines.rank in order else 0
         lines.rank = order[(index + delta) % len(order)]
         lines.tick()

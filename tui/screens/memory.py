@@ -34,64 +34,64 @@ class MemoryCanvas(Canvas):
     @property
     def rank(self) -> RankModel | None:
         """The selected rank; None before any was heard of."""
-        return self.stage.model.ranks.get(self.stage.selected)
+        return self.app_state.model.ranks.get(self.app_state.selected)
 
     def key(self) -> object:
         """Change with the ranks' memory, the device and what a person chose."""
-        model, rank = self.stage.model, self.rank
-        chosen = self.choice, self.bars, self.top, self.stage.selected
+        model, rank = self.app_state.model, self.rank
+        chosen = self.choice, self.bars, self.top, self.app_state.selected
         if rank is None:
             return chosen
         sample = model.device_of(rank)
         of_all = sum(each.memory.version for each in model.ranks.values()) if self.bars else 0
-        state = id(rank), rank.memory.version, id(rank.last), self.stage.source is not None and self._can_ask
+        state = id(rank), rank.memory.version, id(rank.last), self.app_state.source is not None and self._can_ask
         return chosen, state, of_all, id(sample), model.alerts.version, id(model.prediction)
 
     @property
     def _can_ask(self) -> bool:
-        source = self.stage.source
-        return source is not None and source.can_command and not self.stage.read_only
+        source = self.app_state.source
+        return source is not None and source.can_command and not self.app_state.read_only
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the waterfall, or the bars."""
-        rank, look = self.rank, self.look
+        rank, theme = self.rank, self.theme
         if rank is None:
-            return [Line(" no rank yet", look.style("dim"))]
-        view = self.stage.views.rank(self.stage.model, rank, several_hosts=True)
-        lines = [title_line(rank, name(view, look), width, look)]
+            return [Line(" no rank yet", theme.style("dim"))]
+        view = self.app_state.views.rank(self.app_state.model, rank, several_hosts=True)
+        lines = [title_line(rank, name(view, theme), width, theme)]
         if self.bars:
             return [*lines, *self._bars(width, height - 1)]
-        fall = fall_of(rank, self.choice, self.stage.model.device_of(rank))
+        fall = fall_of(rank, self.choice, self.app_state.model.device_of(rank))
         if fall is None:
             text = " no step is finished yet: the first one tells its peaks by phase"
-            return [*lines, Line(text, look.style("dim"))]
-        lines += head_lines(rank, fall, self.choice, width, look)
+            return [*lines, Line(text, theme.style("dim"))]
+        lines += head_lines(rank, fall, self.choice, width, theme)
         cause = cause_of(rank, fall.phase)
-        alert = spike_alert(self.stage.model.alerts, rank.rank, cause.phase) if cause is not None else None
-        prediction = self.stage.model.prediction
-        body = body_lines(rank, fall, self.choice, verdict_of(alert), self._why(), width, look, prediction)
+        alert = spike_alert(self.app_state.model.alerts, rank.rank, cause.phase) if cause is not None else None
+        prediction = self.app_state.model.prediction
+        body = body_lines(rank, fall, self.choice, verdict_of(alert), self._why(), width, theme, prediction)
         room = height - len(lines)
         if len(body) > room:
             self.top = max(0, min(self.top, len(body) - room))
             more = self.top + room < len(body)
             body = body[self.top : self.top + room]
             if more:
-                body[-1] = Line(f"   {look.glyphs.ellipsis} page down for more", look.style("dim"))
+                body[-1] = Line(f"   {theme.glyphs.ellipsis} page down for more", theme.style("dim"))
         else:
             self.top = 0
             body += self._chart(rank, width, room - len(body) - 1)
         return [*lines, *body]
 
     def _bars(self, width: int, height: int) -> list[Line]:
-        ranks = self.stage.model.ranks.values()
+        ranks = self.app_state.model.ranks.values()
         bars = rank_bars(ranks, self.choice.phase)
         if not bars:
-            return [Line(" no step is finished yet", self.look.style("dim"))]
+            return [Line(" no step is finished yet", self.theme.style("dim"))]
         capacity = min((rank.capacity_bytes for rank in ranks if rank.capacity_bytes), default=0)
-        return peak_bars(bars, self.choice.phase, self.stage.selected, capacity, width, height, self.look)
+        return peak_bars(bars, self.choice.phase, self.app_state.selected, capacity, width, height, self.theme)
 
     def _why(self) -> str:
-        source = self.stage.source
+        source = self.app_state.source
         if source is not None and source.transport.mode == "replay":
             return "Nothing was taken apart up to here: the recording has no composition of this rank yet."
         if self._can_ask:
@@ -110,12 +110,12 @@ class MemoryCanvas(Canvas):
         names = [mark.phase for mark in lead.standing[:3]] if lead is not None else []
         steps = [step for step in steps if all(step.phase(each) is not None for each in names)]
         series = [
-            Series(each, self.look.phase(each), [_peak(step, each) for step in steps]) for each in reversed(names)
+            Series(each, self.theme.phase(each), [_peak(step, each) for step in steps]) for each in reversed(names)
         ]
         if len(steps) < 2 or not series:
             return []
         chart = Chart("peaks by phase", "GiB", [step.step for step in steps], series)
-        return [Line(), *chart_lines(chart, width, min(height, 24), self.look)]
+        return [Line(), *chart_lines(chart, width, min(height, 24), self.theme)]
 
 
 def _peak(step: Any, phase: str) -> float:
@@ -155,11 +155,11 @@ class MemoryScreen(MonitorScreen):
         key("a", "app.alerts", "alerts", "all alerts, each with its evidence", show=False),
     ]
 
-    def __init__(self, stage: AppState, phase: str = "") -> None:
-        super().__init__(stage)
-        self._canvas = MemoryCanvas(stage, name="body")
+    def __init__(self, app_state: AppState, phase: str = "") -> None:
+        super().__init__(app_state)
+        self._canvas = MemoryCanvas(app_state, name="body")
         self._canvas.choice = MemoryChoice(phase=phase)
-        self._asking = Asking(stage)
+        self._asking = Asking(app_state)
 
     def body(self) -> Iterable[Widget]:
         """Give the one canvas."""
@@ -172,7 +172,7 @@ class MemoryScreen(MonitorScreen):
 
     def in_question(self) -> set[int]:
         """A kill asked for here means the rank in view."""
-        return {self.stage.selected}
+        return {self.app_state.selected}
 
     def _choose(self, **changes: Any) -> None:
         self._canvas.choice = replace(self._canvas.choice, **changes)
@@ -197,10 +197,10 @@ class MemoryScreen(MonitorScreen):
 
     def action_rank(self, delta: int) -> None:
         """Go to a neighbouring rank."""
-        ranks = list(self.stage.model.ranks)
-        if self.stage.selected in ranks:
-            index = ranks.index(self.stage.selected) + delta
-            self.stage.select(ranks[max(0, min(index, len(ranks) - 1))])
+        ranks = list(self.app_state.model.ranks)
+        if self.app_state.selected in ranks:
+            index = ranks.index(self.app_state.selected) + delta
+            self.app_state.select(ranks[max(0, min(index, len(ranks) - 1))])
         self._canvas.top = 0
         self.tick()
 
@@ -212,7 +212,9 @@ class MemoryScreen(MonitorScreen):
     def action_highest(self) -> None:
         """Switch between the latest step taken apart and the one with the highest peak."""
         highest = not self._canvas.choice.highest
-        self.stage.say("the highest peak that was taken apart" if highest else "the latest step that was taken apart")
+        self.app_state.say(
+            "the highest peak that was taken apart" if highest else "the latest step that was taken apart"
+        )
         self._choose(highest=highest)
 
     def action_unfold(self) -> None:
@@ -230,17 +232,17 @@ class MemoryScreen(MonitorScreen):
 
     def action_compose(self) -> None:
         """Have the next step taken apart."""
-        rank = self.stage.selected
+        rank = self.app_state.selected
         self._asking.ask("compose", {"ranks": [rank]}, f"rank {rank}: the next step is taken apart")
 
     def action_arm(self) -> None:
         """Have stacks recorded in the phase in view."""
-        rank, phase = self.stage.selected, self.phase
+        rank, phase = self.app_state.selected, self.phase
         args = {"ranks": [rank], "phase": phase, "steps": 1, "reason": "asked"}
         where = f"the next step's {phase}" if phase else "the next step"
         self._asking.ask("arm", args, f"rank {rank}: stacks are recorded in {where}")
 
     def action_take(self) -> None:
         """Have a memory snapshot written."""
-        rank = self.stage.selected
+        rank = self.app_state.selected
         self._asking.ask("snapshot", {"ranks": [rank]}, f"rank {rank}: writing a memory snapshot")

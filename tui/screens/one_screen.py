@@ -39,9 +39,9 @@ class OneScreenApp(App[None]):
         super().__init__(ansi_color=True if no_color else None)
         for palette in PALETTES.values():
             self.register_theme(theme_of(palette))
-        look = Theme(LIGHT if light else DARK, ASCII if ascii else choose(False), color=not no_color)
-        self.stage = AppState(None, look)
-        self.theme = look.palette.name
+        theme = Theme(LIGHT if light else DARK, ASCII if ascii else choose(False), color=not no_color)
+        self.app_state = AppState(None, theme)
+        self.theme = theme.palette.name
 
     def on_mount(self) -> None:
         """Draw again twice a second."""
@@ -68,13 +68,13 @@ class OneScreenApp(App[None]):
 
     def action_theme(self) -> None:
         """Switch between light and dark."""
-        before = self.stage.look
+        before = self.app_state.theme
         palette = LIGHT if before.palette.dark else DARK
-        self.stage.look = Theme(palette, before.glyphs, before.color)
+        self.app_state.theme = Theme(palette, before.glyphs, before.color)
         self.theme = palette.name
         self._tick()
 
     def action_help(self) -> None:
         """Explain the screen."""
         if isinstance(self.screen, self.MAIN_SCREEN):
-            self.push_screen(self.HELP_SCREEN(self.stage, self.screen))
+            self.push_screen(self.HELP_SCREEN(self.app_state, self.screen))

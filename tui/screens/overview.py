@@ -41,8 +41,8 @@ class OverviewScreen(MonitorScreen):
 
     def body(self) -> Iterable[Widget]:
         """Give the ranks and the alert strip."""
-        yield RankGrid(self.stage)
-        yield AlertStrip(self.stage, name="alerts")
+        yield RankGrid(self.app_state)
+        yield AlertStrip(self.app_state, name="alerts")
 
     def tick(self) -> None:
         """Draw what changed."""
@@ -55,11 +55,11 @@ class OverviewScreen(MonitorScreen):
 
     def action_zoom(self) -> None:
         """Switch the scale of the graphs."""
-        self.stage.toggle_zoom()
+        self.app_state.toggle_zoom()
         self.tick()
 
     def action_view(self) -> None:
         """Go to the next way of drawing ranks."""
-        self.stage.next_view()
-        self.stage.say(f"view: {self.stage.view}")
+        self.app_state.next_view()
+        self.app_state.say(f"view: {self.app_state.view}")
         self.tick()

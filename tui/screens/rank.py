@@ -25,7 +25,7 @@ class RankCanvas(Canvas):
     @property
     def rank(self) -> RankModel | None:
         """The selected rank; None before any was heard of."""
-        return self.stage.model.ranks.get(self.stage.selected)
+        return self.app_state.model.ranks.get(self.app_state.selected)
 
 
 class RankHead(RankCanvas):
@@ -36,18 +36,23 @@ class RankHead(RankCanvas):
         rank = self.rank
         if rank is None:
             return ()
-        return rank.rank, id(rank.last), self.stage.views.rank(self.stage.model, rank), rank.allocator.last is None
+        return (
+            rank.rank,
+            id(rank.last),
+            self.app_state.views.rank(self.app_state.model, rank),
+            rank.allocator.last is None,
+        )
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the rank."""
         rank = self.rank
         if rank is None:
-            return [Line(" no rank yet", self.look.style("dim"))]
-        view = self.stage.views.rank(self.stage.model, rank, several_hosts=True)
-        lines = [title(view, width, self.look, True)]
-        lines += figure_lines(self.stage.model, rank, view, width, self.look)
+            return [Line(" no rank yet", self.theme.style("dim"))]
+        view = self.app_state.views.rank(self.app_state.model, rank, several_hosts=True)
+        lines = [title(view, width, self.theme, True)]
+        lines += figure_lines(self.app_state.model, rank, view, width, self.theme)
         lines.append(Line())
-        table = phase_table(rank.phase_rows, width, self.look)
+        table = phase_table(rank.phase_rows, width, self.theme)
         return [*lines, *table][:height]
 
 
@@ -63,7 +68,7 @@ class StepChart(RankCanvas):
         steps = list(self.rank.steps) if self.rank else []
         times = [step.host_us / 1000 for step in steps]
         chart = Chart("step time", "ms", [step.step for step in steps], [Series("step", "accent", times)], floor=True)
-        return chart_lines(chart, width, height, self.look)
+        return chart_lines(chart, width, height, self.theme)
 
 
 class MemoryChart(StepChart):
@@ -84,7 +89,7 @@ class MemoryChart(StepChart):
             Series("resident peak" if cpu else "peak", "peak", peaks),
             Series("in use" if cpu else "reserved", "allocated", held),
         ]
-        return chart_lines(Chart("memory", "GiB", [step.step for step in steps], series), width, height, self.look)
+        return chart_lines(Chart("memory", "GiB", [step.step for step in steps], series), width, height, self.theme)
 
 
 class RankLog(RankCanvas):
@@ -92,18 +97,18 @@ class RankLog(RankCanvas):
 
     def key(self) -> object:
         """Change with the log."""
-        return self.stage.selected, id(self.stage.model.logs), self.stage.model.logs.version
+        return self.app_state.selected, id(self.app_state.model.logs), self.app_state.model.logs.version
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw a rule and the lines."""
-        look = self.look
-        rule = look.style("rule")
-        head = Line(look.glyphs.rule, rule).add(" output ", look.style("dim"))
-        lines = [head.add(look.glyphs.rule * max(0, width - head.width), rule)]
-        entries = self.stage.model.logs.select(rank=self.stage.selected, limit=height - 1)
+        theme = self.theme
+        rule = theme.style("rule")
+        head = Line(theme.glyphs.rule, rule).add(" output ", theme.style("dim"))
+        lines = [head.add(theme.glyphs.rule * max(0, width - head.width), rule)]
+        entries = self.app_state.model.logs.select(rank=self.app_state.selected, limit=height - 1)
         if not entries:
-            return [*lines, Line(" no output yet", look.style("dim"))]
-        return [*lines, *(log_line(entry, width, look, with_rank=False) for entry in entries)]
+            return [*lines, Line(" no output yet", theme.style("dim"))]
+        return [*lines, *(log_line(entry, width, theme, with_rank=False) for entry in entries)]
 
 
 class RankScreen(MonitorScreen):
@@ -133,14 +138,14 @@ class RankScreen(MonitorScreen):
         key("S", "app.stop", "stop", "save a checkpoint and end the run; asks first", show=False),
     ]
 
-    def __init__(self, stage: AppState) -> None:
-        super().__init__(stage)
+    def __init__(self, app_state: AppState) -> None:
+        super().__init__(app_state)
         self._parts: list[Canvas] = []
 
     def body(self) -> Iterable[Widget]:
         """Give head, charts and log."""
-        charts = [StepChart(self.stage, classes="chart"), MemoryChart(self.stage, classes="chart")]
-        head, log = RankHead(self.stage, name="rank-head"), RankLog(self.stage, name="rank-log")
+        charts = [StepChart(self.app_state, classes="chart"), MemoryChart(self.app_state, classes="chart")]
+        head, log = RankHead(self.app_state, name="rank-head"), RankLog(self.app_state, name="rank-log")
         self._parts = [*charts]
         yield head
         yield Container(*charts, id="charts")
@@ -154,12 +159,12 @@ class RankScreen(MonitorScreen):
 
     def in_question(self) -> set[int]:
         """A kill asked for here means the rank in view."""
-        return {self.stage.selected}
+        return {self.app_state.selected}
 
     def action_rank(self, delta: int) -> None:
         """Go to a neighbouring rank."""
-        ranks = list(self.stage.model.ranks)
-        if self.stage.selected in ranks:
-            index = ranks.index(self.stage.selected) + delta
-            self.stage.select(ranks[max(0, min(index, len(ranks) - 1))])
+        ranks = list(self.app_state.model.ranks)
+        if self.app_state.selected in ranks:
+            index = ranks.index(self.app_state.selected) + delta
+            self.app_state.select(ranks[max(0, min(index, len(ranks) - 1))])
         self.tick()

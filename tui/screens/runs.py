@@ -34,8 +34,8 @@ class RunRows(Listing):
     empty = "no runs yet: start one with 'ftmon demo' or 'ftmon run -- COMMAND'"
     text = ""
 
-    def __init__(self, stage: AppState, name: str) -> None:
-        super().__init__(stage, name=name)
+    def __init__(self, app_state: AppState, name: str) -> None:
+        super().__init__(app_state, name=name)
         self._list = RunList()
         self._entries: list[RunEntry] = []
         self._looked = 0.0
@@ -75,12 +75,12 @@ class RunRows(Listing):
 
     def head(self, width: int) -> list[Line]:
         """Draw the column heads."""
-        look = self.look
+        theme = self.theme
         words = f"   {'run':<{self._name_width(width)}}{'state':<12}{'ranks':>6}{'step':>9}{'took':>11}{'started':>16}"
         live = sum(entry.live for entry in self._entries)
-        title = Line(" ftmon", look.style("accent", bold=True)).add("  runs", look.style("text", bold=True))
-        title.add(f"   {live} live, {len(self._entries) - live} recorded   {home() / 'runs'}", look.style("dim"))
-        return [title, Line(), Line(words, look.style("dim"))]
+        title = Line(" ftmon", theme.style("accent", bold=True)).add("  runs", theme.style("text", bold=True))
+        title.add(f"   {live} live, {len(self._entries) - live} recorded   {home() / 'runs'}", theme.style("dim"))
+        return [title, Line(), Line(words, theme.style("dim"))]
 
     @staticmethod
     def _name_width(width: int) -> int:
@@ -88,21 +88,21 @@ class RunRows(Listing):
 
     def item(self, index: int, width: int, selected: bool) -> Line:
         """Draw one run."""
-        entry, look = self.entries()[index], self.look
+        entry, theme = self.entries()[index], self.theme
         ground = "raised" if selected else "background"
         names = self._name_width(width)
-        glyph, tone = look.state(entry.state if entry.state != "lost" else "unreachable")
-        line = Line(f" {look.glyphs.selected if selected else ' '} ", look.style("accent", ground, bold=True))
-        name = cut(entry.id, names - 1, look.glyphs.ellipsis)
-        line.add(f"{name:<{names}}", look.style("text", ground, bold=entry.live))
-        line.add(f"{glyph} {entry.state:<10}", look.style(tone, ground))
-        dim = look.style("dim", ground)
-        line.add(f"{entry.ranks or '':>6}{entry.step or '':>9}", look.style("text", ground))
+        glyph, tone = theme.state(entry.state if entry.state != "lost" else "unreachable")
+        line = Line(f" {theme.glyphs.selected if selected else ' '} ", theme.style("accent", ground, bold=True))
+        name = cut(entry.id, names - 1, theme.glyphs.ellipsis)
+        line.add(f"{name:<{names}}", theme.style("text", ground, bold=entry.live))
+        line.add(f"{glyph} {entry.state:<10}", theme.style(tone, ground))
+        dim = theme.style("dim", ground)
+        line.add(f"{entry.ranks or '':>6}{entry.step or '':>9}", theme.style("text", ground))
         line.add(f"{duration(entry.duration_s(time.time())):>11}", dim)
         line.add(f"{time.strftime('%d %b %H:%M', time.localtime(entry.created)):>16}", dim)
         note = entry.problem or entry.missing or " ".join(entry.command)
-        line.add("  " + cut(note, max(0, width - line.width - 2), look.glyphs.ellipsis), look.style("faint", ground))
-        return line.fit(width, look.style("text", ground))
+        line.add("  " + cut(note, max(0, width - line.width - 2), theme.glyphs.ellipsis), theme.style("faint", ground))
+        return line.fit(width, theme.style("text", ground))
 
 
 class RunsScreen(MonitorScreen):
@@ -138,8 +138,8 @@ class RunsScreen(MonitorScreen):
 
     def body(self) -> Iterable[Widget]:
         """Give the list and the filter."""
-        yield RunRows(self.stage, name="runs")
-        yield Prompt(self.stage, "filter", "words; enter keeps it, escape ends it", name="filter")
+        yield RunRows(self.app_state, name="runs")
+        yield Prompt(self.app_state, "filter", "words; enter keeps it, escape ends it", name="filter")
 
     def tick(self) -> None:
         """Look at the runs, and draw what changed."""

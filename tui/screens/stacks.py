@@ -28,18 +28,18 @@ class StackList(Listing):
         return self._taken(), self.selected, self.waiting, self.unfolded
 
     def _taken(self) -> object:
-        ranks = self.stage.model.ranks
+        ranks = self.app_state.model.ranks
         return tuple((rank, id(one.stacks), id(one.native_stacks)) for rank, one in ranks.items() if one.stacks)
 
     def stacks(self) -> dict[int, Stacks]:
         """Give the latest stacks by rank."""
-        return {rank: one.stacks for rank, one in self.stage.model.ranks.items() if one.stacks is not None}
+        return {rank: one.stacks for rank, one in self.app_state.model.ranks.items() if one.stacks is not None}
 
     def rows(self) -> list[Row]:
         """Give the rows, made anew when stacks came or a group was folded."""
         made_for = (self._taken(), self.unfolded)
         if self._made[0] != made_for:
-            ranks = self.stage.model.ranks
+            ranks = self.app_state.model.ranks
             native = {rank: one.native_stacks for rank, one in ranks.items() if one.native_stacks is not None}
             self._made = (made_for, rows(self.stacks(), native, self.unfolded))
         return self._made[1]
@@ -55,29 +55,29 @@ class StackList(Listing):
 
     def item(self, index: int, width: int, selected: bool) -> Line:
         """Draw one row: groups stand out, frames are plain."""
-        row, look = self.rows()[index], self.look
+        row, theme = self.rows()[index], self.theme
         ground = "raised" if selected else "background"
         indent = {"group": " ", "thread": "   "}.get(row.kind, "     ")
         tone = {"group": "accent", "thread": "text"}.get(row.kind, "text" if selected else "dim")
-        style = look.style(tone, ground, bold=row.kind == "group")
-        return Line(cut(indent + row.text, width, look.glyphs.ellipsis), style).fit(width, look.style("text", ground))
+        style = theme.style(tone, ground, bold=row.kind == "group")
+        return Line(cut(indent + row.text, width, theme.glyphs.ellipsis), style).fit(width, theme.style("text", ground))
 
     def head(self, width: int) -> list[Line]:
         """Say whose stacks these are and of when."""
-        look, stacks = self.look, self.stacks()
-        line = Line(look.glyphs.rule, look.style("rule"))
-        total = len(self.stage.model.ranks)
-        line.add(f" stacks of {len(stacks)} of {total} ranks ", look.style("text", bold=True))
+        theme, stacks = self.theme, self.stacks()
+        line = Line(theme.glyphs.rule, theme.style("rule"))
+        total = len(self.app_state.model.ranks)
+        line.add(f" stacks of {len(stacks)} of {total} ranks ", theme.style("text", bold=True))
         if stacks:
             newest = max(stacks.values(), key=lambda one: one.time)
             why = f", {newest.reason}" if newest.reason else ""
             text = cut(
-                f"taken at {time_of_day(newest.time)}{why} ", max(0, width - line.width - 1), look.glyphs.ellipsis
+                f"taken at {time_of_day(newest.time)}{why} ", max(0, width - line.width - 1), theme.glyphs.ellipsis
             )
-            line.add(text, look.style("dim"))
+            line.add(text, theme.style("dim"))
         elif self.waiting:
-            line.add("asked for ", look.style("dim"))
-        return [line.add(look.glyphs.rule * max(0, width - line.width), look.style("rule"))]
+            line.add("asked for ", theme.style("dim"))
+        return [line.add(theme.glyphs.rule * max(0, width - line.width), theme.style("rule"))]
 
 
 class StacksScreen(MonitorScreen):
@@ -107,7 +107,7 @@ class StacksScreen(MonitorScreen):
 
     def body(self) -> Iterable[Widget]:
         """Give the stacks."""
-        yield StackList(self.stage, name="lines")
+        yield StackList(self.app_state, name="lines")
 
     def on_mount(self) -> None:
         """Ask at once."""
@@ -125,12 +125,12 @@ class StacksScreen(MonitorScreen):
             self._ask({"ranks": [row.ranks[0]], "native": True})
 
     def _ask(self, args: dict[str, object]) -> None:
-        source, lines = self.stage.source, self.query_one(StackList)
-        if source is not None and source.can_command and not self.stage.read_only:
+        source, lines = self.app_state.source, self.query_one(StackList)
+        if source is not None and source.can_command and not self.app_state.read_only:
             source.send("stacks", args)
             lines.waiting = True
         elif lines.count() == 0:
-            self.stage.say("none were recorded, and there is no hub to ask", "warning")
+            self.app_state.say("none were recorded, and there is no hub to ask", "warning")
         self.tick()
 
     def action_unfold(self) -> None:
@@ -151,7 +151,7 @@ class StacksScreen(MonitorScreen):
             return
         heads = [one.ranks for one in lines.rows() if one.kind == "group"]
         index = max(0, min(heads.index(row.ranks) + delta, len(heads) - 1))
-        self.stage.select(heads[index][0])
+        self.app_state.select(heads[index][0])
         self._go_to_group(heads[index])
 
     def _go_to_group(self, ranks: tuple[int, ...]) -> None:

@@ -27,12 +27,12 @@ class StopDialog(Dialog):
 
     def lines(self, width: int, height: int) -> list[Line]:
         """Draw question or progress."""
-        look, model = self.look, self.stage.model
+        theme, model = self.theme, self.app_state.model
         name = model.info.name or model.info.id
-        lines = [Line(f"Stop {name}", look.style("text", bold=True)), Line()]
+        lines = [Line(f"Stop {name}", theme.style("text", bold=True)), Line()]
         if self.record is not None:
-            lines += answer_lines(self.record, model, width, look)
-            lines += [Line(), Line(f"the run is {model.state}   escape: close", look.style("dim"))]
+            lines += answer_lines(self.record, model, width, theme)
+            lines += [Line(), Line(f"the run is {model.state}   escape: close", theme.style("dim"))]
             return lines
         own = model.info.kind in ("demo", "train", "")
         what = (
@@ -40,14 +40,14 @@ class StopDialog(Dialog):
             if own
             else "The script gets an interrupt (SIGINT), as from ctrl+c. Whether it saves anything is up to the script."
         )
-        lines += [Line(row, look.base) for row in wrap(what, width)]
-        lines += [Line(), button_line("No", "Yes, stop", self.yes, look)]
+        lines += [Line(row, theme.base) for row in wrap(what, width)]
+        lines += [Line(), button_line("No", "Yes, stop", self.yes, theme)]
         return lines
 
     @property
     def record(self) -> CommandRecord | None:
         """The command, once it was sent."""
-        source = self.stage.source
+        source = self.app_state.source
         return source.commands.get(self.sent) if source is not None and self.sent else None
 
     def tick(self) -> None:
@@ -70,7 +70,7 @@ class StopDialog(Dialog):
 
     def action_yes(self) -> None:
         """Stop the run."""
-        source = self.stage.source
+        source = self.app_state.source
         if source is not None and not self.sent:
             self.sent = source.send("stop")
             self.tick()

@@ -79,32 +79,34 @@ class Targets:
             if rank is not None:
                 self.before[number] = _held(model, rank)
 
-    def aftermath(self, model: RunModel, width: int, look: Theme) -> list[Line]:
+    def aftermath(self, model: RunModel, width: int, theme: Theme) -> list[Line]:
         """Draw each target's state and the device memory it held and holds."""
         lines: list[Line] = []
         numbers = list(self.before)
         if not self.whole:
-            glyph, tone = look.state(model.state)
+            glyph, tone = theme.state(model.state)
             words = f"the run  {model.state}" + (f": {model.state_text}" if model.state_text else "")
             first, *rest = wrap(words, width - 2)
-            lines.append(Line(f"{glyph} ", look.style(tone)).add(first, look.base))
-            lines += [Line(f"  {row}", look.base) for row in rest]
+            lines.append(Line(f"{glyph} ", theme.style(tone)).add(first, theme.base))
+            lines += [Line(f"  {row}", theme.base) for row in rest]
         for number in numbers[:_NAMED]:
             rank = model.ranks.get(number)
             if rank is None:
                 continue
-            glyph, tone = look.state(rank.state)
-            line = Line(f"{glyph} ", look.style("good" if not rank.alive else tone)).add(f"rank {number:<4}", look.base)
-            line.add(f"{rank.state:<12}", look.style("dim" if not rank.alive else tone))
+            glyph, tone = theme.state(rank.state)
+            line = Line(f"{glyph} ", theme.style("good" if not rank.alive else tone)).add(
+                f"rank {number:<4}", theme.base
+            )
+            line.add(f"{rank.state:<12}", theme.style("dim" if not rank.alive else tone))
             if not rank.on_cpu and self.before[number]:
                 words = f"GPU memory {gib(self.before[number])} GiB before, {gib(_held(model, rank))} GiB now"
-                line.add(words, look.style("dim"))
+                line.add(words, theme.style("dim"))
             elif rank.state_text:
-                line.add(cut(rank.state_text, max(0, width - line.width), look.glyphs.ellipsis), look.style("dim"))
+                line.add(cut(rank.state_text, max(0, width - line.width), theme.glyphs.ellipsis), theme.style("dim"))
             lines.append(line)
         if len(numbers) > _NAMED:
             left = sum(model.ranks[number].alive for number in numbers if number in model.ranks)
-            lines.append(Line(f"  {len(numbers) - left} of {len(numbers)} ranks have ended", look.style("dim")))
+            lines.append(Line(f"  {len(numbers) - left} of {len(numbers)} ranks have ended", theme.style("dim")))
         return lines
 
 
@@ -140,40 +142,40 @@ def _held(model: RunModel, rank: RankModel) -> int:
     return sum(own) if own or not rank.alive else sample.used_bytes
 
 
-def target_line(targets: Targets, row: int, model: RunModel, width: int, look: Theme, at_cursor: bool) -> Line:
+def target_line(targets: Targets, row: int, model: RunModel, width: int, theme: Theme, at_cursor: bool) -> Line:
     """Draw a target: the whole run in row 0, then a rank a row."""
-    glyphs = look.glyphs
+    glyphs = theme.glyphs
     marked = targets.whole or (row > 0 and targets.ranks[row - 1] in targets.marked)
-    line = Line(f"{glyphs.selected if at_cursor else ' '} ", look.style("accent", bold=True))
+    line = Line(f"{glyphs.selected if at_cursor else ' '} ", theme.style("accent", bold=True))
     tone = "accent" if at_cursor else "text"
-    line.add(f"{glyphs.marked if marked else glyphs.unmarked} ", look.style("error" if marked else "dim"))
+    line.add(f"{glyphs.marked if marked else glyphs.unmarked} ", theme.style("error" if marked else "dim"))
     if row == 0:
-        line.add("the whole run", look.style(tone, bold=True))
-        return line.add(f": {len(targets.ranks)} ranks, their launcher and all they started", look.style("dim"))
+        line.add("the whole run", theme.style(tone, bold=True))
+        return line.add(f": {len(targets.ranks)} ranks, their launcher and all they started", theme.style("dim"))
     rank = model.ranks[targets.ranks[row - 1]]
-    line.add(f"rank {rank.rank:<5}", look.style(tone, bold=True))
+    line.add(f"rank {rank.rank:<5}", theme.style(tone, bold=True))
     where = f"pid {rank.hello.pid} on {rank.hello.host}" if rank.hello else "not heard of yet"
-    state_glyph, state_tone = look.state(rank.state)
-    line.add(cut(f"{where:<28}", 30, glyphs.ellipsis), look.style("dim"))
-    line.add(f" {state_glyph} {rank.state}", look.style(state_tone))
-    return line.add(f", step {rank.step:,}", look.style("dim")).fit(width, look.base)
+    state_glyph, state_tone = theme.state(rank.state)
+    line.add(cut(f"{where:<28}", 30, glyphs.ellipsis), theme.style("dim"))
+    line.add(f" {state_glyph} {rank.state}", theme.style(state_tone))
+    return line.add(f", step {rank.step:,}", theme.style("dim")).fit(width, theme.base)
 
 
-def signal_line(name: str, at_cursor: bool, look: Theme) -> Line:
+def signal_line(name: str, at_cursor: bool, theme: Theme) -> Line:
     """Draw the choice of signal."""
     words = f"SIG{name}" if name else "INT, then TERM, then KILL"
-    line = Line(f"{look.glyphs.selected if at_cursor else ' '} ", look.style("accent", bold=True))
-    line.add("signal  ", look.style("dim"))
-    return line.add(f"< {words} >", look.style("accent" if at_cursor else "text", bold=at_cursor))
+    line = Line(f"{theme.glyphs.selected if at_cursor else ' '} ", theme.style("accent", bold=True))
+    line.add("signal  ", theme.style("dim"))
+    return line.add(f"< {words} >", theme.style("accent" if at_cursor else "text", bold=at_cursor))
 
 
-def what_follows(targets: Targets, model: RunModel, signal: str, width: int, look: Theme) -> list[Line]:
+def what_follows(targets: Targets, model: RunModel, signal: str, width: int, theme: Theme) -> list[Line]:
     """Say what ending the targets brings about."""
     text = _consequence(targets, model)
     text += " Stacks are saved first; then SIG" + signal + "." if signal else " Stacks are saved first."
     if signal == "KILL":
         text += " Nothing gets a chance to save."
-    return [Line(f"  {row}", look.style("warning" if targets.any else "dim")) for row in wrap(text, width - 3)]
+    return [Line(f"  {row}", theme.style("warning" if targets.any else "dim")) for row in wrap(text, width - 3)]
 
 
 def _consequence(targets: Targets, model: RunModel) -> str:

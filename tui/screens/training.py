@@ -22,8 +22,8 @@ RESTS = 8.0
 class TrainingCanvas(Canvas):
     """The whole of the screen between summary and keys."""
 
-    def __init__(self, stage: AppState, view: ChartView, name: str) -> None:
-        super().__init__(stage, name=name)
+    def __init__(self, app_state: AppState, view: ChartView, name: str) -> None:
+        super().__init__(app_state, name=name)
         self.view = view
         self._shown: tuple[int, int] = (0, 0)
         """The model and the version of its course that are drawn."""
@@ -36,10 +36,10 @@ class TrainingCanvas(Canvas):
 
         New steps alone are drawn only so often that drawing takes a small share of the time.
         """
-        model, source = self.stage.model, self.stage.source
+        model, source = self.app_state.model, self.app_state.source
         training, alerts = model.training, model.alerts
         found = id(model), training.course.version
-        held = self.stage.replaying and source is not None and not source.transport.playing
+        held = self.app_state.replaying and source is not None and not source.transport.playing
         rested = time.monotonic() - self._drawn >= RESTS * self._cost
         if held or rested or found[0] != self._shown[0]:
             self._shown = found
@@ -48,7 +48,7 @@ class TrainingCanvas(Canvas):
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the charts."""
         begun = time.monotonic()
-        lines = training_lines(self.stage.model, self.view, width, height, self.look)
+        lines = training_lines(self.app_state.model, self.view, width, height, self.theme)
         self._drawn = time.monotonic()
         self._cost = self._drawn - begun
         return lines
@@ -95,10 +95,10 @@ class TrainingScreen(MonitorScreen):
     ]
     HIDDEN: ClassVar[frozenset[str]] = frozenset(("finer", "coarser"))
 
-    def __init__(self, stage: AppState) -> None:
-        super().__init__(stage)
-        self.view = stage.chart
-        self.canvas = TrainingCanvas(stage, self.view, "body")
+    def __init__(self, app_state: AppState) -> None:
+        super().__init__(app_state)
+        self.view = app_state.chart
+        self.canvas = TrainingCanvas(app_state, self.view, "body")
 
     def body(self) -> Iterable[Widget]:
         """Give the one canvas."""
@@ -107,7 +107,7 @@ class TrainingScreen(MonitorScreen):
     @property
     def moments(self) -> list[HistoryPoint]:
         """The course as it is drawn."""
-        return self.stage.model.moments
+        return self.app_state.model.moments
 
     def action_cursor(self, direction: int) -> None:
         """Move the cursor by a column."""
@@ -150,7 +150,7 @@ class TrainingScreen(MonitorScreen):
         self.view.next_smoothing()
         over = self.view.smoothing
         text = "by the length of the run" if over is None else "off" if over == 1 else f"over {over} steps"
-        self.stage.say(f"smoothing of the loss: {text}")
+        self.app_state.say(f"smoothing of the loss: {text}")
         self.tick()
 
     def action_whole(self) -> None:
@@ -160,7 +160,7 @@ class TrainingScreen(MonitorScreen):
 
     def action_jump(self) -> None:
         """Move the view to the step at the cursor."""
-        moments, source = self.moments, self.stage.source
+        moments, source = self.moments, self.app_state.source
         at = self.view.at_cursor(moments)
         if at is not None and source is not None:
             source.transport.goto(str(moments[at].step))

@@ -19,40 +19,40 @@ _MOMENTS = ("last_recorded", "since", "time", "started")
 _EPOCH = 1e9
 
 
-def alert_line(alert: Alert, width: int, look: Theme, selected: bool = False, hint: str = "") -> Line:
+def alert_line(alert: Alert, width: int, theme: Theme, selected: bool = False, hint: str = "") -> Line:
     """Draw one alert on one line: time, severity, title, and at the right whether it is over."""
     ground = "raised" if selected else "background"
-    glyph, tone = look.severity(alert.severity)
+    glyph, tone = theme.severity(alert.severity)
     over = alert.resolved
-    line = Line(f" {time_of_day(alert.time)} ", look.style("dim", ground))
-    line.add(glyph + " ", look.style("dim" if over is not None else tone, ground, bold=over is None))
+    line = Line(f" {time_of_day(alert.time)} ", theme.style("dim", ground))
+    line.add(glyph + " ", theme.style("dim" if over is not None else tone, ground, bold=over is None))
     right = Line()
     if alert.count > 1:
-        right.add(f" {look.glyphs.times}{alert.count}", look.style("dim", ground))
+        right.add(f" {theme.glyphs.times}{alert.count}", theme.style("dim", ground))
     if over is not None:
         right.add(
-            f" {look.glyphs.resolved} over after {duration(max(0, over - alert.time))}",
-            look.style("dim", ground),
+            f" {theme.glyphs.resolved} over after {duration(max(0, over - alert.time))}",
+            theme.style("dim", ground),
         )
     if hint:
-        right.add(f" {hint}", look.style("faint", ground))
-    right.add(" ", look.style("text", ground))
+        right.add(f" {hint}", theme.style("faint", ground))
+    right.add(" ", theme.style("text", ground))
     room = width - line.width - right.width
     line.add(
-        cut(sanitize(alert.title), room, look.glyphs.ellipsis),
-        look.style("dim" if over is not None else "text", ground, bold=selected),
+        cut(sanitize(alert.title), room, theme.glyphs.ellipsis),
+        theme.style("dim" if over is not None else "text", ground, bold=selected),
     )
-    return spread(line, right, width, look.style("text", ground))
+    return spread(line, right, width, theme.style("text", ground))
 
 
 def alert_detail(
-    alert: Alert, width: int, look: Theme, cause: Cause | None = None, unfolded: bool = False
+    alert: Alert, width: int, theme: Theme, cause: Cause | None = None, unfolded: bool = False
 ) -> list[Line]:
     """Draw one alert in full: what, where, what it means, the code it came from where that is known, the evidence."""
-    base, dim = look.base, look.style("dim")
-    glyph, tone = look.severity(alert.severity)
+    base, dim = theme.base, theme.style("dim")
+    glyph, tone = theme.severity(alert.severity)
     lines = [
-        Line(f" {glyph} ", look.style(tone, bold=True)).add(row, look.style(bold=True))
+        Line(f" {glyph} ", theme.style(tone, bold=True)).add(row, theme.style(bold=True))
         for row in wrap(alert.title, width - 4)
     ]
     where = [time_of_day(alert.time), alert.kind]
@@ -68,40 +68,40 @@ def alert_detail(
         where.append(f"{alert.count} times")
     if alert.resolved is not None:
         where.append(f"over after {duration(max(0, alert.resolved - alert.time))}")
-    lines.append(Line("   " + f" {look.glyphs.dot} ".join(where), dim))
+    lines.append(Line("   " + f" {theme.glyphs.dot} ".join(where), dim))
     lines.append(Line())
     for paragraph in alert.text.splitlines():
         lines.extend(Line("   " + row, base) for row in wrap(paragraph, width - 5))
-    lines += _cause(alert, cause, width, look, unfolded)
+    lines += _cause(alert, cause, width, theme, unfolded)
     evidence = other_evidence(alert)
     if evidence:
-        lines += [Line(), Line("   evidence", look.style("accent", bold=True))]
-        lines += evidence_lines(evidence, width, look)
+        lines += [Line(), Line("   evidence", theme.style("accent", bold=True))]
+        lines += evidence_lines(evidence, width, theme)
     return lines
 
 
-def _cause(alert: Alert, cause: Cause | None, width: int, look: Theme, unfolded: bool) -> list[Line]:
+def _cause(alert: Alert, cause: Cause | None, width: int, theme: Theme, unfolded: bool) -> list[Line]:
     verdict, groups = verdict_of(alert), evidence_groups(alert)
     if cause is not None:
-        return [Line(), *cause_lines(cause, verdict, width, look, unfolded)]
+        return [Line(), *cause_lines(cause, verdict, width, theme, unfolded)]
     if verdict is None and not groups:
         return []
-    lines = [Line(), Line("   cause", look.style("accent", bold=True))]
+    lines = [Line(), Line("   cause", theme.style("accent", bold=True))]
     for words in verdict_words(verdict) if verdict is not None else []:
-        lines += [Line("   " + row, look.base) for row in wrap(words, width - 5)]
-    return [*lines, *stack_lines(groups, width, look)]
+        lines += [Line("   " + row, theme.base) for row in wrap(words, width - 5)]
+    return [*lines, *stack_lines(groups, width, theme)]
 
 
-def evidence_lines(evidence: Mapping[str, Any], width: int, look: Theme, indent: int = 3) -> list[Line]:
+def evidence_lines(evidence: Mapping[str, Any], width: int, theme: Theme, indent: int = 3) -> list[Line]:
     """Draw evidence as names and figures; keys ending in ``bytes``, ``_us`` or ``_ms`` get their units."""
-    base, dim = look.base, look.style("dim")
+    base, dim = theme.base, theme.style("dim")
     label = min(max((len(words(key)) for key in evidence), default=0), width // 2)
     lines: list[Line] = []
     for key, value in evidence.items():
         head = Line(" " * indent + words(key).ljust(label) + "  ", dim)
         if isinstance(value, dict) and value:
             lines.append(head)
-            lines += evidence_lines(value, width, look, indent + 2)
+            lines += evidence_lines(value, width, theme, indent + 2)
             continue
         text = figure(key, value)
         rows = [piece for part in text.splitlines() or [""] for piece in wrap(part, max(10, width - head.width - 1))]

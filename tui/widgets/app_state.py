@@ -1,4 +1,4 @@
-"""What all screens share: the source and its model, the look, and what a person has chosen to see."""
+"""What all screens share: the source and its model, the theme, and what a person has chosen to see."""
 
 import time
 from typing import Literal
@@ -25,9 +25,9 @@ MESSAGE_SECONDS = 5.0
 class AppState:
     """Shared state of the screens; plain, without Textual."""
 
-    def __init__(self, source: Source | None, look: Theme, read_only: bool = False) -> None:
+    def __init__(self, source: Source | None, theme: Theme, read_only: bool = False) -> None:
         self.source = source
-        self.look = look
+        self.theme = theme
         self.read_only = read_only
         self.views = Views()
         self.selected = 0

@@ -8,14 +8,14 @@ from .phase_bar import FILLS, SHORT
 from .theme import Theme
 
 
-def band_row(bands: Sequence[Band], column_of: Callable[[int], int], width: int, look: Theme) -> Line:
+def band_row(bands: Sequence[Band], column_of: Callable[[int], int], width: int, theme: Theme) -> Line:
     """Draw the bands over ``width`` columns.
 
     Args:
         bands: in their order, none over another.
         column_of: gives an entry's column, from below 0 to beyond ``width`` when it is out of view.
         width: cells.
-        look: how.
+        theme: how.
     """
     owner = [-1] * width
     for number, band in enumerate(bands):
@@ -28,22 +28,22 @@ def band_row(bands: Sequence[Band], column_of: Callable[[int], int], width: int,
         number = owner[at]
         end = next((column for column in range(at, width) if owner[column] != number), width)
         if number < 0:
-            line.add(" " * (end - at), look.base)
+            line.add(" " * (end - at), theme.base)
         else:
-            _band(line, bands[number], number, end - at, look)
+            _band(line, bands[number], number, end - at, theme)
         at = end
     return line
 
 
-def _band(line: Line, band: Band, number: int, cells: int, look: Theme) -> None:
+def _band(line: Line, band: Band, number: int, cells: int, theme: Theme) -> None:
     short = SHORT.get(band.phase, "") if band.phase else ""
     label = next((text for text in (f" {band.name} ", band.name, short) if text and len(text) <= cells), "")
     if not label and not band.phase and cells > 3:
-        label = cut(band.name, cells, look.glyphs.ellipsis)
-    if look.plain_graphs:
+        label = cut(band.name, cells, theme.glyphs.ellipsis)
+    if theme.plain_graphs:
         fill = FILLS.get(band.phase, "_" if number % 2 else "~")
-        line.add((label.strip() + fill * cells)[: cells - 1] + "|" if cells > 1 else fill, look.base)
+        line.add((label.strip() + fill * cells)[: cells - 1] + "|" if cells > 1 else fill, theme.base)
     elif band.phase:
-        line.add(label.ljust(cells), look.style("on_color", look.phase(band.phase)))
+        line.add(label.ljust(cells), theme.style("on_color", theme.phase(band.phase)))
     else:
-        line.add(label.ljust(cells), look.style("text", "raised" if number % 2 else "rule"))
+        line.add(label.ljust(cells), theme.style("text", "raised" if number % 2 else "rule"))

@@ -25,16 +25,16 @@ class Canvas(Widget, can_focus=False):
     _strips: list[Strip]
     _last_key: Any = None
 
-    def __init__(self, stage: AppState, name: str | None = None, classes: str | None = None) -> None:
+    def __init__(self, app_state: AppState, name: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=name, classes=classes)
-        self.stage = stage
+        self.app_state = app_state
         self._lines = []
         self._strips = []
 
     @property
-    def look(self) -> Theme:
+    def theme(self) -> Theme:
         """The palette and glyphs in force."""
-        return self.stage.look
+        return self.app_state.theme
 
     def key(self) -> Any:
         """Give a value that changes whenever the drawing would; None draws every time."""
@@ -49,12 +49,12 @@ class Canvas(Widget, can_focus=False):
         width, height = self.size
         if not width or not height or not self.is_mounted:
             return
-        key = (self.key(), width, height, id(self.look))
+        key = (self.key(), width, height, id(self.theme))
         if not force and key[0] is not None and key == self._last_key:
             return
         self._last_key = key
         before = self._lines if len(self._lines) == height else []
-        base = self.look.base
+        base = self.theme.base
         try:
             lines = [line.fit(width, base) for line in self.draw(width, height)[:height]]
         except (ArithmeticError, ValueError, OSError) as error:
@@ -79,7 +79,7 @@ class Canvas(Widget, can_focus=False):
         """Give Textual one line."""
         if y < len(self._strips) and self._strips[y].cell_length == self.size.width:
             return self._strips[y]
-        return Strip.blank(self.size.width, self.look.base)
+        return Strip.blank(self.size.width, self.theme.base)
 
     def on_resize(self) -> None:
         """Draw for the new size."""

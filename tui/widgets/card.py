@@ -16,40 +16,46 @@ FIXED_LINES = 4
 
 
 def card(
-    view: RankView, columns: Sequence[Column | None], width: int, height: int, scale: Scale, look: Theme, selected: bool
+    view: RankView,
+    columns: Sequence[Column | None],
+    width: int,
+    height: int,
+    scale: Scale,
+    theme: Theme,
+    selected: bool,
 ) -> list[Line]:
     """Draw a card of ``width`` x ``height`` cells (at least 30 x 6)."""
     inner = width - 2
-    lines = [title(view, width, look, selected)]
-    body = memory_graph(columns, inner, max(1, height - FIXED_LINES), scale, look)
-    body += [figures(view, inner, look), *foot(view, inner, look)]
-    margin = look.base
+    lines = [title(view, width, theme, selected)]
+    body = memory_graph(columns, inner, max(1, height - FIXED_LINES), scale, theme)
+    body += [figures(view, inner, theme), *foot(view, inner, theme)]
+    margin = theme.base
     lines.extend(Line(" ", margin).join(line).fit(width, margin) for line in body)
     return lines
 
 
-def title(view: RankView, width: int, look: Theme, selected: bool) -> Line:
+def title(view: RankView, width: int, theme: Theme, selected: bool) -> Line:
     """Draw the rule above a card, with the rank's name at its left and its state at its right."""
-    rule = look.style("accent" if selected else "rule")
-    glyph, tone = look.state(view.state)
-    dash = look.glyphs.rule
-    left = Line(look.glyphs.selected if selected else dash, rule).add(" ", look.base)
-    left.add(glyph, look.style(tone)).add(" ", look.base)
-    left.add(name(view, look), look.style("accent" if selected else "text", bold=True)).add(" ", look.base)
+    rule = theme.style("accent" if selected else "rule")
+    glyph, tone = theme.state(view.state)
+    dash = theme.glyphs.rule
+    left = Line(theme.glyphs.selected if selected else dash, rule).add(" ", theme.base)
+    left.add(glyph, theme.style(tone)).add(" ", theme.base)
+    left.add(name(view, theme), theme.style("accent" if selected else "text", bold=True)).add(" ", theme.base)
     right = Line()
     if view.spikes:
-        right.add(f" {look.glyphs.spike} {view.spikes}", look.style("warning")).add(" ", look.base)
+        right.add(f" {theme.glyphs.spike} {view.spikes}", theme.style("warning")).add(" ", theme.base)
     if view.state != "training":
-        right.add(" " + state_words(view), look.style(tone, bold=view.in_trouble)).add(" ", look.base)
+        right.add(" " + state_words(view), theme.style(tone, bold=view.in_trouble)).add(" ", theme.base)
     right.add(dash, rule)
     gap = width - left.width - right.width
-    return left.add(dash * max(0, gap), rule).join(right).fit(width, look.base)
+    return left.add(dash * max(0, gap), rule).join(right).fit(width, theme.base)
 
 
-def name(view: RankView, look: Theme) -> str:
+def name(view: RankView, theme: Theme) -> str:
     """Name a rank: ``GPU 0 · rank 0``, with its host where there are several."""
     parts = [view.device, f"rank {view.rank}", view.host]
-    return f" {look.glyphs.dot} ".join(part for part in parts if part)
+    return f" {theme.glyphs.dot} ".join(part for part in parts if part)
 
 
 def state_words(view: RankView) -> str:
@@ -59,7 +65,7 @@ def state_words(view: RankView) -> str:
     return view.state
 
 
-def figures(view: RankView, width: int, look: Theme) -> Line:
+def figures(view: RankView, width: int, theme: Theme) -> Line:
     """Draw allocated, peak and what is behind, in GiB."""
     solid, behind = view.words
     parts = ((solid, view.allocated, "text"), ("peak", view.peak, "peak"), (behind, view.behind, "dim"))
@@ -67,50 +73,52 @@ def figures(view: RankView, width: int, look: Theme) -> Line:
     for short, gap in ((False, "  "), (True, "  "), (True, " ")):
         line = Line()
         for word, value, tone in parts:
-            line.add(f"{gap if line.width else ''}{word} ", look.style("dim"))
-            line.add(gib(value, short) if value else "-", look.style(tone))
-        line.add(" GiB", look.style("dim"))
+            line.add(f"{gap if line.width else ''}{word} ", theme.style("dim"))
+            line.add(gib(value, short) if value else "-", theme.style(tone))
+        line.add(" GiB", theme.style("dim"))
         if line.width <= width:
             break
     share = f"{view.share * 100:.0f} %" if view.capacity else ""
-    right = Line(share, look.style("dim"))
+    right = Line(share, theme.style("dim"))
     phase = sanitize(view.peak_phase, 12)
     for name in (phase, SHORT.get(phase, phase)) if phase and share else ():
-        words = f"in {name} {look.glyphs.dot} {share}"
+        words = f"in {name} {theme.glyphs.dot} {share}"
         if line.width + len(words) < width - 3:
-            right = Line(words, look.style("dim"))
+            right = Line(words, theme.style("dim"))
             break
-    return spread(line, right, width, look.base) if line.width + right.width < width - 1 else line.fit(width, look.base)
+    return (
+        spread(line, right, width, theme.base) if line.width + right.width < width - 1 else line.fit(width, theme.base)
+    )
 
 
-def foot(view: RankView, width: int, look: Theme) -> list[Line]:
+def foot(view: RankView, width: int, theme: Theme) -> list[Line]:
     """Draw phase shares and health in two lines; trouble that takes more than a line to tell takes both."""
     if view.in_trouble and width_of(view.text) + 2 > width:
-        glyph, tone = look.state(view.state)
-        style = look.style(tone)
+        glyph, tone = theme.state(view.state)
+        style = theme.style(tone)
         first, *rest = textwrap.wrap(sanitize(view.text), width - 2)
-        second = cut(" ".join(rest), width - 2, look.glyphs.ellipsis)
+        second = cut(" ".join(rest), width - 2, theme.glyphs.ellipsis)
         return [Line(f"{glyph} {first}", style), Line(f"  {second}", style)]
-    return [phase_bar(view.shares, width, look), health(view, width, look)]
+    return [phase_bar(view.shares, width, theme), health(view, width, theme)]
 
 
-def health(view: RankView, width: int, look: Theme) -> Line:
+def health(view: RankView, width: int, theme: Theme) -> Line:
     """Draw utilisation, power and temperature; of a rank in trouble, what it is doing instead."""
     if view.in_trouble or (view.text and view.state in ("starting", "failed")):
-        glyph, tone = look.state(view.state)
-        return Line(cut(f"{glyph} {view.text or view.state}", width, look.glyphs.ellipsis), look.style(tone)).fit(
-            width, look.base
+        glyph, tone = theme.state(view.state)
+        return Line(cut(f"{glyph} {view.text or view.state}", width, theme.glyphs.ellipsis), theme.style(tone)).fit(
+            width, theme.base
         )
-    line = Line(health_words(view, look), look.style("dim"))
+    line = Line(health_words(view, theme), theme.style("dim"))
     right = Line()
     if view.throttled:
-        right.add(f"{look.glyphs.warning} {view.throttled}", look.style("warning"))
+        right.add(f"{theme.glyphs.warning} {view.throttled}", theme.style("warning"))
     elif view.step_seconds is not None:
-        right.add(f"{step_time(view.step_seconds)}/step", look.style("dim"))
-    return spread(line, right, width, look.base)
+        right.add(f"{step_time(view.step_seconds)}/step", theme.style("dim"))
+    return spread(line, right, width, theme.base)
 
 
-def health_words(view: RankView, look: Theme) -> str:
+def health_words(view: RankView, theme: Theme) -> str:
     """Say utilisation, power and temperature, or the host's of a rank on the CPU."""
     words: list[str] = []
     label = "util" if view.measure == "cuda" else "host CPU"
@@ -119,7 +127,7 @@ def health_words(view: RankView, look: Theme) -> str:
     if view.power is not None:
         words.append(f"{view.power:.0f} W")
     if view.temperature is not None:
-        words.append(f"{view.temperature:.0f} {look.glyphs.degree}")
+        words.append(f"{view.temperature:.0f} {theme.glyphs.degree}")
     if view.host_memory is not None:
         used, total = view.host_memory
         words.append(f"RAM {used / 2**30:.1f}/{total / 2**30:.0f} GiB")

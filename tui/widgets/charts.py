@@ -30,29 +30,29 @@ class Chart:
     floor: bool = False
 
 
-def chart_lines(chart: Chart, width: int, height: int, look: Theme) -> list[Line]:
+def chart_lines(chart: Chart, width: int, height: int, theme: Theme) -> list[Line]:
     """Draw a chart of ``width`` x ``height`` cells: a title with the legend, then the plot."""
-    head = Line(f" {chart.title}", look.style("text", bold=True)).add(f", {chart.unit} ", look.style("dim"))
+    head = Line(f" {chart.title}", theme.style("text", bold=True)).add(f", {chart.unit} ", theme.style("dim"))
     for index, series in enumerate(chart.series if len(chart.series) > 1 else ()):
-        head.add(f"  {_markers(look)[1][index]} ", look.style(series.tone)).add(series.name, look.style("dim"))
+        head.add(f"  {_markers(theme)[1][index]} ", theme.style(series.tone)).add(series.name, theme.style("dim"))
     if height < 4 or len(chart.steps) < 2:
-        return [head, Line("   after two steps" if len(chart.steps) < 2 else "", look.style("dim"))]
-    return [head.fit(width, look.base), *_plot(chart, width, height - 1, look)]
+        return [head, Line("   after two steps" if len(chart.steps) < 2 else "", theme.style("dim"))]
+    return [head.fit(width, theme.base), *_plot(chart, width, height - 1, theme)]
 
 
-def _markers(look: Theme) -> tuple[list[str], list[str]]:
+def _markers(theme: Theme) -> tuple[list[str], list[str]]:
     """Give plotext's marker of each series, and the sign of it in the legend."""
-    if look.glyphs.is_ascii:
+    if theme.glyphs.is_ascii:
         return ["*", "o", "."], ["*", "o", "."]
-    return (["braille"] * 3, ["━", "━", "━"]) if look.color else (["braille", "+", "x"], ["⠶", "+", "x"])
+    return (["braille"] * 3, ["━", "━", "━"]) if theme.color else (["braille", "+", "x"], ["⠶", "+", "x"])
 
 
-def _plot(chart: Chart, width: int, height: int, look: Theme) -> list[Line]:
+def _plot(chart: Chart, width: int, height: int, theme: Theme) -> list[Line]:
     figure = new_figure(width - 1, height)
     figure.axes(False)
-    markers = _markers(look)[0]
+    markers = _markers(theme)[0]
     for index, series in enumerate(chart.series):
-        color = _rgb(look.tone(series.tone)) if look.color else None
+        color = _rgb(theme.tone(series.tone)) if theme.color else None
         draw(figure, chart.steps, series.values, markers[index], line=True, color=color)
     low = min(min(series.values) for series in chart.series)
     high = max(max(series.values) for series in chart.series)
@@ -65,7 +65,7 @@ def _plot(chart: Chart, width: int, height: int, look: Theme) -> list[Line]:
     first, last = chart.steps[0], chart.steps[-1]
     shown = sorted({first, *(round(first + (last - first) * part / 4) for part in range(1, 4)), last})
     figure.ruler("x").ticks(shown, [f"{step:,}" for step in shown])
-    return [_line(row, width, look) for row in rows(figure)[:height]]
+    return [_line(row, width, theme) for row in rows(figure)[:height]]
 
 
 def _tick(value: float, high: float) -> str:
@@ -76,17 +76,17 @@ def _rgb(color: str) -> tuple[int, int, int]:
     return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
 
 
-def _line(ansi: str, width: int, look: Theme) -> Line:
+def _line(ansi: str, width: int, theme: Theme) -> Line:
     """Turn a row of plotext's output into a line: its colours on our ground, everything else dim."""
     text = Text.from_ansi(ansi)
-    dim = look.style("dim")
+    dim = theme.style("dim")
     line = Line()
     position = 0
     for span in sorted(text.spans, key=lambda each: each.start):
         line.add(text.plain[position : span.start], dim)
         color = getattr(span.style, "color", None)
-        style = look.style(color.triplet.hex) if color is not None and color.triplet and look.color else look.base
+        style = theme.style(color.triplet.hex) if color is not None and color.triplet and theme.color else theme.base
         line.add(text.plain[span.start : span.end], style if color is not None else dim)
         position = span.end
     line.add(text.plain[position:], dim)
-    return Line(" ", dim).join(line).fit(width, look.base)
+    return Line(" ", dim).join(line).fit(width, theme.base)

@@ -29,8 +29,8 @@ class ConsoleInput(Canvas, can_focus=True):
 
         direction: int
 
-    def __init__(self, stage: AppState, name: str) -> None:
-        super().__init__(stage, name=name)
+    def __init__(self, app_state: AppState, name: str) -> None:
+        super().__init__(app_state, name=name)
         self.session: ConsoleSession | None = None
         self.before = ""
         """Lines that are complete, of code that is not; each ends with a newline."""
@@ -44,19 +44,19 @@ class ConsoleInput(Canvas, can_focus=True):
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the line, scrolled so that the cursor is in view."""
         del height
-        look = self.look
-        line = Line(" ... " if self.before else " >>> ", look.style("accent", bold=True))
+        theme = self.theme
+        line = Line(" ... " if self.before else " >>> ", theme.style("accent", bold=True))
         room = max(4, width - line.width - 1)
         begin = max(0, self.cursor - room + 1)
         shown, at = self.text[begin : begin + room], self.cursor - begin
-        line.add(shown[:at], look.base)
+        line.add(shown[:at], theme.base)
         if self.has_focus:
-            line.add(shown[at : at + 1] or " ", look.style("background", "accent", reverse=not look.color))
-            line.add(shown[at + 1 :], look.base)
+            line.add(shown[at : at + 1] or " ", theme.style("background", "accent", reverse=not theme.color))
+            line.add(shown[at + 1 :], theme.base)
         else:
-            line.add(shown[at:], look.base)
+            line.add(shown[at:], theme.base)
             if not self.text:
-                line.add("enter: type", look.style("faint"))
+                line.add("enter: type", theme.style("faint"))
         return [line]
 
     def on_key(self, event: Key) -> None:

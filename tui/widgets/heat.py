@@ -50,7 +50,7 @@ def plan(ranks: int, width: int, height: int) -> Grid:
 
 
 def heat_map(
-    views: Sequence[RankView], grid: Grid, first_row: int, height: int, selected: int, look: Theme
+    views: Sequence[RankView], grid: Grid, first_row: int, height: int, selected: int, theme: Theme
 ) -> list[Line]:
     """Draw rows of cells from ``first_row`` on, at most ``height`` lines. ``selected`` is an index into ``views``."""
     lines: list[Line] = []
@@ -58,73 +58,73 @@ def heat_map(
         begin = row * grid.columns
         for part in range(grid.height):
             label = f"{views[begin].rank:>{LABEL - 1}} " if part == (grid.height - 1) // 2 else " " * LABEL
-            line = Line(label, look.style("dim"))
+            line = Line(label, theme.style("dim"))
             for index in range(begin, min(begin + grid.columns, len(views))):
                 if index > begin and (index - begin) % GROUP == 0:
-                    line.add(" ", look.base)
-                _cell(line, views[index], grid, part, index == selected, look)
+                    line.add(" ", theme.base)
+                _cell(line, views[index], grid, part, index == selected, theme)
             lines.append(line)
             if len(lines) == height:
                 return lines
     return lines
 
 
-def _cell(line: Line, view: RankView, grid: Grid, part: int, selected: bool, look: Theme) -> None:
+def _cell(line: Line, view: RankView, grid: Grid, part: int, selected: bool, theme: Theme) -> None:
     inner = grid.width - 1
     middle = part == (grid.height - 1) // 2
-    text = (_text(view, inner, look) if middle else "").center(inner)
+    text = (_text(view, inner, theme) if middle else "").center(inner)
     sound = view.state == "training"
-    if not look.color:
-        line.add(f"{text}<" if selected and middle else text + " ", look.style(bold=not sound, reverse=selected))
+    if not theme.color:
+        line.add(f"{text}<" if selected and middle else text + " ", theme.style(bold=not sound, reverse=selected))
         return
-    ink, ground = _colors(view, look)
+    ink, ground = _colors(view, theme)
     if selected:
-        ink, ground = look.palette.on_color, look.palette.accent
-    line.add(text, look.style(ink, ground, bold=selected or not sound)).add(" ", look.base)
+        ink, ground = theme.palette.on_color, theme.palette.accent
+    line.add(text, theme.style(ink, ground, bold=selected or not sound)).add(" ", theme.base)
 
 
-def _text(view: RankView, width: int, look: Theme) -> str:
+def _text(view: RankView, width: int, theme: Theme) -> str:
     """Say what fits: percent of memory, in a narrow cell its tens; a state's glyph before anything else."""
     share = min(1.0, view.share)
     percent = f"{share * 100:.0f}" if view.peak else ""
     if view.state != "training":
-        glyph = look.state(view.state)[0]
+        glyph = theme.state(view.state)[0]
         return f"{glyph} {percent}" if percent and width >= len(percent) + 2 else glyph
     if 1 < width >= len(percent):
         return percent
     return str(min(9, int(share * 10))) if view.peak else " "
 
 
-def _colors(view: RankView, look: Theme) -> tuple[str, str]:
+def _colors(view: RankView, theme: Theme) -> tuple[str, str]:
     """Give ink and ground of a cell."""
-    palette = look.palette
+    palette = theme.palette
     if view.state in ("finished", "starting"):
         return palette.dim, palette.raised
     if view.state != "training":
-        return palette.on_color, look.tone(look.state(view.state)[1])
+        return palette.on_color, theme.tone(theme.state(view.state)[1])
     if not view.peak:
         return palette.dim, palette.raised
     # The ramp runs away from the background: the ink changes where its own contrast would end.
     deep = min(1.0, view.share) >= 0.45
-    return (palette.on_color if deep else palette.text), look.heat(view.share)
+    return (palette.on_color if deep else palette.text), theme.heat(view.share)
 
 
-def chosen_line(view: RankView, width: int, look: Theme) -> Line:
+def chosen_line(view: RankView, width: int, theme: Theme) -> Line:
     """Say the figures of the selected rank, and at the right what the colours mean."""
-    glyph, tone = look.state(view.state)
-    line = Line(f" {look.glyphs.selected} ", look.style("accent")).add(f"{glyph} ", look.style(tone))
-    line.add(name(view, look), look.style("accent", bold=True))
+    glyph, tone = theme.state(view.state)
+    line = Line(f" {theme.glyphs.selected} ", theme.style("accent")).add(f"{glyph} ", theme.style(tone))
+    line.add(name(view, theme), theme.style("accent", bold=True))
     solid, behind = view.words
     words = f"  {solid} {gib(view.allocated)}  peak {gib(view.peak)}  {behind} {gib(view.behind)} GiB"
-    line.add(words, look.style("dim"))
+    line.add(words, theme.style("dim"))
     if view.state != "training":
-        line.add(f"  {state_words(view)}", look.style(tone, bold=True))
-        line.add(f": {view.text}" if view.text else "", look.style(tone))
-    ramp = Line("peak 0 ", look.style("dim"))
-    if look.color:
-        for color in look.palette.heat:
-            ramp.add(" ", look.style("text", color))
+        line.add(f"  {state_words(view)}", theme.style(tone, bold=True))
+        line.add(f": {view.text}" if view.text else "", theme.style(tone))
+    ramp = Line("peak 0 ", theme.style("dim"))
+    if theme.color:
+        for color in theme.palette.heat:
+            ramp.add(" ", theme.style("text", color))
     else:
-        ramp.add("0..9", look.base)
-    ramp.add(" 100 % ", look.style("dim"))
-    return spread(line, ramp, width, look.base) if line.width + ramp.width < width else line
+        ramp.add("0..9", theme.base)
+    ramp.add(" 100 % ", theme.style("dim"))
+    return spread(line, ramp, width, theme.base) if line.width + ramp.width < width else line

@@ -18,42 +18,44 @@ _WIDE = 110
 _ENDINGS_SHOWN = 8
 
 
-def head_line(width: int, look: Theme) -> Line:
+def head_line(width: int, theme: Theme) -> Line:
     """Name the columns."""
     ranks, time = (f"{'ranks':>6}", f"{'time':>10}") if width >= _WIDE else ("", "")
     text = f"  {'job':>3}  {'outcome':<11}{ranks}{'steps':>8}{'step time':>10}{'loss':>9}{'peak GiB':>9}{time}  command"
-    return Line(cut(text, width, look.glyphs.ellipsis), look.style("dim"))
+    return Line(cut(text, width, theme.glyphs.ellipsis), theme.style("dim"))
 
 
-def job_line(row: JobRow, width: int, look: Theme, selected: bool, current: bool) -> Line:
+def job_line(row: JobRow, width: int, theme: Theme, selected: bool, current: bool) -> Line:
     """Draw one job; ``width`` is one cell less than the head's, for the scroll mark."""
-    glyph, tone = look.state(_STATES.get(row.state, "training" if row.state == "training" else "starting"))
+    glyph, tone = theme.state(_STATES.get(row.state, "training" if row.state == "training" else "starting"))
     wide = width + 1 >= _WIDE
     bold = selected or current
-    line = Line(look.glyphs.selected + " " if selected else "  ", look.style("accent"))
-    line.add(f"{row.number:>3}  ", look.style(bold=bold)).add(f"{glyph} {row.outcome:<9}", look.style(tone, bold=bold))
+    line = Line(theme.glyphs.selected + " " if selected else "  ", theme.style("accent"))
+    line.add(f"{row.number:>3}  ", theme.style(bold=bold)).add(
+        f"{glyph} {row.outcome:<9}", theme.style(tone, bold=bold)
+    )
     loss = f"{row.loss:.4f}" if row.loss is not None else "-"
     ranks = f"{row.ranks:>6}" if wide else ""
     figures = f"{ranks}{row.steps:>8,}{step_time(row.step_seconds) if row.step_seconds else '-':>10}{loss:>9}"
-    line.add(figures, look.style(bold=bold)).add(
-        f"{gib_fixed(row.peak) if row.peak else '-':>9}", look.style("peak", bold=bold)
+    line.add(figures, theme.style(bold=bold)).add(
+        f"{gib_fixed(row.peak) if row.peak else '-':>9}", theme.style("peak", bold=bold)
     )
-    line.add(f"{duration(row.seconds):>10}  " if wide else "  ", look.style("dim"))
+    line.add(f"{duration(row.seconds):>10}  " if wide else "  ", theme.style("dim"))
     note = "" if row.shown else " (beside another job: only counted)"
-    return line.add(cut(row.words + note, max(0, width - line.width), look.glyphs.ellipsis), look.style(bold=bold))
+    return line.add(cut(row.words + note, max(0, width - line.width), theme.glyphs.ellipsis), theme.style(bold=bold))
 
 
-def detail_lines(job: Job, row: JobRow, losses: list[float], width: int, look: Theme) -> list[Line]:
+def detail_lines(job: Job, row: JobRow, losses: list[float], width: int, theme: Theme) -> list[Line]:
     """Draw one job in full: its command, why it failed, its loss, and the peaks of each rank by phase."""
-    dim = look.style("dim")
-    lines = [Line(f" job {job.number}: ", look.style("accent", bold=True)).add(row.words, look.style(bold=True))]
+    dim = theme.style("dim")
+    lines = [Line(f" job {job.number}: ", theme.style("accent", bold=True)).add(row.words, theme.style(bold=True))]
     if row.text:
-        lines += [Line(f" {part}", look.style("error")) for part in wrap(row.text, width - 2)]
+        lines += [Line(f" {part}", theme.style("error")) for part in wrap(row.text, width - 2)]
     lines += [Line(f" {part}", dim) for part in wrap(" ".join(job.argv), width - 2)[:3]]
     if losses:
-        lines.append(Line(" loss ", dim).join(spark(losses, min(60, width - 24), look)))
+        lines.append(Line(" loss ", dim).join(spark(losses, min(60, width - 24), theme)))
         if row.loss is not None:
-            lines[-1].add(f" {row.loss:.4f}", look.style(bold=True))
+            lines[-1].add(f" {row.loss:.4f}", theme.style(bold=True))
     if not row.peak:
         return [*lines, *_without_steps(job, width, dim)]
     measure = any(phase.resident_peak is not None for rank in job.ranks for phase in rank.phases)
@@ -65,11 +67,11 @@ def detail_lines(job: Job, row: JobRow, losses: list[float], width: int, look: T
         for at, phase in enumerate(phases_of(rank)):
             resident = f"{gib_fixed(phase.resident_peak or 0):>11}" if measure else ""
             ending = "" if at else _ending(rank.exit_code, rank.signal, rank.state)
-            style = look.style("peak", bold=True) if phase is top else look.base
+            style = theme.style("peak", bold=True) if phase is top else theme.base
             name = f"{rank.rank if not at else '':>11}{phase.name:>11}"
             lines.append(
                 Line(f" {name}{gib_fixed(phase.allocated_peak):>11}{gib_fixed(phase.reserved_peak):>11}", style).add(
-                    f"{resident}{phase.peak_step:>11,}{ending:>11}", look.base
+                    f"{resident}{phase.peak_step:>11,}{ending:>11}", theme.base
                 )
             )
     return lines

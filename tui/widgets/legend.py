@@ -32,66 +32,66 @@ PHASE_WORDS = {
 }
 
 
-def _head(text: str, look: Theme) -> Line:
-    return Line(text, look.style("accent", bold=True))
+def _head(text: str, theme: Theme) -> Line:
+    return Line(text, theme.style("accent", bold=True))
 
 
-def graph_legend(look: Theme) -> list[Line]:
+def graph_legend(theme: Theme) -> list[Line]:
     """Explain the memory graph."""
-    glyphs = look.glyphs
-    solid = Line("  ", look.base).add(glyphs.eighths[8] * 2, look.style("allocated"))
-    solid.add("  allocated (on a CPU: in use, by glibc)", look.style("dim"))
-    behind = Line("  ", look.base)
-    behind.add(glyphs.reserved * 2 if look.plain_graphs else "  ", look.style("text", "reserved"))
-    behind.add("  reserved by the allocator (on a CPU: the resident set)", look.style("dim"))
-    peak = Line("  ", look.base).add(glyphs.peak * 2, look.style("peak"))
-    peak.add("  the highest peak of this rank so far", look.style("dim"))
-    spike = Line("  ", look.base).add(glyphs.spike + " ", look.style("warning", bold=True))
-    spike.add("  a spike: memory that came and went; n jumps to it, a explains it", look.style("dim"))
-    top = Line("  the top edge is the device's capacity, or after z the run's highest peak", look.style("dim"))
-    return [_head("memory", look), solid, behind, peak, spike, top]
+    glyphs = theme.glyphs
+    solid = Line("  ", theme.base).add(glyphs.eighths[8] * 2, theme.style("allocated"))
+    solid.add("  allocated (on a CPU: in use, by glibc)", theme.style("dim"))
+    behind = Line("  ", theme.base)
+    behind.add(glyphs.reserved * 2 if theme.plain_graphs else "  ", theme.style("text", "reserved"))
+    behind.add("  reserved by the allocator (on a CPU: the resident set)", theme.style("dim"))
+    peak = Line("  ", theme.base).add(glyphs.peak * 2, theme.style("peak"))
+    peak.add("  the highest peak of this rank so far", theme.style("dim"))
+    spike = Line("  ", theme.base).add(glyphs.spike + " ", theme.style("warning", bold=True))
+    spike.add("  a spike: memory that came and went; n jumps to it, a explains it", theme.style("dim"))
+    top = Line("  the top edge is the device's capacity, or after z the run's highest peak", theme.style("dim"))
+    return [_head("memory", theme), solid, behind, peak, spike, top]
 
 
-def phase_legend(look: Theme) -> list[Line]:
+def phase_legend(theme: Theme) -> list[Line]:
     """Explain the phase bar."""
-    lines = [_head("shares of a step", look)]
+    lines = [_head("shares of a step", theme)]
     for name, words in PHASE_WORDS.items():
-        sample = FILLS.get(name, "_") * 2 if look.plain_graphs else "  "
-        line = Line("  ", look.base).add(sample, look.style("on_color", look.phase(name)))
-        lines.append(line.add(f"  {SHORT[name]:<6}", look.base).add(words, look.style("dim")))
+        sample = FILLS.get(name, "_") * 2 if theme.plain_graphs else "  "
+        line = Line("  ", theme.base).add(sample, theme.style("on_color", theme.phase(name)))
+        lines.append(line.add(f"  {SHORT[name]:<6}", theme.base).add(words, theme.style("dim")))
     return lines
 
 
-def state_legend(look: Theme) -> list[Line]:
+def state_legend(theme: Theme) -> list[Line]:
     """Explain the states of a rank."""
-    lines = [_head("states", look)]
+    lines = [_head("states", theme)]
     for state, words in STATE_WORDS.items():
-        glyph, tone = look.state(state)
-        line = Line(f"  {glyph}   ", look.style(tone)).add(f"{state:<12}", look.base)
-        lines.append(line.add(words, look.style("dim")))
+        glyph, tone = theme.state(state)
+        line = Line(f"  {glyph}   ", theme.style(tone)).add(f"{state:<12}", theme.base)
+        lines.append(line.add(words, theme.style("dim")))
     return lines
 
 
-def alert_legend(look: Theme) -> list[Line]:
+def alert_legend(theme: Theme) -> list[Line]:
     """Explain the severities."""
-    lines = [_head("alerts", look)]
+    lines = [_head("alerts", theme)]
     for severity, words in (
         ("error", "the run is held up or ends"),
         ("warning", "look at it"),
         ("info", "for the record"),
     ):
-        glyph, tone = look.severity(severity)
-        lines.append(Line(f"  {glyph}   ", look.style(tone)).add(words, look.style("dim")))
+        glyph, tone = theme.severity(severity)
+        lines.append(Line(f"  {glyph}   ", theme.style(tone)).add(words, theme.style("dim")))
     return lines
 
 
-def heat_legend(look: Theme) -> list[Line]:
+def heat_legend(theme: Theme) -> list[Line]:
     """Explain the heat map."""
-    ramp = Line("  ", look.base)
-    for color in look.palette.heat if look.color else ():
-        ramp.add(" ", look.style("text", color))
+    ramp = Line("  ", theme.base)
+    for color in theme.palette.heat if theme.color else ():
+        ramp.add(" ", theme.style("text", color))
     words = "  a rank's peak as a share of its device, in percent (small cells: tens of percent)"
-    return [_head("heat map", look), ramp.add(words, look.style("dim"))]
+    return [_head("heat map", theme), ramp.add(words, theme.style("dim"))]
 
 
 PART_WORDS = {
@@ -110,27 +110,31 @@ PART_WORDS = {
 """What the parts of a memory peak are."""
 
 
-def part_legend(look: Theme) -> list[Line]:
+def part_legend(theme: Theme) -> list[Line]:
     """Explain the parts of a memory peak by their colours (in stacked bars without colour: by their letters)."""
-    lines = [_head("what a peak is made of", look)]
+    lines = [_head("what a peak is made of", theme)]
     for name, words in PART_WORDS.items():
-        sample = PART_FILLS.get(name, "?") * 2 if look.plain_graphs else "  "
-        line = Line("  ", look.base).add(sample, look.style("on_color", look.part(name)))
+        sample = PART_FILLS.get(name, "?") * 2 if theme.plain_graphs else "  "
+        line = Line("  ", theme.base).add(sample, theme.style("on_color", theme.part(name)))
         label = "unused, reserved" if name == "unused" else LABELS.get(name, name)
-        lines.append(line.add(f"  {label:<22}", look.base).add(words, look.style("dim")))
+        lines.append(line.add(f"  {label:<22}", theme.base).add(words, theme.style("dim")))
     return lines
 
 
-def training_legend(look: Theme) -> list[Line]:
+def training_legend(theme: Theme) -> list[Line]:
     """Explain the curves and marks of a training."""
-    lines = [_head("curves and marks", look)]
+    lines = [_head("curves and marks", theme)]
     for sign, tone, words in (
-        (sign_of("points", look), "dim", "loss of single steps; where several share a dot, the lowest and the highest"),
-        (sign_of("line", look), "accent", "smoothed loss; below, the mean of the steps"),
-        (sign_of("marks", look), "warning", "loss of an evaluation"),
+        (
+            sign_of("points", theme),
+            "dim",
+            "loss of single steps; where several share a dot, the lowest and the highest",
+        ),
+        (sign_of("line", theme), "accent", "smoothed loss; below, the mean of the steps"),
+        (sign_of("marks", theme), "warning", "loss of an evaluation"),
         ("c", "good", "a checkpoint; C is the best so far"),
     ):
-        lines.append(Line("  ", look.base).add(sign, look.style(tone)).add(f"   {words}", look.style("dim")))
+        lines.append(Line("  ", theme.base).add(sign, theme.style(tone)).add(f"   {words}", theme.style("dim")))
     return lines
 
 

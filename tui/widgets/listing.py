@@ -35,9 +35,9 @@ class Listing(Canvas):
         self.selected = max(0, min(self.selected, total - 1))
         self.top = max(0, min(max(self.selected - room + 1, min(self.top, self.selected)), total - room))
         if not total:
-            return [*head, Line(f" {self.empty}", self.look.style("dim"))]
+            return [*head, Line(f" {self.empty}", self.theme.style("dim"))]
         lines = [
-            self.item(index, width - 1, index == self.selected).fit(width - 1, self.look.base)
+            self.item(index, width - 1, index == self.selected).fit(width - 1, self.theme.base)
             for index in range(self.top, min(total, self.top + room))
         ]
         self._scroll_mark(lines, total, room)
@@ -46,10 +46,10 @@ class Listing(Canvas):
     def _scroll_mark(self, lines: list[Line], total: int, room: int) -> None:
         size = max(1, room * room // total) if total > room else 0
         begin = round(self.top / max(1, total - room) * (room - size)) if total > room else 0
-        style = self.look.style("faint")
+        style = self.theme.style("faint")
         for index, line in enumerate(lines):
             inside = size and begin <= index < begin + size
-            line.add(self.look.glyphs.scroll if inside else " ", style)
+            line.add(self.theme.glyphs.scroll if inside else " ", style)
 
     def move(self, delta: int) -> None:
         """Move the selection; moving up ends following, reaching the end begins it again where it is wanted."""

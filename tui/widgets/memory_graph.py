@@ -39,22 +39,22 @@ def eighths(count: float, top: float, height: int) -> int:
     return max(1, min(height * 8, round(count / top * height * 8)))
 
 
-def memory_graph(columns: Sequence[Column | None], width: int, height: int, scale: Scale, look: Theme) -> list[Line]:
+def memory_graph(columns: Sequence[Column | None], width: int, height: int, scale: Scale, theme: Theme) -> list[Line]:
     """Draw the newest ``width`` columns, right-aligned, as ``height`` lines from top to bottom. None: nothing known."""
     shown = list(columns[-width:])
     shown = [None] * (width - len(shown)) + shown
     tops = [_reach(column, scale.top, height) for column in shown]
     peak_row = (eighths(scale.peak, scale.top, height) - 1) // 8 if 0 < scale.peak <= scale.top else -1
-    draw = _plain_cell if look.plain_graphs else _colour_cell
+    draw = _plain_cell if theme.plain_graphs else _colour_cell
     lines: list[Line] = []
     for row in range(height - 1, -1, -1):
         line = Line()
         for allocated, reserved, mark, spike in tops:
             if mark and row == min(height - 1, (max(allocated, reserved) + 7) // 8):
-                glyph, tone = look.severity(mark)
-                line.add(glyph, _mark_style(allocated - row * 8, reserved - row * 8, tone, look))
+                glyph, tone = theme.severity(mark)
+                line.add(glyph, _mark_style(allocated - row * 8, reserved - row * 8, tone, theme))
             else:
-                char, style = draw(allocated - row * 8, reserved - row * 8, spike, row == peak_row, look)
+                char, style = draw(allocated - row * 8, reserved - row * 8, spike, row == peak_row, theme)
                 line.add(char, style)
         lines.append(line)
     return lines
@@ -67,35 +67,35 @@ def _reach(column: Column | None, top: int, height: int) -> tuple[int, int, str,
     return solid, behind, column.mark, column.spike
 
 
-def _mark_style(allocated: int, reserved: int, tone: str, look: Theme) -> Style:
+def _mark_style(allocated: int, reserved: int, tone: str, theme: Theme) -> Style:
     if allocated >= 4:
-        return look.style("on_color", tone, bold=True)
-    return look.style(tone, "reserved" if reserved >= 4 else "background", bold=True)
+        return theme.style("on_color", tone, bold=True)
+    return theme.style(tone, "reserved" if reserved >= 4 else "background", bold=True)
 
 
-def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, look: Theme) -> tuple[str, Style]:
+def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, theme: Theme) -> tuple[str, Style]:
     """Draw one cell from how far both parts reach above its floor, in eighths."""
-    blocks = look.glyphs.eighths
+    blocks = theme.glyphs.eighths
     solid, back = ("warning", "spike_behind") if spike else ("allocated", "reserved")
     if allocated >= 8:
         # A blank on a coloured ground: a full block leaves seams in some fonts.
-        return " ", look.style("text", solid)
+        return " ", theme.style("text", solid)
     if allocated > 0:
         behind = reserved >= 8 or (reserved - allocated) * 2 >= 8 - allocated
-        return blocks[allocated], look.style(solid, back if behind else "background")
+        return blocks[allocated], theme.style(solid, back if behind else "background")
     if reserved >= 8:
-        return (look.glyphs.peak, look.style("peak", back)) if at_peak else (" ", look.style("text", back))
+        return (theme.glyphs.peak, theme.style("peak", back)) if at_peak else (" ", theme.style("text", back))
     if reserved > 0:
-        return blocks[reserved], look.style(back)
-    return (look.glyphs.peak, look.style("peak")) if at_peak else (" ", look.base)
+        return blocks[reserved], theme.style(back)
+    return (theme.glyphs.peak, theme.style("peak")) if at_peak else (" ", theme.base)
 
 
-def _plain_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, look: Theme) -> tuple[str, Style]:
+def _plain_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, theme: Theme) -> tuple[str, Style]:
     """Draw one cell with characters alone: for terminals without colour or without block characters."""
     del spike
-    glyphs = look.glyphs
+    glyphs = theme.glyphs
     if allocated > 0:
-        return glyphs.eighths[min(8, allocated)], look.style("allocated")
+        return glyphs.eighths[min(8, allocated)], theme.style("allocated")
     if reserved > 0:
-        return glyphs.reserved, look.style("allocated")
-    return (glyphs.peak, look.style("peak")) if at_peak else (" ", look.base)
+        return glyphs.reserved, theme.style("allocated")
+    return (glyphs.peak, theme.style("peak")) if at_peak else (" ", theme.base)

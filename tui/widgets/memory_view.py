@@ -50,43 +50,43 @@ def cause_of(rank: RankModel, phase: str) -> Cause | None:
     return rank.memory.causes.get(phase) or rank.memory.cause
 
 
-def head_lines(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: int, look: Theme) -> list[Line]:
+def head_lines(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: int, theme: Theme) -> list[Line]:
     """Say what the step's peak is, which phase is next, and offer the phases."""
-    dim, base = look.style("dim"), look.base
+    dim, base = theme.style("dim"), theme.base
     top, highest = fall.standing[0]
     at_top = fall.phase == top
     left = Line(" peak of ", dim) if at_top else Line(f" {phase_words(fall.phase)} of ", dim)
-    left.add(f"step {fall.step:,}", look.style(bold=True)).add(": ", dim)
-    left.add(f"{size_words(fall, fall.peak)} {unit_of(fall)}", look.style("peak", bold=True))
+    left.add(f"step {fall.step:,}", theme.style(bold=True)).add(": ", dim)
+    left.add(f"{size_words(fall, fall.peak)} {unit_of(fall)}", theme.style("peak", bold=True))
     left.add(f" in {phase_words(fall.phase)}" if at_top else "", base)
     right = Line()
     following = fall.next
     if at_top and following is not None:
         right.add("next: ", dim).add(f"{following[0]} {size_words(fall, following[1])} ", base)
-        right.add(f"({_signed(fall, following[1] - fall.peak, look)}) ", dim)
+        right.add(f"({_signed(fall, following[1] - fall.peak, theme)}) ", dim)
     elif not at_top:
         right.add("the peak: ", dim).add(f"{top} {size_words(fall, highest)} ", base)
-        right.add(f"({_signed(fall, highest - fall.peak, look)}) ", dim)
-    return [spread(left, right, width, base), _tabs(rank, fall, choice, width, look)]
+        right.add(f"({_signed(fall, highest - fall.peak, theme)}) ", dim)
+    return [spread(left, right, width, base), _tabs(rank, fall, choice, width, theme)]
 
 
-def _signed(fall: Waterfall, size: int, look: Theme) -> str:
-    return ("+" if size > 0 else look.glyphs.minus if size < 0 else "") + size_words(fall, abs(size))
+def _signed(fall: Waterfall, size: int, theme: Theme) -> str:
+    return ("+" if size > 0 else theme.glyphs.minus if size < 0 else "") + size_words(fall, abs(size))
 
 
-def _tabs(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: int, look: Theme) -> Line:
-    line = Line(" ", look.base)
+def _tabs(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: int, theme: Theme) -> Line:
+    line = Line(" ", theme.base)
     for name, peak in fall.standing:
         chosen = name == fall.phase
-        style = look.style("on_color", look.phase(name), bold=True, reverse=not look.color) if chosen else None
-        line.add(f" {sanitize(SHORT.get(name, name), 16)} {size_words(fall, peak)} ", style or look.style("dim"))
+        style = theme.style("on_color", theme.phase(name), bold=True, reverse=not theme.color) if chosen else None
+        line.add(f" {sanitize(SHORT.get(name, name), 16)} {size_words(fall, peak)} ", style or theme.style("dim"))
     composition = composition_of(rank, choice)
     if composition is None or not fall.taken_apart:
         return line
     when = f"{time_of_day(composition.time)}, {REASONS.get(composition.reason, composition.reason)} "
     which = "highest so far, " if choice.highest else ""
-    right = Line(which + when, look.style("dim"))
-    return spread(line, right, width, look.base) if line.width + right.width < width else line
+    right = Line(which + when, theme.style("dim"))
+    return spread(line, right, width, theme.base) if line.width + right.width < width else line
 
 
 def body_lines(
@@ -96,7 +96,7 @@ def body_lines(
     verdict: Verdict | None,
     why: str,
     width: int,
-    look: Theme,
+    theme: Theme,
     prediction: Prediction | None = None,
 ) -> list[Line]:
     """Draw what scrolls: the waterfall, what limits it, the lead in words, and the cause of the last spike.
@@ -108,7 +108,7 @@ def body_lines(
         verdict: what the hub made of the last spike, if anything.
         why: why nothing was taken apart yet and what comes; shown in that case only.
         width: cells.
-        look: how.
+        theme: how.
         prediction: of the run, to be shown beside it.
     """
     cause = cause_of(rank, fall.phase)
@@ -120,29 +120,29 @@ def body_lines(
     error = prediction.error if prediction is not None else 0.0
     parted = [one for one in compared_phases(rank, prediction) if one.parted]
     most = max(parted, key=lambda one: abs(one.share), default=None)
-    warning = f"{look.glyphs.warning} {most.phase} {percent(most.share)}" if most is not None else ""
-    lines = waterfall_lines(fall, width, look, note, expected, error, warning)
+    warning = f"{theme.glyphs.warning} {most.phase} {percent(most.share)}" if most is not None else ""
+    lines = waterfall_lines(fall, width, theme, note, expected, error, warning)
     if not fall.taken_apart:
-        lines += [Line(" " + row, look.style("accent")) for row in wrap(why, width - 2)]
+        lines += [Line(" " + row, theme.style("accent")) for row in wrap(why, width - 2)]
     composition = composition_of(rank, choice)
     if composition is not None and composition.note:
-        lines += [Line(" " + row, look.style("dim")) for row in wrap(f"note: {composition.note}", width - 2)]
+        lines += [Line(" " + row, theme.style("dim")) for row in wrap(f"note: {composition.note}", width - 2)]
     elif fall.measure == "glibc":
         text = "On a CPU a peak is of the resident set: there is no device allocator, and nothing is reserved."
-        lines += [Line(" " + row, look.style("dim")) for row in wrap(text, width - 2)]
-    lines += _predicted_lines(rank, prediction, width, look)
+        lines += [Line(" " + row, theme.style("dim")) for row in wrap(text, width - 2)]
+    lines += _predicted_lines(rank, prediction, width, theme)
     lead = rank.memory.lead
     for index, sentence in enumerate(lead_sentences(lead) if lead is not None else []):
         first, *rest = wrap(sentence, width - 4)
-        mark = look.glyphs.dot if index else look.glyphs.selected
-        lines.append(Line(f" {mark} ", look.style("accent")).add(first, look.base))
-        lines += [Line("   " + row, look.base) for row in rest]
+        mark = theme.glyphs.dot if index else theme.glyphs.selected
+        lines.append(Line(f" {mark} ", theme.style("accent")).add(first, theme.base))
+        lines += [Line("   " + row, theme.base) for row in rest]
     if cause is not None:
-        lines += cause_lines(cause, verdict, width, look, choice.unfolded)
+        lines += cause_lines(cause, verdict, width, theme, choice.unfolded)
     return lines
 
 
-def _predicted_lines(rank: RankModel, prediction: Prediction | None, width: int, look: Theme) -> list[Line]:
+def _predicted_lines(rank: RankModel, prediction: Prediction | None, width: int, theme: Theme) -> list[Line]:
     """Say how the phases' peaks stand to the prediction, or why there is nothing to compare."""
     if prediction is None:
         return []
@@ -160,21 +160,21 @@ def _predicted_lines(rank: RankModel, prediction: Prediction | None, width: int,
     for index, sentence in enumerate(sentences):
         first, *rest = wrap(sentence, width - 4)
         warn = parted and index > 0
-        style = look.style("warning") if warn else look.style("dim") if not found else look.base
-        mark = look.glyphs.warning if warn else look.glyphs.dot
-        lines.append(Line(f" {mark} ", look.style("warning" if warn else "accent")).add(first, style))
+        style = theme.style("warning") if warn else theme.style("dim") if not found else theme.base
+        mark = theme.glyphs.warning if warn else theme.glyphs.dot
+        lines.append(Line(f" {mark} ", theme.style("warning" if warn else "accent")).add(first, style))
         lines += [Line("   " + row, style) for row in rest]
     return lines
 
 
-def title_line(rank: RankModel, name: str, width: int, look: Theme) -> Line:
+def title_line(rank: RankModel, name: str, width: int, theme: Theme) -> Line:
     """Draw the rule that says whose memory it is."""
-    rule = look.style("rule")
-    line = Line(look.glyphs.rule, rule).add(" memory of ", look.style("dim"))
-    line.add(cut(name, width // 2, look.glyphs.ellipsis) + " ", look.style(bold=True))
+    rule = theme.style("rule")
+    line = Line(theme.glyphs.rule, rule).add(" memory of ", theme.style("dim"))
+    line.add(cut(name, width // 2, theme.glyphs.ellipsis) + " ", theme.style(bold=True))
     right = Line()
     if rank.on_cpu:
-        right.add(" resident set, on the CPU ", look.style("warning"))
-    right.add(look.glyphs.rule, rule)
+        right.add(" resident set, on the CPU ", theme.style("warning"))
+    right.add(theme.glyphs.rule, rule)
     gap = max(0, width - line.width - right.width)
-    return line.add(look.glyphs.rule * gap, rule).join(right)
+    return line.add(theme.glyphs.rule * gap, rule).join(right)

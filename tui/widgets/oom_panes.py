@@ -26,7 +26,7 @@ class OomCanvas(Canvas):
     @property
     def case(self) -> OomCase | None:
         """The error in view; None where it is unknown at the moment shown."""
-        return self.stage.model.ooms.get(self.case_key)
+        return self.app_state.model.ooms.get(self.case_key)
 
 
 class OomHead(OomCanvas):
@@ -36,51 +36,51 @@ class OomHead(OomCanvas):
 
     def key(self) -> object:
         """Change with the case, the view, and each second of being held."""
-        model, case = self.stage.model, self.case
+        model, case = self.app_state.model, self.case
         held = int(model.now - held_since(model, case)) if case is not None and held_since(model, case) else -1
         return model.ooms.version, id(model.ooms), self.case_key, self.view, held
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the lines."""
         del height
-        look, case, model = self.look, self.case, self.stage.model
-        dash = look.glyphs.rule
+        theme, case, model = self.theme, self.case, self.app_state.model
+        dash = theme.glyphs.rule
         if case is None:
             text = " out of memory: nothing of the kind has happened up to here "
-            return [Line(dash, look.style("rule")).add(text, look.style("dim"))]
+            return [Line(dash, theme.style("rule")).add(text, theme.style("dim"))]
         oom = case.oom
         where = f", {sanitize(oom.phase, 30)}" if oom.phase else ""
-        left = Line(dash, look.style("rule")).add(" out of memory ", look.style("error", bold=True))
-        left.add(f"rank {oom.rank}, step {oom.step:,}{where}, {time_of_day(oom.time)} ", look.style("text", bold=True))
+        left = Line(dash, theme.style("rule")).add(" out of memory ", theme.style("error", bold=True))
+        left.add(f"rank {oom.rank}, step {oom.step:,}{where}, {time_of_day(oom.time)} ", theme.style("text", bold=True))
         cases = model.ooms.ordered()
         right = Line()
         if len(cases) > 1:
             number = [one.key for one in cases].index(case.key) + 1
-            right.add(f" {number} of {len(cases)} ", look.style("accent"))
-        right.add(dash, look.style("rule"))
-        left.add(dash * max(0, width - left.width - right.width), look.style("rule"))
-        return [spread(left, right, width, look.base), self._title(case, width), self._views(case, width)]
+            right.add(f" {number} of {len(cases)} ", theme.style("accent"))
+        right.add(dash, theme.style("rule"))
+        left.add(dash * max(0, width - left.width - right.width), theme.style("rule"))
+        return [spread(left, right, width, theme.base), self._title(case, width), self._views(case, width)]
 
     def _title(self, case: OomCase, width: int) -> Line:
-        look, model = self.look, self.stage.model
+        theme, model = self.theme, self.app_state.model
         right = Line()
         if since := held_since(model, case):
-            words = f" {look.glyphs.states['held']} held {duration(max(1, int(model.now - since)))} "
-            right.add(words, look.style("on_color", "error", bold=True, reverse=not look.color))
-        left = Line(f" {look.glyphs.error} ", look.style("error", bold=True))
-        title = cut(sanitize(case.verdict.title), width - left.width - right.width - 1, look.glyphs.ellipsis)
-        return spread(left.add(title, look.style("error", bold=True)), right, width, look.base)
+            words = f" {theme.glyphs.states['held']} held {duration(max(1, int(model.now - since)))} "
+            right.add(words, theme.style("on_color", "error", bold=True, reverse=not theme.color))
+        left = Line(f" {theme.glyphs.error} ", theme.style("error", bold=True))
+        title = cut(sanitize(case.verdict.title), width - left.width - right.width - 1, theme.glyphs.ellipsis)
+        return spread(left.add(title, theme.style("error", bold=True)), right, width, theme.base)
 
     def _views(self, case: OomCase, width: int) -> Line:
-        look = self.look
-        line = Line(" ", look.base)
+        theme = self.theme
+        line = Line(" ", theme.base)
         names = {"stacks": "timeline, stacks", "segments": "segment map"} if width >= 76 else {}
         for number, view in enumerate(VIEWS, 1):
             chosen = view == self.view
             reachable = view == "report" or (case.oom.held if view == "console" else bool(case.oom.snapshot))
             tone = "accent" if chosen else "dim" if reachable else "faint"
             text = f" {number} {names.get(view, view)} "
-            line.add(text, look.style(tone, bold=chosen, reverse=chosen and not look.color))
+            line.add(text, theme.style(tone, bold=chosen, reverse=chosen and not theme.color))
         return line
 
 
@@ -95,7 +95,7 @@ class OomReportView(OomCanvas):
 
     def key(self) -> object:
         """Change with the case; while its rank is held, with each second."""
-        model, case = self.stage.model, self.case
+        model, case = self.app_state.model, self.case
         held = int(model.now) if case is not None and held_since(model, case) else 0
         asked = self._what_if
         since = int(time.monotonic() - asked.since) if asked is not None and asked.state == "running" else 0
@@ -104,22 +104,22 @@ class OomReportView(OomCanvas):
 
     @property
     def _what_if(self) -> WhatIf | None:
-        runs = self.stage.dry_runs.get(self.case_key) if self.case_key is not None else None
+        runs = self.app_state.dry_runs.get(self.case_key) if self.case_key is not None else None
         return runs.found if runs is not None else None
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the part in view, and a mark where there is more."""
-        case, look = self.case, self.look
+        case, theme = self.case, self.theme
         if case is None:
-            return [Line(" the run has no out-of-memory error at this moment", look.style("dim"))]
-        lines = report_lines(case, self.stage.model, self.place, self.acts, width - 1, look, self._what_if)
+            return [Line(" the run has no out-of-memory error at this moment", theme.style("dim"))]
+        lines = report_lines(case, self.app_state.model, self.place, self.acts, width - 1, theme, self._what_if)
         self.top = max(0, min(self.top, len(lines) - height))
-        shown = [line.fit(width - 1, look.base) for line in lines[self.top : self.top + height]]
+        shown = [line.fit(width - 1, theme.base) for line in lines[self.top : self.top + height]]
         if len(lines) > height:
             size = max(1, height * height // len(lines))
             begin = round(self.top / (len(lines) - height) * (height - size))
             for index, line in enumerate(shown):
-                line.add(look.glyphs.scroll if begin <= index < begin + size else " ", look.style("faint"))
+                line.add(theme.glyphs.scroll if begin <= index < begin + size else " ", theme.style("faint"))
         return shown
 
     def scroll(self, lines: int) -> None:
@@ -140,25 +140,27 @@ class ConsoleOutput(OomCanvas):
     def key(self) -> object:
         """Change with the session; while code runs, with each second."""
         session = self.session
-        waiting = int(self.stage.model.now) if session is not None and session.waiting_since else 0
+        waiting = int(self.app_state.model.now) if session is not None and session.waiting_since else 0
         return id(session), session.version if session else 0, self.refusal, self.back, waiting
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the newest lines; long ones are broken."""
-        look, session = self.look, self.session
+        theme, session = self.theme, self.session
         tones = {"in": "accent", "out": "text", "error": "error", "note": "dim"}
         lines: list[Line] = []
         if session is not None:
             head = f"in {session.place}" if session.place else f"in the failing frame of rank {session.rank}"
             words = f"{head}; help() lists what there is; the rank runs what you type, with all it may do"
-            lines.append(Line(" " + cut(words, width - 2, look.glyphs.ellipsis), look.style("dim")))
+            lines.append(Line(" " + cut(words, width - 2, theme.glyphs.ellipsis), theme.style("dim")))
             for one in session.lines[-(height + self.back) :]:
-                lines += _broken(" " + one.text, width - 1, look.style(tones[one.kind]))
+                lines += _broken(" " + one.text, width - 1, theme.style(tones[one.kind]))
             if since := session.waiting_since:
-                waited = max(0.0, self.stage.model.now - since)
-                lines.append(Line(f" {look.glyphs.states['starting']} running, {duration(waited)}", look.style("dim")))
+                waited = max(0.0, self.app_state.model.now - since)
+                lines.append(
+                    Line(f" {theme.glyphs.states['starting']} running, {duration(waited)}", theme.style("dim"))
+                )
         if self.refusal:
-            lines += [Line(), *_broken(f" {self.refusal}", width - 1, look.style("warning"))]
+            lines += [Line(), *_broken(f" {self.refusal}", width - 1, theme.style("warning"))]
         self.back = max(0, min(self.back, len(lines) - height))
         end = len(lines) - self.back
         return lines[max(0, end - height) : end]

@@ -17,15 +17,15 @@ class SummaryBar(Canvas):
 
     def key(self) -> Summary:
         """Give the summary itself."""
-        source = self.stage.source
+        source = self.app_state.source
         if source is None:
             return Summary("no run")
-        return summary_of(source.model, source.connection, self.stage.read_only)
+        return summary_of(source.model, source.connection, self.app_state.read_only)
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the summary."""
         summary = self.key()
-        return [first_line(summary, width, self.look)] if height == 1 else summary_lines(summary, width, self.look)
+        return [first_line(summary, width, self.theme)] if height == 1 else summary_lines(summary, width, self.theme)
 
 
 class AlertStrip(Canvas):
@@ -33,32 +33,32 @@ class AlertStrip(Canvas):
 
     def key(self) -> tuple[object, ...]:
         """Change with the alerts and the scale."""
-        alerts = self.stage.model.alerts
-        return id(alerts), alerts.version, self.stage.scale_words
+        alerts = self.app_state.model.alerts
+        return id(alerts), alerts.version, self.app_state.scale_words
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the rule and the alerts: what stands first, then the newest."""
-        look, alerts = self.look, self.stage.model.alerts
+        theme, alerts = self.theme, self.app_state.model.alerts
         lines = [self._rule(width)]
         shown = pressing(list(alerts))[: height - 1]
         if not shown:
-            lines.append(Line(f" {look.glyphs.resolved} nothing to report", look.style("dim")))
+            lines.append(Line(f" {theme.glyphs.resolved} nothing to report", theme.style("dim")))
         for index, alert in enumerate(shown):
-            lines.append(alert_line(alert, width, look, hint="a: why" if index == 0 else ""))
+            lines.append(alert_line(alert, width, theme, hint="a: why" if index == 0 else ""))
         return lines
 
     def _rule(self, width: int) -> Line:
-        look, counts = self.look, self.stage.model.alerts.counts()
-        rule = look.style("rule")
-        dash = look.glyphs.rule
-        left = Line(dash, rule).add(f" {self.stage.scale_words} ", look.style("dim"))
+        theme, counts = self.theme, self.app_state.model.alerts.counts()
+        rule = theme.style("rule")
+        dash = theme.glyphs.rule
+        left = Line(dash, rule).add(f" {self.app_state.scale_words} ", theme.style("dim"))
         right = Line()
         for severity in ("error", "warning"):
             if counts[severity]:
-                glyph, tone = look.severity(severity)
-                right.add(f" {glyph} {counts[severity]}", look.style(tone, bold=True))
-        total = len(self.stage.model.alerts)
-        right.add(f" {'of ' if right.width else ''}{total} alert{'' if total == 1 else 's'} ", look.style("dim"))
+                glyph, tone = theme.severity(severity)
+                right.add(f" {glyph} {counts[severity]}", theme.style(tone, bold=True))
+        total = len(self.app_state.model.alerts)
+        right.add(f" {'of ' if right.width else ''}{total} alert{'' if total == 1 else 's'} ", theme.style("dim"))
         right.add(dash, rule)
         gap = width - left.width - right.width
         return left.add(dash * max(0, gap), rule).join(right)
@@ -74,7 +74,7 @@ class ReplayBar(Canvas):
 
     def key(self) -> object:
         """Give the playback itself, its time as it is shown."""
-        source = self.stage.source
+        source = self.app_state.source
         if source is None:
             return ()
         playback = playback_of(source.transport, source.model)
@@ -83,8 +83,8 @@ class ReplayBar(Canvas):
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the scrubber."""
         del height
-        source = self.stage.source
-        return [scrubber(playback_of(source.transport, source.model), width, self.look)] if source else []
+        source = self.app_state.source
+        return [scrubber(playback_of(source.transport, source.model), width, self.theme)] if source else []
 
 
 class KeyBar(Canvas):
@@ -92,9 +92,9 @@ class KeyBar(Canvas):
 
     def key(self) -> object:
         """Change with the message and the keys."""
-        transport = self.stage.source.transport if self.stage.source else None
+        transport = self.app_state.source.transport if self.app_state.source else None
         keys = tuple(binding.key for binding in self.shown_bindings())
-        return self.stage.message, keys, transport is not None and transport.playing
+        return self.app_state.message, keys, transport is not None and transport.playing
 
     def shown_bindings(self) -> list[Binding]:
         """List the screen's bindings that belong on the bar: its own first, in a replay those of the replay first."""
@@ -105,40 +105,40 @@ class KeyBar(Canvas):
                 found.setdefault(binding.action, binding)
         back = [binding for binding in found.values() if binding.action == "app.back"]
         rest = [binding for binding in found.values() if binding.action != "app.back"]
-        return back + sorted(rest, key=lambda binding: (binding.action in own) == self.stage.replaying)
+        return back + sorted(rest, key=lambda binding: (binding.action in own) == self.app_state.replaying)
 
     @property
     def _can_act(self) -> bool:
-        source = self.stage.source
-        return source is not None and source.can_command and not self.stage.read_only
+        source = self.app_state.source
+        return source is not None and source.can_command and not self.app_state.read_only
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw as many keys as fit; help and detach always do."""
         del height
-        text, tone = self.stage.message
+        text, tone = self.app_state.message
         if text:
-            return [Line(f" {text}", self.look.style(tone, bold=True))]
+            return [Line(f" {text}", self.theme.style(tone, bold=True))]
         bindings = self.shown_bindings()
         last = [binding for binding in bindings if binding.action in ("app.help", "app.detach")]
         first = [binding for binding in bindings if binding not in last]
         right = Line()
         for binding in last:
             right.join(self._entry(binding))
-        left = Line(" ", self.look.base)
+        left = Line(" ", self.theme.base)
         for binding in first:
             entry = self._entry(binding)
             if left.width + entry.width + right.width > width:
                 break
             left.join(entry)
-        return [spread(left, right, width, self.look.base)]
+        return [spread(left, right, width, self.theme.base)]
 
     def _entry(self, binding: Binding) -> Line:
-        key = binding.key_display or key_words(binding, self.look)
+        key = binding.key_display or key_words(binding, self.theme)
         label = binding.description
-        source = self.stage.source
+        source = self.app_state.source
         if binding.action == "app.toggle_play" and source is not None and not source.transport.playing:
             label = "play"
-        return Line(key, self.look.style("accent", bold=True)).add(f" {label}  ", self.look.style("dim"))
+        return Line(key, self.theme.style("accent", bold=True)).add(f" {label}  ", self.theme.style("dim"))
 
 
 _ACTING = ("app.kill", "app.stop", "app.stacks", "compose", "arm", "take")
@@ -161,6 +161,6 @@ _NAMES = {
 }
 
 
-def key_words(binding: Binding, look: Theme) -> str:
+def key_words(binding: Binding, theme: Theme) -> str:
     """Write a binding's key as it stands on a keyboard."""
-    return " ".join(look.glyphs.keys.get(key, _NAMES.get(key, key)) for key in binding.key.split(","))
+    return " ".join(theme.glyphs.keys.get(key, _NAMES.get(key, key)) for key in binding.key.split(","))

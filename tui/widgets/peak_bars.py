@@ -29,7 +29,7 @@ _WIDEST = 20
 
 
 def peak_bars(
-    bars: Sequence[RankBar], phase: str, selected: int, capacity: int, width: int, height: int, look: Theme
+    bars: Sequence[RankBar], phase: str, selected: int, capacity: int, width: int, height: int, theme: Theme
 ) -> list[Line]:
     """Draw the bars with an axis at the left, the ranks below, and the parts' colours at the foot.
 
@@ -40,21 +40,21 @@ def peak_bars(
         capacity: bytes of the smallest device, for words at the top; 0: not known.
         width: cells.
         height: lines.
-        look: how.
+        theme: how.
     """
     groups = grouped(bars, max(1, width - _AXIS - 1))
-    legend = _legend(bars, width, look)
+    legend = _legend(bars, width, theme)
     rows = max(1, height - len(legend) - 3)
     extent = max((sum(size for _, size in bar.parts) for bar in bars), default=0)
     top = nice_top(extent)
     cell = max(1, min(_WIDEST, (width - _AXIS) // len(groups)))
     gap = 1 if cell >= 3 else 0
-    fills = [_fill(_shown(group), top, rows, look.plain_graphs) for group in groups]
-    lines: list[Line] = [_scale_line(phase, top, capacity, bars, groups, look)]
+    fills = [_fill(_shown(group), top, rows, theme.plain_graphs) for group in groups]
+    lines: list[Line] = [_scale_line(phase, top, capacity, bars, groups, theme)]
     for row in range(rows - 1, -1, -1):
-        lines.append(_row(fills, row, rows, cell - gap, gap, top, look))
-    lines.append(_ranks_line(groups, selected, cell, look))
-    lines.append(_figures_line(groups, selected, cell, look))
+        lines.append(_row(fills, row, rows, cell - gap, gap, top, theme))
+    lines.append(_ranks_line(groups, selected, cell, theme))
+    lines.append(_figures_line(groups, selected, cell, theme))
     return [*lines, *legend][:height]
 
 
@@ -84,35 +84,35 @@ def _fill(bar: RankBar, top: int, rows: int, plain: bool) -> list[tuple[str, int
 
 
 def _row(
-    fills: Sequence[list[tuple[str, int, int]]], row: int, rows: int, cell: int, gap: int, top: int, look: Theme
+    fills: Sequence[list[tuple[str, int, int]]], row: int, rows: int, cell: int, gap: int, top: int, theme: Theme
 ) -> Line:
     marked = row in (rows - 1, rows // 2, 0)
     value = top * (row + 1) / rows if row else 0
-    line = Line(f"{gib(value, True) if marked and value else '0' if marked else '':>{_AXIS - 2}} ", look.style("dim"))
-    line.add(look.glyphs.bar, look.style("rule"))
+    line = Line(f"{gib(value, True) if marked and value else '0' if marked else '':>{_AXIS - 2}} ", theme.style("dim"))
+    line.add(theme.glyphs.bar, theme.style("rule"))
     for parts in fills:
         inside = [part for part in parts if part[1] < row * 8 + 8 and part[2] > row * 8]
-        _cells(line, inside, row, cell, look)
-        line.add(" " * gap, look.base)
+        _cells(line, inside, row, cell, theme)
+        line.add(" " * gap, theme.base)
     return line
 
 
-def _cells(line: Line, inside: list[tuple[str, int, int]], row: int, cell: int, look: Theme) -> None:
+def _cells(line: Line, inside: list[tuple[str, int, int]], row: int, cell: int, theme: Theme) -> None:
     if not inside:
-        line.add(" " * cell, look.base)
+        line.add(" " * cell, theme.base)
         return
-    if look.plain_graphs:
-        line.add(PART_FILLS.get(inside[0][0], "?") * cell, look.base)
+    if theme.plain_graphs:
+        line.add(PART_FILLS.get(inside[0][0], "?") * cell, theme.base)
         return
     largest = sorted(inside, key=lambda part: -(min(part[2], row * 8 + 8) - max(part[1], row * 8)))[:2]
     lower = min(largest, key=lambda part: part[1])
     upper = next((part for part in largest if part is not lower), None)
     end = min(8, lower[2] - row * 8)
     if end >= 8:
-        line.add(" " * cell, look.style("text", look.part(lower[0])))
+        line.add(" " * cell, theme.style("text", theme.part(lower[0])))
         return
-    behind = look.part(upper[0]) if upper is not None else "background"
-    line.add(look.glyphs.eighths[max(1, end)] * cell, look.style(look.part(lower[0]), behind))
+    behind = theme.part(upper[0]) if upper is not None else "background"
+    line.add(theme.glyphs.eighths[max(1, end)] * cell, theme.style(theme.part(lower[0]), behind))
 
 
 def _scale_line(
@@ -121,21 +121,21 @@ def _scale_line(
     capacity: int,
     bars: Sequence[RankBar],
     groups: Sequence[Sequence[RankBar]],
-    look: Theme,
+    theme: Theme,
 ) -> Line:
-    line = Line(f" {sanitize(phase, 16) or 'highest phase'}", look.style(bold=True))
+    line = Line(f" {sanitize(phase, 16) or 'highest phase'}", theme.style(bold=True))
     steps = {bar.step for bar in bars}
-    line.add(f" of step {min(steps):,}", look.style("dim"))
-    line.add(f" to {max(steps):,}" if len(steps) > 1 else "", look.style("dim"))
-    line.add(f", 0 to {gib(top, True)} GiB", look.style("dim"))
-    line.add(f" (the device has {gib(capacity)})" if capacity else "", look.style("dim"))
+    line.add(f" of step {min(steps):,}", theme.style("dim"))
+    line.add(f" to {max(steps):,}" if len(steps) > 1 else "", theme.style("dim"))
+    line.add(f", 0 to {gib(top, True)} GiB", theme.style("dim"))
+    line.add(f" (the device has {gib(capacity)})" if capacity else "", theme.style("dim"))
     if len(groups) < len(bars):
-        line.add(f"; a column: the highest of {len(groups[0])} ranks", look.style("warning"))
+        line.add(f"; a column: the highest of {len(groups[0])} ranks", theme.style("warning"))
     return line
 
 
-def _ranks_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, look: Theme) -> Line:
-    line = Line(" " * (_AXIS - 1) + look.glyphs.cross, look.style("rule"))
+def _ranks_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, theme: Theme) -> Line:
+    line = Line(" " * (_AXIS - 1) + theme.glyphs.cross, theme.style("rule"))
     every = max(1, -(-5 // cell)) if cell < 4 else 1
     written = 0
     for index, group in enumerate(groups):
@@ -143,48 +143,48 @@ def _ranks_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, l
         at = _AXIS + index * cell
         if line.width > at:
             continue
-        line.pad(at, look.base)
-        text = f"{look.glyphs.selected if chosen else ''}{group[0].rank}"
+        line.pad(at, theme.base)
+        text = f"{theme.glyphs.selected if chosen else ''}{group[0].rank}"
         if chosen or index - written >= every or index == 0:
             fitted = text if len(text) < cell or cell < 4 else text[:cell]
-            line.add(fitted, look.style("accent" if chosen else "dim", bold=chosen))
+            line.add(fitted, theme.style("accent" if chosen else "dim", bold=chosen))
             written = index
     return line
 
 
-def _figures_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, look: Theme) -> Line:
+def _figures_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, theme: Theme) -> Line:
     """Say each peak below its bar where that fits, else the selected rank's and the extremes in words."""
     bars = [bar for group in groups for bar in group]
     if cell >= 6 and len(groups) == len(bars):
-        line = Line(f"{'GiB':>{_AXIS - 2}}  ", look.style("dim"))
+        line = Line(f"{'GiB':>{_AXIS - 2}}  ", theme.style("dim"))
         for bar in bars:
             chosen = bar.rank == selected
-            line.add(gib(bar.peak, True)[: cell - 1].ljust(cell), look.style("peak" if chosen else "dim", bold=chosen))
+            line.add(gib(bar.peak, True)[: cell - 1].ljust(cell), theme.style("peak" if chosen else "dim", bold=chosen))
         return line
-    line = Line(" ", look.base)
+    line = Line(" ", theme.base)
     mine = next((bar for bar in bars if bar.rank == selected), None)
     if mine is not None:
-        line.add(f"rank {mine.rank} ", look.style("accent", bold=True))
-        line.add(f"{gib(mine.peak)} in {mine.phase}", look.style("peak"))
+        line.add(f"rank {mine.rank} ", theme.style("accent", bold=True))
+        line.add(f"{gib(mine.peak)} in {mine.phase}", theme.style("peak"))
     low, high = min(bars, key=lambda bar: bar.peak), max(bars, key=lambda bar: bar.peak)
     line.add(
-        f"   highest rank {high.rank} {gib(high.peak)}   lowest rank {low.rank} {gib(low.peak)} GiB", look.style("dim")
+        f"   highest rank {high.rank} {gib(high.peak)}   lowest rank {low.rank} {gib(low.peak)} GiB", theme.style("dim")
     )
     return line
 
 
-def _legend(bars: Sequence[RankBar], width: int, look: Theme) -> list[Line]:
+def _legend(bars: Sequence[RankBar], width: int, theme: Theme) -> list[Line]:
     """Name the parts that are there, with their colours, in as many lines as they need."""
     names = dict.fromkeys(name for bar in bars for name, _ in bar.parts)
     order = [name for name in PART_FILLS if name in names] + [name for name in names if name not in PART_FILLS]
-    lines = [Line(" ", look.base)]
+    lines = [Line(" ", theme.base)]
     for name in order:
         label = "unused but reserved" if name == "unused" else LABELS.get(name, name)
         if lines[-1].width + len(label) + 5 > width:
-            lines.append(Line(" ", look.base))
-        if look.plain_graphs:
-            lines[-1].add(PART_FILLS.get(name, "?") * 2, look.style(bold=True))
+            lines.append(Line(" ", theme.base))
+        if theme.plain_graphs:
+            lines[-1].add(PART_FILLS.get(name, "?") * 2, theme.style(bold=True))
         else:
-            lines[-1].add("  ", look.style("text", look.part(name)))
-        lines[-1].add(f" {label}  ", look.style("dim"))
+            lines[-1].add("  ", theme.style("text", theme.part(name)))
+        lines[-1].add(f" {label}  ", theme.style("dim"))
     return lines

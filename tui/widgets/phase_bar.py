@@ -24,22 +24,22 @@ FILLS = {"data": ".", "generate": "+", "forward": "-", "backward": "=", "optimiz
 """What fills a phase's part where colour cannot tell the parts apart."""
 
 
-def phase_bar(shares: Sequence[tuple[str, float]], width: int, look: Theme, figures: bool = True) -> Line:
+def phase_bar(shares: Sequence[tuple[str, float]], width: int, theme: Theme, figures: bool = True) -> Line:
     """Draw the bar ``width`` cells wide. ``shares`` are (phase, share 0..1) in drawing order, their sum at most 1."""
     line = Line()
     for (name, share), cells in zip(shares, cells_of([share for _, share in shares], width), strict=True):
         if not cells:
             continue
         # Without colour the last cell of a part is its edge.
-        label = _label(name, share, cells - 1 if look.plain_graphs and cells > 1 else cells, figures)
-        if look.plain_graphs:
+        label = _label(name, share, cells - 1 if theme.plain_graphs and cells > 1 else cells, figures)
+        if theme.plain_graphs:
             filled = (label.strip() if cells > 1 else "") + FILLS.get(name, "_") * cells
             line.add(
-                filled[: cells - 1] + "|" if cells > 1 and line.width + cells < width else filled[:cells], look.base
+                filled[: cells - 1] + "|" if cells > 1 and line.width + cells < width else filled[:cells], theme.base
             )
         else:
-            line.add(label.ljust(cells), look.style("on_color", look.phase(name)))
-    return line.fit(width, look.base)
+            line.add(label.ljust(cells), theme.style("on_color", theme.phase(name)))
+    return line.fit(width, theme.base)
 
 
 def cells_of(shares: Sequence[float], width: int) -> list[int]:

@@ -11,9 +11,9 @@ _SMALL = 2 * 2**30
 """A step whose peak is below this is shown in MiB."""
 
 
-def phase_table(table: Sequence[PhaseRow], width: int, look: Theme) -> list[Line]:
+def phase_table(table: Sequence[PhaseRow], width: int, theme: Theme) -> list[Line]:
     """Draw the table: a head and a line a phase; the phase that makes the step's peak is marked."""
-    dim = look.style("dim")
+    dim = theme.style("dim")
     resident = any(row.resident is not None for row in table)
     device = any(row.device_ms is not None for row in table)
     wide = width >= 100
@@ -30,18 +30,18 @@ def phase_table(table: Sequence[PhaseRow], width: int, look: Theme) -> list[Line
         head.add(f"{'allocs':>9}{'collectives':>13}", dim)
     lines = [head]
     for row in table:
-        lines.append(_line(row, top, unit, device, wide, look))
+        lines.append(_line(row, top, unit, device, wide, theme))
     return lines
 
 
-def _line(row: PhaseRow, top: int, unit: Unit, device: bool, wide: bool, look: Theme) -> Line:
+def _line(row: PhaseRow, top: int, unit: Unit, device: bool, wide: bool, theme: Theme) -> Line:
     span = row.resident if row.resident is not None else row.allocated
     behind = row.resident.end if row.resident is not None else row.reserved.end
-    base, dim = look.base, look.style("dim")
+    base, dim = theme.base, theme.style("dim")
     line = (
         Line(" ", base)
-        .add(" ", look.style("text", look.phase(row.name)))
-        .add(f" {row.name:<10}", look.style(bold=True))
+        .add(" ", theme.style("text", theme.phase(row.name)))
+        .add(f" {row.name:<10}", theme.style(bold=True))
     )
     main = row.device_ms if device and row.device_ms is not None else row.host_ms
     line.add(f"{milliseconds(main * 1e3):>9}", base)
@@ -49,12 +49,12 @@ def _line(row: PhaseRow, top: int, unit: Unit, device: bool, wide: bool, look: T
         line.add(f"{milliseconds(row.host_ms * 1e3) if device else '':>10}", dim)
         line.add(f"{milliseconds(row.collective_ms * 1e3) if row.collectives else '':>10}", dim)
     line.add(f"{unit.size(span.start):>9}{unit.size(span.end):>9}", base)
-    line.add(f"{unit.size(row.peak):>9}", look.style("peak", bold=row.peak == top))
+    line.add(f"{unit.size(row.peak):>9}", theme.style("peak", bold=row.peak == top))
     line.add(f"{unit.change(row.growth):>9}", base if abs(row.growth) >= 2**20 else dim)
-    line.add(f"{unit.change(row.transient):>10}", look.style("warning") if row.transient >= top * 0.02 else dim)
+    line.add(f"{unit.change(row.transient):>10}", theme.style("warning") if row.transient >= top * 0.02 else dim)
     line.add(f"{unit.size(behind):>10}", dim)
     if wide:
         line.add(f"{row.allocations or '':>9}{row.collectives or '':>13}", dim)
     if row.peak == top:
-        line.add(f"  {look.glyphs.back} peak", look.style("peak"))
+        line.add(f"  {theme.glyphs.back} peak", theme.style("peak"))
     return line

@@ -31,15 +31,15 @@ Cell = tuple[str, str]
 """A character and its tone."""
 
 
-def sign_of(kind: Kind, look: Theme) -> str:
+def sign_of(kind: Kind, theme: Theme) -> str:
     """Give the sign of a kind of curve, for legends."""
-    if look.glyphs.is_ascii:
+    if theme.glyphs.is_ascii:
         return {"points": ".", "line": "*", "marks": "o"}[kind]
-    return {"points": "⠢", "line": "━" if look.color else "▀", "marks": "◆"}[kind]
+    return {"points": "⠢", "line": "━" if theme.color else "▀", "marks": "◆"}[kind]
 
 
 def plot_cells(
-    curves: Sequence[Curve], width: int, height: int, xs: tuple[float, float], ys: tuple[float, float], look: Theme
+    curves: Sequence[Curve], width: int, height: int, xs: tuple[float, float], ys: tuple[float, float], theme: Theme
 ) -> list[list[Cell]]:
     """Draw curves into ``height`` rows of ``width`` cells; what is beyond the range of ``ys`` is drawn at its edge."""
     figure = new_figure(width, height)
@@ -53,9 +53,9 @@ def plot_cells(
         color = (number + 1, 0, 0)
         tones[f"#{number + 1:02x}0000"] = curve.tone
         values = [min(max(value, ys[0]), ys[1]) for value in curve.ys]
-        marker = sign_of(curve.kind, look) if look.glyphs.is_ascii or curve.kind == "marks" else None
+        marker = sign_of(curve.kind, theme) if theme.glyphs.is_ascii or curve.kind == "marks" else None
         is_line = curve.kind == "line"
-        marker = marker or ("hd" if is_line and not look.color else "braille")
+        marker = marker or ("hd" if is_line and not theme.color else "braille")
         draw(figure, curve.xs, values, marker, line=is_line, color=color)
     for axis, limits in (("x", (low, high)), ("y", ys)):
         figure.ruler(axis).lim(*limits)
@@ -77,16 +77,16 @@ def _cells(ansi: str, width: int, tones: dict[str, str]) -> list[Cell]:
     return cells
 
 
-def put_cursor(rows: list[list[Cell]], column: int, look: Theme) -> None:
+def put_cursor(rows: list[list[Cell]], column: int, theme: Theme) -> None:
     """Draw a vertical line through the empty cells of a column."""
     for row in rows:
         if 0 <= column < len(row) and row[column][0] in (" ", "⠀"):
-            row[column] = (look.glyphs.bar, "faint")
+            row[column] = (theme.glyphs.bar, "faint")
 
 
-def row_line(cells: Sequence[Cell], look: Theme) -> Line:
+def row_line(cells: Sequence[Cell], theme: Theme) -> Line:
     """Turn cells into a line."""
     line = Line()
     for character, tone in cells:
-        line.add(character, look.style(tone))
+        line.add(character, theme.style(tone))
     return line

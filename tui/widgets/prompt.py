@@ -26,8 +26,8 @@ class Prompt(Canvas, can_focus=True):
         text: str
         accepted: bool
 
-    def __init__(self, stage: AppState, label: str, hint: str = "", name: str | None = None) -> None:
-        super().__init__(stage, name=name)
+    def __init__(self, app_state: AppState, label: str, hint: str = "", name: str | None = None) -> None:
+        super().__init__(app_state, name=name)
         self.label, self.hint = label, hint
         self.text = ""
 
@@ -38,14 +38,14 @@ class Prompt(Canvas, can_focus=True):
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw label, text and cursor."""
         del height
-        look = self.look
-        line = Line(f" {self.label} ", look.style("accent", bold=True))
+        theme = self.theme
+        line = Line(f" {self.label} ", theme.style("accent", bold=True))
         room = max(1, width - line.width - 2)
-        line.add(self.text[-room:], look.base)
+        line.add(self.text[-room:], theme.base)
         if self.has_focus:
-            line.add(" ", look.style("background", "accent", reverse=not look.color))
+            line.add(" ", theme.style("background", "accent", reverse=not theme.color))
         if not self.text and self.hint:
-            line.add(f" {self.hint}", look.style("faint"))
+            line.add(f" {self.hint}", theme.style("faint"))
         return [line]
 
     def on_key(self, event: Key) -> None:

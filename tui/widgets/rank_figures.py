@@ -15,28 +15,28 @@ from .theme import Theme
 Pairs = list[tuple[str, str]]
 
 
-def figure_lines(model: RunModel, rank: RankModel, view: RankView, width: int, look: Theme) -> list[Line]:
+def figure_lines(model: RunModel, rank: RankModel, view: RankView, width: int, theme: Theme) -> list[Line]:
     """Draw the figures as name and value pairs, as many to a line as fit."""
-    lines = [_pairs(_process(rank), width, look)]
-    lines.append(_pairs(_training(rank), width, look))
-    lines.append(_pairs(_memory(rank, view), width, look))
+    lines = [_pairs(_process(rank), width, theme)]
+    lines.append(_pairs(_training(rank), width, theme))
+    lines.append(_pairs(_memory(rank, view), width, theme))
     if view.in_trouble or view.text:
-        glyph, tone = look.state(view.state)
+        glyph, tone = theme.state(view.state)
         text = f" {glyph} {state_words(view)}: {view.text or 'no more is known'}"
-        lines.append(Line(cut(text, width, look.glyphs.ellipsis), look.style(tone, bold=True)))
+        lines.append(Line(cut(text, width, theme.glyphs.ellipsis), theme.style(tone, bold=True)))
     else:
-        lines.append(Line(" ", look.base).join(health(view, width - 2, look)))
+        lines.append(Line(" ", theme.base).join(health(view, width - 2, theme)))
     if width >= 100 or model.hub is None:
-        lines.append(_pairs(_monitor(rank), width, look))
+        lines.append(_pairs(_monitor(rank), width, theme))
     return lines
 
 
-def _pairs(pairs: Pairs, width: int, look: Theme) -> Line:
-    line = Line(" ", look.base)
+def _pairs(pairs: Pairs, width: int, theme: Theme) -> Line:
+    line = Line(" ", theme.base)
     for name, value in pairs:
         if line.width + len(name) + len(value) + 2 > width:
             break
-        line.add(f"{name} " if name else "", look.style("dim")).add(f"{value}   ", look.base)
+        line.add(f"{name} " if name else "", theme.style("dim")).add(f"{value}   ", theme.base)
     return line
 
 

@@ -78,26 +78,26 @@ class Waiting(Canvas):
 
     def key(self) -> object:
         """Change with the log."""
-        model = self.stage.model
+        model = self.app_state.model
         return id(model.logs), model.logs.version, model.state, model.ended
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the words and the end of the log."""
-        look, model = self.look, self.stage.model
+        theme, model = self.theme, self.app_state.model
         words = "the run ended before any rank was heard of" if model.ended else "waiting for the first rank"
         entries = model.logs.select(limit=max(0, height - 4))
         lines = [
             Line(),
-            Line(f" {look.glyphs.states['starting']} {words}", look.style("warning" if model.ended else "dim")),
+            Line(f" {theme.glyphs.states['starting']} {words}", theme.style("warning" if model.ended else "dim")),
         ]
-        return [*lines, Line(), *(log_line(entry, width, look) for entry in entries)]
+        return [*lines, Line(), *(log_line(entry, width, theme) for entry in entries)]
 
 
 class Card(Canvas):
     """One rank's card."""
 
-    def __init__(self, stage: AppState) -> None:
-        super().__init__(stage)
+    def __init__(self, app_state: AppState) -> None:
+        super().__init__(app_state)
         self.rank: int | None = None
         self._history = History()
         self._view: RankView | None = None
@@ -110,33 +110,35 @@ class Card(Canvas):
 
     def key(self) -> object:
         """Change with the view, the columns of the graph, the scale and the selection."""
-        view, stage = self._view, self.stage
-        if view is None or view.rank not in stage.model.ranks:
+        view, app_state = self._view, self.app_state
+        if view is None or view.rank not in app_state.model.ranks:
             return ()
-        model = stage.model
-        columns = self._history.columns(model.ranks[view.rank], max(1, self.size.width - 2), model.now, stage.span)
-        return view, columns, scale_of(view, stage.zoom, stage.run_peak), stage.selected == view.rank
+        model = app_state.model
+        columns = self._history.columns(model.ranks[view.rank], max(1, self.size.width - 2), model.now, app_state.span)
+        return view, columns, scale_of(view, app_state.zoom, app_state.run_peak), app_state.selected == view.rank
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the card."""
-        view, stage = self._view, self.stage
-        if view is None or view.rank not in stage.model.ranks:
+        view, app_state = self._view, self.app_state
+        if view is None or view.rank not in app_state.model.ranks:
             return []
-        columns = self._history.columns(stage.model.ranks[view.rank], max(1, width - 2), stage.model.now, stage.span)
-        scale = scale_of(view, stage.zoom, stage.run_peak)
-        return card(view, columns, width, height, scale, self.look, stage.selected == view.rank)
+        columns = self._history.columns(
+            app_state.model.ranks[view.rank], max(1, width - 2), app_state.model.now, app_state.span
+        )
+        scale = scale_of(view, app_state.zoom, app_state.run_peak)
+        return card(view, columns, width, height, scale, self.theme, app_state.selected == view.rank)
 
     def on_click(self) -> None:
         """Select the rank."""
         if self.rank is not None:
-            self.stage.select(self.rank)
+            self.app_state.select(self.rank)
 
 
 class RowPart(Canvas):
     """One part of the rows of ranks, such as all graphs: a widget of its own, as Textual sends lines from its edge."""
 
-    def __init__(self, stage: AppState, part: int) -> None:
-        super().__init__(stage)
+    def __init__(self, app_state: AppState, part: int) -> None:
+        super().__init__(app_state)
         self.part = part
         self.views: list[RankView] = []
         self.row_height = 1
@@ -151,7 +153,7 @@ class RowPart(Canvas):
         """Change with the views; the graphs always look, and refresh what differs."""
         if self.part == 1:
             return None
-        selected = self.stage.selected if self.part == 0 else None
+        selected = self.app_state.selected if self.part == 0 else None
         return [self._relevant(view) for view in self.views], selected
 
     def _relevant(self, view: RankView) -> object:
@@ -163,31 +165,31 @@ class RowPart(Canvas):
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the heading and this part of every row."""
-        heads = rows.heading(rows.Parts(width, width, width, width), self.views[0] if self.views else None, self.look)
+        heads = rows.heading(rows.Parts(width, width, width, width), self.views[0] if self.views else None, self.theme)
         lines = [heads[self.part]]
         for view in self.views:
             lines += self._row(view, width)
         return lines
 
     def _row(self, view: RankView, width: int) -> list[Line]:
-        stage, look, height = self.stage, self.look, self.row_height
+        app_state, theme, height = self.app_state, self.theme, self.row_height
         if self.part == 0:
-            return rows.label(view, width, height, look, view.rank == stage.selected)
+            return rows.label(view, width, height, theme, view.rank == app_state.selected)
         if self.part == 2:
-            return rows.figures(view, width, height, look)
+            return rows.figures(view, width, height, theme)
         if self.part == 3:
-            return rows.last(view, width, height, look)
-        rank = stage.model.ranks.get(view.rank)
+            return rows.last(view, width, height, theme)
+        rank = app_state.model.ranks.get(view.rank)
         history = self._histories.setdefault(view.rank, History())
-        columns = history.columns(rank, width - 2, stage.model.now, stage.span) if rank else []
-        return rows.graph(columns, width, height, scale_of(view, stage.zoom, stage.run_peak), look)
+        columns = history.columns(rank, width - 2, app_state.model.now, app_state.span) if rank else []
+        return rows.graph(columns, width, height, scale_of(view, app_state.zoom, app_state.run_peak), theme)
 
 
 class HeatMap(Canvas):
     """The heat map, and a line on the selected rank below it."""
 
-    def __init__(self, stage: AppState) -> None:
-        super().__init__(stage)
+    def __init__(self, app_state: AppState) -> None:
+        super().__init__(app_state)
         self.views: list[RankView] = []
         self.columns = 1
 
@@ -198,27 +200,27 @@ class HeatMap(Canvas):
 
     def key(self) -> object:
         """Change with what cells show."""
-        chosen = next((view for view in self.views if view.rank == self.stage.selected), None)
+        chosen = next((view for view in self.views if view.rank == self.app_state.selected), None)
         return [(view.state, round(view.share, 2)) for view in self.views], chosen
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the map, scrolled so that the selection is in view, the selected rank's figures, and the legend."""
         grid = heat.plan(len(self.views), width, height - 1)
         self.columns = grid.columns
-        index = next((i for i, view in enumerate(self.views) if view.rank == self.stage.selected), 0)
+        index = next((i for i, view in enumerate(self.views) if view.rank == self.app_state.selected), 0)
         shown = max(1, (height - 1) // grid.height)
         first = max(0, min(index // grid.columns - shown // 2, grid.rows(len(self.views)) - shown))
-        lines = heat.heat_map(self.views, grid, first, height - 1, index, self.look)
+        lines = heat.heat_map(self.views, grid, first, height - 1, index, self.theme)
         lines += [Line()] * (height - 1 - len(lines))
-        return [*lines, heat.chosen_line(self.views[index], width, self.look)] if self.views else []
+        return [*lines, heat.chosen_line(self.views[index], width, self.theme)] if self.views else []
 
 
 class RankGrid(Container):
     """The area of all ranks."""
 
-    def __init__(self, stage: AppState) -> None:
+    def __init__(self, app_state: AppState) -> None:
         super().__init__(id="fleet")
-        self.stage = stage
+        self.app_state = app_state
         self.plan = Plan("empty")
         self.first = 0
         """The first row of cards, or first rank of rows, in view."""
@@ -231,13 +233,13 @@ class RankGrid(Container):
 
     def tick(self) -> None:
         """Look at the model and draw what changed."""
-        stage = self.stage
-        stage.select_valid()
+        app_state = self.app_state
+        app_state.select_valid()
         width, height = self.size
         if not width or not height:
             return
-        self._views = stage.views.ranks(stage.model)
-        self.plan = plan(len(self._views), width, height, stage.view)
+        self._views = app_state.views.ranks(app_state.model)
+        self.plan = plan(len(self._views), width, height, app_state.view)
         shape = (self.plan, width, height)
         if shape != self._shape:
             self._shape = shape
@@ -270,10 +272,10 @@ class RankGrid(Container):
         elif self.plan.mode == "rows":
             self._build_rows(width, height)
         elif self.plan.mode == "heat":
-            self._heat = HeatMap(self.stage)
+            self._heat = HeatMap(self.app_state)
             self._place(self._heat, 0, 0, width, height)
         else:
-            self._waiting = Waiting(self.stage)
+            self._waiting = Waiting(self.app_state)
             self._place(self._waiting, 0, 0, width, height)
         made: list[Canvas | None] = [*self._cards, self._heat, self._waiting]
         made += [part for parts in self._parts for part in parts]
@@ -288,7 +290,7 @@ class RankGrid(Container):
                 if line * columns + column >= len(self._views):
                     break
                 x, end = width * column // columns, width * (column + 1) // columns
-                self._cards.append(Card(self.stage))
+                self._cards.append(Card(self.app_state))
                 self._place(self._cards[-1], x, y, end - x, tall)
             y += tall
 
@@ -297,7 +299,7 @@ class RankGrid(Container):
             x, end = width * column // self.plan.columns, width * (column + 1) // self.plan.columns
             parts: list[RowPart] = []
             for index, part_width in enumerate(rows.parts(end - x)):
-                parts.append(RowPart(self.stage, index))
+                parts.append(RowPart(self.app_state, index))
                 self._place(parts[-1], x, 0, part_width, height)
                 x += part_width
             self._parts.append(parts)
@@ -310,7 +312,7 @@ class RankGrid(Container):
         styles.width, styles.height = width, height
 
     def _index(self) -> int:
-        return next((i for i, view in enumerate(self._views) if view.rank == self.stage.selected), 0)
+        return next((i for i, view in enumerate(self._views) if view.rank == self.app_state.selected), 0)
 
     def _scroll(self) -> None:
         """Keep the selection in view."""
@@ -337,5 +339,5 @@ class RankGrid(Container):
             step = dx + dy * (self._heat.columns if self._heat else 1)
         index = self._index() + step
         if 0 <= index < len(self._views):
-            self.stage.select(self._views[index].rank)
+            self.app_state.select(self._views[index].rank)
             self.tick()

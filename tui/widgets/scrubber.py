@@ -37,26 +37,26 @@ def speed_words(speed: float) -> str:
     return f"{speed:g}x"
 
 
-def scrubber(playback: Playback, width: int, look: Theme) -> Line:
+def scrubber(playback: Playback, width: int, theme: Theme) -> Line:
     """Draw the bar."""
-    glyphs, dim, base = look.glyphs, look.style("dim"), look.base
+    glyphs, dim, base = theme.glyphs, theme.style("dim"), theme.base
     at_end = playback.now >= playback.last and not playback.live
     word = "end" if at_end else f"{speed_words(playback.speed):<5}"
     left = Line(" ", base).add(
-        glyphs.play if playback.playing and not at_end else glyphs.pause, look.style("accent", bold=True)
+        glyphs.play if playback.playing and not at_end else glyphs.pause, theme.style("accent", bold=True)
     )
-    left.add(f" {word} ", look.style("accent")).add(time_of_day(playback.now) + " ", look.style(bold=True))
+    left.add(f" {word} ", theme.style("accent")).add(time_of_day(playback.now) + " ", theme.style(bold=True))
     right = Line(f" {time_of_day(playback.last)}", dim)
     right.add(f"   step {playback.step:,}", base)
     if playback.live:
-        right.add(f"   {glyphs.live} live: L", look.style("good"))
+        right.add(f"   {glyphs.live} live: L", theme.style("good"))
     right.add(" ", base)
-    return left.join(track(playback, max(4, width - left.width - right.width), look)).join(right).fit(width, base)
+    return left.join(track(playback, max(4, width - left.width - right.width), theme)).join(right).fit(width, base)
 
 
-def track(playback: Playback, width: int, look: Theme) -> Line:
+def track(playback: Playback, width: int, theme: Theme) -> Line:
     """Draw the track with the alerts and the knob."""
-    glyphs = look.glyphs
+    glyphs = theme.glyphs
     length = max(1e-9, playback.last - playback.first)
 
     def cell(at: float) -> int:
@@ -71,12 +71,12 @@ def track(playback: Playback, width: int, look: Theme) -> Line:
     line = Line()
     for index in range(width):
         if index == knob:
-            line.add(glyphs.knob, look.style("accent", bold=True))
+            line.add(glyphs.knob, theme.style("accent", bold=True))
         elif index in marks:
-            glyph, tone = look.severity(marks[index])
-            line.add(glyph, look.style(tone))
+            glyph, tone = theme.severity(marks[index])
+            line.add(glyph, theme.style(tone))
         elif index < knob:
-            line.add(glyphs.track_past, look.style("accent"))
+            line.add(glyphs.track_past, theme.style("accent"))
         else:
-            line.add(glyphs.track, look.style("faint"))
+            line.add(glyphs.track, theme.style("faint"))
     return line

@@ -34,8 +34,8 @@ class SnapshotList(Listing):
 
     empty = "nothing is live here"
 
-    def __init__(self, stage: AppState, explorer: Explorer, name: str) -> None:
-        super().__init__(stage, name=name)
+    def __init__(self, app_state: AppState, explorer: Explorer, name: str) -> None:
+        super().__init__(app_state, name=name)
         self.explorer = explorer
         self._rows: Sequence[Row] = []
         self._made_of: object = None
@@ -63,66 +63,66 @@ class SnapshotList(Listing):
 
     def head(self, width: int) -> list[Line]:
         """Draw the views, the one in view standing out, and what the list is narrowed to."""
-        look, explorer = self.look, self.explorer
+        theme, explorer = self.theme, self.explorer
         titles = _TITLES if width >= 100 else _SHORT
-        left = Line(look.glyphs.rule, look.style("rule"))
+        left = Line(theme.glyphs.rule, theme.style("rule"))
         for view in explorer.views:
             chosen = view == explorer.view
             left.add(
                 f" {titles[view]} ",
-                look.style("accent" if chosen else "dim", bold=chosen, reverse=chosen and not look.color),
+                theme.style("accent" if chosen else "dim", bold=chosen, reverse=chosen and not theme.color),
             )
         right = Line()
         if explorer.find:
-            right.add(f" with {explorer.find!r}", look.style("accent"))
+            right.add(f" with {explorer.find!r}", theme.style("accent"))
         if explorer.view == "stacks":
-            right.add(" libraries folded " if explorer.fold else " all frames ", look.style("dim"))
-        right.add(look.glyphs.rule, look.style("rule"))
-        left.add(look.glyphs.rule * max(0, width - left.width - right.width), look.style("rule"))
-        return [spread(left, right, width, look.base)]
+            right.add(" libraries folded " if explorer.fold else " all frames ", theme.style("dim"))
+        right.add(theme.glyphs.rule, theme.style("rule"))
+        left.add(theme.glyphs.rule * max(0, width - left.width - right.width), theme.style("rule"))
+        return [spread(left, right, width, theme.base)]
 
     def item(self, index: int, width: int, selected: bool) -> Line:
         """Draw one row."""
-        row, look = self.rows()[index], self.look
+        row, theme = self.rows()[index], self.theme
         ground = "raised" if selected else "background"
-        line = Line(look.glyphs.selected if selected else " ", look.style("accent", ground))
+        line = Line(theme.glyphs.selected if selected else " ", theme.style("accent", ground))
         if row.piece is not None:
             self._segment(row, row.piece, line, width, ground)
         else:
             self._figures(row, line, ground)
-            line.add("  " * row.depth, look.style("text", ground))
+            line.add("  " * row.depth, theme.style("text", ground))
             if row.branch:
-                line.add("- " if row.shown else "+ ", look.style("accent", ground))
+                line.add("- " if row.shown else "+ ", theme.style("accent", ground))
             elif row.path:
-                line.add("  ", look.style("text", ground))
+                line.add("  ", theme.style("text", ground))
             tone = "accent" if row.head and row.tone == "text" else row.tone
-            words = cut(row.words, width - line.width, look.glyphs.ellipsis)
-            line.add(words, look.style(tone, ground, bold=row.head))
-        return line.fit(width, look.style("text", ground))
+            words = cut(row.words, width - line.width, theme.glyphs.ellipsis)
+            line.add(words, theme.style(tone, ground, bold=row.head))
+        return line.fit(width, theme.style("text", ground))
 
     def _figures(self, row: Row, line: Line, ground: str) -> None:
-        look = self.look
+        theme = self.theme
         if row.size is None:
             return
         sign = "+" if row.signed and row.size > 0 else ""
         tone = "text" if not row.signed or not row.size else "warning" if row.size > 0 else "good"
-        line.add(f"{sign + gib(row.size):>12} ", look.style(tone, ground, bold=row.head))
+        line.add(f"{sign + gib(row.size):>12} ", theme.style(tone, ground, bold=row.head))
         if not row.signed and row.share:
-            line.add(f"{row.share * 100:>4.0f} % ", look.style("dim", ground))
-        line.add(f"{row.blocks:>6,}  " if row.blocks else " " * 8, look.style("dim", ground))
+            line.add(f"{row.share * 100:>4.0f} % ", theme.style("dim", ground))
+        line.add(f"{row.blocks:>6,}  " if row.blocks else " " * 8, theme.style("dim", ground))
 
     def _segment(self, row: Row, piece: Piece, line: Line, width: int, ground: str) -> None:
-        look = self.look
+        theme = self.theme
         taken = 1 - piece.free_bytes / piece.size if piece.size else 0.0
-        line.add(f"{gib(piece.size):>10} {taken * 100:>3.0f} %{row.blocks:>5,} ", look.style("text", ground))
+        line.add(f"{gib(piece.size):>10} {taken * 100:>3.0f} %{row.blocks:>5,} ", theme.style("text", ground))
         words = f" {row.words}"
         room = max(10, width - line.width - max(16, min(34, len(words))))
         self._map(piece, room, line)
-        line.add(cut(words, width - line.width, look.glyphs.ellipsis), look.style("dim", ground))
+        line.add(cut(words, width - line.width, theme.glyphs.ellipsis), theme.style("dim", ground))
 
     def _map(self, piece: Piece, room: int, line: Line) -> None:
         """Draw a segment's blocks: how full each cell is; what waits for a stream has the colour of a warning."""
-        look = self.look
+        theme = self.theme
         full, waiting = [0.0] * room, [False] * room
         scale = room / max(1, piece.size)
         for block in piece.blocks:
@@ -135,5 +135,5 @@ class SnapshotList(Listing):
         for share, waits in zip(full, waiting, strict=True):
             # Anything at all is drawn, and nothing less than full looks full.
             level = 0 if share <= 0 else 8 if share >= 0.999 else max(1, min(7, int(share * 8)))
-            glyph = look.glyphs.eighths[level] if level else look.glyphs.reserved if look.plain_graphs else " "
-            line.add(glyph, look.style("warning" if waits else "allocated", "reserved"))
+            glyph = theme.glyphs.eighths[level] if level else theme.glyphs.reserved if theme.plain_graphs else " "
+            line.add(glyph, theme.style("warning" if waits else "allocated", "reserved"))

@@ -27,8 +27,8 @@ class _Pooled(NamedTuple):
 class SnapshotTimeline(Canvas):
     """Both curves by trace entry, each column the highest of its entries."""
 
-    def __init__(self, stage: AppState, explorer: Explorer, name: str) -> None:
-        super().__init__(stage, name=name)
+    def __init__(self, app_state: AppState, explorer: Explorer, name: str) -> None:
+        super().__init__(app_state, name=name)
         self.explorer = explorer
         self._pooled: _Pooled | None = None
 
@@ -79,68 +79,68 @@ class SnapshotTimeline(Canvas):
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw curves, marks and the figures at the cursor."""
-        look, explorer = self.look, self.explorer
+        theme, explorer = self.theme, self.explorer
         replay = explorer.replay
         bands = explorer.bands[: _BANDS_TALL if height >= _TALL else _BANDS]
         room, rows = width - _AXIS, height - 3 - len(bands)
         top = nice_top(max(replay.reserved))
         lines = [self._head(width)]
-        graph = memory_graph(self.pooled(room).columns, room, rows, Scale(top, replay.peak_bytes), look)
+        graph = memory_graph(self.pooled(room).columns, room, rows, Scale(top, replay.peak_bytes), theme)
         for index, line in enumerate(graph):
             label = gib(top, short=True) if index == 0 else gib(0, short=True)[0] if index == rows - 1 else ""
-            lines.append(Line(f"{label:>{_AXIS - 1}} ", look.style("dim")).join(line))
+            lines.append(Line(f"{label:>{_AXIS - 1}} ", theme.style("dim")).join(line))
         for row in bands:
             lines.append(
-                Line(" " * _AXIS, look.base).join(band_row(row, lambda at: self._column(at, room), room, look))
+                Line(" " * _AXIS, theme.base).join(band_row(row, lambda at: self._column(at, room), room, theme))
             )
         lines.append(self._marks(room))
         lines.append(self._figures(width))
         return lines
 
     def _head(self, width: int) -> Line:
-        look, explorer = self.look, self.explorer
+        theme, explorer = self.theme, self.explorer
         replay = explorer.replay
-        left = Line(" ", look.base).add(
-            sanitize(replay.snapshot.path).rpartition("/")[2], look.style("text", bold=True)
+        left = Line(" ", theme.base).add(
+            sanitize(replay.snapshot.path).rpartition("/")[2], theme.style("text", bold=True)
         )
         if len(explorer.replays) > 1:
-            left.add(f"  device {replay.device} of {len(explorer.replays)}", look.style("accent"))
+            left.add(f"  device {replay.device} of {len(explorer.replays)}", theme.style("accent"))
         else:
-            left.add(f"  device {replay.device}", look.style("dim"))
+            left.add(f"  device {replay.device}", theme.style("dim"))
         whole = explorer.first == -1 and explorer.last == replay.last
         shown = f"{replay.entries:,} entries" if whole else f"entries {explorer.first:,} to {explorer.last:,}"
-        left.add(f"  {shown}", look.style("dim"))
+        left.add(f"  {shown}", theme.style("dim"))
         right = Line()
         if replay.ooms:
             words = "out of memory" if width >= 100 else "OOM"
-            right.add(f" {look.glyphs.error} {words} ", look.style("error", bold=True))
-        right.add(f" peak {gib(replay.peak_bytes)} GiB at {replay.peak_index:,} ", look.style("peak"))
-        return spread(left, right, width, look.base)
+            right.add(f" {theme.glyphs.error} {words} ", theme.style("error", bold=True))
+        right.add(f" peak {gib(replay.peak_bytes)} GiB at {replay.peak_index:,} ", theme.style("peak"))
+        return spread(left, right, width, theme.base)
 
     def _marks(self, room: int) -> Line:
-        look, explorer = self.look, self.explorer
+        theme, explorer = self.theme, self.explorer
         replay = explorer.replay
         cells: dict[int, tuple[str, str]] = {self.column_of(replay.peak_index, room): ("P", "peak")}
-        cells |= {self.column_of(index, room): (look.glyphs.error, "error") for index in replay.ooms}
+        cells |= {self.column_of(index, room): (theme.glyphs.error, "error") for index in replay.ooms}
         if explorer.mark is not None:
             cells[self.column_of(explorer.mark, room)] = ("m", "warning")
-        cells[self.column_of(explorer.cursor, room)] = (look.glyphs.spike, "accent")
-        line = Line(" " * _AXIS, look.base)
+        cells[self.column_of(explorer.cursor, room)] = (theme.glyphs.spike, "accent")
+        line = Line(" " * _AXIS, theme.base)
         for column in range(room):
-            glyph, tone = cells.get(column, (look.glyphs.rule, "rule"))
-            line.add(glyph, look.style(tone, bold=tone != "rule"))
+            glyph, tone = cells.get(column, (theme.glyphs.rule, "rule"))
+            line.add(glyph, theme.style(tone, bold=tone != "rule"))
         return line
 
     def _figures(self, width: int) -> Line:
-        look, explorer = self.look, self.explorer
+        theme, explorer = self.theme, self.explorer
         replay, cursor = explorer.replay, explorer.cursor
         seconds = explorer.seconds()
-        left = Line(f" {look.glyphs.spike} ", look.style("accent", bold=True))
-        left.add(f"{cursor:,} {explorer.entry_words()}" if cursor >= 0 else explorer.entry_words(), look.base)
+        left = Line(f" {theme.glyphs.spike} ", theme.style("accent", bold=True))
+        left.add(f"{cursor:,} {explorer.entry_words()}" if cursor >= 0 else explorer.entry_words(), theme.base)
         if seconds is not None:
-            left.add(f"  at {duration(seconds)}", look.style("dim"))
+            left.add(f"  at {duration(seconds)}", theme.style("dim"))
         figures = [
-            Line(f" {name} {gib(replay.at(curve, cursor))}", look.style("text" if name == "alloc" else "dim"))
+            Line(f" {name} {gib(replay.at(curve, cursor))}", theme.style("text" if name == "alloc" else "dim"))
             for name, curve in (
                 ("alloc", replay.allocated),
                 ("active", replay.active),
@@ -152,11 +152,11 @@ class SnapshotTimeline(Canvas):
         if words := explorer.annotation_words():
             # The figures at the ends are always there.
             most = min(40, room - figures[0].width - figures[-1].width - 3)
-            left.add(f"  {cut(words, most, look.glyphs.ellipsis)}", look.style("accent"))
+            left.add(f"  {cut(words, most, theme.glyphs.ellipsis)}", theme.style("accent"))
             room = width - left.width - len(" GiB ")
         # The two in the middle give way first: they hardly differ from allocated.
         for optional in (2, 1):
             if sum(figure.width for figure in figures) > room:
                 del figures[optional]
-        right = beside(figures, "", look.base)
-        return spread(left, right.add(" GiB ", look.style("dim")), width, look.base)
+        right = beside(figures, "", theme.base)
+        return spread(left, right.add(" GiB ", theme.style("dim")), width, theme.base)

@@ -6,16 +6,16 @@ from .line import Line
 from .theme import Theme
 
 
-def spark(values: Sequence[float | None], width: int, look: Theme, tone: str = "accent") -> Line:
+def spark(values: Sequence[float | None], width: int, theme: Theme, tone: str = "accent") -> Line:
     """Draw the newest values, oldest left, between their own lowest and highest; None and NaN leave a gap."""
     shown = pool_mean(values, width)
     known = [value for value in shown if value is not None]
     line = Line()
-    style = look.style(tone)
+    style = theme.style(tone)
     low, high = (min(known), max(known)) if known else (0.0, 0.0)
     for value in shown:
         level = 0 if value is None else 1 + round((value - low) / (high - low) * 7) if high > low else 4
-        line.add(look.glyphs.eighths[level], style)
+        line.add(theme.glyphs.eighths[level], style)
     return line.pad(width, style) if not known else line
 
 

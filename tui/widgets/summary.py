@@ -58,20 +58,20 @@ class Summary:
     """What is wrong with the source, such as ``the hub is gone: reconnecting``."""
 
 
-def summary_lines(summary: Summary, width: int, look: Theme) -> list[Line]:
+def summary_lines(summary: Summary, width: int, theme: Theme) -> list[Line]:
     """Draw both lines."""
-    return [first_line(summary, width, look), second_line(summary, width, look)]
+    return [first_line(summary, width, theme), second_line(summary, width, theme)]
 
 
-def first_line(summary: Summary, width: int, look: Theme) -> Line:
+def first_line(summary: Summary, width: int, theme: Theme) -> Line:
     """Draw name, state, step and time left; a wide line also says what is being trained.
 
     Where it is tight, trouble stays: the name is cut, then the time left goes, then the word of the state.
     """
-    base = look.base
-    progress = _progress(summary, look)
-    both = beside([progress, _time(summary, look)], "    ", base).add(" ", base)
-    whole = beside([progress, _epochs(summary, look), _time(summary, look)], "    ", base).add(" ", base)
+    base = theme.base
+    progress = _progress(summary, theme)
+    both = beside([progress, _time(summary, theme)], "    ", base).add(" ", base)
+    whole = beside([progress, _epochs(summary, theme), _time(summary, theme)], "    ", base).add(" ", base)
     left, right = Line(), both
     for name_width, brief, right in (
         (max(12, width // 4), False, whole),
@@ -80,70 +80,70 @@ def first_line(summary: Summary, width: int, look: Theme) -> Line:
         (12, False, progress),
         (8, True, progress),
     ):
-        left = _name_and_state(summary, name_width, brief, look)
+        left = _name_and_state(summary, name_width, brief, theme)
         if left.width + right.width < width:
             break
     if summary.setup and left.width + right.width + len(summary.setup) + 8 < width:
-        left.add("   ", base).add(summary.setup, look.style("dim"))
+        left.add("   ", base).add(summary.setup, theme.style("dim"))
     return spread(left, right, width, base)
 
 
-def _name_and_state(summary: Summary, name_width: int, brief: bool, look: Theme) -> Line:
-    base = look.base
-    left = Line(" ", base).add("ftmon", look.style("accent", bold=True)).add("  ", base)
-    left.add(cut(summary.name, name_width, look.glyphs.ellipsis), look.style(bold=True)).add("   ", base)
-    glyph, tone = look.state(summary.state)
+def _name_and_state(summary: Summary, name_width: int, brief: bool, theme: Theme) -> Line:
+    base = theme.base
+    left = Line(" ", base).add("ftmon", theme.style("accent", bold=True)).add("  ", base)
+    left.add(cut(summary.name, name_width, theme.glyphs.ellipsis), theme.style(bold=True)).add("   ", base)
+    glyph, tone = theme.state(summary.state)
     trouble = Line()
     if summary.connection:
-        trouble.add(f"{look.glyphs.warning} {summary.connection}", look.style("warning"))
+        trouble.add(f"{theme.glyphs.warning} {summary.connection}", theme.style("warning"))
     elif summary.trouble:
-        trouble.add(f"{look.glyphs.error} {summary.trouble}", look.style("error", bold=True))
+        trouble.add(f"{theme.glyphs.error} {summary.trouble}", theme.style("error", bold=True))
     if not brief or not trouble.width:
-        left.add(f"{glyph} {summary.activity or summary.state}", look.style(tone, bold=summary.state == "failed"))
+        left.add(f"{glyph} {summary.activity or summary.state}", theme.style(tone, bold=summary.state == "failed"))
         left.add("  " if trouble.width else "", base)
     return left.join(trouble)
 
 
-def _progress(summary: Summary, look: Theme) -> Line:
-    dim = look.style("dim")
+def _progress(summary: Summary, theme: Theme) -> Line:
+    dim = theme.style("dim")
     progress = Line(f"job {summary.job}  step " if summary.job else "step ", dim).add(
-        f"{summary.step:,}", look.style(bold=True)
+        f"{summary.step:,}", theme.style(bold=True)
     )
     return progress.add(f" / {summary.total_steps:,}" if summary.total_steps else "", dim)
 
 
-def _epochs(summary: Summary, look: Theme) -> Line:
-    return Line("epoch ", look.style("dim")).add(summary.epochs, look.base) if summary.epochs else Line()
+def _epochs(summary: Summary, theme: Theme) -> Line:
+    return Line("epoch ", theme.style("dim")).add(summary.epochs, theme.base) if summary.epochs else Line()
 
 
-def _time(summary: Summary, look: Theme) -> Line:
+def _time(summary: Summary, theme: Theme) -> Line:
     if summary.ended:
-        return Line(summary.ended, look.style("dim"))
+        return Line(summary.ended, theme.style("dim"))
     if summary.stalled_seconds is not None:
-        return Line(f"stalled {duration(summary.stalled_seconds)}", look.style("error"))
+        return Line(f"stalled {duration(summary.stalled_seconds)}", theme.style("error"))
     if summary.seconds_left is None:
         return Line()
     words = f"{duration(summary.seconds_left)} left" if summary.seconds_left >= 1 else "ending"
-    return Line(words, look.base)
+    return Line(words, theme.base)
 
 
-def _peak(summary: Summary, words: str, look: Theme, predicted: bool = False) -> Line:
+def _peak(summary: Summary, words: str, theme: Theme, predicted: bool = False) -> Line:
     """Draw the highest peak against capacity, and what was predicted; nothing before there is one."""
-    dim = look.style("dim")
+    dim = theme.style("dim")
     if not summary.peak:
         return Line()
-    line = Line(words, dim).add(gib(summary.peak), look.style("peak", bold=True))
+    line = Line(words, dim).add(gib(summary.peak), theme.style("peak", bold=True))
     if predicted and summary.predicted:
         share = (summary.peak - summary.predicted) / summary.predicted
         line.add(f" (predicted {gib(summary.predicted)}, ", dim)
-        line.add(percent(share), look.style("warning" if summary.parted else "dim")).add(")", dim)
+        line.add(percent(share), theme.style("warning" if summary.parted else "dim")).add(")", dim)
     return line.add(f" / {gib(summary.capacity)} GiB ", dim)
 
 
-def second_line(summary: Summary, width: int, look: Theme) -> Line:
+def second_line(summary: Summary, width: int, theme: Theme) -> Line:
     """Draw the loss with its sparkline, throughput, step time and the highest peak against capacity."""
-    dim, base = look.style("dim"), look.base
-    peak = _peak(summary, "highest peak " if width >= 76 else "peak ", look)
+    dim, base = theme.style("dim"), theme.base
+    peak = _peak(summary, "highest peak " if width >= 76 else "peak ", theme)
     rates: list[Line] = []
     if summary.tokens_per_second is not None:
         rates.append(Line(f"{count(summary.tokens_per_second)} ", base).add("tok/s", dim))
@@ -155,21 +155,21 @@ def second_line(summary: Summary, width: int, look: Theme) -> Line:
     left = Line(" loss ", dim)
     if len(summary.losses_by_name) > 1:
         for name, value in summary.losses_by_name[: 2 if width < 120 else 4]:
-            left.add(f"{cut(name, 12, look.glyphs.ellipsis)} ", dim).add(loss(value), look.style(bold=True)).add(
+            left.add(f"{cut(name, 12, theme.glyphs.ellipsis)} ", dim).add(loss(value), theme.style(bold=True)).add(
                 " ", base
             )
     else:
-        left.add(loss(summary.loss) if summary.loss is not None else "not yet", look.style(bold=True)).add(" ", base)
+        left.add(loss(summary.loss) if summary.loss is not None else "not yet", theme.style(bold=True)).add(" ", base)
         if summary.evaluation_loss is not None and width >= WITH_EVALUATION:
-            left.add("eval ", dim).add(loss(summary.evaluation_loss), look.style(bold=True)).add(" ", base)
+            left.add("eval ", dim).add(loss(summary.evaluation_loss), theme.style(bold=True)).add(" ", base)
     around = left.width + 3 + middle.width + 2
-    whole = _peak(summary, "highest peak ", look, predicted=True)
+    whole = _peak(summary, "highest peak ", theme, predicted=True)
     if summary.predicted and around + whole.width + 8 <= width:
         peak = whole
     elif around + peak.width > width:
-        peak = _peak(summary, "peak ", look)
+        peak = _peak(summary, "peak ", theme)
     room = width - left.width - middle.width - peak.width - 6
     if summary.losses and room >= 4:
-        left.join(spark(summary.losses, min(room, max(12, width // 4)), look))
+        left.join(spark(summary.losses, min(room, max(12, width // 4)), theme))
     left.add("   ", base).join(middle)
     return spread(left, peak, width, base)

@@ -20,20 +20,20 @@ _TICK_WIDTH = 10
 class SweepHead(Canvas):
     """Two lines: name, state, how many are done; what is used and left."""
 
-    def __init__(self, stage: AppState, model: SweepModel, name: str) -> None:
-        super().__init__(stage, name=name)
+    def __init__(self, app_state: AppState, model: SweepModel, name: str) -> None:
+        super().__init__(app_state, name=name)
         self._model = model
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the head."""
-        return head_lines(self._model, now(), width, self.look)
+        return head_lines(self._model, now(), width, self.theme)
 
 
 class SweepTable(Canvas):
     """A line for each configuration; where they do not all fit, those around the one under way until it is scrolled."""
 
-    def __init__(self, stage: AppState, model: SweepModel, name: str) -> None:
-        super().__init__(stage, name=name)
+    def __init__(self, app_state: AppState, model: SweepModel, name: str) -> None:
+        super().__init__(app_state, name=name)
         self._model = model
         self._below: int | None = None
         """Lines between the last one shown and the table's end; None: as the configuration under way needs."""
@@ -48,14 +48,14 @@ class SweepTable(Canvas):
         rows = self._model.table(now())
         below = rows_below_current(rows, height) if self._below is None else self._below
         self._shown_below = max(0, min(below, len(rows) - height + 1))
-        return table_lines(self._model.heads(), rows, width, height, self._shown_below, self.look)
+        return table_lines(self._model.heads(), rows, width, height, self._shown_below, self.theme)
 
 
 class SweepChart(Canvas):
     """Peaks over the axis with whole numbers."""
 
-    def __init__(self, stage: AppState, model: SweepModel, name: str) -> None:
-        super().__init__(stage, name=name)
+    def __init__(self, app_state: AppState, model: SweepModel, name: str) -> None:
+        super().__init__(app_state, name=name)
         self._model = model
 
     def key(self) -> Any:
@@ -64,19 +64,19 @@ class SweepChart(Canvas):
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the curve."""
-        return chart_lines(self._model.dots(), width, height, self.look)
+        return chart_lines(self._model.dots(), width, height, self.theme)
 
 
-def head_lines(model: SweepModel, at: float, width: int, look: Theme) -> list[Line]:
+def head_lines(model: SweepModel, at: float, width: int, theme: Theme) -> list[Line]:
     """Return the head's two lines."""
-    line = Line(f" {model.title()}", look.style("text", bold=True))
+    line = Line(f" {model.title()}", theme.style("text", bold=True))
     total = f" / {model.total}" if model.total else ""
-    right = Line(f"{len(model.rows)}{total} done  ", look.base)
-    right.add(model.counts() + ("  " if model.counts() else ""), look.style("warning"))
-    right.add(f"{model.state} ", look.style(_STATE_TONES.get(model.state, "warning"), bold=True))
+    right = Line(f"{len(model.rows)}{total} done  ", theme.base)
+    right.add(model.counts() + ("  " if model.counts() else ""), theme.style("warning"))
+    right.add(f"{model.state} ", theme.style(_STATE_TONES.get(model.state, "warning"), bold=True))
     found = model.left(at)
-    below = Line(f" {left_text(found)}" if found is not None else " predicting", look.style("dim"))
-    return [spread(line, right, width, look.base), below]
+    below = Line(f" {left_text(found)}" if found is not None else " predicting", theme.style("dim"))
+    return [spread(line, right, width, theme.base), below]
 
 
 def rows_below_current(rows: Sequence[TableRow], height: int) -> int:
@@ -87,7 +87,7 @@ def rows_below_current(rows: Sequence[TableRow], height: int) -> int:
 
 
 def table_lines(
-    heads: Sequence[str], rows: Sequence[TableRow], width: int, height: int, below: int, look: Theme
+    heads: Sequence[str], rows: Sequence[TableRow], width: int, height: int, below: int, theme: Theme
 ) -> list[Line]:
     """Return the table, its head first; ``below`` rows at its end are left out."""
     end = len(rows) - below
@@ -96,54 +96,54 @@ def table_lines(
         max(len(head), *(len(row.cells[column]) for row in shown if column < len(row.cells)), 0) if shown else len(head)
         for column, head in enumerate(heads)
     ]
-    first = Line(" ", look.base)
+    first = Line(" ", theme.base)
     for head, cells in zip(heads, widths, strict=True):
-        first.add(head.ljust(cells + 2), look.style("dim"))
+        first.add(head.ljust(cells + 2), theme.style("dim"))
     lines = [first]
     for row in shown:
         tone = _TONES.get(row.verdict, "error")
-        line = Line(_sign(row.verdict, look), look.style(tone))
+        line = Line(_sign(row.verdict, theme), theme.style(tone))
         for cell, cells in zip(row.cells, widths, strict=False):
-            line.add(cell.ljust(cells + 2), look.style("text" if row.verdict == "done" else "dim"))
+            line.add(cell.ljust(cells + 2), theme.style("text" if row.verdict == "done" else "dim"))
         if row.text:
-            line.add(cut(row.text, max(1, width - line.width), look.glyphs.ellipsis), look.style(tone))
+            line.add(cut(row.text, max(1, width - line.width), theme.glyphs.ellipsis), theme.style(tone))
         lines.append(line)
     return lines
 
 
-def _sign(verdict: str, look: Theme) -> str:
+def _sign(verdict: str, theme: Theme) -> str:
     if verdict in ("done", "planned"):
         return " "
-    return look.glyphs.selected if verdict == "running" else look.glyphs.error
+    return theme.glyphs.selected if verdict == "running" else theme.glyphs.error
 
 
-def chart_lines(dots: Dots | None, width: int, height: int, look: Theme) -> list[Line]:
+def chart_lines(dots: Dots | None, width: int, height: int, theme: Theme) -> list[Line]:
     """Return the curve with ticks: measured peaks, predicted ones, and where it did not fit."""
     points = [] if dots is None else [*dots.measured, *(point for curve in dots.predicted for point in curve)]
     xs = [] if dots is None else [x for x, _ in points] + dots.failed
     if dots is None or height < 4 or width < _TICK_WIDTH + 12 or not xs:
-        return [Line(" the curve is drawn once a length is measured", look.style("dim"))] if height else []
+        return [Line(" the curve is drawn once a length is measured", theme.style("dim"))] if height else []
     name = dots.axis.rpartition(".")[2]
-    head = Line(f" peak by {name} ", look.style("text", bold=True))
+    head = Line(f" peak by {name} ", theme.style("text", bold=True))
     curves = [Curve("line", "dim", *_columns(curve)) for curve in dots.predicted]
     curves.append(Curve("marks", "allocated", *_columns(dots.measured)))
     for curve, words in ((curves[0], "predicted"), (curves[-1], "measured")):
         if curve.xs and (words == "measured") == (curve.kind == "marks"):
-            head.add(f"  {sign_of(curve.kind, look)} ", look.style(curve.tone)).add(words, look.style("dim"))
+            head.add(f"  {sign_of(curve.kind, theme)} ", theme.style(curve.tone)).add(words, theme.style("dim"))
     top = max([y for _, y in points] or [1.0]) * 1.05
     if dots.failed:
         curves.append(Curve("marks", "error", [float(x) for x in dots.failed], [top] * len(dots.failed)))
-        head.add(f"  {sign_of('marks', look)} ", look.style("error")).add("out of memory", look.style("dim"))
+        head.add(f"  {sign_of('marks', theme)} ", theme.style("error")).add("out of memory", theme.style("dim"))
     low, high = float(min(xs)), float(max(xs))
-    rows = plot_cells(curves, width - _TICK_WIDTH - 1, height - 2, (low, high), (0.0, top), look)
+    rows = plot_cells(curves, width - _TICK_WIDTH - 1, height - 2, (low, high), (0.0, top), theme)
     lines = [head]
     for number, row in enumerate(rows):
         tick = gib(top, 1) if number == 0 else "0" if number == len(rows) - 1 else ""
-        left = Line(f"{tick:>{_TICK_WIDTH}}", look.style("dim")).add(look.glyphs.bar, look.style("faint"))
-        lines.append(left.join(row_line(row, look)))
-    left, right = (Line(f"{x:,.0f}", look.style("dim")) for x in (low, high))
-    ends = spread(left, right, width - _TICK_WIDTH - 1, look.base)
-    lines.append(Line(" " * (_TICK_WIDTH + 1), look.base).join(ends))
+        left = Line(f"{tick:>{_TICK_WIDTH}}", theme.style("dim")).add(theme.glyphs.bar, theme.style("faint"))
+        lines.append(left.join(row_line(row, theme)))
+    left, right = (Line(f"{x:,.0f}", theme.style("dim")) for x in (low, high))
+    ends = spread(left, right, width - _TICK_WIDTH - 1, theme.base)
+    lines.append(Line(" " * (_TICK_WIDTH + 1), theme.base).join(ends))
     return lines
 
 

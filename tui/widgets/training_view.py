@@ -57,8 +57,8 @@ _FIGURES: dict[str, _Figure] = {
 class _Scene:
     """What all parts of one drawing share."""
 
-    def __init__(self, model: RunModel, view: ChartView, width: int, look: Theme) -> None:
-        self.model, self.view, self.look = model, view, look
+    def __init__(self, model: RunModel, view: ChartView, width: int, theme: Theme) -> None:
+        self.model, self.view, self.theme = model, view, theme
         self.all = model.moments
         self.begun = self.all[0].t if self.all else 0.0
         self.seen = view.visible(self.all)
@@ -92,13 +92,13 @@ class _Scene:
         return self.seen[min(place, len(self.seen) - 1)]
 
 
-def training_lines(model: RunModel, view: ChartView, width: int, height: int, look: Theme) -> list[Line]:
+def training_lines(model: RunModel, view: ChartView, width: int, height: int, theme: Theme) -> list[Line]:
     """Draw the whole screen between summary and keys."""
-    scene = _Scene(model, view, width, look)
+    scene = _Scene(model, view, width, theme)
     lines = [_head(scene)]
     if not scene.all:
         text = " No step is finished yet: the curves begin with the first one."
-        return [*lines, Line(text, look.style("dim"))]
+        return [*lines, Line(text, theme.style("dim"))]
     panes = 1 if height < 30 else 2 if height < 44 else 3
     rooms = _rooms(height - _FIXED - (panes - 1) * _EACH, panes)
     lines += _loss_pane(scene, rooms[0])
@@ -122,14 +122,14 @@ def _rooms(rows: int, panes: int) -> list[int]:
 
 def _head(scene: _Scene) -> Line:
     """Draw the rule that says which step is shown: the cursor's, or the newest."""
-    look, moment, model = scene.look, scene.moment, scene.model
-    rule, dim = look.style("rule"), look.style("dim")
-    line = Line(look.glyphs.rule, rule).add(" training ", look.style(bold=True))
+    theme, moment, model = scene.theme, scene.moment, scene.model
+    rule, dim = theme.style("rule"), theme.style("dim")
+    line = Line(theme.glyphs.rule, rule).add(" training ", theme.style(bold=True))
     if moment is None:
-        return line.add(look.glyphs.rule * max(0, scene.width - line.width), rule)
+        return line.add(theme.glyphs.rule * max(0, scene.width - line.width), rule)
     steps = f"step {moment.step:,}" if moment.steps == 1 else f"steps {moment.first_step:,} to {moment.step:,}"
     where = "at the cursor: " if scene.view.cursor is not None else "newest: "
-    line.add(where, dim).add(steps, look.style("accent", bold=True))
+    line.add(where, dim).add(steps, theme.style("accent", bold=True))
     clock = time.strftime("%H:%M:%S", time.localtime(moment.t))
     words = [f"{count(moment.tokens)} tokens" if moment.tokens else "", clock]
     words.append(f"{duration(moment.t - scene.begun)} in" if moment.t > scene.begun else "")
@@ -137,9 +137,9 @@ def _head(scene: _Scene) -> Line:
         words.insert(0, f"epoch {epochs}")
     for word in words:
         if word and line.width + len(word) + 5 <= scene.width:
-            line.add(f" {look.glyphs.dot} {word}", dim)
+            line.add(f" {theme.glyphs.dot} {word}", dim)
     line.add(" ", dim)
-    return line.add(look.glyphs.rule * max(0, scene.width - line.width), rule)
+    return line.add(theme.glyphs.rule * max(0, scene.width - line.width), rule)
 
 
 # The loss -------------------------------------------------------------------------------------------------------------
@@ -171,19 +171,19 @@ def _loss_pane(scene: _Scene, rows: int) -> list[Line]:
 
 
 def _loss_title(scene: _Scene) -> Line:
-    look, moment = scene.look, scene.moment
-    dim, strong = look.style("dim"), look.style(bold=True)
-    line = Line(" loss", look.style(bold=True))
+    theme, moment = scene.theme, scene.moment
+    dim, strong = theme.style("dim"), theme.style(bold=True)
+    line = Line(" loss", theme.style(bold=True))
     value = moment.loss if moment is not None else None
-    line.add(f"   {sign_of('points', look)} raw ", dim).add("-" if value is None else loss_words(value), strong)
+    line.add(f"   {sign_of('points', theme)} raw ", dim).add("-" if value is None else loss_words(value), strong)
     if scene.over > 1 and scene.smooth_at is not None:
-        line.add(f"   {sign_of('line', look)} ", look.style("accent")).add("smoothed ", dim)
+        line.add(f"   {sign_of('line', theme)} ", theme.style("accent")).add("smoothed ", dim)
         line.add(loss_words(scene.smooth_at), strong)
         if scene.width >= 100:
             line.add(f" (moving average over {scene.over:,} steps)", dim)
     evaluation = _evaluation_at(scene)
     if evaluation is not None and evaluation.loss is not None:
-        line.add(f"   {sign_of('marks', look)} ", look.style("warning"))
+        line.add(f"   {sign_of('marks', theme)} ", theme.style("warning"))
         line.add(f"{sanitize(evaluation.name, 20)} ", dim).add(loss_words(evaluation.loss), strong)
         at = f" at step {evaluation.step:,}" if scene.width >= 100 else f" @{evaluation.step:,}"
         line.add(at, dim)
@@ -230,15 +230,15 @@ def _figure_pane(scene: _Scene, index: int, rows: int) -> list[Line]:
 
 
 def _figure_title(scene: _Scene, index: int) -> Line:
-    look, name = scene.look, FIGURES[index]
+    theme, name = scene.theme, FIGURES[index]
     figure = _FIGURES[name]
-    dim = look.style("dim")
+    dim = theme.style("dim")
     value = getattr(scene.moment, name) if scene.moment is not None else None
-    line = Line(f" {figure.title} ", look.style(bold=True))
-    line.add("-" if value is None else figure.write(value), look.style(bold=True))
+    line = Line(f" {figure.title} ", theme.style(bold=True))
+    line.add("-" if value is None else figure.write(value), theme.style(bold=True))
     highest = getattr(scene.moment, figure.extreme) if figure.extreme and scene.moment is not None else None
     if highest is not None and scene.moment is not None and scene.moment.steps > 1:
-        line.add(f"   {sign_of('points', look)} highest {figure.write(highest)}", dim)
+        line.add(f"   {sign_of('points', theme)} highest {figure.write(highest)}", dim)
     if name == "tokens_per_second" and scene.width >= 100:
         line.add("   all ranks, without evaluations and checkpoints", dim)
     if name == "mfu" and scene.model.peak_flops and scene.width >= 100:
@@ -248,7 +248,7 @@ def _figure_title(scene: _Scene, index: int) -> Line:
         right = f"v: {_FIGURES[FIGURES[(index + 1) % len(FIGURES)]].title} "
         room = scene.width - line.width
         if room > len(right) + 2:
-            line.add(" " * (room - len(right)), dim).add(right, look.style("faint"))
+            line.add(" " * (room - len(right)), dim).add(right, theme.style("faint"))
     return line
 
 
@@ -266,7 +266,7 @@ def _why_unknown(model: RunModel, name: str) -> str:
 
 def _unknown(scene: _Scene, rows: int, why: str) -> list[Line]:
     lines = [Line() for _ in range(rows)]
-    lines[rows // 2] = Line(" " * GUTTER + f"not known: {why}", scene.look.style("dim"))
+    lines[rows // 2] = Line(" " * GUTTER + f"not known: {why}", scene.theme.style("dim"))
     return lines
 
 
@@ -276,19 +276,19 @@ def _unknown(scene: _Scene, rows: int, why: str) -> list[Line]:
 def _plot(
     scene: _Scene, curves: Sequence[Curve], rows: int, ys: tuple[float, float], write: Callable[[float], str]
 ) -> list[Line]:
-    look = scene.look
-    cells = plot_cells(curves, scene.columns, rows, scene.xs, ys, look)
+    theme = scene.theme
+    cells = plot_cells(curves, scene.columns, rows, scene.xs, ys, theme)
     column = scene.cursor_column
     if column is not None:
-        put_cursor(cells, column, look)
+        put_cursor(cells, column, theme)
     labels = {0: ys[1], rows - 1: ys[0]}
     if rows >= 7:
         labels[rows // 2] = ys[1] - (ys[1] - ys[0]) * (rows // 2) / (rows - 1)
     lines: list[Line] = []
     for number, row in enumerate(cells):
         label = cut(write(labels[number]), GUTTER - 2, "") if number in labels else ""
-        line = Line(f"{label:>{GUTTER - 2}} ", look.style("dim")).add(look.glyphs.bar, look.style("rule"))
-        lines.append(line.join(row_line(row, look)))
+        line = Line(f"{label:>{GUTTER - 2}} ", theme.style("dim")).add(theme.glyphs.bar, theme.style("rule"))
+        lines.append(line.join(row_line(row, theme)))
     return lines
 
 
@@ -325,7 +325,7 @@ def _extremes(scene: _Scene, low: str, high: str, otherwise: str) -> list[tuple[
 
 def _marks(scene: _Scene) -> list[tuple[int, str, str, str]]:
     """Give what is marked in the window: column, sign, tone, words; what matters most comes last."""
-    look = scene.look
+    theme = scene.theme
     found: list[tuple[int, str, str, str]] = []
     for checkpoint in scene.model.training.checkpoints:
         moment = scene.moment_of(checkpoint.step)
@@ -338,7 +338,7 @@ def _marks(scene: _Scene) -> list[tuple[int, str, str, str]]:
     for alert in alerts:
         moment = _moment_of_alert(scene, alert.step, alert.time)
         if moment is not None:
-            sign, tone = look.severity(alert.severity)
+            sign, tone = theme.severity(alert.severity)
             found.append((scene.column(moment), sign, tone, sanitize(alert.title, 200)))
     return found
 
@@ -355,21 +355,21 @@ def _moment_of_alert(scene: _Scene, step: int | None, t: float) -> HistoryPoint 
 
 
 def _marks_line(scene: _Scene) -> Line:
-    look = scene.look
+    theme = scene.theme
     cells = [(" ", "dim")] * scene.columns
     column = scene.cursor_column
     if column is not None and 0 <= column < len(cells):
-        cells[column] = (look.glyphs.bar, "faint")
+        cells[column] = (theme.glyphs.bar, "faint")
     for place, sign, tone, _ in _marks(scene):
         if 0 <= place < len(cells):
             cells[place] = (sign, tone)
-    line = Line(f"{'marks':>{GUTTER - 2}} ", look.style("dim")).add(look.glyphs.bar, look.style("rule"))
-    return line.join(row_line(cells, look))
+    line = Line(f"{'marks':>{GUTTER - 2}} ", theme.style("dim")).add(theme.glyphs.bar, theme.style("rule"))
+    return line.join(row_line(cells, theme))
 
 
 def _axis_line(scene: _Scene) -> Line:
     """Draw round figures under their columns; the newest step's own figure is in the head."""
-    look = scene.look
+    theme = scene.theme
     text = [" "] * scene.columns
     free = 0
     for place in _ticks(scene.xs, scene.view.axis, max(2, scene.columns // _TICK_CELLS)):
@@ -381,8 +381,8 @@ def _axis_line(scene: _Scene) -> Line:
         text[start : start + len(label)] = label
         free = start + len(label) + 2
     unit = {"steps": "step", "tokens": "tokens", "time": "time"}[scene.view.axis]
-    line = Line(f"{unit:>{GUTTER - 2}} ", look.style("dim")).add(look.glyphs.bar, look.style("rule"))
-    return line.add("".join(text), look.style("dim"))
+    line = Line(f"{unit:>{GUTTER - 2}} ", theme.style("dim")).add(theme.glyphs.bar, theme.style("rule"))
+    return line.add("".join(text), theme.style("dim"))
 
 
 _TIMES = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400, 43_200, 86_400, 172_800, 604_800)
@@ -411,8 +411,8 @@ def _tick(place: float, axis: Axis) -> str:
 
 def _foot(scene: _Scene) -> Line:
     """Say what is marked at the cursor (or newest), and which part of the run is in view."""
-    look, view = scene.look, scene.view
-    dim = look.style("dim")
+    theme, view = scene.theme, scene.view
+    dim = theme.style("dim")
     line = Line(" ", dim)
     column = scene.cursor_column
     marks = _marks(scene)
@@ -426,9 +426,9 @@ def _foot(scene: _Scene) -> Line:
         _, sign, tone, words = here[-1] if column is not None else max(here, key=lambda mark: mark[0])
         more = f" (and {len(here) - 1} more)" if column is not None and len(here) > 1 else ""
         latest = "latest mark: " if column is None else ""
-        line.add(f"{sign} ", look.style(tone)).add(latest, dim)
-        line.add(cut(words + more, scene.width - line.width - right.width - 1, look.glyphs.ellipsis), look.base)
+        line.add(f"{sign} ", theme.style(tone)).add(latest, dim)
+        line.add(cut(words + more, scene.width - line.width - right.width - 1, theme.glyphs.ellipsis), theme.base)
     else:
-        line.add("nothing is marked " + ("in view" if column is None else "at the cursor"), look.style("faint"))
+        line.add("nothing is marked " + ("in view" if column is None else "at the cursor"), theme.style("faint"))
     gap = scene.width - line.width - right.width
     return line.add(" " * max(0, gap), dim).join(right)

@@ -6,7 +6,7 @@ from ftmon.tui.widgets.palette import DARK
 from ftmon.tui.widgets.theme import Theme
 
 GIB = 2**30
-LOOK = Theme()
+THEME = Theme()
 
 
 def cells(lines, x):
@@ -36,7 +36,7 @@ def test_what_is_not_zero_is_seen():
 
 def test_the_boundary_of_allocated_memory_is_drawn_to_an_eighth_over_the_tone_of_reserved():
     # 5 of 16 GiB in 4 rows are a row and two eighths; 16 GiB reserved lie behind all of it.
-    column = cells(memory_graph([Column(5 * GIB, 16 * GIB)], 1, 4, Scale(16 * GIB), LOOK), 0)
+    column = cells(memory_graph([Column(5 * GIB, 16 * GIB)], 1, 4, Scale(16 * GIB), THEME), 0)
     assert column[3][1].bgcolor.name == DARK.allocated
     assert column[2][0] == "▂"
     assert column[2][1].color.name == DARK.allocated
@@ -45,7 +45,7 @@ def test_the_boundary_of_allocated_memory_is_drawn_to_an_eighth_over_the_tone_of
 
 
 def test_the_boundary_of_reserved_memory_is_drawn_to_an_eighth_over_the_background():
-    column = cells(memory_graph([Column(0, 6 * GIB)], 1, 4, Scale(16 * GIB), LOOK), 0)
+    column = cells(memory_graph([Column(0, 6 * GIB)], 1, 4, Scale(16 * GIB), THEME), 0)
     assert column[2][0] == "▄"
     assert column[2][1].color.name == DARK.reserved
     assert column[2][1].bgcolor.name == DARK.background
@@ -53,22 +53,22 @@ def test_the_boundary_of_reserved_memory_is_drawn_to_an_eighth_over_the_backgrou
 
 def test_a_spike_colours_its_column_and_carries_a_mark_above_it():
     columns = [Column(4 * GIB, 4 * GIB), Column(4 * GIB, 4 * GIB, "warning", spike=True)]
-    lines = memory_graph(columns, 2, 4, Scale(16 * GIB), LOOK)
+    lines = memory_graph(columns, 2, 4, Scale(16 * GIB), THEME)
     assert cells(lines, 1)[3][1].bgcolor.name == DARK.warning
     assert cells(lines, 1)[2][0] == UNICODE.spike
     assert cells(lines, 0)[3][1].bgcolor.name == DARK.allocated
 
 
 def test_the_runs_peak_is_a_line_where_nothing_hides_it():
-    lines = memory_graph([None, Column(4 * GIB, 4 * GIB)], 2, 4, Scale(16 * GIB, 10 * GIB), LOOK)
+    lines = memory_graph([None, Column(4 * GIB, 4 * GIB)], 2, 4, Scale(16 * GIB, 10 * GIB), THEME)
     assert cells(lines, 0)[1][0] == UNICODE.peak
     assert cells(lines, 1)[1][0] == UNICODE.peak
 
 
 def test_the_newest_column_stands_at_the_right():
-    lines = memory_graph([Column(16 * GIB, 16 * GIB)], 5, 1, Scale(16 * GIB), LOOK)
+    lines = memory_graph([Column(16 * GIB, 16 * GIB)], 5, 1, Scale(16 * GIB), THEME)
     assert cells(lines, 4)[0][1].bgcolor.name == DARK.allocated
-    assert cells(lines, 3)[0] == (" ", LOOK.base)
+    assert cells(lines, 3)[0] == (" ", THEME.base)
 
 
 def test_without_colour_reserved_memory_has_a_character_of_its_own():

@@ -28,7 +28,7 @@ from peaks import Explained
 
 MIB = 2**20
 EVIL = "\x1b[2J\x07\x9bevil\r\n\u202e" + "x" * 300
-LOOKS = [Theme(), Theme(LIGHT), Theme(DARK, ASCII), Theme(DARK, UNICODE, color=False)]
+THEMES = [Theme(), Theme(LIGHT), Theme(DARK, ASCII), Theme(DARK, UNICODE, color=False)]
 
 
 def model_of(**options: object) -> RunModel:
@@ -52,32 +52,32 @@ def hostile() -> RunModel:
     return model
 
 
-def every_line(model: RunModel, width: int, look: Theme) -> Iterator[Line]:
+def every_line(model: RunModel, width: int, theme: Theme) -> Iterator[Line]:
     for rank in model.ranks.values():
         for phase in ("", "forward", "optimizer"):
             choice = MemoryChoice(phase, unfolded=True)
             fall = fall_of(rank, choice, model.device_of(rank))
             assert fall is not None
-            yield title_line(rank, "GPU 0", width, look)
-            yield from head_lines(rank, fall, choice, width, look)
-            yield from body_lines(rank, fall, choice, Verdict(EVIL[8:], "", "try", 5), "why", width, look)
-        yield events_view.title_line(rank, "GPU 0", width, look)
-        yield from events_view.phase_lines(rank, width, look)
-        yield from events_view.course_lines(rank, width, 2, look)
-        yield from events_view.unused_lines(rank, width, 1, look)
-        yield events_view.retry_line(rank, width, look)
+            yield title_line(rank, "GPU 0", width, theme)
+            yield from head_lines(rank, fall, choice, width, theme)
+            yield from body_lines(rank, fall, choice, Verdict(EVIL[8:], "", "try", 5), "why", width, theme)
+        yield events_view.title_line(rank, "GPU 0", width, theme)
+        yield from events_view.phase_lines(rank, width, theme)
+        yield from events_view.course_lines(rank, width, 2, theme)
+        yield from events_view.unused_lines(rank, width, 1, theme)
+        yield events_view.retry_line(rank, width, theme)
     bars = rank_bars(model.ranks.values(), "")
-    yield from peak_bars(bars, EVIL, 0, 2**37, width, 20, look)
+    yield from peak_bars(bars, EVIL, 0, 2**37, width, 20, theme)
 
 
 def is_safe(text: str) -> bool:
     return not any(ord(char) < 32 or 127 <= ord(char) < 160 or char == "\u202e" for char in text)
 
 
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_nothing_that_a_rank_sends_reaches_the_terminal_as_control(look: Theme, width: int) -> None:
-    lines = list(every_line(hostile(), width, look))
+def test_nothing_that_a_rank_sends_reaches_the_terminal_as_control(theme: Theme, width: int) -> None:
+    lines = list(every_line(hostile(), width, theme))
     assert any("evil" in line.plain for line in lines)
     assert all(is_safe(line.plain) for line in lines)
 
@@ -93,22 +93,22 @@ def test_nor_on_the_command_line_or_in_an_alert() -> None:
     assert all(is_safe(line.plain) for line in alert_detail(alert, 80, Theme(), cause, unfolded=True))
 
 
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_no_row_of_the_waterfall_is_wider_than_the_screen(look: Theme, width: int) -> None:
+def test_no_row_of_the_waterfall_is_wider_than_the_screen(theme: Theme, width: int) -> None:
     rank = model_of(ranks=1, steps=8).ranks[0]
     fall = fall_of(rank, MemoryChoice(), None)
     assert fall is not None
-    lines = body_lines(rank, fall, MemoryChoice(), None, "", width, look)
+    lines = body_lines(rank, fall, MemoryChoice(), None, "", width, theme)
     assert max(line.width for line in lines) <= width
 
 
-@pytest.mark.parametrize("look", [Theme(), Theme(DARK, ASCII)])
-def test_a_bar_is_as_wide_as_its_room_and_never_invisible(look: Theme) -> None:
+@pytest.mark.parametrize("theme", [Theme(), Theme(DARK, ASCII)])
+def test_a_bar_is_as_wide_as_its_room_and_never_invisible(theme: Theme) -> None:
     for begin, length in ((0, 1), (0, 1000), (999, 1), (333, 5), (500, 250), (124, 2)):
-        line = bar(begin, length, 1000, 40, look, "accent")
+        line = bar(begin, length, 1000, 40, theme, "accent")
         assert line.width == 40
-        marked = any(style.bgcolor != look.base.bgcolor or text.strip() for text, style in line.parts)
+        marked = any(style.bgcolor != theme.base.bgcolor or text.strip() for text, style in line.parts)
         assert marked, (begin, length)
 
 

@@ -20,7 +20,7 @@ from ftmon.tui.widgets.theme import Theme
 from ftmon.tui.widgets.views import nice_top
 
 GIB = 2**30
-LOOK = Theme()
+THEME = Theme()
 SHARES = (("data", 0.02), ("forward", 0.31), ("backward", 0.50), ("optimizer", 0.15), ("other", 0.02))
 VIEW = RankView(
     rank=3,
@@ -41,15 +41,15 @@ HUNG = RankView(rank=3, device="GPU 3", state="hung", text="not in all_gather #8
 
 @pytest.mark.parametrize("width", [36, 40, 80, 200])
 @pytest.mark.parametrize("height", [6, 9, 20])
-@pytest.mark.parametrize("look", [LOOK, Theme(LIGHT), Theme(DARK, ASCII), Theme(color=False)])
-def test_a_card_keeps_its_size(width: int, height: int, look: Theme) -> None:
-    lines = card(VIEW, [], width, height, Scale(80 * GIB, 40 * GIB), look, selected=True)
+@pytest.mark.parametrize("theme", [THEME, Theme(LIGHT), Theme(DARK, ASCII), Theme(color=False)])
+def test_a_card_keeps_its_size(width: int, height: int, theme: Theme) -> None:
+    lines = card(VIEW, [], width, height, Scale(80 * GIB, 40 * GIB), theme, selected=True)
     assert len(lines) == height
     assert {line.width for line in lines} == {width}
 
 
 def test_a_card_says_what_a_hung_rank_does_even_where_it_takes_two_lines() -> None:
-    text = " ".join(line.plain for line in card(HUNG, [], 38, 8, Scale(80 * GIB), LOOK, selected=False))
+    text = " ".join(line.plain for line in card(HUNG, [], 38, 8, Scale(80 * GIB), THEME, selected=False))
     assert "hung 34 s" in text
     assert "in data loading" in " ".join(text.split())
 
@@ -77,7 +77,7 @@ def test_ascii_is_chosen_where_the_locale_cannot_print_blocks(monkeypatch: pytes
 def test_the_phase_bar_divides_its_width_by_the_shares(width: int) -> None:
     cells = cells_of([share for _, share in SHARES], width)
     assert sum(cells) == width
-    assert phase_bar(SHARES, width, LOOK).width == width
+    assert phase_bar(SHARES, width, THEME).width == width
     assert max(cells) == cells[2]
 
 
@@ -119,12 +119,12 @@ def test_evidence_that_is_a_moment_is_a_time_of_day() -> None:
 
 def test_an_alert_that_is_over_says_how_long_it_lasted() -> None:
     alert = Alert(1, "hang", "error", 1000.0, "rank 3 hangs", resolved=1034.0)
-    assert "over after 34 s" in alert_line(alert, 80, LOOK).plain
+    assert "over after 34 s" in alert_line(alert, 80, THEME).plain
 
 
 def test_control_characters_of_an_alert_never_reach_the_terminal() -> None:
     alert = Alert(1, "died", "error", 0.0, "rank \x1b[31m0\x07 died", text="bad\x1b]0;x\x07 text")
-    text = "".join(line.plain for line in [alert_line(alert, 80, LOOK), *alert_detail(alert, 80, LOOK)])
+    text = "".join(line.plain for line in [alert_line(alert, 80, THEME), *alert_detail(alert, 80, THEME)])
     assert "\x1b" not in text
     assert "\x07" not in text
 
@@ -134,23 +134,23 @@ def test_the_summary_keeps_its_width_and_says_the_trouble(width: int) -> None:
     summary = Summary("a-very-long-name-of-a-run-that-never-ends", "training", trouble="1 hung, 3 waiting", step=1204,
                       total_steps=9600, seconds_left=8040.0, loss=1.231, losses=tuple(range(50)), peak=37 * GIB,
                       capacity=139 * GIB, tokens_per_second=12_400.0, step_seconds=0.74)  # fmt: skip
-    lines = summary_lines(summary, width, LOOK)
+    lines = summary_lines(summary, width, THEME)
     assert {line.width for line in lines} == {width}
     assert "1 hung" in lines[0].plain
     assert "1,204" in lines[0].plain
 
 
 def test_a_run_that_stands_says_so_in_place_of_the_time_left() -> None:
-    first = summary_lines(Summary("llama3", trouble="1 hung", step=44, seconds_left=90, stalled_seconds=34), 100, LOOK)[
-        0
-    ]
+    first = summary_lines(
+        Summary("llama3", trouble="1 hung", step=44, seconds_left=90, stalled_seconds=34), 100, THEME
+    )[0]
     assert "stalled 34 s" in first.plain
     assert "left" not in first.plain
 
 
 def test_the_scrubber_marks_the_alerts_and_the_place() -> None:
     playback = Playback(0.0, 100.0, 50.0, playing=True, speed=4.0, step=812, live=True, marks=((90.0, "error"),))
-    text = scrubber(playback, 80, LOOK).plain
+    text = scrubber(playback, 80, THEME).plain
     assert UNICODE.error in text
     assert text.index(UNICODE.knob) < text.index(UNICODE.error)
     assert "4x" in text
@@ -172,7 +172,7 @@ def test_ranks_go_from_cards_to_rows_to_a_heat_map(ranks: int, size: tuple[int, 
 def test_the_heat_map_fits_its_width(ranks: int, size: tuple[int, int]) -> None:
     views = [RankView(rank=rank, device="GPU", state="training", capacity=80, peak=rank % 80) for rank in range(ranks)]
     grid = heat.plan(ranks, *size)
-    lines = heat.heat_map(views, grid, 0, size[1], 0, LOOK)
+    lines = heat.heat_map(views, grid, 0, size[1], 0, THEME)
     assert max(line.width for line in lines) <= size[0]
     if size[0] >= 80:
         assert grid.rows(ranks) * grid.height <= size[1], "all ranks in view"
@@ -181,17 +181,17 @@ def test_the_heat_map_fits_its_width(ranks: int, size: tuple[int, int]) -> None:
 def test_a_heat_cell_in_trouble_shows_its_state_before_its_memory() -> None:
     grid = heat.Grid(2, 1, 8)
     views = [RankView(rank=0, device="GPU", state="hung", capacity=80, peak=40)]
-    assert UNICODE.states["hung"] in heat.heat_map(views, grid, 0, 1, 5, LOOK)[0].plain
+    assert UNICODE.states["hung"] in heat.heat_map(views, grid, 0, 1, 5, THEME)[0].plain
 
 
 def test_lines_are_cut_and_padded_by_cells() -> None:
-    base = LOOK.base
+    base = THEME.base
     assert Line("日本語", base).fit(5, base).width == 5
     assert cut("日本語", 4) == "日…"
     assert spread(Line("left", base), Line("right", base), 12, base).plain == "left   right"
 
 
 def test_a_sparkline_of_nothing_is_blank_and_of_one_value_is_level() -> None:
-    assert spark([], 5, LOOK).plain == "     "
-    assert spark([1.0, 1.0], 5, LOOK).plain == "▄▄"
-    assert spark([1.0, None, float("nan"), 2.0], 5, LOOK).plain == "▁  █"
+    assert spark([], 5, THEME).plain == "     "
+    assert spark([1.0, 1.0], 5, THEME).plain == "▄▄"
+    assert spark([1.0, None, float("nan"), 2.0], 5, THEME).plain == "▁  █"

@@ -23,8 +23,8 @@ class CapturedScreen(SnapshotScreen, inherit_bindings=False):
         *SnapshotScreen.BINDINGS,
     ]
 
-    def __init__(self, stage: AppState, explorer: Explorer, view: str) -> None:
-        super().__init__(stage, explorer)
+    def __init__(self, app_state: AppState, explorer: Explorer, view: str) -> None:
+        super().__init__(app_state, explorer)
         if not explorer.before:
             explorer.show(view)
 

@@ -30,8 +30,8 @@ class ReleaseDialog(Dialog):
     sent = ""
     all_of_them = False
 
-    def __init__(self, stage: AppState, case: OomCase) -> None:
-        super().__init__(stage)
+    def __init__(self, app_state: AppState, case: OomCase) -> None:
+        super().__init__(app_state)
         self.case = case
 
     @property
@@ -39,33 +39,33 @@ class ReleaseDialog(Dialog):
         """The ranks that would be let go."""
         if not self.all_of_them:
             return [self.case.oom.rank]
-        return sorted({case.oom.rank for case in held_cases(self.stage.model)} | {self.case.oom.rank})
+        return sorted({case.oom.rank for case in held_cases(self.app_state.model)} | {self.case.oom.rank})
 
     @property
     def record(self) -> CommandRecord | None:
         """The command, once it was sent."""
-        source = self.stage.source
+        source = self.app_state.source
         return source.commands.get(self.sent) if source is not None and self.sent else None
 
     def lines(self, width: int, height: int) -> list[Line]:
         """Draw question or progress."""
         del height
-        look, model = self.look, self.stage.model
+        theme, model = self.theme, self.app_state.model
         ranks = self.ranks
         words = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
-        lines = [Line(f"Let {words} go", look.style("text", bold=True)), Line()]
+        lines = [Line(f"Let {words} go", theme.style("text", bold=True)), Line()]
         if self.record is not None:
-            lines += answer_lines(self.record, model, width, look)
-            return [*lines, Line(), Line("escape: close", look.style("dim"))]
-        lines += [Line(row, look.base) for text in self._what_follows() for row in wrap(text, width)]
+            lines += answer_lines(self.record, model, width, theme)
+            return [*lines, Line(), Line("escape: close", theme.style("dim"))]
+        lines += [Line(row, theme.base) for text in self._what_follows() for row in wrap(text, width)]
         held = len({case.oom.rank for case in held_cases(model)})
         if held > 1:
-            mark = look.glyphs.marked if self.all_of_them else look.glyphs.unmarked
-            lines += [Line(), Line(f"{mark} ", look.style("accent")).add(f"all {held} held ranks (a)", look.base)]
-        return [*lines, Line(), button_line("No", f"Yes, let {words} go", self.yes, look)]
+            mark = theme.glyphs.marked if self.all_of_them else theme.glyphs.unmarked
+            lines += [Line(), Line(f"{mark} ", theme.style("accent")).add(f"all {held} held ranks (a)", theme.base)]
+        return [*lines, Line(), button_line("No", f"Yes, let {words} go", self.yes, theme)]
 
     def _what_follows(self) -> list[str]:
-        model = self.stage.model
+        model = self.app_state.model
         told = [
             "The error is raised in the failing frame, as it would have been without ftmon. A script that catches it "
             "goes on; otherwise the rank ends. The console in it ends with it."
@@ -103,7 +103,7 @@ class ReleaseDialog(Dialog):
 
     def action_yes(self) -> None:
         """Let go."""
-        source = self.stage.source
+        source = self.app_state.source
         if source is not None and not self.sent:
             self.sent = source.send("release", {"ranks": self.ranks})
             self.fit()

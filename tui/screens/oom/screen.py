@@ -56,22 +56,22 @@ class OomScreen(MonitorScreen):
         key("enter", "type", "type", "type into the console", show=False),
     ]
 
-    def __init__(self, stage: AppState, rank: int | None = None) -> None:
-        super().__init__(stage)
-        found = first_to_show(stage.model, rank)
+    def __init__(self, app_state: AppState, rank: int | None = None) -> None:
+        super().__init__(app_state)
+        found = first_to_show(app_state.model, rank)
         self.case_key: CaseKey | None = found.key if found is not None else None
         # Kept, and not asked for: the app ticks a screen that is being taken down, too.
-        self._head = OomHead(stage, name="oom-head")
-        self._report = OomReportView(stage, name="oom-report")
-        self._output = ConsoleOutput(stage, name="console-output")
-        self._field = ConsoleInput(stage, "console-input")
+        self._head = OomHead(app_state, name="oom-head")
+        self._report = OomReportView(app_state, name="oom-report")
+        self._output = ConsoleOutput(app_state, name="console-output")
+        self._field = ConsoleInput(app_state, "console-input")
         self._explorers: dict[Path, Explorer] = {}
         self._reading: Path | None = None
 
     @property
     def case(self) -> OomCase | None:
         """The error in view."""
-        return self.stage.model.ooms.get(self.case_key)
+        return self.app_state.model.ooms.get(self.case_key)
 
     def body(self) -> Iterable[Widget]:
         """Give head, report and console."""
@@ -79,17 +79,17 @@ class OomScreen(MonitorScreen):
 
     def tick(self) -> None:
         """Draw what changed; take over answers to what was typed."""
-        model, source = self.stage.model, self.stage.source
+        model, source = self.app_state.model, self.app_state.source
         if self.case is None:
             # A replay stands before it, or the first one has just come.
             found = first_to_show(model)
             self.case_key = found.key if found is not None else self.case_key
         case = self.case
         if case is not None:
-            self.stage.select(case.oom.rank)
+            self.app_state.select(case.oom.rank)
             self._report.place = place_words(case.oom, source.folder if source else None, model)
-            self._report.acts = source is not None and source.can_command and not self.stage.read_only
-            if (runs := self.stage.dry_runs.get(case.key)) is not None:
+            self._report.acts = source is not None and source.can_command and not self.app_state.read_only
+            if (runs := self.app_state.dry_runs.get(case.key)) is not None:
                 runs.poll()
             session = self._session(case.oom.rank)
             if source is not None:
@@ -110,12 +110,12 @@ class OomScreen(MonitorScreen):
         return {case.oom.rank} if case is not None else super().in_question()
 
     def _session(self, rank: int) -> ConsoleSession:
-        return self.stage.consoles.setdefault(rank, ConsoleSession(rank))
+        return self.app_state.consoles.setdefault(rank, ConsoleSession(rank))
 
     def _why_no_console(self, case: OomCase) -> str:
         """Say why no code can be run in that frame now; empty when it can."""
-        stage, oom = self.stage, case.oom
-        if stage.source is None or stage.source.transport.mode == "replay":
+        app_state, oom = self.app_state, case.oom
+        if app_state.source is None or app_state.source.transport.mode == "replay":
             return "no console: this is a recording, its processes are gone"
         if not oom.held:
             return "no console: this rank was not held; start the run with --on-oom hold --allow-console"
@@ -124,11 +124,11 @@ class OomScreen(MonitorScreen):
                 "no console: this run was started without --allow-console, so nobody may run code in its ranks; "
                 "ftmon run --on-oom hold --allow-console ... allows it"
             )
-        if not held_since(stage.model, case):
+        if not held_since(app_state.model, case):
             return f"no console: rank {oom.rank} waits no longer"
-        if stage.read_only:
+        if app_state.read_only:
             return "no console: this terminal is attached read-only"
-        if not stage.source.can_command:
+        if not app_state.source.can_command:
             return "no console: the run has no hub that takes commands"
         return ""
 
@@ -165,7 +165,7 @@ class OomScreen(MonitorScreen):
 
     def on_console_input_entered(self, event: ConsoleInput.Entered) -> None:
         """Run what was typed."""
-        case, source = self.case, self.stage.source
+        case, source = self.case, self.app_state.source
         if case is None or source is None:
             return
         session = self._session(case.oom.rank)
@@ -197,7 +197,7 @@ class OomScreen(MonitorScreen):
 
     def action_case(self, delta: int) -> None:
         """Go to another error."""
-        keys = [case.key for case in self.stage.model.ooms.ordered()]
+        keys = [case.key for case in self.app_state.model.ooms.ordered()]
         if self.case_key in keys:
             self.case_key = keys[max(0, min(keys.index(self.case_key) + delta, len(keys) - 1))]
             self._report.top = 0
@@ -207,33 +207,33 @@ class OomScreen(MonitorScreen):
 
     def action_release(self) -> None:
         """Ask whether to let the rank go."""
-        case, stage = self.case, self.stage
-        if case is None or not held_since(stage.model, case):
-            stage.say("no rank waits at this error", "warning")
-        elif stage.read_only:
-            stage.say("read-only: release is refused", "warning")
-        elif stage.source is None or not stage.source.can_command:
-            stage.say("cannot let it go: the run has no hub that takes commands", "warning")
+        case, app_state = self.case, self.app_state
+        if case is None or not held_since(app_state.model, case):
+            app_state.say("no rank waits at this error", "warning")
+        elif app_state.read_only:
+            app_state.say("read-only: release is refused", "warning")
+        elif app_state.source is None or not app_state.source.can_command:
+            app_state.say("cannot let it go: the run has no hub that takes commands", "warning")
         else:
-            self.app.push_screen(ReleaseDialog(stage, case))
+            self.app.push_screen(ReleaseDialog(app_state, case))
         self.tick()
 
     def action_what_if(self) -> None:
         """Predict the changes that would fit; while that goes on, cancel it."""
-        case, stage = self.case, self.stage
+        case, app_state = self.case, self.app_state
         if case is None:
             return
-        runs = stage.dry_runs.get(case.key)
+        runs = app_state.dry_runs.get(case.key)
         if runs is not None and runs.running:
             runs.cancel()
         elif runs is not None and runs.found.state == "done":
-            stage.say("the changes are predicted already")
+            app_state.say("the changes are predicted already")
         else:
-            begun = begin(stage, case)
+            begun = begin(app_state, case)
             if isinstance(begun, str):
-                stage.say(sanitize(begun, 400), "warning")
+                app_state.say(sanitize(begun, 400), "warning")
             else:
-                stage.dry_runs[case.key] = begun
+                app_state.dry_runs[case.key] = begun
                 self.action_report()
         self.tick()
 
@@ -241,19 +241,19 @@ class OomScreen(MonitorScreen):
 
     def action_explore(self, view: str) -> None:
         """Open the snapshot of that moment."""
-        case, stage = self.case, self.stage
+        case, app_state = self.case, self.app_state
         if case is None:
             return
-        folder = stage.source.folder if stage.source is not None else None
+        folder = app_state.source.folder if app_state.source is not None else None
         path = file_of(case.oom, folder)
         if path is None:
-            stage.say(sanitize(place_words(case.oom, folder, stage.model)), "warning")
+            app_state.say(sanitize(place_words(case.oom, folder, app_state.model)), "warning")
             self.tick()
         elif path in self._explorers:
-            self.app.push_screen(CapturedScreen(stage, self._explorers[path], view))
+            self.app.push_screen(CapturedScreen(app_state, self._explorers[path], view))
         elif self._reading is None:
             self._reading = path
-            stage.say(f"reading {path.name} ...")
+            app_state.say(f"reading {path.name} ...")
             self.tick()
             self.run_worker(lambda: self._read(path, view), thread=True, exit_on_error=False)
 
@@ -268,10 +268,10 @@ class OomScreen(MonitorScreen):
     def _opened(self, path: Path, view: str, found: Explorer | str) -> None:
         self._reading = None
         if isinstance(found, str):
-            self.stage.say(sanitize(found), "error")
+            self.app_state.say(sanitize(found), "error")
             self.tick()
             return
         self._explorers[path] = found
-        self.stage.say("")
+        self.app_state.say("")
         if self.is_current:
-            self.app.push_screen(CapturedScreen(self.stage, found, view))
+            self.app.push_screen(CapturedScreen(self.app_state, found, view))

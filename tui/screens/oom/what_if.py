@@ -29,10 +29,10 @@ class JobOfRun(NamedTuple):
     cwd: Path | None
 
 
-def job_of(stage: AppState, case: OomCase) -> JobOfRun | str:
+def job_of(app_state: AppState, case: OomCase) -> JobOfRun | str:
     """Return the job whose changes are predicted, as it was at the error; or why there can be none, in one line."""
-    model, oom = stage.model, case.oom
-    folder = stage.source.folder if stage.source is not None else None
+    model, oom = app_state.model, case.oom
+    folder = app_state.source.folder if app_state.source is not None else None
     if model.info.kind and model.info.kind not in _OWN:
         command = " ".join(model.info.command) or "COMMAND"
         return (
@@ -55,9 +55,9 @@ def job_of(stage: AppState, case: OomCase) -> JobOfRun | str:
     return JobOfRun(config, words, {"PYTORCH_CUDA_ALLOC_CONF": settings, "PYTORCH_ALLOC_CONF": ""}, _cwd(folder))
 
 
-def begin(stage: AppState, case: OomCase) -> DryRuns | str:
+def begin(app_state: AppState, case: OomCase) -> DryRuns | str:
     """Begin the dry runs of an error's job; return why they cannot be, in one line, where that is so."""
-    job = job_of(stage, case)
+    job = job_of(app_state, case)
     if isinstance(job, str):
         return job
     try:

@@ -37,7 +37,7 @@ class SnapshotApp(OneScreenApp):
 
     def get_default_screen(self) -> Screen[Any]:
         """Give the one screen."""
-        return SnapshotScreen(self.stage, self.explorer)
+        return SnapshotScreen(self.app_state, self.explorer)
 
 
 def run_explorer(replays: list[Replay], before: list[Replay] | None = None, *, ascii_only: bool = False) -> None:

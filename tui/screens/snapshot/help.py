@@ -18,21 +18,21 @@ class SnapshotHelp(HelpScreen):
 
     def content(self, width: int) -> list[Line]:
         """Give all lines; signs and figures stand before the keys."""
-        look = self.look
+        theme = self.theme
         lines = super().content(width)
         keys = next(index for index, line in enumerate(lines) if line.plain == "keys")
-        signs = [Line("signs", look.style("accent", bold=True))]
+        signs = [Line("signs", theme.style("accent", bold=True))]
         for glyph, tone, words in (
-            (look.glyphs.eighths[8], "allocated", "allocated; the lighter tone behind it is reserved"),
-            (look.glyphs.peak, "peak", "the highest allocated figure of the window; P below the graph is where"),
+            (theme.glyphs.eighths[8], "allocated", "allocated; the lighter tone behind it is reserved"),
+            (theme.glyphs.peak, "peak", "the highest allocated figure of the window; P below the graph is where"),
             ("fwd", "text", "bands under the graph: phases of the steps, recorded spans, user metadata"),
-            (look.glyphs.spike, "accent", "the cursor: everything below is as of then"),
+            (theme.glyphs.spike, "accent", "the cursor: everything below is as of then"),
             ("m", "warning", "the mark that 3 compares the cursor with"),
-            (look.glyphs.error, "error", "an allocation failed: out of memory"),
+            (theme.glyphs.error, "error", "an allocation failed: out of memory"),
         ):
-            signs.append(Line(f"  {glyph} ", look.style(tone, bold=True)).add(words, look.style("dim")))
-        signs += [Line(), Line("figures", look.style("accent", bold=True))]
-        signs += [Line(f"  {name:<8}", look.base).add(words, look.style("dim")) for name, words in _FIGURES]
+            signs.append(Line(f"  {glyph} ", theme.style(tone, bold=True)).add(words, theme.style("dim")))
+        signs += [Line(), Line("figures", theme.style("accent", bold=True))]
+        signs += [Line(f"  {name:<8}", theme.base).add(words, theme.style("dim")) for name, words in _FIGURES]
         return [*lines[:keys], *signs, Line(), *lines[keys:]]
 
     def _bindings_of_behind(self) -> list[Binding]:

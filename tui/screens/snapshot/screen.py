@@ -59,17 +59,17 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         key("q", "app.detach", "quit", "leave"),
     ]
 
-    def __init__(self, stage: AppState, explorer: Explorer) -> None:
-        super().__init__(stage)
+    def __init__(self, app_state: AppState, explorer: Explorer) -> None:
+        super().__init__(app_state)
         self.explorer = explorer
 
     def compose(self) -> ComposeResult:
         """Lay the screen out."""
-        yield TooSmall(self.stage, name="small")
-        yield SnapshotTimeline(self.stage, self.explorer, "timeline")
-        yield SnapshotList(self.stage, self.explorer, "rows")
-        yield Prompt(self.stage, "search", "function or file; enter keeps it, escape ends it", name="filter")
-        yield KeyBar(self.stage, name="keys")
+        yield TooSmall(self.app_state, name="small")
+        yield SnapshotTimeline(self.app_state, self.explorer, "timeline")
+        yield SnapshotList(self.app_state, self.explorer, "rows")
+        yield Prompt(self.app_state, "search", "function or file; enter keeps it, escape ends it", name="filter")
+        yield KeyBar(self.app_state, name="keys")
 
     @property
     def rows(self) -> SnapshotList:
@@ -120,7 +120,7 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
     def action_mark(self) -> None:
         """Set the mark."""
         self.explorer.set_mark()
-        self.stage.say("marked: move the cursor, then 3" if self.explorer.mark is not None else "no mark")
+        self.app_state.say("marked: move the cursor, then 3" if self.explorer.mark is not None else "no mark")
         self.tick()
 
     def action_zoom(self, direction: int) -> None:

@@ -37,7 +37,7 @@ class SweepApp(OneScreenApp):
 
     def get_default_screen(self) -> Screen[Any]:
         """Give the one screen."""
-        return SweepScreen(self.stage, self.model)
+        return SweepScreen(self.app_state, self.model)
 
 
 def run_sweep_app(path: Path, *, ascii_only: bool = False) -> SweepModel:

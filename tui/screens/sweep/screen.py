@@ -37,24 +37,24 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
         key("q", "app.detach", "leave", "leave; the sweep goes on"),
     ]
 
-    def __init__(self, stage: AppState, model: SweepModel) -> None:
-        super().__init__(stage)
+    def __init__(self, app_state: AppState, model: SweepModel) -> None:
+        super().__init__(app_state)
         self.model = model
 
     def compose(self) -> ComposeResult:
         """Lay the screen out."""
-        yield TooSmall(self.stage, name="small")
-        yield SweepHead(self.stage, self.model, "summary")
-        yield SweepTable(self.stage, self.model, "rows")
-        yield SweepChart(self.stage, self.model, "sweep-chart")
-        yield KeyBar(self.stage, name="keys")
+        yield TooSmall(self.app_state, name="small")
+        yield SweepHead(self.app_state, self.model, "summary")
+        yield SweepTable(self.app_state, self.model, "rows")
+        yield SweepChart(self.app_state, self.model, "sweep-chart")
+        yield KeyBar(self.app_state, name="keys")
 
     def tick(self) -> None:
         """Read what was added to the file, and draw it."""
         try:
             self.model.refresh()
         except FtmonError as error:
-            self.stage.say(str(error), "error")
+            self.app_state.say(str(error), "error")
         super().tick()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -72,5 +72,5 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
         if plan is not None and self.model.alive:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(plan.process.pid, signal.SIGINT)
-            self.stage.say("the sweep ends; its rows stay, and the same command goes on")
+            self.app_state.say("the sweep ends; its rows stay, and the same command goes on")
         self.tick()
