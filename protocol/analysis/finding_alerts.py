@@ -42,8 +42,8 @@ _WHOLE = ("failure", "died", "oom", "hang", "note", "dropped", "exit")
 class FindingAlerts:
     """Raises, updates and resolves alerts. Of kind ``health``, ``evidence["finding"]`` is the finding's own kind."""
 
-    def __init__(self, book: AlertStore) -> None:
-        self._book = book
+    def __init__(self, store: AlertStore) -> None:
+        self._store = store
         self._orphans: dict[Key, float] = {}
         """Alerts that an earlier hub left standing, and since when this one has seen nothing of them."""
 
@@ -80,7 +80,7 @@ class FindingAlerts:
                 self._orphans[key] = now
             elif now - since > ORPHAN_S:
                 del self._orphans[key]
-                alerts += self._book.resolve(now, key, "Not seen again since the hub was restarted.")
+                alerts += self._store.resolve(now, key, "Not seen again since the hub was restarted.")
         return alerts
 
     def put(self, now: float, findings: Iterable[Finding]) -> list[Alert]:
@@ -90,19 +90,19 @@ class FindingAlerts:
             key = _key(finding.matter)
             self._orphans.pop(key, None)
             if finding.state == "resolved":
-                alerts += self._book.resolve(now, key, text.over(finding))
+                alerts += self._store.resolve(now, key, text.over(finding))
                 continue
             if finding.state == "added":
-                alerts += self._book.annotate(now, key, *text.added(finding))
+                alerts += self._store.annotate(now, key, *text.added(finding))
                 continue
             said, evidence = text.words(finding), text.evidence(finding)
             words = " ".join(filter(None, (said.text, said.remedy)))
             kind, rank, phase, rule = key
             title = said.title if kind in _WHOLE else said.title[:240]
             if finding.state == "explained":
-                alerts += self._book.update(now, key, title, words, evidence)
+                alerts += self._store.update(now, key, title, words, evidence)
                 continue
-            alerts += self._book.raise_alert(
+            alerts += self._store.raise_alert(
                 now,
                 kind,
                 finding.severity,

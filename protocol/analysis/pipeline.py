@@ -3,8 +3,8 @@
 How the hub uses it, with the rank tracker that it reads::
 
     tracker = RankTracker()
-    book = AlertStore()                           # the hub may raise alerts of its own in it
-    detectors = Detectors(tracker, book)
+    store = AlertStore()                          # the hub may raise alerts of its own in it
+    detectors = Detectors(tracker, store)
     tracker.restore(frames)                       # after a hub restart: the recording's frames, oldest first
     detectors.restore(frames)
     for every message of the stream, the tracker first:
@@ -64,21 +64,21 @@ class Detectors:
 
     Args:
         tracker: The run's rank tracker; it must be fed and ticked first.
-        book: The run's alerts.
+        store: The run's alerts.
         keep: Keeps the report of an out-of-memory error beside the stream, and says where.
     """
 
     def __init__(
-        self, tracker: RankTracker, book: AlertStore, keep: Callable[[OomReport], OomReport] | None = None
+        self, tracker: RankTracker, store: AlertStore, keep: Callable[[OomReport], OomReport] | None = None
     ) -> None:
         self._keep = keep
         self._tracker = tracker
-        self._book = book
+        self._store = store
         self._moments = LatestByRank()
         self._health = HealthDetector()
         self._monitor = HealthMonitor()
         """It begins anew by itself where a rank is another process, and goes on looking at the hosts."""
-        self._findings = FindingAlerts(book)
+        self._findings = FindingAlerts(store)
         self._job = 0
         self._begin()
 
@@ -131,7 +131,7 @@ class Detectors:
     def begin_job(self, now: float) -> list[Message]:
         """Begin anew for the next job of the run; return the alerts of the one before that end with it."""
         alerts = self._put(now, self._death.tick(now, over=True))
-        alerts += self._book.begin_job(now)
+        alerts += self._store.begin_job(now)
         self._begin()
         return list(alerts)
 
@@ -161,7 +161,7 @@ class Detectors:
         if not ending:
             self._slow.tick()
         alerts += self._findings.tick(now)
-        alerts += self._book.tick(now, everything=over)
+        alerts += self._store.tick(now, everything=over)
         return alerts
 
     def left(self, now: float, code: int | None, count: int, processes: list[str]) -> list[Message]:
@@ -177,7 +177,7 @@ class Detectors:
         for frame in frames:
             message = frame.message
             if isinstance(message, Alert):
-                self._book.restore(message)
+                self._store.restore(message)
                 finding = self._findings.restore(message)
                 if finding is not None and finding.kind in self._restorers:
                     self._restorers[finding.kind](finding)
@@ -220,8 +220,8 @@ class Detectors:
         self._moments.step(step)
         # Seven looks at each of up to 20,000 steps a second: lists are joined only where one is not empty.
         alerts: list[Alert] = []
-        if self._book.past:
-            alerts += self._book.resolve_past(t, "A later job of the run has made a step since.")
+        if self._store.past:
+            alerts += self._store.resolve_past(t, "A later job of the run has made a step since.")
         for found in (
             self._spike.step(t, step),
             self._growth.step(step),
@@ -241,7 +241,7 @@ class Detectors:
         return self._put(t, [*self._spike.cause(cause), *self._leak.cause(cause)])
 
     def _stats(self, t: float, stats: HubStats) -> list[Alert]:
-        return self._put(t, self._health.stats(t, stats, bool(self._book.standing("disk"))))
+        return self._put(t, self._health.stats(t, stats, bool(self._store.standing("disk"))))
 
     def _plan(self, t: float, plan: Plan) -> list[Alert]:
         self._leak.plan(plan)
@@ -310,6 +310,6 @@ class Detectors:
     def _run_state(self, now: float, state: RunState) -> list[Alert]:
         if state.state not in _OVER:
             return []
-        if self._book.standing("exit"):
+        if self._store.standing("exit"):
             return []
         return self._put(now, self._health.ended(state, self._tracker.stepped, len(self._tracker.ranks)))

@@ -23,33 +23,33 @@ NO_DATA = "FileNotFoundError: no dataset at data/guanaco-1e-4.jsonl"
 
 
 def driven(path: Path, ranks: int = 2) -> Path:
-    """Record the driver script, its jobs counted by the hub's own book; the last one trains at the end."""
-    book = JobTable(lambda hello: False)
+    """Record the driver script, its jobs counted by the hub's own table; the last one trains at the end."""
+    table = JobTable(lambda hello: False)
     frames: list[Frame] = []
     t = STARTED
     for number in range(1, len(LENGTHS) + 1):
         began = t + 9
         for t, message in _job(number, ranks, began):
-            frames += [Frame(0, t, told) for told in _counted(book, message, t)]
-        frames += [Frame(0, t, told) for told in book.look(t)]
-    frames.append(Frame(0, t, book.describe(book.jobs[len(LENGTHS)], t)))
+            frames += [Frame(0, t, told) for told in _counted(table, message, t)]
+        frames += [Frame(0, t, told) for told in table.look(t)]
+    frames.append(Frame(0, t, table.describe(table.jobs[len(LENGTHS)], t)))
     return write(path, [structs.replace(frame, seq=seq) for seq, frame in enumerate(frames, 1)])
 
 
-def _counted(book: JobTable, message: Message, t: float) -> Iterator[Message]:
+def _counted(table: JobTable, message: Message, t: float) -> Iterator[Message]:
     if isinstance(message, Hello):
-        joined = book.hello(message, t)
+        joined = table.hello(message, t)
         if joined.begins:
-            yield book.describe(joined.job, t)
+            yield table.describe(joined.job, t)
     elif isinstance(message, RankState):
-        book.state(message)
+        table.state(message)
     elif isinstance(message, Step | Goodbye | Failure):
-        assert book.shown is not None
-        sender = identity_of(book.shown.ranks[message.rank].hello)
+        assert table.shown is not None
+        sender = identity_of(table.shown.ranks[message.rank].hello)
         if isinstance(message, Step):
-            book.step(sender, message)
+            table.step(sender, message)
         else:
-            book.take(sender, message)
+            table.take(sender, message)
     yield message
 
 

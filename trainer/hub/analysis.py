@@ -45,9 +45,9 @@ class Analysis:
     ) -> None:
         self._emit = emit
         self._act = act
-        self._book = AlertStore()
+        self._store = AlertStore()
         self.tracker = RankTracker(has_launcher=run_file.kind != "watch")
-        self._detectors = Detectors(self.tracker, self._book, keep)
+        self._detectors = Detectors(self.tracker, self._store, keep)
         self._failures = 0
 
     def restore(self, frames: Iterable[Frame]) -> None:
@@ -109,7 +109,7 @@ class Analysis:
         """Raise an alert of the hub's own."""
         self._guard(
             lambda: self._conclude(
-                self._book.raise_alert(
+                self._store.raise_alert(
                     time.time(), kind, severity, title, rule=rule, text=text, evidence=evidence, repeat=False
                 )
             )
@@ -117,7 +117,7 @@ class Analysis:
 
     def resolve(self, kind: AlertKind, rule: str, text: str = "") -> None:
         """Note that a matter of the hub's own ended."""
-        self._guard(lambda: self._conclude(self._book.resolve(time.time(), (kind, None, "", rule), text)))
+        self._guard(lambda: self._conclude(self._store.resolve(time.time(), (kind, None, "", rule), text)))
 
     def _conclude(self, messages: Iterable[Message]) -> None:
         for message in messages:

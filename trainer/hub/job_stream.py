@@ -23,8 +23,8 @@ class JobStream:
     """Puts the jobs of a run into the stream. Main loop only.
 
     Args:
-        judging: begins anew with each job.
-        book: forgets the ranks of the job before.
+        analysis: begins anew with each job.
+        rank_hosts: forgets the ranks of the job before.
         end_detector: the same.
         ports: the same.
         emit: appends a message to the stream, and has it judged.

@@ -16,7 +16,7 @@ class ProcessFacts:
     Args:
         run: has the launcher's files.
         supervisor: watches the ranks' processes.
-        judging: gets the facts.
+        analysis: gets the facts.
         emit: appends a message to the stream, and has it judged.
     """
 

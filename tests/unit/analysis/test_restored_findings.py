@@ -38,9 +38,9 @@ CUT_OFF = Verdict("unreachable", (0,), (), False, 10.0, views={0: VIEW}, facts=C
 def test_an_alert_of_the_recording_is_the_same_matter_again_and_goes_on_under_its_id(matter: Matter, facts: Any):
     finding = Finding(matter.kind, facts, ranks=(1,), rank=matter.rank, phase=matter.phase, key=matter.key)
     (alert,) = FindingAlerts(AlertStore()).put(10.0, [finding])
-    book = AlertStore()
-    book.restore(alert)
-    later = FindingAlerts(book)
+    store = AlertStore()
+    store.restore(alert)
+    later = FindingAlerts(store)
     restored = later.restore(alert)
     assert restored is not None
     assert (restored.matter, restored.state) == (matter, "raised")

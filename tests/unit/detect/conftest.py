@@ -29,9 +29,9 @@ class Sim:
         self.seq = 0
         self.sent: list[Any] = []
         self.frames: list[Frame] = []
-        self.book = AlertStore()
+        self.store = AlertStore()
         self.tracker = RankTracker()
-        self.detectors = Detectors(self.tracker, self.book)
+        self.detectors = Detectors(self.tracker, self.store)
         self.progress = dict.fromkeys(range(ranks), 0)
 
     # Feeding.

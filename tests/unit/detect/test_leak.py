@@ -26,8 +26,8 @@ class Run:
     """One detector, fed with what ranks hold when their forward begins."""
 
     def __init__(self, ranks: int = 1, *, cuda: bool = True, total: int = 0) -> None:
-        self.book = AlertStore()
-        self.alerts = FindingAlerts(self.book)
+        self.store = AlertStore()
+        self.alerts = FindingAlerts(self.store)
         self.asks = DiagnosticRequests()
         self.detector = LeakDetector(self.asks)
         self.cuda = cuda
@@ -55,7 +55,7 @@ class Run:
         self.now += 0.1
         step = Step(rank, number, self.now, 9000, phases, batch_shape=[4, batch])
         self.sent += self.alerts.put(self.now, self.detector.step(step))
-        self.sent += self.book.tick(self.now)
+        self.sent += self.store.tick(self.now)
 
     def steps(self, count: int, held: Callable[[int], float], first: int = 1, **fields: Any) -> None:
         for number in range(first, first + count):
@@ -213,7 +213,7 @@ def test_a_leak_goes_on_under_its_number_after_a_restart_of_the_hub() -> None:
     run = Run()
     run.steps(100, lambda n: 20 * GIB + 8 * MIB * n)
     later = Run()
-    later.book.restore(run.last)
+    later.store.restore(run.last)
     restored = later.alerts.restore(run.last)
     assert restored is not None
     later.detector.restore(restored)

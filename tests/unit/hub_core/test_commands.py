@@ -24,10 +24,10 @@ class Rig:
         self.emitted: list[Any] = []
         self.ended = 0
         host: Any = SimpleNamespace(emit=self.emitted.append, shut_down=self._end)
-        book: Any = SimpleNamespace(ranks=[0, 1])
+        rank_hosts: Any = SimpleNamespace(ranks=[0, 1])
         nothing: Any = SimpleNamespace(check=lambda ranks: None)
         stack_requests, kills = parts.get("stack_requests", nothing), parts.get("kills", nothing)
-        self.commands = Commands(run, host, book, nothing, stack_requests, kills, read_only=False)
+        self.commands = Commands(run, host, rank_hosts, nothing, stack_requests, kills, read_only=False)
 
     def _end(self) -> None:
         self.ended += 1

@@ -16,10 +16,10 @@ def test_a_look_that_cannot_begin_ends_with_nothing_found(monkeypatch: pytest.Mo
 
     posted: list[Any] = []
     tracker: Any = SimpleNamespace(ranks={})
-    book: Any = SimpleNamespace(targets=list)
+    rank_hosts: Any = SimpleNamespace(targets=list)
     agents: Any = SimpleNamespace(reachable=list)
     link: Any = None
-    inspection = HostInspection(tracker, book, link, agents, posted.append)
+    inspection = HostInspection(tracker, rank_hosts, link, agents, posted.append)
     found: list[Inspection] = []
     monkeypatch.setattr(threading.Thread, "start", refused)
 

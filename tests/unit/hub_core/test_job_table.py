@@ -15,11 +15,11 @@ MIB = 2**20
 
 
 class Driver:
-    """Ranks that report to a book, and whether their processes live."""
+    """Ranks that report to a table of jobs, and whether their processes live."""
 
     def __init__(self) -> None:
         self.dead: set[int] = set()
-        self.book = JobTable(self.lives)
+        self.table = JobTable(self.lives)
         self.now = 1000.0
 
     def lives(self, hello: Hello) -> bool:
@@ -46,7 +46,7 @@ class Driver:
             for rank in range(world)
         ]
         for hello in hellos:
-            self.book.hello(hello, self.now)
+            self.table.hello(hello, self.now)
         return hellos
 
     def train(self, hellos: Sequence[Hello], steps: range, peak: int = 100, host_us: int = 1000) -> list[int]:
@@ -55,28 +55,28 @@ class Driver:
         for number in steps:
             for hello in hellos:
                 step = step_of(hello.rank, number, peak + number, host_us)
-                if identity_of(hello) in self.book.aside:
-                    self.book.take(identity_of(hello), step)
-                elif self.book.step(identity_of(hello), step):
+                if identity_of(hello) in self.table.aside:
+                    self.table.take(identity_of(hello), step)
+                elif self.table.step(identity_of(hello), step):
                     began.append(number)
-                    self.book.follow(self.now)
-                    self.book.step(identity_of(hello), step)
+                    self.table.follow(self.now)
+                    self.table.step(identity_of(hello), step)
         return began
 
     def finish(self, hellos: Sequence[Hello], step: int) -> None:
         """Let every rank end in order."""
         for hello in hellos:
-            self.book.take(identity_of(hello), Goodbye(rank=hello.rank, time=self.now, step=step, reason="finished"))
-            self.book.state(RankState(rank=hello.rank, state="finished", time=self.now, pid=hello.pid, exit_code=0))
+            self.table.take(identity_of(hello), Goodbye(rank=hello.rank, time=self.now, step=step, reason="finished"))
+            self.table.state(RankState(rank=hello.rank, state="finished", time=self.now, pid=hello.pid, exit_code=0))
             self.dead.add(hello.pid)
 
     def restarted(self, recorded: Sequence[Message]) -> None:
-        """Replace the book by another hub's, which has what is recorded."""
-        self.book = JobTable(self.lives)
-        self.book.restore(recorded)
+        """Replace the table by another hub's, which has what is recorded."""
+        self.table = JobTable(self.lives)
+        self.table.restore(recorded)
 
     def described(self) -> list[Job]:
-        return [self.book.describe(job, self.now) for job in self.book.jobs.values()]
+        return [self.table.describe(job, self.now) for job in self.table.jobs.values()]
 
 
 def step_of(rank: int, number: int, peak: int, host_us: int) -> Step:
@@ -98,32 +98,32 @@ def test_each_start_of_a_driver_script_is_a_job_with_its_own_steps_and_peaks(dri
     first = driver.start(100, words=("--batch", "32"))
     driver.train(first, range(1, 7), peak=500)
     driver.finish(first, 6)
-    assert [job.state for job in driver.book.look(driver.now)] == ["finished"]
+    assert [job.state for job in driver.table.look(driver.now)] == ["finished"]
     second = driver.start(200, words=("--batch", "16"))
     driver.train(second, range(1, 4), peak=200)
     assert figures(driver.described()) == [(1, "finished", 6, 506), (2, "training", 3, 203)]
     assert [job.loss for job in driver.described()] == [pytest.approx(1 / 6), pytest.approx(1 / 3)]
-    assert driver.book.shown is driver.book.jobs[2]
-    assert driver.book.aside == {identity_of(hello) for hello in first}, "what they send late is not of the second job"
+    assert driver.table.shown is driver.table.jobs[2]
+    assert driver.table.aside == {identity_of(hello) for hello in first}, "what they send late is not of the second job"
 
 
 def test_a_restart_by_torchrun_is_a_job_and_the_attempt_before_failed(driver: Driver) -> None:
     first = driver.start(100)
     driver.train(first, range(1, 4))
     failure = Failure(rank=1, step=4, phase="forward", time=driver.now, error="RuntimeError: bad batch\nin a worker")
-    driver.book.take(identity_of(first[1]), failure)
+    driver.table.take(identity_of(first[1]), failure)
     for hello in reversed(first):
         driver.dead.add(hello.pid)
         state = RankState(rank=hello.rank, state="gone", time=driver.now, text="killed", pid=hello.pid, exit_code=1)
-        driver.book.state(state)
-    driver.book.look(driver.now)
+        driver.table.state(state)
+    driver.table.look(driver.now)
     # The agent that launches the second attempt is the same process.
     second = [structs.replace(hello, pid=hello.pid + 100, restart=1) for hello in first]
     for hello in second:
-        driver.book.hello(hello, driver.now)
+        driver.table.hello(hello, driver.now)
     driver.train(second, range(1, 6))
     driver.finish(second, 5)
-    driver.book.look(driver.now)
+    driver.table.look(driver.now)
     jobs = driver.described()
     assert [(job.state, job.steps, job.restart) for job in jobs] == [("failed", 3, 0), ("finished", 5, 1)]
     assert jobs[0].text == "rank 1: RuntimeError: bad batch"
@@ -134,16 +134,16 @@ def test_a_job_that_runs_beside_another_is_counted_and_comes_into_the_stream_aft
     first = driver.start(100)
     driver.train(first, range(1, 3))
     second = driver.start(200)
-    assert driver.book.aside == {identity_of(hello) for hello in second}
+    assert driver.table.aside == {identity_of(hello) for hello in second}
     for number in range(1, 5):
         assert driver.train(second, range(number, number + 1), peak=300) == []
         driver.train(first, range(number + 2, number + 3))
     assert figures(driver.described()) == [(1, "training", 6, 106), (2, "training", 4, 304)]
-    assert driver.book.next_aside() is None, "the job in the stream goes on"
+    assert driver.table.next_aside() is None, "the job in the stream goes on"
     driver.finish(first, 6)
-    driver.book.look(driver.now)
-    assert driver.book.next_aside() is driver.book.jobs[2]
-    assert driver.book.aside == {identity_of(hello) for hello in first}
+    driver.table.look(driver.now)
+    assert driver.table.next_aside() is driver.table.jobs[2]
+    assert driver.table.aside == {identity_of(hello) for hello in first}
     assert [job.shown for job in driver.described()] == [True, True]
 
 
@@ -151,7 +151,7 @@ def test_a_job_beside_another_whose_processes_are_gone_has_ended(driver: Driver)
     driver.train(driver.start(100), range(1, 3))
     second = driver.start(200)
     driver.dead.update(hello.pid for hello in second)
-    told = {job.number: job for job in driver.book.look(driver.now)}
+    told = {job.number: job for job in driver.table.look(driver.now)}
     assert (told[2].state, told[2].text) == ("ended", "its processes are gone")
 
 
@@ -163,7 +163,7 @@ def test_ranks_that_count_their_steps_anew_begin_a_job(driver: Driver) -> None:
     )
     assert figures(driver.described()) == [(1, "finished", 5, 505), (2, "training", 3, 203)]
     driver.finish(ranks, 3)
-    driver.book.look(driver.now)
+    driver.table.look(driver.now)
     assert figures(driver.described()) == [(1, "finished", 5, 505), (2, "finished", 3, 203)]
 
 
@@ -178,8 +178,8 @@ def test_one_rank_started_again_alone_stays_in_its_job(driver: Driver) -> None:
     ranks = driver.start(100)
     driver.dead.add(ranks[1].pid)
     again = structs.replace(ranks[1], pid=150, start_ticks=1500)
-    assert not driver.book.hello(again, driver.now).begins
-    assert list(driver.book.jobs) == [1]
+    assert not driver.table.hello(again, driver.now).begins
+    assert list(driver.table.jobs) == [1]
 
 
 def test_the_mean_step_time_is_without_the_first_step(driver: Driver) -> None:
@@ -194,7 +194,7 @@ def test_what_comes_after_the_last_step_counts_for_the_peaks(driver: Driver) -> 
     driver.train(ranks, range(1, 3))
     save = [PhaseRecord("save", 0, 10, Span(0, 0, 900 * MIB), Span(0, 0, 901 * MIB))]
     closing = Closing(rank=1, step=2, started=driver.now, host_us=10, phases=save)
-    driver.book.take(identity_of(ranks[1]), closing)
+    driver.table.take(identity_of(ranks[1]), closing)
     job = driver.described()[0]
     assert (job.steps, job.peak, job.reserved_peak) == (2, 900 * MIB, 901 * MIB)
     assert job.peak_rank is not None
@@ -205,32 +205,32 @@ def test_what_comes_after_the_last_step_counts_for_the_peaks(driver: Driver) -> 
 def test_a_rank_that_never_reported_fails_its_job(driver: Driver) -> None:
     ranks = driver.start(100, world=2)
     alone = Driver()
-    alone.book.hello(ranks[0], alone.now)
+    alone.table.hello(ranks[0], alone.now)
     alone.finish(ranks[:1], 0)
-    told = alone.book.look(alone.now)
+    told = alone.table.look(alone.now)
     assert [(job.state, job.text) for job in told] == [("failed", "1 of 2 ranks never reported")]
 
 
 def test_a_job_that_steps_is_described_every_few_seconds_and_at_its_end(driver: Driver) -> None:
     ranks = driver.start(100)
-    driver.book.describe(driver.book.jobs[1], driver.now)
+    driver.table.describe(driver.table.jobs[1], driver.now)
     driver.train(ranks, range(1, 3))
-    assert driver.book.look(driver.now + REFRESH_S / 2) == []
-    assert [job.steps for job in driver.book.look(driver.now + REFRESH_S)] == [2]
-    assert driver.book.look(driver.now + 2 * REFRESH_S) == [], "nothing changed"
+    assert driver.table.look(driver.now + REFRESH_S / 2) == []
+    assert [job.steps for job in driver.table.look(driver.now + REFRESH_S)] == [2]
+    assert driver.table.look(driver.now + 2 * REFRESH_S) == [], "nothing changed"
     driver.finish(ranks, 2)
-    assert [job.state for job in driver.book.look(driver.now + 2 * REFRESH_S)] == ["finished"]
+    assert [job.state for job in driver.table.look(driver.now + 2 * REFRESH_S)] == ["finished"]
 
 
 def test_another_hub_between_two_jobs_begins_the_second_and_keeps_the_first(driver: Driver) -> None:
     first = driver.start(100)
     driver.train(first, range(1, 7), peak=500)
     driver.finish(first, 6)
-    driver.book.look(driver.now)
+    driver.table.look(driver.now)
     before = driver.described()
     driver.restarted([*before, *first])
     assert driver.described() == before
-    assert driver.book.look(driver.now + 60) == []
+    assert driver.table.look(driver.now + 60) == []
     second = driver.start(200)
     driver.train(second, range(1, 4), peak=200)
     assert figures(driver.described()) == [(1, "finished", 6, 506), (2, "training", 3, 203)]
@@ -246,28 +246,28 @@ def test_another_hub_goes_on_counting_a_job_where_the_first_left_off(driver: Dri
     # The introductions of a job beside another are not in the recording.
     driver.restarted([*driver.described(), *([] if beside else ranks)])
     for hello in ranks:
-        assert driver.book.hello(hello, driver.now).aside == beside
+        assert driver.table.hello(hello, driver.now).aside == beside
     driver.train(ranks, range(5, 7), host_us=10_000)
     job = driver.described()[-1]
     assert (job.number, job.state, job.steps, job.step, job.step_us) == (1 + beside, "training", 6, 6, 10_000)
     assert job.allocated_peak == 501 * MIB
     driver.finish(ranks, 6)
-    assert (driver.book.look(driver.now)[-1].state, len(driver.book.jobs)) == ("finished", 1 + beside)
+    assert (driver.table.look(driver.now)[-1].state, len(driver.table.jobs)) == ("finished", 1 + beside)
 
 
 def test_how_a_rank_ended_is_known_to_the_next_hub(driver: Driver) -> None:
     ranks = driver.start(100)
     driver.train(ranks, range(1, 3))
     driver.finish(ranks[:1], 2)
-    driver.book.take(
+    driver.table.take(
         identity_of(ranks[1]), Failure(rank=1, step=3, phase="forward", time=driver.now, error="ValueError: no labels")
     )
     driver.restarted([*driver.described(), *ranks])
     driver.dead.add(ranks[1].pid)
-    driver.book.state(
+    driver.table.state(
         RankState(rank=1, state="gone", time=driver.now, text="exit code 1", pid=ranks[1].pid, exit_code=1)
     )
-    told = driver.book.look(driver.now)
+    told = driver.table.look(driver.now)
     assert [(job.state, job.text) for job in told] == [("failed", "rank 1: ValueError: no labels")]
     assert [(rank.state, rank.exit_code) for rank in told[0].ranks] == [("finished", 0), ("gone", 1)]
 
@@ -277,11 +277,11 @@ def test_which_rank_failed_first_is_known_to_the_next_hub(driver: Driver) -> Non
     driver.train(ranks, range(1, 3))
     for rank in (1, 0):
         failure = Failure(rank=rank, step=3, phase="forward", time=driver.now, error=f"ValueError: of rank {rank}")
-        driver.book.take(identity_of(ranks[rank]), failure)
+        driver.table.take(identity_of(ranks[rank]), failure)
     for hello in ranks:
-        driver.book.state(RankState(rank=hello.rank, state="gone", time=driver.now, pid=hello.pid, exit_code=1))
+        driver.table.state(RankState(rank=hello.rank, state="gone", time=driver.now, pid=hello.pid, exit_code=1))
         driver.dead.add(hello.pid)
-    (before,) = driver.book.look(driver.now)
+    (before,) = driver.table.look(driver.now)
     assert (before.failed_rank, before.text) == (1, "rank 1: ValueError: of rank 1")
     driver.restarted([before, *ranks])
     assert driver.described() == [before]
