@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ftmon.protocol.recording.reader import Reader
 from ftmon_process import Ftmon, ftmon_home
 
 DATA = '{"prompt": "name a colour", "response": "blue"}\n' * 8
@@ -22,3 +23,9 @@ def test_a_model_type_that_is_not_one_is_told_on_the_terminal_as_wrong_usage(hom
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert "model.config.model_type: Unrecognized model identifier: lama; did you mean llama?" in ended.stdout
     assert "Traceback" not in ended.stdout + ended.stderr
+    why = next(line for line in ended.stdout.splitlines() if line.startswith("why:"))
+    assert "Unrecognized model identifier: lama" in why
+    with Reader(home.newest().recording) as reader:
+        (failure,) = [alert for alert in reader.alerts() if alert.kind == "failure"]
+        (end,) = [alert for alert in reader.alerts() if alert.kind == "exit"]
+    assert failure.evidence["error"] in end.title

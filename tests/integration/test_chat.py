@@ -53,8 +53,8 @@ def test_each_line_of_a_pipe_is_answered_by_one_line_of_its_own(model: Path) -> 
     words = (str(model), "--temperature", "0", "--max-tokens", "8", "--device", "cpu")
     done = chat(*words, "--debug", text="a few\n\nwords\na few\n")
     assert done.returncode == 0, done.stderr
-    first, second, third = done.stdout.removesuffix("\n").split("\n")
-    assert first == third
+    first, blank, second, third = done.stdout.removesuffix("\n").split("\n")
+    assert (first, blank) == (third, "")
     assert second != "" or first != ""
     sent = [line for line in done.stderr.splitlines() if line.startswith("sent ")]
     assert len(sent) == 3
@@ -78,6 +78,16 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path: Path, words: list[str
     (line,) = done.stderr.splitlines()
     assert said in line
     assert done.stdout == ""
+
+
+def test_a_prompt_that_the_model_cannot_take_and_bytes_that_are_no_text_are_refused_in_one_line(model: Path) -> None:
+    done = chat(str(model), "--device", "cpu", text="words " * 5000)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "and the model takes 4,096 at the most" in done.stderr
+    broken = subprocess.run([*CHAT, str(model)], input=b"a few\xff\n", capture_output=True, timeout=120, check=False)
+    assert (broken.returncode, broken.stdout) == (2, b"")
+    assert broken.stderr.decode().endswith("standard input, line 1: not UTF-8\n")
 
 
 def test_an_option_out_of_range_is_refused_in_one_line(model: Path) -> None:

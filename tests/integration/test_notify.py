@@ -11,6 +11,8 @@ import pytest
 from eventually import eventually
 from ftmon.protocol.exits import RUN_USAGE
 from ftmon.protocol.notices import Notice
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.rundir import RunDir
 from ftmon.trainer.hub import notify
 from ftmon.trainer.hub.notify import DeliveryError, deliver
 from ftmon_process import Ftmon, ftmon_home
@@ -59,6 +61,11 @@ def home(tmp_path: Path) -> Iterator[Ftmon]:
         yield ftmon
 
 
+def rules(run: RunDir) -> list[str]:
+    with Reader(run.recording) as reader:
+        return [alert.evidence["rule"] for alert in reader.alerts()]
+
+
 def test_a_run_that_fails_notifies_a_command_and_a_webhook_and_keeps_the_address_secret(
     home: Ftmon, tmp_path: Path, server: Server
 ):
@@ -81,6 +88,7 @@ def test_a_run_that_fails_notifies_a_command_and_a_webhook_and_keeps_the_address
     assert not [path for path in files if b"/secret" in path.read_bytes()]
     hub_log = run.logs / "hub.log"
     eventually(lambda: "notify exit 7: exit status 7" in hub_log.read_text(), "the third target is given up")
+    eventually(lambda: "notify exit 7" in rules(run), "an alert about it")
 
 
 def test_targets_that_do_not_take_a_notice_say_why(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -199,7 +199,7 @@ def test_a_stopped_run_goes_on_where_it_was(outcome: Outcome) -> None:
     ("name", "words"),
     [
         ("other-model", "refused: checkpoint.resume: "),
-        ("too-few", "refused: data: 10 examples are fewer than one step takes, 16"),
+        ("too-few", "refused: data: one step takes 16 examples "),
         ("no-such-size", "refused: model.config.hidden_sise: qwen2 has no such setting"),
         ("odd-heads", "refused: model.config.hidden_size: 64 is not a multiple of num_attention_heads, 7"),
     ],

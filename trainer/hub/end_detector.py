@@ -14,7 +14,7 @@ from ...protocol.analysis.deaths.tracebacks import RaisedException, last_excepti
 from ...protocol.intent import read_intent
 from ...protocol.process import is_alive
 from ...protocol.rundir import ExitFile, RunDir, RunFile
-from ...protocol.telemetry import Goodbye, Hello, Step
+from ...protocol.telemetry import Failure, Goodbye, Hello, Step
 from ...protocol.wire import Message
 from ..host import processes
 
@@ -43,6 +43,8 @@ class EndDetector:
         self._heard_at = self._begun
         self._hellos: set[int] = set()
         self._goodbyes: dict[int, str] = {}
+        self._failure: Failure | None = None
+        """The first that a rank reported."""
         self.stepped = False
         """Some rank has finished a step."""
 
@@ -57,6 +59,8 @@ class EndDetector:
             self._goodbyes.pop(message.rank, None)
         elif isinstance(message, Goodbye):
             self._goodbyes[message.rank] = message.reason
+        elif isinstance(message, Failure):
+            self._failure = self._failure or message
         elif isinstance(message, Step):
             self.stepped = True
 
@@ -64,6 +68,7 @@ class EndDetector:
         """Forget the ranks of the job before."""
         self._hellos.clear()
         self._goodbyes.clear()
+        self._failure = None
 
     def look(self, ranks_alive: int, ranks_elsewhere: bool, received: int) -> ExitFile | None:
         """Return how the run ended, or None while it goes on.
@@ -127,13 +132,11 @@ class EndDetector:
         if self.stepped:
             return None
         last = tail(self._run.logs / "launcher.log")
-        raised = self.raised()
-        if raised is not None:
-            where = f", raised at {raised.file}:{raised.line} in {raised.function}" if raised.file else ""
+        words, who = self._error()
+        if words:
             told = "its ranks reported, and" if self._hellos else "no rank reported;"
-            who = f"rank {raised.rank}" if raised.rank is not None else "the last traceback of its output"
-            why = f"{told} none finished an optimizer step ({end.text}). {who}: {raised.words}{where}"
-            return f"ended before its first step: {raised.words}"[:240], why, last
+            why = f"{told} none finished an optimizer step ({end.text}). {who}: {words}"
+            return f"ended before its first step: {words}"[:240], why, last
         if self._hellos:
             what = "its ranks reported, but no finished optimizer step was received from them"
             why = (
@@ -145,6 +148,16 @@ class EndDetector:
             why = "nothing in it made a DeepSpeed engine or a PyTorch optimizer that ftmon could see"
         remedy = "; the last lines of its output say more" if last else ""
         return f"ended without a recorded step: {what}", f"{what}: {why} ({end.text}){remedy}", last
+
+    def _error(self) -> tuple[str, str]:
+        """Return what ended the job before its first step, and on whom; empty: not known."""
+        raised = self.raised()
+        if raised is not None:
+            where = f", raised at {raised.file}:{raised.line} in {raised.function}" if raised.file else ""
+            who = f"rank {raised.rank}" if raised.rank is not None else "the last traceback of its output"
+            return raised.words + where, who
+        failed = self._failure
+        return ("", "") if failed is None else (failed.error, f"rank {failed.rank}")
 
     def raised(self) -> RaisedException | None:
         """Return the exception that ended the job, from what its ranks and its launcher printed; None: none there.

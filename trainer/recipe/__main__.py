@@ -36,13 +36,11 @@ def main(arguments: list[str]) -> int:
         # Not after a failure: NCCL would wait here for collectives that the other ranks are still in, for ever.
         world.leave()
         _keep_imported()  # and what was imported since: it goes with the process
-    except UsageError as error:
-        # Every rank finds the same mistake; once is enough.
-        if rank == "0":
-            print(error, file=sys.stderr, flush=True)
-        return error.exit_status
     except FtmonError as error:
-        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        # A wrong configuration is found by every rank; once is enough.
+        if rank == "0" or not isinstance(error, UsageError):
+            print(error if isinstance(error, UsageError) else f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        sys.last_value = error  # as the interpreter does; the probe reports it as what ended this rank
         return error.exit_status
     return 0
 

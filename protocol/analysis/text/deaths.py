@@ -69,9 +69,10 @@ def launcher_ended(finding: Finding) -> Words:
     """A job's command that ended before its ranks."""
     facts: LauncherEnded = finding.facts
     how = _launcher(facts)
+    processes = "1 process" if facts.left == 1 else f"{facts.left} processes"
     return Words(
         f"the job's command ended ({how}) before its ranks",
-        f"The command that was started ({how}) left {facts.left} processes behind. Nobody would have looked "
+        f"The command that was started ({how}) left {processes} behind. Nobody would have looked "
         "after them, so ftmon ended them; no rank is to blame.",
     )
 

@@ -123,6 +123,16 @@ def test_a_change_is_refused_unless_it_is_allowed(name: str, values: dict[str, o
         assert getattr(resumed, key) == value
 
 
+def test_another_global_batch_on_the_same_ranks_says_what_it_means_and_how_to_keep_it() -> None:
+    with pytest.raises(ConfigError) as raised:
+        compatible.position(STATE, changed(micro_batch=4), [], Path("c"))
+    assert "training.micro_batch was 2 and is 4, with 16 examples a step then and 32 now" in str(raised.value)
+    assert "(training.grad_accumulation=1 keeps it): global batches have another size" in str(raised.value)
+    with pytest.raises(ConfigError, match="differ from the uninterrupted run's in their last digits") as raised:
+        compatible.position(STATE, changed(micro_batch=4, grad_accumulation=1), [], Path("c"))
+    assert "another size" not in str(raised.value)
+
+
 def test_fewer_ranks_with_as_much_more_accumulation_are_no_change_of_the_batches() -> None:
     resumed, notes = compatible.position(STATE, changed(ranks=2, grad_accumulation=4), [], Path("c"))
     assert resumed.batches == STATE.batches

@@ -104,7 +104,9 @@ def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
     assert [records.place(index) for index in range(3)] == ["a.jsonl:1", "a.jsonl:2", "b.txt:1"]
 
 
-@pytest.mark.parametrize(("name", "content"), [("a.json", "[1, 2"), ("a.csv", ""), ("a.jsonl", " \n")])
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.json", "[1, 2"), ("a.csv", ""), ("b.csv", "text,text\na,b\n"), ("a.jsonl", " \n")]
+)
 def test_a_file_that_holds_no_records_is_refused(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=name):

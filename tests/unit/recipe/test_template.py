@@ -329,3 +329,10 @@ def test_long_records_are_dropped_or_split_as_configured() -> None:
         assert sum(piece.ends_learned for piece in pieces) == 1
     with pytest.raises(ConfigError, match="split is for text"):
         encoder(family("chatml"), truncation="split")
+
+
+def test_a_tool_call_is_looked_for_in_its_place_and_not_in_the_whole_text() -> None:
+    chat = [*CALLS, {"role": "user", "content": "weather?"}, {"role": "assistant", "content": "weather, Paris."}]
+    assert refusal(encoder(family("llama3")), {"messages": chat}) == (
+        "the chat template leaves out the tool calls of message 2"
+    )

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ....protocol.errors import UsageError
+
 
 class Sampling(NamedTuple):
     """How the next token is chosen."""
@@ -19,8 +21,14 @@ class Sampling(NamedTuple):
 def tokens(
     model: Any, prompt: Sequence[int], stops: frozenset[int], limit: int, sampling: Sampling
 ) -> Generator[int, None, str]:
-    """Give an answer's tokens as they are generated, the one that ends it included; return why it ended."""
+    """Give an answer's tokens as they are generated, the one that ends it included; return why it ended.
+
+    Raises:
+        UsageError: the prompt alone is as long as the model's longest sequence, or longer.
+    """
     length = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(length, int) and len(prompt) >= length:
+        raise UsageError(f"the conversation is {len(prompt):,} tokens long, and the model takes {length:,} at the most")
     room = limit if not isinstance(length, int) else min(limit, length - len(prompt))
     known: Any = None
     fed = torch.tensor([list(prompt)], device=model.device)

@@ -65,9 +65,14 @@ class Session:
         The answer to a line is one line: backslashes and line ends in it are escaped by a backslash.
         """
         whole = sys.stdin.read().strip() if self._options.whole else ""
-        for line in [whole] if whole else sys.stdin:
+        for number, line in enumerate([whole] if whole else sys.stdin, 1):
             if not line.strip():
+                print(flush=True)  # so that answers and questions have the same line numbers
                 continue
+            try:
+                line.encode()
+            except UnicodeEncodeError:
+                raise UsageError(f"standard input, line {number}: not UTF-8") from None
             self._begin_anew()
             answer = self._ask(line.strip(), show=False)
             text = answer.text if whole else answer.text.replace("\\", "\\\\").replace("\n", "\\n")
@@ -87,7 +92,12 @@ class Session:
         elif command in ("/help", "/?"):
             self._note(_HELP)
         else:
-            answer = self._ask(line, show=True)
+            try:
+                answer = self._ask(line, show=True)
+            except UsageError as error:
+                self._history.pop()
+                self._note(str(error))
+                return
             ended = "" if answer.why == "end" else f", ended by {answer.why}"
             self._note(f"{answer.tokens} tokens, {answer.tokens / max(answer.seconds, 1e-9):.1f} tokens/s{ended}")
 

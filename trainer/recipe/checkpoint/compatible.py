@@ -35,14 +35,15 @@ def position(saved: TrainState, now: TrainState, allow: Sequence[str], path: Pat
     Raises:
         ConfigError: a change that is not accepted; the text names each with its fix.
     """
-    changed = {name: text for name, text in _changes(saved, now).items() if name not in allow}
+    changes = {name: f"{text}: {_consequence(name, saved, now)}" for name, text in _changes(saved, now).items()}
+    changed = [name for name in changes if name not in allow]
     if changed:
-        each = "; ".join(f"{text}: {_CONSEQUENCES[name]}" for name, text in changed.items())
+        each = "; ".join(changes[name] for name in changed)
         raise ConfigError(
             f"checkpoint.resume: {path}: {each}. Set it back, or accept it with "
             f"checkpoint.allow=[{', '.join([*allow, *changed])}]"
         )
-    notes = [f"{text}: {_CONSEQUENCES[name]}" for name, text in _changes(saved, now).items()]
+    notes = list(changes.values())
     if _divided(saved, now) and saved.global_batch == now.global_batch:
         notes.append(f"{_divided(saved, now)}: the global batches are the same; rounding and dropout differ")
     identity = {name: getattr(now, name) for name in _IDENTITY}
@@ -77,18 +78,24 @@ def _changes(saved: TrainState, now: TrainState) -> dict[str, str]:
         )
     elif saved.data_key != now.data_key:
         changes["data"] = f"data: other examples than before ({saved.examples:,} then, {now.examples:,} now)"
+    sizes = ""
+    if saved.global_batch != now.global_batch:
+        whole, rest = divmod(saved.global_batch, now.global_batch // now.grad_accumulation)
+        fix = f" (training.grad_accumulation={whole} keeps it)" if whole and not rest else ""
+        sizes = f", with {saved.global_batch} examples a step then and {now.global_batch} now{fix}"
     if divided := _divided(saved, now):
-        if saved.global_batch != now.global_batch:
-            whole, rest = divmod(saved.global_batch, now.global_batch // now.grad_accumulation)
-            fix = f" (training.grad_accumulation={whole} keeps it)" if whole and not rest else ""
-            changes["ranks"] = (
-                f"{divided}, with {saved.global_batch} examples a step then and {now.global_batch} now{fix}"
-            )
+        if sizes:
+            changes["ranks"] = f"{divided}{sizes}"
         return changes
     for name in ("micro_batch", "grad_accumulation"):
         if getattr(saved, name) != getattr(now, name):
-            changes[name] = f"training.{name} was {getattr(saved, name)} and is {getattr(now, name)}"
+            changes[name] = f"training.{name} was {getattr(saved, name)} and is {getattr(now, name)}{sizes}"
     return changes
+
+
+def _consequence(name: str, saved: TrainState, now: TrainState) -> str:
+    is_batch = name in ("micro_batch", "grad_accumulation") and saved.global_batch != now.global_batch
+    return _CONSEQUENCES["ranks" if is_batch else name]
 
 
 def _divided(saved: TrainState, now: TrainState) -> str:

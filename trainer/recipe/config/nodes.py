@@ -124,7 +124,12 @@ def override(tree: Node | None, assignment: str) -> Node:
         raise UsageError(
             f"{COMMAND_LINE}: {shown(assignment)!r} is not of the form key.sub=value, such as zero.stage=3"
         )
-    node = parse(value, COMMAND_LINE) or scalar("", COMMAND_LINE, 0)
+    try:
+        node = parse(value, COMMAND_LINE) or scalar("", COMMAND_LINE, 0)
+    except ConfigError as error:
+        why = str(error).removeprefix(f"{COMMAND_LINE}: ")
+        fix = "a text with such characters needs quotes of its own, as in key='\"text\"'"
+        raise ConfigError(f"{COMMAND_LINE}: {shown(assignment)}: {why}; {fix}") from None
     for part in reversed(parts[1:]):
         node = _mapping(part, node)
     if tree is None:

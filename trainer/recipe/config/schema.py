@@ -30,7 +30,7 @@ class Training(Section, frozen=True):
     total_batch: AtLeast0 = 0
     """Check: micro_batch x grad_accumulation x ranks / sequence_parallel_size must be this; 0: no check."""
     sequence_length: Length = 1024
-    """Longest sequence, in tokens; longer ones are cut off at their end."""
+    """Longest sequence, in tokens; `data.truncation` says what becomes of longer ones."""
     sequence_parallel_size: AtLeast1 = 1
     """Ranks that share each sequence, each computing a slice of it (Ulysses): for lengths that one GPU does not hold.
     The ranks must be a multiple of it, and it must divide the attention heads; 1: each rank has whole sequences."""
@@ -43,8 +43,8 @@ class Training(Section, frozen=True):
     max_skipped: AtLeast1 = 40
     """End training after so many updates in a row that were left out because gradients overflowed."""
     rehearsal: bool = True
-    """Before the first step of a new run, take a step on the longest micro-batch that changes nothing: what does not
-    fit fails now."""
+    """Before the first step, also of a run that resumes, take a step on the longest micro-batch that changes nothing:
+    what does not fit fails now."""
 
 
 class Output(Section, frozen=True):

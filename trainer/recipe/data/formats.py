@@ -20,6 +20,7 @@ from .messages import (
     conversation,
     kind,
     message_of,
+    refuse_surrogates,
     text_of,
 )
 
@@ -44,7 +45,9 @@ def convert(record: Any, form: str, data: Data) -> Converted:
     """
     if not isinstance(record, dict):
         raise RefusedError(f"is {kind(record)}, not an object")
-    return _CONVERTERS[form](record, data)
+    content = _CONVERTERS[form](record, data)
+    refuse_surrogates(content)
+    return content
 
 
 def detect(record: Record, data: Data) -> str:
@@ -110,15 +113,21 @@ def _chat_or_sharegpt(messages: Any) -> str:
 def _chat(record: Record, data: Data) -> Conversation:
     entries = _entries(record, messages_column(record, data))
     messages = [message_of(entry, number) for number, entry in enumerate(entries, 1)]
-    return conversation(messages, tools=record.get(data.tools_column))
+    return conversation(_with_system(record, messages), tools=record.get(data.tools_column))
+
+
+def _with_system(record: Record, messages: list[Message]) -> list[Message]:
+    """Put a record's ``system`` before its messages, where they have none of their own."""
+    system = record.get("system")
+    if not isinstance(system, str) or not system.strip() or (messages and messages[0].role == SYSTEM):
+        return messages
+    return [Message(SYSTEM, system), *messages]
 
 
 def _sharegpt(record: Record, data: Data) -> Conversation:
     entries = _entries(record, messages_column(record, data))
     messages = [_shared(entry, number) for number, entry in enumerate(entries, 1)]
-    if isinstance(record.get("system"), str) and record["system"].strip() and messages[0].role != SYSTEM:
-        messages.insert(0, Message(SYSTEM, record["system"]))
-    return conversation(messages, tools=record.get(data.tools_column))
+    return conversation(_with_system(record, messages), tools=record.get(data.tools_column))
 
 
 def _shared(entry: Any, number: int) -> Message:
@@ -148,9 +157,7 @@ def _instruction(record: Record, data: Data) -> Conversation:
         Message(USER, text_of(record, data.prompt_column)),
         Message(ASSISTANT, text_of(record, response_column(record, data))),
     ]
-    if isinstance(record.get("system"), str) and record["system"].strip():
-        messages.insert(0, Message(SYSTEM, record["system"]))
-    return conversation(messages, tools=record.get(data.tools_column))
+    return conversation(_with_system(record, messages), tools=record.get(data.tools_column))
 
 
 def _message_lists(record: Record, data: Data) -> Conversation:
@@ -173,9 +180,7 @@ def _alpaca(record: Record, data: Data) -> Conversation:
         if not isinstance(earlier, list | tuple) or len(earlier) != 2 or not all(isinstance(x, str) for x in earlier):
             raise RefusedError("history is not a list of pairs of texts")
         messages[:0] = [Message(USER, earlier[0]), Message(ASSISTANT, earlier[1])]
-    if isinstance(record.get("system"), str) and record["system"].strip():
-        messages.insert(0, Message(SYSTEM, record["system"]))
-    return conversation(messages)
+    return conversation(_with_system(record, messages))
 
 
 def _text(record: Record, data: Data) -> Text:

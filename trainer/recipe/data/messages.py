@@ -64,7 +64,8 @@ def conversation(messages: list[Message], prompt: int | None = None, tools: Any 
         elif message.content is None:
             raise RefusedError(f"message {number} ({message.role}) has no content")
     if all(message.role != ASSISTANT for message in messages):
-        raise RefusedError("has no assistant message")
+        roles = ", ".join(sorted({message.role for message in messages}))
+        raise RefusedError(f"has no assistant message (roles: {roles[:80]})")
     if prompt is None:
         prompt = max((index + 1 for index, message in enumerate(messages) if message.role == USER), default=0)
     return Conversation(messages, prompt, _schemas(tools))
@@ -96,7 +97,7 @@ def message_of(entry: Any, number: int, role: str | None = None) -> Message:
         _calls(entry, number),
         str(entry.get("name") or ""),
         str(entry.get("tool_call_id") or ""),
-        entry.get("weight") != 0 and entry.get("train") is not False,
+        _is_learned(entry, number),
     )
 
 
@@ -146,6 +147,42 @@ def kind(value: Any) -> str:
         return "a number"
     names = {dict: "an object", list: "a list", str: "text"}
     return names.get(type(value), type(value).__name__)
+
+
+def refuse_surrogates(content: Conversation | Text) -> None:
+    """Refuse text with half of a surrogate pair (in JSON an escape of D800 to DFFF alone): it cannot be encoded.
+
+    Raises:
+        RefusedError: a text holds one.
+    """
+    for text in [content.text] if isinstance(content, Text) else _texts(content):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(text[error.start]):04x}"
+            raise RefusedError(f"holds {half}, half of a surrogate pair, which is no character") from None
+
+
+def _texts(chat: Conversation) -> list[str]:
+    found: list[str | None] = [_json(chat.tools)] if chat.tools else []
+    for message in chat.messages:
+        found += [message.role, message.content, message.reasoning, message.name]
+        found += [_json(message.tool_calls)] if message.tool_calls else []
+    return [text for text in found if text]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _is_learned(entry: dict[str, Any], number: int) -> bool:
+    """Return whether a message is trained on, as its ``weight`` (OpenAI's) and ``train`` say."""
+    weight, train = entry.get("weight"), entry.get("train")
+    if weight is not None and weight not in (0, 1):
+        raise RefusedError(f"message {number}: weight is {json.dumps(weight)[:40]}, not 0 or 1")
+    if train is not None and not isinstance(train, bool):
+        raise RefusedError(f"message {number}: train is {json.dumps(train)[:40]}, not true or false")
+    return weight != 0 and train is not False
 
 
 def _calls(entry: dict[str, Any], number: int) -> list[dict[str, Any]]:

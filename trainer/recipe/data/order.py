@@ -49,8 +49,8 @@ class Order:
         """Global batches that are already taken when iteration begins."""
         if self.steps_per_epoch == 0:
             raise ConfigError(
-                f"data: {count} examples are fewer than one step takes, {self.samples_per_step} (micro_batch x "
-                "grad_accumulation x ranks)"
+                f"data: one step takes {self.samples_per_step} examples (micro_batch x grad_accumulation x ranks), and "
+                f"there {'is' if count == 1 else 'are'} {count}: give more data, or make the batch smaller"
             )
 
     def __iter__(self) -> Iterator[list[int]]:

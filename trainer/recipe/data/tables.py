@@ -54,6 +54,9 @@ def delimited(path: Path, weight: float, most: int = sys.maxsize) -> Listed:
         header = next(reader, None)
         if not header:
             raise ValueError("has no header line")
+        twice = next((name for number, name in enumerate(header) if name in header[:number]), None)
+        if twice is not None:
+            raise ValueError(f"its header names {json.dumps(twice)} twice")
         start = reader.line_num + 1
         for row in reader:
             if row:

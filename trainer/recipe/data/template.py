@@ -5,6 +5,7 @@ generates is its text without the header that the generation prompt supplies, up
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,11 +170,35 @@ class ChatTemplate:
             raise RefusedError(f"the chat template rejects it: {error}") from None
         if turns is None:
             raise RefusedError("the chat template does not let its assistant's turns be told from the others")
+        if chat.tools or any(message.tool_calls for message in chat.messages):
+            self._refuse_lost_calls(template, messages, chat)
         _refuse_lost(chat, text, messages)
         lost = sum(
             bool(message.reasoning.strip()) and message.reasoning.strip() not in text for message in chat.messages
         )
         return Chat(text, turns, lost)
+
+    def _refuse_lost_calls(self, template: Template, messages: list[dict[str, Any]], chat: Conversation) -> None:
+        """Refuse a record whose tool calls or tools the template leaves out.
+
+        A function's name may stand in any other text of the record: names that cannot are rendered in their place.
+        """
+        places: dict[str, str] = {}
+
+        def name(place: str) -> str:
+            found = f"ftmon_{len(places):04d}_probe"
+            places[found] = place
+            return found
+
+        probed = [_with_calls(message, number, name) for number, message in enumerate(messages, 1)]
+        tools = [_with_name(tool, name) for tool in chat.tools] or None
+        try:
+            text, _ = self._turns(template, probed, tools)
+        except RenderError as error:
+            raise RefusedError(f"the chat template rejects it: {error}") from None
+        for found, place in places.items():
+            if found not in text:
+                raise RefusedError(f"the chat template leaves out {place}")
 
     def _turns(self, template: Template, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[Span] | None]:
         """Return the text and what each assistant's message generates; None if its parts do not tell that."""
@@ -293,17 +318,34 @@ def _refuse_lost(chat: Conversation, text: str, given: list[dict[str, Any]]) -> 
         if content and content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
             raise RefusedError(f"the chat template leaves out message {number} ({message.role})")
         for call in message.tool_calls:
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            if name not in text:
-                raise RefusedError(f"the chat template leaves out the tool calls of message {number}")
+            arguments = call["function"]["arguments"]
             if isinstance(arguments, dict) and arguments and str(arguments) in text:
                 raise RefusedError(f"the chat template does not write the tool calls of message {number} as JSON")
         if entry["content"] is None and "None" in text and not _holds_none(chat):
             raise RefusedError(f"the chat template writes the null content of message {number} as the word None")
-    for tool in chat.tools:
-        name = tool.get("function", tool).get("name") if isinstance(tool.get("function", tool), dict) else None
-        if isinstance(name, str) and name not in text:
-            raise RefusedError(f"the chat template leaves out the tool {name}")
+
+
+def _with_calls(message: dict[str, Any], number: int, name: Callable[[str], str]) -> dict[str, Any]:
+    """Copy a message as the template gets it; its functions and their arguments are called by ``name(place)``."""
+    calls: list[dict[str, Any]] = []
+    for call in message.get("tool_calls", []):
+        function = call["function"]
+        probe = {"name": name(f"the tool calls of message {number}")}
+        arguments: Any = {}
+        if function["arguments"] and function["arguments"] != "{}":
+            arguments = {"argument": name(f"the tool calls' arguments of message {number}")}
+        text = isinstance(function["arguments"], str)
+        calls.append({**call, "function": {**probe, "arguments": json.dumps(arguments) if text else arguments}})
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _with_name(tool: dict[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
+    """Copy a tool's schema; the function is called by ``name(place)``."""
+    function = tool.get("function", tool)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return tool
+    renamed: dict[str, Any] = {**function, "name": name(f"the tool {function['name']}")}
+    return {**tool, "function": renamed} if "function" in tool else renamed
 
 
 def _holds_none(chat: Conversation) -> bool:
