@@ -1,13 +1,16 @@
 """DeepSpeed's configuration as a prediction takes it: read, checked as far as the dry run looks into it, completed."""
 
 import copy
+import difflib
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import hjson
 
 from ...protocol.errors import ConfigError
+from ..recipe.engine import ds_keys
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "deepspeed": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -29,6 +32,8 @@ _DEGREES = {
     "sequence_parallel_size": "sequence",
 }
 """Keys that split a model or a sequence over ranks, which no prediction does."""
+_KNOWN = {path.partition(".")[0] for path in (*ds_keys.TOP, *ds_keys.OWN, *ds_keys.REMOVED, *ds_keys.UNSUPPORTED)}
+"""DeepSpeed's top-level keys."""
 _QUOTED = re.compile(r'"([^"]+)"')
 
 
@@ -41,10 +46,14 @@ class Batch(NamedTuple):
     """Micro-steps of a step."""
 
 
-def read(path: str) -> dict[str, Any]:
+def read(path: str, notes: list[str] | None = None) -> dict[str, Any]:
     """Return DeepSpeed's configuration without entries that say ``auto``, which transformers' Trainer would fill in.
 
     Read as DeepSpeed does: Hjson, which allows comments, and refuses a key that is given twice.
+
+    Args:
+        path: of the file.
+        notes: gets a line for the entries that say ``auto``, and for each key that DeepSpeed does not know.
 
     Raises:
         ConfigError: there is no such file, or it cannot be a configuration; the text names the file and the key.
@@ -60,7 +69,34 @@ def read(path: str) -> dict[str, Any]:
         check(settings)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
+    if notes is not None:
+        notes += (f"{path}: {text}" for text in [*_left_out(found), *unknown(settings)])
     return settings
+
+
+def unknown(settings: Mapping[str, Any]) -> list[str]:
+    """Return a line for each top-level key that DeepSpeed does not know, and so ignores."""
+    found: list[str] = []
+    for key in settings.keys() - _KNOWN:
+        near = difflib.get_close_matches(key, _KNOWN, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        found.append(f"unknown key {key} is ignored by DeepSpeed{hint}")
+    return sorted(found)
+
+
+def _left_out(value: Mapping[str, Any]) -> list[str]:
+    """Return a line that names the entries that say ``auto``; none where there are none."""
+    names = [".".join(path) for path in _autos(value)]
+    return [f"'auto' entries are left out: {', '.join(names)}"] if names else []
+
+
+def _autos(value: Any) -> Iterator[tuple[str, ...]]:
+    """Return the paths of the entries that say ``auto``."""
+    if value == "auto":
+        yield ()
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield from ((name, *rest) for rest in _autos(part))
 
 
 def without_auto(value: Any) -> Any:

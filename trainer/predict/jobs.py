@@ -169,7 +169,7 @@ def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Pre
         allocator=allocator,
         gpu=gpu,
     )
-    notes: list[str] = []
+    notes = [f"{started.script}: its DeepSpeed configuration: {text}" for text in deepspeed_file.unknown(settings)]
     if not (arguments.ranks or started.ranks):
         notes.append("the command does not say how many ranks it starts: 1 assumed (--ranks)")
     if not arguments.sequence_length:
@@ -193,7 +193,7 @@ def deepspeed(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
     notes: list[str] = []
     settings: dict[str, Any] = {}
     if arguments.deepspeed:
-        settings = deepspeed_file.read(arguments.deepspeed)
+        settings = deepspeed_file.read(arguments.deepspeed, notes)
     else:
         settings["bf16"] = {"enabled": True}
         notes.append("no DeepSpeed configuration given: bf16, ZeRO stage 0")

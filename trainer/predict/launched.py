@@ -133,6 +133,8 @@ def _ranks(options: dict[str, str]) -> int | None:
     if not a_host and ":" in included:  # deepspeed --include worker-0:0,2@worker-1:0,2
         return sum(len(part.partition(":")[2].split(",")) for part in included.split("@") if ":" in part) or None
     hosts = next((options[name] for name in _HOSTS if name in options), "1")
+    if options.get("nproc_per_node") == "0" or options.get("nnodes") == "0":
+        raise UsageError("torchrun starts no rank with 0 processes or nodes: write 1 or more")
     if not a_host.isdigit() or not hosts.isdigit():
         return None
     return int(a_host) * int(hosts) or None

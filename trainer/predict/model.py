@@ -31,36 +31,64 @@ def read_config(where: str) -> Any:
     Of a name only ``config.json`` is downloaded, unless it is in the local cache.
 
     Raises:
-        ConfigError: there is none, the hub cannot be reached, or transformers does not know the model.
+        ConfigError: there is none, the hub cannot be reached, transformers refuses it, or its model is not predicted.
     """
     from transformers import AutoConfig
 
     path = Path(where).expanduser()
+    is_folder = path.is_dir()
+    file = path / _CONFIG if is_folder else path
     try:
-        if path.is_file():
-            config: Any = _from_file(path)
-        elif path.is_dir():
-            if not (path / _CONFIG).is_file():
-                raise ConfigError(f"{where}: has no {_CONFIG}")
-            config = AutoConfig.from_pretrained(str(path))
+        if is_folder and not file.is_file():
+            raise ConfigError(f"{where}: has no {_CONFIG}")
+        if file.is_file():
+            where = str(file)
+            fields = _read_fields(file)
+            config: Any = AutoConfig.from_pretrained(str(path)) if is_folder else _make_config(file, fields)
         elif not _HUB_NAME.fullmatch(where):
             raise ConfigError(f"{where}: no such folder or file")
         else:
             config = AutoConfig.from_pretrained(where)
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror or _why_not_found(error)}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{where}: {_first_line(error)}") from None
+    except Exception as error:  # transformers and huggingface_hub have classes of their own for a wrong value
+        raise ConfigError(f"{where}: {_first_line(error.__cause__ or error)}") from None
+    _check_kind(config, where)
     config.use_cache = False
+    config.name_or_path = where
     return config
 
 
-def _from_file(path: Path) -> Any:
-    from transformers import AutoConfig
+def _check_kind(config: Any, where: str) -> None:
+    """Refuse a model that is no causal language model, or whose weights are quantized."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    fields: Any = json.loads(path.read_text())
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"{where}: model type {config.model_type} is no causal language model: only those are predicted"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{where}: quantization_config: quantized weights cannot be predicted with --model; for QLoRA use "
+            "CONFIG.yaml with model.quantization=nf4"
+        )
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    try:
+        fields: Any = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}: must be a JSON object, not {type(fields).__name__}")
+    return fields
+
+
+def _make_config(path: Path, fields: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
     kind = fields.pop("model_type", None)
     if not isinstance(kind, str):
         raise ConfigError(f"{path}: no model_type; write the type of the model, such as llama")
@@ -82,14 +110,16 @@ def make(config: Any, dtype: Any, checkpointing: bool, lora_rank: int | None, at
     """Return the model, in training mode; under fake tensors it takes no memory.
 
     Raises:
-        ConfigError: transformers has no causal language model of this type, or LoRA finds no layers.
+        ConfigError: transformers refuses the configuration.
     """
     from transformers import AutoModelForCausalLM
 
     try:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    except ValueError as error:
-        raise ConfigError(f"{config.model_type}: {_first_line(error)}") from None
+    except RuntimeError:  # fake tensors' errors are among them, which DryRun explains
+        raise
+    except Exception as error:
+        raise ConfigError(f"{config.name_or_path}: {_first_line(error.__cause__ or error)}") from None
     model.train()
     if lora_rank:
         from peft import LoraConfig, get_peft_model

@@ -24,6 +24,8 @@ from .result import Rank
 _TOGETHER = 2
 _MOST_RANKS = 8
 """That are run; others take the figures of the nearest one."""
+_TRACEBACK = 113
+"""Exit status of a forked process that has printed a traceback; scripts seldom use it."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -158,6 +160,7 @@ def once(call: Callable[[], Any], kind: type[T]) -> T:
                     pipe.write(b"-" + str(error).encode())
         except BaseException:
             traceback.print_exc(file=sys.__stderr__)
+            os._exit(_TRACEBACK)
         finally:
             os._exit(0)
     os.close(writing)
@@ -173,7 +176,11 @@ def once(call: Callable[[], Any], kind: type[T]) -> T:
 
 def _how(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
-    return f"was killed by signal {-code}" if code < 0 else "failed; its traceback is above"
+    if code < 0:
+        return f"was killed by signal {-code}"
+    if code == _TRACEBACK:
+        return "failed; its traceback is above"
+    return f"ended with exit status {code}, without a result"
 
 
 def _fork(measure: Callable[[], RankRun]) -> tuple[int, int]:
@@ -191,6 +198,7 @@ def _fork(measure: Callable[[], RankRun]) -> tuple[int, int]:
             pipe.write(msgspec.json.encode(measure()))
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)
+        os._exit(_TRACEBACK)
     finally:
         os._exit(0)
 

@@ -234,10 +234,11 @@ def _patch_weights() -> None:
 
     def from_pretrained(cls: Any, name: Any = None, *arguments: Any, config: Any = None, **named: Any) -> Any:
         del arguments
-        if named.get("quantization_config") is not None or named.get("load_in_4bit") or named.get("load_in_8bit"):
-            raise ConfigError("quantized models cannot be predicted: their kernels do not run on fake tensors")
         if config is None:
             config = cls.config_class.from_pretrained(name)
+        quantized = named.get("quantization_config") or getattr(config, "quantization_config", None)
+        if quantized is not None or named.get("load_in_4bit") or named.get("load_in_8bit"):
+            raise ConfigError("quantized models cannot be predicted: their kernels do not run on fake tensors")
         changes = {key: value for key, value in named.items() if hasattr(config, key) and key not in _OF_LOADING}
         for key, value in changes.items():
             setattr(config, key, value)

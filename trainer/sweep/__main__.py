@@ -72,7 +72,7 @@ def _sweep(wanted: Spec, arguments: argparse.Namespace, interrupts: list[int]) -
     session = Session(wanted, writer, earlier, lines, arguments.fail_fast, lambda: bool(interrupts))
     plan = _plan(wanted, predictor, arguments.fail_fast)
     writer.append(plan)
-    lines.plan(plan, len(session.rows), session.used_seconds)
+    lines.plan(plan, _answered(plan, session), session.used_seconds)
     found: list[str] = []
     try:
         found = _run(wanted, session, predictor, plan, lines)
@@ -144,10 +144,17 @@ def _plan(wanted: Spec, predictor: Predictor, fail_fast: bool) -> Plan:
     )
 
 
+def _answered(plan: Plan, session: Session) -> int:
+    """Count the plan's runs that have a row; of a search, whose runs are not known before, all rows."""
+    if plan.search is not None and plan.search.goal != "fastest":
+        return len(session.rows)
+    return sum(session.has(run.settings, repeat) for run in plan.runs for repeat in range(plan.repeats))
+
+
 def _missing(plan: Plan, session: Session) -> int:
     if plan.search is not None and plan.search.goal != "fastest":
         return 0
-    return sum(not session.has(run.settings, repeat) for run in plan.runs for repeat in range(plan.repeats))
+    return len(plan.runs) * plan.repeats - _answered(plan, session)
 
 
 def _header(wanted: Spec) -> Header:

@@ -58,7 +58,7 @@ class Lines:
         known = f", {duration(used)} used" if used >= 1 else ""
         self._say(f"budget: {budget_text(plan.budget)}{known}; a run is ended after {duration(plan.timeout)}")
         if answered:
-            self._say(f"{answered} runs have their rows already")
+            self._say(f"{answered} runs have their rows already" if answered > 1 else "1 run has its row already")
         for note in plan.notes:
             self._say(note)
         for run in plan.runs if any(run.predicted for run in plan.runs) else ():

@@ -11,17 +11,24 @@ def positive(text: str) -> int:
     return number
 
 
+_LONGEST = 100_000_000
+"""Tokens of a sequence, at the most."""
+
+
 def lengths(text: str) -> list[int]:
-    """Parse whole numbers of 1 or more, separated by commas."""
-    return [positive(part) for part in text.split(",")]
+    """Parse whole numbers of 1 or more, separated by commas, into a list without duplicates."""
+    found = list(dict.fromkeys(positive(part) for part in text.split(",")))
+    if max(found) > _LONGEST:
+        raise argparse.ArgumentTypeError(f"must be {_LONGEST:,} tokens or less, not {max(found):,}")
+    return found
 
 
 def byte_size(text: str) -> int:
-    """Parse a size such as ``24GiB`` or ``80GB`` into bytes."""
-    units = {"GiB": 1 << 30, "MiB": 1 << 20, "GB": 10**9, "MB": 10**6}
-    number, unit = next(((text[: -len(unit)], size) for unit, size in units.items() if text.endswith(unit)), (text, 1))
+    """Parse a size with its unit, such as ``24GiB`` or ``80gb``, into bytes."""
+    units = {"gib": 1 << 30, "mib": 1 << 20, "gb": 10**9, "mb": 10**6}
+    unit = next((unit for unit in units if text.lower().endswith(unit)), "")
     try:
-        size = int(float(number) * unit)
+        size = int(float(text[: -len(unit)]) * units[unit]) if unit else 0
     except (ValueError, OverflowError):
         size = 0
     if size < 1:

@@ -14,10 +14,15 @@ def show_comparison(arguments: Namespace) -> int:
     """Print a comparison; status 1 when the gate is passed.
 
     Raises:
-        UsageError: a run beside a sweep, or nothing in common.
+        UsageError: a run beside a sweep, nothing in common, or no figure that the gate looks at.
     """
     before, after = load(arguments.before, arguments.warm_up), load(arguments.after, arguments.warm_up)
     found = compare_loaded(before, after, arguments.gate)
+    if arguments.gate is not None and not any(_is_gated(one) for one in found):
+        raise UsageError(
+            f"nothing to compare: {before.name} and {after.name} have no measured steps in common; of a run, --warm-up "
+            f"leaves out the first {arguments.warm_up}"
+        )
     if arguments.json:
         print_json({"gate": arguments.gate, "comparisons": found})
     else:
@@ -27,6 +32,10 @@ def show_comparison(arguments: Namespace) -> int:
         if len(found) > 1:
             print(summary_line(found, arguments.gate))
     return int(any(one.regressions for one in found))
+
+
+def _is_gated(one: Comparison) -> bool:
+    return bool(one.regressions) or any(figure.gated for figure in one.differences)
 
 
 def compare_loaded(before: Loaded, after: Loaded, gate: float | None) -> list[Comparison]:

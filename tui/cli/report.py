@@ -3,16 +3,18 @@
 import shutil
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 from ... import __version__
 from ..report.build import build
-from ..report.export import records, to_csv, write_file, write_parquet
+from ..report.export import check_outputs, records, to_csv, to_parquet, write_file
 from ..report.html import page
 from ..report.load import load, parse_mapping
 from ..report.png import png
 from ..report.svg import sheet
 from ..report.terminal import lines
+from ..source.find import find_recording
 from . import terminal
 from .printable import print_json
 
@@ -24,32 +26,25 @@ def show_report(arguments: Namespace) -> int:
 
     Raises:
         UsageError: something cannot be read or written.
-        RunNotFoundError: no such run.
     """
     mapping = parse_mapping(arguments.columns) if arguments.columns else None
     found = [load(target, arguments.warm_up, mapping) for target in arguments.targets]
     report = build(found, arguments.price)
-    written: list[str] = []
-    if arguments.html:
-        made = time.strftime("%Y-%m-%d %H:%M")
-        write_file(Path(arguments.html), page(report, __version__, made).encode())
-        written.append(arguments.html)
-    if arguments.svg:
-        write_file(Path(arguments.svg), sheet(report).encode())
-        written.append(arguments.svg)
-    if arguments.png:
-        write_file(Path(arguments.png), png(sheet(report)))
-        written.append(arguments.png)
-    if arguments.csv:
-        write_file(Path(arguments.csv), to_csv(records(found)).encode())
-        written.append(arguments.csv)
-    if arguments.parquet:
-        write_parquet(records(found), Path(arguments.parquet))
-        written.append(arguments.parquet)
+    made: dict[str, Callable[[], bytes]] = {
+        "html": lambda: page(report, __version__, time.strftime("%Y-%m-%d %H:%M")).encode(),
+        "svg": lambda: sheet(report).encode(),
+        "png": lambda: png(sheet(report)),
+        "csv": lambda: to_csv(records(found)).encode(),
+        "parquet": lambda: to_parquet(records(found)),
+    }
+    outputs = {name: path for name in made if (path := getattr(arguments, name)) is not None}
+    check_outputs({f"--{name}": path for name, path in outputs.items()}, [*map(find_recording, arguments.targets)])
+    for path, data in [(Path(path), made[name]()) for name, path in outputs.items()]:
+        write_file(path, data)
     if arguments.json:
         print_json(report)
-    elif written:
-        print("\n".join(f"written: {path}" for path in written))
+    elif outputs:
+        print("\n".join(f"written: {path}" for path in outputs.values()))
     else:
         width = min(_WIDEST, shutil.get_terminal_size((100, 24)).columns)
         for line in lines(report, width, ascii_only=arguments.ascii or terminal.wants_ascii()):

@@ -2,7 +2,8 @@
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,8 @@ def to_csv(rows: Sequence[Record]) -> str:
     return out.getvalue()
 
 
-def write_parquet(rows: Sequence[Record], path: Path) -> None:
-    """Write the records as Parquet.
+def to_parquet(rows: Sequence[Record]) -> bytes:
+    """Return the records as Parquet.
 
     Raises:
         UsageError: pyarrow is not installed.
@@ -87,12 +88,12 @@ def write_parquet(rows: Sequence[Record], path: Path) -> None:
     try:
         arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
-        raise UsageError(f"{path}: Parquet needs pyarrow; run: pip install pyarrow, or write --csv") from None
+        raise UsageError("--parquet needs pyarrow; run: pip install pyarrow, or write --csv") from None
     columns = list(dict.fromkeys(name for row in rows for name in row))
     table = arrow.table({name: _column([row.get(name) for row in rows]) for name in columns})
     buffer = arrow.BufferOutputStream()
     parquet.write_table(table, buffer)
-    write_file(path, buffer.getvalue().to_pybytes())
+    return buffer.getvalue().to_pybytes()
 
 
 def _column(values: list[Any]) -> list[Any]:
@@ -101,6 +102,32 @@ def _column(values: list[Any]) -> list[Any]:
     if len(kinds) > 1 and not kinds <= {int, float}:
         return [None if value is None else str(value) for value in values]
     return values
+
+
+def check_outputs(outputs: Mapping[str, str], sources: Sequence[Path]) -> None:
+    """Check that files can be written, before any is.
+
+    Args:
+        outputs: their paths by option.
+        sources: files that are read, which none may replace.
+
+    Raises:
+        UsageError: a path is empty, a folder, one of the sources or given twice, or its folder cannot be written.
+    """
+    known = {os.path.realpath(path) for path in sources}
+    for option, name in outputs.items():
+        path, folder = os.path.realpath(name), os.path.dirname(os.path.realpath(name))
+        if not name:
+            raise UsageError(f"{option}: needs a file's name")
+        if os.path.isdir(path):
+            raise UsageError(f"{option}: {name} is a folder: name a file")
+        if not os.path.isdir(folder):
+            raise UsageError(f"{option}: {name} cannot be written: no such folder: {folder}")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise UsageError(f"{option}: {name} cannot be written: no permission to write in {folder}")
+        if path in known:
+            raise UsageError(f"{option}: {name} would replace a file that is read or written too: name another")
+        known.add(path)
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -4,15 +4,20 @@ from pathlib import Path
 
 import msgspec
 
-from ...protocol.analysis.estimates.measured import UNITS, CsvMapping, Measurement, guess_mapping, read_csv
+from ...protocol.analysis.estimates.measured import (
+    UNITS,
+    CsvMapping,
+    HeaderError,
+    Measurement,
+    guess_mapping,
+    read_csv,
+)
 from ...protocol.errors import UsageError
-from ...protocol.recording.collect import RecordedRun
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.results import StepPoint
 from ...protocol.sweep.rows import RankRow
-from ...protocol.sweep.store import Results, is_results, read
-from ..source.find import find_recording
-from .sides import MOST_STEPS, rank_rows
+from ...protocol.sweep.store import Results, read
+from .sides import CSV_SUFFIXES, is_sweep, rank_rows, read_run
 
 _POINTS = 200
 _LARGEST_CSV = 256 << 20
@@ -57,14 +62,14 @@ def load(target: str, warm_up: int, mapping: CsvMapping | None) -> Data:
         mapping: of CSV files; None: guessed from their heads.
 
     Raises:
-        FtmonError: there is none, or it cannot be read.
+        UsageError: there is none, or it cannot be read.
     """
     path = Path(target)
-    if is_results(path):
+    if is_sweep(path):
         return SweepData(path.name.removesuffix(".results.jsonl"), read(path))
-    if path.suffix.lower() in (".csv", ".tsv") and path.is_file():
+    if path.suffix.lower() in CSV_SUFFIXES and path.is_file():
         return _csv(path, mapping)
-    return _run(find_recording(target), warm_up)
+    return _run(target, warm_up)
 
 
 def parse_mapping(text: str) -> CsvMapping:
@@ -102,12 +107,13 @@ def _csv(path: Path, mapping: CsvMapping | None) -> CsvData:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
-        hint = "" if mapping is not None else "; name its columns with --columns length=...,allocated=..."
+        guessed = mapping is None and not isinstance(error, HeaderError)
+        hint = "; name its columns with --columns length=...,allocated=..." if guessed else ""
         raise UsageError(f"{path}: {error}{hint}") from None
 
 
-def _run(recording: Path, warm_up: int) -> RunData:
-    found = RecordedRun(recording, warm_up, MOST_STEPS)
+def _run(target: str, warm_up: int) -> RunData:
+    recording, found = read_run(target, warm_up)
     info = found.info
     with Reader(recording) as reader:
         series = {rank: reader.series(rank, info.first_t - 1, info.last_t + 1, _POINTS) for rank in info.ranks}

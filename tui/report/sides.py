@@ -1,5 +1,6 @@
 """What ``ftmon compare`` compares: a run's recording, or the rows of a sweep."""
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from ...protocol.analysis.report.sides import settings_of, side_of_ranks, side_o
 from ...protocol.analysis.sweep.figures import figures
 from ...protocol.analysis.sweep.summary import pool
 from ...protocol.analysis.sweep.text import settings_text
+from ...protocol.errors import FtmonError, RunNotFoundError, UsageError
 from ...protocol.recording.collect import RecordedRun
 from ...protocol.sweep.rows import RankRow, key_of
 from ...protocol.sweep.store import is_results, read
@@ -19,6 +21,9 @@ from ..source.find import find_recording
 
 MOST_STEPS = 4096
 """Steps of a rank that are compared: the last ones."""
+CSV_SUFFIXES = (".csv", ".tsv")
+_SUFFIXES = (*CSV_SUFFIXES, ".jsonl", ".json", ".sqlite", ".yaml", ".yml")
+"""Of files that a word on the command line may name."""
 
 
 class Loaded(msgspec.Struct):
@@ -33,16 +38,17 @@ def load(target: str, warm_up: int) -> Loaded:
     """Read a run by name, a recording or a sweep's results.
 
     Raises:
-        FtmonError: there is none, or it cannot be read.
+        UsageError: there is none, or it cannot be read.
     """
     path = Path(target)
-    if is_results(path):
+    if path.suffix.lower() in CSV_SUFFIXES and path.is_file():
+        raise UsageError(f"{target}: CSV files are not compared; 'ftmon report FILE.csv FILE.csv' shows them together")
+    if is_sweep(path):
         rows = list(read(path).answered().values())
         name = path.name.removesuffix(".results.jsonl")
         sides = {key_of(one.settings): side_of_rows(settings_text(one.settings), one.rows) for one in pool(rows)}
         return Loaded(name, True, sides)
-    recording = find_recording(target)
-    found = RecordedRun(recording, warm_up, MOST_STEPS)
+    recording, found = read_run(target, warm_up)
     name = found.info.run_id or recording.parent.name
     side = side_of_ranks(
         name,
@@ -53,6 +59,30 @@ def load(target: str, warm_up: int) -> Loaded:
         "done" if found.info.state in ("finished", "", "stopped") else found.info.state,
     )
     return Loaded(name, False, {"": side})
+
+
+def is_sweep(path: Path) -> bool:
+    """Return whether a path means a sweep's results, by the file's beginning or else by its name."""
+    return is_results(path) or (path.suffix == ".jsonl" and os.path.lexists(path))
+
+
+def read_run(target: str, warm_up: int) -> tuple[Path, RecordedRun]:
+    """Return a run's recording, and what it holds after the steps of the warm-up.
+
+    Args:
+        target: a run's name, a recording or a run directory.
+        warm_up: steps of each rank at its beginning that are left out.
+
+    Raises:
+        UsageError: there is none, or it cannot be read.
+    """
+    try:
+        recording = find_recording(target)
+        return recording, RecordedRun(recording, warm_up, MOST_STEPS)
+    except FtmonError as error:
+        is_file = os.sep in target or (isinstance(error, RunNotFoundError) and Path(target).suffix.lower() in _SUFFIXES)
+        missing = is_file and not os.path.lexists(target)
+        raise UsageError(f"{target}: no such file" if missing else str(error)) from None
 
 
 def rank_rows(found: RecordedRun) -> list[RankRow]:

@@ -10,7 +10,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -18,6 +18,7 @@ from .curve import WHOLE_STEP
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 _RANK = "{rank}"
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 
 
 class CsvMapping(msgspec.Struct, frozen=True):
@@ -55,6 +56,10 @@ class Band(msgspec.Struct, frozen=True):
     ranks: int
 
 
+class HeaderError(ValueError):
+    """A file without a header whose names are separated by commas."""
+
+
 def read_csv(text: str, mapping: CsvMapping) -> list[Measurement]:
     """Return the measurements of a CSV file in the order of its rows, ranks within a row in theirs.
 
@@ -64,7 +69,7 @@ def read_csv(text: str, mapping: CsvMapping) -> list[Measurement]:
     if mapping.unit not in UNITS:
         raise ValueError(f"unit must be one of {', '.join(UNITS)}, not {mapping.unit}")
     rows = csv.reader(io.StringIO(text.removeprefix("\ufeff")))
-    header = [name.strip() for name in next(rows, [])]
+    header = _header(rows)
     columns = _Columns(header, mapping)
     found: list[Measurement] = []
     for row in rows:
@@ -85,7 +90,7 @@ def guess_mapping(text: str) -> CsvMapping:
     Raises:
         ValueError: no column looks like a length, or none like a figure in bytes.
     """
-    header = [name.strip() for name in next(csv.reader(io.StringIO(text.removeprefix("\ufeff"))), [])]
+    header = _header(csv.reader(io.StringIO(text.removeprefix("\ufeff"))))
     plain = {name: re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") for name in header}
     length = _first(plain, r"(seq(uence)?_?)?len(gth)?|seq(uence)?|tokens|context(_length)?|x")
     rank = _first(plain, r"rank|gpu|device")
@@ -105,6 +110,21 @@ def guess_mapping(text: str) -> CsvMapping:
     words = " ".join(header)
     unit = next((one for one in UNITS if re.search(rf"(?<![A-Za-z]){one}(?![A-Za-z])", words, re.IGNORECASE)), "MiB")
     return CsvMapping(length, figures, rank, iteration, unit)
+
+
+def _header(rows: Iterator[list[str]]) -> list[str]:
+    """Return the names in a file's first line.
+
+    Raises:
+        HeaderError: the file is empty, or separates its columns by something else than commas.
+    """
+    header = [name.strip() for name in next(rows, [])]
+    if not any(header):
+        raise HeaderError("is empty, or has no header in its first line")
+    other = next((name for mark, name in _SEPARATORS.items() if len(header) == 1 and mark in header[0]), None)
+    if other is not None:
+        raise HeaderError(f"its columns are separated by {other}, not by commas: write it with commas")
+    return header
 
 
 def bands(measurements: Iterable[Measurement], figure: str, warm_up: int = 0) -> list[Band]:

@@ -43,7 +43,7 @@ def gate_text(found: Comparison, gate: float) -> str:
     limit = f"{gate * 100:g}%"
     if found.regressions:
         return f"regression: {', '.join(found.regressions)} (gate {limit}){undecided}"
-    return f"no regression of {limit}{undecided}"
+    return f"no regression of {limit}{undecided}" if found.differences else "nothing to compare: no figure in common"
 
 
 def summary_line(found: Sequence[Comparison], gate: float | None) -> str:

@@ -11,11 +11,22 @@ def test_lengths_and_sizes_are_numbers() -> None:
     arguments = parse(words)
     assert arguments.sequence_length == [512, 4096]
     assert arguments.capacity == 24 * 2**30
+    words = ["predict", "--model", "m", "--sequence-length", "64,32,64", "--capacity", "80gb"]
+    arguments = parse(words)
+    assert arguments.sequence_length == [64, 32]
+    assert arguments.capacity == 80 * 10**9
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--sequence-length", "512,x"), ("--capacity", "much"), ("--ranks", "0"), ("--optimizer", "x")],
+    [
+        ("--sequence-length", "512,x"),
+        ("--sequence-length", "99999999999999"),
+        ("--capacity", "much"),
+        ("--capacity", "80"),
+        ("--ranks", "0"),
+        ("--optimizer", "x"),
+    ],
 )
 def test_a_wrong_value_is_refused_with_status_2(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refusal:

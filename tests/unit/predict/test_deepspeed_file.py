@@ -57,6 +57,21 @@ def test_it_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     assert deepspeed_file.read(str(file)) == {"zero_optimization": {"stage": 2}}
 
 
+def test_keys_that_deepspeed_ignores_and_entries_that_are_left_out_are_noted(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimisation": {"stage": 2}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}')
+    notes: list[str] = []
+    deepspeed_file.read(str(file), notes)
+    assert notes == [
+        f"{file}: 'auto' entries are left out: bf16.enabled, gradient_clipping",
+        f"{file}: unknown key zero_optimisation is ignored by DeepSpeed; did you mean zero_optimization?",
+    ]
+    notes.clear()
+    file.write_text('{"train_batch_size": 2, "zero_optimization": {"stage": 2}, "fp16": {}, "tensor_parallel": {}}')
+    deepspeed_file.read(str(file), notes)
+    assert notes == []
+
+
 def test_the_batch_follows_deepspeeds_rules() -> None:
     entries = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
     assert deepspeed_file.batch(entries, 8, None, None) == (4, 2)

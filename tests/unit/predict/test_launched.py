@@ -102,3 +102,9 @@ def test_what_is_no_such_command_is_refused_with_the_flags_to_use(command: str, 
     with pytest.raises(UsageError, match=text) as refusal:
         parse(command.split())
     assert "use --model and --deepspeed instead" in str(refusal.value)
+
+
+@pytest.mark.parametrize("option", ["--nproc-per-node 0", "--nproc_per_node=0", "--nproc-per-node 2 --nnodes 0"])
+def test_a_command_that_starts_no_rank_is_refused(option: str) -> None:
+    with pytest.raises(UsageError, match="torchrun starts no rank"):
+        parse(f"torchrun {option} train.py".split())

@@ -171,6 +171,12 @@ def test_parquet_has_the_rows_of_the_csv(tmp_path: Path, capsys: pytest.CaptureF
         ("seq,allocated_mib\n1,x\n", (), "line 2, column allocated_mib: 'x' is no number"),
         ("seq,allocated_mib\n1\n", (), "line 2: 1 columns, the header has 2"),
         ("seq,allocated_mib\n", (), "no measurements"),
+        ("", (), "is empty, or has no header in its first line\n"),
+        (
+            "seq;allocated_mib\n1;2\n",
+            (),
+            "its columns are separated by semicolons, not by commas: write it with commas\n",
+        ),
         ("seq,p\n1,2\n", ("--columns", "length=seq,allocated=q"), "column q is not in the file"),
         ("seq,p\n1,2\n", ("--columns", "allocated=p"), "--columns needs length=COLUMN"),
         ("seq,p\n1,2\n", ("--columns", "length=seq,allocated=p,unit=MB/s"), "unit must be one of"),
@@ -187,6 +193,81 @@ def test_a_csv_that_does_not_match_is_one_line_and_nothing_is_written(
     assert words in err
     assert len(err.splitlines()) == 1
     assert not page.exists()
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("nope.csv", None, "nope.csv: no such file"),
+        ("nope/recording", None, "nope/recording: no such file"),
+        ("nope.results.jsonl", None, "nope.results.jsonl: no such file"),
+        ("bad.results.jsonl", "garbage\n", "bad.results.jsonl: is no results file of a sweep"),
+        ("bad.sqlite", "garbage\n", "bad.sqlite: is not an ftmon recording"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_and_status_2(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    name: str,
+    content: str | None,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(name).write_text(content)
+    status, out, err = ftmon(capsys, command, name, *([name] if command == "compare" else []))
+    assert (status, out) == (2, "")
+    assert err.startswith(f"ftmon: {words}")
+    assert len(err.splitlines()) == 1
+
+
+def test_compare_refuses_csv_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "their.csv"
+    path.write_text("seq,allocated_mib\n1,2\n")
+    status, _, err = ftmon(capsys, "compare", str(path), str(path))
+    assert status == 2
+    assert "CSV files are not compared; 'ftmon report" in err
+
+
+def test_compare_refuses_to_gate_runs_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(recorded(tmp_path / "recording.sqlite", 2, steps=3))
+    status, out, err = ftmon(capsys, "compare", run, run, "--gate", "3%", "--warm-up", "3")
+    assert (status, out) == (2, "")
+    assert err.startswith("ftmon: nothing to compare: ")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--csv", "their.csv"), "--csv: their.csv would replace a file that is read"),
+        (("--html", "./link.csv"), "--html: ./link.csv would replace a file that is read"),
+        (("--svg", "made", "--csv", "made"), "--csv: made would replace a file that is read or written"),
+        (("--svg", "made", "--csv", "none/rows.csv"), "--csv: none/rows.csv cannot be written: no such folder"),
+        (("--svg", "made", "--csv", "."), "--csv: . is a folder"),
+        (("--svg", "made", "--csv", ""), "--csv: needs a file's name"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_any_is(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = "seq,allocated_mib\n1,2\n"
+    Path("their.csv").write_text(content)
+    Path("link.csv").symlink_to("their.csv")
+    status, out, err = ftmon(capsys, "report", "their.csv", *options)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"ftmon: {words}")
+    assert len(err.splitlines()) == 1
+    assert Path("their.csv").read_text() == content
+    assert not Path("made").exists()
 
 
 def test_compare_gates_sweeps_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

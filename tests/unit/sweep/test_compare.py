@@ -65,6 +65,11 @@ def test_a_configuration_that_fails_now_passes_the_gate_whatever_its_figures() -
     assert compare(before, after, GATE).regressions == ["out-of-memory, was done"]
 
 
+def test_without_a_figure_in_common_the_gate_says_so() -> None:
+    found = compare(Side("a", {}), Side("b", {}), GATE)
+    assert comparison_lines(found, GATE)[-1] == "  nothing to compare: no figure in common"
+
+
 def test_the_scatter_of_repeats_is_the_noise_of_a_sweep() -> None:
     rows = [
         Row({}, "done", 0.0, repeat=repeat, ranks=[RankRow(0, 3, ms, phases={"forward": PhaseFigures(GIB)})])

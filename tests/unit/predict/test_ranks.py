@@ -1,0 +1,31 @@
+"""The forked processes of a prediction."""
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.predict import ranks
+
+
+def _raise() -> None:
+    raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    ("call", "words", "traceback"),
+    [
+        (lambda: os._exit(7), "the dry run ended with exit status 7, without a result", False),
+        (lambda: os._exit(0), "the dry run ended with exit status 0, without a result", False),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "the dry run was killed by signal 9", False),
+        (_raise, "the dry run failed; its traceback is above", True),
+    ],
+)
+def test_how_a_process_without_a_result_ended_is_reported(
+    call: Callable[[], None], words: str, traceback: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        ranks.once(call, type(None))
+    assert str(refusal.value) == words
+    assert ("RuntimeError: no" in capfd.readouterr().err) is traceback
