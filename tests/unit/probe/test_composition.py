@@ -9,7 +9,7 @@ from ftmon.protocol.analysis.allocator.snapshot.allocations import Allocations
 from ftmon.protocol.memory import PARTS
 from ftmon.trainer.probe.device.reading import Reading
 from ftmon.trainer.probe.memory.composition.messages import of_cuda
-from ftmon.trainer.probe.memory.composition.step_capture import CloseLook, Sighting, Walked
+from ftmon.trainer.probe.memory.composition.step_capture import Sighting, StepCapture, Walked
 from ftmon.trainer.probe.memory.composition.storages import Held
 from ftmon.trainer.probe.memory.composition.time_slices import Pulse
 from ftmon.trainer.probe.memory.composition.timeline import Timeline
@@ -34,13 +34,13 @@ class NoMemory:
 
 def look_at(step, walks=(), sightings=(), recomputed=()):
     """Make the look that a step like this would have left; places in time are microseconds."""
-    look = CloseLook(Tracker(NoMemory(), lambda: None, Counts(), lambda _: None), None, 0, "asked")
-    look.marks, look.step, look.done = step.marks, 7, True
+    capture = StepCapture(Tracker(NoMemory(), lambda: None, Counts(), lambda _: None), None, 0, "asked")
+    capture.marks, capture.step, capture.done = step.marks, 7, True
     for mark, held in walks:
-        look.walks.append(Walked(step.marks[mark].ns, mark, {at: Held(1, part) for at, part in held.items()}, {}))
-    look.sightings = [Sighting(us * 1000 - 500, address, part) for us, address, part in sightings]
-    look.recomputed = [(begin * 1000 - 500, end * 1000 - 500) for begin, end in recomputed]
-    return look
+        capture.walks.append(Walked(step.marks[mark].ns, mark, {at: Held(1, part) for at, part in held.items()}, {}))
+    capture.sightings = [Sighting(us * 1000 - 500, address, part) for us, address, part in sightings]
+    capture.recomputed = [(begin * 1000 - 500, end * 1000 - 500) for begin, end in recomputed]
+    return capture
 
 
 def compose(step, room=ROOM, last=None, **more):
@@ -317,9 +317,9 @@ def test_a_real_step_s_parts_add_up_at_every_quarter_of_it():
         inside = timeline.allocated[timeline.position(borders[max(0, place - 1)], None) : here + 1]
         figure = Reading(timeline.allocated[here], max(inside), 0, 0)
         marks.append(Mark(name, us * 1000, figure, None, 0, 0))
-    look = CloseLook(Tracker(NoMemory(), lambda: None, Counts(), lambda _: None), None, 0, "asked")
-    look.marks, look.done = marks, True
-    made = of_cuda(look, lambda: raw, 0, 0, same, ROOM, 0)
+    capture = StepCapture(Tracker(NoMemory(), lambda: None, Counts(), lambda _: None), None, 0, "asked")
+    capture.marks, capture.done = marks, True
+    made = of_cuda(capture, lambda: raw, 0, 0, same, ROOM, 0)
     assert [phase.name for phase in made.composition.phases] == ["data", "forward", "backward", "optimizer"]
     for phase in made.composition.phases:
         assert sum(phase.parts.values()) == phase.peak_bytes

@@ -18,7 +18,7 @@ from ...host import activity, processes
 from .. import guard
 from ..memory.allocator import AllocatorWatch
 from ..memory.snapshots import Answer, Snapshots
-from ..memory.stack_capture import Arming
+from ..memory.stack_capture import StackCapture
 from ..oom.hold import Hold
 from ..phases.pace import Pace
 from ..phases.stop_request import StopRequest
@@ -39,7 +39,7 @@ class Commands:
         hold: whether the rank is held.
         dumper: how its stacks are had from outside.
         snapshots: takes memory snapshots.
-        arming: records stacks of one phase.
+        stack_capture: records stacks of one phase.
         allocator: looks closely at one step.
         say_hello: has the rank introduce itself.
         send: sends a message.
@@ -54,7 +54,7 @@ class Commands:
         hold: Hold,
         dumper: Dumper,
         snapshots: Snapshots,
-        arming: Arming,
+        stack_capture: StackCapture,
         allocator: AllocatorWatch,
         say_hello: Callable[[], None],
         send: Callable[[wire.Message], None],
@@ -67,7 +67,7 @@ class Commands:
         self._dumper = dumper
         self._say_hello = say_hello
         self._snapshots = snapshots
-        self._arming = arming
+        self._stack_capture = stack_capture
         self._allocator = allocator
         self._send = send
         self._answered = 0
@@ -99,7 +99,7 @@ class Commands:
         later: dict[str, Callable[[dict[str, Any], Answer], None]] = {
             "snapshot": lambda args, answer: self._snapshots.want(str(args.get("reason", "asked")), answer),
             "compose": lambda args, answer: self._allocator.want(str(args.get("reason", "asked")), answer),
-            "arm": lambda args, answer: self._arming.want(
+            "arm": lambda args, answer: self._stack_capture.want(
                 str(args.get("phase", "")),
                 int(args.get("steps", 1)),
                 int(args.get("from_step", 0)),

@@ -19,7 +19,7 @@ from ..memory.allocator import AllocatorWatch
 from ..memory.annotations import PhaseMarks
 from ..memory.history import Recording
 from ..memory.snapshots import Snapshots
-from ..memory.stack_capture import Arming
+from ..memory.stack_capture import StackCapture
 from ..oom.history import OomHistory
 from ..oom.hold import Hold
 from ..phases.marks import RestRaw, StepRaw
@@ -105,7 +105,7 @@ class Publisher(threading.Thread):
         self._recording = recording = Recording()
         self._allocator = AllocatorWatch(rank, tracker, trained, pace, recording, self.send)
         self._snapshots = Snapshots(rank, tracker, phase_marks, pace, recording, self.send)
-        self._arming = Arming(rank, tracker, trained, pace, recording, self.send)
+        self._stack_capture = StackCapture(rank, tracker, trained, pace, recording, self.send)
         self._dumper = Dumper(rank.run.logs / f"rank-{rank.rank}.stacks", rank.guard.thread)
         self._commands = Commands(
             rank,
@@ -115,7 +115,7 @@ class Publisher(threading.Thread):
             hold,
             self._dumper,
             self._snapshots,
-            self._arming,
+            self._stack_capture,
             self._allocator,
             outbox.say_hello,
             self.send,
@@ -174,7 +174,7 @@ class Publisher(threading.Thread):
             self._allocator.tick()
             self._snapshots.tick()
             self._hold.tick()
-            self._arming.tick()
+            self._stack_capture.tick()
             if not 0 <= now - self._tended < TEND_SECONDS:
                 self._tended = now
                 self._tend()
@@ -266,7 +266,7 @@ class Publisher(threading.Thread):
         self._spoken = time.time()
         self._allocator.note_sent(raw.number)
         self._pace.note((raw.marks[-1].ns - raw.marks[0].ns) / 1e9)
-        self._arming.note(step)
+        self._stack_capture.note(step)
         self._oom_history.note(step)
         self._phase_marks.note(raw.number, raw.marks)
         events = device.events

@@ -18,7 +18,7 @@ from ..phases.tracker import Tracker
 from ..rank.context import RankContext
 from ..rank.trained import Trained
 from .composition.messages import of_cpu, of_cuda
-from .composition.step_capture import CloseLook
+from .composition.step_capture import StepCapture
 from .composition.walk import Roots
 from .history import Recording
 from .snapshots import Answer
@@ -59,7 +59,7 @@ class AllocatorWatch:
         self._recording = recording
         self._send = send
         self._wanted = rank.options.allocator_events
-        self._look: CloseLook | None = None
+        self._capture: StepCapture | None = None
         self._cleared = 0
         self._taken = 0
         self._next = 0.0
@@ -111,24 +111,24 @@ class AllocatorWatch:
         recording = self._recording
         cuda = self._rank.device.memory.measure == "cuda"
         if not (self._wanted or self._answers):
-            if self._look is not None:
+            if self._capture is not None:
                 self._drop()  # nobody waits for it any more
                 if cuda and not (recording.by_script or recording.owner):
                     recording.off()
             return
-        look = self._look
+        capture = self._capture
         if cuda and (recording.by_script or recording.owner):
             self._drop()
-        elif look is None:
+        elif capture is None:
             if not cuda or recording.mode != "off" or recording.numbers():
                 self._begin_when_due(cuda)
-        elif look.done:
+        elif capture.done:
             self._finish(cuda)
             self._begin_when_due(cuda)
-        elif look.on_cuda != cuda:
+        elif capture.on_cuda != cuda:
             self._drop()  # it was made before the script had CUDA running
-        elif look not in self._tracker.watchers:
-            self._tracker.watchers = (*self._tracker.watchers, look)
+        elif capture not in self._tracker.watchers:
+            self._tracker.watchers = (*self._tracker.watchers, capture)
         if self._answers and time.monotonic() > self._deadline:
             self._answer(False, "no step ended in time")
 
@@ -143,36 +143,36 @@ class AllocatorWatch:
         if cuda:
             recording.numbers(whole=True)
             self._cleared = recording.cleared
-        self._look = CloseLook(
+        self._capture = StepCapture(
             tracker, lambda: Roots(trained.engine(), trained.model(), trained.primary), index, reason
         )
-        tracker.watchers = (*tracker.watchers, self._look)
+        tracker.watchers = (*tracker.watchers, self._capture)
 
     def _drop(self) -> None:
         """Give up a look under way; another one comes."""
-        look, self._look = self._look, None
-        if look is not None:
-            look.withdraw()
+        capture, self._capture = self._capture, None
+        if capture is not None:
+            capture.withdraw()
 
     def _finish(self, cuda: bool) -> None:
-        look, recording = self._look, self._recording
-        self._look = None
-        if look is None:
+        capture, recording = self._capture, self._recording
+        self._capture = None
+        if capture is None:
             return
-        if look.failed:
-            guard.log(f"a closer look at step {look.step} failed: {look.failed}")
+        if capture.failed:
+            guard.log(f"a closer look at step {capture.step} failed: {capture.failed}")
             self._taken += 1
             self._next = time.monotonic() + AFTER_FAILURE_SECONDS
-            self._answer(False, look.failed)
+            self._answer(False, capture.failed)
             return
         if self._reason:
-            look.reason = self._reason  # asked for while it was under way
+            capture.reason = self._reason  # asked for while it was under way
         rank, read = self._rank.rank, self._rank.device.memory.read
         if cuda:
             if recording.cleared != self._cleared:
                 return  # somebody began a new history meanwhile; the next step will do
             made = of_cuda(
-                look,
+                capture,
                 recording.snapshot,
                 self._rank.device.memory.device_index,
                 rank,
@@ -190,13 +190,13 @@ class AllocatorWatch:
             if made.events.phases:
                 self._ready.append(made.events)
         else:
-            made = of_cpu(look, rank, read)
+            made = of_cpu(capture, rank, read)
         if made.composition.phases:
             self._ready.append(made.composition)
         self._taken += 1
         spent = (made.composition.read_us + made.composition.walk_us) / 1e6
         self._next = time.monotonic() + max(MIN_SECONDS, spent / TIME_SHARE)
-        self._answer(True, f"step {look.step}")
+        self._answer(True, f"step {capture.step}")
 
     def _answer(self, ok: bool, text: str) -> None:
         answers, self._answers, self._reason = self._answers, [], ""

@@ -42,7 +42,7 @@ class _Want(NamedTuple):
     """Seconds to wait for its step, once it has the recorder or (doubled) until it gets it."""
 
 
-class Arming:
+class StackCapture:
     """Finds the causes of one rank's transients, one at a time; for the publisher thread.
 
     Args:

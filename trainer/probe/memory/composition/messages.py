@@ -1,4 +1,4 @@
-"""From a close look at one step to its messages: the one read of the allocator's trace serves both."""
+"""From the capture of one step to its messages: the one read of the allocator's trace serves both."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from ...phases.readings import readings
 from . import events, resident
 from .attribution import Attribution, Seen, parts_of
 from .fragmentation import fragmentation
-from .step_capture import CloseLook
+from .step_capture import StepCapture
 from .time_slices import Pulse
 from .timeline import Timeline, occurrences, origin
 from .trace import compact
@@ -26,7 +26,7 @@ class Made(NamedTuple):
 
 
 def of_cuda(
-    look: CloseLook,
+    capture: StepCapture,
     take: Callable[[], dict[str, Any]],
     device: int,
     rank: int,
@@ -37,47 +37,47 @@ def of_cuda(
     """Make the messages of a step on a GPU.
 
     Args:
-        look: the finished look.
+        capture: the finished one.
         take: takes PyTorch's snapshot; called once, soon after the step.
         device: the device's index.
         rank: the rank.
         read: the memory back end's ``read``.
         room: how many entries the recorder's ring has room for.
-        reserved_before: bytes that were reserved at the last look; 0 for the first.
+        reserved_before: bytes that were reserved at the last capture; 0 for the first.
     """
     pulse = Pulse()
     snapshot = compact(take(), device, pulse)
     allocations = Allocations(snapshot, device)
     timeline = Timeline(snapshot, allocations, pulse)
-    marks, figures = look.marks, readings(look.marks, read)
-    spans = timeline.spans(marks, figures, look.offset_ns, whole=allocations.entries < room)
-    parts = parts_of(allocations, _seen(look, timeline, figures), pulse)
+    marks, figures = capture.marks, readings(capture.marks, read)
+    spans = timeline.spans(marks, figures, capture.offset_ns, whole=allocations.entries < room)
+    parts = parts_of(allocations, _seen(capture, timeline, figures), pulse)
     attribution = Attribution(
-        timeline, spans, parts, _recomputed(look, timeline), (origin(marks).ns + look.offset_ns) // 1000, pulse
+        timeline, spans, parts, _recomputed(capture, timeline), (origin(marks).ns + capture.offset_ns) // 1000, pulse
     )
     phases = attribution.phases()
     notes = list(attribution.notes)
-    if not look.hooked:
+    if not capture.hooked:
         notes.append("compiled code runs here: what is recomputed or gathered within a phase was not watched")
     now, kept = time.time(), fragmentation(snapshot)
     composition = Composition(
         rank=rank,
-        step=look.step,
+        step=capture.step,
         time=now,
         measure="cuda",
         phases=phases,
-        reason=look.reason,
-        known=_known(look),
+        reason=capture.reason,
+        known=_known(capture),
         allocated_bytes=kept.allocated,
         reserved_bytes=kept.reserved,
         entries=allocations.entries,
-        walk_us=look.walk_ns // 1000,
+        walk_us=capture.walk_ns // 1000,
         note="; ".join(notes),
         read_us=pulse.worked_us,
     )
     counted = AllocatorEvents(
         rank=rank,
-        step=look.step,
+        step=capture.step,
         time=now,
         phases=events.count(timeline, spans, marks, occurrences(marks, figures), pulse),
         entries=allocations.entries,
@@ -96,50 +96,50 @@ def of_cuda(
     return Made(composition, counted)
 
 
-def of_cpu(look: CloseLook, rank: int, read: Callable[[Any], Reading]) -> Made:
+def of_cpu(capture: StepCapture, rank: int, read: Callable[[Any], Reading]) -> Made:
     """Make the composition of a step on the CPU; there are no allocator events."""
     pulse, now = Pulse(), time.time()
-    figures = readings(look.marks, read)
-    phases = resident.compose(look.marks, figures, look.walks)
+    figures = readings(capture.marks, read)
+    phases = resident.compose(capture.marks, figures, capture.walks)
     composition = Composition(
         rank=rank,
-        step=look.step,
+        step=capture.step,
         time=now,
         measure="glibc",
         phases=phases,
-        reason=look.reason,
-        known=_known(look),
+        reason=capture.reason,
+        known=_known(capture),
         allocated_bytes=figures[-1].allocated,
         reserved_bytes=figures[-1].reserved,
-        walk_us=look.walk_ns // 1000,
+        walk_us=capture.walk_ns // 1000,
         read_us=pulse.worked_us,
         note=resident.NOTE,
     )
-    return Made(composition, AllocatorEvents(rank, look.step, now, []))
+    return Made(composition, AllocatorEvents(rank, capture.step, now, []))
 
 
-def _seen(look: CloseLook, timeline: Timeline, figures: list[Reading]) -> list[Seen]:
+def _seen(capture: StepCapture, timeline: Timeline, figures: list[Reading]) -> list[Seen]:
     found: list[Seen] = []
-    for walk in look.walks:
-        us = (look.marks[walk.mark].ns + look.offset_ns) // 1000
-        allocated = figures[walk.mark].allocated if look.marks[walk.mark].memory is not None else None
+    for walk in capture.walks:
+        us = (capture.marks[walk.mark].ns + capture.offset_ns) // 1000
+        allocated = figures[walk.mark].allocated if capture.marks[walk.mark].memory is not None else None
         position = timeline.position(us, allocated)
         found += [Seen(position, address, held.part) for address, held in walk.held.items()]
-    for sighting in look.sightings:
-        position = timeline.position((sighting.ns + look.offset_ns) // 1000, None)
+    for sighting in capture.sightings:
+        position = timeline.position((sighting.ns + capture.offset_ns) // 1000, None)
         found.append(Seen(position, sighting.address, sighting.part))
     return found
 
 
-def _recomputed(look: CloseLook, timeline: Timeline) -> list[tuple[int, int]]:
+def _recomputed(capture: StepCapture, timeline: Timeline) -> list[tuple[int, int]]:
     def position(ns: int) -> int:
-        return timeline.position((ns + look.offset_ns) // 1000, None)
+        return timeline.position((ns + capture.offset_ns) // 1000, None)
 
-    return [(position(begin), position(end)) for begin, end in look.recomputed]
+    return [(position(begin), position(end)) for begin, end in capture.recomputed]
 
 
-def _known(look: CloseLook) -> dict[str, int]:
+def _known(capture: StepCapture) -> dict[str, int]:
     sums: dict[str, int] = {}
-    for size, part in look.walks[-1].held.values() if look.walks else ():
+    for size, part in capture.walks[-1].held.values() if capture.walks else ():
         sums[part] = sums.get(part, 0) + size
     return sums

@@ -45,13 +45,13 @@ class Walked(NamedTuple):
     """Bytes by part that are in physical memory; of the host's only."""
 
 
-class CloseLook:
+class StepCapture:
     """Watches the tracker from the next step's beginning to its end; ``done`` then, and for the publisher to read.
 
     The process's very first step it joins where its first phase begins.
 
     Args:
-        tracker: the tracker; put the look into its ``watchers``.
+        tracker: the tracker; put the capture into its ``watchers``.
         roots: makes what to walk, called on the training thread.
         cuda_index: the device; None: the host's memory.
         reason: why (``protocol.memory.Reason``).

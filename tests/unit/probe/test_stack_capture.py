@@ -1,4 +1,4 @@
-"""Arming, with the real phase machine and a recorder whose entries the test writes."""
+"""Stack captures, with the real phase machine and a recorder whose entries the test writes."""
 
 import time
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from ftmon.protocol.memory import Cause
 from ftmon.trainer.probe.device.reading import Reading
 from ftmon.trainer.probe.link.step_message import fold
 from ftmon.trainer.probe.memory.history import Recording
-from ftmon.trainer.probe.memory.stack_capture import Arming
+from ftmon.trainer.probe.memory.stack_capture import StackCapture
 from ftmon.trainer.probe.phases.pace import Pace
 from ftmon.trainer.probe.phases.tracker import Counts, Tracker
 from ftmon.trainer.probe.rank.trained import Trained
@@ -82,10 +82,10 @@ class Rig:
         trained.model, trained.partitions = (lambda: model), 2
         pace = Pace()
         pace.note(0.01)
-        self.arming = Arming(rank, self.tracker, trained, pace, self.recorder, self.sent.append)
+        self.stack_capture = StackCapture(rank, self.tracker, trained, pace, self.recorder, self.sent.append)
 
     def want(self, phase: str, steps: int = 1, from_step: int = 0, reason: str = "spike") -> None:
-        self.arming.want(phase, steps, from_step, reason, lambda ok, text, _: self.answers.append((ok, text)))
+        self.stack_capture.want(phase, steps, from_step, reason, lambda ok, text, _: self.answers.append((ok, text)))
 
     def allocate(self, address: int, mib: int, *stack: str) -> None:
         self.memory.now += mib * MIB
@@ -113,8 +113,8 @@ class Rig:
         if left:
             self.allocate(1000 + self.tracker.step, left, "remember")
         tracker.end_step()
-        self.arming.note(fold(self.steps[-1], 3, self.memory.read, 0))
-        self.arming.tick()
+        self.stack_capture.note(fold(self.steps[-1], 3, self.memory.read, 0))
+        self.stack_capture.tick()
 
     def _note(self, action: str, address: int, mib: int, frames: list[Any]) -> None:
         entry = {"action": action, "addr": address, "size": mib * MIB, "time_us": time.time_ns() // 1000}
@@ -243,5 +243,5 @@ def test_the_recorder_is_free_for_others_until_the_step_is_near() -> None:
     assert rig.tracker.watchers == ()
     while rig.tracker.step < 17:
         rig.step()
-    rig.arming.tick()
+    rig.stack_capture.tick()
     assert rig.recorder.owner == "arm"

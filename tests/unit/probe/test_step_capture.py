@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ftmon.trainer.probe.memory.composition.residency import resident_bytes
-from ftmon.trainer.probe.memory.composition.step_capture import CloseLook
+from ftmon.trainer.probe.memory.composition.step_capture import StepCapture
 from ftmon.trainer.probe.memory.composition.storages import Held, Storages, tensors
 from ftmon.trainer.probe.memory.composition.walk import Roots, walk
 from ftmon.trainer.probe.phases.tracker import Counts, Tracker
@@ -51,14 +51,14 @@ def tracker_of(measure):
 
 def looking(measure, roots, index=None):
     tracker = tracker_of(measure)
-    look = CloseLook(tracker, lambda: roots, index, "first")
-    tracker.watchers = (look,)
-    return tracker, look
+    capture = StepCapture(tracker, lambda: roots, index, "first")
+    tracker.watchers = (capture,)
+    return tracker, capture
 
 
-def sizes(look, place=-1):
+def sizes(capture, place=-1):
     sums = {}
-    for size, part in look.walks[place].held.values():
+    for size, part in capture.walks[place].held.values():
         sums[part] = sums.get(part, 0) + size
     return sums
 
@@ -109,7 +109,7 @@ def test_memory_that_nobody_wrote_is_not_resident():
 def test_a_look_begins_with_a_step_walks_at_every_boundary_and_leaves():
     model = torch.nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters())
-    tracker, look = looking("glibc", Roots(None, model, optimizer))
+    tracker, capture = looking("glibc", Roots(None, model, optimizer))
     tracker.end_step()
     tracker.enter("forward")
     loss = model(torch.zeros(3, 10)).sum()
@@ -117,37 +117,37 @@ def test_a_look_begins_with_a_step_walks_at_every_boundary_and_leaves():
     loss.backward()
     tracker.enter("optimizer")
     tracker.end_step()
-    assert look.done
+    assert capture.done
     assert tracker.watchers == ()
-    assert (look.step, look.failed) == (2, "")
-    assert [walked.mark for walked in look.walks] == [0, 1, 2, 3, 4]
-    assert len(look.marks) == 5
-    assert "gradients" not in sizes(look, 2)
-    assert sizes(look)["gradients"] == sizes(look)["parameters"] == 440
-    assert look.walk_ns > 0
+    assert (capture.step, capture.failed) == (2, "")
+    assert [walked.mark for walked in capture.walks] == [0, 1, 2, 3, 4]
+    assert len(capture.marks) == 5
+    assert "gradients" not in sizes(capture, 2)
+    assert sizes(capture)["gradients"] == sizes(capture)["parameters"] == 440
+    assert capture.walk_ns > 0
 
 
 def test_the_first_step_is_joined_where_its_first_phase_begins():
-    tracker, look = looking("glibc", Roots(None, torch.nn.Linear(2, 2), None))
+    tracker, capture = looking("glibc", Roots(None, torch.nn.Linear(2, 2), None))
     tracker.enter("optimizer")  # DeepSpeed's own, as it makes an engine
-    assert look.walks == []
+    assert capture.walks == []
     tracker.enter("forward")
     tracker.end_step()
-    assert (look.done, look.step) == (True, 1)
-    assert [mark.phase for mark in look.marks] == ["init", "optimizer", "forward", "idle"]
+    assert (capture.done, capture.step) == (True, 1)
+    assert [mark.phase for mark in capture.marks] == ["init", "optimizer", "forward", "idle"]
 
 
 def test_a_look_made_before_cuda_was_there_does_not_begin():
-    tracker, look = looking("glibc", Roots(None, None, None))
+    tracker, capture = looking("glibc", Roots(None, None, None))
     tracker.memory = Memory("cuda")
     tracker.end_step()
-    assert look.walks == []
+    assert capture.walks == []
 
 
 def test_what_is_laid_over_deepspeed_s_calls_is_gone_after_the_step():
     engine = Engine(torch.nn.Linear(10, 10))
     zero = engine.optimizer
-    tracker, look = looking("cuda", Roots(engine, None, None), 0)
+    tracker, capture = looking("cuda", Roots(engine, None, None), 0)
     hooks = (len(modules._global_forward_hooks), len(modules._global_forward_pre_hooks))
     before = len(optimizers._global_optimizer_pre_hooks)
     tracker.end_step()
@@ -160,8 +160,8 @@ def test_what_is_laid_over_deepspeed_s_calls_is_gone_after_the_step():
     assert len(optimizers._global_optimizer_pre_hooks) == before + 1
     zero.optimizer.step()
     tracker.end_step()
-    assert look.done
-    assert look.failed == ""
+    assert capture.done
+    assert capture.failed == ""
     assert zero.reduced[0][1] == 4
     assert "reduce_ready_partitions_and_remove_grads" not in vars(zero)
     assert len(optimizers._global_optimizer_pre_hooks) == before
@@ -169,26 +169,26 @@ def test_what_is_laid_over_deepspeed_s_calls_is_gone_after_the_step():
 
 def test_a_look_that_is_given_up_takes_itself_out_at_the_next_boundary():
     engine = Engine(torch.nn.Linear(10, 10))
-    tracker, look = looking("cuda", Roots(engine, None, None), 0)
+    tracker, capture = looking("cuda", Roots(engine, None, None), 0)
     tracker.end_step()
-    look.withdraw()
+    capture.withdraw()
     tracker.enter("forward")
     assert tracker.watchers == ()
     assert "reduce_ready_partitions_and_remove_grads" not in vars(engine.optimizer)
 
 
 def test_an_error_in_a_look_stays_in_it():
-    tracker, look = looking("glibc", None)
+    tracker, capture = looking("glibc", None)
     tracker.end_step()
-    assert look.done
-    assert "NoneType" in look.failed
+    assert capture.done
+    assert "NoneType" in capture.failed
     assert tracker.watchers == ()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_layers_that_go_forward_again_in_the_backward_are_noted(reentrant):
     layers = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
-    tracker, look = looking("cuda", Roots(None, layers, None), 0)
+    tracker, capture = looking("cuda", Roots(None, layers, None), 0)
     tracker.end_step()
     tracker.enter("forward")
     hidden = torch.ones(2, 8, requires_grad=True)
@@ -197,6 +197,6 @@ def test_layers_that_go_forward_again_in_the_backward_are_noted(reentrant):
     tracker.enter("backward")
     hidden.sum().backward()
     tracker.enter("idle")
-    assert len(look.recomputed) == 3
-    assert all(begin < end for begin, end in look.recomputed)
-    assert look.recomputed == sorted(look.recomputed)
+    assert len(capture.recomputed) == 3
+    assert all(begin < end for begin, end in capture.recomputed)
+    assert capture.recomputed == sorted(capture.recomputed)
