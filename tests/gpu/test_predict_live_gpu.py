@@ -41,7 +41,7 @@ def test_a_run_is_predicted_beside_it_without_its_gpu_and_as_it_comes_out(home: 
     (run,) = home.runs()
 
     def predictions() -> list[Prediction]:
-        if not run.recording.exists():  # the hub makes it when it is up
+        if run.living_hub() is None:  # it answers once it has made the recording
             return []
         with Reader(run.recording) as reader:
             return [one.message for one in reader.frames(0, 1_000_000) if isinstance(one.message, Prediction)]

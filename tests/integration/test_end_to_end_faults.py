@@ -28,8 +28,8 @@ def alerts(run: RunDir) -> dict[str, str]:
 def standing(home: Ftmon, kind: str) -> str:
     """Wait for an alert of a live run; return its title."""
     run = home.newest()
-    found = eventually(lambda: run.recording.exists() and alerts(run).get(kind), f"alert {kind}", every=0.5)
-    return str(found)
+    eventually(run.living_hub, "a hub: it answers once it has made the recording")
+    return eventually(lambda: alerts(run).get(kind, ""), f"alert {kind}", every=0.5)
 
 
 def demo(home: Ftmon, fault: str, steps: int) -> tuple[int, str]:
