@@ -132,10 +132,10 @@ class EndDetector:
         if self.stepped:
             return None
         last = tail(self._run.logs / "launcher.log")
-        words, who = self._error()
+        words, told = self._error()
         if words:
-            told = "its ranks reported, and" if self._hellos else "no rank reported;"
-            why = f"{told} none finished an optimizer step ({end.text}). {who}: {words}"
+            ranks = "its ranks reported, and" if self._hellos else "no rank reported;"
+            why = f"{ranks} none finished an optimizer step ({end.text}). {told}"
             return f"ended before its first step: {words}"[:240], why, last
         if self._hellos:
             what = "its ranks reported, but no finished optimizer step was received from them"
@@ -150,14 +150,14 @@ class EndDetector:
         return f"ended without a recorded step: {what}", f"{what}: {why} ({end.text}){remedy}", last
 
     def _error(self) -> tuple[str, str]:
-        """Return what ended the job before its first step, and on whom; empty: not known."""
+        """Return the error that ended the job before its first step, and the same with its rank and place."""
         raised = self.raised()
         if raised is not None:
             where = f", raised at {raised.file}:{raised.line} in {raised.function}" if raised.file else ""
             who = f"rank {raised.rank}" if raised.rank is not None else "the last traceback of its output"
-            return raised.words + where, who
+            return raised.words, f"{who}: {raised.words}{where}"
         failed = self._failure
-        return ("", "") if failed is None else (failed.error, f"rank {failed.rank}")
+        return ("", "") if failed is None else (failed.error, f"rank {failed.rank}: {failed.error}")
 
     def raised(self) -> RaisedException | None:
         """Return the exception that ended the job, from what its ranks and its launcher printed; None: none there.

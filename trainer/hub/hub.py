@@ -376,7 +376,7 @@ class Hub:
     def _close(self) -> None:
         if self._notifier is not None:
             self._notifier.close()
-            self._mailbox.drain()  # a target that took nothing is told of in the recording
+            self._mailbox.drain()  # alerts about targets that failed
         self._predicting.close()
         self._history.stop()
         self._supervisor.stop()

@@ -37,9 +37,10 @@ def main(arguments: list[str]) -> int:
         world.leave()
         _keep_imported()  # and what was imported since: it goes with the process
     except FtmonError as error:
-        # A wrong configuration is found by every rank; once is enough.
-        if rank == "0" or not isinstance(error, UsageError):
-            print(error if isinstance(error, UsageError) else f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        if not isinstance(error, UsageError):
+            print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        elif rank == "0":  # every rank finds the same mistake; once is enough
+            print(error, file=sys.stderr, flush=True)
         sys.last_value = error  # as the interpreter does; the probe reports it as what ended this rank
         return error.exit_status
     return 0

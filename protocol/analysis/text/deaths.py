@@ -72,8 +72,8 @@ def launcher_ended(finding: Finding) -> Words:
     processes = "1 process" if facts.left == 1 else f"{facts.left} processes"
     return Words(
         f"the job's command ended ({how}) before its ranks",
-        f"The command that was started ({how}) left {processes} behind. Nobody would have looked "
-        "after them, so ftmon ended them; no rank is to blame.",
+        f"The command that was started ({how}) left {processes} behind. ftmon ended "
+        "what was left; no rank is to blame.",
     )
 
 

@@ -76,8 +76,8 @@ def death(code: int | None = None, signal: int | None = None, **more: Any) -> Fi
         (
             Finding("launcher_ended", LauncherEnded(None, 2, ["100 (python)"])),
             "the job's command ended (never began) before its ranks",
-            "The command that was started (never began) left 2 processes behind. Nobody would have looked after them, "
-            "so ftmon ended them; no rank is to blame.",
+            "The command that was started (never began) left 2 processes behind. ftmon ended what was left; "
+            "no rank is to blame.",
         ),
         (
             Finding("failure", ScriptFailure(GLOO, "", []), rank=0, step=7, phase="backward"),

@@ -21,7 +21,7 @@ class Sampling(NamedTuple):
 def tokens(
     model: Any, prompt: Sequence[int], stops: frozenset[int], limit: int, sampling: Sampling
 ) -> Generator[int, None, str]:
-    """Give an answer's tokens as they are generated, the one that ends it included; return why it ended.
+    """Yield an answer's tokens as they are generated, the stop token included; return why generation ended.
 
     Raises:
         UsageError: the prompt alone is as long as the model's longest sequence, or longer.

@@ -54,18 +54,26 @@ def parse(text: str, source: str) -> Node | None:
         ConfigError: it is not YAML.
     """
     try:
-        loader = yaml.SafeLoader(text)
-        loader.name = source
-        node = loader.get_single_node()
-        if node is not None:
-            _count(node, {}, source)
-        return node
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        at = _line(source, mark.line) if mark is not None else source
-        raise ConfigError(f"{at}: not valid YAML: {error.problem or error.context}") from None
+        return _compose(text, source)
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{source}: not valid YAML: {str(error).splitlines()[0]}") from None
+        mark = error.problem_mark or error.context_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        at = _line(source, mark.line) if mark is not None else source
+        raise ConfigError(f"{at}: not valid YAML: {_problem(error)}") from None
+
+
+def _compose(text: str, source: str) -> Node | None:
+    loader = yaml.SafeLoader(text)
+    loader.name = source
+    node = loader.get_single_node()
+    if node is not None:
+        _count(node, {}, source)
+    return node
+
+
+def _problem(error: yaml.YAMLError | RecursionError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError):
+        return str(error.problem or error.context)
+    return str(error).splitlines()[0]
 
 
 def _count(node: Node, known: dict[int, int], source: str) -> int:
@@ -125,11 +133,10 @@ def override(tree: Node | None, assignment: str) -> Node:
             f"{COMMAND_LINE}: {shown(assignment)!r} is not of the form key.sub=value, such as zero.stage=3"
         )
     try:
-        node = parse(value, COMMAND_LINE) or scalar("", COMMAND_LINE, 0)
-    except ConfigError as error:
-        why = str(error).removeprefix(f"{COMMAND_LINE}: ")
+        node = _compose(value, COMMAND_LINE) or scalar("", COMMAND_LINE, 0)
+    except (yaml.YAMLError, RecursionError) as error:
         fix = "a text with such characters needs quotes of its own, as in key='\"text\"'"
-        raise ConfigError(f"{COMMAND_LINE}: {shown(assignment)}: {why}; {fix}") from None
+        raise ConfigError(f"{COMMAND_LINE}: {shown(assignment)}: not valid YAML: {_problem(error)}; {fix}") from None
     for part in reversed(parts[1:]):
         node = _mapping(part, node)
     if tree is None:

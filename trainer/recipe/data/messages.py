@@ -179,9 +179,9 @@ def _is_learned(entry: dict[str, Any], number: int) -> bool:
     """Return whether a message is trained on, as its ``weight`` (OpenAI's) and ``train`` say."""
     weight, train = entry.get("weight"), entry.get("train")
     if weight is not None and weight not in (0, 1):
-        raise RefusedError(f"message {number}: weight is {json.dumps(weight)[:40]}, not 0 or 1")
+        raise RefusedError(f"message {number}: weight is {_json(weight)[:40]}, not 0 or 1")
     if train is not None and not isinstance(train, bool):
-        raise RefusedError(f"message {number}: train is {json.dumps(train)[:40]}, not true or false")
+        raise RefusedError(f"message {number}: train is {_json(train)[:40]}, not true or false")
     return weight != 0 and train is not False
 
 
