@@ -76,6 +76,17 @@ PACKED: dict[str, tuple[tuple[int, int, int, int], list[str]]] = {
     "packed": ((1, 2, 1, 1), ["data.packing=true"]),
     "packed-compiled": ((1, 2, 1, 1), ["data.packing=true", "model.compile=layers", LAYERS]),
 }
+# Compiled layers whose parameters are partitioned; without a threshold of 0 those of so small a model are not.
+PARTITIONED = ["data.packing=true", "deepspeed.zero_optimization.stage3_param_persistence_threshold=0"]
+COMPILED: dict[str, tuple[tuple[int, int, int, int], list[str]]] = {
+    "packed-ranks": ((2, 2, 1, 1), ["data.packing=true"]),
+    "packed-ranks-compiled": (
+        (2, 3, 1, 1),
+        [*PARTITIONED, "model.compile=layers", "model.activation_memory_budget=0.5"],
+    ),
+    "packed-lora": ((2, 3, 1, 1), [*PARTITIONED, "lora.rank=4"]),
+    "packed-lora-compiled": ((2, 3, 1, 1), [*PARTITIONED, "lora.rank=4", "model.compile=layers", LAYERS]),
+}
 
 # Ranks that share sequences. A name that begins with "packed" is compared with "packed-whole", one with "lora" with
 # "lora-whole", and the others with plain PyTorch. The model's two key/value heads are fewer than four ranks.
@@ -176,7 +187,7 @@ class Launched:
 
     def __init__(self, folder: Path) -> None:
         write_inputs(folder)
-        others = LORA | PACKED | WHOLE
+        others = LORA | PACKED | COMPILED | WHOLE
         others |= {name: (case, [*words, *sharing(size)]) for name, (size, case, words) in SLICED.items()}
         cases = {
             **{name_of(*case): case for case in CASES},
@@ -251,6 +262,17 @@ def test_recomputing_under_adapters_with_dropout_changes_no_gradient(launched: L
     assert learned
     assert all("lora_" in name for name in grads)
     assert not [name for name in grads if not torch.equal(grads[name], others[name])]
+
+
+@pytest.mark.parametrize("name", ["packed-ranks", "packed-lora"])
+def test_compiled_layers_of_partitioned_parameters_give_the_same_gradients(launched: Launched, name: str) -> None:
+    # The first gradients of an adapter's A are 0, as its B is.
+    grads, compiled = (
+        {key: grad for key, grad in launched.saved[one]["grads"].items() if grad.any()}
+        for one in (name, f"{name}-compiled")
+    )
+    assert len(grads) > 4
+    assert distance(compiled, grads) < 1e-6
 
 
 def test_compiled_layers_give_the_same_gradients_under_the_same_names(launched: Launched) -> None:

@@ -16,7 +16,14 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "stage-0": (1, ["zero.stage=0"]),
     "stage-1-bf16": (1, ["zero.stage=1", "training.precision=bf16"]),
     "stage-2-two-ranks": (2, ["zero.stage=2", "training.grad_accumulation=1", "training.precision=bf16"]),
-    "stage-3": (1, ["zero.stage=3", "training.precision=bf16"]),
+    # All parameters are partitioned, and gathered when they are used.
+    "stage-3": (
+        1,
+        [
+            *("zero.stage=3", "training.precision=bf16"),
+            "deepspeed.zero_optimization={stage3_param_persistence_threshold: 0, stage3_prefetch_bucket_size: 0}",
+        ],
+    ),
     "shared": (2, ["zero.stage=2", "training={sequence_parallel_size: 2, grad_accumulation: 1}"]),
     "lora": (1, ["zero.stage=2", "lora={rank: 4, dropout: 0.1}"]),
     "offload": (1, ["zero={stage: 2, offload_optimizer: true}", "optimizer.kind=torch_fused"]),
@@ -52,7 +59,9 @@ class Outcome:
         jobs["out-of-memory"] = (1, [one, f"data.path={folder}/long.jsonl", "model.attention=eager"])
         self.text = small_runs.launch(folder, "evaluation_ranks", jobs)
         self.out = folder / "out"
-        self.saved: dict[str, Any] = {path.stem: torch.load(path)["weights"] for path in folder.glob("*.pt")}
+        saved: dict[str, Any] = {path.stem: torch.load(path) for path in folder.glob("*.pt")}
+        self.saved = {name: one["weights"] for name, one in saved.items()}
+        self.gathered: dict[str, list[int]] = {name: one["gathered"] for name, one in saved.items()}
 
     def losses(self, name: str) -> list[str]:
         return re.findall(r"^(?:step \d+/\d+|evaluation after step \d+:)  ?loss (\S+)", self.text[name], re.MULTILINE)
@@ -72,6 +81,16 @@ def test_losses_and_weights_are_bitwise_those_without_rehearsal(outcome: Outcome
     assert outcome.losses(rehearsed) == outcome.losses(plain)
     for key, weight in outcome.saved[plain].items():
         assert torch.equal(outcome.saved[rehearsed][key], weight), key
+
+
+def test_zero_3_keeps_for_the_backward_what_is_used_again_soon(outcome: Outcome) -> None:
+    # Two forwards a step, of which the first teaches DeepSpeed the order of modules; four steps.
+    first, *others = outcome.gathered["stage-3-plain"]
+    assert first == 0
+    assert len(others) == 7
+    assert min(others) > 0
+    rehearsed = outcome.gathered["stage-3-rehearsed"]
+    assert rehearsed == [first, *others[:1], *others[:1], *others]
 
 
 @pytest.mark.parametrize("name", RESUMED)

@@ -1,6 +1,7 @@
 """One rank that trains each of several configurations, one after the other: rank 0 saves each run's weights.
 
-A job is a configuration file; ``FILE.pt`` receives the weights of the end and the evaluation examples. Rank 0 of a job
+A job is a configuration file; ``FILE.pt`` receives the weights of the end, the evaluation examples, and of ZeRO-3 how
+many parameters were gathered at the end of each training forward, the rehearsal's too. Rank 0 of a job
 called ``full-disk...`` can write no file above 1 KiB while it rehearses, ``no-room`` finds 100 KiB of free disk.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.recipe import train
 from ftmon.trainer.recipe.config.load import load
@@ -64,6 +66,19 @@ def no_room() -> Generator[None]:
         shutil.disk_usage = original
 
 
+def gathered_after_forwards(engine: Any) -> list[int]:
+    """Return a list that gets, after each forward with gradients, how many partitioned parameters are whole."""
+    counts: list[int] = []
+
+    def count(module: Any, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            states = [getattr(parameter, "ds_status", None) for parameter in module.parameters()]
+            counts.append(states.count(ZeroParamStatus.AVAILABLE))
+
+    engine.module.register_forward_hook(count)
+    return counts
+
+
 def surroundings(name: str, world: World) -> AbstractContextManager[None]:
     if name.startswith("full-disk"):
         return full_disk(world)
@@ -78,6 +93,7 @@ def work(world: World, jobs: list[str]) -> None:
         config = load(str(path)).config
         try:
             run = setup(config, world)
+            gathered = gathered_after_forwards(run.engine)
             with surroundings(path.stem, world):
                 run.fit()
         except FtmonError as error:
@@ -95,5 +111,5 @@ def work(world: World, jobs: list[str]) -> None:
         held_out = [] if run.evaluator is None else run.evaluator.examples.rows
         rows = [{name: [int(token) for token in row[name]] for name in ("input_ids", "labels")} for row in held_out]
         if world.is_first:
-            torch.save({"weights": weights, "rows": rows}, path.with_suffix(".pt"))
+            torch.save({"weights": weights, "rows": rows, "gathered": gathered}, path.with_suffix(".pt"))
         run.engine.destroy()

@@ -23,8 +23,10 @@ from .checkpoint.trial import rehearse_checkpoint
 from .data.collate import Batch, Collate
 from .data.pipeline import Examples
 from .engine.distributed import World
+from .engine.make import forget_module_order
 from .evaluation.evaluate import Evaluator
 from .model.compiling import compile_ahead
+from .model.layers import decoder_layers
 from .state import TrainState
 from .step import Stepper
 
@@ -105,7 +107,9 @@ def compile_first(stepper: Stepper, data: Sampled, model: Any) -> None:
     rows = data.longest(stepper.config.training.micro_batch)
     stepper.engine.train()
     with stepper.monitor.rehearsal(), _same_random_numbers(stepper.world):
-        compile_ahead(model, stepper.prepare(data.batch(rows)), stepper.world, stepper.monitor)
+        batch = stepper.prepare(data.batch(rows))
+        compile_ahead(model, decoder_layers(model), batch, stepper.world, stepper.monitor)
+    forget_module_order(stepper.engine)
 
 
 def longest_rows(tokens: list[int], count: int) -> list[int]:
@@ -114,14 +118,14 @@ def longest_rows(tokens: list[int], count: int) -> list[int]:
 
 
 def _step(stepper: Stepper, data: Sampled, rows: list[int]) -> None:
-    """Take one optimizer step on copies of one micro-batch."""
-    engine = stepper.engine
+    """Take an optimizer step on copies of one micro-batch, with ZeRO-3 perhaps two."""
+    config, engine = stepper.config, stepper.engine
     for group in engine.basic_optimizer.param_groups:
         group["lr"] = 0.0
     batch = data.batch(rows)
     label_tokens = int(data.examples.label_tokens[rows].sum())
     # With accumulation, memory is highest in the second micro-step, beside the gradients of the first.
-    micro_steps = min(2, stepper.config.training.grad_accumulation)
+    micro_steps = min(2, config.training.grad_accumulation)
 
     def fetch(last: bool) -> Callable[[], Batch]:
         def fetched() -> Batch:
@@ -141,9 +145,11 @@ def _step(stepper: Stepper, data: Sampled, rows: list[int]) -> None:
         raise FtmonError(
             f"rehearsal: the loss of training rows {_listed(rows)} is {loss}; look at them and at the model"
         )
-    for _ in range(_TRIES):
-        if not stepper.train_step(fetches, label_tokens * micro_steps * stepper.world.data_ranks).skipped:
-            return
+    # ZeRO-3 gathers ahead, and keeps gathered, only from its second forward and backward on.
+    for _ in range(2 if config.zero.stage == 3 and micro_steps == 1 else 1):
+        for _ in range(_TRIES):
+            if not stepper.train_step(fetches, label_tokens * micro_steps * stepper.world.data_ranks).skipped:
+                break
 
 
 @contextmanager

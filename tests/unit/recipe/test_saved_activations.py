@@ -220,8 +220,12 @@ def test_the_setting_takes_a_boolean_too(word: str, mode: str) -> None:
         (["model.gradient_checkpointing='true'"], "must be layers, none or selective"),
         (["model.checkpoint_every=2"], r"model\.checkpoint_every needs model\.gradient_checkpointing"),
         (["model.compile=layers"], r"model\.compile needs data\.packing"),
-        ([*COMPILED, "zero.stage=3"], r"model\.compile cannot be used with zero\.stage=3"),
         ([*COMPILED, "model.gradient_checkpointing=selective"], r"model\.compile cannot be used with gradient_check"),
+        (["model.activation_memory_budget=0.5"], r"model\.activation_memory_budget needs model\.compile=layers"),
+        (
+            [*COMPILED, "model.activation_memory_budget=0.5", "model.gradient_checkpointing=layers"],
+            r"model\.activation_memory_budget cannot be used with model\.gradient_checkpointing",
+        ),
         (["model.activation_offload=inputs"], r"model\.activation_offload is inputs, .* set model\.gradient_check"),
     ],
 )

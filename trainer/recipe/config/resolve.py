@@ -285,20 +285,25 @@ def _check_activations(loaded: Loaded) -> None:
 
 def _check_compile(loaded: Loaded, device: str) -> None:
     config = loaded.config
+    budget = "model.activation_memory_budget"
     if config.model.compile == "off":
+        if config.model.activation_memory_budget < 1:
+            raise loaded.error(budget, "needs model.compile=layers; without it use model.gradient_checkpointing")
         return
+    if config.model.activation_memory_budget < 1 and config.model.gradient_checkpointing != "none":
+        raise loaded.error(
+            budget, "cannot be used with model.gradient_checkpointing, which keeps less; use one of them"
+        )
 
     def refuse(text: str) -> Exception:
         return loaded.error("model.compile", text)
 
     if not config.data.packing:
         raise refuse("needs data.packing=true: padded batches differ in length, and each would be compiled anew")
-    if config.zero.stage == 3:
-        raise refuse("cannot be used with zero.stage=3, which gathers parameters between a layer's modules; use 2")
     if config.model.quantization != "none":
         raise refuse("cannot be used with model.quantization")
     if config.model.gradient_checkpointing == "selective":
-        raise refuse("cannot be used with gradient_checkpointing=selective; use layers or none")
+        raise refuse("cannot be used with gradient_checkpointing=selective; use model.activation_memory_budget")
     if device == "cpu" and config.optimizer.kind == "muon":
         raise refuse("cannot be used with optimizer.kind=muon on the CPU, where nothing is compiled then; use off")
     if hardware.compiler(device) is None:

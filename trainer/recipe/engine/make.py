@@ -39,7 +39,33 @@ def make_engine(
         config=settings,
     )
     _look_for_overflow_once(engine.optimizer)
+    _learn_order_with_backward(engine)
     return engine, model
+
+
+def forget_module_order(engine: Any) -> None:
+    """Let ZeRO-3 learn the order of modules from the next pass: the one before had no backward.
+
+    It learns the order from one pass, gathers by it in later ones, and caches for good what it then decides to release
+    (``partitioned_param_coordinator.py``, ``__params_to_release``). By the order of a forward alone it keeps nothing
+    for the backward, whatever ``stage3_max_reuse_distance`` is.
+    """
+    offload = getattr(engine.optimizer, "parameter_offload", None)
+    if offload is not None and not offload.get_param_coordinator().is_invalid_trace():
+        offload.get_param_coordinator()._invalidate_trace()
+
+
+def _learn_order_with_backward(engine: Any) -> None:
+    """Let ZeRO-3 not learn the order of modules from a forward without gradients, as checks of the model make."""
+    offload = getattr(engine.optimizer, "parameter_offload", None)
+    if offload is None:
+        return
+
+    def after(*_: Any) -> None:
+        if not torch.is_grad_enabled() and offload.get_param_coordinator().is_record_trace():
+            forget_module_order(engine)
+
+    engine.module.register_forward_hook(after)
 
 
 def _look_for_overflow_once(optimizer: Any) -> None:

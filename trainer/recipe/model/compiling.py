@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import torch
+from deepspeed.utils import set_z3_leaf_module
 
 from ....protocol.errors import ConfigError
 from ....protocol.text import duration
@@ -16,12 +17,21 @@ from ..engine.distributed import World
 from ..monitor import Monitor
 
 
-def compile_layers(layers: list[Any]) -> None:
-    """Make training call compiled code in layers whose ``forward`` is a ``LayerForward``; nothing is compiled yet."""
+def compile_layers(layers: list[Any], partitioned: bool, budget: float) -> None:
+    """Make training call compiled code in layers whose ``forward`` is a ``LayerForward``; nothing is compiled yet.
+
+    Args:
+        layers: the decoder layers.
+        partitioned: ZeRO-3 partitions their parameters. A layer's are gathered together then: compiled code cannot wait
+            for those of each module inside it.
+        budget: share of its activations that a compiled layer keeps; the backward pass computes the rest again.
+    """
     import torch._dynamo.config as settings
+    import torch._functorch.config as partitioner
 
     # A layer that reads its own number is compiled for each; beyond the limit layers would silently run as they are.
     limit = 8 + 2 * len(layers)
+    partitioner.activation_memory_budget = budget
     settings.recompile_limit = max(settings.recompile_limit, limit)
     compiled: dict[Any, Any] = {}
     for layer in layers:
@@ -29,6 +39,8 @@ def compile_layers(layers: list[Any]) -> None:
         if plain not in compiled:
             compiled[plain] = torch.compile(plain, dynamic=False)
         layer.forward.in_training = compiled[plain]
+        if partitioned:
+            set_z3_leaf_module(layer, True)
 
 
 def mark_varying(batch: dict[str, Any]) -> None:
@@ -38,11 +50,12 @@ def mark_varying(batch: dict[str, Any]) -> None:
         torch._dynamo.maybe_mark_dynamic(borders, 0)
 
 
-def compile_ahead(model: Any, batch: dict[str, Any], world: World, monitor: Monitor) -> None:
-    """Compile forward and backward on one micro-batch. All ranks call this.
+def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: World, monitor: Monitor) -> None:
+    """Compile forward and backward of each layer on what one micro-batch gives it. All ranks call this.
 
     Args:
         model: the model inside the engine.
+        layers: its decoder layers.
         batch: the micro-batch, as the model takes it.
         world: the ranks.
         monitor: shows that it is compiling.
@@ -52,12 +65,11 @@ def compile_ahead(model: Any, batch: dict[str, Any], world: World, monitor: Moni
     """
     began = time.perf_counter()
     world.say("compiling decoder layers (model.compile)")
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad][:1]
+    # These hooks run after DeepSpeed's, so with ZeRO-3 the layer's parameters are whole.
+    hooks = [layer.register_forward_pre_hook(_compile, with_kwargs=True) for layer in layers]
     with monitor.activity("compilation", "decoder layers"):
         try:
-            # Without DeepSpeed's engine, and into no parameter's .grad: its hooks do not run.
-            loss: torch.Tensor = model(**batch, use_cache=False).loss
-            torch.autograd.grad(loss, wanted, allow_unused=True)
+            model(**batch, use_cache=False)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler and its backends raise
@@ -66,7 +78,21 @@ def compile_ahead(model: Any, batch: dict[str, Any], world: World, monitor: Moni
             kind = model.config.model_type
             text = (str(error).strip() or repr(error)).splitlines()[0]
             raise ConfigError(f"model.compile: layers of {kind} cannot be compiled: {text}; use off") from None
+        finally:
+            for hook in hooks:
+                hook.remove()
     world.say(f"compiled decoder layers: {duration(time.perf_counter() - began)}")
+
+
+def _compile(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Run forward and backward of a layer with its inputs, and leave no trace of it."""
+    hidden = inputs[0].detach().requires_grad_(inputs[0].requires_grad)
+    wanted = [one for one in (hidden, *layer.parameters()) if one.requires_grad][:1]
+    # Not through the layer's __call__, and into no parameter's .grad: DeepSpeed's hooks do not run.
+    found = layer.forward(hidden, *inputs[1:], **named)
+    if wanted:
+        out: torch.Tensor = found if isinstance(found, torch.Tensor) else found[0]
+        torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
 
 
 def _is_of_compiler(error: Exception) -> bool:

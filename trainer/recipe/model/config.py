@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ..config.fields import AtLeast0, AtLeast1, Momentum, Positive, Section
+from ..config.fields import AtLeast0, AtLeast1, Fraction, Momentum, Positive, Section
 
 
 class Model(Section, frozen=True):
@@ -35,8 +35,10 @@ class Model(Section, frozen=True):
     offload_bytes: AtLeast0 = 1_048_576
     """Size from which `activation_offload: all` moves a tensor; smaller ones stay."""
     compile: Literal["off", "layers"] = "off"
-    """layers: compile the decoder layers (torch.compile) before the first step; needs `data.packing`, and ZeRO stage 0,
-    1 or 2."""
+    """layers: compile the decoder layers (torch.compile) before the first step; needs `data.packing`."""
+    activation_memory_budget: Fraction = 1.0
+    """Share of their activations that compiled layers keep; what is cheapest to compute again is left out first. Needs
+    `compile: layers`, and no `gradient_checkpointing`."""
 
 
 class Lora(Section, frozen=True):

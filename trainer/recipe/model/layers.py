@@ -71,7 +71,10 @@ def set_up(inner: Any, config: Config) -> None:
         own = None if inputs_alone and recompute is None else offload
         layer.forward = LayerForward(layer, recompute, own)
     if model.compile == "layers":
-        compile_layers(layers)
+        compile_layers(layers, config.zero.stage == 3, model.activation_memory_budget)
+        if config.zero.stage == 3 and config.lora.rank:
+            # DeepSpeed reduces a layer's gradients once that of its input is known, of which there must be one.
+            inner.enable_input_require_grads()
     if model.gradient_checkpointing != "none" and hasattr(inner.base_model, "gradient_checkpointing"):
         # By this flag transformers and the memory report know.
         inner.base_model.gradient_checkpointing = True

@@ -94,6 +94,9 @@ def _from_weights(config: Config, world: World) -> Any:
             name, dtype=_DTYPES[config.training.precision], **_attention(config), **_quantization(config, world)
         )
         _keep_quantized(model)
+        if world.on_gpu and config.model.quantization != "none":
+            # Several weights at a time were whole on the GPU before they were held in 4 bits.
+            torch.cuda.empty_cache()
         return model
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"model.name: {name} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
