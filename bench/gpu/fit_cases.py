@@ -29,6 +29,7 @@ class Case(NamedTuple):
     lora_r: int | None = None
     offload_optimizer: bool = False
     expandable_segments: bool = False
+    ranks: int = 1
 
     @property
     def name(self) -> str:
@@ -36,6 +37,7 @@ class Case(NamedTuple):
         words = [self.model, f"ZeRO-{self.zero_stage}", f"batch {self.micro_batch}"]
         words += ["checkpointing"] * self.gradient_checkpointing + ["offload"] * self.offload_optimizer
         words += [f"LoRA {self.lora_r}"] * bool(self.lora_r) + ["expandable"] * self.expandable_segments
+        words += [f"{self.ranks} ranks"] * (self.ranks > 1)
         return " ".join([*words, f"{self.adam} AdamW", f"{self.cap_gb} GB"])
 
     @property
@@ -81,6 +83,18 @@ CASES = [
     Case("llama-3-8b", 0, 40, 1, True, lora_r=16),
     Case(TINY, 0, 24, lora_r=16),
     Case(LLAMA, 0, 80, adam="torch", expandable_segments=True),
+    Case(QWEN, 1, 24, ranks=2),
+    Case(QWEN, 3, 24, ranks=2),
+    Case(GPT2, 2, 24, 4, expandable_segments=True, ranks=2),
+    Case(TINY, 3, 24, 4, True, ranks=2),
+    Case(QWEN, 2, 24, 4, ranks=2),
+    Case(LLAMA, 0, 24, lora_r=16, ranks=2),
+    Case(GPT2, 0, 40, adam="torch", ranks=2),
+    Case(LLAMA, 2, 40, 4, True, ranks=2),
+    Case(TINY, 1, 40, ranks=2),
+    Case(LLAMA, 3, 40, ranks=2),
+    Case(LLAMA, 2, 40, offload_optimizer=True, ranks=2),
+    Case(QWEN, 3, 40, 4, adam="torch", ranks=2),
 ]
 
 

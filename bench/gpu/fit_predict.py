@@ -54,7 +54,16 @@ def predict_one(case: Case) -> dict[str, Any]:
     begun = time.monotonic()
     capacity = case.cap_gb * GB
     with files_of(case) as (model, settings):
-        words = ["--model", model, "--deepspeed", settings, "--ranks", "1", "--micro-batch", str(case.micro_batch)]
+        words = [
+            "--model",
+            model,
+            "--deepspeed",
+            settings,
+            "--ranks",
+            str(case.ranks),
+            "--micro-batch",
+            str(case.micro_batch),
+        ]
         words += ["--accumulation", "1", "--capacity", str(capacity)]
         words += ["--checkpointing"] * case.gradient_checkpointing
         words += ["--lora-rank", str(case.lora_r)] if case.lora_r else []
@@ -82,14 +91,19 @@ def predict_one(case: Case) -> dict[str, Any]:
 
 
 def plain(point: Any) -> dict[str, Any]:
-    rank = point.ranks[0]
+    """Return a prediction's figures, of several ranks the highest."""
+
+    def highest(figure: str) -> dict[str, int]:
+        names = point.ranks[0].phases
+        return {name: max(getattr(rank.phases[name], figure) for rank in point.ranks) for name in names}
+
     return {
         "length": point.sequence_length,
         "fits": point.fits,
         "fails_in": point.fails_in,
         "needed_bytes": point.needed_bytes,
-        "allocated": {name: phase.allocated_peak_bytes for name, phase in rank.phases.items()},
-        "reserved": {name: phase.reserved_peak_bytes for name, phase in rank.phases.items()},
+        "allocated": highest("allocated_peak_bytes"),
+        "reserved": highest("reserved_peak_bytes"),
         "step_seconds": point.step_seconds,
     }
 

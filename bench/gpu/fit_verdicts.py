@@ -4,9 +4,9 @@
     python bench/gpu/fit_verdicts.py --predictions bench/data/fit_predictions.json --out fit.jsonl --parallel 8
     python bench/gpu/fit_verdicts.py --table fit.jsonl                                 the table again
 
-``STEPS`` real DeepSpeed steps are taken at the lengths around the largest that was predicted to fit, each in a process
-of its own whose allocator is limited, and it is noted whether they fitted. What the output file holds already is not
-done again.
+Three real DeepSpeed steps (``fit_steps.py``) are taken at the lengths around the largest that was predicted to fit,
+each in processes of their own, one a rank and GPU, whose allocators are limited, and it is noted whether they fitted.
+What the output file holds already is not done again.
 
 **What the cap means.** ``--capacity`` is what PyTorch may reserve on one GPU: nothing is subtracted for the CUDA
 context, NCCL's buffers and whatever else lies outside PyTorch's allocator. ``set_per_process_memory_fraction`` limits
@@ -23,30 +23,26 @@ Where that fails, functions that do nothing take their place, as in the dry run,
 """
 
 import argparse
-import contextlib
-import importlib
 import json
-import logging
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fit_cases import GB, SHARES, Case, around, environment, files_of
+from fit_cases import GB, SHARES, Case, around, environment
 
-HERE = Path(__file__).resolve()
-STEPS = 3
+STEPS = Path(__file__).resolve().with_name("fit_steps.py")
 BESIDE = 1_600_000_000
 """Bytes on the GPU kept for a process beside its cap: CUDA context, loaded kernels, NCCL (1,256 MiB were measured)."""
-FULL = GB // 2
-"""Where less than this is free on the GPU after a failure, it may not have been the cap that was reached."""
 SECONDS = 120.0
-"""That a process may take to get ready, and again with the GPU."""
+"""That a job may take to get ready, and again with the GPUs."""
+AFTER_FAILURE = 8.0
+"""Seconds for the other ranks once one has failed: they may wait for it in a collective."""
 PORT = 20_000
 
 
@@ -79,17 +75,99 @@ def tasks(predictions: dict[str, Any]) -> list[Task]:
 
 
 def gpus() -> list[tuple[str, int]]:
-    """Return each GPU's index and free bytes; without one a row of no end, to try the script on a CPU."""
+    """Return each GPU's index and free bytes; without one rows of no end, to try the script on a CPU."""
     query = ["nvidia-smi", "--query-gpu=index,memory.free", "--format=csv,noheader,nounits"]
     try:
         text = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return [("", 1 << 60)]
+        return [("", 1 << 60)] * 2
     return [(index.strip(), int(free) << 20) for index, free in (line.split(",") for line in text.splitlines())]
 
 
+class Job:
+    """The processes of one task, one a rank."""
+
+    def __init__(self, task: Task, gpus: list[str], port: int, options: list[str]) -> None:
+        words = ["--case", json.dumps(task.case._asdict()), "--length", str(task.predicted["length"]), *options]
+        self._errors = [tempfile.TemporaryFile("w+") for _ in gpus]  # noqa: SIM115
+        self._processes: list[subprocess.Popen[str]] = []
+        for rank, (gpu, errors) in enumerate(zip(gpus, self._errors, strict=True)):
+            own = {"RANK": str(rank), "WORLD_SIZE": str(len(gpus)), "LOCAL_RANK": "0", "LOCAL_SIZE": str(len(gpus))}
+            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": gpu}
+            own |= {"OMP_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "false", "DS_SKIP_CUDA_CHECK": "1"}
+            command, pipe = [sys.executable, str(STEPS), *words], subprocess.PIPE
+            kept = environment(task.case, **own)
+            process = subprocess.Popen(command, env=kept, stdin=pipe, stdout=pipe, stderr=errors, text=True)
+            self._processes.append(process)
+
+    def ready(self) -> bool:
+        """Wait until all ranks are ready; False where one is not."""
+        return all(line.strip() == "ready" for line in self._lines())
+
+    def take_steps(self) -> dict[str, Any]:
+        """Let the ranks take their steps; returns the row of all, of figures the highest."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        rows = [json.loads(line) for line in self._lines() if line.startswith("{")]
+        failed = [row for row in rows if not row["fitted"]]
+        if not rows or (len(rows) < len(self._processes) and not failed):
+            return self.error()
+        row = (failed or rows)[0]
+        names = {name: None for one in rows for name in one["phases"]}
+        row["phases"] = {
+            name: [
+                max(pair) for pair in zip(*(one["phases"][name] for one in rows if name in one["phases"]), strict=True)
+            ]
+            for name in names
+        }
+        row |= {figure: max(one[figure] for one in rows) for figure in ("allocated", "reserved")}
+        return row
+
+    def _lines(self) -> list[str]:
+        """Return a line of each rank; empty for those that are ended as they take too long."""
+        timers = [threading.Timer(SECONDS, self.kill)]
+        timers[0].start()
+
+        def read(process: subprocess.Popen[str]) -> str:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line or '"fitted": false' in line:
+                timers.append(threading.Timer(AFTER_FAILURE, self.kill))
+                timers[-1].start()
+            return line
+
+        with ThreadPoolExecutor(len(self._processes)) as pool:
+            lines = list(pool.map(read, self._processes))
+        for timer in timers:
+            timer.cancel()
+        return lines
+
+    def error(self) -> dict[str, Any]:
+        """Return the row of a job that said nothing."""
+        self.kill()
+        said: list[str] = []
+        for process, errors in zip(self._processes, self._errors, strict=True):
+            errors.seek(0)
+            said.append(f"exit status {process.wait()}: {errors.read()[-1500:]}")
+        return {"error": "; ".join(said)}
+
+    def kill(self) -> None:
+        """End all ranks."""
+        for process in self._processes:
+            process.kill()
+
+    def close(self) -> None:
+        """End all ranks, and wait until they have ended."""
+        self.kill()
+        for process, errors in zip(self._processes, self._errors, strict=True):
+            process.wait()
+            errors.close()
+
+
 class Measuring:
-    """Processes side by side: a few get ready while others have the GPUs."""
+    """Jobs side by side: a few get ready while others have the GPUs."""
 
     def __init__(self, waiting: list[Task], out: Path, budget: float, options: list[str], keep: float) -> None:
         self._waiting = waiting
@@ -100,11 +178,13 @@ class Measuring:
         listed = gpus()
         self._room = [free - round((1 + keep) * GB) for _, free in listed]
         self._names = [name for name, _ in listed]
-        for task in [task for task in waiting if task.case.cap_gb * GB + BESIDE > min(self._room)]:
-            print(f"{task.case.name}: more than a GPU has free, left out", flush=True)
-            waiting.remove(task)
+        for task in list(waiting):
+            case = task.case
+            if case.ranks > len(listed) or case.cap_gb * GB + BESIDE > min(self._room):
+                print(f"{case.name}: more than is free here, left out", flush=True)
+                waiting.remove(task)
         self._load = [0] * len(listed)
-        """Bytes of the processes that were given each GPU, waiting ones included."""
+        """Bytes of the jobs that were given each GPU, waiting ones included."""
         self._built: dict[str, bool] = {}
         self._port = PORT
 
@@ -121,7 +201,7 @@ class Measuring:
     def _build(self, name: str) -> None:
         """Let DeepSpeed compile an operation, before several processes wait for each other to do so."""
         begun = time.monotonic()
-        command = [sys.executable, str(HERE), "--build", name]
+        command = [sys.executable, str(STEPS), "--build", name]
         own = os.environ | {"CUDA_VISIBLE_DEVICES": self._names[0], "DS_SKIP_CUDA_CHECK": "1"}
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, env=own, timeout=2 * SECONDS)
@@ -143,16 +223,18 @@ class Measuring:
                 if task is None:
                     return
                 need = task.case.cap_gb * GB + BESIDE
-                gpu = min(range(len(self._load)), key=lambda one: self._load[one])
-                self._load[gpu] += need
+                chosen = sorted(range(len(self._load)), key=lambda one: self._load[one])[: task.case.ranks]
+                for gpu in chosen:
+                    self._load[gpu] += need
                 self._port += 1
                 port = self._port
             try:
-                row = self._one(task, gpu, port, need)
+                row = self._one(task, chosen, port, need)
             except Exception as error:
                 row = {"error": f"{type(error).__name__}: {error}"}
             with self._changed:
-                self._load[gpu] -= need
+                for gpu in chosen:
+                    self._load[gpu] -= need
                 self._changed.notify_all()
                 if row is not None:
                     self._keep(task, row)
@@ -167,57 +249,39 @@ class Measuring:
             self._changed.wait(1.0)
         return None
 
-    def _one(self, task: Task, gpu: int, port: int, need: int) -> dict[str, Any] | None:
-        """Run one process; None where the budget was over before it had the GPU."""
-        command = [sys.executable, str(HERE), "--case", json.dumps(task.case._asdict())]
-        command += ["--length", str(task.predicted["length"]), *self._options]
-        command += ["--stand-in"] * (not self._built.get(task.case.needs, True))
-        own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        own |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "false"}
-        own |= {"CUDA_VISIBLE_DEVICES": self._names[gpu], "DS_SKIP_CUDA_CHECK": "1"}
-        with tempfile.TemporaryFile("w+") as errors:
-            child = subprocess.Popen(
-                command, env=environment(task.case, **own),
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-            )  # fmt: skip
-            assert child.stdin is not None
-            assert child.stdout is not None
-            text, had = "", False
-            try:
-                begun = time.monotonic()
-                with ending(child):
-                    ready = child.stdout.readline().strip() == "ready"
-                prepared = time.monotonic() - begun
-                if ready:
-                    had = self._take(gpu, need)
-                    if not had:
-                        return None
-                    begun = time.monotonic()
-                    with ending(child):
-                        child.stdin.write("go\n")
-                        child.stdin.flush()
-                        text = child.stdout.readline()
-                        child.wait()
-            finally:
-                child.kill()
-                child.wait()
-                if had:
-                    with self._changed:
+    def _one(self, task: Task, chosen: list[int], port: int, need: int) -> dict[str, Any] | None:
+        """Run one job; None where the budget was over before it had its GPUs."""
+        stand_in = ["--stand-in"] * (not self._built.get(task.case.needs, True))
+        job = Job(task, [self._names[gpu] for gpu in chosen], port, [*self._options, *stand_in])
+        had = False
+        try:
+            begun = time.monotonic()
+            if not job.ready():
+                return job.error()
+            prepared = time.monotonic() - begun
+            had = self._take(chosen, need)
+            if not had:
+                return None
+            begun = time.monotonic()
+            row = job.take_steps()
+            return row | {"ready_s": round(prepared, 1), "gpu_s": round(time.monotonic() - begun, 1)}
+        finally:
+            job.close()
+            if had:
+                with self._changed:
+                    for gpu in chosen:
                         self._room[gpu] += need
-                        self._changed.notify_all()
-            if text.startswith("{"):
-                return json.loads(text) | {"ready_s": round(prepared, 1), "gpu_s": round(time.monotonic() - begun, 1)}
-            errors.seek(0)
-            return {"error": f"exit status {child.returncode}: {errors.read()[-1500:]}"}
+                    self._changed.notify_all()
 
-    def _take(self, gpu: int, need: int) -> bool:
-        """Wait for a process's share of a GPU; False where the budget is over before."""
+    def _take(self, chosen: list[int], need: int) -> bool:
+        """Wait for a job's share of its GPUs; False where the budget is over before."""
         with self._changed:
-            while self._room[gpu] < need:
+            while min(self._room[gpu] for gpu in chosen) < need:
                 if time.monotonic() > self._end:
                     return False
                 self._changed.wait(1.0)
-            self._room[gpu] -= need
+            for gpu in chosen:
+                self._room[gpu] -= need
             return True
 
     def _keep(self, task: Task, row: dict[str, Any]) -> None:
@@ -234,141 +298,6 @@ class Measuring:
         right = "" if "error" in row or row["fitted"] == row["predicted_fits"] else " WRONG"
         times = f"{row.get('ready_s')} + {row.get('gpu_s')} s, steps {row.get('step_s')}"
         print(f"{row['case']}, {row['share']} ({row['length']}): {told}{right} ({times})", flush=True)
-
-
-@contextlib.contextmanager
-def ending(child: subprocess.Popen[str]) -> Generator[None]:
-    """End a process that takes too long."""
-    timer = threading.Timer(SECONDS, child.kill)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-# --- one process ---------------------------------------------------------------------------------------------------
-
-
-def child(case: Case, length: int, stand_in: bool, tiny: bool) -> None:
-    """Get ready, wait for the word, take the steps and say in one line what came of it."""
-    said = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    logging.disable(logging.CRITICAL)
-    import deepspeed
-    import torch
-    from ftmon.trainer.predict import model as models
-
-    cuda: bool = torch.cuda.is_available()
-    if stand_in:
-        no_compiled_operations()
-    cheap_numbers(torch)
-    with files_of(case, tiny) as (model_file, settings_file):
-        config = models.read_config(model_file)
-        settings: dict[str, Any] = json.loads(Path(settings_file).read_text())
-    settings["train_micro_batch_size_per_gpu"] = settings["train_batch_size"] = case.micro_batch
-    settings["gradient_accumulation_steps"] = 1
-    settings["steps_per_print"] = 1 << 30
-    vocabulary = int(config.vocab_size)
-
-    def make() -> Any:
-        return models.make(config, torch.bfloat16, case.gradient_checkpointing, case.lora_r, "sdpa")
-
-    model = None if case.zero_stage == 3 else make()
-    print("ready", file=said)
-    sys.stdin.readline()
-    phases: dict[str, list[int]] = {}
-    highest = [0, 0]
-    row: dict[str, Any] = {"fitted": True, "fails_in": "", "stand_in": stand_in}
-    phase = "init"
-
-    def note() -> None:
-        if cuda:
-            phases[phase] = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
-            highest[:] = [max(pair) for pair in zip(highest, phases[phase], strict=True)]
-            torch.cuda.reset_peak_memory_stats()
-
-    if cuda:
-        torch.cuda.set_device(0)
-        torch.cuda.set_per_process_memory_fraction(case.cap_gb * GB / torch.cuda.mem_get_info()[1])
-    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False)
-    seconds: list[float] = []
-    device = "cuda" if cuda else "cpu"
-    try:
-        if model is None:
-            with deepspeed.zero.Init(config_dict_or_path=settings):
-                model = make()
-        trained: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=settings)
-        del model, trained
-        note()
-        for _ in range(STEPS):
-            begun = time.perf_counter()
-            tokens = torch.randint(0, vocabulary, (case.micro_batch, length), device=device)
-            phase = "forward"
-            loss = engine(input_ids=tokens, labels=tokens).loss
-            note()
-            phase = "backward"
-            engine.backward(loss)
-            del loss
-            note()
-            phase = "optimizer"
-            engine.step()
-            note()
-            if cuda:
-                torch.cuda.synchronize()
-            seconds.append(round(time.perf_counter() - begun, 3))
-    except torch.OutOfMemoryError as error:
-        row |= {"fitted": False, "fails_in": phase, "message": str(error)[:400]}
-        note()
-        if torch.cuda.mem_get_info()[0] < FULL:
-            row["error"] = f"the GPU itself was full: {row['message']}"
-    row |= {"allocated": highest[0], "reserved": highest[1], "phases": phases, "step_s": seconds}
-    if cuda:
-        row["retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
-        row["versions"] = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
-    print(json.dumps(row), file=said)
-    os._exit(0)
-
-
-def cheap_numbers(torch: Any) -> None:
-    """Fill large host tensors from a small pool of random numbers: some seconds less for a billion of them."""
-    pool = torch.randn(1 << 20) * 0.02
-
-    def instead(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def fill(tensor: Any, *arguments: Any, **named: Any) -> Any:
-            if tensor.device.type != "cpu" or tensor.numel() < len(pool) or not tensor.is_contiguous():
-                return plain(tensor, *arguments, **named)
-            flat, whole = tensor.view(-1), tensor.numel() // len(pool) * len(pool)
-            flat[:whole].view(-1, len(pool)).copy_(pool)
-            flat[whole:].copy_(pool[: tensor.numel() - whole])
-            return tensor
-
-        return fill
-
-    for name in ("normal_", "uniform_"):
-        setattr(torch.Tensor, name, instead(getattr(torch.Tensor, name)))
-
-
-def no_compiled_operations() -> None:
-    """Let functions that do nothing take the place of compiled optimizers, which allocate nothing on the GPU."""
-    builders: Any = importlib.import_module("deepspeed.ops.op_builder.builder")
-
-    class Nothing:
-        def __getattr__(self, name: str) -> Callable[..., int]:
-            return lambda *_, **__: 0
-
-    builders.OpBuilder.load = lambda *_, **__: Nothing()
-
-
-def build(operation: str) -> None:
-    """Let DeepSpeed compile an operation."""
-    import deepspeed.ops.op_builder as builders
-
-    getattr(builders, operation)().load()
-
-
-# --- the table -----------------------------------------------------------------------------------------------------
 
 
 def table(rows: list[dict[str, Any]]) -> None:
@@ -450,16 +379,8 @@ def main() -> None:
     parser.add_argument("--keep", type=float, default=0, help="GB of each GPU that is left to other processes")
     parser.add_argument("--tiny", action="store_true", help="shrunken models, to try the script")
     parser.add_argument("--table", type=Path, help="print the table of these rows only")
-    parser.add_argument("--case", type=lambda text: Case(**json.loads(text)), help=argparse.SUPPRESS)
-    parser.add_argument("--length", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--stand-in", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--build", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.case:
-        child(args.case, args.length, args.stand_in, args.tiny)
-    elif args.build:
-        build(args.build)
-    elif args.table or (args.predictions and args.out):
+    if args.table or (args.predictions and args.out):
         measure(args)
     else:
         parser.error("--predictions and --out are needed, or --table")

@@ -1,8 +1,9 @@
 """What the probe costs a training loop: blocks of steps with the probe on and off in turn, in one process.
 
-    ftmon run --plain -- python bench/gpu/probe_cost.py [--loop torch|engine] [--rounds 40] [--out FILE]
+    ftmon run --plain -- python bench/gpu/probe_cost.py [--loop torch|engine] [--rounds 40] [--block 20]
+        [--states off,recorder,on] [--out FILE]
 
-A host-bound loop (a Qwen2 of 24 small layers, two dataloader workers). A block is 20 steps between two
+A host-bound loop (a Qwen2 of 24 small layers, two dataloader workers). A block is some steps between two
 synchronisations of the device; the first two steps after a switch are not timed. "Off" leaves the hooks in place,
 asleep, with PyTorch's memory recorder off: a function call or two a step remain, which no bare loop has; "recorder" has
 that on alone. The order inside a round is drawn, so that a drift of the host's speed hits all alike. Beside the time
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WARM_STEPS, TIMED_STEPS = 2, 20
+WARM_STEPS = 2
 STATES = ("off", "recorder", "on")
 QWEN = {
     "vocab_size": 32000,
@@ -150,6 +151,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loop", choices=["torch", "engine"], default="torch")
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--block", type=int, default=20, help="timed steps of a block")
+    parser.add_argument("--states", type=lambda text: text.split(","), default=STATES)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     import torch
@@ -173,20 +176,21 @@ def main() -> None:
 
     switch = Switch()
     steps(60)
-    blocks: dict[str, list[Times]] = {state: [] for state in STATES}
+    blocks: dict[str, list[Times]] = {state: [] for state in args.states}
     draw = random.Random(0)
     for _ in range(args.rounds):
-        for state in draw.sample(STATES, len(STATES)):
+        for state in draw.sample(args.states, len(args.states)):
             switch.set(state)
             steps(WARM_STEPS)
-            blocks[state].append(steps(TIMED_STEPS))
+            blocks[state].append(steps(args.block))
             print(f"{state}: {blocks[state][-1].wall_ms:.3f} ms a step", flush=True)
     switch.set("on")
     found = {
         "loop": args.loop,
         "device": torch.cuda.get_device_name(0),
         "rounds": args.rounds,
-        **{state: compared(blocks[state], blocks["off"]) for state in STATES},
+        "block": args.block,
+        **{state: compared(blocks[state], blocks["off"]) for state in args.states},
         "publisher_cpu_us": statistics.median(block.publisher_ms for block in blocks["on"]) * 1000,
         "hook_us_median": statistics.median(switch.costs_us),
         "hook_us_95": sorted(switch.costs_us)[len(switch.costs_us) * 95 // 100],

@@ -115,6 +115,9 @@ ROWS = {
     "0.5b-full-logits": Row(QWEN_05B, micro_batch=8, words=["model.fused_loss=off"], trl=None),
     # What compiled layers give, and what recomputing and offloading activations costs and frees.
     "0.5b-compiled": Row(QWEN_05B, micro_batch=8, words=["model.compile=layers"], trl=None),
+    "0.5b-compiled-budget": Row(
+        QWEN_05B, micro_batch=8, words=["model.compile=layers", "model.activation_memory_budget=0.8"], trl=None
+    ),
     "1.2b-compiled": Row(LLAMA_12B, words=["model.compile=layers"], trl=None),
     "1.2b-layers": Row(LLAMA_12B, words=["model.gradient_checkpointing=layers"], trl=None),
     "1.2b-every-2": Row(LLAMA_12B, words=["model.gradient_checkpointing=layers", "model.checkpoint_every=2"], trl=None),
@@ -152,6 +155,16 @@ ROWS = {
     "1.2b-32k-shared": Row(LLAMA_12B, length=32_768, micro_batch=1, gpus=2, words=SHARED, trl=None),
     "1.2b-96k": Row(LLAMA_12B, length=98_304, micro_batch=1, trl=None),
     "1.2b-96k-shared": Row(LLAMA_12B, length=98_304, micro_batch=1, gpus=2, words=SHARED, trl=None),
+    "8b-zero3-2-compiled": Row(
+        LLAMA_8B, micro_batch=2, gpus=2, words=["zero.stage=3", "model.compile=layers"], trl=None
+    ),
+    "8b-zero3-2-compiled-bf16-reduced": Row(
+        LLAMA_8B,
+        micro_batch=2,
+        gpus=2,
+        words=["zero.stage=3", "model.compile=layers", "zero.communication_dtype=bf16"],
+        trl=None,
+    ),
     "8b-zero3-2-kept": Row(LLAMA_8B, micro_batch=2, gpus=2, words=["zero.stage=3"], trl=None),
     **{
         f"8b-zero3-{gpus}": Row(
