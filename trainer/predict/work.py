@@ -45,6 +45,8 @@ _ATTENTION = {
     "_varlen_attn_backward": (1, 10, 2.5),
 }
 """Positions of the query and of ``is_causal``, and products over those of the forward pass: the backward makes five."""
+_BORDERS = {"_varlen_attn": 3, "_varlen_attn_backward": 6}
+"""Position of the borders between the documents of packed rows."""
 _ADAM_MOVES = 7 / 4
 """A fused Adam reads a parameter, its gradient and two states, and writes all but the gradient."""
 
@@ -123,7 +125,8 @@ class Counting:
         attention = _ATTENTION.get(name)
         flops = 0.0
         if attention is not None:
-            flops = _attention_flops(args, kwargs, *attention)
+            documents = args[_BORDERS[name]].shape[0] - 1 if name in _BORDERS else 1
+            flops = _attention_flops(args, kwargs, *attention, documents)
         elif packet in flop_registry:
             flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
         self._operations[flops, moved, precision, attention is not None] += 1
@@ -176,14 +179,17 @@ def _moved(name: str, args: tuple[Any, ...], inputs: Iterable[Any], outputs: Ite
 
 
 def _attention_flops(
-    args: tuple[Any, ...], kwargs: dict[str, Any], position: int, causal_at: int, products: float
+    args: tuple[Any, ...], kwargs: dict[str, Any], position: int, causal_at: int, products: float, documents: int
 ) -> float:
-    """FLOPs of attention: two products of the pairs of query and key, half of them under a causal mask."""
+    """FLOPs of attention: two products of the pairs of query and key, half of them under a causal mask.
+
+    Packed rows are joined, and documents do not see each other: of ``documents`` of the same length each.
+    """
     query, key = args[position], args[position + 1]
     causal = args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)
-    if query.dim() == 3:  # packed: tokens, heads, width; one document
+    if query.dim() == 3:  # packed: tokens, heads, width
         length, heads, width = query.shape
-        pairs = length * key.shape[0]
+        pairs = length * key.shape[0] / documents
     else:
         batch, heads, length, width = query.shape
         pairs = batch * length * key.shape[2]

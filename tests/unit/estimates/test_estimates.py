@@ -8,7 +8,14 @@ from ftmon.protocol.analysis.estimates.beside_pytorch import beside_pytorch
 from ftmon.protocol.analysis.estimates.cost import epoch_cost
 from ftmon.protocol.analysis.estimates.host_and_disk import checkpoint_bytes, host_memory, pinned_bytes
 from ftmon.protocol.analysis.estimates.remedies import Option, rank
-from ftmon.protocol.analysis.estimates.roofline import Communication, Operation, Work, collective_seconds, step_time
+from ftmon.protocol.analysis.estimates.roofline import (
+    Communication,
+    Efficiency,
+    Operation,
+    Work,
+    collective_seconds,
+    step_time,
+)
 from ftmon.protocol.gpus import FIT_TABLE, GPUS, find_gpu
 
 MIB, GIB = 2**20, 2**30
@@ -67,13 +74,16 @@ def test_bandwidths_are_known_of_every_gpu() -> None:
     assert all(gpu.memory_gbs > gpu.link_gbs >= 16 and gpu.host_gbs >= 16 for gpu in GPUS)
 
 
+BUSY = Efficiency().busy
+
+
 def test_an_operation_takes_its_arithmetic_or_its_traffic() -> None:
-    product = step_time(Work([Operation(flops=989.4e12 * 0.7, bytes_moved=1e9)], []), H200)
+    product = step_time(Work([Operation(flops=989.4e12 * 0.7 * BUSY, bytes_moved=1e9)], []), H200)
     assert product.total.value == pytest.approx(1.0)
     assert product.bound_by == "arithmetic"
-    attention = step_time(Work([Operation(flops=989.4e12 * 0.4, attention=True)], []), H200)
+    attention = step_time(Work([Operation(flops=989.4e12 * 0.4 * BUSY, attention=True)], []), H200)
     assert attention.total.value == pytest.approx(1.0)
-    copy = step_time(Work([Operation(flops=1e9, bytes_moved=4800e9 * 0.85, precision="fp32")], []), H200)
+    copy = step_time(Work([Operation(flops=1e9, bytes_moved=4800e9 * 0.85 * BUSY, precision="fp32")], []), H200)
     assert copy.total.value == pytest.approx(1.0)
     assert copy.bound_by == "memory"
 
@@ -90,14 +100,14 @@ def test_many_small_operations_are_bound_by_the_host() -> None:
 
 
 def test_an_optimizer_on_the_host_comes_on_top() -> None:
-    work = Work([Operation(flops=989.4e12 * 0.07)], [], transfer_bytes=round(64e9 * 0.8), host_bytes=round(44e9))
+    work = Work([Operation(flops=989.4e12 * 0.07 * BUSY)], [], transfer_bytes=round(64e9 * 0.8), host_bytes=round(44e9))
     found = step_time(work, H200)
     assert found.bound_by == "offload"
     assert found.total.value == pytest.approx(0.1 + 1.0 + 2.0)
 
 
 def test_an_overlapped_collective_counts_only_beyond_the_computation() -> None:
-    work = [Operation(flops=989.4e12 * 0.7 * 0.1)]
+    work = [Operation(flops=989.4e12 * 0.7 * 0.1 * BUSY)]
     gather = Communication("all_gather", 450e9 * 0.75 * 0.3, 4)
     beside = Communication("all_gather", 450e9 * 0.75 * 0.3, 4, overlapped=True)
     alone = step_time(Work(work, [gather]), H200).total.value
