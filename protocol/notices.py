@@ -13,6 +13,7 @@ import msgspec
 
 from .control import Alert, AlertKind, RunState
 from .errors import UsageError
+from .failure import first_failure
 from .private_files import write_private
 from .rundir import RunDir
 from .text import sanitize
@@ -128,10 +129,14 @@ class Notices:
     def __init__(self, run: str, host: str, events: list[Event], since: float) -> None:
         self._run, self._host, self._events, self._since = run, host, frozenset(events), since
         self._told: set[int | str] = set()
+        self._alerts: dict[int, Alert] = {}
+        """The run's errors, by which a failure is explained."""
 
     def of(self, message: Message) -> Notice | None:
         """Return the notice that a message asks for, or None."""
         if isinstance(message, Alert):
+            if message.severity == "error":
+                self._alerts[message.id] = message
             event = _OF_ALERTS.get(message.kind) or _OF_FINDINGS.get(str(message.evidence.get("finding", "")))
             key: int | str = message.id
             if message.resolved is not None or message.severity == "info" or message.time < self._since:
@@ -140,6 +145,9 @@ class Notices:
         elif isinstance(message, RunState):
             event, key = _OF_STATES.get(message.state), "end"
             title, text = f"{self._run} {message.state}", message.text
+            first = first_failure(self._alerts.values()) if message.state == "failed" else None
+            if first is not None:
+                title, text = f"{title}: {first.title}", "; ".join(part for part in (text, first.text) if part)
         else:
             return None
         if event not in self._events or key in self._told:

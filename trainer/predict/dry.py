@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
-from ...protocol.analysis.allocator.views import Peaks
 from ...protocol.analysis.estimates.roofline import Work
 from ...protocol.errors import ConfigError
 from ...protocol.gpus import GPUS, Gpu
@@ -104,10 +103,14 @@ class DryRun:
         self._sightings = Sightings(self._recorder)
         self._phases: dict[str, Phase] = {}
         self._made = False
+        self._making_bytes = 0
+        """Highest memory while the model is made, which is on the host."""
         with self._mode(), _refusals():
             self.trace.begin("init")
             self._make()
             self._note("init")
+            # As of a script that makes it on the GPU, where an output layer exists beside the embedding it is tied to.
+            self._count("init", self._making_bytes, self._making_bytes)
             self.flops = model_flops(self.engine.module) if self.engine is not None else None
             self.positions = _positions(self.engine.module) if self.engine is not None else 0
 
@@ -133,6 +136,7 @@ class DryRun:
         self.vocabulary = int(config.get_text_config().vocab_size)
         with partitioned:
             model = models.make(config, _dtype(settings, torch), job.checkpointing, job.lora_rank, job.attention)
+        self._making_bytes = 0 if stage == 3 else self.trace.host_peak
         self.parameters = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
         trained: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.trainable = sum(int(getattr(p, "ds_numel", p.numel())) for p in trained)
@@ -180,7 +184,7 @@ class DryRun:
             else:
                 self._phases = {"init": self._phases["init"]}
                 for phase, peaks in again:
-                    self._count(phase, peaks)
+                    self._count(phase, peaks.allocated_bytes, peaks.reserved_bytes)
         for phase, parts in compose(self.trace, start).items():
             self._phases[phase] = msgspec.structs.replace(self._phases[phase], parts=parts)
         rank = Rank(self._rank, dict(self._phases), self.trace.host_peak)
@@ -215,12 +219,12 @@ class DryRun:
     def _note(self, phase: str) -> None:
         """Take in a phase's peaks; of several micro-steps the highest counts."""
         self._recorder.in_backward = False
-        self._count(phase, self.trace.end(phase))
+        peaks = self.trace.end(phase)
+        self._count(phase, peaks.allocated_bytes, peaks.reserved_bytes)
         self._sightings.boundary(phase)
 
-    def _count(self, phase: str, peaks: Peaks) -> None:
+    def _count(self, phase: str, allocated: int, reserved: int) -> None:
         before = self._phases.get(phase)
-        allocated, reserved = peaks.allocated_bytes, peaks.reserved_bytes
         if before is not None:
             allocated = max(allocated, before.allocated_peak_bytes)
             reserved = max(reserved, before.reserved_peak_bytes)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...protocol import exits
+from ...protocol.failure import FATAL, first_failure
 from ...protocol.rundir import ExitFile, RunDir
 from ...protocol.text import sanitize
 from ..model.jobs import failed
@@ -14,7 +15,6 @@ from .jobs_text import job_table
 _LOG_LINES = 15
 _LINE_LENGTH = 400
 _LOG_TAIL_BYTES = 16_384
-_FATAL = ("failure", "oom", "died")
 
 
 def exit_status(end: ExitFile) -> int:
@@ -33,14 +33,14 @@ def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_told: b
         output_told: what the ranks and the launcher printed was told already; their last words are not said again.
     """
     if end.state == "failed" and not output_told:
-        first = first_to_fail(model)
-        if first is not None:
-            yield from (f"  rank {first}| {sanitize(line)}" for line in last_words(run.rank_log(first, "err")))
+        rank = first_to_fail(model)
+        if rank is not None:
+            yield from (f"  rank {rank}| {sanitize(line)}" for line in last_words(run.rank_log(rank, "err")))
         yield from (f"  {sanitize(line)}" for line in last_words(run.logs / "launcher.log"))
     output_dir = model.plan.output_dir if model.plan else ""
     yield f"{run.id} {end.state}" + (f": {sanitize(end.text)}" if end.text else "")
-    if end.state == "failed" and (why := reason(model)):
-        yield f"why:        {sanitize(why)}"
+    if end.state == "failed" and (first := first_failure(model.alerts)) is not None:
+        yield f"why:        {sanitize(first.title)}"
     if model.has_jobs:
         bad = failed(model.jobs)
         yield f"jobs:       {len(model.jobs)}" + (f", {len(bad)} failed" if bad else "")
@@ -78,17 +78,9 @@ def first_to_fail(model: RunModel) -> int | None:
     What ended an earlier job of the run, and was resolved when a later one trained, is not to blame for its end.
     """
     blamed = [
-        alert for alert in model.alerts if alert.kind in _FATAL and alert.severity == "error" and alert.resolved is None
+        alert for alert in model.alerts if alert.kind in FATAL and alert.severity == "error" and alert.resolved is None
     ]
     return min(blamed, key=lambda alert: (alert.time, alert.id)).rank if blamed else None
-
-
-def reason(model: RunModel) -> str:
-    """Say in one line what a failed run failed of: a port that was taken, or else its first trouble; empty: unknown."""
-    standing = [alert for alert in model.alerts if alert.severity == "error" and alert.resolved is None]
-    fatal = [alert for alert in standing if alert.kind in (*_FATAL, "exit")]
-    first = min(fatal, key=lambda alert: ("port" not in alert.evidence, alert.time, alert.id), default=None)
-    return first.title if first is not None else ""
 
 
 def last_words(log: Path, limit: int = _LOG_LINES) -> list[str]:

@@ -47,8 +47,19 @@ def test_each_event_of_a_run_is_told_once_with_its_title():
     assert of.of(alert(4, "health", evidence={"finding": "loss_plateau"})) is None
     end = of.of(RunState("failed", 101.0, "exit code 3", 3))
     assert end is not None
-    assert (end.event, end.title, end.text) == ("failure", "train-1 failed", "exit code 3")
+    assert (end.event, end.title, end.text) == ("failure", "train-1 failed: oom 2", "exit code 3")
     assert of.of(RunState("failed", 102.0)) is None
+
+
+def test_a_failure_is_told_with_what_the_run_failed_of():
+    of = notices()
+    of.of(alert(1, "died", text="earlier job"))
+    of.of(alert(1, "died", text="earlier job", resolved=101.0))
+    of.of(alert(2, "failure", text="ValueError: no data", time=102.0))
+    of.of(alert(3, "exit", time=103.0))
+    end = of.of(RunState("failed", 104.0, "exit code 1", 1))
+    assert end is not None
+    assert (end.title, end.text) == ("train-1 failed: failure 2", "exit code 1; ValueError: no data")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def find(target: str) -> Source:
     """Return what a chat is to be with: the final model where there is one, else the newest complete checkpoint.
 
     Raises:
-        UsageError: there is no such model or run, or the run has neither yet.
+        UsageError: there is no such model or run, or the run has neither.
     """
     path = Path(target).expanduser()
     if path.is_dir():
@@ -47,8 +47,8 @@ def find(target: str) -> Source:
     found = _of_run(run)
     if found is None:
         raise UsageError(
-            f"{run.id}: has neither a final model nor a complete checkpoint yet; checkpoint.every=N writes one every N "
-            "steps"
+            f"{run.id}: has neither a final model nor a complete checkpoint; 'ftmon train' writes one every "
+            "checkpoint.every steps"
         )
     return found
 

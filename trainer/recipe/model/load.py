@@ -46,6 +46,9 @@ def make(
     else:
         model = _from_shape(config, world, without_weights) if without_weights else _from_weights(config, world)
     del partitioning
+    if world.on_gpu and config.model.quantization != "none":
+        # Weights were whole on the GPU, several at a time, before they were held in 4 bits.
+        torch.cuda.empty_cache()
     if len(tokenizer) > model.config.vocab_size:
         raise ConfigError(
             f"model: its vocabulary has {model.config.vocab_size} tokens, fewer than the tokenizer's {len(tokenizer)}; "
@@ -94,9 +97,6 @@ def _from_weights(config: Config, world: World) -> Any:
             name, dtype=_DTYPES[config.training.precision], **_attention(config), **_quantization(config, world)
         )
         _keep_quantized(model)
-        if world.on_gpu and config.model.quantization != "none":
-            # Several weights at a time were whole on the GPU before they were held in 4 bits.
-            torch.cuda.empty_cache()
         return model
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"model.name: {name} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
