@@ -16,7 +16,10 @@ from .dry import DryRun, Job
 
 _UNSUPPORTED = {
     "run.device": ("cpu", "is cpu; a prediction is of a run on GPUs"),
-    "model.compile": ("layers", "cannot be predicted: compiled code does not run on fake tensors; use off"),
+    "model.compile": (
+        "layers",
+        "cannot be predicted: compiled code does not run on fake tensors; use off, whose memory is higher",
+    ),
     "model.attention": (
         "flash_attention_2",
         "cannot be predicted: its kernels do not run on fake tensors; use auto, whose memory is the same",
