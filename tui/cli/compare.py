@@ -9,6 +9,9 @@ from ...protocol.text import sanitize
 from ..report.sides import Loaded, load
 from .printable import print_json
 
+_MOST = 10
+"""Configurations that are all shown; of more, those that differ."""
+
 
 def show_comparison(arguments: Namespace) -> int:
     """Print a comparison; status 1 when the gate is passed.
@@ -26,12 +29,19 @@ def show_comparison(arguments: Namespace) -> int:
     if arguments.json:
         print_json({"gate": arguments.gate, "comparisons": found})
     else:
-        for one in found:
+        shown = found if len(found) <= _MOST else [one for one in found if _is_changed(one)]
+        for one in shown:
             for line in comparison_lines(one, arguments.gate):
                 print(sanitize(line, 400))
+        if len(shown) < len(found):
+            print(f"not shown, alike within their noise: {len(found) - len(shown)} of {len(found)}; --json has them")
         if len(found) > 1:
             print(summary_line(found, arguments.gate))
     return int(any(one.regressions for one in found))
+
+
+def _is_changed(one: Comparison) -> bool:
+    return bool(one.regressions or one.alerts) or any(figure.judgement != "same" for figure in one.differences)
 
 
 def _is_gated(one: Comparison) -> bool:

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from ftmon.protocol.sweep.rows import Ended, Entry
+from ftmon.tui.cli import compare
 from ftmon.tui.cli.main import main
 from scenes import recorded
 from sweep_results import done, out_of_memory, planned, write_results
@@ -286,6 +287,20 @@ def test_compare_gates_sweeps_and_runs(tmp_path: Path, capsys: pytest.CaptureFix
     status, _, err = ftmon(capsys, "compare", str(run), str(before))
     assert status == 2
     assert "compare two of a kind" in err
+
+
+def test_of_many_configurations_only_those_that_differ_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = str(sweep(tmp_path, "before")), str(sweep(tmp_path, "after", 1.03))
+    _, every, _ = ftmon(capsys, "compare", before, after, "--gate", "3%")
+    monkeypatch.setattr(compare, "_MOST", 5)
+    _, some, _ = ftmon(capsys, "compare", before, after, "--gate", "3%")
+    assert every.count(" -> ") == 6
+    assert some.count(" -> ") == some.count("regression: ") == 5
+    assert "not shown, alike within their noise: 1 of 6; --json has them" in some
+    _, none, _ = ftmon(capsys, "compare", before, before)
+    assert none == "not shown, alike within their noise: 6 of 6; --json has them\n6 configurations compared\n"
 
 
 def test_a_png_is_refused_without_its_package_and_nothing_is_written(
