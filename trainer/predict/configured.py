@@ -107,7 +107,9 @@ class RecipeRun(DryRun):
                 f"{sharing} ranks share each sequence: lengths are of whole rows, memory of a rank's slice"
             )
         if config.data.packing:
-            self.notes.append("each packed row is one document, and every token carries loss")
+            self.notes.append(
+                "each packed row is one document, and every token carries loss: shorter documents take less time"
+            )
         else:
             mask = ", and attention takes a mask" if sharing == 1 else ""
             self.notes.append(f"every row has the full length, every token carries loss{mask}")

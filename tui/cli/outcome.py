@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...protocol import exits
-from ...protocol.failure import FATAL, first_failure
+from ...protocol.failure import FATAL, first_failure, standing
 from ...protocol.rundir import ExitFile, RunDir
 from ...protocol.text import sanitize
 from ..model.jobs import failed
@@ -77,9 +77,7 @@ def first_to_fail(model: RunModel) -> int | None:
 
     What ended an earlier job of the run, and was resolved when a later one trained, is not to blame for its end.
     """
-    blamed = [
-        alert for alert in model.alerts if alert.kind in FATAL and alert.severity == "error" and alert.resolved is None
-    ]
+    blamed = standing(model.alerts, *FATAL)
     return min(blamed, key=lambda alert: (alert.time, alert.id)).rank if blamed else None
 
 

@@ -71,7 +71,7 @@ class Efficiency(msgspec.Struct, frozen=True):
     memory: float = 0.85
     busy: float = 0.85
     """Share of a step that the device decides in which it runs a kernel: it waits at the step's ends and beside
-    collectives. Fitted to four of eight steps of 0.5B to 8B models on H200s (``bench/RESULTS.md``)."""
+    collectives. Fitted to steps of 0.5B to 8B models on H200s (``bench/RESULTS.md``)."""
     link: float = 0.75
     """NCCL's bus bandwidth for messages of 64 MiB and more."""
     call_seconds: float = 11e-6
