@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from .checkpoint.restore import find, planned, restore
 from .checkpoint.save import Checkpoints
 from .config.schema import Config
 from .data import prepare
+from .data.ahead import Ahead
 from .data.collate import Batch, Collate, loader
 from .data.order import Order
 from .data.pipeline import Examples
@@ -222,10 +222,12 @@ class Trainer(Stepper):
             self.config,
             pin=self.world.on_gpu,
         )
-        stopped = self._steps(iter(batches))
+        ahead = Ahead(iter(batches), self.world.device)
+        stopped = self._steps(ahead)
+        ahead.close()
         self._finish(stopped)
 
-    def _steps(self, batches: Iterator[Batch]) -> bool:
+    def _steps(self, batches: Ahead) -> bool:
         """Train until the planned end or a stop request; return whether it was a stop request."""
         config, world, state = self.config, self.world, self.state
         lines = ProgressLines(self.total_steps, config.output.log_every, world)
@@ -239,7 +241,7 @@ class Trainer(Stepper):
 
         def fetch() -> Batch:
             faults.in_data()
-            return next(batches)
+            return batches.take()
 
         while not self.ended and not stop:
             faults.begin(state.step + 1)

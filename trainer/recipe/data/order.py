@@ -71,15 +71,16 @@ class Order:
         return Counts(int(self._tokens[rows].sum()), int(self._label_tokens[rows].sum()))
 
     def _epoch(self, epoch: int) -> NDArray[numpy.int64]:
-        if self._drawn[0] != epoch:
+        drawn = self._drawn  # once: a thread may be an epoch ahead
+        if drawn[0] != epoch:
             rows = numpy.arange(self._examples)
             if self._shuffle:
                 generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
                 rows = torch.randperm(self._examples, generator=generator).numpy()
                 if self._group:
                     rows = self._grouped(rows, generator)
-            self._drawn = (epoch, rows)
-        return self._drawn[1]
+            self._drawn = drawn = (epoch, rows)
+        return drawn[1]
 
     def _grouped(self, rows: NDArray[numpy.int64], generator: torch.Generator) -> NDArray[numpy.int64]:
         """Sort windows of a random order by length, and shuffle the global batches that they are cut to."""
