@@ -159,6 +159,28 @@ def test_pieces_do_not_matter_but_to_the_random_bits_and_a_loaded_state_goes_on_
         }
 
 
+@pytest.mark.parametrize(("states", "dtype"), [("bf16", torch.bfloat16), ("8bit", torch.float32)])
+def test_tensors_that_are_updated_together_come_out_as_each_alone(
+    states: Any, dtype: "torch.dtype", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Random bits depend on the place in a bundle: here all are the same.
+    monkeypatch.setattr(adamw, "random_bits", lambda positions, _: torch.full_like(positions, 0x40004000))
+    generator = torch.Generator().manual_seed(5)
+    start = [torch.randn(count, 256, generator=generator).to(dtype) for count in (3, 1, 2, 7, 1)]
+    results: list[list[torch.Tensor]] = []
+    for piece in (1 << 20, 6 * 256, 256):  # all together, some, each alone in pieces
+        monkeypatch.setattr(adamw, "_PIECE", piece)
+        each = [torch.nn.Parameter(one.clone()) for one in start]
+        optimizer = SmallStateAdamW(each, states=states, **SETTINGS)
+        for step in range(3):
+            give_gradients(each, step)
+            optimizer.step()
+        results.append([one.detach() for one in each])
+    for one, other, alone in zip(*results, strict=True):
+        assert torch.equal(one, alone)
+        assert torch.equal(other, alone)
+
+
 @pytest.mark.parametrize(("states", "share"), [("bf16", 4.0), ("8bit", 2 + 8 / 256)])
 def test_states_take_the_bytes_they_should(states: Any, share: float) -> None:
     weight = torch.nn.Parameter(torch.zeros(1024, 256))

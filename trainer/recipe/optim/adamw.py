@@ -1,24 +1,41 @@
 """AdamW whose running averages take 2 bytes or 1 an element, and whose parameters may be bf16 without an fp32 copy.
 
 The update is computed in fp32 and elementwise, so flat partitions of ZeRO are as good as whole parameters. It goes
-through a tensor in pieces, so temporaries do not grow with the model; compiled, each piece is one kernel.
+through a tensor in pieces, so temporaries do not grow with the model; compiled, each piece is one kernel. Tensors that
+are smaller are copied together into one piece: starting a kernel for each would take longer than the copies.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from . import blocks
 from .rounding import random_bits, salt, to_bfloat16
 
+_aten: Any = torch.ops.aten
 States = Literal["bf16", "8bit"]
 _PIECE = 1 << 23
 """Elements that are updated at once: 32 MiB for each fp32 temporary. A multiple of a quantization block."""
 _COMPILED_PIECE = 1 << 25
 """The same where a kernel has no temporaries, unless PyTorch falls back to running it uncompiled."""
 _COMPILED_LEAST = 1 << 12
-"""Smaller tensors are not worth a kernel of their own, and their sizes would have it compiled again."""
+"""Fewer elements are not worth a kernel of their own, and their sizes would have it compiled again."""
+_AVERAGES = ("exp_avg", "exp_avg_sq")
+_SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+
+
+class _Part(NamedTuple):
+    """A parameter that is to be updated."""
+
+    parameter: torch.Tensor
+    state: dict[str, Any]
+    place: int
+    """Its number in the group."""
+
+    def tensors(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return some of its states, flat."""
+        return [self.state[name].view(-1) for name in names]
 
 
 class SmallStateAdamW(torch.optim.Optimizer):
@@ -65,7 +82,8 @@ class SmallStateAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for number, group in enumerate(self.param_groups):
-            scalars: dict[Any, list[torch.Tensor]] = {}
+            # Those that share all that an update computes with, in the order in which they come.
+            alike: dict[Any, list[_Part]] = {}
             for place, parameter in enumerate(group["params"]):
                 if parameter.grad is None:
                     continue
@@ -73,11 +91,12 @@ class SmallStateAdamW(torch.optim.Optimizer):
                 if not state:
                     state.update(self._fresh(parameter))
                 state["step"] += 1
-                step = int(state["step"])
-                key = (step, parameter.device)
-                if key not in scalars:
-                    scalars[key] = _scalars(group, step, parameter.device)
-                self._step(parameter, state, scalars[key], (self._seed, step, number, place, parameter.numel()))
+                key = (int(state["step"]), parameter.device, parameter.dtype, parameter.grad.dtype)
+                alike.setdefault(key, []).append(_Part(parameter, state, place))
+            for (step, device, *_), parts in alike.items():
+                scalars = _scalars(group, step, device)
+                for bundle in self._bundles(parts):
+                    self._step(bundle, scalars, (self._seed, step, number, bundle[0].place))
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -94,39 +113,70 @@ class SmallStateAdamW(torch.optim.Optimizer):
                 loaded[name] = value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
             self.state[parameter] = loaded
 
-    def _step(
+    def _bundles(self, parts: list[_Part]) -> Iterator[list[_Part]]:
+        """Yield parameters that are updated together: as many as a piece holds."""
+        bundle: list[_Part] = []
+        elements = 0
+        for part in parts:
+            count = part.parameter.numel()
+            whole_blocks = self._states == "bf16" or count % blocks.BLOCK == 0
+            if not (part.parameter.is_contiguous() and whole_blocks):
+                yield [part]
+                continue
+            if bundle and elements + count > self._piece:
+                yield bundle
+                bundle, elements = [], 0
+            bundle.append(part)
+            elements += count
+        if bundle:
+            yield bundle
+
+    def _step(self, bundle: list[_Part], scalars: list[torch.Tensor], numbers: tuple[int, ...]) -> None:
+        """Update the parameters of a bundle; ``numbers``: what its rounding depends on, beside its size."""
+        names = (*_AVERAGES, *(_SCALES if self._states == "8bit" else ()))
+        parameters = [part.parameter.reshape(-1) for part in bundle]
+        gradients = [part.parameter.grad.reshape(-1) for part in bundle if part.parameter.grad is not None]
+        states = [list(tensors) for tensors in zip(*(part.tensors(names) for part in bundle), strict=True)]
+        if len(bundle) == 1:
+            flat = [parameters[0], gradients[0], *(tensors[0] for tensors in states)]
+        else:
+            flat = [torch.cat(tensors) for tensors in (parameters, gradients, *states)]
+        self._in_pieces(flat[0], flat[1], flat[2:4], flat[4:], scalars, numbers)
+        if len(bundle) > 1:
+            for tensors, made in zip((parameters, *states), (flat[0], *flat[2:]), strict=True):
+                _aten._foreach_copy_(tensors, made.split([len(tensor) for tensor in tensors]))
+        elif not bundle[0].parameter.is_contiguous():  # what is flat is a copy
+            bundle[0].parameter.copy_(flat[0].view(bundle[0].parameter.shape))
+
+    def _in_pieces(
         self,
         parameter: torch.Tensor,
-        state: dict[str, Any],
+        gradient: torch.Tensor,
+        averages: list[torch.Tensor],
+        scales: list[torch.Tensor],
         scalars: list[torch.Tensor],
         numbers: tuple[int, ...],
     ) -> None:
-        """Update one parameter, piece by piece."""
-        assert parameter.grad is not None
-        flat, gradient = parameter.reshape(-1), parameter.grad.reshape(-1)
-        device, count = parameter.device, parameter.numel()
+        device, count = parameter.device, len(parameter)
         update = self._update if self.compiled_update is None or count < _COMPILED_LEAST else self.compiled_update
         for piece, start in enumerate(range(0, count, self._piece)):
             end = min(count, start + self._piece)
             # Filled on the device: a copy from the host would make the host wait.
-            salted = torch.full((), salt(*numbers, piece), dtype=torch.int32, device=device)
-            arguments = (flat[start:end], gradient[start:end], scalars, salted)
-            averages = [state[name].view(-1)[start:end] for name in ("exp_avg", "exp_avg_sq")]
+            salted = torch.full((), salt(*numbers, count, piece), dtype=torch.int32, device=device)
+            arguments = (parameter[start:end], gradient[start:end], scalars, salted)
+            here = [average[start:end] for average in averages]
             if self._states == "8bit":
                 blocked = slice(start // blocks.BLOCK, -(-end // blocks.BLOCK))
-                scales = [state[name][blocked] for name in ("exp_avg_scale", "exp_avg_sq_scale")]
                 if device not in self._tables:
                     self._tables[device] = (blocks.code(True, device), blocks.code(False, device))
-                update(*arguments, averages, scales, self._tables[device])
+                update(*arguments, here, [scale[blocked] for scale in scales], self._tables[device])
             else:
-                update(*arguments, averages, self._nearest)
-        if not parameter.is_contiguous():  # flat is a copy
-            parameter.copy_(flat.view(parameter.shape))
+                update(*arguments, here, self._nearest)
 
     def _fresh(self, parameter: torch.Tensor) -> dict[str, Any]:
         device, eight = parameter.device, self._states == "8bit"
         state: dict[str, Any] = {"step": torch.tensor(0.0)}
-        for name in ("exp_avg", "exp_avg_sq"):
+        for name in _AVERAGES:
             state[name] = torch.zeros(parameter.shape, dtype=torch.uint8 if eight else torch.bfloat16, device=device)
             if eight:
                 # Where the scale is 0, any code is 0.
