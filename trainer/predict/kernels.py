@@ -16,6 +16,8 @@ from .memory import Hidden, Recorder
 _aten: Any = torch.ops.aten
 MIB = 1 << 20
 _FEW_ROWS = 128
+_CHUNK = 1 << 16
+"""Elements that a block of a kernel over many tensors takes: ``MultiTensorApply.cuh``."""
 
 
 class Workspaces:
@@ -82,6 +84,17 @@ def _dequantized(recorder: Recorder, func: Any, args: Any, kwargs: Any, result: 
     recorder.trace.moment(elements // blocksize * 4, elements * inputs.element_size(), stream=recorder.stream)
 
 
+def _norms(recorder: Recorder, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Norms of many tensors: one of each chunk, for each tensor as many chunks as the largest has.
+
+    ``ForeachReduceOp.cu``, ``foreach_tensor_norm_cuda``.
+    """
+    tensors = args[0]
+    if tensors[0].device.type == "cuda":
+        chunks = math.ceil(max(one.numel() for one in tensors) / _CHUNK)
+        recorder.trace.moment(len(tensors) * chunks * result[0].element_size(), stream=recorder.stream)
+
+
 def _rounded(width: int) -> int:
     """Return the width of a head that FlashAttention computes with."""
     return math.ceil(width / 32) * 32 if width <= 128 else math.ceil(width / 64) * 64
@@ -100,6 +113,7 @@ def hidden(capability: tuple[int, int]) -> dict[Any, Hidden]:
         if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
             found[torch.ops.bitsandbytes.gemm_4bit.default] = _dequantized
     found[_aten._scaled_dot_product_flash_attention_backward.default] = _flash_backward
+    found[_aten._foreach_norm.Scalar] = _norms
     try:
         importlib.import_module("torch.nn.attention.varlen")  # registers the operation
     except ImportError:  # PyTorch before 2.10

@@ -8,6 +8,7 @@ import torch
 from ..config.schema import Config
 from ..model import load
 from ..optim import optimizer
+from . import gradient_norm
 from .distributed import World
 from .ds_config import deepspeed_config
 
@@ -38,7 +39,8 @@ def make_engine(
         lr_scheduler=optimizer.scheduler(config, total_steps),
         config=settings,
     )
-    _look_for_overflow_once(engine.optimizer)
+    gradient_norm.let_norm_decide(engine.optimizer)
+    gradient_norm.take_at_once(engine.optimizer)
     _learn_order_with_backward(engine)
     return engine, model
 
@@ -66,18 +68,3 @@ def _learn_order_with_backward(engine: Any) -> None:
             forget_module_order(engine)
 
     engine.module.register_forward_hook(after)
-
-
-def _look_for_overflow_once(optimizer: Any) -> None:
-    """Let only the gradients' norm decide whether one of them is inf or NaN.
-
-    DeepSpeed's stages 1 and 2 check each gradient first, with half a dozen kernels, and then the norm, which is not
-    finite if a gradient is not (``stage_1_and_2.py``, ``step``).
-    """
-    from deepspeed.runtime.zero import stage_1_and_2
-
-    if not isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer) or optimizer.cpu_offload:
-        return
-    # A release without this function does not check the norm: its own check stays.
-    if hasattr(stage_1_and_2, "is_invalid_grad_norm") and getattr(optimizer, "compute_grad_norm", False):
-        optimizer.check_overflow = lambda partition_gradients=True: None
