@@ -10,6 +10,8 @@ from ..config.schema import Config
 from ..engine.distributed import World
 from .manifest import Base
 
+_PIECE = 1 << 24
+"""Elements that are summed at once: 128 MiB as 64-bit integers."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -53,4 +55,6 @@ def _sum(parameter: Any, rank: int) -> torch.Tensor:
         tensor = part[:valid]
     if not tensor.numel():
         return torch.zeros((), dtype=torch.int64)
-    return tensor.contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+    whole = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
+    # A sum of integers first converts all of them to 8 bytes.
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in whole.split(_PIECE)]).sum()
