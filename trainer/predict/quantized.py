@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from transformers import modeling_utils
 
 from . import fake_tensors
 
@@ -30,6 +31,7 @@ def hold_in_4_bits(model: Any, settings: Any) -> None:
     quantizer: Any = AutoHfQuantizer.from_config(settings)
     with fake_tensors.left():
         quantizer.preprocess_model(model=model, device_map=None)
+    _warm_up(model, quantizer)
     for name, dtype in kinds.items():
         module: Any = model.get_submodule(name)
         if not isinstance(module, bitsandbytes.nn.Linear4bit):
@@ -56,3 +58,13 @@ def hold_in_4_bits(model: Any, settings: Any) -> None:
             placed = torch.empty_like(tensor, device="cuda")
             setattr(module, name, torch.nn.Parameter(placed) if isinstance(tensor, torch.nn.Parameter) else placed)
     model.tie_weights()
+
+
+def _warm_up(model: Any, quantizer: Any) -> None:
+    """Allocate and free one block of the size of all weights, as ``from_pretrained`` does before it loads them.
+
+    transformers' ``modeling_utils.py``, ``caching_allocator_warmup``.
+    """
+    places = {name: torch.device("cuda", 0) for name, _ in model.named_parameters()}
+    for size in modeling_utils.get_total_byte_count(model, places, quantizer).values():
+        torch.empty(int(size // 2), dtype=torch.float16, device="cuda")
