@@ -1,16 +1,18 @@
 """How fast the trainer is: tokens/s, MFU and peaks of the rows of a table, beside TRL's SFTTrainer on the same text.
 
-    python bench/gpu/train_speed.py --out speed.json [--rows 0.5b,1.2b] [--trl] [--steps 120] [--repeat 3]
+    python bench/gpu/train_speed.py --out speed.json [--rows 0.5b,1.2b] [--trl] [--predict] [--steps 120] [--repeat 3]
 
 For each row a folder with random weights and a tokenizer is written once; ftmon and TRL load the same weights and read
 the same documents. Runs take turns. Each is watched by ftmon, so step times, tokens and peaks come from the same probe:
-the first ``WARM`` steps are left out. ``--tiny`` shrinks every model, to try the script itself on a CPU. Figures
-are those of rank 0, so tokens/s are those of one GPU.
+the first ``WARM`` steps are left out. ``--predict`` has ``ftmon predict --data`` tell the time of each row once its run
+has ended, without a GPU; compiled rows are refused. ``--tiny`` shrinks every model, to try the script itself on a CPU.
+Figures are those of rank 0, so tokens/s are those of one GPU.
 """
 
 import argparse
 import hashlib
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -70,6 +72,7 @@ TINY = {
 }
 
 SHARED = ["training.sequence_parallel_size=2"]
+BF16 = ["zero.stage=0", "optimizer={kind: adamw_bf16, master_weights: none}", "training.precision=bf16"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,6 @@ ROWS = {
         LLAMA_8B,
         micro_batch=2,
         words=["lora={rank: 16, merge: false}", "model.compile=layers"],
-        trl=None,
         lora=16,
     ),
     "8b-qlora": Row(
@@ -119,6 +121,9 @@ ROWS = {
         QWEN_05B, micro_batch=8, words=["model.compile=layers", "model.activation_memory_budget=0.8"], trl=None
     ),
     "1.2b-compiled": Row(LLAMA_12B, words=["model.compile=layers"], trl=None),
+    # Weights, gradients and running averages in bf16, as TRL's row of the same model has them.
+    "0.5b-bf16": Row(QWEN_05B, micro_batch=8, words=[*BF16, "model.compile=layers"]),
+    "1.2b-bf16": Row(LLAMA_12B, words=[*BF16, "model.compile=layers"]),
     "1.2b-layers": Row(LLAMA_12B, words=["model.gradient_checkpointing=layers"], trl=None),
     "1.2b-every-2": Row(LLAMA_12B, words=["model.gradient_checkpointing=layers", "model.checkpoint_every=2"], trl=None),
     "1.2b-selective": Row(LLAMA_12B, words=["model.gradient_checkpointing=selective"], trl=None),
@@ -131,9 +136,7 @@ ROWS = {
         LLAMA_8B,
         micro_batch=2,
         words=[
-            "zero.stage=0",
-            "optimizer={kind: adamw_bf16, master_weights: none}",
-            "training.precision=bf16",
+            *BF16,
             "model.gradient_checkpointing=true",
         ],
         trl=None,
@@ -143,9 +146,7 @@ ROWS = {
         LLAMA_8B,
         micro_batch=2,
         words=[
-            "zero.stage=0",
-            "optimizer={kind: adamw_bf16, master_weights: none}",
-            "training.precision=bf16",
+            *BF16,
             "model.compile=layers",
         ],
         trl=None,
@@ -256,6 +257,29 @@ def overrides(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> lis
         f"run={{ranks: {row.gpus}, device: {'cpu' if tiny else 'cuda'}}}",
         *row.words,
     ]
+
+
+def predicted(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> dict[str, Any]:
+    """Return the time and peaks that are predicted of a row, or why they are not."""
+    words = [*overrides(row, folder, data, steps, tiny), "run.device=cuda"]
+    done = subprocess.run(
+        [*FTMON, "predict", "--data", "--json", *words],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        return {"refused": done.stderr.splitlines()[-1:]}
+    (point,) = json.loads(done.stdout)["points"]
+    peaks = {
+        phase: max(rank["phases"][phase]["allocated_peak_bytes"] for rank in point["ranks"]) / (1 << 30)
+        for phase in ("forward", "backward", "optimizer")
+    }
+    time = point["time"]
+    return {
+        "step_ms": round(point["step_seconds"] * 1e3, 1),
+        "error": round(time["total"]["error"], 2),
+        "bound_by": time["bound_by"],
+        "peak_gib": {phase: round(peak, 3) for phase, peak in peaks.items()},
+    }
 
 
 def by_trl(name: str, key: str, row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> list[str]:
@@ -381,6 +405,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=1, help="0 only writes the weights")
     parser.add_argument("--work", type=Path, help="folder of weights and documents; those of an earlier call are used")
     parser.add_argument("--trl", action="store_true", help="also TRL's SFTTrainer, tuned")
+    parser.add_argument("--predict", action="store_true", help="also ftmon predict --data")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--prepare", choices=ROWS, help=argparse.SUPPRESS)
@@ -418,6 +443,8 @@ def main() -> int:
                     result["output"] = done.stdout.splitlines()[-15:]
                 else:
                     result |= figures(f"{key}-{who}-{turn}", tokens_per_step)
+                    if given.predict and who == "ftmon":
+                        result["predicted"] = predicted(row, folder, data, given.steps, given.tiny)
                 results.append(result)
                 print(json.dumps(result), flush=True)
                 if given.out:
