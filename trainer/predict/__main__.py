@@ -78,7 +78,7 @@ def predict(arguments: argparse.Namespace) -> Prediction:
         return _with_largest(found, job, arguments, allocator, tell)
     capacity = arguments.capacity or answer.capacity_of(job)
     if arguments.data:
-        found = _with_data(job, capacity, arguments.price, tell)
+        job, found = _with_data(job, capacity, arguments, allocator, tell)
     else:
         tell("the run as it is")
         found = answer.predict(job, capacity, arguments.price)
@@ -90,30 +90,39 @@ def predict(arguments: argparse.Namespace) -> Prediction:
     return msgspec.structs.replace(found, what_if=rows, notes=notes)
 
 
-def _with_data(job: jobs.Prepared, capacity: int, price: float | None, tell: Callable[[str], None]) -> Prediction:
-    """Return the prediction of a run whose data set is read: its steps are known, and which of them do not fit."""
-    from . import answer, data_risk
+def _with_data(
+    job: jobs.Prepared, capacity: int, arguments: argparse.Namespace, allocator: Settings, tell: Callable[[str], None]
+) -> tuple[jobs.Prepared, Prediction]:
+    """Return a run whose data set is read, and its prediction: its steps are known, and which of them do not fit.
 
-    if job.config is None:
+    Other runs that are prepared from the arguments have rows that are packed as the data set's, too.
+    """
+    from . import answer, data_risk, documents
+
+    config = job.config
+    if config is None:
         raise UsageError("--data needs CONFIG.yaml, which names the data")
     tell("reading the data set")
-    records, examples = data_risk.read(job.config)
-    epochs = job.config.training.epochs
-    steps = job.steps or math.ceil(epochs * data_risk.steps_an_epoch(job.config, examples))
-    found = answer.predict(job._replace(steps=steps), capacity, price)
+    records, examples = data_risk.read(config)
+    epochs = config.training.epochs
+    steps = job.steps or math.ceil(epochs * data_risk.steps_an_epoch(config, examples))
+    if config.data.packing:
+        arguments.documents = documents.of_rows(examples.rows.document_lengths())
+        job = jobs.prepare(arguments, allocator)
+    found = answer.predict(job._replace(steps=steps), capacity, arguments.price)
 
     def run(lengths: list[int]) -> list[Need]:
         tell(f"{len(lengths)} of the data set's lengths, up to {lengths[-1]:,} tokens")
         points = answer.predict(job._replace(lengths=lengths), capacity).points
         return [Need(point.needed_bytes, [bool(point.fits)]) for point in points]
 
-    risk = data_risk.find(job.config, records, examples, capacity, run)
+    risk = data_risk.find(config, records, examples, capacity, run)
     point = max(found.points, key=lambda one: one.sequence_length)
     if point.step_seconds:
-        epoch = epoch_cost(point.step_seconds, risk.steps, 1, job.ranks, price or 0.0)
-        paid = None if price is None else epoch.price
+        epoch = epoch_cost(point.step_seconds, risk.steps, 1, job.ranks, arguments.price or 0.0)
+        paid = None if arguments.price is None else epoch.price
         risk = msgspec.structs.replace(risk, epoch_seconds=epoch.seconds, epoch_price=paid)
-    return msgspec.structs.replace(found, data=risk)
+    return job, msgspec.structs.replace(found, data=risk)
 
 
 def _with_largest(

@@ -10,7 +10,7 @@ from ...protocol.analysis.estimates.cost import epoch_cost
 from ...protocol.analysis.estimates.curve import Piece, pieces
 from ...protocol.analysis.estimates.figure import Figure
 from ...protocol.analysis.estimates.host_and_disk import checkpoint_bytes
-from ...protocol.analysis.estimates.roofline import StepTime, step_time
+from ...protocol.analysis.estimates.roofline import Operation, StepTime, Work, step_time
 from ...protocol.gpus import FIT_TABLE, Gpu
 from ...protocol.throughput import causal_pairs, mfu
 from . import ranks
@@ -109,7 +109,9 @@ def _point(
     time = _time(job, list(outcomes.values()))
     seconds = time.total.value if time else 0.0
     rows = job.micro_batch * job.accumulation
-    flops = first.flops.of(rows * length, rows * causal_pairs([length]), length) if first.flops else 0.0
+    pairs = round(length * job.documents.pairs(length)) if job.documents else causal_pairs([length])
+    longest = min(length, job.documents.longest) if job.documents else length
+    flops = first.flops.of(rows * length, rows * pairs, longest) if first.flops else 0.0
     flops /= job.sequence_parallel_size
     return Point(
         sequence_length=length,
@@ -129,13 +131,28 @@ def _point(
 
 
 def _time(job: Prepared, outcomes: Sequence[ranks.Outcome]) -> StepTime | None:
-    """Return the time of the slowest rank's step; None where the table has no rates of the GPU."""
+    """Return the time of the slowest rank's step; None where the table has no rates of the GPU.
+
+    Of packed rows whose documents are not known the error covers documents so short that attention takes no time.
+    """
     hosts = -(-job.ranks // _GPUS_OF_A_HOST)
     try:
         times = [step_time(one.work, job.gpu, hosts=hosts) for one in outcomes]
     except ValueError:
         return None
-    return max(times, key=lambda time: time.total.value)
+    slowest = max(times, key=lambda time: time.total.value)
+    if job.config is None or not job.config.data.packing or job.documents is not None:
+        return slowest
+    without = (msgspec.structs.replace(one.work, operations=_no_attention(one.work)) for one in outcomes)
+    least = max(step_time(one, job.gpu, hosts=hosts).total.value for one in without)
+    total = slowest.total
+    basis = f"{total.basis}; each packed row is one document, and attention takes {1 - least / total.value:.0%} of it"
+    total = Figure(total.value, max(total.error, 1 - least / total.value), basis)
+    return msgspec.structs.replace(slowest, total=total)
+
+
+def _no_attention(work: Work) -> list[Operation]:
+    return [one for one in work.operations if not one.attention]
 
 
 def _with_run(point: Point, job: Prepared, price: float | None) -> Point:

@@ -12,6 +12,7 @@ from ..recipe.config import resolve
 from ..recipe.config.load import Loaded, load
 from ..recipe.config.schema import Config
 from . import fake_tensors
+from .documents import Documents
 from .dry import DryRun, Job
 
 _UNSUPPORTED = {
@@ -61,8 +62,17 @@ def _refuse(loaded: Loaded) -> None:
 class RecipeRun(DryRun):
     """A dry run of the recipe; it can be made once in a process."""
 
-    def __init__(self, config: Config, allocator: Settings, gpu: Gpu, rank: int = 0) -> None:
+    def __init__(
+        self, config: Config, allocator: Settings, gpu: Gpu, documents: Documents | None, rank: int = 0
+    ) -> None:
         """Make the model and the engine.
+
+        Args:
+            config: of the run.
+            allocator: settings of PyTorch's.
+            gpu: the kind of GPU.
+            documents: of the data set's packed rows; None: each row is one document.
+            rank: of the run.
 
         Raises:
             ConfigError: the recipe or a library refuses the configuration.
@@ -70,6 +80,7 @@ class RecipeRun(DryRun):
         self.notes: list[str] = []
         """What was assumed, and what the recipe says of this model."""
         self._config = config
+        self._documents = documents
         training = config.training
         job = Job(
             shape=None,
@@ -107,9 +118,7 @@ class RecipeRun(DryRun):
                 f"{sharing} ranks share each sequence: lengths are of whole rows, memory of a rank's slice"
             )
         if config.data.packing:
-            self.notes.append(
-                "each packed row is one document, and every token carries loss: shorter documents take less time"
-            )
+            self.notes.append(_packed(self._documents))
         else:
             mask = ", and attention takes a mask" if sharing == 1 else ""
             self.notes.append(f"every row has the full length, every token carries loss{mask}")
@@ -120,5 +129,12 @@ class RecipeRun(DryRun):
         for name in ("forward", "backward", "optimizer"):
             self._phases.pop(name, None)
         with fake_tensors.left():
-            batch = self._dry.batch(length)
+            batch = self._dry.batch([length] if self._documents is None else self._documents.row(length))
+        self._counting.pairs_a_token = self._documents and self._documents.pairs(length)
         self._dry.take(batch)
+
+
+def _packed(documents: Documents | None) -> str:
+    if documents is None:
+        return "each packed row is one document, and every token carries loss: shorter ones take less time (--data)"
+    return f"up to {len(documents.densest):,} documents in a packed row, as in the data set; every token carries loss"

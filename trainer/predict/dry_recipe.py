@@ -119,14 +119,17 @@ class DryStep:
         self.engine = engine
         self._stepper = Stepper(config, world, Monitor(), _Observed(engine, begin, end))
 
-    def batch(self, length: int) -> Batch:
-        """Return a micro-batch of rows of ``length`` tokens, all of which carry loss; outside of fake tensors.
+    def batch(self, documents: list[int]) -> Batch:
+        """Return a micro-batch of equal rows, all tokens of which carry loss; outside of fake tensors.
 
-        It is that of a run whose ``training.sequence_length`` is ``length``.
+        It is that of a run whose ``training.sequence_length`` is the length of a row.
+
+        Args:
+            documents: tokens of those in a row; without packing, of the one.
         """
-        self._padding.limit = length
+        self._padding.limit = length = sum(documents)
         ids = torch.zeros(length, dtype=torch.long).numpy()
-        row = {"input_ids": ids, "labels": ids, "lengths": [length]}
+        row = {"input_ids": ids, "labels": ids, "lengths": documents}
         if not self._packed:
             del row["lengths"]
         return self._collate([row] * self._micro_batch)

@@ -11,6 +11,7 @@ from . import deepspeed_file
 
 if TYPE_CHECKING:
     from ..recipe.config.schema import Config
+    from .documents import Documents
     from .dry import DryRun
 
 
@@ -40,6 +41,8 @@ class Prepared(NamedTuple):
     """Of ftmon's own trainer; None: a plain loop."""
     sequence_parallel_size: int = 1
     """Ranks that share each sequence."""
+    documents: "Documents | None" = None
+    """Of the data set's packed rows; None: none are packed, or the data set is not read."""
 
     @property
     def data_ranks(self) -> int:
@@ -81,11 +84,12 @@ def find(name: str) -> Gpu:
 def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prepared:
     from . import configured
 
+    documents: Documents | None = getattr(arguments, "documents", None)
     given = arguments.sequence_length or []
     config = configured.read(arguments.config, arguments.overrides, arguments.ranks, given)
     _check_ranks(config.run.ranks, f"{arguments.config}: run.ranks")
     return Prepared(
-        lambda rank: configured.RecipeRun(config, allocator, gpu, rank),
+        lambda rank: configured.RecipeRun(config, allocator, gpu, documents, rank),
         config.model.name or str(config.model.config["model_type"]),
         config.run.ranks,
         config.zero.stage,
@@ -98,6 +102,7 @@ def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) ->
         config.training.max_steps,
         config,
         config.training.sequence_parallel_size,
+        documents,
     )
 
 

@@ -63,6 +63,8 @@ class Counting:
         """
         self._ranks = ranks
         self._sharing = sequence_parallel_size
+        self.pairs_a_token: float | None = None
+        """Pairs of query and key under the causal mask, for each token of packed rows; None: documents are equal."""
         self.clear()
 
     def clear(self) -> None:
@@ -125,8 +127,7 @@ class Counting:
         attention = _ATTENTION.get(name)
         flops = 0.0
         if attention is not None:
-            documents = args[_BORDERS[name]].shape[0] - 1 if name in _BORDERS else 1
-            flops = _attention_flops(args, kwargs, *attention, documents)
+            flops = _attention_flops(args, kwargs, *attention, self._keys_of_packed(name, args))
         elif packet in flop_registry:
             flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
         self._operations[flops, moved, precision, attention is not None] += 1
@@ -139,6 +140,14 @@ class Counting:
             self._operations[0.0, float(moved), "fp32", False] += 1
         else:
             self._host_bytes += moved
+
+    def _keys_of_packed(self, name: str, args: tuple[Any, ...]) -> float | None:
+        """Return the keys in the document of a token of packed rows, in the mean; None of other attention."""
+        if name not in _BORDERS:
+            return None
+        if self.pairs_a_token is not None:
+            return 2 * self.pairs_a_token
+        return args[_ATTENTION[name][0]].shape[0] / (args[_BORDERS[name]].shape[0] - 1)
 
     def _communicate(self, name: str, args: tuple[Any, ...], stream: int) -> None:
         kind = _COLLECTIVES.get(name)
@@ -179,17 +188,17 @@ def _moved(name: str, args: tuple[Any, ...], inputs: Iterable[Any], outputs: Ite
 
 
 def _attention_flops(
-    args: tuple[Any, ...], kwargs: dict[str, Any], position: int, causal_at: int, products: float, documents: int
+    args: tuple[Any, ...], kwargs: dict[str, Any], position: int, causal_at: int, products: float, keys: float | None
 ) -> float:
     """FLOPs of attention: two products of the pairs of query and key, half of them under a causal mask.
 
-    Packed rows are joined, and documents do not see each other: of ``documents`` of the same length each.
+    Packed rows are joined, and documents do not see each other: there a query has ``keys`` in its own.
     """
     query, key = args[position], args[position + 1]
     causal = args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)
-    if query.dim() == 3:  # packed: tokens, heads, width
+    if keys is not None:
         length, heads, width = query.shape
-        pairs = length * key.shape[0] / documents
+        pairs = length * keys
     else:
         batch, heads, length, width = query.shape
         pairs = batch * length * key.shape[2]

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -75,6 +75,11 @@ class Rows:
         if self._packed:
             result["lengths"] = [len(ids) for ids, _ in found]
         return result
+
+    def document_lengths(self) -> Iterator[list[int]]:
+        """Yield the tokens of each document, row by row."""
+        for row in self._rows:
+            yield self._documents.lengths[row].tolist()
 
     def select(self, rows: Sequence[int]) -> "Rows":
         """Return some of the rows, in the order given."""
