@@ -25,6 +25,8 @@ MIB = 1 << 20
 RANKS, LENGTH, VOCABULARY, WIDTH = 4, 16384, 32000, 4096
 WORKSPACES = 2 * 32 * MIB
 BUCKETS = 4 * MIB
+H200 = 989.4e12
+"""FLOP/s."""
 STEPS = 1000
 CONFIG = f"""
 model:
@@ -53,6 +55,8 @@ run: {ranks: 1}
 """
 ROWS = [300, 40, 1500, 60, 900, 80, 700, 20, 1800, 100, 200, 400]
 """Words of each row of its data."""
+DOCUMENT = 512
+"""Tokens of each document of packed rows, its end counted."""
 CAPACITY = 320 * MIB
 """Holds some of these lengths and not all."""
 PARAMETERS = 2 * VOCABULARY * WIDTH + 2 * (2 * WIDTH * WIDTH + 2 * WIDTH * 1024 + 3 * WIDTH * 11008 + 2 * WIDTH) + WIDTH
@@ -103,6 +107,10 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     config = SMALL.replace("DATA", str(folder / "rows.jsonl"))
     (folder / "small.yaml").write_text(config)
     words.append([f"--capacity={CAPACITY}", "--data", "--price=3.6", "--json", "--", str(folder / "small.yaml")])
+    count = RANKS * LENGTH // DOCUMENT
+    (folder / "documents.jsonl").write_text(f'{{"text": "{"word " * (DOCUMENT - 1)}"}}\n' * count)
+    documents = f"data.path={folder / 'documents.jsonl'}"
+    words.append(["--data", "--json", "--", str(folder / "c.yaml"), *SMALLEST, documents])
     for lengths in LENGTHS:
         words.append([f"--sequence-length={lengths}", "--json", "--", str(folder / "small.yaml"), "data.packing=true"])
     grid = f"--sequence-length={','.join(map(str, GRID))}"
@@ -128,7 +136,9 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     answers = json.loads(done.stdout)
     for answer in answers:
         answer["output"] = answer["output"].replace(str(folder / "ds.json"), "DS").replace(str(folder), "FOLDER")
-    return dict(zip([*CASES, "data", *LENGTHS, "largest", "quantized", "live", *REFUSED], answers, strict=True))
+    return dict(
+        zip([*CASES, "data", "documents", *LENGTHS, "largest", "quantized", "live", *REFUSED], answers, strict=True)
+    )
 
 
 def _in(folder: Path, word: str) -> str:
@@ -332,6 +342,20 @@ def test_the_steps_of_a_data_set_that_do_not_fit_are_named(predictions: dict[str
         f"data: {risk['failing_steps']} of {risk['steps']} steps of an epoch do not fit; of the lengths that occur, "
         f"{risk['largest_length']:,} tokens is the largest that fits"
     )
+
+
+def test_packed_rows_consist_of_the_documents_of_the_data_set(predictions: dict[str, Any]) -> None:
+    assert predictions["documents"]["status"] == 0, predictions["documents"]["output"]
+    one, many = (json.loads(predictions[case]["output"]) for case in ("small", "documents"))
+    before, after = one["points"][0]["time"]["total"], many["points"][0]["time"]["total"]
+    # Without them the stated error reaches down to attention that takes no time; with them it is the roofline's.
+    assert before["value"] * (1 - before["error"]) <= after["value"] < 0.9 * before["value"]
+    assert before["error"] > after["error"] == 0.2
+    # FLOPs of attention are in proportion to pairs of query and key: 12 for each, layer and unit of width.
+    flops = [found["points"][0]["mfu"] * total["value"] for found, total in ((one, before), (many, after))]
+    pairs = [LENGTH // tokens * (tokens * (tokens + 1) // 2) for tokens in (LENGTH, DOCUMENT)]
+    less = 12 * 2 * WIDTH * (pairs[0] - pairs[1])
+    assert flops[0] - flops[1] == pytest.approx(less / H200, rel=0.01)
 
 
 def test_the_prediction_beside_a_run_has_the_figures_of_the_command(predictions: dict[str, Any]) -> None:

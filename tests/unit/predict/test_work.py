@@ -15,8 +15,8 @@ pytest.importorskip("torch.nn.attention.varlen")  # registers the operation
 HEADS, WIDTH = 4, 32
 
 
-def attention_flops(tokens: int, documents: int) -> float:
-    """Return the FLOPs that are counted of causal attention over documents of the same length, packed."""
+def attention_flops(tokens: int, documents: int, pairs_a_token: float | None = None) -> float:
+    """Return the FLOPs that are counted of causal attention over packed documents, of the same length if not said."""
     with FakeTensorMode() as mode:
 
         def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -25,6 +25,7 @@ def attention_flops(tokens: int, documents: int) -> float:
         query, key, value, out = (on_gpu(tokens, HEADS, WIDTH) for _ in range(4))
         borders = on_gpu(documents + 1, dtype=torch.int32)
     counting = Counting(1)
+    counting.pairs_a_token = pairs_a_token
     longest = tokens // documents
     call: Any = torch.ops.torch_attn._varlen_attn.default
     counting.take(call, (query, key, value, borders, borders, longest, longest, True), {}, out, 0)
@@ -38,3 +39,8 @@ def test_packed_documents_do_not_see_each_other() -> None:
     # Two products of 2 FLOPs for each pair, half of the pairs.
     assert one == 2 * 2 * HEADS * WIDTH * 4096**2 / 2
     assert attention_flops(8 * 4096, 8) == 8 * one
+
+
+def test_documents_of_a_data_set_take_their_own_pairs() -> None:
+    # Two products of 2 FLOPs for each pair.
+    assert attention_flops(4096, 3, pairs_a_token=100.5) == 2 * 2 * HEADS * WIDTH * 4096 * 100.5
