@@ -1,6 +1,7 @@
 """Help of the whole ``ftmon`` command, with its commands grouped by purpose."""
 
 import argparse
+from difflib import get_close_matches
 
 GROUPS = {
     "train": ("predict", "demo", "train", "sweep", "data", "chat"),
@@ -15,6 +16,15 @@ INTERNAL = ("relay",)
 
 class GroupedParser(argparse.ArgumentParser):
     """A parser whose help lists its commands under ``GROUPS``."""
+
+    def _check_value(self, action: argparse.Action, value: str) -> None:
+        """Refuse an unknown command with the one that is meant, not with all that there are."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            known = [name for names in GROUPS.values() for name in names]
+            near = get_close_matches(value, known, n=1, cutoff=0.7)
+            meant = f"did you mean {near[0]}?" if near else "ftmon --help lists them"
+            raise argparse.ArgumentError(None, f"there is no command {value!r}; {meant}")
+        super()._check_value(action, value)
 
     def format_help(self) -> str:
         """Return usage, description, options, the groups of commands and the epilog."""

@@ -88,7 +88,8 @@ def test_words_before_the_dashes_are_refused(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["frobnicate"], "there is no command 'frobnicate'; ftmon --help lists them"),
+        (["trian"], "there is no command 'trian'; did you mean train?"),
         (["kill"], "the following arguments are required: RUN"),
         (["kill", "x", "--signal", "HUP"], "invalid choice: 'HUP'"),
         (["kill", "x", "--rank", "one"], "must be a rank's number, not 'one'"),
