@@ -14,7 +14,7 @@ from ...protocol.analysis.deaths.tracebacks import RaisedException, last_excepti
 from ...protocol.intent import read_intent
 from ...protocol.process import is_alive
 from ...protocol.rundir import ExitFile, RunDir, RunFile
-from ...protocol.telemetry import Failure, Goodbye, Hello, Step
+from ...protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, Step
 from ...protocol.wire import Message
 from ..host import processes
 
@@ -47,6 +47,8 @@ class EndDetector:
         """The first that a rank reported."""
         self.stepped = False
         """Some rank has finished a step."""
+        self._resumed = False
+        """Some rank began after steps of an earlier run."""
 
     @property
     def _all_said_goodbye(self) -> bool:
@@ -63,6 +65,8 @@ class EndDetector:
             self._failure = self._failure or message
         elif isinstance(message, Step):
             self.stepped = True
+        elif isinstance(message, Heartbeat):
+            self._resumed |= message.step > 1
 
     def begin_job(self) -> None:
         """Forget the ranks of the job before."""
@@ -127,9 +131,9 @@ class EndDetector:
     def before_first_step(self, end: ExitFile) -> tuple[str, str, list[str]] | None:
         """Return why nothing was seen of a run that ended without a step: title, text, last lines of its output.
 
-        None when there were steps.
+        None when there were steps, or an earlier run had taken them all.
         """
-        if self.stepped:
+        if self.stepped or (self._resumed and end.state == "finished"):
             return None
         last = tail(self._run.logs / "launcher.log")
         words, told = self._error()

@@ -247,6 +247,7 @@ class RankTracker:
 
     def _beat(self, t: float, beat: Heartbeat) -> list[Message]:
         tracked = self._tracked(beat.rank, t)
+        self.stepped |= beat.step > 1  # a run that resumes may have no step left to take
         progress = tracked.progress
         before = progress.progress
         progress.beat(t, beat)

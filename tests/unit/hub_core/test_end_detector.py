@@ -1,0 +1,26 @@
+"""Why nothing was seen of a run that ended without a step."""
+
+from pathlib import Path
+
+from ftmon.protocol.rundir import ExitFile, RunDir, RunFile
+from ftmon.protocol.telemetry import Heartbeat
+from ftmon.trainer.hub.end_detector import EndDetector
+
+
+def detector(folder: Path, step: int) -> EndDetector:
+    """Return the detector of a run of which one heartbeat was heard."""
+    run = RunDir(folder / "run")
+    run.logs.mkdir(parents=True)
+    found = EndDetector(run, RunFile("run", "run", 1.0, ["ftmon"], str(folder), "here", "train"))
+    found.note(Heartbeat(rank=0, step=step, phase="idle", phase_started=1.0, progress=3, time=2.0))
+    return found
+
+
+def test_a_run_that_resumed_after_its_last_step_ended_as_planned(tmp_path: Path) -> None:
+    resumed = detector(tmp_path, 7)
+    assert resumed.before_first_step(ExitFile(0, 3.0, "finished", "exit code 0")) is None
+    assert resumed.before_first_step(ExitFile(1, 3.0, "failed", "exit code 1")) is not None
+
+
+def test_a_run_that_never_came_to_a_step_says_so(tmp_path: Path) -> None:
+    assert detector(tmp_path, 1).before_first_step(ExitFile(0, 3.0, "finished", "exit code 0")) is not None
