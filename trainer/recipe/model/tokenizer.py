@@ -45,6 +45,10 @@ def load(config: Config, trained: Path | None) -> Any | None:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
+        if Path(name).is_dir() and not any(Path(name).glob("*token*")):
+            raise ConfigError(
+                f"{key}: {name} has no tokenizer; set tokenizer.name to a folder or a name that has"
+            ) from None
         raise ConfigError(f"{key}: no tokenizer can be loaded from {name}: {str(error).splitlines()[0]}") from None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

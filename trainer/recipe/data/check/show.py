@@ -10,6 +10,8 @@ from .findings import Facts, Finding
 
 _SHOWN = 3
 """Records listed with each finding."""
+_TICKS = 5
+"""Spaces between the numbers of the histogram's axis."""
 _MOST_TOKENS = 400
 """Tokens shown of a document."""
 _TRAINED, _CONTEXT, _DIM, _WRONG, _GOOD, _END = (
@@ -54,18 +56,20 @@ def render(collected: Collected, findings: list[Finding], painter: Painter, pad_
 
 def _summary(facts: Facts, painter: Painter) -> str:
     report = facts.report
-    lines = [f"{report.read:,} records ({', '.join(sorted(set(facts.formats)))}), {report.refused.count:,} refused"]
+    lines = [
+        f"{_of(report.read, 'record')} ({', '.join(sorted(set(facts.formats)))}), {report.refused.count:,} refused"
+    ]
     if facts.template:
         lines.append(f"chat template: {facts.template}")
     if facts.documents:
         share = facts.label_tokens / max(1, facts.tokens)
         lines.append(
-            f"an epoch: {facts.rows:,} sequences, {facts.tokens:,} tokens, {facts.label_tokens:,} trained "
+            f"an epoch: {_of(facts.rows, 'sequence')}, {facts.tokens:,} tokens, {facts.label_tokens:,} trained "
             f"({share:.0%}), {facts.padding:,} padding; {facts.efficiency:.1%} of the positions are used"
         )
         lines.append(f"ends of turns: {facts.ends_learned:,} of {facts.turns:,} learned")
     if facts.bos_counts:
-        counts = ", ".join(f"{count:,} documents {n}" for n, count in sorted(facts.bos_counts.items()))
+        counts = ", ".join(f"{_of(count, 'document')} {n}" for n, count in sorted(facts.bos_counts.items()))
         lines.append(f"BOS tokens ({facts.bos}): {counts}")
     if facts.lengths is not None:
         found = facts.lengths
@@ -74,6 +78,10 @@ def _summary(facts: Facts, painter: Painter) -> str:
             f"99 % {found.p99:,}, longest {found.longest:,}"
         )
     return "\n".join(lines)
+
+
+def _of(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _histogram(lengths: list[int], painter: Painter) -> str:
@@ -86,6 +94,11 @@ def _histogram(lengths: list[int], painter: Painter) -> str:
     bins = min(40, max(5, len(set(lengths))))
     figure.draw(figure.hist(lengths, bins, marker="#" if painter.ascii_only else "full"))
     figure.title("records by tokens")
+    # Without limits the axis begins half a bar below the shortest.
+    first, last = min(lengths), max(lengths)
+    figure.ruler("x").lim(first, max(last, first + 1))
+    ticks = sorted({first + (last - first) * part // _TICKS for part in range(_TICKS + 1)})
+    figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])
     text = figure.build().string(True)
     if painter.ascii_only:
         text = "".join(letter if ord(letter) < 128 else "+" for letter in text)
