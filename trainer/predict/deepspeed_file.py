@@ -138,8 +138,13 @@ def check(settings: Any) -> None:
         if _whole(degree) and degree > 1:
             raise ValueError(f"{path}: is {degree}, but {kind_of} parallelism is not predicted; leave it out, for 1")
     for name in _OFFLOADS:
-        if zero.get(name) is not None and not isinstance(zero[name], dict):
-            raise ValueError(f"{_ZERO}.{name}: must be an object, not {_kind(zero[name])}")
+        offload = zero.get(name)
+        if offload is None:
+            continue
+        if not isinstance(offload, dict):
+            raise ValueError(f"{_ZERO}.{name}: must be an object, not {_kind(offload)}")
+        if offload.get("device") == "nvme":
+            raise ValueError(f"{_ZERO}.{name}.device: nvme is not predicted, a dry run has no disk; predict with cpu")
     for name in ("bf16", "fp16"):
         enabled = settings.get(name, {}).get("enabled", False)
         if not isinstance(enabled, bool):

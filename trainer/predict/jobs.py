@@ -71,14 +71,16 @@ def find(name: str) -> Gpu:
     """Return the kind of GPU that a person or PyTorch calls so.
 
     Raises:
-        ConfigError: there is none in the table.
+        ConfigError: there is none in the table, or several.
     """
-    titled = (gpu for gpu in FIT_TABLE if gpu.title.lower().startswith(name.lower()))
-    found = find_gpu(name) or next(titled, None)
-    if found is None:
-        known = ", ".join(gpu.title for gpu in FIT_TABLE)
-        raise ConfigError(f"--gpu: {name} is not in the table of GPUs; known are PyTorch's names and {known}")
-    return found
+    found = find_gpu(name)
+    titled = [gpu for gpu in FIT_TABLE if gpu.title.lower().startswith(name.lower())]
+    if found is not None or len(titled) == 1:
+        return found or titled[0]
+    if titled:
+        raise ConfigError(f"--gpu: {name} can be {' or '.join(gpu.title for gpu in titled)}; say which")
+    known = ", ".join(gpu.title for gpu in FIT_TABLE)
+    raise ConfigError(f"--gpu: {name} is not in the table of GPUs; known are PyTorch's names and {known}")
 
 
 def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prepared:

@@ -56,6 +56,16 @@ class _StopError(BaseException):
     """The script does what no dry run can follow; the text says what. Not stopped by ``except Exception`` either."""
 
 
+class _QuantizedError(ConfigError):
+    """The script loads a quantized model, which the flags refuse too."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "quantized models of a script cannot be predicted: their kernels do not run on fake tensors; for QLoRA use "
+            "CONFIG.yaml with model.quantization=nf4"
+        )
+
+
 class ScriptRun(DryRun):
     """A dry run of a script's model under its DeepSpeed configuration; it can be made once in a process.
 
@@ -128,6 +138,8 @@ class ScriptRun(DryRun):
                 raise ConfigError(
                     f"{launched.script}: ended with {error.code!r} before deepspeed.initialize; {_FLAGS}"
                 ) from None
+        except _QuantizedError as error:
+            raise ConfigError(f"{_place(error, launched)}: {error}") from None
         except (Exception, _StopError) as error:
             if os.environ.get("FTMON_DEBUG"):
                 raise
@@ -238,7 +250,7 @@ def _patch_weights() -> None:
             config = cls.config_class.from_pretrained(name)
         quantized = named.get("quantization_config") or getattr(config, "quantization_config", None)
         if quantized is not None or named.get("load_in_4bit") or named.get("load_in_8bit"):
-            raise ConfigError("quantized models cannot be predicted: their kernels do not run on fake tensors")
+            raise _QuantizedError
         changes = {key: value for key, value in named.items() if hasattr(config, key) and key not in _OF_LOADING}
         for key, value in changes.items():
             setattr(config, key, value)
@@ -321,6 +333,6 @@ def _why(error: BaseException) -> str:
     if isinstance(error, UnsupportedOperatorException):
         return f"{error.func} has no fake kernel, so a dry run cannot follow it"
     if isinstance(error, (ConfigError, _StopError)):
-        return str(error).removesuffix(f"; {_FLAGS}")
+        return str(error)
     text = " ".join(str(error).split())[:_MOST_CHARACTERS]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from ...protocol.analysis.estimates.largest import Largest
 from ...protocol.analysis.text.curve import describe_curve
+from ...protocol.text import duration
 from .result import Point, Prediction, Rank, RiskyStep
 
 _PHASES = ("init", "forward", "backward", "optimizer")
@@ -111,16 +112,16 @@ def _run(point: Point) -> str:
     if not point.run_seconds:
         return ""
     price = "" if point.run_price is None else f", {point.run_price:,.2f}"
-    return f"; the run {point.run_seconds / 3600:,.1f} h{price}"
+    return f"; the run {duration(point.run_seconds)}{price}"
 
 
 def _fits(point: Point) -> str:
     needs = f"{point.sequence_length:,} tokens need {_gib(point.needed_bytes)} GiB for PyTorch: "
     if not point.fits_on:
         return f"{needs}more than any GPU of the table has\n"
-    kinds = len(point.fits_on)
-    smallest = ", ".join(point.fits_on[:3])
-    return f"{needs}fits {smallest}{f' and {kinds - 3} larger kinds' if kinds > 3 else ''}\n"
+    larger = len(point.fits_on) - 3
+    more = f" and {larger} larger kind{'s' if larger > 1 else ''}" if larger > 0 else ""
+    return f"{needs}fits {', '.join(point.fits_on[:3])}{more}\n"
 
 
 def _data(prediction: Prediction) -> str:

@@ -1,6 +1,7 @@
 """The process of ``ftmon predict``."""
 
 import pytest
+from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.predict import jobs
 from ftmon.trainer.predict.__main__ import main
 
@@ -25,5 +26,7 @@ def test_a_gpu_that_is_not_in_the_table_is_refused(capsys: pytest.CaptureFixture
 
 def test_a_gpu_may_be_named_as_people_do() -> None:
     assert jobs.find("H200").title == "H200 141 GB"
+    with pytest.raises(ConfigError, match="A100 can be A100 40 GB or A100 80 GB; say which"):
+        jobs.find("A100")
     assert jobs.find("a100 80").title == "A100 80 GB"
     assert jobs.find("NVIDIA GeForce RTX 4090").capability == (8, 9)

@@ -19,6 +19,10 @@ from ftmon.trainer.predict import deepspeed_file
             '{"zero_optimization": {"offload_optimizer": "cpu"}}',
             "zero_optimization.offload_optimizer: must be an object, not str",
         ),
+        (
+            '{"zero_optimization": {"offload_param": {"device": "nvme"}}}',
+            "zero_optimization.offload_param.device: nvme is not predicted, a dry run has no disk; predict with cpu",
+        ),
         ('{"bf16": true}', "bf16: must be an object, not bool"),
         ('{"fp16": {"enabled": "yes"}}', "fp16.enabled: must be true or false, not 'yes'"),
         ('{"optimizer": null}', "optimizer: must be an object, not null"),
