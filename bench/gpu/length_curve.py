@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import train_rows
 import train_speed
 from ftmon.protocol.sweep.rows import Row
 from ftmon.protocol.sweep.store import read
@@ -61,12 +62,12 @@ def main() -> int:
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     lengths = [given.step * number for number in range(1, given.count + 1)]
-    model = {**train_speed.QWEN_05B, **(train_speed.TINY if given.tiny else {})}
-    train_speed.documents(folder / "data.jsonl", 20 * lengths[-1])
+    model = {**train_rows.QWEN_05B, **(train_rows.TINY if given.tiny else {})}
+    train_rows.documents(folder / "data.jsonl", 20 * lengths[-1])
     config = {
         "model": {"config": {**model, "max_position_embeddings": max(512, lengths[-1])}},
         "data": {"path": str(folder / "data.jsonl"), "packing": True},
-        "training": {"seed": train_speed.SEED},
+        "training": {"seed": train_rows.SEED},
         "run": {"ranks": 1, "device": "cpu" if given.tiny else "cuda"},
     }
     (folder / "train.yaml").write_text(json.dumps(config))

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import train_rows
 import train_speed
 from ftmon.protocol import run_store
 from ftmon.protocol.recording.reader import Reader
@@ -71,8 +72,8 @@ class Size:
         return self.steps * self.micro_batch * self.accumulation
 
 
-LARGE = Size("0.5b", train_speed.QWEN_05B, 1024, 200, 1e-4, "1,2,3")
-TINY = Size("tiny", {**train_speed.QWEN_05B, **train_speed.TINY}, 64, 30, 1e-3, "1,2", tiny=True, bf16=False)
+LARGE = Size("0.5b", train_rows.QWEN_05B, 1024, 200, 1e-4, "1,2,3")
+TINY = Size("tiny", {**train_rows.QWEN_05B, **train_rows.TINY}, 64, 30, 1e-3, "1,2", tiny=True, bf16=False)
 
 
 def overrides(size: Size, seed: int, folder: Path) -> list[str]:
@@ -126,7 +127,7 @@ def write_documents(size: Size, work: Path) -> None:
     made.chat_template = None
     made.save_pretrained(work / "tokenizer")
     tokenizer: Any = AutoTokenizer.from_pretrained(work / "tokenizer")
-    chance = random.Random(train_speed.SEED)
+    chance = random.Random(train_rows.SEED)
     pieces: list[str] = []
     while len(pieces) < size.rows:
         start = chance.randrange(len(lines))

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import train_rows
 import train_speed
 from ftmon.protocol import run_store
 from ftmon.protocol.recording.reader import Reader
@@ -68,9 +69,9 @@ ROWS = {
     "zero3, parameter and optimizer offload": zero3("zero.offload_parameters=true", "zero.offload_optimizer=true"),
     "zero3, LoRA": zero3(LORA),
     "zero2, two ranks": Row(2, ["zero.stage=2"], gib=36),
-    "QLoRA 1.2B": Row(1, [LORA, "model.quantization=nf4"], train_speed.LLAMA_12B, gib=25),
+    "QLoRA 1.2B": Row(1, [LORA, "model.quantization=nf4"], train_rows.LLAMA_12B, gib=25),
     "QLoRA 1.2B, checkpointing": Row(
-        1, [LORA, "model.quantization=nf4", "model.gradient_checkpointing=layers"], train_speed.LLAMA_12B, gib=10
+        1, [LORA, "model.quantization=nf4", "model.gradient_checkpointing=layers"], train_rows.LLAMA_12B, gib=10
     ),
     "QLoRA 8B, checkpointing, 1 row of 4,096": Row(
         1,
@@ -78,7 +79,7 @@ ROWS = {
             *(LORA, "model.quantization=nf4", "model.gradient_checkpointing=layers"),
             *("training.micro_batch=1", "training.sequence_length=4096"),
         ],
-        train_speed.LLAMA_8B,
+        train_rows.LLAMA_8B,
         gib=24,
     ),
     "LoRA 1.2B": Row(1, [LORA], gib=25),
@@ -88,13 +89,13 @@ ROWS = {
 
 def shrunk(row: Row) -> Row:
     """Return a row that a CPU can run."""
-    weights = row.weights and {**row.weights, **train_speed.TINY}
+    weights = row.weights and {**row.weights, **train_rows.TINY}
     return row._replace(weights=weights, words=[word for word in row.words if "quantization" not in word])
 
 
 def words_of(row: Row, work: Path, tiny: bool) -> list[str]:
     """Return the configuration as overrides."""
-    shape = {**train_speed.LLAMA_12B, **(train_speed.TINY if tiny else {})}
+    shape = {**train_rows.LLAMA_12B, **(train_rows.TINY if tiny else {})}
     model = f"model.config={json.dumps(shape)}" if row.weights is None else f"model.name={folder_of(row, work)}"
     length = 128 if tiny else 2048
     device = "cpu" if tiny else "cuda"
@@ -107,7 +108,7 @@ def words_of(row: Row, work: Path, tiny: bool) -> list[str]:
 def folder_of(row: Row, work: Path) -> Path:
     """Return where a row's weights are: those of `train_speed.py` are taken where they exist."""
     assert row.weights is not None
-    return train_speed.folder_of(work, train_speed.Row(row.weights))
+    return train_rows.folder_of(work, train_rows.Row(row.weights))
 
 
 def run(name: str, row: Row, work: Path, gpus: list[str], tiny: bool) -> dict[str, Any]:
@@ -201,7 +202,7 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     data = given.work / "data.jsonl"
     if not data.exists():
-        train_speed.documents(data, 20_000 if given.tiny else 200_000)
+        train_rows.documents(data, 20_000 if given.tiny else 200_000)
     if given.out and given.out.exists():
         done += [json.loads(line) for line in given.out.read_text().splitlines()]
     wanted = [name for name in ROWS if given.only in name and name not in {row["row"] for row in done}]
@@ -216,7 +217,7 @@ def main() -> None:
         if row.weights is not None and not folder_of(row, given.work).exists():
             with lock:
                 prepare = multiprocessing.get_context("spawn").Process(
-                    target=train_speed.prepare, args=(train_speed.Row(row.weights), folder_of(row, given.work), data)
+                    target=train_rows.prepare, args=(train_rows.Row(row.weights), folder_of(row, given.work), data)
                 )
                 prepare.start()  # a process of its own, so that nothing of it stays on a GPU
                 prepare.join()

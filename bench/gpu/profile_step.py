@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import train_speed
+import train_rows
 from ftmon.trainer.recipe import command
 from ftmon.trainer.recipe.config import resolve
 from ftmon.trainer.recipe.config.load import load
@@ -39,17 +39,17 @@ def busy_share(events: Any, seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("row", choices=train_speed.ROWS)
+    parser.add_argument("row", choices=train_rows.ROWS)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--before", type=int, default=20, help="steps before those that are profiled")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
-    row = train_speed.ROWS[given.row]
+    row = train_rows.ROWS[given.row]
     if given.tiny:
-        row = train_speed.shrunk(row)
-    folder, data = train_speed.folder_of(given.work, row), given.work / f"{given.row}.jsonl"
-    words = train_speed.overrides(row, folder, data, given.before + STEPS, given.tiny)
+        row = train_rows.shrunk(row)
+    folder, data = train_rows.folder_of(given.work, row), given.work / f"{given.row}.jsonl"
+    words = train_rows.overrides(row, folder, data, given.before + STEPS, given.tiny)
     resolved = resolve.resolve(load(None, [*words, f"output.dir={given.work}/profile", "training.rehearsal=false"]))
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     if "RANK" not in os.environ:
