@@ -1,6 +1,6 @@
 """The dialog that ends ranks or the run: what, where, what follows; the default is no; afterwards, what came of it."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual.binding import Binding, BindingType
 
@@ -8,7 +8,7 @@ from ..source.base import CommandRecord
 from ..widgets.app_state import AppState
 from ..widgets.line import Line
 from .answers import answer_lines, button_line
-from .dialog import Dialog
+from .command_dialog import CommandDialog
 from .targets import Targets, signal_line, target_line, what_follows
 
 SIGNALS = ("", "INT", "TERM", "KILL")
@@ -18,7 +18,7 @@ _LISTED = 6
 """Targets in view at once."""
 
 
-class KillDialog(Dialog):
+class KillDialog(CommandDialog):
     """Choose targets and a signal, then no or yes; ``marked`` are the ranks marked at first.
 
     The cursor stands on one of: the targets (the run, then each rank), the signal, the buttons. It begins on the
@@ -46,8 +46,6 @@ class KillDialog(Dialog):
         self.targets = Targets.of(app_state.model, marked)
         self.cursor = self.buttons
         self.signal = 0
-        self.yes = False
-        self.sent = ""
         self.top = 0
 
     @property
@@ -55,11 +53,13 @@ class KillDialog(Dialog):
         """The cursor's place on the buttons."""
         return len(self.targets.ranks) + 2
 
-    @property
-    def record(self) -> CommandRecord | None:
-        """The command, once it was sent."""
-        source = self.app_state.source
-        return source.commands.get(self.sent) if source is not None and self.sent else None
+    def command(self) -> tuple[str, dict[str, Any]] | None:
+        """Kill what is marked."""
+        if not self.targets.any:
+            self.app_state.say("nothing is marked: space marks a rank, a the whole run", "warning")
+            return None
+        self.targets.remember(self.app_state.model)
+        return "kill", {"ranks": self.targets.chosen, "signal": SIGNALS[self.signal]}
 
     def lines(self, width: int, height: int) -> list[Line]:
         """Draw the question, or what comes of it."""
@@ -94,20 +94,10 @@ class KillDialog(Dialog):
         word = "escape: close" if record.done else "escape: close (the kill goes on)"
         return [*lines, Line(), Line(word, theme.style("dim"))]
 
-    def tick(self) -> None:
-        """Show progress."""
-        if self.sent:
-            self.fit()
-        super().tick()
-
-    def _paint(self) -> None:
-        self.fit()
-        self.panel.tick(force=True)
-
     def action_move(self, delta: int) -> None:
         """Move the cursor."""
         self.cursor = max(0, min(self.cursor + delta, self.buttons))
-        self._paint()
+        self.paint()
 
     def action_turn(self, direction: int) -> None:
         """Change the signal, or the answer."""
@@ -115,19 +105,19 @@ class KillDialog(Dialog):
             self.yes = direction > 0
         elif self.cursor == self.buttons - 1:
             self.signal = (self.signal + direction) % len(SIGNALS)
-        self._paint()
+        self.paint()
 
     def action_mark(self) -> None:
         """Mark or unmark the target under the cursor."""
         if self.cursor < self.buttons - 1 and not self.sent:
             self.targets.toggle(self.cursor)
-            self._paint()
+            self.paint()
 
     def action_all(self) -> None:
         """Mark the whole run."""
         if not self.sent:
             self.targets.whole = True
-            self._paint()
+            self.paint()
 
     def action_answer(self) -> None:
         """Do what is chosen: on a target mark it, on the buttons close or kill."""
@@ -141,15 +131,3 @@ class KillDialog(Dialog):
             self.action_yes()
         else:
             self.dismiss(None)
-
-    def action_yes(self) -> None:
-        """Send the command."""
-        source = self.app_state.source
-        if source is None or self.sent:
-            return
-        if not self.targets.any:
-            self.app_state.say("nothing is marked: space marks a rank, a the whole run", "warning")
-            return
-        self.targets.remember(self.app_state.model)
-        self.sent = source.send("kill", {"ranks": self.targets.chosen, "signal": SIGNALS[self.signal]})
-        self._paint()

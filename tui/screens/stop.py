@@ -1,17 +1,16 @@
 """The dialog that stops a run in order: the trainer saves a checkpoint and ends after the step."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual.binding import Binding, BindingType
 
-from ..source.base import CommandRecord
 from ..widgets.alert_lines import wrap
 from ..widgets.line import Line
 from .answers import answer_lines, button_line
-from .dialog import Dialog
+from .command_dialog import CommandDialog
 
 
-class StopDialog(Dialog):
+class StopDialog(CommandDialog):
     """Asks; the default is no. Afterwards it shows what came of it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -22,8 +21,10 @@ class StopDialog(Dialog):
         Binding("q", "leave", "leave", tooltip="close; once the stop is under way, detach"),
     ]
     WIDTH = 72
-    yes = False
-    sent = ""
+
+    def command(self) -> tuple[str, dict[str, Any]]:
+        """Stop the run."""
+        return "stop", {}
 
     def lines(self, width: int, height: int) -> list[Line]:
         """Draw question or progress."""
@@ -43,34 +44,3 @@ class StopDialog(Dialog):
         lines += [Line(row, theme.base) for row in wrap(what, width)]
         lines += [Line(), button_line("No", "Yes, stop", self.yes, theme)]
         return lines
-
-    @property
-    def record(self) -> CommandRecord | None:
-        """The command, once it was sent."""
-        source = self.app_state.source
-        return source.commands.get(self.sent) if source is not None and self.sent else None
-
-    def tick(self) -> None:
-        """Show progress."""
-        if self.sent:
-            self.fit()
-        super().tick()
-
-    def action_other(self) -> None:
-        """Choose the other answer."""
-        self.yes = not self.yes
-        self.panel.tick()
-
-    def action_answer(self) -> None:
-        """Do what is chosen."""
-        if self.sent or not self.yes:
-            self.dismiss(None)
-        else:
-            self.action_yes()
-
-    def action_yes(self) -> None:
-        """Stop the run."""
-        source = self.app_state.source
-        if source is not None and not self.sent:
-            self.sent = source.send("stop")
-            self.tick()

@@ -1,20 +1,19 @@
 """The dialog that lets held ranks go: what follows is said beforehand; the default is no."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual.binding import Binding, BindingType
 
 from ...model.held import held_cases
 from ...model.oom import OomCase
-from ...source.base import CommandRecord
 from ...widgets.alert_lines import wrap
 from ...widgets.app_state import AppState
 from ...widgets.line import Line
 from ..answers import answer_lines, button_line
-from ..dialog import Dialog
+from ..command_dialog import CommandDialog
 
 
-class ReleaseDialog(Dialog):
+class ReleaseDialog(CommandDialog):
     """Asks whether to let the rank in view go, or all that are held; afterwards shows what came of it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -26,8 +25,6 @@ class ReleaseDialog(Dialog):
         Binding("q", "leave", "leave", tooltip="close"),
     ]
     WIDTH = 74
-    yes = False
-    sent = ""
     all_of_them = False
 
     def __init__(self, app_state: AppState, case: OomCase) -> None:
@@ -41,11 +38,9 @@ class ReleaseDialog(Dialog):
             return [self.case.oom.rank]
         return sorted({case.oom.rank for case in held_cases(self.app_state.model)} | {self.case.oom.rank})
 
-    @property
-    def record(self) -> CommandRecord | None:
-        """The command, once it was sent."""
-        source = self.app_state.source
-        return source.commands.get(self.sent) if source is not None and self.sent else None
+    def command(self) -> tuple[str, dict[str, Any]]:
+        """Let them go."""
+        return "release", {"ranks": self.ranks}
 
     def lines(self, width: int, height: int) -> list[Line]:
         """Draw question or progress."""
@@ -76,35 +71,8 @@ class ReleaseDialog(Dialog):
             told.append("When a rank ends, the others wait in their next collective until its timeout, or are ended.")
         return told
 
-    def tick(self) -> None:
-        """Show progress."""
-        if self.sent:
-            self.fit()
-        super().tick()
-
-    def action_other(self) -> None:
-        """Choose the other answer."""
-        self.yes = not self.yes
-        self.panel.tick()
-
     def action_all(self) -> None:
         """Mean all ranks that are held, or one."""
         if not self.sent:
             self.all_of_them = not self.all_of_them
-            self.fit()
-            self.panel.tick(force=True)
-
-    def action_answer(self) -> None:
-        """Do what is chosen."""
-        if self.sent or not self.yes:
-            self.dismiss(None)
-        else:
-            self.action_yes()
-
-    def action_yes(self) -> None:
-        """Let go."""
-        source = self.app_state.source
-        if source is not None and not self.sent:
-            self.sent = source.send("release", {"ranks": self.ranks})
-            self.fit()
-            self.panel.tick(force=True)
+            self.paint()
