@@ -13,6 +13,7 @@ from ftmon.trainer.recipe.optim import adamw, blocks
 from ftmon.trainer.recipe.optim.adamw import SmallStateAdamW
 from ftmon.trainer.recipe.optim.rounding import random_bits, salt, to_bfloat16
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "seed": 3}
@@ -254,3 +255,14 @@ class Allocated(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         del self.alive[key]
         self.now -= size
+
+
+def test_the_trial_whether_it_compiles_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    steps: list[object] = []
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: steps.append(optimizer))
+    try:
+        assert adamw.compiles(torch.device("cpu"), "bf16")
+    finally:
+        hook.remove()
+    assert steps == []

@@ -81,6 +81,12 @@ class SmallStateAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.update()
+        return loss
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update every parameter that has a gradient; who counts an optimizer's steps does not see it."""
         for number, group in enumerate(self.param_groups):
             # Those that share all that an update computes with, in the order in which they come.
             alike: dict[Any, list[_Part]] = {}
@@ -97,7 +103,6 @@ class SmallStateAdamW(torch.optim.Optimizer):
                 scalars = _scalars(group, step, device)
                 for bundle in self._bundles(parts):
                     self._step(bundle, scalars, (self._seed, step, number, bundle[0].place))
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states in their own data types; PyTorch would convert them to the parameters'."""
@@ -189,7 +194,7 @@ def compiles(device: torch.device, states: States) -> bool:
     weight = torch.nn.Parameter(torch.zeros(2 * _COMPILED_LEAST, dtype=torch.bfloat16, device=device))
     weight.grad = torch.ones_like(weight)
     try:
-        SmallStateAdamW([weight], states=states, lr=1.0, betas=(0.9, 0.9), eps=1e-8, seed=0, compiled=True).step()
+        SmallStateAdamW([weight], states=states, lr=1.0, betas=(0.9, 0.9), eps=1e-8, seed=0, compiled=True).update()
     except Exception:  # whatever a missing compiler, Triton or an old driver makes of it
         return False
     return True

@@ -41,8 +41,7 @@ def make(model: Any, config: Config, world: World, say: Callable[[str], None]) -
     if kind in SMALL_STATES:
         states = "8bit" if kind == "adamw_8bit" else "bf16"
         # All or none: compiled and not, results differ in their last bits.
-        works = not world.has_values or compiles(world.device, states)
-        compiled = world.on_gpu and world.all_agree(works)
+        compiled = world.on_gpu and world.all_agree(not world.has_values or compiles(world.device, states))
         if world.on_gpu and not compiled:
             say(f"note: torch.compile does not work here: {kind} updates in many small kernels, which is slower")
         return SmallStateAdamW(
