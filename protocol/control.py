@@ -95,6 +95,8 @@ class HubStats(msgspec.Struct, tag="hub_stats", frozen=True, omit_defaults=True)
     recording_error: str = ""
     """Why nothing is being recorded (a full disk, say); empty while all is well."""
     cpu_percent: float = 0.0
+    dropped_traces: int = 0
+    """Traces of captured steps that were not analysed: too many waited, or they were none."""
 
 
 class Command(msgspec.Struct, tag="command", frozen=True, omit_defaults=True):

@@ -64,7 +64,7 @@ class Composition(msgspec.Struct, tag="composition", frozen=True, omit_defaults=
     walk_us: Whole = 0
     """What walking cost the training thread."""
     read_us: Whole = 0
-    """What reading and replaying cost the publisher thread."""
+    """What reading the trace cost the publisher thread."""
     note: str = ""
     """What limits it, in words; empty while nothing does."""
 

@@ -6,7 +6,7 @@ The hub republishes a body's bytes untouched under a header of its own. Sequence
 
 import msgspec
 
-from . import control, health, hosts, jobs, memory, oom, prediction, telemetry
+from . import control, health, hosts, jobs, memory, oom, prediction, step_trace, telemetry
 from .bounds import Name, Sequence, Time
 from .errors import ProtocolError, VersionError
 
@@ -57,6 +57,7 @@ MESSAGE_TYPES = (
     telemetry.Activity,
     telemetry.CheckpointFailed,
     prediction.Prediction,
+    step_trace.StepTrace,
 )
 
 Message = (
@@ -100,6 +101,7 @@ Message = (
     | telemetry.Activity
     | telemetry.CheckpointFailed
     | prediction.Prediction
+    | step_trace.StepTrace
 )
 """Any message; its tag is in the map's ``type`` field."""
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import zmq
 from ftmon.protocol import run_store, rundir, sockets, wire
 from ftmon.protocol.control import Command
+from ftmon.protocol.step_trace import StepTrace
+from ftmon.trainer.hub import trace_worker
 
 SCRIPTS = Path(__file__).parent / "scripts"
 INJECT = Path(rundir.__file__).resolve().parent.parent / "trainer" / "probe" / "inject"
@@ -67,9 +69,7 @@ class Collector:
         deadline = time.monotonic() + seconds
         while not until(self):
             if self.telemetry.poll(100):
-                header, body = self.telemetry.recv_multipart()
-                self.headers.append(wire.decode_header(header))
-                self.messages.append(wire.decode_body(body))
+                self._receive()
             while self.ranks.poll(0):
                 _, _, body = self.ranks.recv_multipart()
                 self.answers.append(wire.decode_body(body))
@@ -87,10 +87,20 @@ class Collector:
         """Receive until the job has ended and everything it sent has come."""
         self.collect(lambda c: c.job.poll() is not None, seconds)
         while self.telemetry.poll(300):
-            header, body = self.telemetry.recv_multipart()
-            self.headers.append(wire.decode_header(header))
-            self.messages.append(wire.decode_body(body))
+            self._receive()
         return self
+
+    def _receive(self):
+        """Keep one message; in place of a step's trace, what the hub's worker finds in it."""
+        header, body = self.telemetry.recv_multipart()
+        self.headers.append(wire.decode_header(header))
+        message = wire.decode_body(body)
+        if isinstance(message, StepTrace):
+            found = trace_worker.find(body)
+            assert not found.error, found.error
+            self.messages += found.messages
+        else:
+            self.messages.append(message)
 
     def of(self, kind, rank=None):
         return [m for m in self.messages if isinstance(m, kind) and (rank is None or m.rank == rank)]

@@ -31,11 +31,13 @@ from ftmon.protocol import (
     run_options,
     rundir,
     start_request,
+    step_trace,
     telemetry,
     throughput,
     wire,
 )
 from ftmon.protocol.recording import results
+from ftmon.protocol.snapshot import model
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 
@@ -52,6 +54,12 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     health.ParameterSum,
     health.Volume,
     memory.PhaseComposition,
+    step_trace.StepMark,
+    step_trace.Sightings,
+    model.Snapshot,
+    model.Trace,
+    model.Segment,
+    model.Annotation,
     memory.StackGroup,
     blocks.SegmentUse,
     oom.OomVerdict,

@@ -29,6 +29,8 @@ from ftmon.protocol.jobs import Job, JobPhase, JobRank
 from ftmon.protocol.memory import Cause, Composition, PhaseComposition, StackGroup
 from ftmon.protocol.oom import OomReport, OomVerdict, RankMoment, Remedy
 from ftmon.protocol.prediction import PredictedPhase, PredictedPoint, Prediction
+from ftmon.protocol.snapshot.model import Annotation, Frame, Segment, Snapshot, Trace
+from ftmon.protocol.step_trace import Sightings, StepMark, StepTrace
 from ftmon.protocol.telemetry import (
     Activity,
     AllocatorEvents,
@@ -377,6 +379,7 @@ EXAMPLES: tuple[Message, ...] = (
         recording_bytes=65_536,
         recording_error="the disk is full",
         cpu_percent=1.5,
+        dropped_traces=2,
     ),
     Command(id="c1", verb="kill", args={"ranks": [3], "signal": "TERM"}),
     Accepted(id="c1", ok=True, text="killing rank 3"),
@@ -535,5 +538,34 @@ EXAMPLES: tuple[Message, ...] = (
         seconds=38.5,
         cached=True,
         config="model: {name: llama3}",
+    ),
+    StepTrace(
+        rank=3,
+        step=1200,
+        time=T,
+        device=1,
+        marks=[StepMark("forward", 1_780_000_000_000_000, 4 * GIB, 5 * GIB, 1, True)],
+        first=1,
+        snapshot=Snapshot(
+            "a.pickle",
+            [Segment(1, 2**40, 2**21, 7, True, True, "1.2", 3, 0, 1)],
+            *(b"\0\0\0\0\0\1\0\0", b"\0\2\0\0\0\0\0\0", b"\0\1\0\0\0\0\0\0", b"\1", b"\1\0\0\0"),
+            [Trace(1, b"\1", bytes(8), bytes(8), bytes(8), bytes(8), bytes(4), bytes(4), {0: GIB})],
+            [Frame("step", "train.py", 80)],
+            [[], [0]],
+            ["", "a note"],
+            [Annotation(1, "ftmon forward", 1, 2)],
+            [0, 4],
+            512,
+        ),
+        room=100_000,
+        sightings=[Sightings(1_780_000_000_000_100, 0, b"\0\0\0\0\0\1\0\0", b"\2")],
+        recomputed=[(1_780_000_000_000_200, 1_780_000_000_000_300)],
+        reason="spike",
+        hooked=False,
+        known={"parameters": 4 * GIB},
+        reserved_before=6 * GIB,
+        walk_us=300,
+        read_us=9100,
     ),
 )

@@ -14,6 +14,7 @@ from ...protocol.control import RankState
 from ...protocol.errors import FtmonError
 from ...protocol.process import this_process
 from ...protocol.rundir import ExitFile, HubFile, RunDir
+from ...protocol.step_trace import StepTrace
 from ...protocol.telemetry import Closing, DeviceSample, Failure, Goodbye, Hello, LogLine, Plan, Step
 from ...protocol.wire import Frame, Message
 from ..host import processes
@@ -52,10 +53,13 @@ from .stack_requests import StackRequests
 from .stall_probe import StallProbe
 from .stats import Stats
 from .stream import Stream
+from .trace_analysis import TraceAnalysis
 
 STATS_SECONDS = 2.0
 STOP_NOTICE_SECONDS = 5.0
 """How long before it a stop is told to ranks on several hosts."""
+TRACES_SECONDS = 2.0
+"""How long the end of a run waits for the traces of captured steps to be analysed."""
 _DRAIN = 512
 """Messages taken before commands get their turn."""
 
@@ -86,6 +90,7 @@ class Hub:
         self._ports = PortWatch(self.post, self._analysis.alert)
         self._end_detector = EndDetector(run, self._file)
         self._predicting = PredictionProcess(run, self._file, self.emit)
+        self._traces = TraceAnalysis(self.emit, self.post)
         self._agents = Agents(self._channels.of("agents"), self._intake.take, self._analysis.fact, writer.taken)
         self._stream.recorder.taken = self._agents.taken
         self._stream.recorder.heard = self._intake.numbers
@@ -106,12 +111,12 @@ class Hub:
         self._supervisor = Supervisor(lambda: self._mailbox.post(self._facts.take))
         self._facts = ProcessFacts(run, self._supervisor, self._analysis, self.emit)
         self._jobs = JobStream(
-            self._analysis, self._rank_hosts, self._end_detector, self._ports, self.emit, self._meet, self._facts.take
+            self._analysis, self._rank_hosts, self._end_detector, self._ports, self.emit, self._meet, self._settle_job
         )
         self._devices = DeviceSampler(host_sockets.gethostname(), self._rank_pids)
         self._host_watch = HostWatch(host_sockets.gethostname(), run.path, self._rank_pids)
         self._logs = LogTail(run, history.log_offsets)
-        self._stats = Stats(self._intake, self._stream)
+        self._stats = Stats(self._intake, self._stream, self._traces)
         last = history.frames[-1].t if history.frames else self._file.created
         self._commits = Commits(self._stream, self._agents, self._analysis, self._report, self.post, last)
         self._history = HistoryServer(self._channels.of("query"), run.recording, self._commits.then_set)
@@ -231,6 +236,7 @@ class Hub:
             self.emit(line)
             self._ports.note(line)
         self._ports.finish()
+        self._traces.settle(TRACES_SECONDS)
         self._mailbox.drain()
         self._facts.take()
         silent = self._end_detector.before_first_step(end)
@@ -280,6 +286,9 @@ class Hub:
         if kind is Plan:
             assert isinstance(message, Plan)
             self._host_watch.disks.note_output(message.rank, message.output_dir)
+        if kind is StepTrace:
+            self._traces.take(sender, body)
+            return
         if kind is Goodbye or not self._end_detector.stepped:
             self._end_detector.note(message)
         seq = self._stream.put(message, t, body)
@@ -292,6 +301,11 @@ class Hub:
         target = self._rank_hosts.target(hello.rank)
         if target is not None:
             self._supervisor.watch(*target)
+
+    def _settle_job(self) -> None:
+        """Take in what is known of a job's processes, before another comes into the stream."""
+        self._facts.take()
+        self._traces.forget()
 
     def _rank_pids(self) -> dict[int, int]:
         """Return the pids of this host's ranks, by rank; called by the device sampler's thread."""
@@ -378,6 +392,7 @@ class Hub:
             self._notifier.close()
             self._mailbox.drain()  # alerts about targets that failed
         self._predicting.close()
+        self._traces.close()
         self._history.stop()
         self._supervisor.stop()
         self._devices.close()

@@ -6,14 +6,16 @@ import time
 from ...protocol.control import HubStats
 from .intake import Intake
 from .stream import Stream
+from .trace_analysis import TraceAnalysis
 
 
 class Stats:
     """Makes ``HubStats`` messages."""
 
-    def __init__(self, intake: Intake, stream: Stream) -> None:
+    def __init__(self, intake: Intake, stream: Stream, traces: TraceAnalysis) -> None:
         self._intake = intake
         self._stream = stream
+        self._traces = traces
         self._pid = os.getpid()
         self._wall = time.monotonic()
         self._cpu = time.process_time()
@@ -35,4 +37,5 @@ class Stats:
             recording_bytes=self._stream.recorder.bytes,
             recording_error=self._stream.recorder.error,
             cpu_percent=round(share, 2),
+            dropped_traces=self._traces.dropped,
         )

@@ -6,11 +6,11 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
+from ...protocol.analysis.allocator.composition.attribution import Attribution
+from ...protocol.analysis.allocator.composition.timeline import Span, Timeline
 from ...protocol.analysis.allocator.snapshot.allocations import BEFORE
 from ...protocol.memory import PARTS
-from ..probe.memory.composition.attribution import Attribution
 from ..probe.memory.composition.storages import Storages
-from ..probe.memory.composition.timeline import Span, Timeline
 from ..probe.memory.composition.walk import Roots, walk, walk_buckets, walk_gradients
 from .memory import Recorder
 from .trace import ALLOCATE, END, FREE, MARK, Trace
@@ -142,7 +142,7 @@ def compose(trace: Trace, start: int) -> dict[str, dict[str, int]]:
     """
     timeline = _DryTimeline(trace)
     spans = list(_spans(trace, timeline, start))
-    found = Attribution(timeline, spans, timeline.parts, sorted(trace.recomputed), BEFORE, lambda: None).phases()
+    found = Attribution(timeline, spans, timeline.parts, sorted(trace.recomputed), BEFORE).phases()
     return {one.name: {part: one.parts[part] for part in PARTS if one.parts.get(part)} for one in found}
 
 

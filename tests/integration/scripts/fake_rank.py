@@ -5,6 +5,7 @@ Options come as a JSON object in argv[1]: ``rank``, ``world``, ``rate`` (steps a
 step, holds the GIL in C for ever), ``agrees`` (answers ``stop`` with yes), ``silent`` (never answers), ``exit``
 (its exit status), ``gpu_bytes`` (CUDA memory it holds), ``pretends`` (name of a GPU that it says it is on),
 ``lingers`` (lives on after its goodbye),
+``traces`` (files of ``StepTrace`` messages, sent after its first step),
 ``daemons`` (forks twice: one process as it is, one with an environment of its own).
 """
 
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import zmq
 from ftmon.protocol import wire
@@ -95,6 +97,8 @@ class FakeRank:
                 for i, name in enumerate(("data", "forward", "backward", "optimizer"))
             ]
             self.send(Step(self.rank, self.step, now, 4000, phases, loss=1.0 / self.step, tokens=64))
+            for name in self.options.get("traces", ()) if self.step == 1 else ():
+                self.send(wire.decode_body(Path(name).read_bytes()))
             if self.options.get("native"):
                 time.sleep(0.3)  # let the publisher thread of zmq send it
                 ctypes.PyDLL(None).sleep(600)

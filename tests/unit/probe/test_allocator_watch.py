@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 from caching_allocator import CachingAllocator
+from ftmon.protocol.analysis.allocator.composition.step import messages_of
 from ftmon.protocol.memory import Composition
 from ftmon.protocol.run_options import RunOptions
+from ftmon.protocol.step_trace import StepTrace
 from ftmon.protocol.telemetry import AllocatorEvents
 from ftmon.trainer.probe.device.reading import Reading
 from ftmon.trainer.probe.memory import allocator
@@ -69,7 +71,7 @@ def rank(monkeypatch):
     monkeypatch.setattr(allocator, "MIN_SECONDS", 0.0)
     device, sent = Device(), []
     tracker = Tracker(device, lambda: None, Counts(), lambda _: None)
-    context = SimpleNamespace(device=SimpleNamespace(memory=device), rank=5, options=RunOptions())
+    context = SimpleNamespace(device=SimpleNamespace(memory=device), rank=5, world_size=1, options=RunOptions())
     pace = Pace()
     pace.note(0.01)
     recorder = Recorder(device)
@@ -95,29 +97,35 @@ def rank(monkeypatch):
     )
 
 
+def found(rank, kind):
+    """Find what the hub does in the traces that were sent."""
+    made = [message for trace in rank.sent for message in messages_of(trace)]
+    return [message for message in made if isinstance(message, kind)]
+
+
 def compositions(rank):
-    return [message for message in rank.sent if isinstance(message, Composition)]
+    return found(rank, Composition)
 
 
-def test_the_first_steps_are_looked_at_each_by_one_read_that_serves_both_messages(rank):
+def test_the_first_steps_are_looked_at_each_by_one_trace_that_serves_both_messages(rank):
     for _ in range(10):
         rank.watch.tick()
         rank.step()
-    assert [(found.reason, found.step) for found in compositions(rank)][:3] == [
+    assert [(one.reason, one.step) for one in compositions(rank)][:3] == [
         ("first", 1),
         ("first", 3),
         ("first", 5),
     ]
-    events = [message for message in rank.sent if isinstance(message, AllocatorEvents)]
-    assert [found.step for found in events] == [found.step for found in compositions(rank)]
-    for found in compositions(rank):
-        phases = {phase.name: phase.parts for phase in found.phases}
+    events = found(rank, AllocatorEvents)
+    assert [one.step for one in events] == [one.step for one in compositions(rank)]
+    for one in compositions(rank):
+        phases = {phase.name: phase.parts for phase in one.phases}
         assert phases["forward"] == {"other": 30 * MIB, "activations": 100 * MIB, "temporaries": 7 * MIB}
         assert phases["backward"] == {"other": 30 * MIB, "activations": 100 * MIB}
         assert phases["optimizer"] == {"other": 30 * MIB, "temporaries": 9 * MIB}
-        assert (found.rank, found.note) == (5, "")
-        assert found.walk_us >= 0
-        assert found.read_us > 0
+        assert (one.rank, one.note) == (5, "")
+        assert one.walk_us >= 0
+        assert one.read_us > 0
     assert {phase.name: phase.allocations for phase in events[-1].phases} == {
         "forward": 51,
         "backward": 1,
@@ -144,6 +152,15 @@ def test_later_looks_wait_until_the_last_one_is_paid_for(rank, monkeypatch):
     assert compositions(rank)[-1].reason == "spike"
     assert answers == [(True, f"step {compositions(rank)[-1].step}", {})]
     assert len(compositions(rank)) == FIRST_STEPS + 1
+
+
+def test_looks_are_rarer_where_the_hub_has_many_ranks_to_analyse(rank, monkeypatch):
+    monkeypatch.setattr(allocator, "TIME_SHARE", 1e9)
+    monkeypatch.setattr(allocator, "HUB_SECONDS", 1.0)
+    for _ in range(20):
+        rank.watch.tick()
+        rank.step()
+    assert len(compositions(rank)) == FIRST_STEPS
 
 
 def test_whoever_needs_the_recorder_gets_it_and_the_look_comes_later(rank):
@@ -183,7 +200,7 @@ def test_with_events_off_a_rank_is_looked_at_when_asked_and_the_recorder_is_off_
         rank.watch.tick()
         rank.step()
     rank.watch.tick()
-    assert [found.reason for found in compositions(rank)] == ["asked"]
+    assert [one.reason for one in compositions(rank)] == ["asked"]
     assert rank.recorder.mode == "off"
 
 
@@ -207,4 +224,4 @@ def test_what_is_found_in_a_step_follows_the_step_s_own_message(rank):
     assert rank.sent == []
     rank.watch.note_sent(1)
     rank.watch.send_ready()
-    assert [(type(message), message.step) for message in rank.sent] == [(AllocatorEvents, 1), (Composition, 1)]
+    assert [(type(message), message.step) for message in rank.sent] == [(StepTrace, 1)]

@@ -3,17 +3,22 @@
 import gzip
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from ftmon.protocol import wire
+from ftmon.protocol.analysis.allocator.composition.step import entries_of_step, messages_of
+from ftmon.protocol.analysis.allocator.composition.timeline import Timeline
 from ftmon.protocol.analysis.allocator.snapshot.allocations import Allocations
-from ftmon.protocol.memory import PARTS
+from ftmon.protocol.memory import PARTS, Composition
+from ftmon.protocol.snapshot.columns import compact
+from ftmon.protocol.step_trace import Sightings, StepMark, StepTrace
+from ftmon.protocol.telemetry import AllocatorEvents
+from ftmon.trainer.hub import trace_worker
 from ftmon.trainer.probe.device.reading import Reading
-from ftmon.trainer.probe.memory.composition.messages import of_cuda
 from ftmon.trainer.probe.memory.composition.step_capture import Sighting, StepCapture, Walked
+from ftmon.trainer.probe.memory.composition.step_trace import step_trace
 from ftmon.trainer.probe.memory.composition.storages import Held
-from ftmon.trainer.probe.memory.composition.time_slices import Pulse
-from ftmon.trainer.probe.memory.composition.timeline import Timeline
-from ftmon.trainer.probe.memory.composition.trace import compact
 from ftmon.trainer.probe.phases.marks import Mark
 from ftmon.trainer.probe.phases.tracker import Counts, Tracker
 from hypothesis import given, settings
@@ -43,8 +48,15 @@ def look_at(step, walks=(), sightings=(), recomputed=()):
     return capture
 
 
+def messages(capture, snapshot, room=ROOM):
+    """Make the messages as rank and hub do together, from the bytes that cross between them."""
+    trace = wire.decode_body(wire.encode_body(step_trace(capture, lambda: snapshot, 0, 3, same, room, 0)))
+    found = {type(message): message for message in messages_of(trace)}
+    return SimpleNamespace(trace=trace, composition=found.get(Composition), events=found.get(AllocatorEvents))
+
+
 def compose(step, room=ROOM, last=None, **more):
-    made = of_cuda(look_at(step, **more), lambda: step.snapshot(last), 0, 3, same, room, 0)
+    made = messages(look_at(step, **more), step.snapshot(last), room)
     for phase in made.composition.phases:
         assert sum(phase.parts.values()) == phase.peak_bytes == step.peaks[phase.name]
         assert set(phase.parts) <= set(PARTS)
@@ -209,7 +221,8 @@ def test_a_phase_that_has_left_the_ring_has_no_composition_and_is_named():
     phases, made = compose(step, room=6, last=6)
     assert list(phases) == ["backward"]
     assert made.composition.note == "forward: its allocations had left the recorder's ring"
-    assert made.events.phases == []
+    assert made.events is None
+    assert entries_of_step(made.trace) == 0
 
 
 def test_a_boundary_is_moved_to_where_the_counters_agree():
@@ -244,6 +257,7 @@ def test_events_are_counted_by_phase_with_what_rates_need():
     assert (forward.segment_allocations, forward.segment_bytes) == (2, 22 * MIB)
     assert (backward.name, backward.frees, backward.freed_bytes) == ("backward", 1, 512)
     assert forward.host_us + backward.host_us == made.events.host_us > 0
+    assert entries_of_step(made.trace) == 5
     assert made.events.allocated_bytes == 1024
     assert made.events.rounding_bytes == 24
     assert made.events.reserved_bytes == 22 * MIB
@@ -295,11 +309,11 @@ def real(name):
     return pickle.loads(gzip.decompress((DATA / name).read_bytes()))
 
 
-def test_a_real_trace_replayed_in_slices_gives_what_its_counters_said_at_the_end():
+def test_a_real_trace_gives_what_its_counters_said_at_the_end():
     raw = real("step_zero3.pickle.gz")
     truth = sum(segment["allocated_size"] for segment in raw["segments"])
-    snapshot = compact(raw, 0, Pulse())
-    timeline = Timeline(snapshot, Allocations(snapshot, 0), Pulse())
+    snapshot = compact(raw, "")
+    timeline = Timeline(snapshot, Allocations(snapshot, 0))
     assert timeline.allocated[-1] == timeline.allocated_now == truth
     assert timeline.reserved[-1] == sum(segment.size for segment in snapshot.segments)
 
@@ -309,8 +323,8 @@ def test_a_real_step_s_parts_add_up_at_every_quarter_of_it():
     trace = raw["device_traces"][0]
     borders = [trace[len(trace) * quarter // 4]["time_us"] for quarter in range(4)] + [trace[-1]["time_us"] + 10]
     borders[0] -= 1
-    snapshot = compact(real("step_zero3.pickle.gz"), 0, Pulse())
-    timeline = Timeline(snapshot, Allocations(snapshot, 0), Pulse())
+    snapshot = compact(real("step_zero3.pickle.gz"), "")
+    timeline = Timeline(snapshot, Allocations(snapshot, 0))
     marks, names = [], ("data", "forward", "backward", "optimizer", "idle")
     for place, (us, name) in enumerate(zip(borders, names, strict=True)):
         here = timeline.position(us, None)
@@ -319,10 +333,35 @@ def test_a_real_step_s_parts_add_up_at_every_quarter_of_it():
         marks.append(Mark(name, us * 1000, figure, None, 0, 0))
     capture = StepCapture(Tracker(NoMemory(), lambda: None, Counts(), lambda _: None), None, 0, "asked")
     capture.marks, capture.done = marks, True
-    made = of_cuda(capture, lambda: raw, 0, 0, same, ROOM, 0)
+    made = messages(capture, raw)
     assert [phase.name for phase in made.composition.phases] == ["data", "forward", "backward", "optimizer"]
     for phase in made.composition.phases:
         assert sum(phase.parts.values()) == phase.peak_bytes
         assert "unattributed" not in phase.parts
     assert made.composition.entries == 11586
     assert sum(phase.allocations for phase in made.events.phases) == 3862
+
+
+def a_trace(**changes):
+    snapshot = compact(real("step_zero3.pickle.gz"), "")
+    times = memoryview(snapshot.traces[0].times).cast("q")
+    marks = [StepMark("forward", times[0] - 1, 0, 0, 0, False), StepMark("idle", times[-1] + 1, 0, 0, 0, False)]
+    fields = {"rank": 0, "step": 1, "time": 1.0, "device": 0, "marks": marks, "first": 0, "room": ROOM}
+    return StepTrace(**{**fields, "snapshot": snapshot, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"marks": []},
+        {"first": 2},
+        {"sightings": [Sightings(5, -1, bytes(16), bytes(1))]},
+        {"sightings": [Sightings(5, -1, bytes(8), b"\xff")]},
+        {"sightings": [Sightings(5, 7, bytes(8), bytes(1))]},
+    ],
+)
+def test_a_trace_that_no_rank_sends_is_refused(changes):
+    found = trace_worker.find(wire.encode_body(a_trace(**changes)))
+    assert found.error
+    assert not found.messages
+    assert len(trace_worker.find(wire.encode_body(a_trace())).messages) == 2

@@ -1,8 +1,9 @@
 """Now and then one step is looked at closely: its allocator events, and what the peak of each phase consists of.
 
 A step in a few thousand is enough, and it may not cost the others: the next look comes only when what the last one
-took, on the training thread and on this one, is less than ``TIME_SHARE`` of what has passed since. The first few steps
-are looked at in any case, and so is the next one when somebody asks.
+took, on the training thread and on this one, is less than ``TIME_SHARE`` of what has passed since, and later still
+where the hub has many ranks' looks to analyse. The first few steps are looked at in any case, and so is the next one
+when somebody asks.
 """
 
 import time
@@ -10,21 +11,25 @@ from collections.abc import Callable
 from typing import Any
 
 from ....protocol import wire
+from ....protocol.analysis.allocator.composition.step import entries_of_step
 from ....protocol.memory import Composition
-from ....protocol.telemetry import AllocatorEvents
+from ....protocol.step_trace import StepTrace
 from .. import guard
 from ..phases.pace import Pace
 from ..phases.tracker import Tracker
 from ..rank.context import RankContext
 from ..rank.trained import Trained
-from .composition.messages import of_cpu, of_cuda
+from .composition.resident import composition_on_cpu
 from .composition.step_capture import StepCapture
+from .composition.step_trace import step_trace
 from .composition.walk import Roots
 from .history import Recording
 from .snapshots import Answer
 
 TIME_SHARE = 0.002
 MIN_SECONDS = 1.0
+HUB_SECONDS = 15e-6
+"""An entry takes the hub 3 us to analyse: so all ranks' looks take a fifth of one of its cores."""
 FIRST_STEPS = 3
 PATIENCE_SECONDS = 45.0
 AFTER_FAILURE_SECONDS = 60.0
@@ -66,7 +71,7 @@ class AllocatorWatch:
         self._reserved = 0
         self._reason: Any = ""
         self._answers: list[Answer] = []
-        self._ready: list[AllocatorEvents | Composition] = []
+        self._ready: list[StepTrace | Composition] = []
         """What was found, until its step's own message, which waits for the device, has been sent."""
         self._sent_step = 0
         """The last step whose own message has been sent."""
@@ -167,11 +172,11 @@ class AllocatorWatch:
             return
         if self._reason:
             capture.reason = self._reason  # asked for while it was under way
-        rank, read = self._rank.rank, self._rank.device.memory.read
+        rank, read, entries = self._rank.rank, self._rank.device.memory.read, 0
         if cuda:
             if recording.cleared != self._cleared:
                 return  # somebody began a new history meanwhile; the next step will do
-            made = of_cuda(
+            found = step_trace(
                 capture,
                 recording.snapshot,
                 self._rank.device.memory.device_index,
@@ -180,22 +185,23 @@ class AllocatorWatch:
                 recording.entries,
                 self._reserved,
             )
-            if made.events.phases:
-                recording.fit(sum(phase.allocations + phase.frees for phase in made.events.phases))
+            entries = entries_of_step(found)
+            if entries:
+                recording.fit(entries)
             if self._wanted:
                 recording.numbers()
             else:
                 recording.off()
-            self._reserved = made.events.reserved_bytes
-            if made.events.phases:
-                self._ready.append(made.events)
+            self._reserved = sum(segment.size for segment in found.snapshot.segments)
+            self._ready.append(found)
         else:
-            made = of_cpu(capture, rank, read)
-        if made.composition.phases:
-            self._ready.append(made.composition)
+            found = composition_on_cpu(capture, rank, read)
+            if found.phases:
+                self._ready.append(found)
         self._taken += 1
-        spent = (made.composition.read_us + made.composition.walk_us) / 1e6
-        self._next = time.monotonic() + max(MIN_SECONDS, spent / TIME_SHARE)
+        spent = (found.read_us + found.walk_us) / 1e6
+        ours = HUB_SECONDS * entries * self._rank.world_size
+        self._next = time.monotonic() + max(MIN_SECONDS, spent / TIME_SHARE, ours)
         self._answer(True, f"step {capture.step}")
 
     def _answer(self, ok: bool, text: str) -> None:

@@ -6,12 +6,18 @@ handed out more. Activations are what a forward left allocated beyond the storag
 (code, libraries, freed memory that was kept, and what came and went in between) is ``unattributed``.
 """
 
-from .....protocol.memory import PhaseComposition
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .....protocol.analysis.allocator.composition.attribution import UNCOMPOSED
+from .....protocol.analysis.allocator.composition.timeline import occurrences
+from .....protocol.memory import Composition, PhaseComposition
+from .....protocol.step_trace import StepMark
 from ...device.reading import Reading
-from ...phases.marks import Mark
-from .attribution import UNCOMPOSED
-from .step_capture import Walked
-from .timeline import occurrences, origin
+from ...phases.readings import first_of_step, readings
+from .step_capture import StepCapture, Walked
+from .step_trace import step_marks
 
 NOTE = (
     "the CPU has no trace of allocations: parts are as they stood at the end of the phase where more was allocated, "
@@ -30,18 +36,41 @@ class _Edge:
         """Handed out by glibc, for no storage that was found."""
 
 
-def compose(marks: list[Mark], figures: list[Reading], walks: list[Walked]) -> list[PhaseComposition]:
-    """Compose each phase's highest peak from what stood at its ends.
+def composition_on_cpu(capture: StepCapture, rank: int, read: Callable[[Any], Reading]) -> Composition:
+    """Make the composition of a step on the CPU.
 
     Args:
-        marks: the step's.
-        figures: of each mark.
-        walks: at every boundary.
+        capture: the finished one.
+        rank: the rank.
+        read: the memory back end's ``read``.
     """
+    start, figures = time.perf_counter_ns(), readings(capture.marks, read)
+    marks = step_marks(capture, figures)
+    phases = _compose(marks, figures, capture.walks, marks[first_of_step(capture.marks)].us)
+    return Composition(
+        rank=rank,
+        step=capture.step,
+        time=time.time(),
+        measure="glibc",
+        phases=phases,
+        reason=capture.reason,
+        known=capture.known(),
+        allocated_bytes=figures[-1].allocated,
+        reserved_bytes=figures[-1].reserved,
+        walk_us=capture.walk_ns // 1000,
+        read_us=(time.perf_counter_ns() - start) // 1000,
+        note=NOTE,
+    )
+
+
+def _compose(
+    marks: list[StepMark], figures: list[Reading], walks: list[Walked], origin_us: int
+) -> list[PhaseComposition]:
+    """Compose each phase's highest peak from what stood at its ends."""
     walked = {walk.mark: walk for walk in walks}
     found: dict[str, PhaseComposition] = {}
     saved = 0
-    for name, first, last, _ in occurrences(marks, figures):
+    for name, first, last, _, _ in occurrences(marks):
         if first not in walked or last not in walked:
             continue
         start, end = _Edge(figures[first], walked[first]), _Edge(figures[last], walked[last])
@@ -53,7 +82,7 @@ def compose(marks: list[Mark], figures: list[Reading], walks: list[Walked]) -> l
         live = saved if (name == "forward" and at_end) or (name == "backward" and not at_end) else 0
         if name not in UNCOMPOSED and (name not in found or peak > found[name].peak_bytes):
             edge = end if at_end else start
-            at_us = max(0, (marks[last if at_end else first].ns - origin(marks).ns) // 1000)
+            at_us = max(0, marks[last if at_end else first].us - origin_us)
             found[name] = PhaseComposition(name, peak, _parts(edge, live, peak), at_us, edge.reserved)
     return list(found.values())
 

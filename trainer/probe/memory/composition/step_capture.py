@@ -151,6 +151,13 @@ class StepCapture:
         self._leave()
         self.done = True
 
+    def known(self) -> dict[str, int]:
+        """Sum up the bytes of the storages that the last walk found, by part."""
+        sums: dict[str, int] = {}
+        for size, part in self.walks[-1].held.values() if self.walks else ():
+            sums[part] = sums.get(part, 0) + size
+        return sums
+
     def withdraw(self) -> None:
         """Look no further; what is in place on the training thread goes with the next boundary. Any thread."""
         self.failed = self.failed or "given up"

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from .....protocol.analysis.allocator.snapshot.allocations import columns
-from .....protocol.snapshot.model import ALLOCATED, FREE, Snapshot
+from ....snapshot.model import ALLOCATED, FREE, Snapshot
+from ..snapshot.allocations import columns
 
 
 class Fragmentation(NamedTuple):

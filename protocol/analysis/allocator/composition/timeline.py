@@ -7,21 +7,15 @@ nearest position at which the trace has that very figure.
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
-from .....protocol.analysis.allocator.snapshot.allocations import BEFORE, Allocations, columns
-from .....protocol.snapshot.model import ALLOCATED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Snapshot
-from ...device.reading import Reading
-from ...phases.marks import Mark
-from ...phases.readings import first_of_step
+from ....snapshot.model import ALLOCATED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Snapshot
+from ....step_trace import StepMark
+from ..snapshot.allocations import BEFORE, Allocations, columns
 
 SLACK_US = 300
 """How far a boundary may be moved to where the figures agree."""
-
-_PULSE = 1023
-"""Of a number, the bits that are all zero where ``pulse`` is called."""
 _RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
 
 
@@ -34,6 +28,8 @@ class Occurrence(NamedTuple):
     last: int
     """Index of the mark it ends with."""
     peak_bytes: int
+    us: int
+    """How long it lasted."""
 
 
 class Span(NamedTuple):
@@ -49,21 +45,16 @@ class Span(NamedTuple):
     """Since the epoch."""
 
 
-def origin(marks: list[Mark]) -> Mark:
-    """Give the mark a step is counted from: its first, or the end of what came before any step."""
-    return marks[first_of_step(marks)]
-
-
-def occurrences(marks: list[Mark], figures: list[Reading]) -> list[Occurrence]:
+def occurrences(marks: list[StepMark]) -> list[Occurrence]:
     """List a step's phases as they came, each with the highest that was allocated in it."""
     found: list[Occurrence] = []
     start = 0
     for end in range(1, len(marks)):
         if marks[end].phase in ("", marks[start].phase) and end + 1 < len(marks):
             continue  # the script read its own peaks here, or the label was corrected; the phase goes on
-        inside = [figure.allocated_peak for figure in figures[start + 1 : end + 1]]
-        peak = max(figures[start].allocated, figures[end].allocated, *inside)
-        found.append(Occurrence(marks[start].phase, start, end, peak))
+        first, last = marks[start], marks[end]
+        peak = max(first.allocated, last.allocated, *(mark.peak for mark in marks[start + 1 : end + 1]))
+        found.append(Occurrence(first.phase, start, end, peak, last.us - first.us))
         start = end
     return found
 
@@ -74,25 +65,21 @@ class Timeline:
     Args:
         snapshot: the columns of one read.
         allocations: of the same.
-        pulse: called between slices of work.
     """
 
-    def __init__(self, snapshot: Snapshot, allocations: Allocations, pulse: Callable[[], None]) -> None:
+    def __init__(self, snapshot: Snapshot, allocations: Allocations) -> None:
         self.allocations = allocations
         self.snapshot = snapshot
         self.times = columns(allocations.trace.times, "q")
         count = allocations.entries
         deltas = [0] * (count + 2)
         lives = zip(allocations.begins, allocations.freed, allocations.sizes, strict=True)
-        for number, (begin, freed, size) in enumerate(lives):
-            if not number & _PULSE:
-                pulse()
+        for begin, freed, size in lives:
             if freed != BEFORE:
                 deltas[begin + 1] += size
                 deltas[freed + 1] -= size
         self.allocated = array("q", list(accumulate(deltas))[:-1])
         """One value more than entries."""
-        pulse()
         actions, sizes = allocations.trace.actions, columns(allocations.trace.sizes, "q")
         changes = [0] * (count + 1)
         for action, sign in _RESERVES.items():
@@ -103,7 +90,6 @@ class Timeline:
         now = sum(segment.size for segment in snapshot.segments)
         changes[0] = max(0, now - sum(changes))
         self.reserved = array("q", accumulate(changes))
-        pulse()
 
     @property
     def allocated_now(self) -> int:
@@ -129,27 +115,25 @@ class Timeline:
                     return place
         return at
 
-    def positions(self, marks: list[Mark], figures: list[Reading], offset_ns: int) -> list[int]:
+    def positions(self, marks: list[StepMark]) -> list[int]:
         """Find the positions of a step's marks; never going back."""
         found: list[int] = []
-        for mark, figure in zip(marks, figures, strict=True):
-            here = self.position((mark.ns + offset_ns) // 1000, figure.allocated if mark.memory is not None else None)
+        for mark in marks:
+            here = self.position(mark.us, mark.allocated if mark.measured else None)
             found.append(max(here, found[-1]) if found else here)
         return found
 
-    def spans(self, marks: list[Mark], figures: list[Reading], offset_ns: int, whole: bool) -> list[Span]:
+    def spans(self, marks: list[StepMark], whole: bool) -> list[Span]:
         """Lay a step's phases on the trace.
 
         Args:
             marks: the step's.
-            figures: of each mark.
-            offset_ns: what to add to a mark's time to get nanoseconds since the epoch.
             whole: nothing has fallen out of the ring since before the step began.
         """
-        places = self.positions(marks, figures, offset_ns)
+        places = self.positions(marks)
         oldest = self.times[0] if len(self.times) else 0
         found: list[Span] = []
-        for name, first, last, peak in occurrences(marks, figures):
-            begin_us = (marks[first].ns + offset_ns) // 1000
+        for name, first, last, peak, _ in occurrences(marks):
+            begin_us = marks[first].us
             found.append(Span(name, places[first], places[last], peak, whole or 0 < oldest <= begin_us, begin_us))
         return found

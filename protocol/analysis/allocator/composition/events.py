@@ -1,28 +1,20 @@
 """The allocator's events of one step, counted by phase from its trace. Numbers, no stacks."""
 
-from collections.abc import Callable
-
-from .....protocol.analysis.allocator.snapshot.allocations import columns
-from .....protocol.snapshot.model import ALLOC, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP
-from .....protocol.telemetry import AllocatorPhase
-from ...phases.marks import Mark
+from ....snapshot.model import ALLOC, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP
+from ....telemetry import AllocatorPhase
+from ..snapshot.allocations import columns
 from .timeline import Occurrence, Span, Timeline
 
 LARGEST = 5
-_SLICE = 1024
 
 
-def count(
-    timeline: Timeline, spans: list[Span], marks: list[Mark], found: list[Occurrence], pulse: Callable[[], None]
-) -> list[AllocatorPhase]:
+def count(timeline: Timeline, spans: list[Span], found: list[Occurrence]) -> list[AllocatorPhase]:
     """Sum up a step's entries by the phase they fell into.
 
     Args:
         timeline: the trace.
         spans: the step's phases on it.
-        marks: the step's.
         found: the same phases between marks.
-        pulse: called between slices of work.
 
     Returns:
         The phases that had entries, in the order they first came. Empty when the ring no longer reaches back to where
@@ -35,16 +27,14 @@ def count(
         if span.name == "init":
             continue  # the recorder began somewhere in it
         one = sums.setdefault(span.name, _Sums())
-        one.host_ns += marks[occurrence.last].ns - marks[occurrence.first].ns
-        for begin in range(span.begin, span.end, _SLICE):
-            one.add(timeline, begin, min(begin + _SLICE, span.end))
-            pulse()
+        one.host_us += occurrence.us
+        one.add(timeline, span.begin, span.end)
     return [one.phase(name) for name, one in sums.items() if one.entries]
 
 
 class _Sums:
     def __init__(self) -> None:
-        self.host_ns = 0
+        self.host_us = 0
         self.entries = 0
         self.allocations = self.frees = self.allocated = self.freed = 0
         self.segment_allocations = self.segment_frees = self.segment_bytes = 0
@@ -79,5 +69,5 @@ class _Sums:
             self.segment_allocations,
             self.segment_frees,
             self.segment_bytes,
-            self.host_ns // 1000,
+            self.host_us,
         )

@@ -6,14 +6,13 @@ to is ``unattributed``.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from .....protocol.analysis.allocator.snapshot.allocations import BEFORE, Allocations
-from .....protocol.memory import PhaseComposition
+from ....memory import PhaseComposition
+from ..snapshot.allocations import BEFORE, Allocations
 from .timeline import Span, Timeline
 
-_SLICE = 2048
 UNCOMPOSED = frozenset(("init", "idle"))
 """Phases that have no composition: what lies between the others."""
 
@@ -26,21 +25,17 @@ class Seen(NamedTuple):
     part: str
 
 
-def parts_of(allocations: Allocations, seen: Iterable[Seen], pulse: Callable[[], None]) -> dict[int, str]:
+def parts_of(allocations: Allocations, seen: Iterable[Seen]) -> dict[int, str]:
     """Give the parts of the allocations in which a storage was seen, by the allocation's number."""
     sightings = list(dict.fromkeys(seen))
     wanted = {sighting.address for sighting in sightings}
     of_address: dict[int, list[int]] = {}
-    for start in range(0, len(allocations.addresses), _SLICE):
-        for number, address in enumerate(allocations.addresses[start : start + _SLICE], start):
-            if address in wanted:
-                of_address.setdefault(address, []).append(number)
-        pulse()
+    for number, address in enumerate(allocations.addresses):
+        if address in wanted:
+            of_address.setdefault(address, []).append(number)
     begins, freed = allocations.begins, allocations.freed
     parts: dict[int, str] = {}
-    for count, (position, address, part) in enumerate(sightings):
-        if not count & 255:
-            pulse()
+    for position, address, part in sightings:
         for number in of_address.get(address, ()):
             if begins[number] < position <= freed[number]:
                 # A gradient may lie in the bucket it is reduced in, and was perhaps seen as a gradient only.
@@ -59,7 +54,6 @@ class Attribution:
         parts: what storages were seen in, by allocation.
         recomputed: intervals of positions in which layers went forward inside a backward.
         origin_us: when the step began, microseconds since the epoch.
-        pulse: called between slices of work.
     """
 
     def __init__(
@@ -69,7 +63,6 @@ class Attribution:
         parts: dict[int, str],
         recomputed: list[tuple[int, int]],
         origin_us: int,
-        pulse: Callable[[], None],
     ) -> None:
         self._timeline = timeline
         self._of = timeline.allocations
@@ -77,7 +70,6 @@ class Attribution:
         self._parts = parts
         self._recomputed = recomputed
         self._origin_us = origin_us
-        self._pulse = pulse
         self._begins = [span.begin for span in spans]
         self.notes: list[str] = []
 
@@ -121,13 +113,10 @@ class Attribution:
 
     def _parts_at(self, position: int, number: int) -> dict[str, int]:
         of, sums = self._of, dict[str, int]()
-        for start in range(0, len(of.begins), _SLICE):
-            stop = start + _SLICE
-            pairs = zip(of.begins[start:stop], of.freed[start:stop], strict=True)
-            for allocation in [n for n, (begin, freed) in enumerate(pairs, start) if begin < position <= freed]:
-                part = self._parts.get(allocation) or self._by_life(allocation, number)
-                sums[part] = sums.get(part, 0) + of.sizes[allocation]
-            self._pulse()
+        lives = zip(of.begins, of.freed, strict=True)
+        for allocation in [n for n, (begin, freed) in enumerate(lives) if begin < position <= freed]:
+            part = self._parts.get(allocation) or self._by_life(allocation, number)
+            sums[part] = sums.get(part, 0) + of.sizes[allocation]
         return sums
 
     def _by_life(self, allocation: int, peak: int) -> str:

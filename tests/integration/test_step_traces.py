@@ -1,0 +1,77 @@
+"""Traces of captured steps through a real hub: what its worker finds is recorded, and the worker ends with it."""
+
+import gzip
+import os
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+from eventually import eventually
+from ftmon.protocol import wire
+from ftmon.protocol.control import HubStats
+from ftmon.protocol.memory import Composition
+from ftmon.protocol.process import ProcessId, is_alive
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.snapshot.columns import compact
+from ftmon.protocol.step_trace import StepMark, StepTrace
+from ftmon.protocol.telemetry import AllocatorEvents
+from ftmon.trainer.host import processes
+from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, started
+
+STEP = Path(__file__).parents[1] / "data" / "step_zero3.pickle.gz"
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("FTMON_RUN", raising=False)
+
+
+@pytest.fixture
+def traces(tmp_path):
+    """Write a trace of a real step, and one whose columns do not belong together."""
+    snapshot = compact(pickle.loads(gzip.decompress(STEP.read_bytes())), "")
+    times = memoryview(snapshot.traces[0].times).cast("q")
+    marks = [StepMark("forward", times[0] - 1, 0, 2**40, 0, False), StepMark("idle", times[-1] + 1, 0, 2**40, 0, False)]
+    good = StepTrace(0, 1, 1.0, 0, marks, 0, snapshot, 10**6)
+    files = tmp_path / "good", tmp_path / "bad"
+    for file, message in zip(files, (good, StepTrace(0, 2, 1.0, 0, [], 0, snapshot, 10**6)), strict=True):
+        file.write_bytes(wire.encode_body(message))
+    return [str(file) for file in files]
+
+
+def messages(run, kind):
+    return [frame.message for frame in Reader(run.recording).frames(0, 100_000) if isinstance(frame.message, kind)]
+
+
+def worker_of(hub):
+    """Find the one process that the hub has started, its worker."""
+    found = processes.descendants([hub.pid], processes.table())
+    [worker] = [process for process in found if process.pid != hub.pid]
+    return ProcessId(worker.pid, worker.start_ticks)
+
+
+def test_a_hub_records_what_its_worker_finds_counts_what_is_no_trace_and_ends_the_worker(traces):
+    good, bad = traces
+    with started(fake_ranks({"steps": 8, "traces": [good, bad, good]})) as run:
+        assert exit_of(run).state == "finished"
+        hub_gone(run)
+        first, second = messages(run, AllocatorEvents)
+        assert first == second
+        assert (first.entries, first.rank, first.step) == (11_586, 0, 1)
+        assert [found.phases[0].name for found in messages(run, Composition)] == ["forward", "forward"]
+        assert not messages(run, StepTrace)
+        stats = messages(run, HubStats)[-1]
+        assert (stats.dropped_traces, stats.lost) == (1, {})
+        assert "begins at mark 0 of 0" in (run.logs / "hub.log").read_text()
+
+
+def test_a_worker_ends_with_its_hub(traces):
+    good, _ = traces
+    with started(fake_ranks({"traces": [good]})) as run, App(run) as app:
+        app.wait_for(Composition)
+        hub = hub_of(run).process
+        worker = worker_of(hub)
+        os.kill(hub.pid, signal.SIGKILL)
+        eventually(lambda: not is_alive(worker), "the worker's end")
