@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -158,6 +159,35 @@ def test_a_place_of_the_file_is_named_for_a_value_of_the_file(data: Path) -> Non
 def test_a_data_file_that_holds_no_records_is_refused(data: Path, content: str) -> None:
     data.write_bytes(content.encode("latin-1"))
     assert "data.path" in refusal(data)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+def test_a_data_file_in_another_encoding_is_refused_with_how_to_convert_it(
+    data: Path, name: str, encoding: str
+) -> None:
+    text = {"a.jsonl": '{"text": "caf\xe9"}\n', "a.json": '[{"text": "caf\xe9"}]', "a.csv": "text\ncaf\xe9\n"}
+    path = data.with_name(name)
+    path.write_bytes(text.get(name, "caf\xe9\n").encode(encoding))
+    assert "is not text in UTF-8; convert the file" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", "[" * 100_000, "line 1 is nested too deeply"),
+        ("a.json", "[" * 100_000, "is nested too deeply"),
+        ("a.jsonl", '\n{\n  "text": "a"\n}\n', "line 2 is not JSON: .* at column 2; one record a line is read"),
+        ("a.json", "[]", "holds no records"),
+        ("a.csv", "text\na,b\n", "a.csv:2 has 2 fields, and the header 1"),
+    ],
+)
+def test_a_first_record_that_cannot_be_read_is_refused_with_its_line(
+    data: Path, name: str, content: str, words: str
+) -> None:
+    path = data.with_name(name)
+    path.write_text(content)
+    assert re.search(f"data.path {path}: {words}", refusal(path))
 
 
 def test_results_of_an_earlier_run_are_not_written_over(data: Path) -> None:

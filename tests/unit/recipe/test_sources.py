@@ -78,6 +78,36 @@ def test_broken_lines_are_refused_by_line_and_do_not_end_the_reading(tmp_path: P
         read(tmp_path / "data.csv").record(1)
 
 
+def test_a_record_that_is_nested_too_deeply_is_refused_with_its_line(tmp_path: Path) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    (tmp_path / "data.jsonl").write_text(f'{{"text": "a"}}\n{deep}\n{{"text": {"[" * 150}{"]" * 150}}}\n')
+    records = read(tmp_path / "data.jsonl")
+    for index in (1, 2):
+        with pytest.raises(RefusedError, match="is nested too deeply: more than 100 levels"):
+            records.record(index)
+    (tmp_path / "data.jsonl").write_text(f'{{"text": {"9" * 5000}}}\n')
+    with pytest.raises(RefusedError, match="a number has too many digits"):
+        read(tmp_path / "data.jsonl").record(0)
+    (tmp_path / "data.json").write_text(f'[{{"text": "a"}}, {deep}]')
+    with pytest.raises(ConfigError, match="is nested too deeply"):
+        read(tmp_path / "data.json")
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.csv", "data.tsv", "data.txt"])
+def test_records_that_are_not_utf_8_are_refused_by_line(tmp_path: Path, name: str) -> None:
+    record = '{"text": "%s"}' if name == "data.jsonl" else "%s"
+    lines = ["text"] * name.endswith("sv") + [record % text for text in ("one", "caf\xe9", "three")]
+    (tmp_path / name).write_bytes("\n".join(lines).encode("latin-1"))
+    records = read(tmp_path / name)
+    assert [found["text"] for _, found in records] == ["one", "three"]
+    with pytest.raises(RefusedError, match="is not text in UTF-8; convert the file"):
+        records.record(1)
+    for encoding in ("utf-16", "utf-16-le"):
+        (tmp_path / name).write_bytes("\n".join(lines[-3:]).encode(encoding))
+        with pytest.raises((RefusedError, ConfigError), match="is not text in UTF-8"):
+            read(tmp_path / name).record(0)
+
+
 def test_nulls_that_arrow_fills_in_are_left_out(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
@@ -105,7 +135,8 @@ def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("a.json", "[1, 2"), ("a.csv", ""), ("b.csv", "text,text\na,b\n"), ("a.jsonl", " \n")]
+    ("name", "content"),
+    [("a.json", "[1, 2"), ("b.json", "[]"), ("a.csv", ""), ("b.csv", "text,text\na,b\n"), ("a.jsonl", " \n")],
 )
 def test_a_file_that_holds_no_records_is_refused(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)

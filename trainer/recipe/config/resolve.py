@@ -1,6 +1,5 @@
 """Checks across the configuration, the files it names and this machine, made before anything is started."""
 
-import json
 import os
 from importlib import util
 from pathlib import Path
@@ -180,14 +179,8 @@ def _check_file(loaded: Loaded, key: str, name: str) -> None:
     except OSError as error:
         raise loaded.error(key, f"{name}: cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise loaded.error(key, f"{name}: {_why(error)}") from None
+        raise loaded.error(key, f"{name}: {error}") from None
     check_columns(loaded, record)
-
-
-def _why(error: ValueError) -> str:
-    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return "line 1 is not a JSON record; one record a line is read"
-    return str(error)
 
 
 def check_columns(loaded: Loaded, record: dict[str, Any]) -> None:

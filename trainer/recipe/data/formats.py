@@ -7,6 +7,7 @@ from typing import Any
 from ....protocol.errors import UsageError
 from . import markers
 from .config import Data
+from .decode import parse
 from .messages import (
     ASSISTANT,
     SYSTEM,
@@ -141,8 +142,8 @@ def _shared(entry: Any, number: int) -> Message:
     extra: Record = {}
     if sender.lower() == "function_call":
         try:
-            call = json.loads(content or "")
-        except json.JSONDecodeError:
+            call = parse(content or "")
+        except ValueError:
             raise RefusedError(f"message {number}: its function call is not JSON") from None
         extra, content = {"tool_calls": call if isinstance(call, list) else [call]}, None
     weight = {key: entry[key] for key in ("weight", "train") if key in entry}
@@ -195,8 +196,8 @@ def _entries(record: Record, column: str) -> list[Any]:
     entries = record.get(column)
     if isinstance(entries, str) and entries.lstrip().startswith("["):  # a CSV's cell
         try:
-            entries = json.loads(entries)
-        except json.JSONDecodeError:
+            entries = parse(entries)
+        except ValueError:
             raise RefusedError(f"{column} is text that is not JSON") from None
     if entries is None:
         raise RefusedError(f"{column} is null" if column in record else f"has no {column}")

@@ -1,17 +1,16 @@
 """Files of one record a line, read by position, and rows of a ``datasets.Dataset``."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
+from .decode import BOM, parse, utf8
 from .messages import RefusedError
 
 _CHUNK = 16 << 20
-_BOM = b"\xef\xbb\xbf"
 
 
 class _Lines:
@@ -52,11 +51,11 @@ class _Lines:
         """
         if self._file is None:
             self._file = self._path.open("rb")
-        content = self._bytes(self._file, index).removeprefix(_BOM if self._numbers[index] == 1 else b"")
+        content = self._bytes(self._file, index).removeprefix(BOM if self._numbers[index] == 1 else b"")
         try:
-            return content.decode()
-        except UnicodeDecodeError:
-            raise RefusedError("is not text in UTF-8") from None
+            return utf8(content)
+        except ValueError as error:
+            raise RefusedError(str(error)) from None
 
     def _bytes(self, file: Any, index: int) -> bytes:
         start = int(self._starts[index])
@@ -74,11 +73,9 @@ class JsonLines(_Lines):
         """Return a record; raise ``RefusedError`` if the line is not JSON."""
         text = self.line(index)
         try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise RefusedError(f"is not JSON: {error.msg} at column {error.colno}") from None
-        except RecursionError:
-            raise RefusedError("is nested too deeply") from None
+            return parse(text)
+        except ValueError as error:
+            raise RefusedError(str(error)) from None
 
 
 class PlainLines(_Lines):

@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from .decode import parse
+
 ASSISTANT, USER, SYSTEM, TOOL = "assistant", "user", "system", "tool"
 
 
@@ -204,8 +206,8 @@ def _call(call: Any, number: int) -> dict[str, Any]:
     if isinstance(arguments, str):
         # Templates differ in what they take; text would be quoted twice by those that write JSON themselves.
         try:
-            arguments = json.loads(arguments or "{}")
-        except json.JSONDecodeError:
+            arguments = parse(arguments or "{}")
+        except ValueError:
             raise RefusedError(f"message {number}: arguments of {function['name']} are not JSON") from None
     outer = {key: value for key, value in call.items() if key in ("id", "index") and value is not None}
     return {**outer, "type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
@@ -214,8 +216,8 @@ def _call(call: Any, number: int) -> dict[str, Any]:
 def _schemas(tools: Any) -> list[dict[str, Any]]:
     if isinstance(tools, str) and tools.strip():
         try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError:
+            tools = parse(tools)
+        except ValueError:
             raise RefusedError("tools is text that is not JSON") from None
     if not tools:
         return []

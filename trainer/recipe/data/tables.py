@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .decode import BOM, parse, utf8
 from .messages import RefusedError
 
 
@@ -38,22 +39,24 @@ class Listed:
 
 
 def delimited(path: Path, weight: float, most: int = sys.maxsize) -> Listed:
-    """Read a CSV or TSV file with a header.
+    """Read a CSV or TSV file with a header; a row that is not text is refused when it is read.
 
     Raises:
-        ValueError: it has no header, or is not text.
+        ValueError: it has no header, or a header that is not text.
     """
     csv.field_size_limit(1 << 30)
     records: list[Any] = []
     places: list[str] = []
     content = path.read_bytes()
-    reader = csv.reader(
-        io.StringIO(content.decode("utf-8-sig"), newline=""), delimiter="\t" if path.suffix == ".tsv" else ","
-    )
+    # Bytes that are no text stand in it as lone surrogates, so that the rows around them can be used.
+    text = content.removeprefix(BOM).decode(errors="surrogateescape")
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if path.suffix == ".tsv" else ",")
     try:
         header = next(reader, None)
         if not header:
             raise ValueError("has no header line")
+        if problem := _problem(header):
+            raise ValueError(f"line 1 {problem}")
         twice = next((name for number, name in enumerate(header) if name in header[:number]), None)
         if twice is not None:
             raise ValueError(f"its header names {json.dumps(twice)} twice")
@@ -61,12 +64,10 @@ def delimited(path: Path, weight: float, most: int = sys.maxsize) -> Listed:
         for row in reader:
             if row:
                 places.append(f"{path.name}:{start}")
-                fits = len(row) == len(header)
-                records.append(
-                    dict(zip(header, row, strict=True))
-                    if fits
-                    else RefusedError(f"has {len(row)} fields, and the header {len(header)}")
-                )
+                problem = _problem(row)
+                if len(row) != len(header):
+                    problem = problem or f"has {len(row)} fields, and the header {len(header)}"
+                records.append(RefusedError(problem) if problem else dict(zip(header, row, strict=True)))
             start = reader.line_num + 1
             if len(records) >= most:
                 break
@@ -77,22 +78,30 @@ def delimited(path: Path, weight: float, most: int = sys.maxsize) -> Listed:
     return Listed(records, places, weight, hashlib.blake2b(content).hexdigest())
 
 
+def _problem(row: list[str]) -> str:
+    """Return why a row is not text; empty: it is."""
+    try:
+        utf8("".join(row).encode(errors="surrogateescape"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def is_json_list(path: Path) -> bool:
     """Tell whether a JSON file is one list; else it has a record a line."""
     with path.open("rb") as file:
-        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+        return file.read(4096).removeprefix(BOM).lstrip()[:1] == b"["
 
 
 def json_list(path: Path, weight: float) -> Listed:
     """Read a JSON file that is one list of records.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: it is not JSON, or an empty list.
     """
     content = path.read_bytes()
-    try:
-        records = json.loads(content.decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno} is not JSON: {error.msg}") from None
+    records = parse(utf8(content.removeprefix(BOM)))
+    if not records:
+        raise ValueError("holds no records")
     places = [f"{path.name}:record {number}" for number in range(1, len(records) + 1)]
     return Listed(records, places, weight, hashlib.blake2b(content).hexdigest())

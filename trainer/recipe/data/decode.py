@@ -1,0 +1,56 @@
+"""Bytes of a data file as text and as JSON. Imports nothing of the training packages."""
+
+import json
+from typing import Any
+
+BOM = b"\xef\xbb\xbf"
+_DEPTH = 100
+"""Levels of nesting: far from Python's own limit, which depends on how deep the caller is."""
+
+
+def utf8(content: bytes) -> str:
+    """Return bytes as text.
+
+    Raises:
+        ValueError: they are not UTF-8, or hold a NUL, as text in UTF-16 without a byte order mark does.
+    """
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise ValueError("is not text in UTF-8; convert the file, as iconv -f LATIN1 -t UTF-8 does from Latin-1")
+    return text
+
+
+def parse(text: str) -> Any:
+    """Return the value that JSON text holds.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deeply.
+    """
+    deep = f"is nested too deeply: more than {_DEPTH} levels"
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ValueError(f"is not JSON: {error.msg} at {line}column {error.colno}") from None
+    except RecursionError:
+        raise ValueError(deep) from None
+    except ValueError:  # Python's limit of 4,300 digits
+        raise ValueError("is not JSON: a number has too many digits") from None
+    if text.count("[") + text.count("{") > _DEPTH and _is_deep(value):
+        raise ValueError(deep)
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEPTH + 1):
+        level = [
+            below
+            for found in level
+            if isinstance(found, dict | list)
+            for below in (found.values() if isinstance(found, dict) else found)
+        ]
+    return bool(level)
