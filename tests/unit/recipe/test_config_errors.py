@@ -117,6 +117,11 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
         load("binary.yaml")
 
 
+def test_a_value_of_the_command_line_that_is_nested_too_deeply_is_named_with_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"^command line: data\.path=\[\[\[.*: is nested too deeply: no setting"):
+        load(None, ["data.path=" + "[" * 5000])
+
+
 def test_a_value_of_the_command_line_that_is_not_yaml_is_named_with_its_key() -> None:
     with pytest.raises(ConfigError, match=r"command line: data\.path=\*\.jsonl: not valid YAML: .*; a text with such"):
         load(None, ["data.path=*.jsonl"])

@@ -18,6 +18,8 @@ MOST_NODES = 10_000
 _SHOWN = 80
 """Characters of a wrong value or key that an error shows."""
 
+_TOO_DEEP = "is nested too deeply: no setting has so many levels of lists or sections"
+
 COMMAND_LINE = "command line"
 """What a value given as ``key.sub=value`` is reported to come from."""
 
@@ -55,10 +57,12 @@ def parse(text: str, source: str) -> Node | None:
     """
     try:
         return _compose(text, source)
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         mark = error.problem_mark or error.context_mark if isinstance(error, yaml.MarkedYAMLError) else None
         at = _line(source, mark.line) if mark is not None else source
         raise ConfigError(f"{at}: not valid YAML: {_problem(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: {_TOO_DEEP}") from None
 
 
 def _compose(text: str, source: str) -> Node | None:
@@ -70,7 +74,7 @@ def _compose(text: str, source: str) -> Node | None:
     return node
 
 
-def _problem(error: yaml.YAMLError | RecursionError) -> str:
+def _problem(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError):
         return str(error.problem or error.context)
     return str(error).splitlines()[0]
@@ -134,9 +138,11 @@ def override(tree: Node | None, assignment: str) -> Node:
         )
     try:
         node = _compose(value, COMMAND_LINE) or scalar("", COMMAND_LINE, 0)
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         fix = "a text with such characters needs quotes of its own, as in key='\"text\"'"
         raise ConfigError(f"{COMMAND_LINE}: {shown(assignment)}: not valid YAML: {_problem(error)}; {fix}") from None
+    except RecursionError:
+        raise ConfigError(f"{COMMAND_LINE}: {shown(assignment)}: {_TOO_DEEP}") from None
     for part in reversed(parts[1:]):
         node = _mapping(part, node)
     if tree is None:
