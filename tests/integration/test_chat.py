@@ -90,10 +90,17 @@ def test_a_prompt_that_the_model_cannot_take_and_bytes_that_are_no_text_are_refu
     assert broken.stderr.decode().endswith("standard input, line 1: not UTF-8\n")
 
 
-def test_an_option_out_of_range_is_refused_in_one_line(model: Path) -> None:
-    done = chat(str(model), "--top-p", "0", text="a\n")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "ftmon: --top-p must be above 0 and at most 1, not 0"
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--top-p", "0"], "--top-p must be above 0 and at most 1, not 0"),
+        (["--seed", "9" * 23], f"--seed must be a whole number from 0 to 4,294,967,295, not {'9' * 23}"),
+        (["--seed=-1"], "--seed must be a whole number from 0 to 4,294,967,295, not -1"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_in_one_line(model: Path, words: list[str], said: str) -> None:
+    done = chat(str(model), *words, text="a\n")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, f"ftmon: {said}")
 
 
 def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(model: Path, tmp_path: Path) -> None:

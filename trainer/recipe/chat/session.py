@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ....protocol.errors import UsageError
+from ..config.fields import MOST_SEED
 from .generate import Sampling, Words, tokens
 from .load import Loaded
 from .prompt import Message, Prompts
@@ -171,6 +172,8 @@ def _sampling(options: argparse.Namespace, loaded: Loaded) -> Sampling:
         raise UsageError(f"--top-p must be above 0 and at most 1, not {top_p:g}")
     if options.max_tokens < 1:
         raise UsageError(f"--max-tokens must be 1 or more, not {options.max_tokens}")
+    if options.seed is not None and not 0 <= options.seed <= MOST_SEED:
+        raise UsageError(f"--seed must be a whole number from 0 to {MOST_SEED:,}, not {options.seed}")
     generator = torch.Generator()
     if options.seed is None:
         generator.seed()

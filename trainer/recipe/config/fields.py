@@ -8,8 +8,15 @@ from typing import Annotated
 
 import msgspec
 
-AtLeast0 = Annotated[int, msgspec.Meta(ge=0)]
-AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
+MOST_WHOLE = 10**15
+"""The largest whole number where a field has no bound of its own: recordings and PyTorch hold 64 bits, and counts are
+multiplied with one another."""
+MOST_SEED = 2**32 - 1
+"""PyTorch takes 64 bits; the order of an epoch is drawn from the seed times a million and more."""
+
+AtLeast0 = Annotated[int, msgspec.Meta(ge=0, le=MOST_WHOLE)]
+AtLeast1 = Annotated[int, msgspec.Meta(ge=1, le=MOST_WHOLE)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=MOST_SEED)]
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Momentum = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
 Positive = Annotated[float, msgspec.Meta(gt=0.0)]

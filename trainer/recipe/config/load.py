@@ -13,6 +13,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from ....protocol.errors import ConfigError
 from . import nodes
+from .fields import MOST_WHOLE
 from .schema import Config
 
 _NULLS = ("", "~", "null", "Null", "NULL")
@@ -24,6 +25,9 @@ MOST_CHARACTERS = 4096
 
 _LONGEST_KEY = 200
 """Longer keys are compared with no other."""
+
+_LONGEST_INTEGER = 20
+"""Characters of a whole number in a free-form value; longer ones are read as fractions are."""
 
 _DEPTH = 16
 """How deep a free-form value may nest; an alias to itself never ends."""
@@ -162,7 +166,7 @@ def _boolean(node: Node, path: str) -> bool:
 
 
 def _integer(text: str) -> int | None:
-    return int(text.replace("_", "")) if _INTEGER.fullmatch(text) and len(text) < 20 else None
+    return int(text.replace("_", "")) if _INTEGER.fullmatch(text) and len(text) <= MOST_CHARACTERS else None
 
 
 def _real(text: str) -> float | None:
@@ -183,17 +187,24 @@ def _number(node: Node, info: inspect.IntType | inspect.FloatType, path: str, re
         (info.lt, "below", lambda value, bound: value < bound),
         (info.le, "at most", lambda value, bound: value <= bound),
     ):
-        if bound is not None:
-            limits.append(f"{words} {bound:g}")
-            fits = fits and holds(value, bound)
+        if bound is None:
+            continue
+        beyond = value is not None and not holds(value, bound)
+        fits = fits and not beyond
+        if bound != MOST_WHOLE or beyond:
+            limits.append(f"{words} {_bound(bound)}")
     if not fits:
         rule = (
-            f"from {info.ge:g} to {info.le:g}"
+            f"from {_bound(info.ge)} to {_bound(info.le)}"
             if len(limits) == 2 and info.ge is not None and info.le is not None
             else " and ".join(limits)
         )
         raise _wrong(node, path, f"must be {name} {rule}".rstrip())
     return value
+
+
+def _bound(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def _free(node: Node, path: str, places: dict[str, str], depth: int) -> Any:
@@ -229,7 +240,7 @@ def plain_scalar(node: ScalarNode, path: str) -> str | int | float | bool | None
         return True
     if text in ("false", "False", "FALSE"):
         return False
-    integer = _integer(text)
+    integer = _integer(text) if len(text) < _LONGEST_INTEGER else None
     if integer is not None:
         return integer
     real = _real(text)

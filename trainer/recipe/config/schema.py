@@ -10,9 +10,9 @@ from ..engine.config import Zero
 from ..evaluation.config import Evaluation
 from ..model.config import Lora, Model, Tokenizer
 from ..optim.config import Optimizer, Schedule
-from .fields import AtLeast0, AtLeast1, Positive, Section
+from .fields import MOST_WHOLE, AtLeast0, AtLeast1, Positive, Section, Seed
 
-Length = Annotated[int, msgspec.Meta(ge=8)]
+Length = Annotated[int, msgspec.Meta(ge=8, le=MOST_WHOLE)]
 """Of a sequence, in tokens."""
 
 
@@ -36,7 +36,7 @@ class Training(Section, frozen=True):
     The ranks must be a multiple of it, and it must divide the attention heads; 1: each rank has whole sequences."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Of forward and backward; the optimizer keeps fp32 weights. auto: bf16 on GPUs, fp32 on the CPU."""
-    seed: AtLeast0 = 42
+    seed: Seed = 42
     """Of weights, data order and dropout."""
     stop_after_nan: AtLeast1 = 3
     """End training after so many reported losses in a row that are not a number; no checkpoint is written then."""

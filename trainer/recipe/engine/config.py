@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..config.fields import Section
+from ..config.fields import MOST_WHOLE, Section
 
 
 class Zero(Section, frozen=True):
@@ -14,7 +14,7 @@ class Zero(Section, frozen=True):
     """What is partitioned over ranks: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
     offload_optimizer: bool = False
     """Keep the optimizer's states in host memory and step there (stages 1 to 3)."""
-    bucket_bytes: Annotated[int, msgspec.Meta(ge=1 << 16)] = 200_000_000
+    bucket_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=MOST_WHOLE)] = 200_000_000
     """Size of the buckets that gradients are reduced and parameters gathered in."""
     offload_parameters: bool = False
     """Keep the parameters in host memory between their uses (stage 3)."""

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ..config.fields import AtLeast0, AtLeast1, Fraction, Momentum, Positive, Section
+from ..config.fields import MOST_WHOLE, AtLeast0, AtLeast1, Fraction, Momentum, Positive, Section
 
 
 class Model(Section, frozen=True):
@@ -63,5 +63,5 @@ class Tokenizer(Section, frozen=True):
 
     name: str = ""
     """Hub name or local folder; empty: the model's own, and with a bare configuration one trained on the data."""
-    vocab_size: Annotated[int, msgspec.Meta(ge=300)] = 4096
+    vocab_size: Annotated[int, msgspec.Meta(ge=300, le=MOST_WHOLE)] = 4096
     """Size of the vocabulary of a tokenizer that is trained on the data."""
