@@ -106,6 +106,9 @@ def test_more_ranks_than_gpus_are_refused(data: Path, monkeypatch: pytest.Monkey
         (["run.device=cuda"], "run.device is cuda, but"),
         (["zero.stage=0", "zero.offload_optimizer=true"], "zero.offload_optimizer needs zero.stage 1, 2 or 3"),
         (["lora={rank: 4, kind: dora}", "zero.stage=3"], "lora.kind dora cannot be used with zero.stage=3"),
+        (["lora.kind=dora"], "lora.kind needs lora.rank above 0: without it all weights are trained"),
+        (["lora.targets=[q_proj]", "lora.rank=0"], "lora.targets needs lora.rank above 0"),
+        (["lora.merge=false"], "lora.merge needs lora.rank above 0"),
         (["model.quantization=nf4"], "model.quantization needs lora.rank above 0"),
         (["model.quantization=nf4", "lora.rank=4"], "model.quantization needs a model.name"),
         (

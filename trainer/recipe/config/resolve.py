@@ -14,6 +14,7 @@ from ..data.first import first_record
 from ..data.shipped import NONE, shipped
 from ..engine import ds_keys
 from ..faults import spec
+from ..model.config import Lora
 from ..optim import support
 from . import sequence_parallel
 from .load import Loaded
@@ -236,6 +237,7 @@ def _check_settings(loaded: Loaded, device: str) -> None:
         raise loaded.error("optimizer.kind", "torch_fused does not do fp16 on the CPU; use torch")
     if device == "cpu" and config.model.attention == "flash_attention_2":
         raise loaded.error("model.attention", "flash_attention_2 needs a GPU")
+    _check_lora(loaded)
     if config.lora.rank and config.lora.kind == "dora" and config.zero.stage == 3:
         # peft 0.21 computes the norms of weights that ZeRO-3 has partitioned (tuners/lora/dora.py, get_weight_norm).
         raise loaded.error("lora.kind", "dora cannot be used with zero.stage=3; use zero.stage=2, or lora.kind=lora")
@@ -249,6 +251,14 @@ def _check_settings(loaded: Loaded, device: str) -> None:
             "schedule.warmup_steps",
             f"is {config.schedule.warmup_steps}, more than training.max_steps, which is {config.training.max_steps}",
         )
+
+
+def _check_lora(loaded: Loaded) -> None:
+    """Refuse settings of adapters without adapters: all weights would be trained."""
+    lora = loaded.config.lora
+    for name, default in msgspec.structs.asdict(Lora()).items():
+        if not lora.rank and getattr(lora, name) != default:
+            raise loaded.error(f"lora.{name}", "needs lora.rank above 0: without it all weights are trained")
 
 
 def _check_quantization(loaded: Loaded) -> None:
