@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.model.bare import bare_config
 
@@ -21,3 +22,22 @@ def test_positions_are_those_given_or_the_sequence_length(sizes: str, positions:
     made: Any = bare_config(config, 500)
     assert made.max_position_embeddings == positions
     assert made.vocab_size == 512
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (
+            "{model_type: llama, hidden_size: 33, num_attention_heads: 4}",
+            "model.config: The hidden size (33) is not a multiple of the number of attention heads (4)",
+        ),
+        ("{model_type: llama, num_hidden_layers: 0}", "model.config.num_hidden_layers: must be at least 1, not 0"),
+        ("{model_type: gpt2, n_layer: 0}", "model.config.n_layer: must be at least 1, not 0"),
+        ("{model_type: qwen2, num_attention_heads: 0}", "model.config.num_attention_heads: must be at least 1, not 0"),
+        ("{model_type: qwen2, vocab_size: -5}", "model.config.vocab_size: must be at least 1, not -5"),
+    ],
+)
+def test_sizes_of_which_no_model_can_be_made_are_refused(sizes: str, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        bare_config(load(None, [f"model.config={sizes}"]).config, 500)
+    assert words in str(raised.value)

@@ -10,6 +10,17 @@ from ..config.schema import Config
 
 _VOCABULARY_MULTIPLE = 64
 """A trained tokenizer's vocabulary is rounded up to this: matrix products like it."""
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+"""Sizes under transformers' common names; of none a model can be made, but some types make one of no layers."""
 
 
 def bare_config(config: Config, vocabulary: int) -> Any:
@@ -21,23 +32,31 @@ def bare_config(config: Config, vocabulary: int) -> Any:
     values = dict(config.model.config)
     kind = str(values.pop("model_type"))
     rounded = -(-vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-    # A model type may have a name of its own for a size (n_positions); a size given by it stays.
-    own_names: dict[str, str] = getattr(CONFIG_MAPPING[kind], "attribute_map", {}) if kind in CONFIG_MAPPING else {}
-    positions = max(config.training.sequence_length, 512)
-    for name, value in (("vocab_size", rounded), ("max_position_embeddings", positions)):
-        if own_names.get(name) not in values:
-            values.setdefault(name, value)
     try:
-        made: Any = AutoConfig.for_model(kind, **values)
+        default: Any = AutoConfig.for_model(kind)
     except ValueError as error:
         # transformers lists all of its hundreds of model types; the first sentence says what is wrong.
         what = str(error).splitlines()[0].partition(". Should contain")[0]
         near = get_close_matches(kind, list(CONFIG_MAPPING.keys()), 1)
         remedy = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"model.config.model_type: {what}{remedy}") from None
+    # A model type may have a name of its own for a size (n_positions); a size given by it stays.
+    own_names: dict[str, str] = default.attribute_map
+    for name in _SIZES:
+        for key in {name, own_names.get(name, name)}:
+            if isinstance(size := values.get(key), int) and size < 1:
+                raise ConfigError(f"model.config.{key}: must be at least 1, not {size}")
+    positions = max(config.training.sequence_length, 512)
+    for name, value in (("vocab_size", rounded), ("max_position_embeddings", positions)):
+        if own_names.get(name) not in values:
+            values.setdefault(name, value)
+    # The tokenizer's ids take their place; the type's own may lie outside of the vocabulary, which is warned of.
+    ids = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(default, name)}
+    try:
+        made: Any = AutoConfig.for_model(kind, **{**ids, **values})
     except Exception as error:  # each model type checks its own values, with errors of its own
         raise ConfigError(f"model.config: {first_line(error)}") from None
-    unknown = [key for key in values if not hasattr(AutoConfig.for_model(kind), key)]
+    unknown = [key for key in values if not hasattr(default, key)]
     if unknown:
         raise ConfigError(f"model.config.{unknown[0]}: {kind} has no such setting")
     _check_heads(made, values)
@@ -58,7 +77,8 @@ def _check_heads(made: Any, values: dict[str, Any]) -> None:
         )
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an exception's text."""
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text, or of its cause's: transformers wraps what a check of it finds."""
+    error = error.__cause__ or error
     text = str(error).strip() if not isinstance(error, KeyError) else f"unknown value {error}"
     return (text or repr(error)).splitlines()[0]
