@@ -11,6 +11,7 @@ from ...protocol.gpus import Gpu
 from ..recipe.config import resolve
 from ..recipe.config.load import Loaded, load
 from ..recipe.config.schema import Config
+from ..recipe.model.positions import beyond
 from . import fake_tensors
 from .documents import Documents
 from .dry import DryRun, Job
@@ -112,6 +113,8 @@ class RecipeRun(DryRun):
         self.engine = self._dry.engine
         said = [line.removeprefix("note: ") for line in world.said]
         self.notes = [*([assumed] if assumed else []), *said]
+        if note := beyond(self._dry.model.config, config.training.sequence_length):
+            self.notes.append(note)
         sharing = config.training.sequence_parallel_size
         if sharing > 1:
             self.notes.append(

@@ -17,6 +17,7 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.roofline import Work
 from ...protocol.errors import ConfigError
 from ...protocol.gpus import GPUS, Gpu
+from ..recipe.model.positions import positions
 from . import attention, fake_cuda, fake_deepspeed, fake_tensors, kernels
 from . import model as models
 from .memory import Recorder
@@ -233,11 +234,8 @@ class DryRun:
 
 def _positions(model: Any) -> int:
     """Return the longest sequence that a model is made for, in tokens; 0: not known."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) else 0
+    found = positions(getattr(model, "config", None))
+    return found.most if found is not None else 0
 
 
 def _dtype(settings: dict[str, Any], torch: Any) -> Any:

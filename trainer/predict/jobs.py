@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.errors import ConfigError
 from ...protocol.gpus import FIT_TABLE, Gpu, find_gpu
+from ..recipe.model.positions import beyond
 from . import deepspeed_file
 
 if TYPE_CHECKING:
@@ -120,9 +121,8 @@ def _flags(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prep
         raise ConfigError(f"{arguments.deepspeed}: {error}") from None
     shape = model.read_config(arguments.model)
     lengths = arguments.sequence_length or [1024]
-    most = getattr(shape.get_text_config(), "max_position_embeddings", None)
-    if isinstance(most, int) and max(lengths) > most:
-        notes.append(f"{max(lengths):,} tokens are more than the model's max_position_embeddings, {most:,}")
+    if note := beyond(shape, max(lengths)):
+        notes.append(note)
     job = Job(
         shape=shape,
         deepspeed=settings,

@@ -33,7 +33,7 @@ from .export.save import save_model
 from .faults import spec
 from .faults.make import FaultMaker
 from .lengths import measure_lengths
-from .model import fused, load, tokenizer
+from .model import fused, load, shape, tokenizer
 from .monitor import Monitor
 from .optim import optimizer
 from .progress import ProgressLines
@@ -71,6 +71,9 @@ def setup(config: Config, world: World) -> "Trainer":
         ConfigError: the data, the model or the checkpoint do not fit the configuration.
     """
     monitor = Monitor()
+    _, note = shape.check(config)
+    if note:
+        world.say(f"note: {note}")
     world.share_sequences(config.training.sequence_parallel_size)
     output = output_folder(config)
     found = find(config, output, world)

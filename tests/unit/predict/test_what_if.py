@@ -109,7 +109,7 @@ def test_more_ranks_than_can_be_gone_through_are_refused_and_more_tokens_than_th
     (tmp_path / "m.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_positions": 512}')
     arguments = given(model=str(tmp_path / "m.json"), sequence_length=[256, 2048])
     (note,) = [note for note in jobs.prepare(arguments, Settings()).notes if "tokens" in note]
-    assert note == "2,048 tokens are more than the model's max_position_embeddings, 512"
+    assert note == "2,048 tokens are more than the model's n_positions, 512"
     arguments.ranks = 100_000
     with pytest.raises(ConfigError, match=r"^--ranks: predictions go to 4,096 ranks, not 100,000$"):
         jobs.prepare(arguments, Settings())

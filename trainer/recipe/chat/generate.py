@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....protocol.errors import UsageError
+from ..model import positions
 
 
 class Sampling(NamedTuple):
@@ -26,10 +27,10 @@ def tokens(
     Raises:
         UsageError: the prompt alone is as long as the model's longest sequence, or longer.
     """
-    length = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(length, int) and len(prompt) >= length:
+    room = positions.room(model.config, len(prompt), limit)
+    if room < 1:
+        length = len(prompt) + room
         raise UsageError(f"the conversation is {len(prompt):,} tokens long, and the model takes {length:,} at the most")
-    room = limit if not isinstance(length, int) else min(limit, length - len(prompt))
     known: Any = None
     fed = torch.tensor([list(prompt)], device=model.device)
     for _ in range(room):

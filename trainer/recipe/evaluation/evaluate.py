@@ -58,6 +58,7 @@ class Evaluator:
     ) -> None:
         self._settings = config.evaluation
         self._stage = config.zero.stage
+        self._sequence_length = config.training.sequence_length
         self._world = world
         self._monitor = monitor
         self._engine = engine
@@ -150,5 +151,11 @@ class Evaluator:
         if not rows:
             return []
         return samples.generate(
-            self._engine, self._tokens, rows, self._settings.sample_tokens, self._world, together=self._stage == 3
+            self._engine,
+            self._tokens,
+            rows,
+            self._settings.sample_tokens,
+            self._sequence_length,
+            self._world,
+            together=self._stage == 3,
         )

@@ -6,6 +6,7 @@ import torch
 
 from ..engine.distributed import World
 from ..model.loss import IGNORED
+from ..model.positions import room
 
 
 def prompt_of(row: dict[str, list[int]]) -> list[int]:
@@ -15,7 +16,14 @@ def prompt_of(row: dict[str, list[int]]) -> list[int]:
 
 
 def generate(
-    engine: Any, tokens: Any, rows: list[dict[str, list[int]]], longest: int, world: World, *, together: bool
+    engine: Any,
+    tokens: Any,
+    rows: list[dict[str, list[int]]],
+    longest: int,
+    trained: int,
+    world: World,
+    *,
+    together: bool,
 ) -> list[tuple[str, str]]:
     """Return for each row its prompt and the model's most probable answer; empty in ranks that take no part.
 
@@ -23,7 +31,8 @@ def generate(
         engine: DeepSpeed's engine.
         tokens: the tokenizer.
         rows: encoded examples.
-        longest: longest answer, in tokens.
+        longest: longest answer, in tokens; it ends before where the model has no more positions.
+        trained: tokens of the longest sequence that is trained on.
         world: the ranks.
         together: parameters are partitioned (ZeRO-3): every rank must take part in every forward.
     """
@@ -39,7 +48,7 @@ def generate(
                 made = engine.module.generate(
                     input_ids=inputs,
                     attention_mask=torch.ones_like(inputs),
-                    max_new_tokens=longest,
+                    max_new_tokens=room(engine.module.config, len(ids), longest, trained),
                     do_sample=False,
                     pad_token_id=tokens.pad_token_id,
                     eos_token_id=tokens.eos_token_id,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from ....protocol.errors import ConfigError
@@ -14,6 +14,7 @@ from . import layers
 from .adapters import add_lora
 from .bare import bare_config, first_line
 from .loss import use_summed_loss
+from .shape import named_config
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -115,8 +116,8 @@ def _keep_quantized(model: Any) -> None:
 
 def _from_shape(config: Config, world: World, quantize: Quantize) -> Any:
     name = config.model.name
+    shape = named_config(name)
     try:
-        shape: Any = AutoConfig.from_pretrained(name)
         if getattr(shape, "quantization_config", None) is not None:
             raise ConfigError(f"model.name: {name} has quantized weights, which a dry run cannot make")
         quantization = _quantization(config, world).get("quantization_config")
