@@ -119,7 +119,7 @@ FAULTS: dict[str, Case] = {
     ),
     "reasoning that is left out": Case(chats({"messages": REASONED}), "reasoning_lost", ":6"),
     "a header that ends with a space": Case(chats(), "header_merged", ":1", SPACED),
-    "blank lines": Case(BROKEN.replace("\n", "\n\n", 1), "blank_lines"),
+    "blank lines": Case(BROKEN.replace("\n", "\n\n", 1), "blank_lines", ":2: is blank"),
     "a data set smaller than a step": Case(pairs(), "too_few", settings=("training.micro_batch=8",)),
     "a tokenizer larger than the model": Case(
         pairs(), "vocabulary", settings=("model.config={model_type: qwen2, vocab_size: 100}",)

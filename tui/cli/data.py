@@ -8,7 +8,7 @@ CHECK = "ftmon.trainer.recipe.data.check"
 
 
 def check(arguments: Namespace) -> int:
-    """Check the data of a configuration: status 0 for clean data, 1 with findings, 2 for a wrong configuration."""
+    """Check the data of a configuration: status 0: clean data, 1: findings, 2: no training would start."""
     require_training()
     words: list[str] = [f"--samples={arguments.samples}"]
     words += [f"--{name}" for name in ("json", "color", "ascii") if getattr(arguments, name)]

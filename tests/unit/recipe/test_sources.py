@@ -12,6 +12,7 @@ from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.data import sources
 from ftmon.trainer.recipe.data.config import Data, File
+from ftmon.trainer.recipe.data.lines import PlainLines
 from ftmon.trainer.recipe.data.messages import RefusedError
 from ftmon.trainer.recipe.data.sources import Records
 
@@ -63,7 +64,9 @@ def test_a_text_file_has_a_text_a_line(tmp_path: Path) -> None:
     records = read(tmp_path / "data.txt")
     assert [record for _, record in records] == [{"text": "one"}, {"text": "two"}]
     assert records.place(1) == "data.txt:4"
-    assert records.sources[0].blank == 2
+    (source,) = records.sources
+    assert isinstance(source, PlainLines)
+    assert list(source.blank()) == ["data.txt:2", "data.txt:3"]
 
 
 def test_broken_lines_are_refused_by_line_and_do_not_end_the_reading(tmp_path: Path) -> None:

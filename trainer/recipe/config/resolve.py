@@ -44,8 +44,8 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
 
     Args:
         loaded: the configuration.
-        elsewhere: check it for so many GPUs of another machine, and leave this one's GPUs, ports and output folder
-            alone; 0: for this machine.
+        elsewhere: check it for so many ranks of another machine, and leave this one's GPUs, compiler, ports and output
+            folder alone; 0: for this machine.
 
     Raises:
         ConfigError: something does not hold; the text names the place and the dotted path.
@@ -54,12 +54,11 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
     _check_model(loaded)
     _check_data(loaded)
     if elsewhere:
-        device, gpus = "cuda", [str(number) for number in range(elsewhere)]
+        device, gpus = "cpu" if config.run.device == "cpu" else "cuda", list[str]()
     else:
         device, gpus = _devices(loaded)
-    ranks = config.run.ranks or len(gpus) or 1
-    if device == "cuda":
-        gpus = gpus[:ranks]
+    ranks = config.run.ranks or elsewhere or len(gpus) or 1
+    gpus = gpus[:ranks]
     _check_batch(loaded, ranks)
     _check_settings(loaded, device)
     ds_keys.check(config.deepspeed, loaded.error)
@@ -70,6 +69,7 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
             raise loaded.error(*refused)
     _check_evaluation(loaded)
     if not elsewhere:
+        _check_compiler(loaded, device)
         _check_output(loaded)
     _check_fault(loaded, ranks)
     _check_lengths(loaded, precision)
@@ -87,14 +87,19 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
 
 
 def settle_data(loaded: Loaded) -> Config:
-    """Check what a run's data depend on, whatever this machine has to train on; return it with absolute paths.
+    """Check and settle a configuration, whatever this machine has to train on.
+
+    Where ``run.ranks`` is not given, ranks are as many as ``training.total_batch`` and sequence parallelism ask for.
 
     Raises:
-        ConfigError: the data, the model's name or the tokenizer's do not hold.
+        ConfigError: something does not hold on any machine.
     """
-    _check_model(loaded)
-    _check_data(loaded)
-    return _settle_paths(loaded.config)
+    config = loaded.config
+    training, ranks = config.training, 1
+    if config.run.device != "cpu":
+        rows = training.micro_batch * training.grad_accumulation
+        ranks = training.sequence_parallel_size * max(1, training.total_batch // rows)
+    return resolve(loaded, elsewhere=ranks).config
 
 
 def _settle_paths(config: Config) -> Config:
@@ -309,9 +314,12 @@ def _check_compile(loaded: Loaded, device: str) -> None:
         raise refuse("cannot be used with gradient_checkpointing=selective; use model.activation_memory_budget")
     if device == "cpu" and config.optimizer.kind == "muon":
         raise refuse("cannot be used with optimizer.kind=muon on the CPU, where nothing is compiled then; use off")
-    if hardware.compiler(device) is None:
+
+
+def _check_compiler(loaded: Loaded, device: str) -> None:
+    if loaded.config.model.compile != "off" and hardware.compiler(device) is None:
         name = "C++ compiler (g++, clang++ or $CXX)" if device == "cpu" else "C compiler (gcc, clang or $CC)"
-        raise refuse(f"needs a {name}, not found here; install one, or use model.compile=off")
+        raise loaded.error("model.compile", f"needs a {name}, not found here; install one, or use model.compile=off")
 
 
 def _precision(config: Config, device: str) -> str:
@@ -343,8 +351,8 @@ def _check_evaluation(loaded: Loaded) -> None:
             if getattr(settings, name):
                 raise loaded.error(f"evaluation.{name}", "needs data: evaluation.path, evaluation.split or .share")
         return
-    if settings.path and not Path(settings.path).expanduser().is_file():
-        raise loaded.error("evaluation.path", f"{settings.path}: no such file")
+    if settings.path:
+        _check_file(loaded, "evaluation.path", settings.path)
     if settings.split and not data.name:
         raise loaded.error("evaluation.split", "needs data.name; with a local file use evaluation.path or .share")
     if settings.patience and not settings.every:

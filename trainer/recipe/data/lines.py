@@ -1,6 +1,7 @@
 """Files of one record a line, read by position, and rows of a ``datasets.Dataset``."""
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class _Lines:
         short = numpy.flatnonzero(self._ends - self._starts < 64)
         with path.open("rb") as file:
             blank = [line for line in short.tolist() if not self._bytes(file, line).strip()]
-        self.blank = len(blank)
+        self._blank = self._numbers[blank]
         if blank:
             kept = numpy.ones(len(self._starts), bool)
             kept[blank] = False
@@ -38,6 +39,10 @@ class _Lines:
     def digest(self) -> str:
         """A hash of the content."""
         return self._digest
+
+    def blank(self) -> Iterator[str]:
+        """Yield the place of each blank line; none is a record."""
+        return (f"{self._path.name}:{number}" for number in self._blank)
 
     def place(self, index: int) -> str:
         """Return ``file:line``."""
@@ -92,8 +97,6 @@ class PlainLines(_Lines):
 
 class Rows:
     """Rows of a ``datasets.Dataset``."""
-
-    blank = 0
 
     def __init__(self, rows: Any, name: str, weight: float, digest: str) -> None:
         self.weight = weight

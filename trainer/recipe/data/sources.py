@@ -17,8 +17,6 @@ class Source(Protocol):
     """Records of one file or data set."""
 
     weight: float
-    blank: int
-    """Blank lines passed over."""
 
     def __len__(self) -> int: ...
 

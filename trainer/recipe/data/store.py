@@ -4,7 +4,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +87,24 @@ def write(
         for begin in range(start, stop, BATCH):
             if progress is not None:
                 progress(begin - start)
-            numbers = range(begin, min(begin + BATCH, stop))
-            batch = [(read(records, number), records.source_of(number)[0]) for number in numbers]
-            for number, made in zip(numbers, encoder.encode(batch), strict=True):
+            for number, _, made in encoded(encoder, records, begin, min(begin + BATCH, stop)):
                 for document in note(report, records, number, made):
                     ids.write(numpy.array(document.ids, numpy.int32).tobytes())
                     learned.write(numpy.array(document.learned, numpy.bool_).tobytes())
                     lengths.append(len(document.ids))
                     sources.append(number)
     _write_index(folder, lengths, sources, report)
+
+
+def encoded(
+    encoder: Encoder, records: Records, start: int, stop: int
+) -> "Iterator[tuple[int, Any, list[Encoded] | RefusedError]]":
+    """Yield the records from ``start`` to ``stop``: the number of each, its content, and what is made of it."""
+    for begin in range(start, stop, BATCH):
+        numbers = range(begin, min(begin + BATCH, stop))
+        batch = [(read(records, number), records.source_of(number)[0]) for number in numbers]
+        for number, (record, _), made in zip(numbers, batch, encoder.encode(batch), strict=True):
+            yield number, record, made
 
 
 def read(records: Records, number: int) -> Any:

@@ -15,8 +15,6 @@ from .messages import RefusedError
 class Listed:
     """Records in memory, with the place of each."""
 
-    blank = 0
-
     def __init__(self, records: list[Any], places: list[str], weight: float, digest: str) -> None:
         self.weight = weight
         self.digest = digest

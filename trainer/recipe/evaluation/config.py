@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 
 from ..config.fields import AtLeast0, AtLeast1, Section
+from ..data.config import Data
 
 
 class Evaluation(Section, frozen=True):
@@ -35,3 +36,11 @@ class Evaluation(Section, frozen=True):
     def on(self) -> bool:
         """There is something to evaluate on."""
         return bool(self.path or self.split or self.share)
+
+    def data(self, trained: Data) -> Data:
+        """Return the evaluation's own file or split as data that are read as those of the training are."""
+        # A packed row would mix documents in one loss; padding is left out of the loss anyway.
+        data = msgspec.structs.replace(trained, packing=False, limit=0, files=[])
+        if self.path:
+            return msgspec.structs.replace(data, path=self.path, name="", subset="")
+        return msgspec.structs.replace(data, split=self.split)

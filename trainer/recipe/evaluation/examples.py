@@ -70,14 +70,7 @@ def _rows(examples: Examples, chosen: Any, suffix: str) -> Examples:
 
 
 def _encoded(config: Config, world: World, monitor: Monitor, tokens: Any) -> Examples:
-    settings = config.evaluation
-    # A packed row would mix documents in one loss; padding is left out of the loss anyway.
-    data = msgspec.structs.replace(config.data, packing=False, limit=0, files=[])
-    if settings.path:
-        data = msgspec.structs.replace(data, path=str(Path(settings.path).expanduser().absolute()), name="", subset="")
-    else:
-        data = msgspec.structs.replace(data, split=settings.split)
-    wanted = msgspec.structs.replace(config, data=data)
+    wanted = msgspec.structs.replace(config, data=config.evaluation.data(config.data))
 
     def encode() -> Path:
         records = sources.read(wanted)

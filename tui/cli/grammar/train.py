@@ -141,7 +141,10 @@ def _data(commands: "Commands") -> None:
     check.add_argument("--json", action="store_true", help="one JSON object for scripts")
     check.add_argument("--samples", type=positive, default=3, metavar="N", help="records to show (default: 3)")
     check.add_argument("--color", action="store_true", help="colours also where the output is no terminal")
-    check.epilog = "Exit status: 0 nothing found, 1 findings, 2 wrong usage or configuration."
+    check.epilog = (
+        "Exit status: 0 nothing found, 1 findings, 2 wrong usage, or a configuration that no training would start with "
+        "(such as an unusable chat template)."
+    )
     add_overrides(check)
 
 

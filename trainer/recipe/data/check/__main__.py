@@ -1,6 +1,6 @@
 """Checks training data: ``python -m ftmon.trainer.recipe.data.check CONFIG [key.sub=value ...]``.
 
-Exit status: 0 nothing found, 1 findings, 2 wrong usage or configuration.
+Exit status: 0 nothing found, 1 findings, 2 wrong usage, or a configuration that no training would start with.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         colour = (sys.stdout.isatty() and "NO_COLOR" not in os.environ) or arguments.color
         painter = Painter(colour, arguments.ascii or not _writes_unicode(), shutil.get_terminal_size((100, 24)).columns)
         print(render(collected, findings, painter, settled.training.sequence_length * settled.data.packing), end="")
-    return 1 if findings else 0
+    return 2 if collected.facts.problem else int(bool(findings))
 
 
 def _writes_unicode() -> bool:

@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,11 +10,13 @@ import numpy
 
 from .....protocol.errors import ConfigError
 from ...config.schema import Config
+from ...model.shape import check
 from .. import formats, pipeline, sources, store
 from ..encode import Encoded, Encoder
 from ..lines import JsonLines
 from ..messages import Conversation, RefusedError
 from ..packing import best_fit
+from ..report import Report
 from ..sources import Records
 from .findings import Facts, Lengths
 
@@ -56,13 +57,16 @@ def collect(config: Config, shown: int) -> Collected:
         shown: documents to keep for showing, from the first records.
 
     Raises:
-        ConfigError: the records or the tokenizer cannot be read.
+        ConfigError: the records or the tokenizer cannot be read, or the model cannot be made for them.
     """
+    shape, _ = check(config)
     records = sources.read(config)
     facts = Facts(formats=pipeline.record_formats(records, config))
-    facts.blank_lines = sum(source.blank for source in records.sources if isinstance(source, JsonLines))
+    for source in records.sources:
+        for place in source.blank() if isinstance(source, JsonLines) else ():
+            facts.blank_lines.add(place, "is blank")
     tokenizer = pipeline.load_tokenizer(config, records, facts.formats)
-    facts.vocabulary, facts.model_vocabulary = len(tokenizer), _model_vocabulary(config)
+    facts.vocabulary, facts.model_vocabulary = len(tokenizer), _model_vocabulary(config, shape)
     try:
         encoder = Encoder(tokenizer, config, facts.formats)
     except ConfigError as error:
@@ -72,17 +76,16 @@ def collect(config: Config, shown: int) -> Collected:
     facts.template = encoder.template.name if encoder.template is not None else ""
     counting = _Counting(records, config, tokenizer, facts)
     samples: list[Sample] = []
-    for begin in range(0, len(records), store.BATCH):
-        numbers = range(begin, min(begin + store.BATCH, len(records)))
-        batch = [(store.read(records, number), records.source_of(number)[0]) for number in numbers]
-        for number, (record, _), made in zip(numbers, batch, encoder.encode(batch), strict=True):
-            kept = store.note(facts.report, records, number, made)
-            if isinstance(made, RefusedError):
-                continue
-            counting.record(number, record, made, kept)
-            if kept and len(samples) < shown:
-                samples.append(Sample(records.place(number), kept[0].ids, kept[0].learned, kept[0].cut))
+    for number, record, made in store.encoded(encoder, records, 0, len(records)):
+        kept = store.note(facts.report, records, number, made)
+        if isinstance(made, RefusedError):
+            continue
+        counting.record(number, record, made, kept)
+        if kept and len(samples) < shown:
+            samples.append(Sample(records.place(number), kept[0].ids, kept[0].learned, kept[0].cut))
     counting.finish()
+    if config.evaluation.path or config.evaluation.split:
+        _evaluation(config, tokenizer, facts.evaluation)
     return Collected(facts, counting.lengths, samples, tokenizer)
 
 
@@ -209,12 +212,26 @@ def _records_alone(records: Records, config: Config, facts: Facts) -> None:
             facts.report.refuse(records.place(number), str(refusal))
 
 
-def _model_vocabulary(config: Config) -> int:
-    """Return the model's vocabulary where its configuration is at hand; else 0."""
-    size: Any = config.model.config.get("vocab_size", 0)
-    path = Path(config.model.name) / "config.json"
-    if config.model.name and path.is_file():
-        size = msgspec.json.decode(path.read_bytes()).get("vocab_size", 0)
+def _evaluation(config: Config, tokenizer: Any, report: Report) -> None:
+    """Count what becomes of the evaluation's own records.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    wanted = msgspec.structs.replace(config, data=config.evaluation.data(config.data))
+    try:
+        records = sources.read(wanted)
+        encoder = Encoder(tokenizer, wanted, pipeline.record_formats(records, wanted))
+    except ConfigError as error:
+        raise ConfigError(f"evaluation: {error}") from None
+    for number, _, made in store.encoded(encoder, records, 0, len(records)):
+        store.note(report, records, number, made)
+
+
+def _model_vocabulary(config: Config, shape: Any) -> int:
+    """Return the model's vocabulary; 0 where it is that of a tokenizer trained on the data."""
+    given = config.model.name or "vocab_size" in config.model.config
+    size = getattr(shape.get_text_config(), "vocab_size", 0) if given else 0
     return size if isinstance(size, int) else 0
 
 

@@ -38,7 +38,9 @@ class Facts(msgspec.Struct):
     """Format of each file."""
     template: str = ""
     """The chat template in use; empty for texts."""
-    blank_lines: int = 0
+    evaluation: Report = msgspec.field(default_factory=Report)
+    """Of the evaluation's own file or split."""
+    blank_lines: Listed = msgspec.field(default_factory=Listed)
     documents: int = 0
     rows: int = 0
     """Sequences of an epoch."""
@@ -59,7 +61,7 @@ class Facts(msgspec.Struct):
     vocabulary: int = 0
     """Tokens of the tokenizer."""
     model_vocabulary: int = 0
-    """Those of the model, where its configuration is at hand."""
+    """Those of the model; 0 where they are the tokenizer's."""
     duplicates: Listed = msgspec.field(default_factory=Listed)
     repeated: Listed = msgspec.field(default_factory=Listed)
     """Records whose long answer other records have too."""
@@ -91,6 +93,19 @@ def judge(facts: Facts) -> list[Finding]:
             found.append(Finding(kind, listed.count, text, fix, listed.first))
 
     add("refused", report.refused, "records are refused", "repair or remove them; none is trained on")
+    evaluation = facts.evaluation
+    add(
+        "evaluation_refused",
+        evaluation.refused,
+        "records are refused in the evaluation's data",
+        "repair or remove them; none is evaluated on",
+    )
+    add(
+        "evaluation_labels_cut",
+        evaluation.unlabelled,
+        "records have no token to learn in the evaluation's data",
+        "raise training.sequence_length, or data.truncation=keep_end or drop",
+    )
     add(
         "labels_cut",
         report.unlabelled,
@@ -146,8 +161,7 @@ def judge(facts: Facts) -> list[Finding]:
     )
     if facts.repeated.count >= max(_REPEATED_LEAST, _REPEATED_SHARE * report.read):
         add("repeated_answers", facts.repeated, "records have the same long answer to different prompts", "remove them")
-    if facts.blank_lines:
-        found.append(Finding("blank_lines", facts.blank_lines, "lines are blank", "remove them"))
+    add("blank_lines", facts.blank_lines, "lines are blank", "remove them")
     if facts.model_vocabulary and facts.vocabulary > facts.model_vocabulary:
         text = f"tokens exceed the model's vocabulary of {facts.model_vocabulary:,}"
         found.append(
