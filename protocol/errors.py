@@ -37,6 +37,10 @@ class RunNotFoundError(UsageError):
     """No run, or more than one, matches the name a person gave."""
 
 
+class SeveralRunsError(RunNotFoundError):
+    """More than one run matches the name a person gave."""
+
+
 class ProtocolError(FtmonError):
     """A peer speaks something this side does not understand."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import platformdirs
 
-from .errors import RunDirError, RunNotFoundError
+from .errors import RunDirError, RunNotFoundError, SeveralRunsError
 from .private_files import make_private
 from .run_options import RunOptions
 from .rundir import RunDir, RunFile
@@ -142,7 +142,8 @@ def find(name: str | None) -> RunDir:
     one of them that is alive, when there is exactly one.
 
     Raises:
-        RunNotFoundError: none matches, or several do.
+        RunNotFoundError: none matches.
+        SeveralRunsError: several do.
         RunDirError: the directory that holds them is not this user's alone.
     """
     runs = all_runs()
@@ -163,7 +164,7 @@ def find(name: str | None) -> RunDir:
         raise RunNotFoundError(f"no run is called {name!r}; 'ftmon ls' lists them, the newest is {runs[0].id}")
     if len(matches) > 1:
         listed = ", ".join(run.id for run in matches[:4]) + (" ..." if len(matches) > 4 else "")
-        raise RunNotFoundError(f"{name!r} matches {len(matches)} runs: {listed}; name one of them")
+        raise SeveralRunsError(f"{name!r} matches {len(matches)} runs: {listed}; name one of them")
     return matches[0]
 
 

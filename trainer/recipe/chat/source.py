@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ....protocol import run_store
-from ....protocol.errors import FtmonError, RunNotFoundError, UsageError
+from ....protocol.errors import FtmonError, RunNotFoundError, SeveralRunsError, UsageError
 from ....protocol.rundir import RunDir
 from ..checkpoint import folder as folders
 
@@ -28,7 +28,7 @@ def find(target: str) -> Source:
     """Return what a chat is to be with: the final model where there is one, else the newest complete checkpoint.
 
     Raises:
-        UsageError: there is no such model or run, or the run has neither.
+        UsageError: there is no such model or run, several runs match, or the run has neither.
     """
     path = Path(target).expanduser()
     if path.is_dir():
@@ -40,6 +40,8 @@ def find(target: str) -> Source:
         raise UsageError(f"{target}: no such folder; give a model's folder, a run, or a name on the Hugging Face hub")
     try:
         run = run_store.find(target)
+    except SeveralRunsError:
+        raise
     except RunNotFoundError:
         if _HUB_NAME.fullmatch(target):
             return Source(target, False, target)
@@ -50,7 +52,8 @@ def find(target: str) -> Source:
             f"{run.id}: has neither a final model nor a complete checkpoint; 'ftmon train' writes one every "
             "checkpoint.every steps"
         )
-    return found
+    # The beginning of a name may have been given, or the name of several runs of which one is alive.
+    return found._replace(text=f"{run.id}: {found.text}")
 
 
 def _in_folder(path: Path) -> Source | None:
