@@ -103,6 +103,17 @@ def test_an_option_out_of_range_is_refused_in_one_line(model: Path, words: list[
     assert (done.returncode, done.stderr.splitlines()[-1]) == (2, f"ftmon: {said}")
 
 
+def test_adapters_are_talked_to_without_the_words_of_a_library(model: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base: Any = AutoModelForCausalLM.from_pretrained(model)
+    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path)
+    done = chat(str(tmp_path), "--max-tokens", "2", "--device", "cpu", text="a few\n")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(model: Path, tmp_path: Path) -> None:
     with open_terminal(110, 40, os.environ, tmp_path) as terminal:
         command(terminal, *CHAT, str(model), "--max-tokens", "4000", "--temperature", "9", "--seed", "1")

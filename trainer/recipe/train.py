@@ -34,6 +34,7 @@ from .faults import spec
 from .faults.make import FaultMaker
 from .lengths import measure_lengths
 from .model import fused, load, shape, tokenizer
+from .model.adapters import quiet_bitsandbytes
 from .monitor import Monitor
 from .optim import optimizer
 from .progress import ProgressLines
@@ -144,6 +145,7 @@ def _prepare_output(config: Config, output: Path, keep: bool) -> None:
 def _silence_libraries() -> None:
     """Keep progress bars, start-up notes and deprecations between libraries out of the log."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    quiet_bitsandbytes()
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed|deepspeed|transformers")
 

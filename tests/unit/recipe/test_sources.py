@@ -120,6 +120,15 @@ def test_nulls_that_arrow_fills_in_are_left_out(tmp_path: Path) -> None:
     assert [record["calls"] for _, record in read(tmp_path / "a.parquet")] == calls
 
 
+def test_a_broken_parquet_file_is_refused_without_the_words_of_a_library(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"nothing of the kind, and long enough")
+    with pytest.raises(ConfigError, match=r"data\.path: .*a\.parquet cannot be read: Parquet magic bytes not found"):
+        read(tmp_path / "a.parquet")
+    assert (capfd.readouterr().err, caplog.messages) == ("", [])
+
+
 def test_a_hash_names_the_content_and_not_the_file(tmp_path: Path) -> None:
     for name, content in (("a", "1\n2\n"), ("b", "1\n2\n"), ("c", "1\n3\n")):
         (tmp_path / f"{name}.jsonl").write_text(content)

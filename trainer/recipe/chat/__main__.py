@@ -8,6 +8,7 @@ import warnings
 
 from ....protocol import exits
 from ....protocol.errors import FtmonError
+from ..model.adapters import quiet_bitsandbytes
 from . import source
 
 
@@ -19,6 +20,7 @@ def main() -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.filterwarnings("ignore")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    quiet_bitsandbytes()
     try:
         found = source.find(arguments.target)
         from .load import load

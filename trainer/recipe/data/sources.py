@@ -1,6 +1,7 @@
 """Records of files and of data sets on the hub, each with its place: the file and line to name in an error."""
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -120,7 +121,7 @@ def _open(file: File, config: Config) -> Source:
     try:
         match path.suffix:
             case ".parquet":
-                return _parquet(path, file.weight)
+                return _parquet(path, file.weight, where)
             case ".csv" | ".tsv":
                 return delimited(path, file.weight)
             case ".txt":
@@ -135,14 +136,16 @@ def _open(file: File, config: Config) -> Source:
         raise ConfigError(f"{where}: {path} cannot be read: {error}") from None
 
 
-def _parquet(path: Path, weight: float) -> Source:
+def _parquet(path: Path, weight: float, where: str) -> Source:
     import datasets
 
     datasets.disable_progress_bars()
+    # It logs what it raises, and the refusal below says it.
+    logging.getLogger("datasets.packaged_modules.parquet.parquet").setLevel(logging.CRITICAL)
     try:
         rows: Any = datasets.load_dataset("parquet", data_files=str(path), split="train")
     except Exception as error:  # datasets raises errors of its own, of pyarrow and of the file system
-        raise ConfigError(f"data.path: {path} cannot be read: {_cause(error)}") from None
+        raise ConfigError(f"{where}: {path} cannot be read: {_cause(error)}") from None
     return Rows(rows, path.name, weight, _file_digest(path))
 
 
