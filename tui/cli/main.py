@@ -1,5 +1,6 @@
 """The ``ftmon`` command: parse, call the one module that does it, and turn what went wrong into one line."""
 
+import argparse
 import os
 import sys
 from argparse import Namespace
@@ -28,17 +29,18 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser = build_parser()
     words, command = split_command(_present_names(argv))
     arguments, rest = parser.parse_known_args(words)
+    of_command: argparse.ArgumentParser = vars(arguments).pop("parser")
     if command is not None:
         if arguments.command:
-            parser.error(f"run: unexpected {arguments.command[0]!r} before '--'")
+            of_command.error(f"unexpected {arguments.command[0]!r} before '--'")
         if not command and arguments.handler.startswith("predict:"):
-            parser.error("predict: nothing after '--'; write a command, such as: deepspeed train.py")
+            of_command.error("nothing after '--'; write a command, such as: deepspeed train.py")
         arguments.command = command
     if hasattr(arguments, "overrides"):
         arguments.overrides = [*arguments.overrides, *(word for word in rest if not word.startswith("-"))]
         rest = [word for word in rest if word.startswith("-")]
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        of_command.error(f"unrecognized arguments: {' '.join(rest)}")
     return arguments
 
 

@@ -13,7 +13,7 @@ from ...protocol.analysis.report.sides import settings_of, side_of_ranks, side_o
 from ...protocol.analysis.sweep.figures import figures
 from ...protocol.analysis.sweep.summary import pool
 from ...protocol.analysis.sweep.text import settings_text
-from ...protocol.errors import FtmonError, RunNotFoundError, UsageError
+from ...protocol.errors import FtmonError, UsageError
 from ...protocol.recording.collect import RecordedRun
 from ...protocol.sweep.rows import RankRow, key_of
 from ...protocol.sweep.store import is_results, read
@@ -22,8 +22,6 @@ from ..source.find import find_recording
 MOST_STEPS = 4096
 """Steps of a rank that are compared: the last ones."""
 CSV_SUFFIXES = (".csv", ".tsv")
-_SUFFIXES = (*CSV_SUFFIXES, ".jsonl", ".json", ".sqlite", ".yaml", ".yml")
-"""Of files that a word on the command line may name."""
 
 
 class Loaded(msgspec.Struct):
@@ -80,9 +78,7 @@ def read_run(target: str, warm_up: int) -> tuple[Path, RecordedRun]:
         recording = find_recording(target)
         return recording, RecordedRun(recording, warm_up, MOST_STEPS)
     except FtmonError as error:
-        is_file = os.sep in target or (isinstance(error, RunNotFoundError) and Path(target).suffix.lower() in _SUFFIXES)
-        missing = is_file and not os.path.lexists(target)
-        raise UsageError(f"{target}: no such file" if missing else str(error)) from None
+        raise UsageError(str(error)) from None
 
 
 def rank_rows(found: RecordedRun) -> list[RankRow]:

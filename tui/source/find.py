@@ -7,6 +7,9 @@ from ...protocol import run_store
 from ...protocol.errors import RunNotFoundError
 from ...protocol.rundir import RunDir
 
+_SUFFIXES = (".sqlite", ".csv", ".tsv", ".jsonl", ".json", ".yaml", ".yml")
+"""Of files that a word on the command line may name."""
+
 
 def recording_file(name: str) -> Path | None:
     """Return the recording that a word names as a file or as a directory that holds one; None where it is neither."""
@@ -31,7 +34,6 @@ def find_recording(name: str) -> Path:
     try:
         return run_store.find(name).recording
     except RunNotFoundError:
-        # Meant as a file's name, it seems: opening it says that it is not there.
-        if os.sep in name or Path(name).suffix == ".sqlite":
-            return Path(name)
+        if os.sep in name or Path(name).suffix.lower() in _SUFFIXES:  # meant as a file's name
+            raise RunNotFoundError(f"{name}: no such file") from None
         raise

@@ -108,6 +108,24 @@ def test_wrong_usage_is_one_line_and_status_2(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["train", "a.yaml"], ["data", "check", "a.yaml"], ["attach"]])
+def test_an_unknown_option_is_refused_with_the_usage_of_its_command(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = " ".join(["ftmon", *(word for word in words if word != "a.yaml")])
+    with pytest.raises(SystemExit):
+        parse([*words, "--nope"])
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: {name} ")
+    assert error.endswith(f"{name}: error: unrecognized arguments: --nope\n")
+
+
+@pytest.mark.parametrize("command", ["replay", "report", "memory", "logs", "events", "oom"])
+def test_a_recording_that_is_not_there_is_wrong_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "nope.sqlite"]) == 2
+    assert capsys.readouterr().err == "ftmon: nope.sqlite: no such file\n"
+
+
 def test_rank_may_be_repeated() -> None:
     arguments = parse(["kill", "x", "--rank", "1", "--rank", "3", "--signal", "TERM", "--yes"])
     assert (arguments.rank, arguments.signal, arguments.yes) == ([1, 3], "TERM", True)

@@ -20,7 +20,7 @@ def add_command(
     parser = commands.add_parser(
         name, help=summary, description=summary[0].upper() + summary[1:] + ".", usage=usage, allow_abbrev=False
     )
-    parser.set_defaults(handler=handler)
+    parser.set_defaults(handler=handler, parser=parser)
     return parser
 
 
