@@ -43,6 +43,9 @@ def test_the_positions_of_a_model_s_folder_are_checked(tmp_path: Path) -> None:
         shape.check(load(None, words).config)
     with pytest.raises(ConfigError, match=r"^model\.name: .*nowhere cannot be loaded: "):
         shape.check(load(None, [f"model.name={tmp_path}/nowhere"]).config)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"^model\.name: .* cannot be loaded: maximum recursion depth"):
+        shape.check(load(None, [f"model.name={tmp_path}"]).config)
 
 
 @pytest.mark.parametrize("kind", ["llama", "xglm"])

@@ -3,11 +3,11 @@
 docs/training.md, Sequence parallelism, has the same as a table.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..data.decode import parse
 from .schema import Config
 
 KEY = "training.sequence_parallel_size"
@@ -76,7 +76,7 @@ def _heads_of(config: Config) -> tuple[int, int] | None:
     found: Any = config.model.config
     if config.model.name:
         try:
-            found = json.loads((Path(config.model.name).expanduser() / "config.json").read_text())
+            found = parse((Path(config.model.name).expanduser() / "config.json").read_text())
         except (OSError, ValueError):
             return None
     if isinstance(found, Mapping) and isinstance(found.get("text_config"), Mapping):

@@ -18,7 +18,7 @@ def named_config(name: str) -> Any:
     """
     try:
         return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RecursionError) as error:
         raise ConfigError(f"model.name: {name} cannot be loaded: {first_line(error)}") from None
 
 
