@@ -58,9 +58,10 @@ class Narrator:
             yield _at(model.now, _introduction(model))
         if self.with_output:
             yield from self._output(model)
-        self._step = min(self._step, model.step)  # ranks that train anew in one process count from 1 again
-        if model.step > self._step and (self._is_due(model) or model.ended):
-            self._step, self._step_at = model.step, model.now
+        step = model.reported_step
+        self._step = min(self._step, step)  # ranks that train anew in one process count from 1 again
+        if step > self._step and (self._is_due(model) or model.ended):
+            self._step, self._step_at = step, model.now
             yield _at(model.now, _progress(model))
         if model.training.version != self._results_version:
             self._results_version = model.training.version
@@ -109,8 +110,8 @@ class Narrator:
         for number, job in model.jobs.items() if model.has_jobs else ():
             if job.is_over and number not in self._told_jobs:
                 self._told_jobs.add(number)
-                if number == model.job == self._job and model.step > self._step:
-                    self._step, self._step_at = model.step, model.now
+                if number == model.job == self._job and model.reported_step > self._step:
+                    self._step, self._step_at = model.reported_step, model.now
                     yield _at(model.now, _progress(model))
                 yield _at(job.ended or model.now, job_line(model.jobs, number, model.now))
         if model.job != self._job:
@@ -124,7 +125,7 @@ class Narrator:
 
     def _is_due(self, model: RunModel) -> bool:
         late = model.now - self._step_at >= PROGRESS_SECONDS
-        return late or model.step == model.total_steps
+        return late or model.reported_step == model.total_steps
 
     def _output(self, model: RunModel) -> Iterator[str]:
         if model.logs.version == self._logs_version:
@@ -156,7 +157,7 @@ def _all_are_known(model: RunModel) -> bool:
         return False
     # A rank says hello before it has made its model or begun to use its GPU, and again when it has. Until its first
     # step a CPU may be no more than what it has not left yet.
-    return model.step > 0 or (bool(model.info.model) and all(hello.device.kind == "cuda" for hello in hellos))
+    return model.reported_step > 0 or (bool(model.info.model) and all(hello.device.kind == "cuda" for hello in hellos))
 
 
 def _introduction(model: RunModel) -> str:
@@ -171,7 +172,7 @@ def _introduction(model: RunModel) -> str:
 def _progress(model: RunModel) -> str:
     total = f"/{model.total_steps}" if model.total_steps else ""
     job = f"job {model.job} " if model.has_jobs else ""
-    parts = [f"{job}step {model.step}{total}"]
+    parts = [f"{job}step {model.reported_step}{total}"]
     parts += loss_words(model)
     rates = model.rates
     if rates.tokens_per_second:

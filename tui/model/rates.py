@@ -12,6 +12,9 @@ RATE_STEPS = 20
 _PATIENCE = 3.0
 """A step may last this many times the recent mean before the silence counts as standing still."""
 
+_DELIVERY_SECONDS = 2.0
+"""A silence as short as this is none: steps are sent, recorded and shown in batches."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -26,8 +29,14 @@ class Rates:
     """Of the model on all ranks together; 0 unless every one knows them."""
 
 
-def rates(ranks: Iterable[RankModel], now: float) -> Rates:
-    """Take the speed of a run at ``now``: the slowest rank's steps, and the tokens of all."""
+def rates(ranks: Iterable[RankModel], now: float, *, rests: bool = False) -> Rates:
+    """Return the speed of a run: of the slowest rank's steps, and the tokens of all.
+
+    Args:
+        ranks: ranks of one job.
+        now: hub time; a rank from which no step has come for long is slow.
+        rests: no step is due (the last one is done, or the run evaluates, saves or exports), so silence is none.
+    """
     slowest = 0.0
     seconds = 0.0
     tokens = flops = 0.0
@@ -46,8 +55,9 @@ def rates(ranks: Iterable[RankModel], now: float) -> Rates:
         paused = sum(step.host_us - step.training_us for step in recent) * 1e-6
         elapsed = max(end - begin - paused, 1e-6)
         mean = elapsed / len(recent)
-        rests = rank.state == "finished" or rank.phase in PAUSES
-        stretched = elapsed if rests else max(elapsed, now - _PATIENCE * mean - begin - paused)
+        silence = now - rank.clock_offset - end
+        waits = not rests and rank.state != "finished" and rank.phase not in PAUSES
+        stretched = elapsed + max(0.0, silence - max(_PATIENCE * mean, _DELIVERY_SECONDS)) if waits else elapsed
         tokens += sum(step.tokens for step in recent) / stretched
         flops += sum(step.flops for step in recent) / stretched
         all_flops = all_flops and all(step.flops for step in recent)

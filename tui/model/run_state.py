@@ -134,6 +134,11 @@ class RunState:
         return min((rank.step for rank in self.ranks.values()), default=0)
 
     @property
+    def reported_step(self) -> int:
+        """The last step whose figures every rank has sent (0 before the first); heartbeats count steps before that."""
+        return min((rank.last.step if rank.last else 0 for rank in self.ranks.values()), default=0)
+
+    @property
     def leading_step(self) -> int:
         """The last step that any rank has finished."""
         return max((rank.step for rank in self.ranks.values()), default=0)
@@ -162,7 +167,13 @@ class RunState:
     @property
     def rates(self) -> Rates:
         """Speed over the recent steps."""
-        return rates(self.ranks.values(), self.now)
+        return rates(self.ranks.values(), self.now, rests=self.rests)
+
+    @property
+    def rests(self) -> bool:
+        """Whether no step is due: all are done, or the run does something besides its steps."""
+        done = bool(self.total_steps) and self.reported_step >= (self.total_steps or 0)
+        return done or self.ended or self.training.activity is not None
 
     @property
     def seconds_left(self) -> float | None:

@@ -67,7 +67,7 @@ def status(model: RunModel) -> dict[str, Any]:
         "job": model.job or None,
         "jobs": [_whole(job) for job in model.jobs.values()],
         "rank_states": dict(model.rank_states()),
-        "ranks": [_rank(rank, model.device_of(rank), model.now) for rank in model.ranks.values()],
+        "ranks": [_rank(rank, model.device_of(rank), model) for rank in model.ranks.values()],
         "alerts": [msgspec.to_builtins(alert) for alert in model.alerts.unresolved()],
         "hosts": [msgspec.to_builtins(host) for host in model.hosts.values()],
         "hub": None if model.hub is None else msgspec.to_builtins(model.hub),
@@ -99,9 +99,9 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _rank(rank: RankModel, device: DeviceSample | None, now: float) -> dict[str, Any]:
+def _rank(rank: RankModel, device: DeviceSample | None, model: RunModel) -> dict[str, Any]:
     hello, shares, peak = rank.hello, rank.shares, rank.peak
-    own = rates_of([rank], now)
+    own = rates_of([rank], model.now, rests=model.rests)
     return {
         "rank": rank.rank,
         "state": rank.state,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 from ftmon.protocol import control, telemetry, wire
 from ftmon.tui.cli.narrate import Narrator
 from ftmon.tui.model.run import RunModel
@@ -69,6 +70,13 @@ def test_progress_lines_keep_their_distance_but_the_last_step_is_always_told() -
     assert numbers[0] == 1
     assert numbers[-1] == 40
     assert 8 <= len(numbers) <= 12
+
+
+def test_the_last_line_waits_for_the_figures_of_the_last_step() -> None:
+    begun = telemetry.Heartbeat(0, 3, "idle", START + 1, 1, START + 1.1)  # sent before step 2 has been
+    last = msgspec.structs.replace(step(0, 2, START + 1.1), loss=1.5)
+    told = tell([(0, hello(0, 1)), (0, telemetry.Plan(0, 2)), (1, step(0, 1, START + 1)), (1.1, begun), (1.2, last)])
+    assert [line[:22] for line in told[1:]] == ["step 1/2  loss 2.5000 ", "step 2/2  loss 1.5000 "]
 
 
 def test_an_alert_is_told_once_and_once_more_when_it_is_over() -> None:

@@ -2,6 +2,7 @@ import math
 
 import pytest
 from ftmon.protocol import control, telemetry
+from ftmon.protocol.hosts import HostState
 from ftmon.protocol.telemetry import PhaseRecord, Span, Step
 from ftmon.protocol.wire import Frame, Message
 from ftmon.tui.model import RunModel
@@ -98,6 +99,52 @@ def test_a_run_that_stands_still_does_not_keep_its_speed() -> None:
     model.tick(STARTED + 30 + 3600)
     assert model.rates.tokens_per_second < 10
     assert model.rates.seconds_per_step == pytest.approx(1.0)
+
+
+def fast_steps(model: RunModel, count: int = 30) -> float:
+    """Fold steps of 0.1 s and 1,000 tokens; return when the last one ended."""
+    for number in range(1, count + 1):
+        begun = STARTED + number * 0.1
+        done = Step(0, number, begun, 100_000, [phase("data", 1)], tokens=1000)
+        model.apply(Frame(model.last_seq + 1, begun + 0.1, done))
+    return model.now
+
+
+def test_speed_does_not_fall_while_messages_are_on_their_way() -> None:
+    model = RunModel()
+    model.tick(fast_steps(model) + 1.5)
+    assert model.rates.tokens_per_second == pytest.approx(10_000)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        telemetry.Plan(0, total_steps=30),
+        telemetry.Activity(0, STARTED + 4, "export"),
+        control.RunState("finished", STARTED + 4),
+    ],
+    ids=["planned end", "export", "finished"],
+)
+def test_what_follows_the_last_step_does_not_slow_it_down(last: Message) -> None:
+    model = RunModel()
+    end = fast_steps(model)
+    model.apply(Frame(model.last_seq + 1, end + 1, last))
+    model.tick(end + 60)
+    assert model.rates.tokens_per_second == pytest.approx(10_000)
+
+
+def test_a_host_whose_clock_is_behind_is_not_slow() -> None:
+    model = RunModel()
+    end = fast_steps(model)
+    away = HostState("node-2", "reachable", end, ranks=[0], clock_offset=3600.0)
+    model.apply(Frame(model.last_seq + 1, end, away))
+    model.tick(end + 3600)
+    assert model.rates.tokens_per_second == pytest.approx(10_000)
+
+
+def test_a_step_counts_as_reported_once_its_figures_are_there() -> None:
+    model = folded(step(0, 1), telemetry.Heartbeat(0, 3, "data", STARTED, 1, STARTED))
+    assert (model.step, model.reported_step) == (2, 1)
 
 
 def test_time_left_is_steps_left_at_the_recent_speed() -> None:
