@@ -174,6 +174,8 @@ class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
     checkpoint_every: Whole = 0
     """Steps between two checkpoints; 0: none during the training, or not known."""
     checkpoint_at_end: bool = False
+    first_step: Whole = 0
+    """Steps taken before this process, by the run that it resumes."""
 
 
 class Update(msgspec.Struct, frozen=True, omit_defaults=True):

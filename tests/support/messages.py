@@ -153,6 +153,7 @@ EXAMPLES: tuple[Message, ...] = (
         checkpoint_every=1000,
         checkpoint_at_end=True,
     ),
+        first_step=1200,
     Step(
         rank=3,
         step=1204,

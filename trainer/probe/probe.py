@@ -64,6 +64,7 @@ class Probe:
         evaluate_at_end: bool = False,
         checkpoint_every: int = 0,
         checkpoint_at_end: bool = False,
+        first_step: int = 0,
     ) -> None:
         """Report how many optimizer updates the run means to make, and what it does between them.
 
@@ -75,6 +76,7 @@ class Probe:
             evaluate_at_end: there is one after the last step.
             checkpoint_every: steps between two checkpoints; 0: none.
             checkpoint_at_end: there is one after the last step.
+            first_step: steps taken before a resume.
         """
         self._introduction.plan = Plan(
             self.rank,
@@ -85,6 +87,7 @@ class Probe:
             evaluate_at_end=evaluate_at_end,
             checkpoint_every=max(0, int(checkpoint_every)),
             checkpoint_at_end=checkpoint_at_end,
+            first_step=max(0, int(first_step)),
         )
         self._outbox.hand_over(self._introduction.plan)
 

@@ -52,8 +52,12 @@ class Monitor:
         evaluate_at_end: bool = False,
         checkpoint_every: int = 0,
         checkpoint_at_end: bool = False,
+        first_step: int = 0,
     ) -> None:
-        """Report how long the run means to go on, and every how many steps it evaluates and saves (0: never)."""
+        """Report how long the run means to go on, and every how many steps it evaluates and saves (0: never).
+
+        ``first_step``: steps taken before a resume.
+        """
         probe = api.current()
         if probe is not None:
             probe.plan(
@@ -64,6 +68,7 @@ class Monitor:
                 evaluate_at_end=evaluate_at_end,
                 checkpoint_every=checkpoint_every,
                 checkpoint_at_end=checkpoint_at_end,
+                first_step=first_step,
             )
 
     def micro_batch(

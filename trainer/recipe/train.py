@@ -202,16 +202,7 @@ class Trainer(Stepper):
 
     def fit(self) -> None:
         """Train to the planned end or until a stop is requested, then write the final model."""
-        evaluation, saving = self.config.evaluation, self.config.checkpoint
-        self.monitor.plan(
-            self.total_steps,
-            self.total_steps / self.order.steps_per_epoch,
-            str(self.output),
-            evaluate_every=evaluation.every if self.evaluator else 0,
-            evaluate_at_end=self.evaluator is not None and evaluation.at_end,
-            checkpoint_every=saving.every,
-            checkpoint_at_end=saving.at_end,
-        )
+        self._report_plan()
         self.monitor.normalised_over_ranks()
         if self.config.model.compile != "off":
             compile_first(self, Sampled(self.examples, self.collate), self.model)
@@ -231,6 +222,19 @@ class Trainer(Stepper):
         stopped = self._steps(ahead)
         ahead.close()
         self._finish(stopped)
+
+    def _report_plan(self) -> None:
+        evaluation, saving = self.config.evaluation, self.config.checkpoint
+        self.monitor.plan(
+            self.total_steps,
+            self.total_steps / self.order.steps_per_epoch,
+            str(self.output),
+            evaluate_every=evaluation.every if self.evaluator else 0,
+            evaluate_at_end=self.evaluator is not None and evaluation.at_end,
+            checkpoint_every=saving.every,
+            checkpoint_at_end=saving.at_end,
+            first_step=self.state.step,
+        )
 
     def _steps(self, batches: Ahead) -> bool:
         """Train until the planned end or a stop request; return whether it was a stop request."""
@@ -373,6 +377,7 @@ class Trainer(Stepper):
             where += f", {world.sequence.size} share each sequence"
         parameters = load.count_parameters(self.model)
         world.say(
+        self._report_plan()
             f"{self.model.config.model_type}, {parameters:,} parameters; ZeRO-{config.zero.stage}, "
             f"{config.training.precision}, {where}; {len(self.examples.rows):,} examples, "
             f"{order.samples_per_step} a step, {self.total_steps} steps"

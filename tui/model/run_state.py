@@ -131,7 +131,12 @@ class RunState:
     @property
     def step(self) -> int:
         """The last step that every rank has finished (0 before the first)."""
-        return min((rank.step for rank in self.ranks.values()), default=0)
+        return max(self._first_step, min((rank.step for rank in self.ranks.values()), default=0))
+
+    @property
+    def _first_step(self) -> int:
+        """Steps taken before a resume."""
+        return self.plan.first_step if self.plan else 0
 
     @property
     def reported_step(self) -> int:
@@ -141,7 +146,7 @@ class RunState:
     @property
     def leading_step(self) -> int:
         """The last step that any rank has finished."""
-        return max((rank.step for rank in self.ranks.values()), default=0)
+        return max((self._first_step, *(rank.step for rank in self.ranks.values())))
 
     @property
     def complete_step(self) -> int:

@@ -153,6 +153,12 @@ def test_time_left_is_steps_left_at_the_recent_speed() -> None:
     for number in range(1, 11):
         begun = STARTED + number * 3.0
         model.apply(Frame(number + 1, begun + 0.5, step(0, number, started=begun)))
+def test_a_run_that_resumed_begins_at_the_step_it_resumed_from() -> None:
+    model = folded(telemetry.Plan(0, total_steps=6, first_step=6))
+    assert (model.step, model.leading_step, model.reported_step) == (6, 6, 0)
+    assert model.seconds_left is None
+
+
     assert model.seconds_left == pytest.approx(300.0)
 
 

@@ -58,6 +58,7 @@ def callback_class() -> Any:
                 evaluate_at_end=_strategy(args, "eval") == "steps",
                 checkpoint_every=_interval(args, state, "save", total, epochs),
                 checkpoint_at_end=_strategy(args, "save") == "steps",
+                first_step=int(state.global_step),
             )
             training.outbox.say_hello()
 
