@@ -329,6 +329,21 @@ class CheckpointFailed(msgspec.Struct, tag="checkpoint_failed", frozen=True, omi
     """The newest complete checkpoint; empty: there is none."""
 
 
+class EarlyStop(msgspec.Struct, tag="early_stop", frozen=True, omit_defaults=True):
+    """The training ends before its planned end because evaluations no longer improve; sent by one rank."""
+
+    rank: Rank
+    step: Whole
+    """The last step."""
+    time: Time
+    evaluations: Whole
+    """Evaluations in a row without a new lowest loss."""
+    best_loss: float | None = None
+    """The lowest evaluation loss."""
+    best_step: Whole = 0
+    """The step it was found after; 0: not known."""
+
+
 class Activity(msgspec.Struct, tag="activity", frozen=True, omit_defaults=True):
     """What a run does besides its steps; sent at its beginning, at most twice a second meanwhile, and at its end."""
 

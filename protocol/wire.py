@@ -58,6 +58,7 @@ MESSAGE_TYPES = (
     telemetry.CheckpointFailed,
     prediction.Prediction,
     step_trace.StepTrace,
+    telemetry.EarlyStop,
 )
 
 Message = (
@@ -102,6 +103,7 @@ Message = (
     | telemetry.CheckpointFailed
     | prediction.Prediction
     | step_trace.StepTrace
+    | telemetry.EarlyStop
 )
 """Any message; its tag is in the map's ``type`` field."""
 

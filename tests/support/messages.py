@@ -40,6 +40,7 @@ from ftmon.protocol.telemetry import (
     Closing,
     DeviceInfo,
     DeviceSample,
+    EarlyStop,
     Evaluation,
     Failure,
     Goodbye,
@@ -152,8 +153,8 @@ EXAMPLES: tuple[Message, ...] = (
         evaluate_at_end=True,
         checkpoint_every=1000,
         checkpoint_at_end=True,
-    ),
         first_step=1200,
+    ),
     Step(
         rank=3,
         step=1204,
@@ -569,4 +570,5 @@ EXAMPLES: tuple[Message, ...] = (
         walk_us=300,
         read_us=9100,
     ),
+    EarlyStop(rank=3, step=1400, time=T, evaluations=4, best_loss=1.25, best_step=1200),
 )

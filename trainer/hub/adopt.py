@@ -18,6 +18,7 @@ from ...protocol.telemetry import (
     AllocatorEvents,
     Checkpoint,
     CheckpointFailed,
+    EarlyStop,
     Evaluation,
     Failure,
     Goodbye,
@@ -35,7 +36,7 @@ _FAR_SECONDS = 86_400.0
 _LOG_LINES = 5_000
 _OF_A_JOB = (
     *(Hello, Step, Goodbye, Failure, RankState, Oom, AllocatorEvents, Cause, Plan),
-    *(Evaluation, Checkpoint, CheckpointFailed, Activity),
+    *(Evaluation, Checkpoint, CheckpointFailed, EarlyStop, Activity),
 )
 _FINAL_STATES = ("finished", "failed", "stopped")
 

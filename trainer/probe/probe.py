@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from time import time
 from typing import Any
 
-from ...protocol.telemetry import Activity, Checkpoint, CheckpointFailed, Evaluation, Plan
+from ...protocol.telemetry import Activity, Checkpoint, CheckpointFailed, EarlyStop, Evaluation, Plan
 from ...protocol.throughput import perplexity
 from .device import device_values
 from .guard import guarded
@@ -182,6 +182,20 @@ class Probe:
         """
         number = self._tracker.step if step is None else step
         self._outbox.hand_over(CheckpointFailed(self.rank, number, time(), str(path), str(error)[:500], str(kept)))
+
+    def stopped_early(
+        self, evaluations: int, best_loss: float | None = None, best_step: int = 0, *, step: int | None = None
+    ) -> None:
+        """Report that the training ends now because evaluations no longer improve; one rank does.
+
+        Args:
+            evaluations: evaluations in a row without a new lowest loss.
+            best_loss: the lowest loss.
+            best_step: the step it was found after; 0: not known.
+            step: the last step; None: the one that the probe counts.
+        """
+        number = self._tracker.step if step is None else step
+        self._outbox.hand_over(EarlyStop(self.rank, number, time(), int(evaluations), best_loss, int(best_step)))
 
     def activity(
         self, name: str, text: str = "", done: int = 0, total: int = 0, over: bool = False, seconds: float = 0.0

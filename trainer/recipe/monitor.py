@@ -125,6 +125,12 @@ class Monitor:
         if probe is not None:
             probe.checkpoint_failed(path, error, kept=kept, step=step)
 
+    def stopped_early(self, evaluations: int, best_loss: float, best_step: int, *, step: int) -> None:
+        """Report that the training ends after ``step`` for want of better evaluations; rank 0 does. See ``Probe``."""
+        probe = api.current()
+        if probe is not None:
+            probe.stopped_early(evaluations, best_loss, best_step, step=step)
+
     @contextmanager
     def activity(self, name: str, text: str = "", total: int = 0) -> Generator[Progress]:
         """Report, as long as a ``with`` block lasts, what the run does besides its steps: rank 0 does, if all call it.

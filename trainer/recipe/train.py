@@ -316,6 +316,8 @@ class Trainer(Stepper):
             tries = state.evaluations_without_best
             self.world.say(f"stopped early after step {state.step}: {tries} evaluations without a new lowest loss")
         return self.evaluated
+            if self.world.is_first:
+                self.monitor.stopped_early(tries, best, best_step, step=state.step)
 
     def _finish(self, stopped: bool) -> None:
         state, say = self.state, self.world.say

@@ -7,6 +7,7 @@ from ...protocol.control import Alert
 from ...protocol.telemetry import Evaluation
 from ...protocol.text import duration, gib, sanitize
 from ..model.jobs import job_rows
+from ..model.progress import early_stop_words
 from ..model.run import RunModel
 from ..model.training import perplexity_of
 from .jobs_text import job_line
@@ -40,7 +41,7 @@ class Narrator:
         self._job = 0
         self._results_version = 0
         self._told_results: set[tuple[str, int, str]] = set()
-        """Evaluations and checkpoints that were told: kind, step, name."""
+        """Evaluations, checkpoints and an early stop that were told: kind, step, name."""
         self._activities = 0
         """How many activities of the job were told, or passed over."""
         self._told_jobs: set[int] = set()
@@ -89,6 +90,9 @@ class Narrator:
                 best = ", the best so far" if checkpoint.best else ""
                 step = f"checkpoint of step {checkpoint.step:,}: "
                 yield _at(checkpoint.time, f"{step}{sanitize(checkpoint.path, 300)}{size}{spent}{best}")
+        stop = training.early_stop
+        if stop is not None and self._is_new("early stop", stop.step, ""):
+            yield _at(stop.time, early_stop_words(stop))
         begun, self._activities = training.begun[self._activities :], len(training.begun)
         for activity in begun:
             if activity.name not in ("evaluation", "checkpoint"):
@@ -125,7 +129,7 @@ class Narrator:
 
     def _is_due(self, model: RunModel) -> bool:
         late = model.now - self._step_at >= PROGRESS_SECONDS
-        return late or model.reported_step == model.total_steps
+        return late or model.reported_step == model.total_steps or model.training.early_stop is not None
 
     def _output(self, model: RunModel) -> Iterator[str]:
         if model.logs.version == self._logs_version:

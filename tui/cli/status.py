@@ -7,7 +7,7 @@ import msgspec
 
 from ...protocol import run_store
 from ...protocol.text import duration, gib, sanitize
-from ..model.progress import activity_words, epoch_words
+from ..model.progress import activity_words, early_stop_words, epoch_words
 from ..model.run import RunModel
 from ..model.runs import RunEntry, RunList, recorded_entry
 from ..model.status import status
@@ -77,6 +77,8 @@ def _lines(entry: RunEntry, model: RunModel) -> Iterator[str]:
         yield "  ".join(filter(None, parts))
     if evaluated := model.training.evaluation:
         yield evaluation_words(evaluated, model.training.best)
+    if model.training.early_stop is not None:
+        yield early_stop_words(model.training.early_stop)
     if peak := model.peak:
         yield f"highest peak {gib(peak.bytes)}: rank {peak.rank}, {sanitize(peak.place, 60)}"
     if states := model.rank_states():

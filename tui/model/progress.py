@@ -1,5 +1,6 @@
 """How far a run is, in a few words: its epoch, and what it does besides its steps."""
 
+from ...protocol.telemetry import EarlyStop
 from ...protocol.text import sanitize
 from .run import RunModel
 
@@ -30,3 +31,12 @@ def epoch_words(model: RunModel) -> str:
     if model.epoch is None or model.plan is None or not model.plan.epochs:
         return ""
     return f"{model.epoch:.2f} / {model.plan.epochs:.4g}"
+
+
+def early_stop_words(stop: EarlyStop) -> str:
+    """Write why a training ended before its planned end: ``stopped early at step 14: no lower loss in ...``."""
+    words = f"stopped early at step {stop.step:,}: no lower loss in {stop.evaluations:,} evaluation"
+    words += "s" if stop.evaluations != 1 else ""
+    if stop.best_loss is not None:
+        words += f"; best {stop.best_loss:.4f}" + (f" at step {stop.best_step:,}" if stop.best_step else "")
+    return words

@@ -149,6 +149,9 @@ class RunModel(RunState):
     def _checkpoint(self, checkpoint: telemetry.Checkpoint, frame: Frame) -> None:
         self.training.on_checkpoint(checkpoint)
 
+    def _early_stop(self, stop: telemetry.EarlyStop, frame: Frame) -> None:
+        self.training.on_early_stop(stop)
+
     def _activity(self, activity: telemetry.Activity, frame: Frame) -> None:
         self.training.on_activity(activity)
 
@@ -263,6 +266,7 @@ class RunModel(RunState):
         jobs.Job: _job,
         telemetry.Evaluation: _evaluation,
         telemetry.Checkpoint: _checkpoint,
+        telemetry.EarlyStop: _early_stop,
         telemetry.Activity: _activity,
         Prediction: _predicted,
     }

@@ -178,12 +178,17 @@ class RunState:
     def rests(self) -> bool:
         """Whether no step is due: all are done, or the run does something besides its steps."""
         done = bool(self.total_steps) and self.reported_step >= (self.total_steps or 0)
-        return done or self.ended or self.training.activity is not None
+        return done or self.no_step_follows or self.training.activity is not None
+
+    @property
+    def no_step_follows(self) -> bool:
+        """Whether no step follows, whatever was planned."""
+        return self.ended or self.training.early_stop is not None
 
     @property
     def seconds_left(self) -> float | None:
         """Time to the planned end at the recent speed; None without a plan or a speed, or when it does not go on."""
-        if not self.total_steps or self.ended or any(rank.state in _STANDING for rank in self.ranks.values()):
+        if not self.total_steps or self.no_step_follows or any(rank.state in _STANDING for rank in self.ranks.values()):
             return None
         pace = self.rates.seconds_per_step
         if not pace or self.plan is None:

@@ -49,6 +49,7 @@ def status(model: RunModel) -> dict[str, Any]:
         "evaluation": _evaluation(model.training.evaluation),
         "best_evaluation": _evaluation(model.training.best),
         "checkpoint": _last_checkpoint(model),
+        "early_stop": _whole(model.training.early_stop),
         "activity": None if model.training.activity is None else msgspec.to_builtins(model.training.activity),
         "seconds_left": model.seconds_left,
         "evaluations_left": _evaluations_left(model),
@@ -87,6 +88,8 @@ def _evaluations_left(model: RunModel) -> int | None:
     plan = model.plan
     if plan is None or not (plan.evaluate_every or plan.evaluate_at_end):
         return None
+    if model.training.early_stop is not None:
+        return 0
     return times_left(plan.evaluate_every, plan.evaluate_at_end, model.step, plan.total_steps)
 
 

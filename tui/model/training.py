@@ -11,7 +11,7 @@ from math import exp, isfinite
 from typing import TypeVar
 
 from ...protocol.recording.results import TrainingPoint
-from ...protocol.telemetry import Activity, Checkpoint, Evaluation, Plan, Step
+from ...protocol.telemetry import Activity, Checkpoint, EarlyStop, Evaluation, Plan, Step
 from ...protocol.throughput import mfu
 
 CAPACITY = 4096
@@ -218,10 +218,12 @@ class Training:
         self.checkpoints: list[Checkpoint] = []
         self.activity: Activity | None = None
         """What the run does besides its steps; None: nothing, as far as is known."""
+        self.early_stop: EarlyStop | None = None
+        """Why the training ended before its planned end; None: it did not."""
         self.begun: list[Activity] = []
         """All activities, each as it was first heard of."""
         self.version = 0
-        """Moves with evaluations, checkpoints and activities."""
+        """Moves with evaluations, checkpoints, an early stop and activities."""
         self._pauses: dict[str, deque[float]] = {name: deque(maxlen=_PAUSES_KEPT) for name in ("eval", "checkpoint")}
 
     def on_step(self, step: Step, point: TrainingPoint) -> None:
@@ -241,6 +243,11 @@ class Training:
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Fold a checkpoint."""
         _put(self.checkpoints, checkpoint)
+        self.version += 1
+
+    def on_early_stop(self, stop: EarlyStop) -> None:
+        """Fold the end of the training before its planned end."""
+        self.early_stop = stop
         self.version += 1
 
     def on_activity(self, activity: Activity) -> None:

@@ -133,6 +133,7 @@ def training_legend(theme: Theme) -> list[Line]:
         (sign_of("line", theme), "accent", "smoothed loss; below, the mean of the steps"),
         (sign_of("marks", theme), "warning", "loss of an evaluation"),
         ("c", "good", "a checkpoint; C is the best so far"),
+        ("E", "accent", "the training stopped early"),
     ):
         lines.append(Line("  ", theme.base).add(sign, theme.style(tone)).add(f"   {words}", theme.style("dim")))
     return lines

@@ -9,7 +9,7 @@ from math import floor, isfinite, log10
 from ...protocol.telemetry import Evaluation
 from ...protocol.text import duration, gib, sanitize
 from ..model.chartview import FIGURES, Axis, ChartView, column_of, span_of, value_range, x_of
-from ..model.progress import epoch_words
+from ..model.progress import early_stop_words, epoch_words
 from ..model.run import RunModel
 from ..model.training import HistoryPoint, perplexity_of, smoothed, with_loss
 from .figures import count, small
@@ -334,6 +334,9 @@ def _marks(scene: _Scene) -> list[tuple[int, str, str, str]]:
             best = ", the best so far" if checkpoint.best else ""
             words = f"checkpoint of step {checkpoint.step:,}{size}{best}"
             found.append((scene.column(moment), "C" if checkpoint.best else "c", "good", words))
+    stop = scene.model.training.early_stop
+    if stop is not None and (moment := scene.moment_of(stop.step)) is not None:
+        found.append((scene.column(moment), "E", "accent", early_stop_words(stop)))
     alerts = sorted(scene.model.alerts, key=lambda alert: _SEVERITIES.index(alert.severity))
     for alert in alerts:
         moment = _moment_of_alert(scene, alert.step, alert.time)

@@ -158,7 +158,9 @@ def summary_of(model: RunModel, connection: Connection, read_only: bool = False)
     losses = tuple(float(f"{value:.4g}") for value in model.losses.means(60))
     expected = highest_prediction(model)
     ended = ""
-    if model.ended:
+    if model.training.early_stop is not None and model.state != "failed":
+        ended = "stopped early"
+    elif model.ended:
         ended = model.state_text or (f"exit code {model.exit_code}" if model.exit_code else "")
     return Summary(
         name=info.name or info.id or "run",

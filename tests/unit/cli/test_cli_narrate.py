@@ -79,6 +79,13 @@ def test_the_last_line_waits_for_the_figures_of_the_last_step() -> None:
     assert [line[:22] for line in told[1:]] == ["step 1/2  loss 2.5000 ", "step 2/2  loss 1.5000 "]
 
 
+def test_an_early_stop_is_told_after_the_last_step() -> None:
+    stop = telemetry.EarlyStop(0, 3, START + 1.3, 1, 2.25, 2)
+    told = tell([(0, hello(0, 1)), *((1 + n / 10, step(0, n, START + 1)) for n in (1, 2, 3)), (1.4, stop), (2, stop)])
+    assert [line[:7] for line in told[1:-1]] == ["step 1 ", "step 3 "]
+    assert told[-1] == "stopped early at step 3: no lower loss in 1 evaluation; best 2.2500 at step 2"
+
+
 def test_an_alert_is_told_once_and_once_more_when_it_is_over() -> None:
     raised = control.Alert(7, "hang", "error", START, "rank 1 has not entered all_reduce #12", rank=1)
     over = control.Alert(7, "hang", "error", START, raised.title, rank=1, resolved=START + 9)

@@ -6,8 +6,14 @@ from ftmon.protocol.hosts import HostState
 from ftmon.protocol.telemetry import PhaseRecord, Span, Step
 from ftmon.protocol.wire import Frame, Message
 from ftmon.tui.model import RunModel
+from ftmon.tui.model.progress import early_stop_words
+from ftmon.tui.model.status import status
 from ftmon.tui.model.timeline import EMPTY
+from ftmon.tui.source.base import Connection
+from ftmon.tui.widgets.views import summary_of
 from streams import GIB, STARTED, Stream
+
+EARLY_STOP = telemetry.EarlyStop(0, 14, STARTED + 2, 3, 1.234, 8)
 
 
 def folded(*messages: Message, t: float = STARTED) -> RunModel:
@@ -147,19 +153,37 @@ def test_a_step_counts_as_reported_once_its_figures_are_there() -> None:
     assert (model.step, model.reported_step) == (2, 1)
 
 
-def test_time_left_is_steps_left_at_the_recent_speed() -> None:
-    model = RunModel()
-    model.apply(Frame(1, STARTED, telemetry.Plan(0, total_steps=110)))
-    for number in range(1, 11):
-        begun = STARTED + number * 3.0
-        model.apply(Frame(number + 1, begun + 0.5, step(0, number, started=begun)))
 def test_a_run_that_resumed_begins_at_the_step_it_resumed_from() -> None:
     model = folded(telemetry.Plan(0, total_steps=6, first_step=6))
     assert (model.step, model.leading_step, model.reported_step) == (6, 6, 0)
     assert model.seconds_left is None
 
 
+def test_time_left_is_steps_left_at_the_recent_speed() -> None:
+    model = RunModel()
+    model.apply(Frame(1, STARTED, telemetry.Plan(0, total_steps=110)))
+    for number in range(1, 11):
+        begun = STARTED + number * 3.0
+        model.apply(Frame(number + 1, begun + 0.5, step(0, number, started=begun)))
     assert model.seconds_left == pytest.approx(300.0)
+
+
+def test_no_time_is_left_after_an_early_stop() -> None:
+    model = RunModel()
+    model.apply(Frame(1, STARTED, telemetry.Plan(0, total_steps=300, evaluate_every=10)))
+    model.apply(Frame(2, STARTED + 1, step(0, 1, started=STARTED + 1)))
+    assert model.seconds_left is not None
+    model.apply(Frame(3, STARTED + 2, EARLY_STOP))
+    assert model.seconds_left is None
+    told = status(model)
+    assert (told["evaluations_left"], told["early_stop"]["best_step"]) == (0, 8)
+    assert early_stop_words(EARLY_STOP) == (
+        "stopped early at step 14: no lower loss in 3 evaluations; best 1.2340 at step 8"
+    )
+    connection = Connection("live", "")
+    assert summary_of(model, connection).ended == "stopped early"
+    model.apply(Frame(4, STARTED + 3, control.RunState("failed", STARTED + 3, "exit code 1")))
+    assert summary_of(model, connection).ended == "exit code 1", "what failed was after it"
 
 
 @pytest.mark.parametrize("state", ["hung", "stopped", "gone", "unreachable"])

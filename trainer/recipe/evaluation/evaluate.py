@@ -84,7 +84,8 @@ class Evaluator:
                 progress.say(batches, "samples")
             texts = self._samples()
         best = loss < state.best_evaluation
-        state.best_evaluation = min(loss, state.best_evaluation)
+        if best:
+            state.best_evaluation, state.best_evaluation_step = loss, state.step
         state.evaluations_without_best = 0 if best else state.evaluations_without_best + 1
         result = Evaluated(loss, label_tokens, time.perf_counter() - began, best)
         self._world.say(
