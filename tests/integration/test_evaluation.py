@@ -47,7 +47,11 @@ class Outcome:
             {
                 "none": (1, [TRAIN, "optimizer.lr=1e-2"]),
                 "one": (1, [TRAIN, *data, *often, "zero.stage=1", *samples]),
-                "patience": (1, [TRAIN, *data, "evaluation.every=1", "evaluation.patience=1", "optimizer.lr=10"]),
+                "patience": (
+                    1,
+                    [TRAIN, *data, "evaluation={every: 1, patience: 1}", "optimizer.lr=10", "output.save_model=true"],
+                ),
+                "best-at-end": (1, [TRAIN, *data, "evaluation.every=2", "output.save_model=true"]),
                 "share": (1, [TRAIN, "evaluation.share=0.25"]),
                 # A data set of the hub by its name: a folder, read as a repository is, with the same records.
                 "split": (1, [TRAIN, *named, "evaluation.split=validation", "optimizer.lr=1e-2", *often]),
@@ -117,6 +121,25 @@ def test_training_stops_when_patience_is_at_its_end(outcome: Outcome) -> None:
     assert last < 4
     assert f"stopped early after step {last}: 1 evaluations without a new lowest loss" in text
     assert f"finished: {last} steps" in text
+
+
+def test_the_best_evaluation_has_a_checkpoint_and_the_last_model_names_it(outcome: Outcome) -> None:
+    results = outcome.results("patience")
+    last = max(results)
+    best = min(results, key=lambda step: results[step][0])
+    folder = outcome.folder / "out" / "patience"
+    assert [path.name for path in (folder / "checkpoints").glob("step-*")] == [f"step-{best}"]
+    words = f"the model of step {last}; step {best} has the lowest evaluation loss, {results[best][0]:.4f}: "
+    assert f"{words}{folder}/checkpoints/step-{best}\n" in outcome.text["patience"]
+    card = (folder / "model" / "README.md").read_text()
+    assert f"| best evaluation loss | {results[best][0]:.4f} (step {best}) |" in card
+
+
+def test_a_last_model_that_is_the_best_needs_no_checkpoint_of_its_own(outcome: Outcome) -> None:
+    assert sorted(outcome.results("best-at-end")) == [2, 4]
+    checkpoints = outcome.folder / "out" / "best-at-end" / "checkpoints"
+    assert [path.name for path in checkpoints.glob("step-*")] == ["step-2"]
+    assert "the model of step 4\n" in outcome.text["best-at-end"]
 
 
 def test_a_share_is_set_aside_and_not_trained_on(outcome: Outcome) -> None:

@@ -38,7 +38,13 @@ class Outcome:
         small_runs.write_model(folder, attention_dropout=0.2)
         small_runs.write_records(folder / "data.jsonl", [5, 60, 7, 1, 9, 30, 2, 11, 4, 3])
         small_runs.write_records(folder / "long.jsonl", [5, 4000, 7])
-        common = [TRAIN, "evaluation={share: 0.2, every: 3}", "optimizer.lr=1e-2", "schedule.warmup_steps=2"]
+        common = [
+            TRAIN,
+            "evaluation={share: 0.2, every: 3}",
+            "checkpoint.keep_best=false",
+            "optimizer.lr=1e-2",
+            "schedule.warmup_steps=2",
+        ]
         jobs = {
             f"{name}-{kind}": (ranks, [*common, *words, f"training.rehearsal={kind == 'rehearsed'}"])
             for name, (ranks, words) in CASES.items()

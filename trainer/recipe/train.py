@@ -276,8 +276,9 @@ class Trainer(Stepper):
             due = not result.skipped and bool(
                 (every and state.step % every == 0) or (config.checkpoint.at_end and self.ended)
             )
-            if evaluated is not None and evaluated.best and every and config.checkpoint.keep_best:
-                due = True
+            if evaluated is not None and evaluated.best and config.checkpoint.keep_best:
+                # After the last step of a run without other checkpoints, the exported model has the best weights.
+                due = due or bool(every) or not (self.ended and config.output.save_model)
             if stop:
                 termination.heed()
             if (stop or due) and not self._is_broken(lines):
@@ -313,11 +314,11 @@ class Trainer(Stepper):
         lines.resume()
         self.stopped_early = evaluator.stop_early(state)
         if self.stopped_early:
-            tries = state.evaluations_without_best
+            tries, best, best_step = state.evaluations_without_best, state.best_evaluation, state.best_evaluation_step
             self.world.say(f"stopped early after step {state.step}: {tries} evaluations without a new lowest loss")
-        return self.evaluated
             if self.world.is_first:
                 self.monitor.stopped_early(tries, best, best_step, step=state.step)
+        return self.evaluated
 
     def _finish(self, stopped: bool) -> None:
         state, say = self.state, self.world.say
@@ -328,20 +329,30 @@ class Trainer(Stepper):
         if self.config.output.save_model:
             folder = self.output / "model"
             parameters = sum(1 for _ in self.model.parameters())
+            what = f"the model of step {state.step:,}{self._better()}"
             with (
                 self.monitor.phase("checkpoint"),
-                self.monitor.activity("export", "gathering and writing", total=parameters) as progress,
+                self.monitor.activity("export", what, total=parameters) as progress,
             ):
                 equal = save_model(
                     self.engine, self.model, self.tokenizer, self.config, folder, self.world, self._results(), progress
                 )
-            say(f"final model: {folder} ({equal} tensors compared with the training's)")
+            say(f"final model: {folder} ({equal} tensors compared with the training's); {what}")
             if self.world.is_first and not tokenizer.loads_back(self.tokenizer, folder):
                 say(
                     f"note: for {self.model.config.model_type} AutoTokenizer makes a tokenizer of its own; load this "
                     "model's with transformers.PreTrainedTokenizerFast.from_pretrained"
                 )
         say(f"finished: {state.step} steps, {state.tokens:,} tokens")
+
+    def _better(self) -> str:
+        """Return words on the step with the lowest evaluation loss, and its checkpoint; empty: it is the last one."""
+        state = self.state
+        if state.best_evaluation_step in (0, state.step):
+            return ""
+        words = f"; step {state.best_evaluation_step:,} has the lowest evaluation loss, {state.best_evaluation:.4f}"
+        kept = self.checkpoints.of(state.best_evaluation_step)
+        return words + (f": {kept}" if kept is not None else ", and no checkpoint")
 
     def _results(self) -> Results:
         """Return what the model card says of the run."""
@@ -366,6 +377,7 @@ class Trainer(Stepper):
             path = restore(self.engine, self._resuming.paths, state, self._resuming.base, self.config, world)
             optimizer.apply_schedule(self.engine, self.config, state.step, self.total_steps)
         self.monitor.resumed(state.step)
+        self._report_plan()
         self.order.first_step = state.batches
         world.say(f"resumed from {path} after step {state.step}")
         if state.step >= self.total_steps:
@@ -379,7 +391,6 @@ class Trainer(Stepper):
             where += f", {world.sequence.size} share each sequence"
         parameters = load.count_parameters(self.model)
         world.say(
-        self._report_plan()
             f"{self.model.config.model_type}, {parameters:,} parameters; ZeRO-{config.zero.stage}, "
             f"{config.training.precision}, {where}; {len(self.examples.rows):,} examples, "
             f"{order.samples_per_step} a step, {self.total_steps} steps"

@@ -25,6 +25,7 @@ _MEASURING: dict[str, Value] = {
     "schedule.warmup_steps": 0,
     "checkpoint.every": 0,
     "checkpoint.at_end": False,
+    "checkpoint.keep_best": False,
     "checkpoint.rehearse": False,
     "checkpoint.resume": "never",
     "evaluation.path": "",

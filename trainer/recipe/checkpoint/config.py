@@ -13,11 +13,11 @@ class Checkpoint(Section, frozen=True):
     """Checkpoints that a run resumes from; the final model is written besides."""
 
     every: AtLeast0 = 0
-    """Steps between checkpoints; 0: only when asked to stop."""
+    """Steps between checkpoints; 0: only when asked to stop, and of the best evaluation (`keep_best`)."""
     keep: AtLeast1 = 2
     """How many to keep; older ones are removed when a new one is complete."""
     keep_best: bool = True
-    """Keep the one with the lowest evaluation loss too, where there are evaluations."""
+    """Write one after each evaluation with a new lowest loss, and keep the best, where there are evaluations."""
     at_end: bool = False
     """Write one at the end of training too."""
     background: bool = True

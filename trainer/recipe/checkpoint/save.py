@@ -163,6 +163,11 @@ class Checkpoints:
         """The folder that checkpoints are written to."""
         return self._folder
 
+    def of(self, step: int) -> Path | None:
+        """Return the complete checkpoint of a step; None: there is none."""
+        path = self._folder / folders.tag(step)
+        return path if folders.examine(path)[0] is not None else None
+
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete, or has failed."""
         if self._thread is not None:

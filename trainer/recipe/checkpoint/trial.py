@@ -19,7 +19,7 @@ _MARGIN = 1.02
 def rehearse_checkpoint(checkpoints: Checkpoints, state: TrainState, config: Config, world: World) -> str:
     """Write a checkpoint, read it back, compare and delete it; return words on it. All ranks call this.
 
-    Where no checkpoint is planned (one is still written when the run is asked to stop), a failure is a printed note.
+    Where no checkpoint is planned (a stop or a best evaluation still writes one), a failure is a printed note.
 
     Raises:
         FtmonError: the disk lacks the space, or what is read back is not what was written; in all ranks.
@@ -42,7 +42,8 @@ def rehearse_checkpoint(checkpoints: Checkpoints, state: TrainState, config: Con
         raise FtmonError(f"rehearsal: {problem}; {fix}")
     if world.is_first:
         checkpoints.report_failure(folder, problem, state.step)
-    world.say(f"note: rehearsal: {problem}; none is planned, but a stop would write one")
+    best = " or a best evaluation" if config.evaluation.on and config.checkpoint.keep_best else ""
+    world.say(f"note: rehearsal: {problem}; none is planned, but a stop{best} would write one")
     return ""
 
 

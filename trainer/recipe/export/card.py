@@ -55,7 +55,8 @@ def text(config: Config, results: Results) -> str:
         rows.append(("loss of the last step", f"{results.loss:.4f}"))
     for name, loss in (("last", results.evaluation_loss), ("best", results.best_evaluation_loss)):
         if loss is not None:
-            rows.append((f"{name} evaluation loss", f"{loss:.4f}"))
+            at = f" (step {state.best_evaluation_step:,})" if name == "best" and state.best_evaluation_step else ""
+            rows.append((f"{name} evaluation loss", f"{loss:.4f}{at}"))
     rows += _recorded()
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     name = config.output.push.rpartition("/")[2] or config.run.name or "model"
