@@ -39,11 +39,13 @@ def comparison_lines(found: Comparison, gate: float | None) -> list[str]:
 
 def gate_text(found: Comparison, gate: float) -> str:
     """Return what the gate says: ``regression: step time +3.4% (gate 3%)``."""
-    undecided = f"; too noisy for it: {', '.join(found.undecided)}" if found.undecided else ""
+    undecided = f"; cannot tell of {', '.join(found.undecided)}: too noisy" if found.undecided else ""
     limit = f"{gate * 100:g}%"
     if found.regressions:
         return f"regression: {', '.join(found.regressions)} (gate {limit}){undecided}"
-    return f"no regression of {limit}{undecided}" if found.differences else "nothing to compare: no figure in common"
+    return (
+        f"no regression of {limit} found{undecided}" if found.differences else "nothing to compare: no figure in common"
+    )
 
 
 def summary_line(found: Sequence[Comparison], gate: float | None) -> str:
