@@ -207,6 +207,11 @@ class Row(msgspec.Struct, tag="row", frozen=True, omit_defaults=True):
         }
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether peaks are those of the resident set, with which a prediction for GPUs has nothing in common."""
+        return any(figures.resident_peak_bytes for rank in self.ranks for figures in rank.phases.values())
+
+    @property
     def reserved_bytes(self) -> int:
         """Highest reserved memory over the ranks."""
         return max((rank.reserved_peak_bytes for rank in self.ranks), default=0)

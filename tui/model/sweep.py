@@ -7,7 +7,15 @@ from typing import NamedTuple
 from ...protocol.analysis.sweep import columns
 from ...protocol.analysis.sweep.budget import Left, left
 from ...protocol.analysis.sweep.summary import Pooled, curve_axis, pool
-from ...protocol.analysis.sweep.text import VERDICTS, failure_text, settings_text, short_names, spread_text, value_text
+from ...protocol.analysis.sweep.text import (
+    VERDICTS,
+    deviation_text,
+    failure_text,
+    settings_text,
+    short_names,
+    spread_text,
+    value_text,
+)
 from ...protocol.process import is_alive
 from ...protocol.sweep.rows import Planned, Predicted, Row, Settings, key_of
 from ...protocol.sweep.store import Results, read, verdicts
@@ -168,7 +176,7 @@ class SweepModel:
         expected = {key_of(run.settings): run for run in planned if run.predicted is not None}
         expected |= {key_of(row.settings): Planned(row.settings, row.predicted) for row in self.rows if row.predicted}
         predicted: dict[str, list[tuple[int, float]]] = {}
-        for run in expected.values():
+        for run in () if any(row.on_cpu for row in done) else expected.values():
             others = key_of({name: value for name, value in run.settings.items() if name != axis})
             if run.predicted is not None and (x := _at(run.settings, axis)):
                 predicted.setdefault(others, []).append((x, float(run.predicted.peak_bytes)))
@@ -177,14 +185,13 @@ class SweepModel:
 
     def _measured(self, one: Pooled) -> TableRow:
         cells = self._cells(one.settings)
-        predicted = next((row.predicted for row in one.rows if row.predicted), None)
         if one.verdict != "done":
             failed = next(row for row in one.rows if row.verdict != "done")
             return TableRow(cells, one.verdict, failure_text(failed))
         if self._wanted:
             return TableRow([*cells, *(columns.pooled_text(one.rows, name) for name in self._wanted)], "done", "")
         peak = one.peak_bytes.median if one.peak_bytes else 0.0
-        off = f"{predicted.peak_bytes / peak - 1:+z.1%}" if predicted is not None and peak else ""
+        off = deviation_text(one.predicted, peak, one.on_cpu)
         return TableRow([*cells, gib(peak), off, spread_text(one.step_ms), one.peak_phase], "done", "")
 
     def _coming(self, run: Planned, verdict: str, text: str) -> TableRow:

@@ -142,6 +142,9 @@ def _sweep_charts(rows: Sequence[Row], axis: str, fitted: Sequence[MeasuredCurve
     peaks: list[Curve] = []
     memory: list[Curve] = []
     times: list[Curve] = []
+    on_cpu = any(
+        row.on_cpu for row in rows
+    )  # peaks of the resident set: a prediction for GPUs is not drawn beside them
     for group in groups.values():
         done = [row for row in group if row.verdict == "done"]
         others = _others(group[0], axis)
@@ -150,7 +153,7 @@ def _sweep_charts(rows: Sequence[Row], axis: str, fitted: Sequence[MeasuredCurve
         predicted = {
             x: [row.predicted.peak_bytes / GIB]
             for row in group
-            if row.predicted is not None and (x := _whole(row, axis)) is not None
+            if row.predicted is not None and not on_cpu and (x := _whole(row, axis)) is not None
         }
         peaks.append(_curve(f"{name} predicted".strip(), predicted, predicted=True))
         for title, figure in (("reserved", _reserved), ("NVML", _nvml)):

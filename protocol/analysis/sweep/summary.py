@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ...sweep.rows import Row, Settings, Value, Verdict, key_of
+from ...sweep.rows import Predicted, Row, Settings, Value, Verdict, key_of
 from ..estimates.curve import Piece, pieces
 
 
@@ -30,6 +30,16 @@ class Pooled(msgspec.Struct, frozen=True):
     peak_phase: str = ""
     step_ms: Spread | None = None
     tokens_per_second: Spread | None = None
+
+    @property
+    def predicted(self) -> Predicted | None:
+        """What was predicted of it; None: nothing."""
+        return next((row.predicted for row in self.rows if row.predicted), None)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its peaks are resident sets of CPU ranks."""
+        return any(row.on_cpu for row in self.rows)
 
 
 class Curve(msgspec.Struct, frozen=True):

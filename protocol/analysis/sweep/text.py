@@ -51,12 +51,19 @@ def row_text(row: Row) -> str:
     if row.verdict != "done":
         return failure_text(row)
     words = [f"{gib(row.peak_bytes)} in {row.peak_phase}" if row.peak_phase else "no memory was measured"]
-    if row.predicted is not None and row.peak_bytes:
-        words.append(f"predicted {row.predicted.peak_bytes / row.peak_bytes - 1:+z.1%}")
+    if off := deviation_text(row.predicted, row.peak_bytes, row.on_cpu):
+        words.append(f"predicted {off}")
     words.append(f"{row.step_ms:,.1f} ms a step")
     if row.tokens_per_second:
         words.append(f"{row.tokens_per_second:,.0f} tokens/s")
     return ", ".join(words) + (f"; {row.note}" if row.note else "")
+
+
+def deviation_text(predicted: Predicted | None, measured_bytes: float, on_cpu: bool) -> str:
+    """Return how far a predicted peak is off the measured one, ``+4.3%``; empty where nothing is to be compared."""
+    if predicted is None or not measured_bytes or on_cpu:
+        return ""
+    return f"{predicted.peak_bytes / measured_bytes - 1:+z.1%}"
 
 
 def failure_text(row: Row) -> str:
@@ -118,11 +125,9 @@ def table(pooled: Sequence[Pooled], wanted: Sequence[str] = ()) -> list[list[str
     lines = [[*(names[axis] for axis in axes), "peak", "phase", "predicted", "ms/step", "tokens/s", "result"]]
     for one in pooled:
         row = one.rows[-1]
-        predicted = next((row.predicted for row in one.rows if row.predicted), None)
-        off = ""
-        if predicted is not None:
-            measured = one.peak_bytes.median if one.peak_bytes else 0
-            off = f"{predicted.peak_bytes / measured - 1:+z.1%}" if measured else gib(predicted.peak_bytes)
+        off = deviation_text(one.predicted, one.peak_bytes.median if one.peak_bytes else 0.0, one.on_cpu)
+        if one.predicted is not None and not one.peak_bytes:
+            off = gib(one.predicted.peak_bytes)
         failed = next((row for row in one.rows if row.verdict != "done"), row)
         lines.append(
             [

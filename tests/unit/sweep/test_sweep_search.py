@@ -117,6 +117,18 @@ def test_repeats_are_pooled_with_their_spread_and_the_curve_names_its_phases() -
     assert any("optimizer leads to 1,024 tokens" in line for line in result_lines(rows, None))
 
 
+def test_a_resident_set_is_compared_with_no_prediction_for_gpus() -> None:
+    sizes = {"forward": GIB, "backward": GIB + 2**20}
+    figures = {name: PhaseFigures(size // 2, resident_peak_bytes=size) for name, size in sizes.items()}
+    expected = Predicted(GIB // 8, "backward", GIB // 8, GIB // 8, True)
+    rows = [
+        Row({"seq": seq}, "done", 0.0, ranks=[RankRow(0, 3, 10.0, phases=figures)], predicted=expected)
+        for seq in (64, 128)
+    ]
+    assert "predicted" not in row_text(rows[0])
+    assert table(pool(rows))[1] == ["64", "1.00 GiB", "backward", "", "10.0", "", "done"]
+
+
 def test_a_failure_says_where_and_what_was_asked_for() -> None:
     failed = Row({"seq": 9}, "out-of-memory", 0.0, phase="backward", rank=1, step=3, asked_bytes=3 * GIB)
     assert row_text(failed) == "out of memory in backward, rank 1, step 3: asked for 3.00 GiB"
