@@ -15,7 +15,7 @@ Points = Mapping[int, Mapping[str, float]]
 
 WHOLE_STEP = "peak"
 """The phase of points that are known for the whole step only."""
-_TOLERANCE = 0.002
+TOLERANCE = 0.002
 """Share of the peak by which a point may lie beside its line."""
 
 
@@ -30,6 +30,8 @@ class Piece(msgspec.Struct, frozen=True):
     """Bytes a token (or a row of the micro-batch)."""
     intercept_bytes: float
     """Where the line meets 0."""
+    tied: list[str] = []
+    """Other phases whose peaks are as high all along it, within the tolerance."""
 
     def at(self, x: float) -> float:
         """Return the peak at a length, bytes."""
@@ -49,7 +51,7 @@ class Line(NamedTuple):
         return self.intercept + self.slope * x
 
 
-def pieces(points: Points, tolerance: float = _TOLERANCE) -> list[Piece]:
+def pieces(points: Points, tolerance: float = TOLERANCE) -> list[Piece]:
     """Return the pieces of the highest phase's peak, from the lowest length to the highest.
 
     Args:
@@ -67,7 +69,7 @@ def pieces(points: Points, tolerance: float = _TOLERANCE) -> list[Piece]:
         raise ValueError("every point must have the same phases")
     highest = max(max(points[x].values()) for x in lengths)
     lines = {phase: fit_lines([(x, points[x][phase]) for x in lengths], tolerance * highest) for phase in phases}
-    return _envelope(lines, lengths[0], lengths[-1])
+    return _envelope(lines, lengths[0], lengths[-1], tolerance * highest)
 
 
 def peak_at(curve: Sequence[Piece], x: float) -> float:
@@ -140,8 +142,8 @@ def _holds(values: Sequence[tuple[float, float]], tolerance: float) -> bool:
     return all(abs(line.at(x) - y) <= tolerance for x, y in values)
 
 
-def _envelope(lines: Mapping[str, Sequence[Line]], low: float, high: float) -> list[Piece]:
-    """Return the highest of the phases' lines, cut where another one becomes the highest."""
+def _envelope(lines: Mapping[str, Sequence[Line]], low: float, high: float, slack: float) -> list[Piece]:
+    """Return the highest of the phases' lines, cut where another one becomes the highest by more than ``slack``."""
     cuts = {low, high} | {line.start for one in lines.values() for line in one}
     for x, end in zip(sorted(cuts), sorted(cuts)[1:], strict=False):
         active = [_active(one, (x + end) / 2) for one in lines.values()]
@@ -155,13 +157,20 @@ def _envelope(lines: Mapping[str, Sequence[Line]], low: float, high: float) -> l
     ordered = sorted(cuts)
     for x, end in zip(ordered, ordered[1:] or ordered, strict=False):
         middle = (x + end) / 2
-        phase = max(lines, key=lambda name: _active(lines[name], middle).at(middle))
-        line = _active(lines[phase], middle)
+        current = {name: _active(one, middle) for name, one in lines.items()}
+        top = [max(line.at(place) for line in current.values()) for place in (x, end)]
+        highest = max(current, key=lambda name: current[name].at(middle))
+        tied = [name for name, line in current.items() if min(line.at(x) - top[0], line.at(end) - top[1]) >= -slack]
         last = found[-1] if found else None
+        # Of equals the one before stays: what noise makes of them is no crossover.
+        phase = last.phase if last is not None and last.phase in tied else highest
+        line = current[phase]
+        others = [name for name in tied if name != phase]
         if last is not None and (last.phase, last.slope_bytes, last.intercept_bytes) == (phase, *line[2:]):
-            found[-1] = msgspec.structs.replace(last, end=end)
+            both = [name for name in last.tied if name in others]
+            found[-1] = msgspec.structs.replace(last, end=end, tied=both)
         else:
-            found.append(Piece(x, end, phase, line.slope, line.intercept))
+            found.append(Piece(x, end, phase, line.slope, line.intercept, others))
     return found
 
 

@@ -12,11 +12,11 @@ from typing import Literal
 
 import msgspec
 
+from ..sweep.figures import RESIDENT_ERROR
+
 FALSE_ALARMS = 0.05
 """Share of comparisons of equal runs that raise an alarm, over all gated figures together."""
 _NOISE_SHARE = 0.3
-_RESIDENT_ERROR = 0.01
-"""Of the resident set of CPU ranks, which the kernel counts in batches, and glibc gives back when it pleases."""
 
 Judgement = Literal["same", "worse", "better", "cannot tell"]
 
@@ -152,7 +152,7 @@ def _settings(before: Mapping[str, str], after: Mapping[str, str]) -> list[tuple
 
 def peak_measure(size: int, *, resident: bool, gated: bool = False) -> Measure:
     """Return the measure of a memory peak: a counter of the allocator is exact, a resident set is not."""
-    return Measure(float(size), size * _RESIDENT_ERROR if resident else 0.0, "bytes", gated)
+    return Measure(float(size), size * RESIDENT_ERROR if resident else 0.0, "bytes", gated)
 
 
 def mean_of_last(values: Sequence[float], most: int = 50) -> Measure | None:

@@ -10,6 +10,8 @@ from ...telemetry import Hello, PhaseRecord, Step
 
 _BLOCKS = 16
 """Neighbouring steps are alike (clocks, data), so the error is that of means of so many blocks, not of single steps."""
+RESIDENT_ERROR = 0.01
+"""Of the resident set of CPU ranks, which the kernel counts in batches, and glibc gives back when it pleases."""
 _MAD_TO_SD = 1.4826
 """Standard deviation over the median absolute deviation, of a normal distribution."""
 

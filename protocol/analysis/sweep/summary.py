@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ...sweep.rows import Predicted, Row, Settings, Value, Verdict, key_of
-from ..estimates.curve import Piece, pieces
+from ..estimates.curve import TOLERANCE, Piece, pieces
+from .figures import RESIDENT_ERROR
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -127,7 +128,10 @@ def _curve(axis: str, group: Sequence[Pooled]) -> Curve:
     by_value = {value: one for one in group if (value := _whole(one.settings[axis])) is not None}
     phases = {value: _phases(one) for value, one in sorted(by_value.items())}
     common = set.intersection(*(set(found) for found in phases.values()))
-    lines = pieces({value: {name: found[name] for name in sorted(common)} for value, found in phases.items()})
+    tolerance = RESIDENT_ERROR if any(one.on_cpu for one in group) else TOLERANCE
+    lines = pieces(
+        {value: {name: found[name] for name in sorted(common)} for value, found in phases.items()}, tolerance
+    )
     others = {name: value for name, value in group[0].settings.items() if name != axis}
     return Curve(axis, others, {value: max(found.values()) for value, found in phases.items()}, lines)
 

@@ -12,26 +12,29 @@ _FLAT = 0.005
 def describe_curve(curve: Sequence[Piece], unit: str = "token") -> str:
     """Return which phase leads where: ``optimizer leads to 497 tokens, then backward at +7.6 MiB a token``.
 
-    Of a curve without phases: ``flat to 497 tokens, then at +7.6 MiB a token``.
+    Of a curve without phases: ``flat to 497 tokens, then at +7.6 MiB a token``. Of phases that are equally high:
+    ``backward and optimizer tie``.
 
     Args:
         curve: pieces from the lowest length on.
         unit: of the horizontal axis, in the singular.
     """
     words: list[str] = []
-    before = ""
+    before: list[str] = []
     for number, piece in enumerate(curve):
         rise = piece.slope_bytes * (piece.end - piece.start)
         flat = abs(rise) <= _FLAT * max(piece.at(piece.start), piece.at(piece.end))
         rate = "" if flat else f" at {piece.slope_bytes / MIB:+.1f} MiB a {unit}"
         until = "" if number == len(curve) - 1 else f" to {round(piece.end):,} {unit}s"
+        phases = sorted([piece.phase, *piece.tied])
+        names = " and ".join(filter(None, (", ".join(phases[:-1]), phases[-1])))
         if not words and piece.phase == WHOLE_STEP:
             words.append(f"{rate.removeprefix(' at ') or 'flat'}{until}")
         elif not words:
-            words.append(f"{piece.phase} leads{rate}{until}")
-        elif piece.phase == before:
+            words.append(f"{names} {'tie' if piece.tied else 'leads'}{rate}{until}")
+        elif phases == before:
             words.append(f"then{rate or ' flat'}{until}")
         else:
-            words.append(f"then {piece.phase}{rate}{until}")
-        before = piece.phase
+            words.append(f"then {names}{rate}{until}")
+        before = phases
     return ", ".join(words)

@@ -80,6 +80,18 @@ def test_one_point_is_a_piece() -> None:
     assert pieces({512: {"backward": 7.0}}) == [Piece(512, 512, "backward", 0, 7)]
 
 
+def test_phases_that_are_as_high_as_each_other_tie_and_none_leads() -> None:
+    noise = {64: 0.0, 128: 0.0009, 256: -0.0008, 512: 0.0007}
+    flat = {x: {"forward": 5e9, "backward": 5e9 * (1 + noise[x]), "optimizer": 5e9, "data": 4e9} for x in noise}
+    (piece,) = pieces(flat)
+    assert {piece.phase, *piece.tied} == {"forward", "backward", "optimizer"}
+    assert describe_curve([piece]) == "backward, forward and optimizer tie"
+    rising = {x: {"forward": 5e9, "backward": max(5e9, x * 1e7)} for x in (100, 200, 300, 400, 500, 600, 700, 800, 900)}
+    assert describe_curve(pieces(rising)) == (
+        "backward and forward tie to 500 tokens, then backward at +9.5 MiB a token"
+    )
+
+
 def test_points_without_a_phase_are_refused() -> None:
     with pytest.raises(ValueError, match="same phases"):
         pieces({1: {"forward": 1.0}, 2: {"backward": 1.0}})

@@ -127,6 +127,7 @@ def test_a_resident_set_is_compared_with_no_prediction_for_gpus() -> None:
     ]
     assert "predicted" not in row_text(rows[0])
     assert table(pool(rows))[1] == ["64", "1.00 GiB", "backward", "", "10.0", "", "done"]
+    assert "peak by seq: backward and forward tie" in result_lines(rows, None), "they differ by less than its error"
 
 
 def test_a_failure_says_where_and_what_was_asked_for() -> None:
