@@ -176,9 +176,16 @@ class RunState:
 
     @property
     def rests(self) -> bool:
-        """Whether no step is due: all are done, or the run does something besides its steps."""
+        """Whether no step is due, as all are done or the run does something else, and no rank is in trouble."""
         done = bool(self.total_steps) and self.reported_step >= (self.total_steps or 0)
-        return done or self.no_step_follows or self.training.activity is not None
+        return self.ended or (
+            (done or self.no_step_follows or self.training.activity is not None) and not self._is_standing
+        )
+
+    @property
+    def _is_standing(self) -> bool:
+        """Whether a rank keeps the run from going on."""
+        return any(rank.state in _STANDING for rank in self.ranks.values())
 
     @property
     def no_step_follows(self) -> bool:
@@ -188,7 +195,7 @@ class RunState:
     @property
     def seconds_left(self) -> float | None:
         """Time to the planned end at the recent speed; None without a plan or a speed, or when it does not go on."""
-        if not self.total_steps or self.no_step_follows or any(rank.state in _STANDING for rank in self.ranks.values()):
+        if not self.total_steps or self.no_step_follows or self._is_standing:
             return None
         pace = self.rates.seconds_per_step
         if not pace or self.plan is None:

@@ -139,6 +139,15 @@ def test_what_follows_the_last_step_does_not_slow_it_down(last: Message) -> None
     assert model.rates.tokens_per_second == pytest.approx(10_000)
 
 
+def test_a_run_that_hangs_in_an_export_does_not_keep_its_speed() -> None:
+    model = RunModel()
+    end = fast_steps(model)
+    for later, message in enumerate((telemetry.Activity(0, end, "export"), control.RankState(0, "hung", end + 60)), 1):
+        model.apply(Frame(model.last_seq + 1, end + later, message))
+    model.tick(end + 60)
+    assert model.rates.tokens_per_second < 1000
+
+
 def test_a_host_whose_clock_is_behind_is_not_slow() -> None:
     model = RunModel()
     end = fast_steps(model)
