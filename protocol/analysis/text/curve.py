@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from ..estimates.curve import WHOLE_STEP, Piece
 
-MIB = 2**20
+KIB, MIB = 2**10, 2**20
+_LEAST_MIB = 0.05
+"""Slopes below it are written in KiB: they would be 0.0 MiB."""
 _FLAT = 0.005
 """A piece that rises by less than this share of its peak is called flat."""
 
@@ -24,7 +26,8 @@ def describe_curve(curve: Sequence[Piece], unit: str = "token") -> str:
     for number, piece in enumerate(curve):
         rise = piece.slope_bytes * (piece.end - piece.start)
         flat = abs(rise) <= _FLAT * max(piece.at(piece.start), piece.at(piece.end))
-        rate = "" if flat else f" at {piece.slope_bytes / MIB:+.1f} MiB a {unit}"
+        size, name = (MIB, "MiB") if abs(piece.slope_bytes) >= _LEAST_MIB * MIB else (KIB, "KiB")
+        rate = "" if flat else f" at {piece.slope_bytes / size:+.1f} {name} a {unit}"
         until = "" if number == len(curve) - 1 else f" to {round(piece.end):,} {unit}s"
         phases = sorted([piece.phase, *piece.tied])
         names = " and ".join(filter(None, (", ".join(phases[:-1]), phases[-1])))

@@ -76,6 +76,12 @@ def test_a_flat_curve_is_one_piece() -> None:
     assert describe_curve(curve) == "optimizer leads"
 
 
+def test_a_slope_of_less_than_a_tenth_of_a_mib_is_written_in_kib() -> None:
+    assert describe_curve(pieces({x: {"backward": 1e6 + x * 2048.0} for x in (64, 128, 256)})) == (
+        "backward leads at +2.0 KiB a token"
+    )
+
+
 def test_one_point_is_a_piece() -> None:
     assert pieces({512: {"backward": 7.0}}) == [Piece(512, 512, "backward", 0, 7)]
 
