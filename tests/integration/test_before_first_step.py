@@ -26,11 +26,11 @@ def torchrun(port: int) -> list[str]:
 
 
 def test_a_master_port_that_is_taken_is_named_with_who_holds_it(home: Ftmon) -> None:
-    port = free_port()
     with socket.socket(socket.AF_INET6) as server:
         server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        server.bind(("::", port))
+        server.bind(("::", 0))
         server.listen()
+        port = server.getsockname()[1]
         done = home.run("run", "--plain", "--", *torchrun(port), str(SCRIPT), "1", "1", "ok", seconds=480)
     assert done.returncode == 1, done.stdout + done.stderr
     assert lines_with(done.stdout, ["failure:", f"port {port} is taken by", f"pid {os.getpid()}"]), done.stdout
