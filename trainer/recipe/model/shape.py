@@ -32,7 +32,8 @@ def check(config: Config) -> tuple[Any, str]:
         ConfigError: it is refused.
     """
     shape = named_config(config.model.name) if config.model.name else bare_config(config, config.tokenizer.vocab_size)
-    note = beyond(shape, config.training.sequence_length)
+    # Of several lengths in one process those that the model can take are measured.
+    note = beyond(shape, min(config.debug.lengths, default=config.training.sequence_length))
     found = positions(shape)
     if note and found is not None and has_table(shape):
         raising = "" if config.model.name else f", or raise model.config.{found.setting}"
