@@ -142,9 +142,8 @@ def _sweep_charts(rows: Sequence[Row], axis: str, fitted: Sequence[MeasuredCurve
     peaks: list[Curve] = []
     memory: list[Curve] = []
     times: list[Curve] = []
-    on_cpu = any(
-        row.on_cpu for row in rows
-    )  # peaks of the resident set: a prediction for GPUs is not drawn beside them
+    # A prediction for GPUs is not drawn beside peaks of the resident set.
+    on_cpu = any(row.on_cpu for row in rows)
     for group in groups.values():
         done = [row for row in group if row.verdict == "done"]
         others = _others(group[0], axis)
