@@ -26,7 +26,13 @@ def training(app: App, ranks: int) -> None:
     """
 
     def stepped() -> set[int]:
-        return {frame.message.rank for frame in app.history() if isinstance(frame.message, Step)}
+        found: set[int] = set()
+        for frame in app.recorded():
+            if isinstance(frame.message, Step):
+                found.add(frame.message.rank)
+            if len(found) == ranks:
+                break
+        return found
 
     eventually(lambda: stepped() == set(range(ranks)), "a step of every rank", state=stepped, every=0.2)
 

@@ -171,16 +171,21 @@ class App:
         assert isinstance(answer, Answer)
         return answer
 
-    def history(self) -> list[Frame]:
-        """Ask for everything recorded so far."""
-        found: list[Frame] = []
+    def recorded(self) -> Iterator[Frame]:
+        """Ask for everything recorded so far, part by part: a flood is recorded as fast as it is read."""
+        last = 0
         while True:
-            answer = self.query("frames", after_seq=found[-1].seq if found else 0, limit=5_000)
+            answer = self.query("frames", after_seq=last, limit=5_000)
             assert answer.ok, answer.error
             part = msgspec.msgpack.decode(answer.data, type=list[Frame])
             if not part:
-                return found
-            found += part
+                return
+            yield from part
+            last = part[-1].seq
+
+    def history(self) -> list[Frame]:
+        """List everything recorded so far."""
+        return list(self.recorded())
 
     def hellos(self) -> dict[int, Hello]:
         """Give each rank's latest Hello."""
