@@ -60,13 +60,15 @@ class Narrator:
         if self.with_output:
             yield from self._output(model)
         step = model.reported_step
+        if not self._step:
+            yield from self._results(
+                model
+            )  # what comes before the first step, such as the rehearsal, is told before it
         self._step = min(self._step, step)  # ranks that train anew in one process count from 1 again
         if step > self._step and (self._is_due(model) or model.ended):
             self._step, self._step_at = step, model.now
             yield _at(model.now, _progress(model))
-        if model.training.version != self._results_version:
-            self._results_version = model.training.version
-            yield from self._results(model)
+        yield from self._results(model)
         if model.alerts.version != self._alerts_version:
             self._alerts_version = model.alerts.version
             for alert in model.alerts:
@@ -80,6 +82,9 @@ class Narrator:
     def _results(self, model: RunModel) -> Iterator[str]:
         """Say what was evaluated and saved, and which other activity has begun."""
         training = model.training
+        if training.version == self._results_version:
+            return
+        self._results_version = training.version
         for evaluation in training.evaluations:
             if self._is_new("evaluation", evaluation.step, evaluation.name):
                 yield _at(evaluation.time, evaluation_words(evaluation, training.best))

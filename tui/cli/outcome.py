@@ -69,7 +69,10 @@ def _results(run: RunDir, output: Path) -> Iterator[str]:
         newest = output / "checkpoints" / (output / "checkpoints" / "latest").read_text().strip()
     except OSError:
         return
-    yield f"checkpoint: {newest}  (resume: ftmon train CONFIG.yaml checkpoint.resume={shlex.quote(str(newest))})"
+    # The run's own configuration has what was given on the command line, too.
+    config = shlex.quote(str(run.config)) if run.config.exists() else "CONFIG.yaml"
+    yield f"checkpoint: {newest}"
+    yield f"resume it:  ftmon train {config} checkpoint.resume={shlex.quote(str(newest))}"
 
 
 def first_to_fail(model: RunModel) -> int | None:

@@ -21,6 +21,8 @@ from .endings import ending_in_words, library_hint, signal_hint
 from .words import Added, Words, sentence
 
 _MEMORY_REMEDY = "Give it more memory (the limit, the host), or hold less: fewer workers, smaller batches, no offload."
+_MOST_ERROR = 500
+"""A refusal of the trainer ends with what to do: it is not cut off."""
 
 
 def failure(finding: Finding) -> Words:
@@ -29,7 +31,7 @@ def failure(finding: Finding) -> Words:
     where = f" in {finding.phase}" if finding.phase else ""
     why = ", its peer killed as asked" if facts.peer_killed else ""
     return Words(
-        f"rank {finding.rank} failed{where}{why}: {first_line(facts.error)}",
+        f"rank {finding.rank} failed{where}{why}: {first_line(facts.error, _MOST_ERROR)}",
         f"An exception left the script in step {finding.step}: {first_line(facts.error, 1000)}.",
         sentence(library_hint(facts.error)),
     )

@@ -163,3 +163,9 @@ def test_the_evidence_of_a_death_is_plain():
         "left": 2,
         "processes": "100 (python), 101 (python)",
     }
+
+
+def test_a_refusal_of_the_trainer_is_whole_in_its_title():
+    refusal = "SystemExit: model.config: " + "an explanation, " * 18 + "so set data.sequence_length to 64"
+    words = text.words(Finding("failure", ScriptFailure(refusal, "", []), rank=0, step=0))
+    assert words.title == f"rank 0 failed: {refusal}"

@@ -155,6 +155,16 @@ def test_an_activity_that_was_over_before_the_next_look_is_told() -> None:
     assert not list(narrator.tell(model))
 
 
+def test_the_rehearsal_is_told_before_the_first_step_where_both_come_together() -> None:
+    model = RunModel()
+    rehearsal = telemetry.Activity(0, START, "rehearsal", text="the longest batch")
+    for seq, message in enumerate((hello(0, 1), rehearsal, step(0, 1, START + 1)), 1):
+        model.apply(wire.Frame(seq, START + seq, message))
+    told = [line[9:] for line in Narrator().tell(model)]
+    assert told[1] == "rehearsal: the longest batch"
+    assert told[2].startswith("step 1 ")
+
+
 def test_an_evaluation_from_before_a_late_join_is_not_told_afterwards() -> None:
     later, earlier = (telemetry.Evaluation(0, step, START + step, "validation", 2.0) for step in (20, 10))
     assert [line[:24] for line in tell([(0, later), (1, earlier)])] == ["validation at step 20: l"]

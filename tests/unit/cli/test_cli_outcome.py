@@ -58,11 +58,22 @@ def test_closing_lines_say_where_everything_is(tmp_path: Path) -> None:
         "demo-1 finished: exit code 0",
         f"model:      {output}/model",
         f"talk to it: ftmon chat {output}/model",
-        f"checkpoint: {output}/checkpoints/step-8  "
-        f"(resume: ftmon train CONFIG.yaml checkpoint.resume={output}/checkpoints/step-8)",
+        f"checkpoint: {output}/checkpoints/step-8",
+        f"resume it:  ftmon train CONFIG.yaml checkpoint.resume={output}/checkpoints/step-8",
         f"recording:  {run.recording}",
         "replay it:  ftmon replay demo-1",
     ]
+
+
+def test_a_run_of_the_trainer_is_resumed_with_its_own_configuration(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    latest = tmp_path / "output" / "checkpoints" / "latest"
+    latest.parent.mkdir(parents=True)
+    latest.write_text("step-8\n")
+    run.config.touch()
+    lines = list(outcome.closing_lines(run, ExitFile(0, 0.0, "finished", "exit code 0"), RunModel()))
+    resume = f"resume it:  ftmon train {run.config} checkpoint.resume={latest.parent}/step-8"
+    assert resume in lines
 
 
 def test_a_failed_run_shows_its_last_words(tmp_path: Path) -> None:

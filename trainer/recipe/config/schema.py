@@ -59,7 +59,7 @@ class Output(Section, frozen=True):
     push: str = ""
     """Repository on the Hugging Face hub, such as me/my-model, that the final model is uploaded to; empty: none."""
     log_every: AtLeast1 = 10
-    """Steps between progress lines."""
+    """Steps between progress lines in the log of rank 0; the console has a line every two seconds."""
 
 
 class Run(Section, frozen=True):
