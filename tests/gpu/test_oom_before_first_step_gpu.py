@@ -33,7 +33,8 @@ config = {
 where = sys.argv[-1]
 arguments = TrainingArguments("out", deepspeed=config, bf16=True, per_device_train_batch_size=1, max_steps=2)
 small = LlamaConfig(hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16)
-torch.cuda.set_per_process_memory_fraction({"model": 0.002, "engine": 0.03}[where])
+limit = {"model": 300e6, "engine": 4.5e9}[where]
+torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
 model = AutoModelForCausalLM.from_config(small)
 data = [{"input_ids": torch.ones(64, dtype=torch.long), "labels": torch.ones(64, dtype=torch.long)} for _ in range(8)]
 Trainer(model=model, args=arguments, train_dataset=data).train()
