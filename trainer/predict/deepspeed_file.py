@@ -61,7 +61,7 @@ def read(path: str, notes: list[str] | None = None) -> dict[str, Any]:
     try:
         found = hjson.loads(Path(path).read_text(), object_pairs_hook=_once)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+        raise ConfigError(f"--deepspeed {path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON: {error}") from None
     settings = without_auto(found)

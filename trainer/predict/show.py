@@ -41,7 +41,7 @@ def render(prediction: Prediction) -> str:
             if point.fits is not None:
                 row.append("yes" if point.fits else f"no: {point.fails_in}")
             rows.append(row)
-    curve = f"{describe_curve(prediction.pieces)}\n" if prediction.pieces else ""
+    curve = f"{describe_curve(prediction.pieces)}{_between(prediction.points)}\n" if prediction.pieces else ""
     return "".join(
         (
             head,
@@ -60,6 +60,11 @@ def render(prediction: Prediction) -> str:
             _BASIS,
         )
     )
+
+
+def _between(points: list[Point]) -> str:
+    """Say how little two lengths tell of the curve between them."""
+    return " (on average; between two lengths another phase may lead)" if len(points) == 2 else ""
 
 
 def _table(names: list[str], rows: list[list[str]], left: tuple[int, ...] = ()) -> str:

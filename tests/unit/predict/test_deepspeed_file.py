@@ -49,7 +49,7 @@ def test_what_cannot_be_a_configuration_is_refused_with_its_file_and_key(
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^/no/such\.json: No such file or directory$"):
+    with pytest.raises(ConfigError, match=r"^--deepspeed /no/such\.json: No such file or directory$"):
         deepspeed_file.read("/no/such.json")
 
 

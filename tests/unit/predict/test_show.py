@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from ftmon.protocol.analysis.estimates.curve import Piece
 from ftmon.protocol.analysis.estimates.largest import Largest
 from ftmon.trainer.predict.result import Holds, Phase, Point, Prediction, Rank, WhatIf
 from ftmon.trainer.predict.show import render
@@ -49,3 +50,13 @@ def test_the_largest_that_fits_says_where_the_search_ended() -> None:
     assert names == ["largest that fits", "GiB for PyTorch", "tokens at batch 2", "batch at 512 tokens"]
     assert small == ["T4 16 GB", "14.00", "1,136", "none"]
     assert large == ["B300 288 GB", "266.00", "4,096 (the model's)", "1,024 or more"]
+
+
+def test_a_slope_between_two_lengths_is_called_an_average() -> None:
+    (point,) = FOUND.points
+    points = [msgspec.structs.replace(point, sequence_length=length) for length in (512, 1024, 2048)]
+    curve = [Piece(512, 2048, "backward", 1 << 20, GIB)]
+    for count, said in ((2, True), (3, False)):
+        text = render(msgspec.structs.replace(FOUND, points=points[:count], pieces=curve))
+        (line,) = (line for line in text.splitlines() if line.startswith("backward leads at +1.0 MiB a token"))
+        assert ("on average" in line) is said

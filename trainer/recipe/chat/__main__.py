@@ -7,7 +7,8 @@ import sys
 import warnings
 
 from ....protocol import exits
-from ....protocol.errors import FtmonError
+from ....protocol.errors import FtmonError, UsageError
+from ..config.fields import MOST_SEED
 from ..model.adapters import quiet_bitsandbytes
 from . import source
 
@@ -22,6 +23,7 @@ def main() -> int:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     quiet_bitsandbytes()
     try:
+        _check_ranges(arguments)
         found = source.find(arguments.target)
         from .load import load
         from .session import Session
@@ -51,6 +53,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--debug", action="store_true")
     return parser
+
+
+def _check_ranges(options: argparse.Namespace) -> None:
+    """Refuse options out of their range, before a model is loaded."""
+    if options.temperature is not None and not 0 <= options.temperature <= 100:
+        raise UsageError(
+            f"--temperature must be between 0 (always the likeliest token) and 100, not {options.temperature:g}"
+        )
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        raise UsageError(f"--top-p must be above 0 and at most 1, not {options.top_p:g}")
+    if options.max_tokens < 1:
+        raise UsageError(f"--max-tokens must be 1 or more, not {options.max_tokens}")
+    if options.seed is not None and not 0 <= options.seed <= MOST_SEED:
+        raise UsageError(f"--seed must be a whole number from 0 to {MOST_SEED:,}, not {options.seed}")
 
 
 if __name__ == "__main__":

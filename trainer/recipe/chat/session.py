@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from ....protocol.errors import UsageError
-from ..config.fields import MOST_SEED
 from .generate import Sampling, Words, tokens
 from .load import Loaded
 from .prompt import Message, Prompts
@@ -33,7 +32,7 @@ class Session:
     """Asks a model, and keeps what was said.
 
     Raises:
-        UsageError: an option is out of its range, or the model's template refuses the system prompt.
+        UsageError: the model's template refuses the system prompt.
     """
 
     def __init__(self, loaded: Loaded, options: argparse.Namespace) -> None:
@@ -166,14 +165,6 @@ def _sampling(options: argparse.Namespace, loaded: Loaded) -> Sampling:
     top_p = options.top_p
     if top_p is None:
         top_p = own.top_p if own.do_sample and own.top_p is not None else 0.95
-    if not 0 <= temperature <= 100:
-        raise UsageError(f"--temperature must be between 0 (always the likeliest token) and 100, not {temperature:g}")
-    if not 0 < top_p <= 1:
-        raise UsageError(f"--top-p must be above 0 and at most 1, not {top_p:g}")
-    if options.max_tokens < 1:
-        raise UsageError(f"--max-tokens must be 1 or more, not {options.max_tokens}")
-    if options.seed is not None and not 0 <= options.seed <= MOST_SEED:
-        raise UsageError(f"--seed must be a whole number from 0 to {MOST_SEED:,}, not {options.seed}")
     generator = torch.Generator()
     if options.seed is None:
         generator.seed()
