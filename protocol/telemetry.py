@@ -277,7 +277,10 @@ class Closing(msgspec.Struct, tag="closing", frozen=True, omit_defaults=True):
 
 
 class Evaluation(msgspec.Struct, tag="evaluation", frozen=True, omit_defaults=True):
-    """The result of an evaluation over all ranks; sent by one rank. One step may have several, for several splits."""
+    """The result of an evaluation over all ranks; sent by one rank. One step may have several, for several splits.
+
+    A run that is resumed sends the best one before it first, with its loss alone.
+    """
 
     rank: Rank
     step: Whole
@@ -350,7 +353,7 @@ class Activity(msgspec.Struct, tag="activity", frozen=True, omit_defaults=True):
     rank: Rank
     time: Time
     name: Name
-    """``rehearsal``, ``evaluation``, ``checkpoint``, ``export``, ``data`` ..."""
+    """``rehearsal``, ``evaluation``, ``checkpoint``, ``export``, ``data``, ``resume`` ..."""
     step: Whole = 0
     """The last finished step."""
     text: str = ""

@@ -77,7 +77,7 @@ def setup(config: Config, world: World) -> "Trainer":
         world.say(f"note: {note}")
     world.share_sequences(config.training.sequence_parallel_size)
     output = output_folder(config)
-    found = find(config, output, world)
+    found, skipped = find(config, output, world)
     if world.is_first:
         _prepare_output(config, output, keep=bool(found))
     with monitor.phase("init"):
@@ -90,7 +90,8 @@ def setup(config: Config, world: World) -> "Trainer":
         fused_loss = fused.set_up(model, config, world)
         state = _fresh_state(config, examples, world)
         base = identity.base_of(engine.module, config, world)
-        resuming = Resuming(found, base, planned(engine, found, state, base, config, world).step if found else 0)
+        step = planned(engine, found, state, base, config, world).step if found else 0
+        resuming = Resuming(found, skipped, base, step)
         checkpoints = Checkpoints(engine, tokens, config, world, monitor, output / "checkpoints", base)
     # Rows that are cut to one of several lengths are not padded up to the longest.
     padding = Collate(tokens.pad_token_id, min(config.debug.lengths, default=config.training.sequence_length))
@@ -155,6 +156,8 @@ class Resuming(NamedTuple):
 
     paths: list[Path]
     """Checkpoints in the order to be tried; empty: the run begins anew."""
+    skipped: list[str]
+    """What was wrong with those that cannot be resumed from."""
     base: Base | None
     """The frozen weights under adapters."""
     step: int
@@ -380,8 +383,14 @@ class Trainer(Stepper):
         self._report_plan()
         self.order.first_step = state.batches
         world.say(f"resumed from {path} after step {state.step}")
+        told = "".join(f"; skipped: {note}" for note in self._resuming.skipped)
         if state.step >= self.total_steps:
             world.say(f"note: training ends at step {self.total_steps}: nothing is left to train")
+            told = f"; training ends at step {self.total_steps}: nothing is left to train{told}"
+        with self.monitor.activity("resume", f"from {path.name}, after step {state.step}{told}"):
+            pass
+        if self.evaluator is not None and world.is_first:
+            self.evaluator.report_best(state)
 
     def introduce(self) -> None:
         """Print what is about to be trained."""

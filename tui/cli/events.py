@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ...protocol import exits, run_store
+from ...protocol.errors import FtmonError
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import AllocatorEvents
 from ...protocol.text import gib, sanitize
@@ -45,11 +46,20 @@ def show_events(arguments: Namespace) -> int:
     sys.stdout.flush()
     if not arguments.follow:
         if not frames and not left_out and not arguments.json:
-            print("no step of this run was sampled yet (--follow waits for it)", file=sys.stderr)
+            ended = _has_ended(arguments.run)
+            print(f"no step of this run was sampled{'' if ended else ' yet (--follow waits for it)'}", file=sys.stderr)
         return 0
     run = run_store.find(arguments.run)
     end = run.read_exit()
     return 0 if end is not None else _follow(run, arguments.rank, told, arguments.json)
+
+
+def _has_ended(target: str) -> bool:
+    """Whether no more can come: a run's end is known, or its recording is a file on its own."""
+    try:
+        return run_store.find(target).read_exit() is not None
+    except FtmonError:
+        return True
 
 
 def _follow(run: RunDir, rank: int | None, told: dict[int, int], as_json: bool) -> int:

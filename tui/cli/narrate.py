@@ -101,7 +101,7 @@ class Narrator:
         begun, self._activities = training.begun[self._activities :], len(training.begun)
         for activity in begun:
             if activity.name not in ("evaluation", "checkpoint"):
-                text = f": {sanitize(activity.text, 200)}" if activity.text else ""
+                text = f": {sanitize(activity.text, 500)}" if activity.text else ""
                 yield _at(activity.time, f"{sanitize(activity.name, 40)}{text}")
 
     def _is_new(self, kind: str, step: int, name: str) -> bool:

@@ -2,9 +2,11 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ...protocol import exits
+from ...protocol.errors import RunDirError
 from ...protocol.failure import FATAL, first_failure, standing
 from ...protocol.rundir import ExitFile, RunDir
 from ...protocol.text import sanitize
@@ -70,9 +72,12 @@ def _results(run: RunDir, output: Path) -> Iterator[str]:
     except OSError:
         return
     # The run's own configuration has what was given on the command line, too.
-    config = shlex.quote(str(run.config)) if run.config.exists() else "CONFIG.yaml"
+    words = ["CONFIG.yaml"]
+    if run.config.exists():
+        with suppress(RunDirError):
+            words = ["--name", run.read_run().name, str(run.config)]
     yield f"checkpoint: {newest}"
-    yield f"resume it:  ftmon train {config} checkpoint.resume={shlex.quote(str(newest))}"
+    yield f"resume it:  ftmon train {shlex.join([*words, f'checkpoint.resume={newest}'])}"
 
 
 def first_to_fail(model: RunModel) -> int | None:

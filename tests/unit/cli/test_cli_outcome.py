@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol import control, exits, telemetry, wire
-from ftmon.protocol.rundir import ExitFile, RunDir
+from ftmon.protocol.rundir import ExitFile, RunDir, RunFile
 from ftmon.tui.cli import outcome
 from ftmon.tui.cli.grammar import watch
 from ftmon.tui.model.run import RunModel
@@ -71,8 +71,9 @@ def test_a_run_of_the_trainer_is_resumed_with_its_own_configuration(tmp_path: Pa
     latest.parent.mkdir(parents=True)
     latest.write_text("step-8\n")
     run.config.touch()
+    run.write_run(RunFile("tuned-1", "tuned", 0.0, ["deepspeed"], "/", "here", "train"))
     lines = list(outcome.closing_lines(run, ExitFile(0, 0.0, "finished", "exit code 0"), RunModel()))
-    resume = f"resume it:  ftmon train {run.config} checkpoint.resume={latest.parent}/step-8"
+    resume = f"resume it:  ftmon train --name tuned {run.config} checkpoint.resume={latest.parent}/step-8"
     assert resume in lines
 
 

@@ -36,7 +36,7 @@ def find(target: str) -> Source:
         if found is None:
             raise UsageError(f"{target}: holds neither a model (config.json) nor a complete checkpoint")
         return found
-    if path.exists() or target.startswith(("/", "./", "../", "~")):
+    if path.exists() or target.startswith(("/", "./", "../", "~")) or _below_a_folder(path):
         raise UsageError(f"{target}: no such folder; give a model's folder, a run, or a name on the Hugging Face hub")
     try:
         run = run_store.find(target)
@@ -54,6 +54,11 @@ def find(target: str) -> Source:
         )
     # The beginning of a name may have been given, or the name of several runs of which one is alive.
     return found._replace(text=f"{run.id}: {found.text}")
+
+
+def _below_a_folder(path: Path) -> bool:
+    """Whether a name with a slash means a folder here: ``output/model`` where ``output`` exists."""
+    return len(path.parts) > 1 and Path(path.parts[0]).is_dir()
 
 
 def _in_folder(path: Path) -> Source | None:

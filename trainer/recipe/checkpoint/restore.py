@@ -18,10 +18,13 @@ from .manifest import Base, Manifest
 from .save import RANDOM
 
 
-def find(config: Config, output: Path, world: World) -> list[Path]:
-    """Return the intact checkpoints to resume from, in the order to be tried; empty: begin anew. All ranks call this.
+def find(config: Config, output: Path, world: World) -> tuple[list[Path], list[str]]:
+    """Return the intact checkpoints to resume from, in the order to be tried; none: begin anew. All ranks call this.
 
     Incomplete and damaged ones are left out with a printed note.
+
+    Returns:
+        The checkpoints, and words on each that was left out.
 
     Raises:
         ConfigError: a path was given, and no complete checkpoint is there.
@@ -47,9 +50,11 @@ def find(config: Config, output: Path, world: World) -> list[Path]:
             break
         if _is_intact(path, world):
             intact.append(path)
+        else:
+            answer["notes"].append(f"{path.name} is damaged")
     if not intact and resume not in ("never", "auto"):
         raise ConfigError(f"checkpoint.resume: {resume}: no intact checkpoint is there")
-    return intact
+    return intact, answer["notes"]
 
 
 def planned(

@@ -64,13 +64,17 @@ class Report(msgspec.Struct):
             mine: Any = getattr(self, name)
             mine.merge(getattr(other, name))
 
+    def exceeds(self, most_refused: float) -> bool:
+        """Whether a larger share of the records than this was refused."""
+        return self.refused.count > most_refused * self.read
+
     def check(self, most_refused: float) -> None:
         """Refuse a data set of which too much is.
 
         Raises:
             ConfigError: a larger share than ``most_refused`` of the records was refused.
         """
-        if self.refused.count > most_refused * self.read:
+        if self.exceeds(most_refused):
             shown = "; ".join(f"{place}: {reason}" for place, reason in self.refused.first[:3])
             raise ConfigError(
                 f"data: {self.refused.count:,} of {self.read:,} records are refused, more than data.max_refused "

@@ -100,6 +100,11 @@ class Evaluator:
             )
         return result
 
+    def report_best(self, state: TrainState) -> None:
+        """Report the best evaluation before a resume, so that later ones are compared with it; rank 0 does."""
+        if state.best_evaluation_step:
+            self._monitor.evaluation(state.best_evaluation, best=True, step=state.best_evaluation_step)
+
     def stop_early(self, state: TrainState) -> bool:
         """Return whether patience is at its end."""
         return 0 < self._settings.patience <= state.evaluations_without_best

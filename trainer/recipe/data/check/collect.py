@@ -61,7 +61,7 @@ def collect(config: Config, shown: int) -> Collected:
     """
     shape, _ = check(config)
     records = sources.read(config)
-    facts = Facts(formats=pipeline.record_formats(records, config))
+    facts = Facts(max_refused=config.data.max_refused, formats=pipeline.record_formats(records, config))
     for source in records.sources:
         for place in source.blank() if isinstance(source, JsonLines) else ():
             facts.blank_lines.add(place, "is blank")

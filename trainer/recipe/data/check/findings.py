@@ -34,6 +34,8 @@ class Facts(msgspec.Struct):
     """Counts of a data set."""
 
     report: Report = msgspec.field(default_factory=Report)
+    max_refused: float = 1.0
+    """Share of the records above which a training refuses to start."""
     formats: list[str] = msgspec.field(default_factory=list[str])
     """Format of each file."""
     template: str = ""
@@ -92,7 +94,10 @@ def judge(facts: Facts) -> list[Finding]:
         if listed.count:
             found.append(Finding(kind, listed.count, text, fix, listed.first))
 
-    add("refused", report.refused, "records are refused", "repair or remove them; none is trained on")
+    fix = "repair or remove them; none is trained on"
+    if report.exceeds(facts.max_refused):
+        fix = f"repair or remove them: no training starts with more than {facts.max_refused:.2%} (data.max_refused)"
+    add("refused", report.refused, "records are refused", fix)
     evaluation = facts.evaluation
     add(
         "evaluation_refused",
