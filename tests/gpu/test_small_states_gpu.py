@@ -11,7 +11,11 @@ from ftmon.trainer.recipe.hardware import usable_gpus
 from ftmon.trainer.recipe.optim import adamw
 from ftmon.trainer.recipe.optim.adamw import SmallStateAdamW
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use"),
+    pytest.mark.usefixtures("compiling"),
+]
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "seed": 3}
 DEVICE = torch.device("cuda")

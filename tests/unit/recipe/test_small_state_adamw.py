@@ -258,7 +258,7 @@ class Allocated(TorchDispatchMode):
 
 
 def test_the_trial_whether_it_compiles_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *words: function(*words))
     steps: list[object] = []
     hook = register_optimizer_step_post_hook(lambda optimizer, *_: steps.append(optimizer))
     try:
@@ -266,3 +266,8 @@ def test_the_trial_whether_it_compiles_is_no_step(monkeypatch: pytest.MonkeyPatc
     finally:
         hook.remove()
     assert steps == []
+
+
+def test_where_torch_compile_is_switched_off_nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert not adamw.compiles(torch.device("cpu"), "bf16")

@@ -190,11 +190,17 @@ class SmallStateAdamW(torch.optim.Optimizer):
 
 
 def compiles(device: torch.device, states: States) -> bool:
-    """Tell whether torch.compile works here for the update of these states (it needs Triton and a C compiler)."""
+    """Tell whether torch.compile works here for the update of these states.
+
+    It needs Triton and a C compiler; where TORCHDYNAMO_DISABLE=1 is set, it gives the function back as it is.
+    """
     weight = torch.nn.Parameter(torch.zeros(2 * _COMPILED_LEAST, dtype=torch.bfloat16, device=device))
     weight.grad = torch.ones_like(weight)
     try:
-        SmallStateAdamW([weight], states=states, lr=1.0, betas=(0.9, 0.9), eps=1e-8, seed=0, compiled=True).update()
+        trial = SmallStateAdamW([weight], states=states, lr=1.0, betas=(0.9, 0.9), eps=1e-8, seed=0, compiled=True)
+        if trial.compiled_update in (_update_bf16, _update_8bit):
+            return False
+        trial.update()
     except Exception:  # whatever a missing compiler, Triton or an old driver makes of it
         return False
     return True
