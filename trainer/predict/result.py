@@ -92,6 +92,7 @@ class WhatIf(msgspec.Struct, frozen=True):
     saved_bytes: int
     """Less than the run as it is."""
     host_bytes: int
+    """Of the rank that holds the most, as in the table of the phases."""
     step_seconds: float
     slower: float
     """GPU time a sample over that of the run as it is."""

@@ -87,7 +87,8 @@ def _of(predicted: Prediction, job: Prepared, name: str, change: str, capacity: 
     if point.fits is None:
         peak = point.needed_bytes
     samples = job.micro_batch * job.accumulation * job.data_ranks
-    return Option(name, peak, point.step_seconds or 0.0, samples, job.ranks, point.host_bytes, change)
+    host = max(rank.host_bytes for rank in point.ranks)
+    return Option(name, peak, point.step_seconds or 0.0, samples, job.ranks, host, change)
 
 
 def _row(one: Ranked, predicted: Prediction | None) -> WhatIf:
