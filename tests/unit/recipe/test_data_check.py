@@ -75,10 +75,8 @@ def test_what_is_wrong_is_told_with_lines_and_what_to_do(
     case = FAULTS["a broken line"]
     assert main([*words(case, tmp_path, folders[case.template]), "--ascii"]) == 1
     shown = capsys.readouterr().out
-    assert (
-        "1 record is refused; repair or remove them; none is trained on  (refused)\n    data.jsonl:6: is not JSON"
-        in shown
-    )
+    fix = "repair or remove them: no training starts with more than 1.00% (data.max_refused)"
+    assert f"1 record is refused; {fix}  (refused)\n    data.jsonl:6: is not JSON" in shown
 
 
 @pytest.mark.parametrize(
