@@ -69,7 +69,7 @@ class Core:
 def cuda():
     core = Core()
     resets = []
-    memory = CudaMemory(core, 0, resets.append)
+    memory = CudaMemory(core, 0, 1, resets.append)
     memory.core, memory.resets = core, resets
     return memory
 

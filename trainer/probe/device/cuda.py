@@ -10,29 +10,49 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from . import allocator_stats
+from .allocator_stats import Layout, Place, Stats
 from .reading import Reading
+from .stats_source import Sample, StatsSource
 
 _READ = ("_cuda_memoryStats", "_accelerator_getDeviceStats")
 _RESET = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
 _FOLD_AT_LATEST = 4096
 
 _UNKNOWN = {"all": {"current": -1, "peak": -1}}
+_FIGURES: list[Place] = [
+    ("allocated_bytes", "all", "current"),
+    ("allocated_bytes", "all", "peak"),
+    ("reserved_bytes", "all", "current"),
+    ("reserved_bytes", "all", "peak"),
+    ("active_bytes", "all", "current"),
+    ("active_bytes", "all", "peak"),
+    ("requested_bytes", "all", "current"),
+    ("requested_bytes", "all", "peak"),
+    ("allocation", "all", "allocated"),
+    ("allocation", "all", "freed"),
+    ("allocated_bytes", "all", "allocated"),
+    ("num_alloc_retries", "", ""),
+    ("num_ooms", "", ""),
+]
+"""What a ``Reading`` has of them, in its order, but for the resident set after the first eight."""
 
-Stats = dict[str, Any]
+Pick = Callable[[bytes], tuple[int, ...]]
 
 
 class ScriptPeaks:
     """The peaks the script would see without ftmon: the highest of all samples since its own last reset."""
 
     def __init__(self) -> None:
-        self._samples: deque[Stats] = deque()
-        self._places: list[tuple[str, str]] = []
+        self._samples: deque[Sample] = deque()
+        self._places: list[Place] = []
+        self._pick: Pick | None = None
         self._highest: list[int] = []
         self._lock = threading.Lock()
 
-    def note(self, stats: Stats) -> None:
-        """Keep a sample taken just before the probe resets the peaks."""
-        self._samples.append(stats)
+    def note(self, sample: Sample) -> None:
+        """Keep a sample taken just before the probe resets the peaks; the first is a dictionary."""
+        self._samples.append(sample)
         if len(self._samples) >= _FOLD_AT_LATEST:
             self.fold()
 
@@ -42,34 +62,34 @@ class ScriptPeaks:
             self._samples.clear()
             self._highest.clear()
 
-    def raise_in(self, stats: Stats) -> Stats:
+    def raise_in(self, stats: Stats, layout: Layout | None = None) -> Stats:
         """Raise every peak in a fresh ``stats`` to what it would be without the probe's resets; returns ``stats``."""
-        self.fold()
-        for (name, pool), highest in zip(self._places, self._highest, strict=False):
+        self.fold(layout)
+        for (name, pool, _), highest in zip(self._places, self._highest, strict=False):
             group = stats.get(name, {})
             figures = group.get(pool, {}) if pool else group
             if figures.get("peak", highest) < highest:
                 figures["peak"] = highest
         return stats
 
-    def fold(self) -> None:
-        """Reduce the samples to their highest; the publisher does it now and then, to spare the training thread."""
+    def fold(self, layout: Layout | None = None) -> None:
+        """Reduce the samples to their highest; the publisher does it now and then, to spare the training thread.
+
+        Args:
+            layout: of samples that are copies of the allocator's numbers.
+        """
         with self._lock:
             while self._samples:
-                stats = self._samples.popleft()
-                if not self._places:
-                    self._places = _places_of_peaks(stats)
-                peaks = [stats[name][pool]["peak"] if pool else stats[name]["peak"] for name, pool in self._places]
+                sample = self._samples.popleft()
+                if not isinstance(sample, bytes):
+                    self._places = self._places or allocator_stats.peaks_in(sample)
+                    peaks = [allocator_stats.value_of(sample, place) for place in self._places]
+                else:
+                    if self._pick is None:
+                        assert layout is not None
+                        self._pick = layout.picker(self._places)
+                    peaks = list(self._pick(sample))
                 self._highest = list(map(max, self._highest, peaks)) if self._highest else peaks
-
-
-def _places_of_peaks(stats: Stats) -> list[tuple[str, str]]:
-    """List where an allocator's statistics have peaks, as (name, pool); the pool is empty where there are none."""
-    places: list[tuple[str, str]] = []
-    for name, group in stats.items():
-        if isinstance(group, dict):
-            places += [(name, "")] if "peak" in group else [(name, pool) for pool in group]
-    return places
 
 
 class CudaMemory:
@@ -78,32 +98,40 @@ class CudaMemory:
     Args:
         core: the ``torch._C`` module.
         device: the device's index.
+        devices: how many the process sees.
         on_script_reset: called with the figures as they were, just before the script's own reset takes place.
     """
 
     measure = "cuda"
 
-    def __init__(self, core: Any, device: int, on_script_reset: Callable[[Stats], None]) -> None:
+    def __init__(self, core: Any, device: int, devices: int, on_script_reset: Callable[[Stats], None]) -> None:
         self.device_index = device
         self._stats: Callable[[int], Stats] = core._cuda_memoryStats
         self._reset: Callable[[int], None] = core._cuda_resetPeakMemoryStats
+        self._source = StatsSource(self._stats, device, devices)
+        self._pick: Pick | None = None
         self._script = ScriptPeaks()
         self._note = self._script.note
         self._on_script_reset = on_script_reset
         self._wrap(core)
 
-    def sample(self) -> Stats:
-        """Return the allocator's nested statistics and begin new peaks."""
-        index = self.device_index
-        stats = self._stats(index)
-        self._reset(index)
-        self._note(stats)
-        return stats
+    def sample(self) -> Sample:
+        """Return the allocator's statistics and begin new peaks."""
+        found = self._source.take()
+        self._reset(self.device_index)
+        self._note(found)
+        return found
 
-    def read(self, sample: Stats) -> Reading:
+    def read(self, sample: Sample) -> Reading:
         """Pick the figures ftmon shows out of the allocator's statistics; an empty one is that of a fresh process."""
         if not sample:
             return Reading(0, 0, 0, 0, 0, 0, 0, 0)
+        if isinstance(sample, bytes):
+            if self._pick is None:
+                assert self._source.layout is not None
+                self._pick = self._source.layout.picker(_FIGURES)
+            figures = self._pick(sample)
+            return Reading._make((*figures[:8], -1, -1, *figures[8:]))
         allocated, reserved = sample["allocated_bytes"]["all"], sample["reserved_bytes"]["all"]
         active, blocks = sample["active_bytes"]["all"], sample["allocation"]["all"]
         requested = sample.get("requested_bytes", _UNKNOWN)["all"]
@@ -127,7 +155,8 @@ class CudaMemory:
 
     def tidy(self) -> None:
         """Do what the training thread has left undone; for the publisher."""
-        self._script.fold()
+        self._script.fold(self._source.layout)
+        self._source.check()
 
     def now(self) -> Reading:
         """Read the figures of this moment without touching the peaks."""
@@ -144,7 +173,7 @@ class CudaMemory:
     def _reading(self, real: Callable[[int], Stats]) -> Callable[[int], Stats]:
         def stats(device: int) -> Stats:
             found = real(device)
-            return self._script.raise_in(found) if device == self.device_index else found
+            return self._script.raise_in(found, self._source.layout) if device == self.device_index else found
 
         return stats
 

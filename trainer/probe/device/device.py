@@ -51,7 +51,7 @@ class Device:
         index = torch.cuda.current_device()
         self.settled = True
         self.events = CudaEvents(index)
-        self.memory = CudaMemory(core, index, on_script_reset)
+        self.memory = CudaMemory(core, index, torch.cuda.device_count(), on_script_reset)
         self.mark_event = self.events.mark
         self.info = self._cuda_info(torch, index)
         return True

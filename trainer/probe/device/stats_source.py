@@ -1,0 +1,81 @@
+"""Samples of the CUDA caching allocator's statistics, by the cheaper of two ways."""
+
+from collections.abc import Callable
+from time import monotonic
+
+from .. import guard
+from . import allocator_stats
+from .allocator_stats import Layout, Place, Stats
+
+SEARCH_EVERY = 8
+"""Samples between two attempts to find the allocator's numbers, and to prove that they are the right ones."""
+ATTEMPTS = 12
+PROOFS = 3
+"""So many times they must equal PyTorch's dictionary before they take its place."""
+CHECK_SECONDS = 20.0
+"""How often the publisher compares the two from then on."""
+
+Sample = Stats | bytes
+
+
+class StatsSource:
+    """Takes PyTorch's nested dictionary at first, a copy of the numbers behind it once those have been found.
+
+    Args:
+        official: PyTorch's own function for the statistics of a device.
+        device: the device's index.
+        devices: how many the process sees.
+    """
+
+    def __init__(self, official: Callable[[int], Stats], device: int, devices: int) -> None:
+        self.take: Callable[[], Sample] = self._take_searching
+        """Returns a sample; for the training thread."""
+        self.layout: Layout | None = None
+        """Where the numbers are, once they are found; before a sample is a copy of them."""
+        self._official = official
+        self._device = device
+        self._devices = devices
+        self._taken = self._proofs = 0
+        self._copy: Callable[[], bytes] | None = None
+        self._checked = monotonic()
+
+    def check(self) -> None:
+        """Compare a copy with the dictionary now and then, and go back to that where they differ; for the publisher."""
+        now, copy, layout = monotonic(), self._copy, self.layout
+        if copy is None or layout is None or self.take is not copy or now - self._checked <= CHECK_SECONDS:
+            return
+        self._checked = now
+        totals = [place for place in layout.places if place[2] in ("allocated", "freed")]
+        pick = layout.picker(totals)
+        # The training thread allocates meanwhile: the dictionary's totals lie between those of two copies.
+        before, stats, after = pick(copy()), self._official(self._device), pick(copy())
+        official = [allocator_stats.value_of(stats, place) for place in totals]
+        known = layout.places.keys() >= set(allocator_stats.peaks_in(stats))  # private pools may have come
+        if not known or not all(low <= value <= high for low, value, high in zip(before, official, after, strict=True)):
+            self.take = self._take_official
+            guard.log("the allocator's numbers are not those that PyTorch returns: its dictionary is read again")
+
+    def _take_official(self) -> Stats:
+        return self._official(self._device)
+
+    def _take_searching(self) -> Stats:
+        """Return PyTorch's dictionary; at some samples, look where it comes from."""
+        stats = self._official(self._device)
+        self._taken += 1
+        if self._taken % SEARCH_EVERY:
+            return stats
+        if self.layout is None or self._copy is None:
+            self.layout = allocator_stats.locate(stats, self._device, self._devices)
+            self._copy = None if self.layout is None else self.layout.reader()
+        elif self._equal(self.layout, self._copy(), stats):
+            self._proofs += 1
+        if self._proofs >= PROOFS and self._copy is not None:
+            self.take = self._copy
+        elif self._taken >= ATTEMPTS * SEARCH_EVERY:
+            self.take = self._take_official
+        return stats
+
+    @staticmethod
+    def _equal(layout: Layout, sample: bytes, stats: Stats) -> bool:
+        places: list[Place] = list(layout.places)
+        return list(layout.picker(places)(sample)) == [allocator_stats.value_of(stats, place) for place in places]
