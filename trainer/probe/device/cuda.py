@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy
+
 from . import allocator_stats
 from .allocator_stats import Layout, Place, Stats
 from .reading import Reading
@@ -46,8 +48,10 @@ class ScriptPeaks:
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
         self._places: list[Place] = []
-        self._pick: Pick | None = None
         self._highest: list[int] = []
+        """Of the dictionaries, at each of those places."""
+        self._copied: Any = None
+        """Of the copies, at each place of their layout."""
         self._lock = threading.Lock()
 
     def note(self, sample: Sample) -> None:
@@ -61,35 +65,43 @@ class ScriptPeaks:
         with self._lock:
             self._samples.clear()
             self._highest.clear()
+            self._copied = None
 
     def raise_in(self, stats: Stats, layout: Layout | None = None) -> Stats:
-        """Raise every peak in a fresh ``stats`` to what it would be without the probe's resets; returns ``stats``."""
-        self.fold(layout)
-        for (name, pool, _), highest in zip(self._places, self._highest, strict=False):
-            group = stats.get(name, {})
-            figures = group.get(pool, {}) if pool else group
-            if figures.get("peak", highest) < highest:
-                figures["peak"] = highest
-        return stats
-
-    def fold(self, layout: Layout | None = None) -> None:
-        """Reduce the samples to their highest; the publisher does it now and then, to spare the training thread.
+        """Raise every peak in a fresh ``stats`` to what it would be without the probe's resets; returns ``stats``.
 
         Args:
-            layout: of samples that are copies of the allocator's numbers.
+            stats: PyTorch's dictionary.
+            layout: of samples that are copies.
         """
+        self.fold()
+        highest = dict(zip(self._places, self._highest, strict=False))
+        copied = self._copied
+        if layout is not None and copied is not None:
+            for place in self._places:
+                highest[place] = max(highest.get(place, 0), int(copied[layout.places[place]]))
+        for (name, pool, _), peak in highest.items():
+            group = stats.get(name, {})
+            figures = group.get(pool, {}) if pool else group
+            if figures.get("peak", peak) < peak:
+                figures["peak"] = peak
+        return stats
+
+    def fold(self) -> None:
+        """Reduce the samples to their highest; the publisher does it now and then, to spare the training thread."""
+        copies: list[bytes] = []
         with self._lock:
             while self._samples:
                 sample = self._samples.popleft()
-                if not isinstance(sample, bytes):
-                    self._places = self._places or allocator_stats.peaks_in(sample)
-                    peaks = [allocator_stats.value_of(sample, place) for place in self._places]
-                else:
-                    if self._pick is None:
-                        assert layout is not None
-                        self._pick = layout.picker(self._places)
-                    peaks = list(self._pick(sample))
+                if isinstance(sample, bytes):
+                    copies.append(sample)
+                    continue
+                self._places = self._places or allocator_stats.peaks_in(sample)
+                peaks = [allocator_stats.value_of(sample, place) for place in self._places]
                 self._highest = list(map(max, self._highest, peaks)) if self._highest else peaks
+            if copies:
+                highest = numpy.frombuffer(b"".join(copies), numpy.int64).reshape(len(copies), -1).max(axis=0)
+                self._copied = highest if self._copied is None else numpy.maximum(self._copied, highest)
 
 
 class CudaMemory:
@@ -155,7 +167,7 @@ class CudaMemory:
 
     def tidy(self) -> None:
         """Do what the training thread has left undone; for the publisher."""
-        self._script.fold(self._source.layout)
+        self._script.fold()
         self._source.check()
 
     def now(self) -> Reading:
