@@ -6,6 +6,7 @@ import pytest
 import torch
 from ftmon.protocol.rundir import RunDir
 from ftmon.trainer.probe.loop.training import Training
+from ftmon.trainer.probe.phases import tracker
 from ftmon.trainer.probe.phases.outbox import Outbox
 from ftmon.trainer.probe.phases.pace import Pace
 from ftmon.trainer.probe.phases.tracker import Counts
@@ -29,7 +30,9 @@ Wrapper.__name__ = "DistributedDataParallel"
 
 
 @pytest.fixture
-def loop():
+def loop(monkeypatch):
+    monkeypatch.setattr(tracker, "SLIVER_NS", -1)  # what is told apart does not depend on this machine's speed
+
     class Loop:
         rank = RankContext(0, 0, 1, RunDir("run"))
         training = Training(rank, Introduction(rank), Trained(), Outbox(), Pace(), Counts())
@@ -68,6 +71,19 @@ class Loader:
 
 
 STEP = ["data", "forward", "backward", "idle", "optimizer"]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_an_update_right_after_its_backward_has_no_idle_before_it_unless_phases_are_watched(loop, monkeypatch, watched):
+    monkeypatch.setattr(tracker, "SLIVER_NS", 10**12)
+    seen = []
+    if watched:
+        loop.training.tracker.watchers = (lambda ended, begun: seen.append((ended, begun)),)
+    loop.fetch(Loader())
+    loop.forward(loop.policy)
+    loop.backward()
+    assert loop.update() == (STEP if watched else ["data", "forward", "backward", "optimizer"])
+    assert not watched or ("idle", "optimizer") in seen
 
 
 def test_a_reference_before_or_after_the_policy_is_part_of_the_forward(loop):

@@ -32,6 +32,12 @@ class Phases:
         self._tracker = tracker
         self._outbox = outbox
 
+    def interrupt(self, phase: str) -> None:
+        """Move to a phase out of one that may have begun only just now."""
+        if not self._device.settled:
+            self.settle()
+        self._tracker.interrupt(phase)
+
     def open(self, phase: str) -> str:
         """Begin an explicit phase; the result goes to ``close``."""
         if not self._device.settled:
