@@ -147,6 +147,11 @@ class JobTally:
         """Nothing more is to come of any rank that reported."""
         return bool(self.ranks) and all(rank.ended for rank in self.ranks.values())
 
+    @property
+    def may_grow(self) -> bool:
+        """Ranks that have not reported yet may still come: not all did, and those that did have ended in order."""
+        return len(self.ranks) < self.world_size and all(rank.succeeded for rank in self.ranks.values())
+
     def join(self, hello: Hello) -> None:
         """Note a rank's introduction, or a later one of the same process."""
         known = self.ranks.get(hello.rank)

@@ -29,6 +29,9 @@ from .rank_link import identity_of
 
 REFRESH_S = 4.0
 """A job that steps is described anew after so long; later where it has many ranks."""
+LATE_S = 30.0
+"""How long ranks that never reported may still come after all others have finished: where nothing makes ranks wait for
+each other, one is through with its steps before another has imported its libraries."""
 RANKS_A_SECOND = 16
 MOST_JOBS = 10_000
 """Jobs of one run that are told apart; later ranks count to the last one."""
@@ -61,6 +64,8 @@ class JobTable:
         self._of: dict[str, JobTally] = {}
         self._told: dict[int, tuple[int, float]] = {}
         """By job: its version and the time when it was described last."""
+        self._all_ended: dict[int, float] = {}
+        """By job: when all its ranks were first seen to have ended."""
 
     def hello(self, hello: Hello, now: float) -> JobMatch:
         """Find, or begin, the job of a process that introduced itself."""
@@ -145,7 +150,7 @@ class JobTable:
     def look(self, now: float) -> list[Job]:
         """Close jobs whose ranks have all ended; return what is to be said of any."""
         for job in self.jobs.values():
-            if job.ended is None and (job.all_ended if job.shown else not self._any_lives(job)):
+            if job.ended is None and (self._is_over(job, now) if job.shown else not self._any_lives(job)):
                 job.close(now)
         return [found for job in self.jobs.values() if (found := self._due(job, now)) is not None]
 
@@ -195,6 +200,14 @@ class JobTable:
                 if self.shown is not None:
                     self.aside.update(sender for sender, owner in self._of.items() if owner is self.shown)
                 self.shown = tally
+
+    def _is_over(self, job: JobTally, now: float) -> bool:
+        """Return whether all ranks of a job have ended, and no others are to come."""
+        if not job.all_ended:
+            self._all_ended.pop(job.number, None)
+            return False
+        since = self._all_ended.setdefault(job.number, now)
+        return not job.may_grow or not 0 <= now - since < LATE_S
 
     def _due(self, job: JobTally, now: float) -> Job | None:
         version, at = self._told.get(job.number, (-1, 0.0))

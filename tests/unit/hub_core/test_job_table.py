@@ -7,7 +7,7 @@ from ftmon.protocol.control import RankState
 from ftmon.protocol.jobs import Job
 from ftmon.protocol.telemetry import Closing, DeviceInfo, Failure, Goodbye, Hello, PhaseRecord, Span, Step
 from ftmon.protocol.wire import Message
-from ftmon.trainer.hub.job_table import REFRESH_S, JobTable
+from ftmon.trainer.hub.job_table import LATE_S, REFRESH_S, JobTable
 from ftmon.trainer.hub.rank_link import identity_of
 from msgspec import structs
 
@@ -207,8 +207,20 @@ def test_a_rank_that_never_reported_fails_its_job(driver: Driver) -> None:
     alone = Driver()
     alone.table.hello(ranks[0], alone.now)
     alone.finish(ranks[:1], 0)
-    told = alone.table.look(alone.now)
+    assert [job for job in alone.table.look(alone.now) if job.ended is not None] == []
+    told = alone.table.look(alone.now + LATE_S)
     assert [(job.state, job.text) for job in told] == [("failed", "1 of 2 ranks never reported")]
+
+
+def test_a_rank_that_reports_after_another_has_finished_is_of_the_same_job(driver: Driver) -> None:
+    early, late = (structs.replace(rank, launch="") for rank in driver.start(100, world=2))
+    alone = Driver()
+    alone.table.hello(early, alone.now)
+    alone.finish([early], 0)
+    alone.table.look(alone.now)
+    assert not alone.table.hello(late, alone.now + 1.0).begins
+    alone.finish([late], 0)
+    assert [(job.number, job.state) for job in alone.table.look(alone.now + 1.0)] == [(1, "finished")]
 
 
 def test_a_job_that_steps_is_described_every_few_seconds_and_at_its_end(driver: Driver) -> None:

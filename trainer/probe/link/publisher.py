@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from ....protocol import sockets, wire
-from ....protocol.telemetry import Heartbeat
+from ....protocol.telemetry import Goodbye, Heartbeat
 from ..device.events import has_passed
 from ..memory.allocator import AllocatorWatch
 from ..memory.annotations import PhaseMarks
@@ -37,6 +37,11 @@ from .stack_dump import Dumper
 from .step_message import fold, fold_closing, without_device
 
 POLL_MS = 100
+STEPS_SECONDS = 0.25
+"""Between two times that finished steps are sent: a screen is painted as often. What is sent together costs less than
+one by one, with the caches cold each time: 870 us of CPU time a step of 90 ms on a slow host of an H200."""
+LAST_STEPS_SECONDS = 0.25
+"""How long the device has to come past the last steps, when the rank ends."""
 YIELD_SECONDS = 0.0002
 BEAT_SECONDS = 1.0
 CHANGED_BEAT_SECONDS = 0.1
@@ -100,6 +105,7 @@ class Publisher(threading.Thread):
         self._spoken = 0.0
         """When the latest heartbeat, and the latest heartbeat or step, was sent."""
         self._tended = 0.0
+        self._sent_steps = 0.0
         self._ending = threading.Event()
         self._flush_seconds = 0.0
         self._recording = recording = Recording()
@@ -165,10 +171,12 @@ class Publisher(threading.Thread):
             if poller.poll(POLL_MS):
                 self._commands.take(ranks)
             self._drain()
-            self._send_steps()
-            self._slow_facts.note_steps()
-            self._send_comparisons()
             now = time.time()
+            if self._steps and not 0 <= now - self._sent_steps < STEPS_SECONDS:
+                self._sent_steps = now
+                self._send_steps()
+            self._send_comparisons()
+            self._slow_facts.note_steps()
             self._beat(now)
             self._rank.device.memory.tidy()
             self._allocator.tick()
@@ -178,7 +186,8 @@ class Publisher(threading.Thread):
             if not 0 <= now - self._tended < TEND_SECONDS:
                 self._tended = now
                 self._tend()
-        self._drain(before_goodbye=self._send_last_steps)
+        self._drain()
+        self._send_last_steps()
 
     def _send_comparisons(self) -> None:
         for ready in self._ready:
@@ -197,7 +206,7 @@ class Publisher(threading.Thread):
         if compiles is not None:
             self.send(compiles)
 
-    def _drain(self, before_goodbye: Any = None) -> None:
+    def _drain(self) -> None:
         outbox = self._outbox.items
         while outbox:
             item = outbox.popleft()
@@ -207,8 +216,8 @@ class Publisher(threading.Thread):
                 if not outbox or outbox[0] != "hello":
                     self.say_hello()
             else:
-                if before_goodbye is not None:
-                    before_goodbye()
+                if isinstance(item, RestRaw | Goodbye):
+                    self._send_last_steps()
                 if isinstance(item, RestRaw):
                     self._send_rest(item.raw)
                 else:
@@ -237,7 +246,7 @@ class Publisher(threading.Thread):
 
     def _send_last_steps(self) -> None:
         """Give the device a moment to pass the last events; what has not passed then goes without device figures."""
-        deadline = time.monotonic() + self._flush_seconds / 2
+        deadline = time.monotonic() + LAST_STEPS_SECONDS
         while self._steps and time.monotonic() < deadline:
             self._send_steps()
             if self._steps:
@@ -285,7 +294,7 @@ class Publisher(threading.Thread):
         if changes == self._changes:
             if 0 <= quiet < BEAT_SECONDS:
                 return
-        elif 0 <= quiet < CHANGED_BEAT_SECONDS and 0 <= since < FLOWING_BEAT_SECONDS:
+        elif (0 <= quiet < CHANGED_BEAT_SECONDS or self._steps) and 0 <= since < FLOWING_BEAT_SECONDS:
             return
         self._changes, self._spoken, self._beaten = changes, now, now
         reading = self._rank.device.memory.read(tracker.sample)
