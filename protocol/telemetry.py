@@ -260,8 +260,11 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     @property
     def training_us(self) -> int:
         """Host time without evaluations and checkpoints."""
-        pauses = sum(record.host_us for record in self.phases if record.name in PAUSES)
-        return max(0, self.host_us - pauses)
+        left = self.host_us
+        for record in self.phases:
+            if record.name in PAUSES:
+                left -= record.host_us
+        return max(0, left)
 
 
 class Closing(msgspec.Struct, tag="closing", frozen=True, omit_defaults=True):
