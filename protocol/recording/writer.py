@@ -45,7 +45,7 @@ _HEARD = "heard"
 _TAKEN = "taken:"
 """So begin the keys of ``meta`` that hold the numbers of ``note_taken``."""
 
-_NOT_RECORDED = (Heartbeat, Query, Answer)
+_NOT_RECORDED = frozenset((Heartbeat, Query, Answer))
 
 
 def _describe(run: RunFile | None) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Writer:
             message: heartbeats, queries and answers are numbered but not recorded.
         """
         self.last_seq = seq
-        if isinstance(message, _NOT_RECORDED):
+        if type(message) in _NOT_RECORDED:
             return
         if t >= self._second + 1:
             self._second = int(t)
