@@ -25,7 +25,7 @@ PAUSES = ("eval", "checkpoint")
 """Phases in which the training rests: throughput does not count them."""
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One memory figure over a phase: bytes at its start, at its end, and the highest in between.
 
     Encoded as an array of three integers: a step carries up to twenty of them.
@@ -46,7 +46,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
         return self.end - self.start
 
 
-class PhaseRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+class PhaseRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One phase of one step of one rank; the phase's occurrences in all micro-steps folded into one record.
 
     ``allocated`` and ``reserved`` follow ``Hello.memory_measure``. On the CPU glibc keeps no high-water mark, so their
@@ -260,8 +260,11 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     @property
     def training_us(self) -> int:
         """Host time without evaluations and checkpoints."""
-        pauses = sum(record.host_us for record in self.phases if record.name in PAUSES)
-        return max(0, self.host_us - pauses)
+        left = self.host_us
+        for record in self.phases:
+            if record.name in PAUSES:
+                left -= record.host_us
+        return max(0, left)
 
 
 class Closing(msgspec.Struct, tag="closing", frozen=True, omit_defaults=True):

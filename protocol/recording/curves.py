@@ -22,6 +22,13 @@ from .schema import ROLLUP_SIZES
 
 Row = tuple[Any, ...]
 
+StepFigures = tuple[float, int, int, int, int, float, float | None, float | None, float | None, int, int]
+"""Of one step: ``t``, ``step``, ``training_us``, ``tokens``, ``label_tokens``, ``flops``, ``loss``, ``lr``,
+``grad_norm``, ``data_us`` and ``whole_us`` of ``TrainingPoint``; losses, rates and norms may be not finite."""
+
+_Pooled = tuple[int, int, TrainingPoint]
+"""First and last number of the stream, and the point."""
+
 INSERT_TRAINING_STEP = "INSERT OR REPLACE INTO training_steps VALUES (?, ?, ?, ?, ?)"
 INSERT_CURVE = f"INSERT OR REPLACE INTO curves VALUES ({', '.join('?' * 20)})"
 INSERT_EVALUATION = f"INSERT OR REPLACE INTO evaluations VALUES ({', '.join('?' * 11)})"
@@ -41,15 +48,15 @@ _CURVES = """SELECT * FROM curves WHERE level = :level AND rank = :rank AND last
     AND first_seq >= :first ORDER BY last_seq"""
 
 
-def training_row(seq: int, step: Step, peak: float | None) -> Row | None:
+def training_row(seq: int, step: Step, training_us: int, peak: float | None) -> Row | None:
     """Make a row of ``training_steps``; None where there is nothing that ``steps`` does not have.
 
     Args:
         seq: the number of the step in the stream.
         step: the step.
+        training_us: its ``training_us``.
         peak: data-sheet peak of the rank's device, FLOP/s; None: not known.
     """
-    training_us = step.training_us
     rested = training_us != step.host_us
     if not (step.flops or step.label_tokens or rested):
         return None
@@ -73,28 +80,45 @@ def checkpoint_row(seq: int, t: float, checkpoint: Checkpoint) -> Row:
     )
 
 
-def point_of(step: Step, t: float) -> TrainingPoint:
-    """Make the point of one step, which the hub had at ``t``."""
+def figures_of(step: Step, t: float) -> StepFigures:
+    """Return what a point of one step is made of; the hub had the step at ``t``."""
     data = None
     training_us = step.host_us
     for record in step.phases:  # this runs for every step of every rank
-        if record.name in PAUSES:
-            training_us -= record.host_us
-        elif record.name == "data":
+        name = record.name
+        if name == "data":
             data = record
-    whole = training_us = max(0, training_us)
-    data_us = data.host_us if data is not None else 0
-    if data is not None and data.device_us is not None and step.device_us is not None:
-        whole, data_us = min(step.device_us, whole), data.device_us
-    loss, lr, grad_norm = _number(step.loss), _number(step.lr), _number(step.grad_norm)
+        elif name in PAUSES:
+            training_us -= record.host_us
+    if training_us < 0:
+        training_us = 0
+    whole, data_us = training_us, 0
+    if data is not None:
+        data_us = data.host_us
+        if data.device_us is not None and step.device_us is not None:
+            whole, data_us = min(step.device_us, whole), data.device_us
+    return (
+        *(t, step.step, training_us, step.tokens, step.label_tokens, step.flops),
+        *(step.loss, step.lr, step.grad_norm, data_us, whole),
+    )
+
+
+def point_of(step: Step, t: float) -> TrainingPoint:
+    """Make the point of one step, which the hub had at ``t``."""
+    return _point(figures_of(step, t))
+
+
+def _point(figures: StepFigures) -> TrainingPoint:
+    t, step, training_us, tokens, label_tokens, flops, loss, lr, grad_norm, data_us, whole_us = figures
+    loss, lr, grad_norm = _number(loss), _number(lr), _number(grad_norm)
     return TrainingPoint(
         t=t,
-        step=step.step,
-        first_step=step.step,
+        step=step,
+        first_step=step,
         training_us=training_us,
-        tokens=step.tokens,
-        label_tokens=step.label_tokens,
-        flops=step.flops,
+        tokens=tokens,
+        label_tokens=label_tokens,
+        flops=flops,
         loss=loss,
         low_loss=loss,
         high_loss=loss,
@@ -102,7 +126,7 @@ def point_of(step: Step, t: float) -> TrainingPoint:
         grad_norm=grad_norm,
         max_grad_norm=grad_norm,
         data_us=data_us,
-        whole_us=whole,
+        whole_us=whole_us,
     )
 
 
@@ -141,6 +165,40 @@ def pool_points(points: Sequence[TrainingPoint]) -> TrainingPoint:
     )
 
 
+def pool_figures(steps: Sequence[StepFigures]) -> TrainingPoint:
+    """Pool steps of one rank, in order: the same as ``pool_points`` of their points, without making each of them."""
+    t, step, training_us, tokens, label_tokens, flops, loss, lr, grad_norm, data_us, whole_us = zip(*steps, strict=True)
+    known = [one for one in zip(loss, label_tokens, strict=True) if one[0] is not None and isfinite(one[0])]
+    losses, labels = [value for value, _ in known], [label for _, label in known]
+    norms = _finite(grad_norm)
+    return TrainingPoint(
+        t=t[-1],
+        step=max(step),
+        first_step=min(step),
+        count=len(steps),
+        training_us=sum(training_us),
+        tokens=sum(tokens),
+        label_tokens=sum(label_tokens),
+        flops=sum(flops),
+        loss=_mean(losses, labels) if min(labels, default=0) > 0 else _mean_of(losses),
+        low_loss=min(losses, default=None),
+        high_loss=max(losses, default=None),
+        lr=_mean_of(_finite(lr)),
+        grad_norm=_mean_of(norms),
+        max_grad_norm=max(norms, default=None),
+        data_us=sum(data_us),
+        whole_us=sum(whole_us),
+    )
+
+
+def _finite(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None and isfinite(value)]
+
+
+def _mean_of(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
 def _known(values: Sequence[float | None]) -> Sequence[float]:
     return [value for value in values if value is not None]
 
@@ -152,27 +210,38 @@ def _mean(values: Sequence[float | None], weights: Sequence[int]) -> float | Non
 
 
 class Curves:
-    """Collects the points of each rank until they fill a row of ``curves``, which goes to ``emit``."""
+    """Collects the steps of each rank until they fill a row of ``curves``, which goes to ``emit``."""
 
     def __init__(self, emit: Callable[[Row], None]) -> None:
         self._emit = emit
-        self._waiting: dict[int, list[list[tuple[int, int, TrainingPoint]]]] = {}
-        """By rank and level: first and last number of the stream, and the point."""
+        self._steps: dict[int, list[tuple[int, StepFigures]]] = {}
+        """By rank: the number in the stream and the figures of steps that are in no row yet."""
+        self._waiting: dict[int, list[list[_Pooled]]] = {}
+        """By rank and level: what the next row of the level above is made of."""
 
-    def add(self, seq: int, rank: int, point: TrainingPoint) -> None:
+    def add(self, seq: int, rank: int, figures: StepFigures) -> None:
         """Take a step of a rank."""
+        steps = self._steps.get(rank)
+        if steps is None:
+            steps = self._steps[rank] = []
+        steps.append((seq, figures))
+        if len(steps) == ROLLUP_SIZES[0]:
+            self._pool(rank, (steps[0][0], seq, pool_figures([figures for _, figures in steps])))
+            steps.clear()
+
+    def _pool(self, rank: int, pooled: _Pooled) -> None:
         waiting = self._waiting.get(rank)
         if waiting is None:
             waiting = self._waiting[rank] = [[] for _ in ROLLUP_SIZES]
-        waiting[0].append((seq, seq, point))
-        for level, group in enumerate(waiting):
-            if len(group) < ROLLUP_SIZES[level] // (ROLLUP_SIZES[level - 1] if level else 1):
+        self._emit(_curve_row(0, rank, *pooled))
+        for level in range(1, len(ROLLUP_SIZES)):
+            group = waiting[level]
+            group.append(pooled)
+            if len(group) < ROLLUP_SIZES[level] // ROLLUP_SIZES[level - 1]:
                 return
             pooled = (group[0][0], group[-1][1], pool_points([point for _, _, point in group]))
             group.clear()
             self._emit(_curve_row(level, rank, *pooled))
-            if level + 1 < len(waiting):
-                waiting[level + 1].append(pooled)
 
     def load(self, connection: sqlite3.Connection) -> None:
         """Collect again what an earlier writer of this file had not pooled yet when it ended."""
@@ -185,7 +254,7 @@ class Curves:
                 waiting[level] = [_from_curve(row) for row in connection.execute(_CURVES, bind)]
             bind = {"rank": rank, "first": pooled[0] + 1, "last": 1 << 62}
             for row in connection.execute(_STEPS, bind).fetchall():
-                self.add(row[0], rank, _from_step(row))
+                self.add(row[0], rank, _figures_from(row))
 
 
 def _curve_row(level: int, rank: int, first: int, last: int, point: TrainingPoint) -> Row:
@@ -206,13 +275,13 @@ def _from_curve(row: Row) -> tuple[int, int, TrainingPoint]:
     return first, last, point
 
 
+def _figures_from(row: Row) -> StepFigures:
+    _, t, _, step, _, training_us, tokens, labels, flops, loss, lr, grad_norm, data_us, whole_us = row
+    return (t, step, training_us, tokens or 0, labels, flops, loss, lr, grad_norm, data_us or 0, whole_us or 0)
+
+
 def _from_step(row: Row) -> TrainingPoint:
-    _, t, _, step, count, training_us, tokens, labels, flops, loss, lr, grad_norm, data_us, whole_us = row
-    loss, lr, grad_norm = _number(loss), _number(lr), _number(grad_norm)
-    return TrainingPoint(
-        *(t, step, step, count, training_us, tokens or 0, labels, flops, loss, loss, loss, lr, grad_norm, grad_norm),
-        *(data_us or 0, whole_us or 0),
-    )
+    return _point(_figures_from(row))
 
 
 def read_points(connection: sqlite3.Connection, rank: int, first: int, last: int, limit: int) -> list[TrainingPoint]:

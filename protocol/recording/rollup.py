@@ -24,8 +24,10 @@ _ALLOCATED, _RESERVED, _RESIDENT = _AT["allocated_peak"], _AT["reserved_peak"], 
 
 
 def _total(values: Sequence[Any]) -> Any:
-    if None not in values:
+    try:
         return sum(values)
+    except TypeError:  # some are None
+        pass
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
@@ -40,12 +42,13 @@ def pool_steps(rows: Sequence[Row]) -> Row:
     """Pool rows of ``steps`` of one rank, in order of ``seq``, into a level 0 row of ``rollups``."""
     columns = list(zip(*rows, strict=True))
     allocated, reserved, resident = columns[11], columns[12], columns[13]
+    losses = [loss for loss in columns[7] if loss is not None]
     # On the CPU glibc keeps no high-water mark: there the resident set's peak is the true one.
     highest = resident if resident[0] is not None and None not in resident else allocated
     return (
         *(0, rows[0][2], rows[-1][0], rows[0][0], rows[-1][1], columns[1][highest.index(max(highest))], len(rows)),
         *(min(columns[3]), max(columns[3]), sum(columns[5]), max(columns[5]), _total(columns[6])),
-        *(_mean(columns[7], [1] * len(rows)), max(allocated), max(reserved)),
+        *(sum(losses) / len(losses) if losses else None, max(allocated), max(reserved)),
         max((value for value in resident if value is not None), default=None),
         *(_total(columns[at]) for at in _HOST_AT),
         *(_total(columns[at + 1]) for at in _HOST_AT),

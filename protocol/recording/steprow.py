@@ -52,25 +52,34 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
     bits = _OVERFLOW if step.overflow else 0
     last = -1
     regular = True
-    kinds = None
+    measures = None
     for phase in phases:
-        if phase.allocated.peak > allocated_top:
-            allocated_top = phase.allocated.peak
-        if phase.reserved.peak > reserved_top:
-            reserved_top = phase.reserved.peak
-        if phase.resident is not None and phase.resident.peak > resident_top:
-            resident_top = phase.resident.peak
-        kind = (phase.active is None, phase.requested is None, phase.resident is None)
+        peak = phase.allocated.peak
+        if peak > allocated_top:
+            allocated_top = peak
+        peak = phase.reserved.peak
+        if peak > reserved_top:
+            reserved_top = peak
+        measured = 0
+        if phase.active is not None:
+            measured = _ACTIVE
+        if phase.requested is not None:
+            measured |= _REQUESTED
+        if phase.resident is not None:
+            measured |= _RESIDENT
+            if phase.resident.peak > resident_top:
+                resident_top = phase.resident.peak
         position = _POSITIONS.get(phase.name, -1)
-        if position <= last or (kinds is not None and kind != kinds):
-            regular = False
-        last, kinds = position, kind
+        if position <= last or measured != measures:
+            if position <= last or measures is not None:
+                regular = False
+            measures = measured
+        last = position
     order: list[int | PhaseRecord] | None = None
     in_columns: Sequence[PhaseRecord] = phases
     if not regular:
-        order, in_columns, kinds = _split(phases)
-    if kinds is not None:
-        bits |= (0 if kinds[0] else _ACTIVE) | (0 if kinds[1] else _REQUESTED) | (0 if kinds[2] else _RESIDENT)
+        order, in_columns, measures = _split(phases)
+    bits |= measures or 0
     loss, lr, grad_norm = step.loss, step.lr, step.grad_norm
     if step.started != step.started:
         raise OverflowError("a step that started at no time")
@@ -113,12 +122,15 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
     ]
     allocated_end, reserved_end, resident_end = allocated_top, reserved_top, resident_top
     ended = slack = next_position = 0
+    lacking = len(in_columns) < len(STEP_PHASES)
+    waited: dict[str, int] = {}
     for phase in in_columns:
-        position = _POSITIONS[phase.name]
-        while next_position < position:
-            row += _NO_PHASE
+        if lacking:
+            position = _POSITIONS[phase.name]
+            while next_position < position:
+                row += _NO_PHASE
+                next_position += 1
             next_position += 1
-        next_position += 1
         allocated, reserved = phase.allocated, phase.reserved
         start, end, peak = allocated.start, allocated.end, allocated.peak
         reserved_start = reserved.start
@@ -162,7 +174,9 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
                 resident_top - resident.peak,
             )
             resident_end = resident.end
-    while next_position < len(STEP_PHASES):
+        if phase.waited_us is not None:
+            waited[phase.name] = phase.waited_us
+    while lacking and next_position < len(STEP_PHASES):
         row += _NO_PHASE
         next_position += 1
     rest: dict[str, Any] = {}
@@ -172,7 +186,6 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
         rest["cpu"] = step.cpu_us
     if step.flops:
         rest["flops"] = step.flops
-    waited = {phase.name: phase.waited_us for phase in in_columns if phase.waited_us is not None}
     if waited:
         rest["waited"] = waited
     if rest:
@@ -181,28 +194,31 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
     return tuple(row), _extra_rows(row, step, order) if order else []
 
 
-_Kinds = tuple[bool, bool, bool]
-
-
-def _split(phases: list[PhaseRecord]) -> tuple[list[int | PhaseRecord], list[PhaseRecord], _Kinds | None]:
+def _split(phases: list[PhaseRecord]) -> tuple[list[int | PhaseRecord], list[PhaseRecord], int | None]:
     """Part the phases that fit the columns from those that do not, whatever order they ran in.
 
-    Returns the order of all (a column phase by its position in ``STEP_PHASES``, another whole), and the column phases
-    in the order of their columns.
+    Returns the order of all (a column phase by its position in ``STEP_PHASES``, another whole), the column phases
+    in the order of their columns, and the bits of what was measured in these (None: there is none).
     """
     order: list[int | PhaseRecord] = []
     in_columns: dict[int, PhaseRecord] = {}
-    kinds = None
+    measures = None
     for phase in phases:
-        kind = (phase.active is None, phase.requested is None, phase.resident is None)
+        measured = _measured(phase)
         position = _POSITIONS.get(phase.name, -1)
-        if position >= 0 and position not in in_columns and (kinds is None or kind == kinds):
-            kinds = kind
+        if position >= 0 and position not in in_columns and (measures is None or measured == measures):
+            measures = measured
             order.append(position)
             in_columns[position] = phase
         else:
             order.append(phase)
-    return order, [in_columns[position] for position in sorted(in_columns)], kinds
+    return order, [in_columns[position] for position in sorted(in_columns)], measures
+
+
+def _measured(phase: PhaseRecord) -> int:
+    bits = 0 if phase.active is None else _ACTIVE
+    bits |= 0 if phase.requested is None else _REQUESTED
+    return bits | (0 if phase.resident is None else _RESIDENT)
 
 
 def _extra_rows(row: Sequence[Any], step: Step, order: list[int | PhaseRecord]) -> list[Row]:

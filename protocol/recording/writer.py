@@ -26,7 +26,7 @@ from ..throughput import peak_flops
 from ..wire import RESTART_LEAP, VERSION, Message
 from .batch import Batch
 from .checkpoint import Checkpointer
-from .curves import Curves, checkpoint_row, evaluation_row, point_of, training_row
+from .curves import Curves, checkpoint_row, evaluation_row, figures_of, training_row
 from .jobs import job_row
 from .marks import Marks
 from .opening import check_continuable
@@ -45,7 +45,7 @@ _HEARD = "heard"
 _TAKEN = "taken:"
 """So begin the keys of ``meta`` that hold the numbers of ``note_taken``."""
 
-_NOT_RECORDED = (Heartbeat, Query, Answer)
+_NOT_RECORDED = frozenset((Heartbeat, Query, Answer))
 
 
 def _describe(run: RunFile | None) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Writer:
             message: heartbeats, queries and answers are numbered but not recorded.
         """
         self.last_seq = seq
-        if isinstance(message, _NOT_RECORDED):
+        if type(message) in _NOT_RECORDED:
             return
         if t >= self._second + 1:
             self._second = int(t)
@@ -318,11 +318,12 @@ class Writer:
                 rows["extra_phases"] += extra
             if message.updates:
                 rows["updates"] += update_rows(seq, t, message)
-            training = training_row(seq, message, self._peaks.get(message.rank))
+            figures = figures_of(message, t)
+            training = training_row(seq, message, figures[2], self._peaks.get(message.rank))
             if training is not None:
                 rows["training_steps"].append(training)
             self._rollups.add(row)
-            self._curves.add(seq, message.rank, point_of(message, t))
+            self._curves.add(seq, message.rank, figures)
             self._marks.step(seq, message)
         elif isinstance(message, DeviceSample):
             rows["device_samples"].append(self._names.sample_row(seq, t, message, self._put_row))

@@ -42,6 +42,9 @@ MAX_OTHERS = 64
 that call themselves something else."""
 LOSSES_LISTED = 1_000
 
+_NOBLOCK = int(zmq.NOBLOCK)
+"""As a plain number: pyzmq takes an enumeration's member much slower."""
+
 _OF_RANK = re.compile(r"rank-(\d{1,9})-\d+-\d+")
 
 
@@ -95,13 +98,12 @@ class Intake:
 
     def drain(self, socket: "zmq.Socket[Any]", limit: int) -> int:
         """Take up to ``limit`` messages that are waiting; return how many there were."""
-        receive = socket.recv_multipart
         handle = self._handle
         clock = time.time
         count = 0
         with contextlib.suppress(zmq.Again):
             while count < limit:
-                frames = receive(zmq.NOBLOCK)
+                frames = _receive(socket)
                 count += 1
                 handle(frames, clock())
         self.received += count
@@ -170,3 +172,17 @@ class Intake:
         if sender not in self._told and len(self._told) < 64:
             self._told.add(sender)
             self._refuse(sender, reason)
+
+
+def _receive(socket: "zmq.Socket[Any]") -> list[bytes]:
+    """Receive one message as ``recv_multipart`` does, in half of its time.
+
+    That asks the socket after each frame whether there is another, which costs more than receiving it; a frame that
+    is received without copying knows. Raises ``zmq.Again`` where nothing waits.
+    """
+    frame = socket.recv(_NOBLOCK, copy=False)
+    frames = [frame.bytes]
+    while frame.more:
+        frame = socket.recv(_NOBLOCK, copy=False)
+        frames.append(frame.bytes)
+    return frames

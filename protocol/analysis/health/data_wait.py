@@ -86,10 +86,10 @@ class DataWait:
         wait = work = 0
         for record in step.phases:
             name = record.name
-            if name == "data":
-                wait = record.host_us
-            elif name in _WORK:
+            if name in _WORK:
                 work += record.device_us or 0
+            elif name == "data":
+                wait = record.host_us
         if wait and rank.cuda and step.device_us is not None:
             wait = max(0, min(wait, step.device_us - work))
         rank.window.append((wait, step.host_us))
@@ -109,23 +109,27 @@ class DataWait:
     def _look(self, step: int) -> list[Finding]:
         shares: dict[int, tuple[float, float, float]] = {}
         bound: list[int] = []
+        full = 0
         for number, rank in self._ranks.items():
             if len(rank.window) == WINDOW:
                 steps = list(rank.window)
+                full += 1
+                if self._facts is None and not may_be_bound(steps):
+                    continue
                 shares[number] = share, wait, _ = _share(sorted(steps)[:-LEFT_OUT])
                 if share >= SHARE and wait >= LEAST_US and _is_lasting(steps):
                     bound.append(number)
-        if not shares:
+        if not full:
             return []
-        middle = sorted(shares.values())[len(shares) // 2]
         if self._facts is not None:
+            middle = sorted(shares.values())[full // 2]
             self._free = self._free + 1 if middle[0] < SHARE / 2 else 0
             if self._free < LOOKS:
                 return []
             found = Finding("input_bound", self._facts, "resolved", "warning", self._who, step=step)
             self._facts = None
             return [found]
-        if not bound or len(bound) * 2 < len(shares):
+        if not bound or len(bound) * 2 < full:
             return []
         worst = max(bound, key=lambda number: shares[number][0])
         share, wait, host = shares[worst]
@@ -137,12 +141,22 @@ class DataWait:
             host / 1e3,
             WINDOW,
             len(bound),
-            len(shares),
+            full,
             self._ranks[worst].cuda,
             loader,
             workers_needed(loader, wait, host),
         )
         return [Finding("input_bound", self._facts, "raised", "warning", self._who, step=step)]
+
+
+def may_be_bound(steps: list[tuple[int, int]]) -> bool:
+    """Return whether the share of ``_look`` may reach ``SHARE``; False is certain, and cheap to find.
+
+    The steps left out have at least the mean wait, and each at most the longest time.
+    """
+    waits, hosts = zip(*steps, strict=True)
+    kept = len(steps) - LEFT_OUT
+    return sum(waits) * kept >= SHARE * (sum(hosts) - LEFT_OUT * max(hosts)) * len(steps)
 
 
 def _is_lasting(steps: list[tuple[int, int]]) -> bool:

@@ -187,7 +187,7 @@ class Divergence:
         before = self._levels.before()
         if len(before) < FEWEST_BLOCKS:
             return None
-        lowest = min(block.level for block in before)
+        lowest = min([block.level for block in before])
         self._lowest_of_run = lowest if self._lowest_of_run is None else min(lowest, self._lowest_of_run)
         # Cheap and decisive for most looks: nothing above the level's share, nothing to judge.
         if recent - lowest <= SHARE_OF_LEVEL * abs(lowest):

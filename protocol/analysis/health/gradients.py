@@ -36,6 +36,7 @@ COLLAPSED_STEPS = 20
 SOLVED = 0.05
 FINE_STEPS = 10
 _ZERO = 1e-30
+_LOG_RATIO, _LOG_TAIL, _LOG_COLLAPSE = math.log(RATIO), math.log(RATIO_OF_TAIL), math.log(COLLAPSE)
 
 
 class GradientFacts(msgspec.Struct, frozen=True):
@@ -159,16 +160,16 @@ class Gradients:
         if self._judged_at >= 0 and self._seen - self._judged_at < 8:
             return
         self._judged_at = self._seen
-        self._middle = median(self._logs)
         ordered = sorted(self._logs)
+        self._middle = ordered[len(ordered) // 2]
         self._sigma = max(LEAST_SIGMA, spread(ordered, self._middle))
         self._low, self._high = ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
 
     def _way(self, log: float) -> Literal["", "up", "down"]:
-        above, beyond = log - self._middle, math.log(RATIO_OF_TAIL)
-        if above > max(math.log(RATIO), SIGMAS * self._sigma) and log > self._high + beyond:
+        above = log - self._middle
+        if above > _LOG_RATIO and above > SIGMAS * self._sigma and log > self._high + _LOG_TAIL:
             return "up"
-        if -above > max(-math.log(COLLAPSE), SIGMAS * self._sigma) and log < self._low - beyond:
+        if -above > -_LOG_COLLAPSE and -above > SIGMAS * self._sigma and log < self._low - _LOG_TAIL:
             return "down"
         return ""
 
@@ -196,7 +197,7 @@ class Gradients:
     def _resolve(self, log: float, row: JoinedStep) -> list[Finding]:
         found: list[Finding] = []
         for way, (facts, middle) in list(self._standing.items()):
-            back = log - middle < math.log(RATIO) / 2 if way == "up" else middle - log < -math.log(COLLAPSE) / 2
+            back = log - middle < _LOG_RATIO / 2 if way == "up" else middle - log < -_LOG_COLLAPSE / 2
             self._fine = self._fine + 1 if back else 0
             if self._fine >= FINE_STEPS:
                 del self._standing[way]

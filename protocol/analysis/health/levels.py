@@ -53,14 +53,15 @@ class Levels:
         block, before = Block(self._open, self._open_step, self.count, lr), self._latest
         self._open = []
         if before:
-            rise = block.level - min(one.level for one in before)
+            rise = block.level - min([one.level for one in before])
             block.largest_rise = max(before[-1].largest_rise, rise)
         self.blocks.append(block)
         before.append(block)
 
     def before(self) -> list[Block]:
         """Return the last ``REFERENCE_BLOCKS`` blocks before the recent values, oldest first."""
-        return [one for one in self._latest if one.end <= self.count - BLOCK]
+        # The last block to end is among the recent values, or reaches into them; none before it does.
+        return list(self._latest)[:-1]
 
     def comparable(self, lr: float | None, fewest: int) -> list[Block]:
         """Return those of ``before`` that had a comparable learning rate.

@@ -17,10 +17,10 @@ def spread(values: Sequence[float], center: float | None = None) -> float:
     if not values:
         return 0.0
     middle = median(values) if center is None else center
-    return MAD_TO_SIGMA * median(abs(value - middle) for value in values)
+    return MAD_TO_SIGMA * median([abs(value - middle) for value in values])
 
 
 def tail(values: Sequence[float]) -> float:
     """Return the standard deviation of a normal distribution with the same 90th percentile of magnitudes."""
-    ordered = sorted(abs(value) for value in values)
+    ordered = sorted([abs(value) for value in values])
     return ordered[len(ordered) * 9 // 10] / 1.645 if ordered else 0.0

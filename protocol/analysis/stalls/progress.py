@@ -124,13 +124,15 @@ class RankProgress:
         for phase in step.phases:
             entered += phase.collectives
             name = phase.name
-            seconds = phase.host_us * 1e-6 if phase.count == 1 else phase.host_us * 1e-6 / (phase.count or 1)
+            seconds = phase.host_us * 1e-6
+            if phase.count > 1:
+                seconds /= phase.count
             known = usual.get(name, 0.0)
-            # The ordinary case, a duration between the forgetting maximum and its decay, costs two comparisons.
+            # The ordinary cases, a duration below the forgetting maximum or a short one, cost a few comparisons.
             decayed = known * FORGET
             if seconds <= decayed:
                 usual[name] = decayed
-            elif seconds <= known:
+            elif seconds <= known or seconds <= OUTLIER_FLOOR_S:
                 usual[name] = seconds
             else:
                 usual[name] = _clipped(seconds, known)

@@ -82,43 +82,55 @@ def _on_device(step: Step) -> Work:
     total = step.device_us
     if total is None:
         return Work(comparable=False)
-    records = [record for record in step.phases if record.name not in NOT_WORK]
     own: dict[str, int] = {}
     data = idle = None
     front = bound = 0
     comparable, measured, early = True, False, False
-    for record in records:
+    for record in step.phases:  # this runs for every step of every rank
         name, us = record.name, record.device_us or 0
+        if name in _SPECIAL:
+            if name in NOT_WORK:
+                continue
+            comparable = False
         if record.waited_us is not None:
             measured = True
         # The beginning of ``data`` is a mark without an event of its own: its device time is within that of ``idle``.
         if name == "data":
-            data, front = record, front + us
+            data = record
+            front += us
         elif name == "idle":
-            idle, front = record, front + us
+            idle = record
+            front += us
+            continue
         else:
             own[name] = us
-            comparable = comparable and name not in NOT_COMPARED
-        if record.collectives and name != "idle":
+        if record.collectives:
             if name in FRONT:
                 early = True
             else:
                 bound += us
     front = max(front, total - sum(own.values()))
-    own["data"] = in_data = min(front, data.host_us) if data is not None else 0
-    own["idle"] = front - in_data
+    in_data = min(front, data.host_us) if data is not None else 0
     if measured:
-        waited = 0
-        for record in records:
-            if record.waited_us:
-                waited += record.waited_us
-                own[record.name] = max(0, own[record.name] - record.waited_us)
-        return _work(step, own, waited, True, comparable)
+        own["data"], own["idle"] = in_data, front - in_data
+        waited = _take_waiting(step, own)
+        return Work(own, waited, True, total, step.micro_steps, step.padded_tokens, 0, comparable)
+    before = {"data": in_data}
     if idle is not None and idle.collectives:
-        bound += own.pop("idle")
-    return _work(step, {name: own[name] for name in FRONT if name in own}, bound, False, comparable and not early)
+        bound += front - in_data
+    else:
+        before["idle"] = front - in_data
+    if "forward" in own:
+        before["forward"] = own["forward"]
+    comparable = comparable and not early and bound > 0
+    return Work(before, bound, False, total, step.micro_steps, step.padded_tokens, 0, comparable)
 
 
-def _work(step: Step, own: dict[str, int], waited: int, measured: bool, comparable: bool) -> Work:
-    comparable = comparable and (measured or waited > 0)
-    return Work(own, waited, measured, step.device_us or 0, step.micro_steps, step.padded_tokens, 0, comparable)
+def _take_waiting(step: Step, own: dict[str, int]) -> int:
+    """Return how long the device waited for other ranks, and take that out of ``own``."""
+    waited = 0
+    for record in step.phases:
+        if record.waited_us and record.name not in NOT_WORK:
+            waited += record.waited_us
+            own[record.name] = max(0, own[record.name] - record.waited_us)
+    return waited

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from ftmon.protocol.analysis import text
 from ftmon.protocol.analysis.findings import Finding
-from ftmon.protocol.analysis.health.data_wait import workers_needed
+from ftmon.protocol.analysis.health.data_wait import LEFT_OUT, SHARE, WINDOW, may_be_bound, workers_needed
 from ftmon.protocol.analysis.health.joined import Join
+from ftmon.protocol.analysis.health.levels import BLOCK, Levels
 from ftmon.protocol.analysis.health.monitor import HealthMonitor
 from ftmon.protocol.health import DataLoaderInfo
 from ftmon.protocol.telemetry import DeviceInfo, DeviceSample, Hello, PhaseRecord, Span, Step, Update
@@ -355,6 +356,30 @@ def test_the_first_batch_of_an_epoch_and_a_wait_that_the_gpu_does_not_see_are_no
     assert kinds(fed(busy, hello(kind="cuda"))) == []
     idle = [step(at, data_ms=60, busy_us=95_000, device_us=159_000) for at in range(1, 300)]
     assert kinds(fed(idle, hello(kind="cuda"))) == ["input_bound"]
+
+
+def test_the_cheap_look_passes_over_no_window_that_waits_for_data():
+    rng = random.Random(7)
+    passed_over = 0
+    for _ in range(2000):
+        wait, host = rng.choice([(90, 400), (110, 400), (150, 400)]), rng.choice([1, 3])
+        window = [(rng.randrange(wait[0]), rng.randrange(wait[1] - 200, host * wait[1])) for _ in range(WINDOW)]
+        window += [(rng.randrange(500), rng.randrange(900)) for _ in range(rng.randrange(5))]
+        window = rng.sample(window, WINDOW)
+        kept = sorted(window)[:-LEFT_OUT]
+        share = sum(one[0] for one in kept) / sum(one[1] for one in kept)
+        passed_over += not may_be_bound(window)
+        assert may_be_bound(window) or share < SHARE
+    assert 500 < passed_over < 2000
+
+
+def test_the_blocks_before_the_recent_values_are_those_that_ended_before_them():
+    levels = Levels()
+    for count in range(1, 500):
+        levels.add(float(count), count, None)
+        ended = [block for block in levels.blocks if block.end <= count - BLOCK]
+        assert levels.before() == ended[-len(levels.before()) or len(ended) :]
+        assert len(levels.before()) >= min(len(ended), 47)
 
 
 def test_one_rank_of_four_that_waits_for_data_is_not_an_input_bound_run():
