@@ -19,7 +19,7 @@ from .rundir import ExitFile
 UNTIE = b"u"
 
 
-class Word(msgspec.Struct, frozen=True, omit_defaults=True):
+class LauncherMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a launcher says to the command that started it."""
 
     launcher: ProcessId | None = None
@@ -72,7 +72,7 @@ class CommandEnd:
         *lines, self._text = self._text.split(b"\n")
         for line in lines:
             with contextlib.suppress(msgspec.MsgspecError, ValueError):
-                word = msgspec.json.decode(line, type=Word)
+                word = msgspec.json.decode(line, type=LauncherMessage)
                 self.launcher = word.launcher or self.launcher
                 self.end = word.end or self.end
 
@@ -91,7 +91,7 @@ class LauncherEnd:
         """Return the descriptor, for ``select``."""
         return self._socket.fileno()
 
-    def say(self, word: Word) -> None:
+    def say(self, word: LauncherMessage) -> None:
         """Send a word; a command that is gone does not hear it."""
         with contextlib.suppress(OSError):
             self._socket.send(msgspec.json.encode(word) + b"\n", socket.MSG_NOSIGNAL)

@@ -27,7 +27,7 @@ from ...protocol.intent import LAUNCHER, Intent, read_intent, write_intent
 from ...protocol.join import join_path
 from ...protocol.process import this_process
 from ...protocol.rundir import ExitFile, LeftFile, RunDir, RunFile
-from ...protocol.starter import LauncherEnd, Word
+from ...protocol.starter import LauncherEnd, LauncherMessage
 from ...protocol.streams import never_fail
 from ..host import processes
 from ..host.terminate import sweep
@@ -80,7 +80,7 @@ class Launcher:
         self._grace = started.options.stop_grace
         with _disk_trouble("run.json"):
             self._run.write_run(msgspec.structs.replace(started, launcher=this_process()))
-        self._say(Word(launcher=this_process()))
+        self._say(LauncherMessage(launcher=this_process()))
         self._hub.start()
         self._tell_other_hosts(started)
         environment = job_environment(self._run, os.environ)
@@ -181,7 +181,7 @@ class Launcher:
                 else:
                     self._hub.note_reaped(pid, status)
 
-    def _say(self, word: Word) -> None:
+    def _say(self, word: LauncherMessage) -> None:
         if self._starter is not None:
             self._starter.say(word)
 
@@ -308,7 +308,7 @@ class Launcher:
         if left:
             text += "; still there: " + ", ".join(f"pid {process.pid} in state {process.state}" for process in left)
         end = ExitFile(code, now, state, text, cause, [process.pid for process in left])
-        self._say(Word(end=end))
+        self._say(LauncherMessage(end=end))
         with _disk_trouble("exit.json"):
             self._run.write_exit(end)
         print(f"ftmon: the run {state}: {text}", flush=True)

@@ -19,7 +19,7 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.cost import epoch_cost
 from ...protocol.analysis.estimates.largest import Need
 from ...protocol.errors import ConfigError, FtmonError, UsageError
-from ..host.lowly import end_with_parent, step_back
+from ..host.low_priority import end_with_parent, lower_priority
 from . import deepspeed_file, jobs, show
 from .result import Prediction
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = arguments_of(argv)
     if arguments.background is not None:
         end_with_parent(arguments.background)
-        step_back(idle=False)
+        lower_priority(idle=False)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         with quietly():

@@ -151,15 +151,15 @@ def _flags(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prep
 def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prepared:
     from . import launched, ranks
     from .dry import Job
-    from .script import Looked, ScriptRun
+    from .script import ScriptInputs, ScriptRun
 
     started = launched.parse(arguments.command)
     count = arguments.ranks or started.ranks or 1
     _check_ranks(count, arguments.command[0])
-    looked: Looked | None = getattr(arguments, "looked", None)
+    looked: ScriptInputs | None = getattr(arguments, "looked", None)
     if looked is None:
         ranks.warm()
-        looked = ranks.once(lambda: ScriptRun(started, None, count, allocator, gpu).looked, Looked)
+        looked = ranks.once(lambda: ScriptRun(started, None, count, allocator, gpu).looked, ScriptInputs)
         arguments.looked = looked
     settings = deepspeed_file.with_changes(looked.deepspeed, getattr(arguments, "changes", {}))
     try:

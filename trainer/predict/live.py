@@ -23,7 +23,7 @@ from ...protocol import private_files, run_store
 from ...protocol.errors import FtmonError
 from ...protocol.prediction import PredictedPhase, PredictedPoint, Prediction
 from ...protocol.rundir import RunDir
-from ..host.lowly import end_with_parent, step_back
+from ..host.low_priority import end_with_parent, lower_priority
 
 _SHORTEST = 8
 _LENGTHS = 5
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     kept = cache_file(config, arguments.gpu)
     found = _cached(kept)
     if found is None:
-        step_back()
+        lower_priority()
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["OMP_NUM_THREADS"] = "1"
         found = made(run, config, arguments.gpu)

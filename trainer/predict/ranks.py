@@ -16,7 +16,7 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.roofline import Work
 from ...protocol.errors import ConfigError, FtmonError
 from ...protocol.throughput import ModelFlops
-from ..host.lowly import end_with_parent
+from ..host.low_priority import end_with_parent
 from . import trace
 from .dry import DryRun, Measured
 from .result import Rank

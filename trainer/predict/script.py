@@ -36,7 +36,7 @@ ADAMS = ("Adam", "AdamW", "FusedAdam")
 """Optimizers of a script in whose place DeepSpeed's CPUAdam computes the same."""
 
 
-class Looked(msgspec.Struct, frozen=True):
+class ScriptInputs(msgspec.Struct, frozen=True):
     """What a script gave to ``deepspeed.initialize``."""
 
     model: str
@@ -85,7 +85,7 @@ class ScriptRun(DryRun):
         self._settings = job.deepspeed if job is not None else None
         self._kept: BaseException | None = None
         """Keeps the script's frames, and so whatever it holds."""
-        self.looked: Looked | None = None
+        self.looked: ScriptInputs | None = None
         self.notes = [
             "the script was run up to deepspeed.initialize; steps are of a plain loop on input_ids and labels",
         ]
@@ -164,7 +164,7 @@ class ScriptRun(DryRun):
         made = type(optimizer).__name__ if optimizer is not None and not callable(optimizer) else ""
         settings = _settings(given, self._launched.script)
         name = str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__)
-        self.looked = Looked(
+        self.looked = ScriptInputs(
             name,
             settings,
             bool(getattr(model, "is_gradient_checkpointing", False)),

@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from ...protocol.errors import UsageError
-from .trainer import become, require_training
+from .trainer_process import become, require_training
 
 PREDICT = "ftmon.trainer.predict"
 _OF_BOTH = ("ranks", "capacity", "gpu", "price", "data", "largest", "what_if")

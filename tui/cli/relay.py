@@ -13,7 +13,7 @@ from ...protocol.errors import FtmonError, UsageError
 from ...protocol.rundir import RunDir
 from ..source.relayed import CHANNELS, Greeting
 from ..source.tunnel import Tunnel
-from .trainer import living_hub
+from .trainer_process import living_hub
 
 _LOOK_SECONDS = 0.5
 

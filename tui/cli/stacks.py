@@ -15,7 +15,7 @@ from ..source.find import recording_file
 from .control import ask
 from .printable import print_json
 from .recordings import check_rank, opened
-from .trainer import living_hub
+from .trainer_process import living_hub
 
 _SECONDS = 60.0
 _MOST = 240

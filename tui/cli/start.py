@@ -13,7 +13,7 @@ from ...protocol.run_options import RunOptions
 from ...protocol.start_request import StartRequest
 from ...protocol.starter import CommandEnd
 from .outcome import attach_line
-from .trainer import SCRIPT, StartFailedError, become, print_config, require_training, start_run
+from .trainer_process import SCRIPT, StartFailedError, become, print_config, require_training, start_run
 
 
 def demo(arguments: Namespace) -> int:
@@ -107,7 +107,7 @@ def _start_and_watch(arguments: Namespace, request: StartRequest, *, stdin: bool
         request: the run to start.
         stdin: the job may read this command's standard input, where the app does not.
     """
-    from .view import opens_app, watch
+    from .attach import opens_app, watch
 
     line = None if arguments.detach else CommandEnd()
     stdin = stdin and line is not None and _may_read_stdin() and not opens_app(arguments)

@@ -12,8 +12,8 @@ from ...protocol.analysis.sweep.text import aligned, result_lines, table
 from ...protocol.sweep.store import ResultsError, default_output
 from ...protocol.text import sanitize
 from . import terminal
-from .trainer import StartFailedError, become
-from .view import opens_app
+from .attach import opens_app
+from .trainer_process import StartFailedError, become
 
 SWEEP = "ftmon.trainer.sweep"
 _LOOK_SECONDS = 0.1

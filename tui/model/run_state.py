@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ...protocol import control, hosts, jobs, telemetry
 from ...protocol.prediction import Prediction
 from .alerts import AlertHistory
-from .fit import Fit, fit
+from .capacity import Fit, fit
 from .logs import LogHistory
 from .oom import OomCases
 from .rank import Peak, RankModel

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from math import floor
 
-from .levels import EMPTY, KEEP, RATIO, Level
+from .max_pyramid import EMPTY, KEEP, RATIO, Level
 
 __all__ = ["EMPTY", "Columns", "Mark", "Timeline"]
 

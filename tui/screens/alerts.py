@@ -16,8 +16,8 @@ from ..widgets.listing import Listing
 from ..widgets.panes import pressing
 from ..widgets.prompt import Prompt
 from .base import MonitorScreen, key
+from .kill_targets import suggested
 from .memory import MemoryScreen
-from .targets import suggested
 
 
 class AlertList(Listing):

@@ -13,7 +13,7 @@ from ..widgets.app_state import AppState
 from ..widgets.canvas import Canvas
 from ..widgets.line import Line
 from ..widgets.panes import KeyBar, ReplayBar, SummaryBar
-from .targets import suggested
+from .kill_targets import suggested
 
 SMALLEST = (60, 16)
 """Columns and rows that the screens need."""

@@ -17,8 +17,8 @@ from ..widgets.charts import Chart, Series, chart_lines
 from ..widgets.line import Line
 from ..widgets.memory_view import MemoryChoice, body_lines, cause_of, fall_of, head_lines, title_line
 from ..widgets.peak_bars import peak_bars
-from .asking import Asking
 from .base import MonitorScreen, key
+from .command_status import CommandStatus
 
 _CHART_LINES = 14
 """Room below the rest from which on the peaks over the steps are charted."""
@@ -159,7 +159,7 @@ class MemoryScreen(MonitorScreen):
         super().__init__(app_state)
         self._canvas = MemoryCanvas(app_state, name="body")
         self._canvas.choice = MemoryChoice(phase=phase)
-        self._asking = Asking(app_state)
+        self._asking = CommandStatus(app_state)
 
     def body(self) -> Iterable[Widget]:
         """Give the one canvas."""

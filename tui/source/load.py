@@ -9,7 +9,7 @@ from math import ceil, floor
 from ...protocol.recording.results import RecordingInfo
 from ...protocol.telemetry import Checkpoint, Evaluation, Step
 from ...protocol.wire import Frame
-from ..model.levels import Level
+from ..model.max_pyramid import Level
 from ..model.run import RunInfo, RunModel
 from .history import History
 from .overview import Overview, fine_begin, read_memory

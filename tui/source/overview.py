@@ -11,7 +11,7 @@ from ...protocol.recording.results import RecordingInfo
 from ...protocol.telemetry import AllocatorEvents
 from ...protocol.wire import Frame
 from ..model.events import KEPT
-from ..model.levels import EMPTY, RATIO, Level
+from ..model.max_pyramid import EMPTY, RATIO, Level
 from ..model.series import StepSeries
 from ..model.training import TrainingHistory
 from .history import History

@@ -11,7 +11,7 @@ from ..model.run import RunModel
 from ..source.base import Source
 from ..source.dry_runs import DryRuns
 from .theme import Theme
-from .views import Views, nice_top
+from .view_models import Views, nice_top
 
 SPANS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Seconds a graph's column may cover."""

@@ -9,7 +9,7 @@ from .line import Line, spread
 from .scrubber import scrubber
 from .summary import Summary, first_line, summary_lines
 from .theme import Theme
-from .views import playback_of, summary_of
+from .view_models import playback_of, summary_of
 
 
 class SummaryBar(Canvas):

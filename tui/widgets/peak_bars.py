@@ -7,7 +7,7 @@ from ..model.waterfall import LABELS, RankBar
 from .figures import gib
 from .line import Line
 from .theme import Theme
-from .views import nice_top
+from .view_models import nice_top
 
 PART_FILLS = {
     "parameters": "P",

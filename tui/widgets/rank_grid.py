@@ -12,7 +12,7 @@ from .card import FIXED_LINES, card
 from .line import Line
 from .log_lines import log_line
 from .rank_view import RankView
-from .views import History, scale_of
+from .view_models import History, scale_of
 
 CARD_WIDTH, CARD_HEIGHT = 36, FIXED_LINES + 2
 """The smallest card that says everything."""

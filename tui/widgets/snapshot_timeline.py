@@ -11,7 +11,7 @@ from .canvas import Canvas
 from .figures import gib
 from .line import Line, beside, cut, spread
 from .memory_graph import Column, Scale, memory_graph
-from .views import nice_top
+from .view_models import nice_top
 
 _AXIS = 7
 _BANDS, _BANDS_TALL, _TALL = 1, 3, 14

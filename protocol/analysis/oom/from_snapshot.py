@@ -10,9 +10,9 @@ from ...snapshot.model import FREE, Frame, Snapshot
 from ...telemetry import Oom
 from ..allocator.snapshot.analysis import find_oom, live_stacks
 from ..allocator.snapshot.layout import Piece, layout_at
+from ..allocator.snapshot.pending_states import pending_states
 from ..allocator.snapshot.replay import Replay
 from ..allocator.snapshot.rounding import SMALL_MOST
-from ..allocator.snapshot.states_to_come import states_to_come
 from ..remedies import remedies
 from ..text.oom import explain
 from .verdict import OomContext
@@ -40,7 +40,7 @@ def report_of(snapshot: Snapshot, replays: list[Replay]) -> OomReport | None:
     oom = oom_of(snapshot, replay)
     if oom is None:
         return None
-    around = OomContext(to_come=states_to_come(replay, index))
+    around = OomContext(to_come=pending_states(replay, index))
     verdict = explain(oom, around)
     return OomReport(oom.rank, oom.step, oom.phase, oom.time, oom, verdict, remedies(oom, verdict, around))
 

@@ -22,7 +22,7 @@ import msgspec
 from ...oom import OomKind
 from ...telemetry import Hello, Oom, ProcessMemory
 from ..allocator.snapshot.layout import matters
-from ..allocator.snapshot.states_to_come import STATE_FRAMES
+from ..allocator.snapshot.pending_states import STATE_FRAMES
 
 FITTING = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
 """Parts that a run holds whatever its batches are."""
@@ -108,7 +108,7 @@ def facts(oom: Oom, around: OomContext) -> dict[str, int]:
         "leak": growth or 0,
         "excess": excess_of_batch(oom),
         "logits": logits_bytes(oom),
-        "to_come": around.to_come or states_to_come(oom),
+        "to_come": around.to_come or pending_states(oom),
     }
     return {name: size for name, size in found.items() if size > 0}
 
@@ -143,7 +143,7 @@ def steady_growth(starts: Sequence[int]) -> int | None:
     return gained
 
 
-def states_to_come(oom: Oom) -> int:
+def pending_states(oom: Oom) -> int:
     """Estimate what an Adam's first step still had to allocate for its states, bytes: at the least; 0: not known.
 
     Two numbers for each that is updated, as wide as the parameters are, less what was made of them.

@@ -21,9 +21,9 @@ from ..phases.tracker import Tracker
 from ..rank.context import RankContext
 from ..rank.trained import Trained
 from ..values.sizes import model_sizes
-from .armed_phase import PATIENCE_STEPS, Armed
 from .history import Recording
 from .snapshots import Answer
+from .stack_window import PATIENCE_STEPS, StackWindow
 
 MOST_STEPS = 3
 MOST_WANTS = 4
@@ -35,7 +35,7 @@ REASONS = ("asked", "spike", "leak", "oom")
 
 
 class _Want(NamedTuple):
-    armed: Armed
+    armed: StackWindow
     reason: Any
     answer: Answer
     patience: float
@@ -96,7 +96,7 @@ class StackCapture:
             answer(False, f"{len(self._wants)} recordings of stacks are waiting already", {})
         else:
             leak = reason == "leak"
-            armed = Armed(recording, tracker, phase, min(MOST_STEPS, max(1, steps)), from_step, long=leak)
+            armed = StackWindow(recording, tracker, phase, min(MOST_STEPS, max(1, steps)), from_step, long=leak)
             seconds = (PATIENCE_STEPS + max(0, from_step - tracker.step)) * self._pace.usual
             patience = min(MOST_SECONDS, max(LEAST_SECONDS, seconds))
             self._wants.append(_Want(armed, reason if reason in REASONS else "asked", answer, patience))
@@ -170,7 +170,7 @@ class StackCapture:
         self._recording.release()
         want.answer(ok, text, {})
 
-    def _find(self, armed: Armed, reason: Any, step: Step) -> Cause:
+    def _find(self, armed: StackWindow, reason: Any, step: Step) -> Cause:
         start = time.perf_counter_ns()
         leak = reason == "leak"
         trace = self._recording.read(self._rank.device.memory.device_index)

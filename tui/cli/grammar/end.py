@@ -20,12 +20,12 @@ def add(commands: "Commands") -> None:
 
 
 def _stop(commands: "Commands") -> None:
-    stop = add_command(commands, "stop", "act:stop", "save a checkpoint and end the run after its current step")
+    stop = add_command(commands, "stop", "kill_stop:stop", "save a checkpoint and end the run after its current step")
     add_run(stop)
 
 
 def _kill(commands: "Commands") -> None:
-    kill = add_command(commands, "kill", "act:kill", "end a run, or some of its ranks, by signals")
+    kill = add_command(commands, "kill", "kill_stop:kill", "end a run, or some of its ranks, by signals")
     add_run(kill)
     kill.add_argument(
         "--rank", type=rank, action="append", default=[], metavar="R", help="this rank only; may be repeated"

@@ -9,7 +9,7 @@ from ...model.oom import OomCase
 from ...widgets.alert_lines import wrap
 from ...widgets.app_state import AppState
 from ...widgets.line import Line
-from ..answers import answer_lines, button_line
+from ..command_answers import answer_lines, button_line
 from ..command_dialog import CommandDialog
 
 

@@ -11,10 +11,10 @@ from ....text import gib
 from .allocations import BEFORE, columns
 from .layout import Piece, layout_at, matters
 from .live import Totals, sums
+from .pending_states import pending_states
 from .replay import Replay
 from .rounding import SMALL_MOST
 from .stacks import Tally, frame_words
-from .states_to_come import states_to_come
 
 NO_STACK = "no Python stack recorded"
 """Of what was allocated before the window, by C++ threads such as the backward pass has, or without stacks."""
@@ -142,7 +142,7 @@ def find_oom(replay: Replay) -> Oom | None:
     reserved = replay.at(replay.reserved, index)
     allocated = replay.at(replay.allocated, index)
     free = sum(piece.free_bytes for piece in pieces)
-    to_come = states_to_come(replay, index)
+    to_come = pending_states(replay, index)
     kind, verdict = _verdict(asked, device_free, usable, reserved, to_come)
     verdict += f". {_holder(replay, index, allocated)}" if allocated else ""
     return Oom(

@@ -20,7 +20,7 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def step_back(idle: bool = True) -> None:
+def lower_priority(idle: bool = True) -> None:
     """Take the processor and the disk only while nobody else wants them, and be the first to go when memory ends.
 
     Args:

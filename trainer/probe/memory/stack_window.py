@@ -12,7 +12,7 @@ PATIENCE_STEPS = 24
 """A phase that has not come in so many steps is not waited for any longer."""
 
 
-class Armed:
+class StackWindow:
     """A watcher of phase boundaries (``Tracker.watchers``) that takes itself out when it is done.
 
     Args:

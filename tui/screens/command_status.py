@@ -14,7 +14,7 @@ _DONE = {
 """What to say when these were done."""
 
 
-class Asking:
+class CommandStatus:
     """Sends commands and says on the screen's foot how each stands."""
 
     def __init__(self, app_state: AppState) -> None:

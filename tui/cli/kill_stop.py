@@ -9,7 +9,7 @@ from ...protocol.errors import FtmonError
 from ...protocol.rundir import RunDir
 from .control import ask
 from .ending import wait_for_end
-from .trainer import living_hub
+from .trainer_process import living_hub
 
 _END_SECONDS = 60.0
 _WRITTEN_SECONDS = 10.0

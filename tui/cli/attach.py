@@ -155,7 +155,7 @@ def _ascii(arguments: Namespace) -> bool:
 
 def _bring_back_hub(run: RunDir) -> None:
     """Start a new hub where it is gone; without one its recording can still be shown."""
-    from .trainer import living_hub
+    from .trainer_process import living_hub
 
     try:
         living_hub(run)
