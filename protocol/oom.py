@@ -60,7 +60,7 @@ class Remedy(msgspec.Struct, frozen=True, omit_defaults=True):
     """What to write where, such as ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``; empty where it is up to the
     script."""
     frees_bytes: Whole = 0
-    """What it would free at the moment of the error; 0: the numbers do not say."""
+    """Bytes it would free at the moment of the error; 0: not known."""
     bound: Literal["", "about", "at most"] = ""
     """How ``frees_bytes`` is meant."""
 

@@ -16,7 +16,7 @@ OnOom = Literal["raise", "hold"]
 
 
 class MultiHost(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A run on several hosts, as far as its command tells."""
+    """A run on several hosts, as found from its command."""
 
     hosts: list[str] = []
     """Their names, where the launcher reaches them over ssh; empty where something else starts the ranks there."""
@@ -56,7 +56,7 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds between SIGTERM (or the loss of the command that the run is tied to) and SIGKILL: what SLURM and
     Kubernetes give."""
     multihost: MultiHost | None = None
-    """The run's hosts where it has several; found by whoever makes the run."""
+    """The run's hosts where it has several; found when the run is made."""
 
     def check(self) -> None:
         """Refuse values that make no sense, alone or together.

@@ -1,4 +1,4 @@
-"""Figures of training over a run: what each step came to, pooled where a window is long, and the results beside it.
+"""Figures of training over a run: by step, pooled where a window is long, and the results beside them.
 
 ``training_steps`` has a row for each step of each rank of which there is more to say than ``steps`` has columns for;
 the view ``throughput`` joins both. ``curves`` pools 16, 128, 1,024 or 8,192
@@ -160,7 +160,7 @@ class Curves:
         """By rank and level: first and last number of the stream, and the point."""
 
     def add(self, seq: int, rank: int, point: TrainingPoint) -> None:
-        """Take a step of a rank."""
+        """Add a step of a rank."""
         waiting = self._waiting.get(rank)
         if waiting is None:
             waiting = self._waiting[rank] = [[] for _ in ROLLUP_SIZES]

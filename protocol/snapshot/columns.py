@@ -42,7 +42,7 @@ def _checked(path: str) -> Generator[None, None, None]:
 
 
 class Compactor:
-    """Makes the columns in two parts, so that whoever needs no stacks yet can begin with the first."""
+    """Makes the columns in two parts, so that a reader can begin before the stacks are there."""
 
     def __init__(self, path: str) -> None:
         self.path = path

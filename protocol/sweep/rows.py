@@ -16,7 +16,7 @@ Settings = dict[str, Value]
 
 Verdict = Literal["done", "out-of-memory", "hang", "crash", "timeout", "refused", "no-steps", "unfinished"]
 """``refused``: the run was not started, its configuration cannot be used; ``no-steps``: it ended in order, without an
-optimizer step; ``unfinished``: the sweep ended first (budget, interrupt), so the row says nothing of the configuration.
+optimizer step; ``unfinished``: the sweep ended first (budget, interrupt), so the row is no result of the configuration.
 """
 Goal = Literal["largest", "fastest", "phases"]
 
@@ -61,7 +61,7 @@ class Header(msgspec.Struct, tag="sweep", frozen=True, omit_defaults=True):
 
 
 class Predicted(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What ``ftmon predict`` said of a configuration; the highest rank's figures."""
+    """Prediction of a configuration by ``ftmon predict``; the highest rank's figures."""
 
     peak_bytes: int
     """Allocated peak of the highest phase."""
@@ -172,7 +172,7 @@ class Row(msgspec.Struct, tag="row", frozen=True, omit_defaults=True):
     """From its start until its GPUs were seen to be empty."""
     repeat: int = 0
     run: str = ""
-    """The run's identifier; empty of one that was refused."""
+    """The run's identifier; empty where it was refused."""
     text: str = ""
     """The evidence, one line."""
     phase: str = ""

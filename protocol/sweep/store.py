@@ -108,7 +108,7 @@ class Writer:
         """Write one entry; it is on the disk when this returns.
 
         Raises:
-            FtmonError: the disk does not take it.
+            FtmonError: it cannot be written.
         """
         try:
             self._file.write(msgspec.json.encode(entry) + b"\n")

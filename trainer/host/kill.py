@@ -1,7 +1,7 @@
-"""Killing ranks, or a whole run, and making sure: signals in steps, to processes known by pid and start time.
+"""Kills ranks, or a whole run, and verifies it: signals in steps, to processes known by pid and start time.
 
-A thread of its own. It looks at the process table again before each step, because a dying rank may leave workers that
-were not there before, and ends only when nothing is left or its time is up.
+A thread of its own. It reads the process table again before each step, because a dying rank may leave new workers, and
+ends only when no process is left or its time is up.
 """
 
 import contextlib
@@ -109,7 +109,7 @@ class Kill(threading.Thread):
         return self._report(left, time.monotonic() - begun)
 
     def _find(self) -> list[Process]:
-        """List what lives of the target now, and remember it: a worker whose rank is gone descends from nobody."""
+        """List the target's living processes; keep them, since a worker whose rank is gone has no ancestor here."""
         table = processes.table()
         mains = {target.pid for target in self._mains(table)}
         if self._whole_run:
@@ -212,7 +212,7 @@ class Kill(threading.Thread):
         return Outcome(not left and not held, "; ".join(sentences), data)
 
     def _unattributed(self) -> list[Process]:
-        """List what some rank of this run left behind without a trace of which: daemons with another environment.
+        """List daemons with another environment, which some rank of this run left behind; which one is unknown.
 
         The run's launcher is the subreaper of its host, so that they are its children, though it did not start them.
         """

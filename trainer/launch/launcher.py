@@ -65,7 +65,7 @@ class Launcher:
         self._interrupts = 0
         """How often SIGINT was passed on."""
         self._intent: Intent | None = None
-        """What was asked of this process, where the disk did not take ``intent.json``."""
+        """The request to end, where ``intent.json`` could not be written."""
         self._grace = 0.0
         self._kill_at: float | None = None
         self._reap_at: float | None = None
@@ -103,7 +103,7 @@ class Launcher:
         return 0
 
     def _tell_other_hosts(self, started: RunFile) -> None:
-        """Bring the run's key to the hosts that ssh or srun reaches; say how the others join."""
+        """Copy the run's key to the hosts that ssh or srun reaches; print how the others join."""
         hosts = started.options.multihost
         if hosts is None:
             return
@@ -186,7 +186,7 @@ class Launcher:
             self._starter.say(word)
 
     def _look_at_starter(self) -> None:
-        """End a run whose command is gone that it was tied to: nobody would wait for it, or end it."""
+        """End a run that is tied to a command that is gone: no process would wait for it, or end it."""
         if self._starter is None or not self._starter.open or not self._starter.lost():
             return
         print("ftmon: the command that started the run is gone; ending the run", flush=True)
@@ -252,7 +252,7 @@ class Launcher:
         self._signal_all(signal.SIGKILL)
 
     def _members(self) -> list[processes.Process]:
-        """List what lives of the run: every descendant of ours but the hub, and whatever carries the run's mark."""
+        """List the run's living processes: every descendant but the hub, and all that carry the run's mark."""
         me = os.getpid()
         hub = self._run.living_hub()
         spared = {me, *([self._hub.pid] if self._hub.pid else []), *([hub.process.pid] if hub else [])}
@@ -316,7 +316,7 @@ class Launcher:
 
 @contextlib.contextmanager
 def _disk_trouble(name: str) -> Generator[None]:
-    """Go on without a file that a full disk does not take."""
+    """Continue without a file that cannot be written to a full disk."""
     try:
         yield
     except OSError as error:

@@ -32,7 +32,7 @@ class Requests:
         self._waiting.append(Request(signal.Signals(number), time.monotonic()))
 
     def take(self) -> list[signal.Signals]:
-        """Return the signals to pass on, in order; requests to end that came twice at once count once."""
+        """Return the signals to pass on, in order; two requests to end at the same time count as one."""
         waiting, self._waiting = self._waiting, []
         found: list[signal.Signals] = []
         for number, at in waiting:

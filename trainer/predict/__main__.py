@@ -138,7 +138,7 @@ def _with_largest(
 
 
 def _teller(arguments: argparse.Namespace) -> Callable[[str], None]:
-    """Return what says what is being predicted, to a person who waits."""
+    """Return a function that prints what is being predicted, to a person who waits."""
     stream = sys.__stderr__
     told = stream is not None and (arguments.background is not None or stream.isatty())
 

@@ -1,4 +1,4 @@
-"""A command that starts a training script, taken apart: the script, its arguments, and how many ranks it would have."""
+"""Parses a command that starts a training script: the script, its arguments, and its number of ranks."""
 
 import re
 from collections.abc import Sequence
@@ -44,11 +44,11 @@ class Launched:
     ranks: int | None
     """None: the launcher would count this machine's GPUs."""
     environment: dict[str, str] = field(default_factory=dict[str, str])
-    """What the launcher tells the script by environment variables, the ranks' numbers apart."""
+    """Environment variables from the launcher, without the ranks' numbers."""
 
 
 def parse(command: Sequence[str]) -> Launched:
-    """Take a command apart: a launcher or ``python``, its options, a script and its arguments.
+    """Parse a command: a launcher or ``python``, its options, a script and its arguments.
 
     Raises:
         UsageError: it is another command, or names no script that is there.

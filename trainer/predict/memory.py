@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _scalar(args: tuple[Any, ...]) -> Any:
-    """Return a value for a fake tensor's. 1.0 keeps gradients finite; 0 and False say that nothing was found."""
+    """Return a value for a fake tensor's. 1.0 keeps gradients finite; 0 and False mean that nothing was found."""
     constant = getattr(args[0], "constant", None)
     if constant is not None:
         return constant.item()

@@ -23,7 +23,7 @@ from .result import Rank
 
 _TOGETHER = 2
 _MOST_RANKS = 8
-"""That are run; others take the figures of the nearest one."""
+"""Ranks that are run; others get the figures of the nearest one."""
 _TRACEBACK = 113
 """Exit status of a forked process that has printed a traceback; scripts seldom use it."""
 

@@ -37,7 +37,7 @@ class Guard:
 
 
 class Guarded(Protocol):
-    """What has methods that hooks call."""
+    """An object with methods that hooks call."""
 
     guard: Guard
 

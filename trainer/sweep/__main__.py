@@ -1,6 +1,6 @@
 """Runs a sweep: ``python -m ftmon.trainer.sweep SWEEP.yaml [--output FILE] [--plan] [--fail-fast] [--json]``.
 
-Exit status: 0 every run has its row (of whatever verdict), 1 the sweep ended before, 2 wrong usage or a sweep file that
+Exit status: 0 every run has its row (of any verdict), 1 the sweep ended before, 2 wrong usage or a sweep file that
 cannot be used, 130 interrupted.
 """
 

@@ -1,4 +1,4 @@
-"""Searches of a sweep: which configurations are run is decided by those that were run before, and by predictions."""
+"""Searches of a sweep: earlier runs and predictions decide which configurations are run."""
 
 from collections.abc import Mapping, Sequence
 

@@ -18,7 +18,7 @@ from .process import Ending, RefusedError, Running
 from .spec import Spec
 
 _LOOK_SECONDS = 2.0
-"""Between looks at a live run's recording."""
+"""Seconds between reads of a live run's recording."""
 _ENDING_SECONDS = STOP_GRACE_SECONDS + 10.0
 """Of a budget, kept for the end of a run and of the sweep."""
 
@@ -149,7 +149,7 @@ class Session:
         return deadline, "timeout"
 
     def look(self, run: RunDir) -> Live | None:
-        """Look at a live run; None within two seconds of the look before."""
+        """Return a live run's progress; None within two seconds of the last call."""
         if time.monotonic() < self._next_look:
             return None
         self._next_look = time.monotonic() + _LOOK_SECONDS

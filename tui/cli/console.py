@@ -1,4 +1,4 @@
-"""``ftmon console`` and ``ftmon release``: a rank that is held at an out-of-memory error, looked at and let go."""
+"""``ftmon console`` and ``ftmon release``: inspects and releases a rank that is held at an out-of-memory error."""
 
 import codeop
 import sys

@@ -65,15 +65,15 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standin
     """Print a live run as lines until it ends; return the exit status that its end stands for.
 
     Args:
-        source: gathers the run; started and closed here.
+        source: of the run; started and closed here.
         run: the run's directory.
         narrator: makes the lines.
-        standing: tells how the run stands, and reaches its launcher.
-        owned: this command started the run: signals are passed on to it, and whatever fails here the run's end is
-            waited for. Otherwise Ctrl-C only stops following.
+        standing: state of the run, and the line to its launcher.
+        owned: this command started the run: signals are passed on to it, and the run's end is awaited even after an
+        error here. Otherwise Ctrl-C only stops following.
 
     Raises:
-        HubError: the run's launcher and hub are both gone, so nobody tells how it ends.
+        HubError: the run's launcher and hub are both gone, so its end is unknown.
     """
     lines = Lines(forgiving=owned)
     with kept(FOR_THE_RUN if owned else (signal.SIGINT,)) as signals:

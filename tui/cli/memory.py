@@ -1,4 +1,4 @@
-"""``ftmon memory RUN``: where the memory of a step's peak goes, of a recorded run or one that is on."""
+"""``ftmon memory RUN``: where the memory of a step's peak goes, of a recorded or live run."""
 
 import time
 from argparse import Namespace
@@ -61,7 +61,7 @@ def load_model(run: str) -> RunModel:
 
 
 def ranks_of(model: RunModel, rank: int | None) -> list[RankModel]:
-    """List a run's ranks, or the one that was asked for.
+    """List a run's ranks, or the requested one.
 
     Raises:
         UsageError: there is none of that number.
@@ -71,7 +71,7 @@ def ranks_of(model: RunModel, rank: int | None) -> list[RankModel]:
 
 
 def rank_fall(model: RunModel, rank: RankModel) -> Waterfall | None:
-    """Make the waterfall of a rank's last step that was taken apart, else of its last step."""
+    """Return the waterfall of a rank's last analysed step, else of its last step."""
     sample = model.device_of(rank)
     composition = rank.memory.latest
     made = waterfall(rank, composition, "", sample) if composition is not None else None
@@ -79,7 +79,7 @@ def rank_fall(model: RunModel, rank: RankModel) -> Waterfall | None:
 
 
 def rank_lines(model: RunModel, rank: RankModel) -> Iterator[str]:
-    """Tell one rank's memory in lines."""
+    """Return the lines of one rank's memory."""
     fall = rank_fall(model, rank)
     if fall is None:
         yield f"rank {rank.rank}: no step is finished yet"

@@ -1,4 +1,4 @@
-"""``ftmon predict``: what memory a training step would take, without a GPU."""
+"""``ftmon predict``: predicts the memory of a training step, without a GPU."""
 
 from argparse import Namespace
 

@@ -71,7 +71,7 @@ def _connect(run: RunDir, channel: str) -> socket.socket:
 
 
 def _is_over(run: RunDir) -> bool:
-    """Tell whether the job has ended and its hub has said all it had to say."""
+    """Return whether the job has ended and its hub has sent its last message."""
     try:
         return run.read_exit() is not None and run.living_hub() is None
     except FtmonError:

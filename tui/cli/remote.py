@@ -21,7 +21,7 @@ from .narrate import Narrator
 from .outcome import attach_line
 
 CONNECT_SECONDS = 15.0
-"""A hub that lets this user in answers at once; one that does not never answers at all."""
+"""A hub that allows this user answers at once; another never answers at all."""
 
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\s]+):(\d{1,5})/?")
 _KEY = re.compile(r"(?<![^\s\"'])[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}(?![^\s\"',])")
@@ -31,7 +31,7 @@ class RemoteSource(LiveSource):
     """Follows a run whose hub listens on TCP: the same as a local one, and every socket speaks CURVE."""
 
     def __init__(self, addresses: dict[str, str], server_key: str) -> None:
-        """Take the hub's channels and its public key; the client's own pair is this user's."""
+        """Args are the hub's channels and its public key; the client's own pair is this user's."""
         super().__init__(addresses=addresses)
         pair = keys.client_pair()
         for option, value in (
@@ -56,7 +56,7 @@ def parse_address(text: str) -> dict[str, str]:
 
 
 def read_server_key(text: str | None) -> str:
-    """Take the hub's public key: itself, or a file that holds it, such as a copy of the run's ``hub.json``.
+    """Return the hub's public key: given as such, or as a file that holds it, such as a copy of the run's ``hub.json``.
 
     Raises:
         UsageError: there is none.
@@ -138,7 +138,7 @@ def _no_answer(address: str) -> UsageError:
 
 
 def listen_line(run: RunDir, listen: str) -> str:
-    """Say how other hosts attach to a run that listens."""
+    """Return a line about how other hosts attach to a run that listens."""
     host, _, port = listen.rpartition(":")
     host = host if host not in ("", "0.0.0.0", "[::]", "::") else run.read_run().host
     return f"from other hosts: ftmon attach tcp://{host}:{port} --key='{keys.server_pair(run).public}'"

@@ -37,7 +37,7 @@ class RelayedSource(LiveSource):
     """Follows a run through a relay; ``close`` ends that too."""
 
     def __init__(self, endpoint: RelayedEndpoint) -> None:
-        """Take an endpoint that has been opened."""
+        """The endpoint must be open."""
         super().__init__(endpoint=endpoint, info=endpoint.info)
         self._relayed = endpoint
 
@@ -104,7 +104,7 @@ def _address(place: Place, run_id: str) -> str:
 
 
 def _explain(place: Place, error: RelayError) -> str:
-    """Say in one line why nothing was relayed."""
+    """Return one line about why nothing was relayed."""
     words = str(error).removeprefix("ftmon: ")
     if error.status == _NOT_FOUND:
         return (

@@ -19,7 +19,7 @@ from .trainer_process import living_hub
 
 _SECONDS = 60.0
 _MOST = 240
-"""Recorded stacks of a rank that are looked through."""
+"""Recorded stacks of a rank that are searched."""
 
 
 def show_stacks(arguments: Namespace) -> int:

@@ -46,7 +46,7 @@ def run(arguments: Namespace) -> int:
     """Watch a script that knows nothing of ftmon; return its exit status, or one of ``protocol.exits.OWN``.
 
     Raises:
-        StartFailedError: it could not be started, or nobody knows how it ended.
+        StartFailedError: it could not be started, or its end is unknown.
     """
     try:
         return _run(arguments)
@@ -137,7 +137,7 @@ def _may_read_stdin() -> bool:
 
 
 def _let_go_of_stdin() -> None:
-    """Leave a pipe to the job alone: whoever writes to it must see it closed when the job closes it."""
+    """Close this command's end of a pipe: its writer must see it closed when the job closes it."""
     if not os.isatty(0):
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)

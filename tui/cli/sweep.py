@@ -99,5 +99,5 @@ def _start(path: Path, arguments: Namespace) -> None:
 
 
 def _accepted(log: Path) -> bool:
-    """Whether the process has said its first line, which no refusal begins with."""
+    """Return whether the process has printed its first line; a refusal begins differently."""
     return log.read_bytes().startswith(b"sweep ")

@@ -1,7 +1,7 @@
-"""Which phase makes a rank's peak, by how much, and how that depends on the batch's length and on the step.
+"""Finds the phase with a rank's peak, by how much it leads, and how that depends on the batch's length and on the step.
 
-This explains a curve that is flat and then rises: while batches are short one phase leads whose peak does not depend
-on them (an optimizer step, say), and from some length on another, whose peak does.
+This explains a curve that is flat and then rises: while batches are short, a phase leads whose peak does not depend on
+them (an optimizer step, say); from some length on, one leads whose peak does.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""A rank's measured peaks beside those that were predicted of the run's configuration."""
+"""A rank's measured peaks beside the predicted ones."""
 
 from msgspec.structs import replace
 
@@ -37,7 +37,7 @@ def predicted_phase(
     Args:
         rank: whose step it is.
         prediction: of the run.
-        composition: of the step, where it was taken apart.
+        composition: of the step, where it was analysed.
         step: its number.
         phase: its phase.
     """
@@ -76,7 +76,7 @@ def _of_mark(rank: RankModel, prediction: Prediction, mark: PeakMark) -> Compare
 
 
 def _of_composition(rank: RankModel, prediction: Prediction, taken: Composition | None, phase: str) -> Compared | None:
-    """Return a phase of a step that was taken apart beside the prediction; None where there is none."""
+    """Return a phase of an analysed step beside the prediction; None where there is none."""
     if taken is None or taken.measure != "cuda" or taken.step < _STEADY_STEPS:
         return None
     peak = next((one for one in taken.phases if one.name == phase), None)

@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 class Rows(Sequence[Row]):
-    """Rows that are made when they are looked at: of thousands a screen shows a few dozen."""
+    """Rows that are made when they are shown: of thousands a screen shows a few dozen."""
 
     def __init__(self, parts: Sequence[Any], make: Callable[[Any], Row]) -> None:
         self._parts, self._make = parts, make

@@ -55,7 +55,7 @@ class TooSmall(Canvas):
     """What is shown in a terminal too small for the screens."""
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Say how large it is and how large it must be."""
+        """Draw the terminal's size and the required one."""
         size, theme = self.app.size, self.theme
         text = f"terminal {size.width}x{size.height} is too small:"
         remedy = f"ftmon needs {SMALLEST[0]}x{SMALLEST[1]}"
@@ -105,7 +105,7 @@ class MonitorScreen(Screen[Any]):
         self.tick()
 
     def on_resize(self, event: Resize) -> None:
-        """Say so when the terminal is too small."""
+        """Show a message when the terminal is too small."""
         self.set_class(event.size.width < SMALLEST[0] or event.size.height < SMALLEST[1], "small")
         self.set_class(event.size.height >= TALL, "tall")
         self.call_after_refresh(self.tick)
@@ -117,7 +117,7 @@ class MonitorScreen(Screen[Any]):
             widget.tick()
 
     def in_question(self) -> set[int]:
-        """Tell which ranks a kill asked for here most likely means."""
+        """Return the ranks that a kill from this screen suggests."""
         return suggested(self.app_state.model, self.app_state.selected)
 
     def canvases(self) -> list[Canvas]:

@@ -10,7 +10,7 @@ from .dialog import Dialog
 
 
 class GotoDialog(Dialog):
-    """Asks and goes there; an answer that makes no sense is said at the foot of the screen."""
+    """Asks for a position and seeks to it; an invalid answer is shown at the foot of the screen."""
 
     WIDTH = 60
 
@@ -22,7 +22,7 @@ class GotoDialog(Dialog):
             yield Prompt(self.app_state, "go to", name="place")
 
     def lines(self, width: int, height: int) -> list[Line]:
-        """Say what may be typed."""
+        """Draw the forms that may be typed."""
         source = self.app_state.source
         if source is None:
             return []

@@ -33,7 +33,7 @@ class MemoryCanvas(Canvas):
 
     @property
     def rank(self) -> RankModel | None:
-        """The selected rank; None before any was heard of."""
+        """The selected rank; None before there is any."""
         return self.app_state.model.ranks.get(self.app_state.selected)
 
     def key(self) -> object:
@@ -166,7 +166,7 @@ class MemoryScreen(MonitorScreen):
         yield self._canvas
 
     def tick(self) -> None:
-        """Draw what changed, and tell what came of what was asked for."""
+        """Draw what changed, and show results of commands."""
         self._asking.tick()
         super().tick()
 
@@ -210,7 +210,7 @@ class MemoryScreen(MonitorScreen):
         self.tick()
 
     def action_highest(self) -> None:
-        """Switch between the latest step taken apart and the one with the highest peak."""
+        """Switch between the latest analysed step and the one with the highest peak."""
         highest = not self._canvas.choice.highest
         self.app_state.say(
             "the highest peak that was taken apart" if highest else "the latest step that was taken apart"
@@ -231,7 +231,7 @@ class MemoryScreen(MonitorScreen):
         self.tick()
 
     def action_compose(self) -> None:
-        """Have the next step taken apart."""
+        """Request a capture of the next step."""
         rank = self.app_state.selected
         self._asking.ask("compose", {"ranks": [rank]}, f"rank {rank}: the next step is taken apart")
 

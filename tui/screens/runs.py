@@ -21,7 +21,7 @@ from ..widgets.prompt import Prompt
 from .base import COMMON_KEYS, MonitorScreen, key
 
 LOOK_SECONDS = 1.0
-"""How often the run directories are looked at."""
+"""Seconds between reads of the run directories."""
 
 NEED_A_RUN = frozenset(
     binding.action.removeprefix("app.").split("(")[0] for binding in COMMON_KEYS if isinstance(binding, Binding)
@@ -41,7 +41,7 @@ class RunRows(Listing):
         self._looked = 0.0
 
     def refresh_entries(self, now: float) -> None:
-        """Look at the run directories again, when it is time; the selection stays on its run."""
+        """Read the run directories again, when that is due; the selection stays on its run."""
         if now - self._looked < LOOK_SECONDS:
             return
         chosen = self.chosen
@@ -142,7 +142,7 @@ class RunsScreen(MonitorScreen):
         yield Prompt(self.app_state, "filter", "words; enter keeps it, escape ends it", name="filter")
 
     def tick(self) -> None:
-        """Look at the runs, and draw what changed."""
+        """Read the runs, and draw what changed."""
         self.query_one(RunRows).refresh_entries(time.monotonic())
         super().tick()
 

@@ -63,7 +63,7 @@ class StackList(Listing):
         return Line(cut(indent + row.text, width, theme.glyphs.ellipsis), style).fit(width, theme.style("text", ground))
 
     def head(self, width: int) -> list[Line]:
-        """Say whose stacks these are and of when."""
+        """Draw the ranks and the time of these stacks."""
         theme, stacks = self.theme, self.stacks()
         line = Line(theme.glyphs.rule, theme.style("rule"))
         total = len(self.app_state.model.ranks)

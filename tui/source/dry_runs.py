@@ -55,7 +55,7 @@ class DryRuns:
         return self.found.state == "running"
 
     def poll(self) -> bool:
-        """Take in what the process has written; return whether something changed."""
+        """Read new output of the process; return whether something changed."""
         if not self.running:
             return False
         changed = self._progress()

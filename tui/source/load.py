@@ -27,7 +27,7 @@ FINE_SECONDS = 112
 
 
 def describe(info: RecordingInfo) -> RunInfo:
-    """Take what a recording tells of its run."""
+    """Return the run's information from a recording."""
     return RunInfo(
         id=info.run_id,
         name=info.name,
@@ -67,9 +67,10 @@ def load(
 
 @contextmanager
 def _without_collections() -> Generator[None, None, None]:
-    """Hold up the garbage collector: a load makes tens of thousands of objects, all of which stay.
+    """Pause the garbage collector.
 
-    Looking through them, and through all else that lives, again and again takes as long as the load itself.
+    A load makes tens of thousands of objects, all of which stay. Traversing them, and all others, again and again takes
+    as long as the load itself.
     """
     if not gc.isenabled():
         yield
@@ -180,7 +181,7 @@ def adopt_steps(model: RunModel, overview: Overview) -> None:
 
 
 def _load_memory(history: History, told: float, t: float, model: RunModel, overview: Overview | None) -> None:
-    """Load the memory before ``told``, from where on frames tell it up to ``t``: by the second, and older pooled."""
+    """Load the memory before ``told``, where the frames begin that reach to ``t``: by the second, and older pooled."""
     span = overview.span if overview is not None else 1
     fine = fine_begin(told, FINE_SECONDS, span)
     if overview is not None:

@@ -57,7 +57,8 @@ class Playback:
     """Plays a history into a model.
 
     Args:
-        open_history: opens the history, in the thread that uses it; is given what tells that nobody waits any more.
+        open_history: opens the history, in the thread that uses it; gets a function that is true once the result is not
+        needed any more.
         info: what is known of the run, for the models to start from.
         transport: whose figures to keep, and whose requests come to ``request``.
         start: where to begin, seconds since the epoch; None for the beginning.
@@ -119,7 +120,7 @@ class Playback:
             self._thread.join(timeout=5)
 
     def request(self, request: Request) -> None:
-        """Take a request; it is carried out in the thread."""
+        """Queue a request for the thread."""
         self._sent += 1
         self._transport.seeking = request.kind not in ("speed", "faster", "pause") or not self._thread.is_alive()
         self._requests.put(request)
@@ -236,7 +237,7 @@ class Playback:
             moved_at = now
 
     def _take(self, wait: float | None) -> list[Request]:
-        """Wait for requests, and take all there are, so that a held key costs one seek and not twenty."""
+        """Wait for requests, and return all there are, so that a held key costs one seek and not twenty."""
         found: list[Request] = []
         try:
             request = self._requests.get(timeout=wait)

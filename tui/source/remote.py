@@ -16,7 +16,7 @@ from ...protocol.sockets import peer_socket
 from ...protocol.wire import Frame
 
 TIMEOUT_S = 10.0
-"""How long an answer may take; a hub that sits on a slow disk is given that."""
+"""Seconds that an answer may take; a hub on a slow disk needs that."""
 
 _POLL_MS = 50
 

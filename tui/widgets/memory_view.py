@@ -28,7 +28,7 @@ class MemoryChoice:
     phase: str = ""
     """Empty: the phase with the highest peak."""
     highest: bool = False
-    """The step with the run's highest peak that was taken apart, in place of the latest."""
+    """The analysed step with the run's highest peak, in place of the latest."""
     unfolded: bool = False
     """All stacks of the cause, with all frames."""
 
@@ -51,7 +51,7 @@ def cause_of(rank: RankModel, phase: str) -> Cause | None:
 
 
 def head_lines(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: int, theme: Theme) -> list[Line]:
-    """Say what the step's peak is, which phase is next, and offer the phases."""
+    """Draw the step's peak, the next phase, and the choice of phases."""
     dim, base = theme.style("dim"), theme.base
     top, highest = fall.standing[0]
     at_top = fall.phase == top
@@ -105,8 +105,8 @@ def body_lines(
         rank: the rank in view.
         fall: its waterfall.
         choice: what a person chose.
-        verdict: what the hub made of the last spike, if anything.
-        why: why nothing was taken apart yet and what comes; shown in that case only.
+        verdict: the hub's cause of the last spike, if any.
+        why: why no step was analysed yet and what comes; shown in that case only.
         width: cells.
         theme: how.
         prediction: of the run, to be shown beside it.
@@ -143,7 +143,7 @@ def body_lines(
 
 
 def _predicted_lines(rank: RankModel, prediction: Prediction | None, width: int, theme: Theme) -> list[Line]:
-    """Say how the phases' peaks stand to the prediction, or why there is nothing to compare."""
+    """Draw the phases' peaks beside the prediction, or why there is nothing to compare."""
     if prediction is None:
         return []
     found = compared_phases(rank, prediction)
@@ -168,7 +168,7 @@ def _predicted_lines(rank: RankModel, prediction: Prediction | None, width: int,
 
 
 def title_line(rank: RankModel, name: str, width: int, theme: Theme) -> Line:
-    """Draw the rule that says whose memory it is."""
+    """Draw the rule with the rank."""
     rule = theme.style("rule")
     line = Line(theme.glyphs.rule, rule).add(" memory of ", theme.style("dim"))
     line.add(cut(name, width // 2, theme.glyphs.ellipsis) + " ", theme.style(bold=True))

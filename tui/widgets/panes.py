@@ -29,7 +29,7 @@ class SummaryBar(Canvas):
 
 
 class AlertStrip(Canvas):
-    """A rule that says how graphs are scaled, and the latest alerts."""
+    """A rule with the scale of graphs, and the latest alerts."""
 
     def key(self) -> tuple[object, ...]:
         """Change with the alerts and the scale."""
@@ -65,7 +65,7 @@ class AlertStrip(Canvas):
 
 
 def pressing(alerts: list[Alert]) -> list[Alert]:
-    """Order alerts by what presses: those that still stand, newest first, then those that are over."""
+    """Order alerts by urgency: standing ones, newest first, then resolved ones."""
     return sorted(alerts, key=lambda alert: (alert.resolved is None, alert.time, alert.id), reverse=True)
 
 

@@ -46,7 +46,7 @@ class Theme:
 
     @property
     def plain_graphs(self) -> bool:
-        """Tell whether graphs must keep their parts apart by character, not by colour."""
+        """Return whether graphs must keep their parts apart by character, not by colour."""
         return not self.color or self.glyphs.is_ascii
 
     def tone(self, name: str) -> str:

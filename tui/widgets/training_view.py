@@ -121,7 +121,7 @@ def _rooms(rows: int, panes: int) -> list[int]:
 
 
 def _head(scene: _Scene) -> Line:
-    """Draw the rule that says which step is shown: the cursor's, or the newest."""
+    """Draw the rule with the step shown: the cursor's, or the newest."""
     theme, moment, model = scene.theme, scene.moment, scene.model
     rule, dim = theme.style("rule"), theme.style("dim")
     line = Line(theme.glyphs.rule, rule).add(" training ", theme.style(bold=True))
@@ -413,7 +413,7 @@ def _tick(place: float, axis: Axis) -> str:
 
 
 def _foot(scene: _Scene) -> Line:
-    """Say what is marked at the cursor (or newest), and which part of the run is in view."""
+    """Draw the events at the cursor (or the newest), and the part of the run in view."""
     theme, view = scene.theme, scene.view
     dim = theme.style("dim")
     line = Line(" ", dim)

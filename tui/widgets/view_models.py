@@ -199,13 +199,13 @@ def trouble_words(model: RunModel) -> str:
 
 
 def stalled_seconds(model: RunModel) -> int | None:
-    """Tell for how long ranks in trouble have kept a run from going on, whole seconds; None while it goes on."""
+    """Return for how long ranks in trouble have kept a run from going on, whole seconds; None while it goes on."""
     since = [rank.state_since for rank in model.ranks.values() if rank.state in TROUBLE]
     return floor(max(0.0, model.now - min(since))) if since and not model.ended else None
 
 
 def setup_words(model: RunModel) -> str:
-    """Say what is being trained: parameters, ZeRO stage, precision, ranks."""
+    """Return what is being trained: parameters, ZeRO stage, precision, ranks."""
     info = model.info
     words = [info.model.rsplit("/", 1)[-1]] if info.model else []
     if info.parameters:
@@ -222,7 +222,7 @@ def setup_words(model: RunModel) -> str:
 
 
 def connection_words(connection: Connection, model: RunModel, read_only: bool) -> str:
-    """Say what is wrong between this terminal and the run; empty while all is well."""
+    """Return the trouble of the connection to the run; empty: none."""
     if connection.state == "hub-gone":
         return connection.text or "no hub: the ranks train on, looking for a new one"
     if connection.state == "connecting":

@@ -46,7 +46,7 @@ class ProcessDeath(msgspec.Struct, frozen=True):
     exit_code: int | None
     signal: int | None
     state: str
-    """What its rank state says of it."""
+    """The rank's state."""
     log: list[str]
     asked: bool = False
     """A person asked for it."""
@@ -55,7 +55,7 @@ class ProcessDeath(msgspec.Struct, frozen=True):
 
     @property
     def by_signal(self) -> int | None:
-        """The signal that ended it, however its exit status tells."""
+        """The signal that ended it, from either form of exit status."""
         return self.signal or (-self.exit_code if self.exit_code is not None and self.exit_code < 0 else None)
 
 

@@ -1,4 +1,4 @@
-"""An out-of-memory error as a memory snapshot holds it: what ``ftmon oom FILE`` explains.
+"""Reads an out-of-memory error from a memory snapshot: what ``ftmon oom FILE`` explains.
 
 A snapshot knows the request, what was free, every block and its stack; it knows neither step, phase and batch nor what
 else is on the device. A phase is taken from the failing stack, where that shows one.
@@ -31,7 +31,7 @@ def report_of(snapshot: Snapshot, replays: list[Replay]) -> OomReport | None:
 
     Args:
         snapshot: the snapshot.
-        replays: of the devices to look at.
+        replays: of the devices to check.
     """
     found = [(replay, index) for replay in replays if (index := replay.oom_index()) is not None]
     if not found:
@@ -46,7 +46,7 @@ def report_of(snapshot: Snapshot, replays: list[Replay]) -> OomReport | None:
 
 
 def oom_of(snapshot: Snapshot, replay: Replay) -> Oom | None:
-    """Return the last out-of-memory error of one device as a rank would have told it; rank and step are 0: unknown."""
+    """Return the last out-of-memory error of one device as the message of a rank; rank and step are 0: unknown."""
     found = find_oom(replay)
     if found is None:
         return None

@@ -43,7 +43,7 @@ class LatestByRank:
         self._steps[step.rank] = step
 
     def sample(self, sample: DeviceSample) -> None:
-        """Keep the last look at a device."""
+        """Keep the latest sample of a device."""
         if sample.kind == "gpu":
             self._gpus[sample.uuid or f"{sample.host} {sample.index}"] = sample
         else:

@@ -7,7 +7,7 @@ verdict, and the others are named beside it. In this order:
 2. What can be measured against the request: **fragmentation** (free in reserved memory, but in pieces), another process
    (**other_process**), this process **outside** of PyTorch's allocator, a **leak** (the steps begin with ever more),
    a **longer_batch** than any before (by how much more is allocated than at any peak before).
-3. What the failing phase and stack say: **logits**, **buckets**, **optimizer_states**, **optimizer_temporaries**,
+3. What the failing phase and stack show: **logits**, **buckets**, **optimizer_states**, **optimizer_temporaries**,
    **checkpoint**, **activations**.
 4. Parameters, gradients and optimizer states that fill the device by themselves: **too_large**. Else **unknown**.
 """
@@ -25,9 +25,9 @@ from ..allocator.snapshot.layout import matters
 from ..allocator.snapshot.pending_states import STATE_FRAMES
 
 FITTING = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
-"""Parts that a run holds whatever its batches are."""
+"""Parts that do not depend on the batch."""
 _SEGMENT = 2 * 2**20
-"""The allocator asks the driver for multiples of this, and says that size when it fails."""
+"""The allocator asks the driver for multiples of this, and reports that size when it fails."""
 _PART_OF_DEVICE = 0.05
 """Memory of others, or outside, matters from this share of the device on."""
 _PIECES = 0.02
@@ -53,7 +53,7 @@ class OomContext(NamedTuple):
     processes: Sequence[ProcessMemory] = ()
     """Who held memory of the device, by its latest sample."""
     to_come: int = 0
-    """What the optimizer still had to allocate for its states, bytes, where a snapshot tells; 0: not known."""
+    """Bytes that the optimizer still had to allocate for its states, from a snapshot; 0: not known."""
 
 
 ALONE = OomContext()

@@ -11,7 +11,7 @@ BUSY_SHARE = 0.03
 BUSY_SECONDS = 0.03
 """And more than this: the clock ticks in hundredths."""
 CHARS_PER_SECOND = 8192.0
-"""More than this through read(2) and write(2) is work; a logging service's look at /proc is less."""
+"""More than this through read(2) and write(2) is work; a logging service that reads /proc does less."""
 TRAFFIC_PER_SECOND = 1024.0
 """More than this sent and received is work; keep-alives are less."""
 SPARE_BYTES = 4096.0

@@ -1,9 +1,9 @@
-"""What the ranks' collectives say when they are laid side by side: who waits for whom, and in what they differ.
+"""Compares the ranks' collectives: who waits for whom, and in what the calls differ.
 
 Rank *r* waits in a collective of a group for every member of the group that has entered fewer of that group's.
-Following these arrows from the ranks that wait leads to ranks that wait for nobody: those hold the others up. Where the
-arrows only lead round in a circle, no rank can ever go on: a deadlock of groups. Members that entered a collective of
-the same number by another name, or with a tensor of another size, differ: a mismatch.
+Following these arrows from the ranks that wait leads to ranks that do not wait: those hold the others up. Where the
+arrows only form a circle, no rank can ever go on: a deadlock of groups. Members that entered a collective of the same
+number by another name, or with a tensor of another size, differ: a mismatch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,11 +62,11 @@ class Waits:
 
     of: dict[int, list[Wait]]
     roots: tuple[int, ...]
-    """Ranks that others wait for, directly or not, and that wait for nobody."""
+    """Ranks that others wait for, directly or not, and that do not wait themselves."""
 
     @property
     def circle(self) -> bool:
-        """Ranks wait for each other, and nobody else is to blame."""
+        """Ranks that wait for each other in a circle."""
         return bool(self.of) and not self.roots
 
 
@@ -91,7 +91,7 @@ def difference(views: Sequence[RankView]) -> Difference | None:
 
 
 def waits(views: Sequence[RankView]) -> Waits | None:
-    """Find who waits for whom; None where too little is known of who is in which group.
+    """Find who waits for whom; None where the members of the groups are not known.
 
     Args:
         views: the ranks that have not finished, those that are stopped, gone or silent too.

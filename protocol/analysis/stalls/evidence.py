@@ -10,7 +10,7 @@ from .activity import Work
 from .python_stacks import Frame, Place
 
 ASLEEP_S = 2.5
-"""A thread that was seen asleep at the same line for so long, in a process that does nothing, is taken for asleep."""
+"""A thread seen asleep at the same line for this long, in an idle process, counts as asleep."""
 
 NOWHERE = Place("", "", "")
 
@@ -39,7 +39,7 @@ class Collective(NamedTuple):
     ranks: tuple[int, ...] = ()
     """Of its group; empty: all, or not known."""
     group: str = ""
-    """PyTorch's name for the group, where groups are to be told apart."""
+    """PyTorch's name for the group, where there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Evidence:
 
     @property
     def is_asleep(self) -> bool:
-        """It slept at one line for long enough to say so."""
+        """Whether it slept at one line for ``ASLEEP_S``."""
         return self.asleep >= ASLEEP_S and not self.restless
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .patience import ACTION_FLOOR_S, ALONE_ACTION_S, action_patience
 
 _STRUCTURAL = ("mismatch", "deadlock", "ahead", "lock")
-"""Verdicts that prove by themselves that the collectives concerned cannot complete, whatever the ranks do."""
+"""Verdicts that prove that the collectives concerned cannot complete, whatever the ranks do."""
 
 
 class RankFacts(NamedTuple):

@@ -48,7 +48,7 @@ class RanAhead:
 
     step: int
     behind: int
-    """The step of those that wait for them."""
+    """Step of the ranks that wait for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def unreachable(waiting: list[RankView], cut: list[RankView]) -> Verdict | None:
 def missing(
     waiting: list[RankView], late: list[RankView], collective: Collective | None, age: float, *, sure: bool = True
 ) -> Verdict | None:
-    """Name the ranks that others wait for; where nobody waits, as stuck by themselves."""
+    """Name the ranks that others wait for; where none waits, as stuck by themselves."""
     if not waiting:
         return alone(late, age)
     return Verdict(
@@ -206,7 +206,7 @@ def ahead(ranks: list[RankView], waiting: list[RankView], collective: Collective
 
 
 def stale_lock(waiting: list[RankView], present: list[RankView], age: float) -> Verdict | None:
-    """Ranks wait for a build's lock that nobody will release."""
+    """Ranks wait for a stale lock of a build."""
     locks = sorted({view.evidence.lock.path for view in waiting if view.evidence and view.evidence.lock})
     if not locks:
         return None
@@ -222,7 +222,7 @@ def stale_lock(waiting: list[RankView], present: list[RankView], age: float) -> 
 
 
 def alone(stuck: list[RankView], age: float) -> Verdict | None:
-    """Name ranks that are stuck and hold up nobody that can be seen; None where data loading may take longer."""
+    """Name ranks that are stuck without holding up others; None where data loading may take longer."""
     # A shard that is fetched or a disk that is slow holds up nobody else: data loading may take longer then.
     stuck = [view for view in stuck if view.overdue or view.absent]
     stuck = [view for view in stuck if view.phase != "data" or view.age > ALONE_DATA_S or view.absent]

@@ -101,7 +101,7 @@ def over(finding: Finding) -> str:
 
 
 def added(finding: Finding) -> Added:
-    """Put into words what has become known of a finding beside its facts."""
+    """Return the text of an addition to a finding."""
     return _ADDED[type(finding.facts)](finding.facts)
 
 

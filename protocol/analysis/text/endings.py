@@ -23,7 +23,7 @@ def signal_name(number: int) -> str:
 
 
 def signal_hint(number: int) -> str:
-    """Return what that signal may mean, as a possibility; empty when there is nothing to say."""
+    """Return a possible meaning of that signal; empty when there is none."""
     return _SIGNAL_HINTS.get(signal_name(number), "")
 
 

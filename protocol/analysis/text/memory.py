@@ -174,7 +174,7 @@ def _by_stacks(found: StackCause) -> str:
 
 
 def _parts(named: Named, cause: Cause) -> str:
-    """Say ``0.89 of 0.93 GiB in adamw.py:531 _multi_tensor_adamw: foreach temporaries ..., one parameter-size``."""
+    """Return ``0.89 of 0.93 GiB in adamw.py:531 _multi_tensor_adamw: foreach temporaries ..., one parameter-size``."""
     found: list[str] = []
     for part in named.parts:
         where = f" in {part.where}" if part.where else ""

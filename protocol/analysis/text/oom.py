@@ -32,7 +32,7 @@ _MORE: dict[OomKind, str] = {
     "fragmentation": ": enough was free, but not in one piece",
     "leak": ": every step begins with more than the one before",
 }
-"""What the title of a verdict says beside the name."""
+"""What the title of a verdict adds to the name."""
 _PART_WORDS = {
     "optimizer_states": "optimizer states",
     "master_copies": "fp32 master copies",
@@ -55,7 +55,7 @@ def failed_allocation(finding: Finding) -> Words:
 
 
 def uncaught(finding: Finding) -> Words:
-    """An out-of-memory exception of which no rank reported the allocation."""
+    """Text of an out-of-memory exception without a report of the allocation."""
     facts: Uncaught = finding.facts
     return Words(
         f"rank {finding.rank} out of memory{_in(finding.phase)}: {first_line(facts.error)}",

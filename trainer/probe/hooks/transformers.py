@@ -67,7 +67,7 @@ def add_callback(trainer: Any) -> None:
 
 
 def _training_step(original: Any) -> Callable[..., Any]:
-    """Tell the probe where a micro-step begins, and that a ``Trainer`` has divided its loss by the accumulation."""
+    """Report the begin of a micro-step, and that a ``Trainer`` has divided its loss by the accumulation."""
 
     def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         training = mine()

@@ -180,7 +180,7 @@ class Updates:
 
     @guarded
     def not_updated(self) -> None:
-        """What looked like an update was none (another optimizer than the one that makes the steps)."""
+        """Undo an update of another optimizer than the one that makes the steps."""
         self._end()
         self._phases.enter("idle")
 

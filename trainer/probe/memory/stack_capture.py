@@ -1,4 +1,4 @@
-"""Stacks for one phase: armed on the training thread where that phase begins, taken back where it ends.
+"""Captures stacks for one phase: switched on by the training thread where that phase begins, and off where it ends.
 
 Python stacks make an allocation dearer (23 % of a step where all have them, measured on an H200), so they are recorded
 for one phase of one step, after a spike or on request. The publisher then reads the trace and sends the ``Cause``. What
@@ -29,7 +29,7 @@ MOST_STEPS = 3
 MOST_WANTS = 4
 USUAL_STEPS = 8
 AHEAD_STEPS = 3
-"""Nobody else uses the recorder from so many steps before the one that is to be recorded."""
+"""The recorder is reserved from this many steps before the one that is to be recorded."""
 LEAST_SECONDS, MOST_SECONDS = 20.0, 900.0
 REASONS = ("asked", "spike", "leak", "oom")
 
@@ -85,7 +85,7 @@ class StackCapture:
             steps: of how many steps, 1 to ``MOST_STEPS``.
             from_step: not before this step; 0 for the next one.
             reason: one of ``REASONS``; with ``leak`` what stayed is looked for, not what came and went.
-            answer: told what came of it.
+            answer: called with the result.
         """
         recording, tracker = self._recording, self._tracker
         if self._rank.device.memory.measure != "cuda":
@@ -137,7 +137,7 @@ class StackCapture:
             self._finish(want, False, f"{type(error).__name__}: {error}")
 
     def _begin(self) -> None:
-        """Take the recorder for a step that is near, when nobody else has it; until then, others may use it."""
+        """Acquire the recorder for a step that is near, when it is free; until then, others may use it."""
         tracker, now = self._tracker, time.monotonic()
         for want in [
             want for want in self._wants if now > want.armed.since + 2 * want.patience and want is not self._now

@@ -13,7 +13,7 @@ PATIENCE_STEPS = 24
 
 
 class StackWindow:
-    """A watcher of phase boundaries (``Tracker.watchers``) that takes itself out when it is done.
+    """A watcher of phase boundaries (``Tracker.watchers``) that removes itself when it is done.
 
     Args:
         recording: the recorder.
@@ -49,7 +49,7 @@ class StackWindow:
         self._switch_ns = 0
 
     def __call__(self, ending: str, beginning: str) -> None:
-        """Look at one boundary."""
+        """Check one boundary."""
         if self.done or self.failed:
             self.withdraw()
             return
@@ -60,7 +60,7 @@ class StackWindow:
             guard.log_error("switching stacks", error)
 
     def withdraw(self) -> None:
-        """Look at no more boundaries."""
+        """Stop watching boundaries."""
         tracker = self._tracker
         tracker.watchers = tuple(watcher for watcher in tracker.watchers if watcher is not self)
 

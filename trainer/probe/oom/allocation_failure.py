@@ -1,4 +1,4 @@
-"""Allocations that fail: seen at that very moment, told to the hub, and (``--on-oom hold``) waited at.
+"""Catches failing allocations at that very moment, reports them to the hub, and (``--on-oom hold``) waits there.
 
 On CUDA the allocator itself calls, in the thread whose allocation failed and before anything unwinds. On the CPU the
 exception is what there is: a hook sees it on its way up, while its traceback keeps the frames alive.
@@ -25,7 +25,7 @@ _CUDA_FIGURES = {
     "allocated": re.compile(r"([\d.]+) ([KMGT]?i?B|bytes) (?:is allocated by PyTorch|already allocated)"),
     "unallocated": re.compile(r"([\d.]+) ([KMGT]?i?B|bytes) is reserved by PyTorch but unallocated"),
 }
-"""What PyTorch's own message says (c10/cuda/CUDACachingAllocator.cpp), now and before 2.2."""
+"""PyTorch's own message (c10/cuda/CUDACachingAllocator.cpp), now and before 2.2."""
 _CUDA_INDEX = re.compile(r"\bGPU (\d+)")
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DRIVER_MESSAGE = re.compile(r"CUDA error: out of memory|CUDA driver error: out of memory|Cuda failure .*out of memory")
@@ -72,7 +72,7 @@ class AllocationFailures:
         lazy_call(attach)
 
     def watch_cuda(self) -> None:
-        """Have PyTorch's allocator tell of every allocation that fails (the script may catch the error and go on)."""
+        """Have PyTorch's allocator report every failing allocation (the script may catch the error and go on)."""
         if self._watching:
             return
         self._watching = True
@@ -99,9 +99,9 @@ class AllocationFailures:
         core._cuda_attach_out_of_memory_observer(observe)
 
     def report(self, error: BaseException) -> None:
-        """Report an exception that says the CPU allocator had no memory; any other is passed over, a second time too.
+        """Report an exception of the CPU allocator about memory; any other is ignored, and so is a second report.
 
-        What the CUDA driver refused somebody else than PyTorch's allocator (NCCL, pinned memory) is told too.
+        Also reports driver allocations outside PyTorch's allocator (NCCL, pinned memory).
         """
         if getattr(error, "_ftmon_seen", False):
             return
@@ -168,7 +168,7 @@ def frames_to(frame: FrameType | None) -> list[FrameType]:
 def frames_of(trace: TracebackType | None) -> tuple[list[FrameType], list[int]]:
     """List the frames of a traceback, those above it included, outermost first, and the line each was at.
 
-    A frame that the exception has left stands elsewhere by now (in a ``finally``, say): its line is the traceback's.
+    A frame that the exception has left may be elsewhere by now (in a ``finally``, say): its line is the traceback's.
     """
     if trace is None:
         return [], []

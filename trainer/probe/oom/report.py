@@ -67,7 +67,7 @@ class Failed:
         self.device = device
         self.stack_of: Any = "failing"
         self.known: tuple[int, int] | None = None
-        """Allocated and reserved bytes as the error's own message says; None: to be read."""
+        """Allocated and reserved bytes from the error's own message; None: to be read."""
 
 
 class OomReporter:
@@ -77,9 +77,9 @@ class OomReporter:
         rank: this rank.
         tracker: the phase machine.
         trained: what the rank trains.
-        outbox: takes the reports.
+        outbox: gets the reports.
         hold: whether the rank is held.
-        history: what the steps before were like.
+        history: of the steps before.
         phase_marks: the phases of the last steps, written into each snapshot.
     """
 

@@ -17,7 +17,7 @@ _WINDOWED = ("sliding_attention", "chunked_attention")
 
 
 def model_flops(module: Any) -> ModelFlops | None:
-    """Return a causal language model's FLOPs; None for another kind of model, or a configuration that does not say."""
+    """Return a causal language model's FLOPs; None for another kind of model, or a configuration without the sizes."""
     try:
         return _model_flops(module)
     except Exception as error:  # a model's class and configuration may be anything
@@ -86,7 +86,7 @@ def _active_experts(config: Any) -> float | None:
 
 
 def _attention(config: Any) -> tuple[float, float, int] | None:
-    """Return FLOPs a pair in full and in windowed layers, and the window; None where the configuration does not say."""
+    """Return FLOPs a pair in full and in windowed layers, and the window; None where the configuration has no sizes."""
     layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
     hidden = getattr(config, "hidden_size", None)
     if not isinstance(layers, int) or not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:

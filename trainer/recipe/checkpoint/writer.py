@@ -1,6 +1,6 @@
 """Writing a checkpoint's files: at once, or later from a copy in host memory; an error never reaches the training.
 
-It takes the place of DeepSpeed's checkpoint engine, to which DeepSpeed gives every file it writes. An exception there
+It replaces DeepSpeed's checkpoint engine, to which DeepSpeed gives every file it writes. An exception there
 would leave the other ranks in a collective.
 """
 

@@ -44,7 +44,7 @@ class Loaded:
     """For each dotted path that was given: ``train.yaml:12`` or ``command line``."""
 
     def error(self, path: str, text: str) -> ConfigError:
-        """Make the error that says ``text`` about a dotted path, at the place that set it."""
+        """Return an error with ``text`` about a dotted path, at the place that set it."""
         at = path
         while at and at not in self.places:
             at = at.rpartition(".")[0]

@@ -69,7 +69,7 @@ class Report(msgspec.Struct):
         return self.refused.count > most_refused * self.read
 
     def check(self, most_refused: float) -> None:
-        """Refuse a data set of which too much is.
+        """Refuse a data set with too many refused records.
 
         Raises:
             ConfigError: a larger share than ``most_refused`` of the records was refused.

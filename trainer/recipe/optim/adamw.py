@@ -190,7 +190,7 @@ class SmallStateAdamW(torch.optim.Optimizer):
 
 
 def compiles(device: torch.device, states: States) -> bool:
-    """Tell whether torch.compile works here for the update of these states.
+    """Return whether torch.compile works here for the update of these states.
 
     It needs Triton and a C compiler; where TORCHDYNAMO_DISABLE=1 is set, it gives the function back as it is.
     """

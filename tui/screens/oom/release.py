@@ -1,4 +1,4 @@
-"""The dialog that lets held ranks go: what follows is said beforehand; the default is no."""
+"""The dialog that releases held ranks: it states the consequences; the default is no."""
 
 from typing import Any, ClassVar
 

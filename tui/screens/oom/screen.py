@@ -78,7 +78,7 @@ class OomScreen(MonitorScreen):
         return self._head, self._report, self._output, self._field
 
     def tick(self) -> None:
-        """Draw what changed; take over answers to what was typed."""
+        """Draw what changed; add answers of the console."""
         model, source = self.app_state.model, self.app_state.source
         if self.case is None:
             # A replay stands before it, or the first one has just come.
@@ -113,7 +113,7 @@ class OomScreen(MonitorScreen):
         return self.app_state.consoles.setdefault(rank, ConsoleSession(rank))
 
     def _why_no_console(self, case: OomCase) -> str:
-        """Say why no code can be run in that frame now; empty when it can."""
+        """Return why no code can be run in that frame now; empty when it can."""
         app_state, oom = self.app_state, case.oom
         if app_state.source is None or app_state.source.transport.mode == "replay":
             return "no console: this is a recording, its processes are gone"

@@ -1,8 +1,8 @@
-"""What the peak of each phase consists of: pure arithmetic on a trace, its phases, and what was seen where.
+"""Attributes the peak of each phase to parts: arithmetic on a trace, its phases, and the storages found by walking.
 
-A block that lived at the moment of the peak belongs to the storage that was seen in it; else to what its life says: of
-a forward and into the backward is an activation, all within the phase a temporary. Whatever the blocks do not add up
-to is ``unattributed``.
+A block that was allocated at the moment of the peak belongs to the storage that was found in it. Without a storage its
+lifetime decides: from a forward into the backward it is an activation, within one phase a temporary. Whatever the
+blocks do not add up to is ``unattributed``.
 """
 
 from bisect import bisect_right
@@ -120,7 +120,7 @@ class Attribution:
         return sums
 
     def _by_life(self, allocation: int, peak: int) -> str:
-        """Tell what a block without a known storage is from the phases it came and went in."""
+        """Return the part of a block without a known storage, from the phases of its allocation and its free."""
         begin, freed = self._of.begins[allocation], self._of.freed[allocation]
         born = self._span_of(begin) if begin != BEFORE else -1
         if born < 0:

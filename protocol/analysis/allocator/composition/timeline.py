@@ -20,7 +20,7 @@ _RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: 
 
 
 class Occurrence(NamedTuple):
-    """One phase once, between two marks, with what the probe's counters said of it."""
+    """One occurrence of a phase between two marks, with the probe's counters there."""
 
     name: str
     first: int
@@ -102,7 +102,7 @@ class Timeline:
 
         Args:
             us: its time, microseconds since the epoch.
-            allocated: what the counters said there; None where they were not read.
+            allocated: the counters' value there; None where they were not read.
         """
         times, curve = self.times, self.allocated
         at = bisect_right(times, us)

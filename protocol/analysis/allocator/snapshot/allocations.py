@@ -65,7 +65,7 @@ class Allocations:
             self.take_stacks(snapshot)
 
     def take_stacks(self, snapshot: Snapshot) -> None:
-        """Take over the stacks of the whole snapshot."""
+        """Add the stacks of the whole snapshot."""
         self.trace = snapshot.trace(self.device) or self.trace
         self.different_stacks = len(snapshot.stacks)
         is_alloc = self.trace.actions.translate(_IS_ALLOC)
@@ -127,7 +127,7 @@ class Allocations:
         self.lost += 1
 
     def _meet_the_end(self, snapshot: Snapshot) -> None:
-        """Take over the sizes of blocks that stand at the end, and add those that the trace never mentions."""
+        """Set the sizes of blocks that are allocated at the end, and add those that the trace never mentions."""
         block_sizes, requested = columns(snapshot.block_sizes, "q"), columns(snapshot.block_requested, "q")
         block_addresses = columns(snapshot.block_addresses, "Q")
         segments = [segment for segment in snapshot.segments if segment.device == self.device]

@@ -70,7 +70,7 @@ def between(replay: Replay, one: int, other: int) -> Between:
 
 
 def _less(whole: Totals, part: Totals) -> Totals:
-    """Take away what is part of it; stacks with nothing left are left out."""
+    """Subtract the bytes of a part; stacks with no bytes left are left out."""
     left = dict(whole)
     for stack, (size, blocks) in part.items():
         all_size, all_blocks = left.pop(stack)
@@ -113,7 +113,7 @@ class Oom(NamedTuple):
     device: int
     entry: int
     requested_bytes: int
-    """The block or segment that was sought, rounded as the error message says it."""
+    """The block or segment that was requested, rounded as in the error message."""
     device_free_bytes: int
     allocated_bytes: int
     reserved_bytes: int

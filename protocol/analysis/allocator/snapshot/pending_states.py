@@ -1,8 +1,8 @@
 """How much an optimizer's first step still had to allocate when it ran out of memory, from a snapshot.
 
 An optimizer makes its states parameter by parameter: each is as large as its parameter, times the ratio of their types'
-widths. So the states made so far are told by their stacks, and what they are made after is a group of allocations that
-was there before, of one place in the code, among whose sizes theirs are found.
+widths. So the states made so far are recognised by their stacks. The parameters are a group of earlier allocations from
+one place in the code, whose sizes include those of the states.
 """
 
 from collections import Counter

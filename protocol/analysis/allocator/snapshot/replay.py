@@ -52,7 +52,7 @@ class Replay:
         self._begun: Begun | None = None
 
     def complete(self, snapshot: Snapshot) -> None:
-        """Take over the stacks of the whole snapshot, where this was made of one without."""
+        """Add the stacks of the whole snapshot, where this was made without them."""
         self.snapshot = snapshot
         self.allocations.take_stacks(snapshot)
         self.trace = self.allocations.trace

@@ -83,7 +83,7 @@ def _us(capture: StepCapture, ns: int) -> int:
 
 
 def _columns(raw: dict[str, Any], device: int) -> Snapshot:
-    """Turn one device's part of what PyTorch returned into columns, without what nobody needs of a step."""
+    """Return one device's part of PyTorch's snapshot as columns, without fields that are not used."""
     raw["segments"] = [segment for segment in raw["segments"] if segment["device"] == device]
     raw["device_traces"] = [
         entries if index == device else [] for index, entries in enumerate(raw.pop("device_traces"))

@@ -14,7 +14,7 @@ class Held(NamedTuple):
 
 
 class Storages:
-    """The storages found on one device, by address; the first to claim a storage says what it is for.
+    """The storages found on one device, by address; the first claim of a storage decides its part.
 
     Args:
         cuda_index: the CUDA device's index; None: memory of the host.
