@@ -211,7 +211,7 @@ def offsets_after(run: RunDir, recorded: Iterable[LogLine]) -> dict[str, int]:
         run: The run's directory.
         recorded: The last recorded lines, oldest first.
     """
-    texts = {(line.rank, line.stream): line.text for line in recorded if not line.text.startswith("... ")}
+    texts = {(line.rank, line.stream): line.text for line in recorded}
     offsets: dict[str, int] = {}
     for (rank, stream), text in texts.items():
         if stream == "ftmon":

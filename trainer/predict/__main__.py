@@ -7,6 +7,7 @@ Exit status: 0 predicted, 2 wrong usage or configuration.
 
 import argparse
 import contextlib
+import json
 import logging
 import math
 import os
@@ -144,7 +145,8 @@ def _teller(arguments: argparse.Namespace) -> Callable[[str], None]:
 
     def tell(what: str) -> None:
         if told:
-            print(f"predicting: {what}", file=stream, flush=True)
+            line = f"predicting: {what}" if arguments.background is None else json.dumps({"predicting": what})
+            print(line, file=stream, flush=True)
 
     return tell
 

@@ -149,11 +149,11 @@ def _flags(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prep
 
 
 def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prepared:
-    from . import launched, ranks
+    from . import launchers, ranks
     from .dry import Job
     from .script import ScriptInputs, ScriptRun
 
-    started = launched.parse(arguments.command)
+    started = launchers.parse(arguments.command)
     count = arguments.ranks or started.ranks or 1
     _check_ranks(count, arguments.command[0])
     looked: ScriptInputs | None = getattr(arguments, "looked", None)

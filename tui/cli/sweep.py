@@ -1,8 +1,8 @@
 """``ftmon sweep``: many configurations, one after the other, in a process of its own."""
 
+import os
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from .attach import opens_app
 from .trainer_process import StartFailedError, become
 
 SWEEP = "ftmon.trainer.sweep"
-_LOOK_SECONDS = 0.1
 
 
 def sweep(arguments: Namespace) -> int:
@@ -83,21 +82,21 @@ def _start(path: Path, arguments: Namespace) -> None:
         output = log.open("wb")
     except OSError as error:
         raise ResultsError(f"{log}: cannot be written: {error.strerror}") from None
-    with output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", SWEEP, *words(arguments)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    while process.poll() is None and not _accepted(log):
-        time.sleep(_LOOK_SECONDS)
-    if process.returncode:
+    read_end, write_end = os.pipe()
+    with output, open(read_end, "rb") as accepted:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", SWEEP, *words(arguments), f"--accepted={write_end}"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=(write_end,),
+            )
+        finally:
+            os.close(write_end)
+        if accepted.read(1):
+            return
+    if process.wait():
         lines = log.read_text(errors="replace").strip().splitlines()
         raise StartFailedError("\n".join(lines) or "the sweep did not start", process.returncode)
-
-
-def _accepted(log: Path) -> bool:
-    """Return whether the process has printed its first line; a refusal begins differently."""
-    return log.read_bytes().startswith(b"sweep ")

@@ -42,7 +42,6 @@ class Theme:
         self.glyphs = glyphs
         self.color = color
         self.base = self.style("text")
-        self._cache: dict[tuple[str, str, bool], Style] = {}
 
     @property
     def plain_graphs(self) -> bool:

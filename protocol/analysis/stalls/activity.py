@@ -75,7 +75,3 @@ class Activity(NamedTuple):
         if self.on_disk or before.on_disk:
             return "disk"
         return "works" if wakes > SPARE_WAKES + (POLLS_PER_SECOND * passed if polls else 0.0) else ""
-
-    def rested_since(self, before: "Activity", *, polls: bool = False) -> bool:
-        """Return whether the training thread slept and nothing was done since an earlier observation."""
-        return self.state == before.state == "S" and not self.work_since(before, polls=polls)

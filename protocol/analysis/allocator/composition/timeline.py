@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from typing import NamedTuple
 
-from ....snapshot.model import ALLOCATED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Snapshot
+from ....snapshot.model import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Snapshot
 from ....step_trace import StepMark
 from ..snapshot.allocations import BEFORE, Allocations, columns
 
@@ -90,12 +90,6 @@ class Timeline:
         now = sum(segment.size for segment in snapshot.segments)
         changes[0] = max(0, now - sum(changes))
         self.reserved = array("q", accumulate(changes))
-
-    @property
-    def allocated_now(self) -> int:
-        """Allocated at the moment of the read, from the blocks themselves."""
-        states, sizes = self.snapshot.block_states, columns(self.snapshot.block_sizes, "q")
-        return sum(size for size, state in zip(sizes, states, strict=True) if state == ALLOCATED)
 
     def position(self, us: int, allocated: int | None) -> int:
         """Find the position of a boundary.
