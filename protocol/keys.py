@@ -196,7 +196,7 @@ def _load_or_make(path: Path) -> KeyPair:
     except (msgspec.MsgspecError, ValueError) as error:
         raise RunDirError(f"{path}: is not a key file: {error}; remove it and a new one is made") from None
     write_private(path, msgspec.json.encode(make_pair()) + b"\n")
-    # Two processes may have made one at the same time: the file says which holds.
+    # Two processes may have made one at the same time: the file decides.
     return msgspec.json.decode(_read_private(path), type=KeyPair)
 
 

@@ -102,7 +102,7 @@ def secure_server(socket: "zmq.Socket[Any]", pair: KeyPair, domain: str = ZAP_DO
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
     socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
-    # Without this a CURVE server that nobody guards admits whoever knows its public key.
+    # Without this a CURVE server without an authenticator admits every client that knows its public key.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     _keep_alive(socket)
 

@@ -245,7 +245,7 @@ class Writer:
         if not known:
             # Nothing to lose yet, and a busy disk would keep the hub from its start: the first checkpoint is soon.
             connection.execute("PRAGMA synchronous=OFF")
-            # Before there is a write-ahead log: the file alone says what it is, whatever becomes of the log.
+            # Before there is a write-ahead log: the file alone must identify itself, even if the log is lost.
             connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             connection.execute("BEGIN IMMEDIATE")

@@ -93,7 +93,7 @@ class Kill(threading.Thread):
         """Kill, verify, report."""
         try:
             outcome = self._kill()
-        except Exception as error:  # the person must get an answer, whatever happened
+        except Exception as error:  # the person must get an answer after any error
             outcome = Outcome(False, f"the kill itself failed: {type(error).__name__}: {error}", {})
         self._done(outcome)
 
@@ -158,7 +158,7 @@ class Kill(threading.Thread):
         self._signal(first if everything else mains, number)
         left = self._wait(first, ONE_SIGNAL_SECONDS, stop_early=not everything)
         if left and (number is signal.SIGKILL or not self._mains({process.pid: process for process in left})):
-            left = sweep(self._find)  # the ranks are gone: what they leave behind has nobody to end it
+            left = sweep(self._find)  # the ranks are gone, and with them the parents that would end their children
         return left
 
     def _wait(self, left: list[Process], seconds: float, stop_early: bool = False) -> list[Process]:

@@ -143,7 +143,7 @@ class _File:
 
     @staticmethod
     def _text(raw: bytes) -> str:
-        # The last state that says something: tqdm clears its line with blanks before it writes anew.
+        # The last state that is not blank: tqdm clears its line with blanks before it writes anew.
         for state in reversed(raw.split(b"\r")):
             if state.strip():
                 text = state[: LINE_LIMIT * 4 + 1].decode("utf-8", errors="replace").rstrip()

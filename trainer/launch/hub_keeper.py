@@ -73,7 +73,7 @@ class HubKeeper:
     def _log(self) -> BinaryIO:
         try:
             return (self._run.logs / "hub.log").open("ab")
-        except OSError:  # somebody removed the run directory, or the disk is full: the job goes on without a log
+        except OSError:  # the run directory was removed, or the disk is full: the job goes on without a log
             return open(os.devnull, "ab")
 
     def note_reaped(self, pid: int, status: int) -> bool:

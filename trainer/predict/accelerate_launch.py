@@ -56,7 +56,7 @@ def parse(words: Sequence[str]) -> Launched:
                 launcher, arguments = chosen.launcher, chosen.arguments
             if arguments.use_deepspeed:
                 _, environment = prepare_deepspeed_cmd_env(arguments)
-        except Exception as error:  # whatever accelerate makes of wrong values
+        except Exception as error:  # accelerate raises many types for wrong values
             _refuse(" ".join(str(error).split()))
     if launcher in _OTHERS or getattr(arguments, "use_cpu", False):
         _refuse("it would train on no GPU")

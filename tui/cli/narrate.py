@@ -63,7 +63,7 @@ class Narrator:
         if not self._step:
             yield from self._results(
                 model
-            )  # what comes before the first step, such as the rehearsal, is told before it
+            )  # what comes before the first step, such as the rehearsal, is printed before it
         self._step = min(self._step, step)  # ranks that train anew in one process count from 1 again
         if step > self._step and (self._is_due(model) or model.ended):
             self._step, self._step_at = step, model.now

@@ -54,7 +54,7 @@ def _is_snapshot(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(len(_SQLITE)) != _SQLITE
     except (OSError, ValueError):
-        return False  # whoever reads it as a recording says what is wrong with it
+        return False  # reading it as a recording reports what is wrong with it
 
 
 def _of_snapshot(name: str) -> tuple[str, list[OomReport]]:

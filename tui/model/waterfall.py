@@ -188,7 +188,7 @@ def _on_device(
     if sample is None or sample.kind != "gpu" or made.ended:
         return made
     made = replace(made, used=sample.used_bytes, total=sample.total_bytes)
-    # The device is looked at now and not at the peak: what the process holds besides is told by what is reserved now.
+    # The sample is from now and not from the peak: memory outside PyTorch is used less what is reserved now.
     now = footprint(peak, rank.reserved_bytes, sample, rank.rank)
     if now is None:
         return made

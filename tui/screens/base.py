@@ -69,7 +69,7 @@ class MonitorScreen(Screen[Any]):
     """A screen on one run. A subclass gives its body, and ticks what is in it."""
 
     BINDINGS: ClassVar[list[BindingType]] = COMMON_KEYS
-    AUTO_FOCUS: ClassVar[str | None] = ""  # else a filter that nobody asked for takes every key
+    AUTO_FOCUS: ClassVar[str | None] = ""  # else an unrequested filter would get every key
     TITLE_LINES: int = 2
     NAME = ""
     """What the screen is called in help."""

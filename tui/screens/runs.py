@@ -48,7 +48,7 @@ class RunRows(Listing):
         self._looked = now
         try:
             self._entries = self._list.entries()
-        except FtmonError:  # somebody has changed the directory of runs: the command line says how
+        except FtmonError:  # the directory of runs was changed: commands report how
             self._entries = []
         if chosen is not None:
             ids = [entry.id for entry in self.entries()]

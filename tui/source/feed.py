@@ -107,7 +107,7 @@ class Feed(threading.Thread):
         """Follow the run from hub to hub, until it is over or the source is closed."""
         try:
             self._follow_all()
-        except Exception as error:  # nobody sees a thread die: the screen must say it
+        except Exception as error:  # a thread dies unseen: the screen must show it
             if not self._closing.is_set():
                 self._tell("hub-gone", f"the run cannot be followed any more: {type(error).__name__}: {error}")
 
@@ -245,7 +245,7 @@ class Feed(threading.Thread):
                 self._flush(frames)
                 frames = []
                 self._fill(history, self._last_seq, header.seq, missed)
-            # Not before: what a hub that has died could not tell of a hole is asked of the next.
+            # Advance only after the gap is filled, so that the next hub can be asked if this one dies.
             self._last_seq = max(self._last_seq, header.seq)
             try:
                 message = wire.decode_body(parts[1])

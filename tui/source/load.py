@@ -38,7 +38,7 @@ def describe(info: RecordingInfo) -> RunInfo:
     )
 
 
-class Superseded(Exception):  # noqa: N818 - no error: nobody wants the state any more
+class Superseded(Exception):  # noqa: N818 - no error: the state is not needed any more
     """Something else is to be loaded instead."""
 
 
@@ -110,7 +110,7 @@ def _load(
     if begin:
         _load_memory(history, tail[0].t if tail else t, t, model, overview)
         go_on()
-    # Charts and rates want steps without holes; of older ones (the run's peak) only what they tell is kept.
+    # Charts and rates need steps without gaps; of older ones (the run's peak) only the results are kept.
     fold(model, (frames[number] for number in sorted(frames) if number <= begin))
     job, older = model.job, {number: rank.last for number, rank in model.ranks.items()}
     for rank in model.ranks.values():

@@ -173,7 +173,7 @@ class Playback:
             history = self._open(self._closing.is_set)
             self._begin(history)
             self._loop(history)
-        except Exception as error:  # nobody sees a thread die: the screen must say it
+        except Exception as error:  # a thread dies unseen: the screen must show it
             known = isinstance(error, FtmonError)
             self.error = str(error) if known else f"the recording cannot be played: {type(error).__name__}: {error}"
             self._put(message=self.error)
@@ -203,7 +203,7 @@ class Playback:
             history = self._open(self._closing.is_set)
             self._new_overview = read_overview(history, history.info(), self._closing.is_set)
             self._requests.put(Request("overview"))
-        except Exception as error:  # nobody sees a thread die
+        except Exception as error:  # a thread dies unseen
             words = str(error) if isinstance(error, FtmonError) else f"{type(error).__name__}: {error}"
             self._put(message=f"older history cannot be read: {words}")
         finally:
@@ -281,7 +281,7 @@ class Playback:
         if request.kind == "speed":
             self._speed = request.number
             return None
-        if request.kind == "faster":  # from the speed asked for last, which the screen may not have been told yet
+        if request.kind == "faster":  # from the speed requested last, which the screen may not have received yet
             self._speed = next_speed(self._speed, up=request.number > 0)
             return None
         if request.kind == "play":

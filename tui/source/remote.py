@@ -120,7 +120,7 @@ class RemoteReader:
             self._connect()
             self._send(wire.encode("app", self._asked, time.time(), query), deadline)
             answer = self._receive(query.id, deadline)
-        except zmq.ZMQError as error:  # the context ends: so does whoever asks
+        except zmq.ZMQError as error:  # the context ends, and its users with it
             self.close()
             raise HubError(f"the hub cannot be asked: {error.strerror}") from None
         except HubError:

@@ -151,7 +151,7 @@ class DeathDetector:
         if known is not None:
             return [added(known, ended)]
         if -1 in kill_asked or any(failure.rank == rank for _, failure, _ in self._held):
-            # Its own failure, of a lost peer, is still held back: it will tell, or become part of the peer's.
+            # Its own failure, of a lost peer, is still held back: it is raised later, or becomes part of the peer's.
             return []
         asked = rank in kill_asked
         if rank not in self._died and not asked and not _by_kernel(kill) and self._recent(t) and self._follows(state):

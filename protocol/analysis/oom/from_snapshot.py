@@ -73,7 +73,7 @@ def oom_of(snapshot: Snapshot, replay: Replay) -> Oom | None:
         largest_free_bytes=max(fits, default=0),
         usable_free_bytes=found.usable_free_bytes,
         expandable=any(piece.expandable for piece in pieces),
-        # Somebody recorded; whether the first step was over, the snapshot does not tell.
+        # Whether the first step was over is not in the snapshot.
         steps_done=1,
         holders=_holders(snapshot, replay, found.entry),
         segments=[_use(piece) for piece in sorted(pieces, key=lambda piece: -piece.size)[:SEGMENTS]],

@@ -119,7 +119,7 @@ def outside_of(oom: Oom, around: OomContext) -> Outside:
     elsewhere = max(0, capacity - oom.device_free_bytes - oom.reserved_bytes) if capacity else 0
     own = next((process.used_bytes for process in around.processes if process.rank == oom.rank), None)
     if oom.measure != "cuda" or own is None:
-        # A list without the rank itself has pids of another namespace: it says nothing about whose they are.
+        # A list without the rank itself has pids of another namespace: the owners are unknown.
         return Outside(elsewhere if oom.measure == "cuda" else 0, None, None)
     others = sum(process.used_bytes for process in around.processes if process.rank != oom.rank)
     others = min(others, elsewhere)
@@ -195,7 +195,7 @@ def _kind(oom: Oom, found: dict[str, int], short: int) -> tuple[OomKind, list[Oo
     if not capacity or (not oom.requested_bytes and not oom.allocated_bytes):
         return "unknown", [], False
     if oom.measure == "cuda" and not oom.requested_bytes:
-        # The driver refused somebody else than PyTorch's allocator, which always says how much.
+        # Refused by the driver outside PyTorch's allocator, which always reports the size.
         return "outside", [], True
     if oom.requested_bytes > capacity:
         return "too_large", [], True
@@ -208,7 +208,7 @@ def _kind(oom: Oom, found: dict[str, int], short: int) -> tuple[OomKind, list[Oo
     if oom.usable_free_bytes >= oom.requested_bytes > oom.largest_free_bytes:
         weights["fragmentation"] = oom.usable_free_bytes
     elif not oom.free_blocks and oom.measure == "cuda" and _unused(oom) >= oom.requested_bytes:
-        weights["fragmentation"] = _unused(oom)  # nobody looked at the pieces, but one piece would have served
+        weights["fragmentation"] = _unused(oom)  # the pieces are unknown, but one piece would have been enough
     elif oom.largest_free_bytes < oom.requested_bytes and found.get("fragmented", 0) >= max(short, _PIECES * capacity):
         weights["fragmentation"] = found["fragmented"]  # with what the driver had left it would have been enough
     # Where the device had room, the process's own limit refused the request: memory of others is not the cause.
@@ -247,7 +247,7 @@ def _beside_allocator(found: dict[str, int], short: int, capacity: int) -> dict[
     if found.get("outside", 0) >= max(short, _PART_OF_DEVICE * capacity, _OUTSIDE_USUAL):
         weights["outside"] = found["outside"]
     elif "others" not in found and found.get("elsewhere", 0) >= max(short, 2 * _PART_OF_DEVICE * capacity):
-        weights["outside"] = found["elsewhere"]  # whose it is, nobody could tell
+        weights["outside"] = found["elsewhere"]  # of an unknown process
     return weights
 
 

@@ -84,7 +84,7 @@ def difference(views: Sequence[RankView]) -> Difference | None:
         names = {call.name for call in calls.values()}
         sizes = {call.size for call in calls.values()}
         shapes = len(names) == 1 and len(sizes) > 1 and names <= SAME_SIZE and 0 not in sizes
-        # What every one of them has behind it was no obstacle, whatever it was.
+        # Calls that all of them have finished were no obstacle.
         if (len(names) > 1 or shapes) and not all(call.done for call in calls.values()):
             return Difference(group, number, calls, shapes)
     return None
@@ -175,7 +175,7 @@ def _behind(other: RankView, view: RankView, call: Call) -> bool:
     mine, theirs = view.evidence, other.evidence
     if mine is not None and theirs is not None and theirs.by == "probe" and mine.calls.source == theirs.calls.source:
         return theirs.calls.last(call.group) < call.number
-    # One of them could not answer: what its last heartbeat said is compared with the other's own count.
+    # One of them could not answer: its last heartbeat is compared with the other's own count.
     counted = mine.calls.counted.get(call.group, 0) if mine is not None else 0
     if view.inside and view.group == call.group:
         counted = view.group_sequence

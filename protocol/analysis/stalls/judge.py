@@ -110,7 +110,7 @@ def judge(views: list[RankView]) -> Verdict | None:
     if not stuck:
         return _held_up_by_silence(present) or _silent_together(present)
     verdict = _stall(stuck, present)
-    # A look that finds all asleep in one collective names nobody: then the ordinary patience holds.
+    # Where all are asleep in one collective no rank is named: then the ordinary limits hold.
     if verdict is not None and verdict.kind == "unclear" and not any(view.overdue for view in stuck):
         return None
     return verdict
@@ -161,7 +161,7 @@ def _held_up_by_silence(present: list[RankView]) -> Verdict | None:
         return None
     views = by_rank(present)
     roots, waiting = [views[rank] for rank in graph.roots], [views[rank] for rank in sorted(graph.of)]
-    # A call of which nobody knows whether it is over is no wait.
+    # A call that may be over already is no wait.
     open_calls = [wait.call.done is False for waits_of in graph.of.values() for wait in waits_of]
     if any(root.absent != "silent" for root in roots) or not all(open_calls) or min(v.age for v in waiting) <= WAITED_S:
         return None

@@ -214,7 +214,7 @@ class RankTracker:
                 self.run_state = message
             else:
                 self.feed(frame.seq, frame.t, message)
-            # The first tick sees the gap to this and forgives the ranks what nobody watched.
+            # The first tick sees the gap to this time and discounts it for all ranks.
             self._last_tick = frame.t
         self._changes.clear()
 
@@ -328,7 +328,7 @@ class RankTracker:
             if tracked.cut_off:
                 messages += self._set(tracked, "unreachable", f"its host {host.host} is cut off")
             else:
-                # What nobody could see of it is not held against it; what it sent meanwhile comes now.
+                # Time without a connection does not count against it; what it sent meanwhile comes now.
                 tracked.progress.moved(t)
                 if tracked.state is not None and tracked.state.state == "unreachable":
                     messages += self._set(tracked, "training" if tracked.progress.has_stepped else "starting")

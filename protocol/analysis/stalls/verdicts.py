@@ -223,7 +223,7 @@ def stale_lock(waiting: list[RankView], present: list[RankView], age: float) -> 
 
 def alone(stuck: list[RankView], age: float) -> Verdict | None:
     """Name ranks that are stuck without holding up others; None where data loading may take longer."""
-    # A shard that is fetched or a disk that is slow holds up nobody else: data loading may take longer then.
+    # Fetching a shard, or a slow disk, holds up no other rank: data loading may take longer then.
     stuck = [view for view in stuck if view.overdue or view.absent]
     stuck = [view for view in stuck if view.phase != "data" or view.age > ALONE_DATA_S or view.absent]
     if not stuck:

@@ -99,7 +99,7 @@ def evidence(finding: Finding) -> dict[str, Any]:
     if not isinstance(facts, SpikeFacts | SteadyFacts):
         return msgspec.to_builtins(facts)
     found: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(facts, causes=()))
-    # What the step itself says of its cause goes before what another step's stacks say.
+    # A cause from the step itself comes before one from another step's stacks.
     for cause in reversed(facts.causes):
         found |= _numbers_evidence(cause) if isinstance(cause, NumbersCause) else _stack_evidence(cause)
     return found

@@ -276,7 +276,7 @@ def _begin_forward(training: Training, framework: str, module: Any, args: Any, k
         if trained and not state.forward_by:
             micro_steps.expect_forward("parallel")
             tell_framework(framework, module)
-        # A Trainer or an engine tells itself where the forward of the model that it trains begins.
+        # A Trainer or an engine reports itself where the forward of its model begins.
         if state.forward_by == "parallel" or (state.forward_by and not trained):
             micro_steps.forwarding(module, args, kwargs)
     except Exception as error:

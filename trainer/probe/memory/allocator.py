@@ -117,7 +117,7 @@ class AllocatorWatch:
         cuda = self._rank.device.memory.measure == "cuda"
         if not (self._wanted or self._answers):
             if self._capture is not None:
-                self._drop()  # nobody waits for it any more
+                self._drop()  # no longer awaited
                 if cuda and not (recording.by_script or recording.owner):
                     recording.off()
             return
@@ -175,7 +175,7 @@ class AllocatorWatch:
         rank, read, entries = self._rank.rank, self._rank.device.memory.read, 0
         if cuda:
             if recording.cleared != self._cleared:
-                return  # somebody began a new history meanwhile; the next step will do
+                return  # a new history was begun meanwhile; the next step will do
             found = step_trace(
                 capture,
                 recording.snapshot,

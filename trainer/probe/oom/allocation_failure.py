@@ -83,7 +83,7 @@ class AllocationFailures:
         def observe(device: int, requested: int, total: int, free: int) -> None:
             # The allocator's lock is not held here, and this is the thread whose allocation failed.
             if self._hold.here:
-                return  # a console tried something, and will be told that it failed
+                return  # tried by a console, which shows the failure
             try:
                 if not self._rank.device.settled and self._rank.guard.is_training_thread():
                     self._look_at_device()

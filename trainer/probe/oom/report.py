@@ -322,7 +322,7 @@ def _optimizer_facts(optimizer: Any, measure: str) -> tuple[str, OptimizerImplem
         return name, "fused"
     if "foreach" not in settings:
         return name, ""
-    # With neither said, PyTorch takes foreach for tensors on a GPU, and a loop elsewhere.
+    # With neither set, PyTorch uses foreach for tensors on a GPU, and a loop elsewhere.
     foreach = settings["foreach"]
     return name, "foreach" if foreach or (foreach is None and measure == "cuda") else "for-loop"
 

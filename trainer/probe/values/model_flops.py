@@ -55,7 +55,7 @@ def _matrices(model: Any, config: Any) -> Iterator[tuple[int, bool, bool]]:
     if any(type(each).__name__ == "FullyShardedDataParallel" for each in model.modules()) or not any(
         id(parameter) in embeddings or id(parameter) == multiplied for parameter in model.parameters()
     ):
-        # FSDP1 keeps flat shards: which of it is the embedding only the configuration tells.
+        # FSDP1 keeps flat shards: the size of the embedding is only in the configuration.
         skipped = 0 if getattr(config, "tie_word_embeddings", False) else config.vocab_size * config.hidden_size
         for size, trainable in parameter_sizes(model):
             left = max(0, size - skipped)

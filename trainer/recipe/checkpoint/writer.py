@@ -230,5 +230,5 @@ def host_copy(value: Any, seen: dict[Any, torch.Tensor]) -> Any:
         return type(value)(host_copy(inner, seen) for inner in value)
     try:
         return copy.deepcopy(value)
-    except Exception:  # locks, handles: what cannot be copied cannot be saved either, and says so when it is
+    except Exception:  # locks, handles: what cannot be copied cannot be saved either, and fails there
         return value

@@ -62,7 +62,7 @@ def has_table(shape: Any) -> bool:
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(shape)
-    except Exception:  # whatever a model type stumbles over; making the model for good reports it
+    except Exception:  # a model type may raise anything; loading the model reports it
         return False
     return any(
         _TABLE.search(f"{name}.{own}") and tensor.ndim == 2 and 0 <= len(tensor) - found.most <= _OFFSET
