@@ -128,7 +128,7 @@ def allow(public: str, remark: str = "") -> None:
 
 
 def disallow(public: str) -> None:
-    """Let a public key in no more; connections that stand are not cut.
+    """Let a public key in no more; open connections are not cut.
 
     Raises:
         UsageError: it is not on the list, or is this user's own, which is always let in.
@@ -157,7 +157,7 @@ class AllowList:
         try:
             return key.decode("ascii", "replace") in allowed()
         except (RunDirError, OSError) as error:
-            logging.getLogger(__name__).warning("nobody is let in: %s", error)
+            logging.getLogger(__name__).warning("no key is allowed: %s", error)
             return False
 
 

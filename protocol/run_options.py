@@ -71,6 +71,6 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
             if not (math.isfinite(seconds) and seconds >= 0):
                 raise UsageError(f"--{option.replace('_', '-')} must be seconds, 0 or more")
         if self.allow_console and self.read_only:
-            raise UsageError("--allow-console and --read-only: a read-only run runs nobody's code")
+            raise UsageError("--allow-console and --read-only: a read-only run runs no code from outside")
         if self.read_only and (self.on_hang in ("stop", "kill") or self.exit_timeout):
             raise UsageError("--on-hang stop, --on-hang kill and --exit-timeout need a run that is not --read-only")

@@ -38,7 +38,7 @@ def show_memory(arguments: Namespace) -> int:
         print_json(result)
         return 0
     if not ranks:
-        print("no rank was heard of yet")
+        print("no rank has reported yet")
     for index, rank in enumerate(ranks):
         if index:
             print()

@@ -58,7 +58,7 @@ def _check_command(arguments: Namespace) -> None:
         raise UsageError("--data needs CONFIG.yaml, which names the data set")
     for name in ("deepspeed", "lora_rank", "optimizer"):
         if getattr(arguments, name):
-            raise UsageError(f"--{name.replace('_', '-')} goes with --model; a command's script says it itself")
+            raise UsageError(f"--{name.replace('_', '-')} goes with --model; a command's script sets it itself")
 
 
 def _check(arguments: Namespace) -> None:

@@ -150,11 +150,11 @@ def manage_keys(arguments: Namespace) -> int:
         keys.allow(arguments.allow, arguments.remark)
     if arguments.remove is not None:
         keys.disallow(arguments.remove)
-        print(f"removed {sanitize(arguments.remove)}; connections that stand are not cut")
+        print(f"removed {sanitize(arguments.remove)}; open connections are not cut")
     own = keys.client_pair().public
     print(f"your public key, to be allowed on the host of a run:\n  {own}")
     others = {key: remark for key, remark in keys.allowed().items() if key != own}
-    print("let in here, besides you:" if others else "nobody else is let in here", file=sys.stdout)
+    print("let in here, besides you:" if others else "no other key is allowed here", file=sys.stdout)
     for key, remark in others.items():
         print(f"  {key}  {sanitize(remark)}".rstrip())
     return 0

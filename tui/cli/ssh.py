@@ -90,7 +90,7 @@ def attach_ssh(arguments: Namespace) -> int:
             source,
             arguments,
             [_address(place, endpoint.info.id)],
-            lambda: UsageError(f"{arguments.run}: the hub there says nothing"),
+            lambda: UsageError(f"{arguments.run}: the hub there does not answer"),
         )
     finally:
         source.close()

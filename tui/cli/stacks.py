@@ -80,7 +80,7 @@ def recorded(path: Path, ranks: list[int]) -> Result:
             else:
                 answer |= {"text": found.text, "thread": found.thread, "time": found.time, "reason": found.reason}
         if not answers:
-            raise UsageError(f"{path}: no stacks were taken in this run")
+            raise UsageError(f"{path}: no stacks were recorded in this run")
     return Result("", True, data={"answers": answers, "silent": []})
 
 

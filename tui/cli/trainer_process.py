@@ -119,7 +119,7 @@ def _give_up(process: "subprocess.Popen[bytes]") -> NoReturn:
 def _started(output: bytes) -> RunDir:
     run = started_run(output)
     if run is None:
-        raise StartFailedError("the trainer did not say which run it started", 1)
+        raise StartFailedError("the trainer did not report which run it started", 1)
     return run
 
 

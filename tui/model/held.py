@@ -66,7 +66,7 @@ def hold_words(model: RunModel, case: OomCase) -> list[str]:
     lines = [f"rank {oom.rank} waits in the failing frame, for {duration(max(1, int(model.now - since)))} now"]
     if oom.hold_seconds:
         left = since + oom.hold_seconds - model.now
-        lines[0] += f"; it lets go by itself in {duration(max(0.0, left))} (--hold-timeout)"
+        lines[0] += f"; it is released by itself in {duration(max(0.0, left))} (--hold-timeout)"
     if oom.others:
         lines.append(oom.others)
     if oom.peer_timeout_s:

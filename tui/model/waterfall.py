@@ -130,7 +130,7 @@ def untaken(rank: RankModel, phase: str, sample: DeviceSample | None) -> Waterfa
     peak = dict(standing)[chosen]
     record = step.phase(chosen)
     assert record is not None
-    parts = (Part("unattributed", "not taken apart", peak, 0),)
+    parts = (Part("unattributed", "not analysed", peak, 0),)
     if rank.on_cpu or record.resident is not None:
         return Waterfall(rank.rank, step.step, chosen, "glibc", peak, parts, standing, taken_apart=False)
     return _on_device(rank, step.step, chosen, peak, parts, standing, record.reserved.peak, sample, taken_apart=False)

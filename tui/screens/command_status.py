@@ -8,7 +8,7 @@ from ..source.base import CommandRecord
 from ..widgets.app_state import AppState
 
 _DONE = {
-    "compose": "a step was taken apart",
+    "compose": "a step was analysed",
     "arm": "stacks were recorded: the cause is below",
 }
 """Text when a verb is done."""

@@ -154,7 +154,7 @@ def target_line(targets: Targets, row: int, model: RunModel, width: int, theme: 
         return line.add(f": {len(targets.ranks)} ranks, their launcher and all they started", theme.style("dim"))
     rank = model.ranks[targets.ranks[row - 1]]
     line.add(f"rank {rank.rank:<5}", theme.style(tone, bold=True))
-    where = f"pid {rank.hello.pid} on {rank.hello.host}" if rank.hello else "not heard of yet"
+    where = f"pid {rank.hello.pid} on {rank.hello.host}" if rank.hello else "no report yet"
     state_glyph, state_tone = theme.state(rank.state)
     line.add(cut(f"{where:<28}", 30, glyphs.ellipsis), theme.style("dim"))
     line.add(f" {state_glyph} {rank.state}", theme.style(state_tone))

@@ -63,7 +63,7 @@ class MemoryCanvas(Canvas):
             return [*lines, *self._bars(width, height - 1)]
         fall = fall_of(rank, self.choice, self.app_state.model.device_of(rank))
         if fall is None:
-            text = " no step is finished yet: the first one tells its peaks by phase"
+            text = " no step is finished yet: the first one gives its peaks by phase"
             return [*lines, Line(text, theme.style("dim"))]
         lines += head_lines(rank, fall, self.choice, width, theme)
         cause = cause_of(rank, fall.phase)
@@ -93,13 +93,13 @@ class MemoryCanvas(Canvas):
     def _why(self) -> str:
         source = self.app_state.source
         if source is not None and source.transport.mode == "replay":
-            return "Nothing was taken apart up to here: the recording has no composition of this rank yet."
+            return "No step was analysed up to here: the recording has no composition of this rank yet."
         if self._can_ask:
             return (
-                "Not taken apart yet. The probe takes one of the first steps apart, then one now and then, and one "
-                "after a spike; c has it done at the next step."
+                "Not analysed yet. The probe captures one of the first steps, then one now and then, and one "
+                "after a spike; c captures the next step."
             )
-        return "Not taken apart yet. The probe does it at one of the first steps, then now and then."
+        return "Not analysed yet. The probe captures one of the first steps, then one now and then."
 
     def _chart(self, rank: RankModel, width: int, height: int) -> list[Line]:
         """Chart the peaks of the three highest phases over the recent steps, where there is room for it."""
@@ -143,11 +143,11 @@ class MemoryScreen(MonitorScreen):
         key("left,shift+tab", "phase(-1)", "phase before", "the phase before", show=False),
         key("up", "rank(-1)", "previous", "the rank before", show=False),
         key("v", "view", "ranks", "one rank's waterfall, or the bars of all ranks side by side"),
-        key("c", "compose", "parts", "take the next step of this rank apart"),
+        key("c", "compose", "parts", "capture the next step of this rank"),
         key("x", "arm", "stacks", "record Python stacks in the phase in view at the next step"),
         key("t", "take", "snapshot", "write a memory snapshot of this rank into the run's folder"),
         key("down", "rank(1)", "rank", "the next rank"),
-        key("h", "highest", "highest", "the step with the highest peak that was taken apart, or the latest"),
+        key("h", "highest", "highest", "the analysed step with the highest peak, or the latest"),
         key("enter", "unfold", "all stacks", "all stacks of the cause with all frames, or the first ones", show=False),
         key("pageup", "page(-1)", "page up", "scroll up", show=False),
         key("pagedown", "page(1)", "page down", "scroll down", show=False),
@@ -212,9 +212,7 @@ class MemoryScreen(MonitorScreen):
     def action_highest(self) -> None:
         """Switch between the latest analysed step and the one with the highest peak."""
         highest = not self._canvas.choice.highest
-        self.app_state.say(
-            "the highest peak that was taken apart" if highest else "the latest step that was taken apart"
-        )
+        self.app_state.say("the highest analysed peak" if highest else "the latest analysed step")
         self._choose(highest=highest)
 
     def action_unfold(self) -> None:
@@ -233,7 +231,7 @@ class MemoryScreen(MonitorScreen):
     def action_compose(self) -> None:
         """Request a capture of the next step."""
         rank = self.app_state.selected
-        self._asking.ask("compose", {"ranks": [rank]}, f"rank {rank}: the next step is taken apart")
+        self._asking.ask("compose", {"ranks": [rank]}, f"rank {rank}: the next step is captured")
 
     def action_arm(self) -> None:
         """Have stacks recorded in the phase in view."""

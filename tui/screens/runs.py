@@ -111,7 +111,7 @@ class RunsScreen(MonitorScreen):
     NAME = "runs"
     WHAT = (
         "The runs of this user on this host, the newest first. A live run is opened as it goes on; one that is over is "
-        "opened as a replay. lost: it ended without anybody seeing how."
+        "opened as a replay. lost: its end was not recorded."
     )
     HIDDEN = NEED_A_RUN
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -41,7 +41,7 @@ _FETCH = 2000
 _MAX_FETCHED = 40_000
 """A hole larger than this is not fetched: the state is loaded anew."""
 
-_GONE = "the hub is gone; the ranks train on, and a new hub is looked for"
+_GONE = "the hub is gone; the ranks train on, and a new hub is awaited"
 _MAX_BATCH = 500
 _MOST_WAITING = 40
 """Batches not yet folded. Beyond it the rest stays in ZeroMQ's queue; what that drops is seen by its numbers, and asked
@@ -316,7 +316,7 @@ class Feed(threading.Thread):
             self._refuse(self._commands.get())
 
     def _refuse(self, command: Command) -> None:
-        text = "the hub is gone, so nobody could act on this; it comes back by itself, try again in some seconds"
+        text = "the hub is gone, so nothing can be done now; it comes back by itself: try again in some seconds"
         self.arrivals.append(Arrival(answer=Accepted(command.id, False, text)))
 
     def _finish(self) -> None:

@@ -84,7 +84,7 @@ class Waiting(Canvas):
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the words and the end of the log."""
         theme, model = self.theme, self.app_state.model
-        words = "the run ended before any rank was heard of" if model.ended else "waiting for the first rank"
+        words = "the run ended before any rank reported" if model.ended else "waiting for the first rank"
         entries = model.logs.select(limit=max(0, height - 4))
         lines = [
             Line(),

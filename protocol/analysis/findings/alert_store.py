@@ -271,5 +271,5 @@ class AlertStore:
             "warning",
             f"more than {FRESH_LIMIT} alerts within a minute: the rest are only counted here",
             rule="overflow",
-            text="Many things go wrong at once; the first alerts say where it began.",
+            text="Many alerts at once; the first ones show where it began.",
         )

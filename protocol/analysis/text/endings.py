@@ -3,7 +3,7 @@
 import signal as signals
 
 _SIGNAL_HINTS = {
-    "SIGKILL": "somebody, a job scheduler, or the kernel's out-of-memory killer may have sent it (see dmesg)",
+    "SIGKILL": "a person, a job scheduler, or the kernel's out-of-memory killer may have sent it (see dmesg)",
     "SIGSEGV": "a crash in native code",
     "SIGBUS": "a crash in native code, or /dev/shm is full",
     "SIGABRT": "native code gave up: an assertion, or NCCL's watchdog after a timeout",

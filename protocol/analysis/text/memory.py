@@ -76,7 +76,7 @@ def leak(finding: Finding) -> Words:
     rate, full = gib(facts.bytes_per_step), facts.full_at_step
     resident = facts.measure == "resident"
     holder = "the host's memory" if resident else "the device"
-    end = f"{holder} is full around step {full:,}" if full else "its end cannot be told without a capacity"
+    end = f"{holder} is full around step {full:,}" if full else "its end is unknown without a capacity"
     plan = f"; the run ends before, at step {facts.ends_at_step:,}" if facts.ends_at_step else ""
     found = f" {_left_behind(facts.cause)}" if facts.cause is not None else ""
     title = f"memory grows {rate} a step"

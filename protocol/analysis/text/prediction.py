@@ -48,7 +48,7 @@ def comparison_sentences(found: Sequence[Compared], error: float) -> list[str]:
     )
     if most.parts:
         named = ", ".join(f"{_PARTS.get(name, name)} {_signed(size)}" for name, size in most.parts)
-        taken = f" (step {most.parts_step:,} taken apart)" if most.parts_step else ""
+        taken = f" (step {most.parts_step:,} analysed)" if most.parts_step else ""
         return [*sentences, f"{text}: {named}{taken}"]
     return [*sentences, text + _by_phase(found, parted, most)]
 

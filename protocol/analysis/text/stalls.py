@@ -37,7 +37,7 @@ _WHERE = {
     "eval": "in evaluation",
     "checkpoint": "in checkpointing",
     "idle": "in Python code outside any phase",
-    "exit": "said goodbye, but its process lives on",
+    "exit": "finished, but its process is still alive",
 }
 _ABSENT = {
     "stopped": "stopped by a signal",
@@ -68,7 +68,7 @@ def unheard(finding: Finding) -> Words:
     facts: UnreachableFacts = finding.facts
     return Words(
         f"{ranks_in_words(finding.ranks)} unreachable{f': {facts.state}' if facts.state else ''}",
-        "Nothing is heard of the probe there. That alone says nothing about the training: native code may hold "
+        "The probe there sends nothing. That alone is no evidence about the training: native code may hold "
         "Python's lock, or the way to that host may be cut.",
     )
 

@@ -51,5 +51,7 @@ def _cleanup(commands: "Commands") -> None:
     cleanup.add_argument("--yes", "-y", action="store_true", help="do not ask")
     cleanup.add_argument("--json", action="store_true", help="list what was found as JSON, and end nothing")
     cleanup.add_argument(
-        "--elsewhere", action="store_true", help="also what is of other hosts' runs whose hub does not answer from here"
+        "--elsewhere",
+        action="store_true",
+        help="also processes of other hosts' runs whose hub does not answer from here",
     )

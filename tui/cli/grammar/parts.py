@@ -56,7 +56,10 @@ def add_start_options(parser: argparse.ArgumentParser) -> None:
         "--allow-console", action="store_true", help="let 'ftmon console' run Python in a rank that is held"
     )
     parser.add_argument(
-        "--hold-timeout", type=seconds, metavar="SECONDS", help="let go by itself after so long (default: never)"
+        "--hold-timeout",
+        type=seconds,
+        metavar="SECONDS",
+        help="release after this long without a person (default: never)",
     )
     _add_hang_options(parser)
     _add_notify_options(parser)

@@ -21,7 +21,7 @@ class ReleaseDialog(CommandDialog):
         Binding("left,right,tab", "other", "choose", tooltip="between no and yes"),
         Binding("a,space", "all", "all", tooltip="this rank, or all that are held"),
         Binding("enter", "answer", "answer", tooltip="do what is chosen"),
-        Binding("y", "yes", "yes", tooltip="let go"),
+        Binding("y", "yes", "yes", tooltip="release"),
         Binding("q", "leave", "leave", tooltip="close"),
     ]
     WIDTH = 74

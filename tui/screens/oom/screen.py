@@ -43,7 +43,7 @@ class OomScreen(MonitorScreen):
         key("pageup", "page(-1)", "page up", "a screen up", show=False),
         key("pagedown", "page(1)", "page down", "a screen down", show=False),
         key("c,5", "console", "console", "run code in the failing frame of a rank that is held", bar="c"),
-        key("r", "release", "let go", "let a held rank go; asks first"),
+        key("r", "release", "release", "release a held rank; asks first"),
         key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
         key("w", "what_if", "what if", "predict which changes fit, each by a dry run of this job; again: cancel"),
         key("2", "explore('stacks')", "stacks", "the timeline of that moment's snapshot, and what was live", bar="2"),
@@ -121,7 +121,7 @@ class OomScreen(MonitorScreen):
             return "no console: this rank was not held; start the run with --on-oom hold --allow-console"
         if not oom.console:
             return (
-                "no console: this run was started without --allow-console, so nobody may run code in its ranks; "
+                "no console: this run was started without --allow-console, so no code may be run in its ranks; "
                 "ftmon run --on-oom hold --allow-console ... allows it"
             )
         if not held_since(app_state.model, case):
@@ -213,7 +213,7 @@ class OomScreen(MonitorScreen):
         elif app_state.read_only:
             app_state.say("read-only: release is refused", "warning")
         elif app_state.source is None or not app_state.source.can_command:
-            app_state.say("cannot let it go: the run has no hub that takes commands", "warning")
+            app_state.say("cannot release it: the run has no hub that takes commands", "warning")
         else:
             self.app.push_screen(ReleaseDialog(app_state, case))
         self.tick()

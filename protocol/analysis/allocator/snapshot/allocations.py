@@ -20,7 +20,7 @@ _EVENT_OF = bytes({ALLOC: BEGINS, FREE_REQUESTED: FREED, FREE_COMPLETED: ENDS}.g
 class Allocations:
     """All allocations that lived at some time of the window, as columns indexed by their number.
 
-    An allocation counts as *allocated* from ``begins`` to ``freed`` (the program let go of it) and as *active* to
+    An allocation counts as *allocated* from ``begins`` to ``freed`` (the program freed it) and as *active* to
     ``ends`` (its block could be used again). An index in these columns is the entry that changed it: ``BEFORE`` for
     before the first entry, the number of entries for never.
     """
@@ -50,7 +50,7 @@ class Allocations:
         self.odd: list[Odd] = []
         """What happened without an entry of its own, by index."""
         self.known: dict[int, int] = {}
-        """Sizes of the blocks that stand at the end, by allocation."""
+        """Sizes of the blocks that are allocated at the end, by allocation."""
         self.lost = 0
         """Allocations whose end was not recorded."""
         self.unsure = 0
