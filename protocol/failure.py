@@ -1,4 +1,4 @@
-"""What a failed run failed of, by its alerts."""
+"""Cause of a failed run, by its alerts."""
 
 from collections.abc import Iterable
 

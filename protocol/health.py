@@ -96,7 +96,7 @@ class Volume(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DiskSpace(msgspec.Struct, tag="disks", frozen=True, omit_defaults=True):
-    """What is left on the file systems that the run uses on a host; sent when it changed, and once a minute."""
+    """Free space on the file systems that the run uses on a host; sent when it changed, and once a minute."""
 
     host: Name
     time: Time

@@ -20,7 +20,7 @@ _Text = Annotated[str, Meta(max_length=1024)]
 
 
 class KernelKill(msgspec.Struct, frozen=True):
-    """What speaks for a process having been killed by the kernel because memory ran out."""
+    """Evidence that the kernel killed a process because memory ran out."""
 
     sure: bool
     """The kernel's own log names the process."""
@@ -30,7 +30,7 @@ class KernelKill(msgspec.Struct, frozen=True):
 
 
 class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an agent saw of one rank's process, at most a second ago."""
+    """State of one rank's process from an agent, at most a second old."""
 
     rank: Rank
     pid: Whole

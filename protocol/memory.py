@@ -33,7 +33,7 @@ Reason = Literal["first", "periodic", "asked", "spike", "leak", "oom"]
 
 
 class PhaseComposition(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one phase's peak is made of. The values of ``parts`` add up to ``peak_bytes`` exactly."""
+    """Composition of one phase's peak. The values of ``parts`` add up to ``peak_bytes`` exactly."""
 
     name: str
     peak_bytes: Whole
@@ -47,7 +47,7 @@ class PhaseComposition(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Composition(msgspec.Struct, tag="composition", frozen=True, omit_defaults=True):
-    """What the peaks of one step of one rank are made of."""
+    """Composition of the peaks of one step of one rank."""
 
     rank: Rank
     step: Whole

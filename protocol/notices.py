@@ -36,7 +36,7 @@ _OF_STATES: Mapping[str, Event] = {"finished": "finish", "stopped": "finish", "f
 
 
 class Notify(msgspec.Struct, frozen=True):
-    """Who is notified of what."""
+    """Targets and events of notifications."""
 
     targets: list[str]
     """``terminal``, ``desktop``, an http(s) address, or a shell command."""

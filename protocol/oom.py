@@ -66,7 +66,7 @@ class Remedy(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RankMoment(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where one rank was when the allocation failed, as far as the hub knew."""
+    """State of one rank when the allocation failed, as known to the hub."""
 
     rank: Rank
     state: str
@@ -91,7 +91,7 @@ class RankMoment(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class OomReport(msgspec.Struct, tag="oom_report", frozen=True, omit_defaults=True):
-    """Everything known of one out-of-memory error."""
+    """Report of one out-of-memory error."""
 
     rank: Rank
     step: Whole

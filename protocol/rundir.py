@@ -234,7 +234,7 @@ class RunDir:
             write_private(self._room(name), b" " * _ROOM_BYTES)
 
     def ipc_address(self, channel: str) -> str:
-        """Give a channel's ``ipc://`` address."""
+        """Return a channel's ``ipc://`` address."""
         return f"ipc://{self.socket_dir / f'{channel}.sock'}"
 
     @property

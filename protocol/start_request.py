@@ -1,4 +1,4 @@
-"""What is to be started: one JSON object on the standard input of the process that makes the run and its launcher.
+"""Request to start a run: one JSON object on the standard input of the process that makes the run and its launcher.
 
 That process is ``python -m ftmon.trainer.launch.start`` for a script, and ``python -m ftmon.trainer.recipe.start`` for
 a configuration. It prints one JSON line, ``{"run": "<run directory>"}``, and ends with status 0; a refusal is text on

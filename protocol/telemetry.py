@@ -367,7 +367,7 @@ class Activity(msgspec.Struct, tag="activity", frozen=True, omit_defaults=True):
 
 
 class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
-    """Where a rank is now: sent when the phase changed, at most ten times a second, and to fill silence.
+    """Present phase of a rank: sent when the phase changed, at most ten times a second, and to fill silence.
 
     ``progress`` is moved by the training thread alone, so a heartbeat with an unchanged ``progress`` proves only that
     the process lives.

@@ -1,4 +1,4 @@
-"""What the training side finds on this machine: ``python -m ftmon.trainer.doctor [--json]``.
+"""Checks of the training side on this machine: ``python -m ftmon.trainer.doctor [--json]``.
 
 Every check stands alone and none may fail: what is not installed is a finding, not an error of the doctor's.
 """

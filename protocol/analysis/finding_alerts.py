@@ -1,4 +1,4 @@
-"""From findings to alerts: each is put into words and given to the alert store."""
+"""Turns findings into alerts: renders each as text and puts it into the alert store."""
 
 from collections.abc import Iterable
 

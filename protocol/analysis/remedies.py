@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
 
 def _is_fused(oom: Oom) -> bool:
-    """Whether the update is one kernel: PyTorch's ``fused``, or a class such as DeepSpeed's ``FusedAdam``."""
+    """Return whether the update is one kernel: PyTorch's ``fused``, or a class such as DeepSpeed's ``FusedAdam``."""
     return oom.optimizer_implementation == "fused" or "fused" in oom.optimizer_class.lower()
 
 

@@ -1,4 +1,4 @@
-"""What a recording holds, and what is missing of it: its ``meta`` table, its gaps, and its first and last messages."""
+"""Contents of a recording, and what is missing of it: its ``meta`` table, its gaps, and its first and last messages."""
 
 import time
 from collections.abc import Callable

@@ -40,7 +40,7 @@ class Marks:
         self._job = 0
 
     def load(self, connection: sqlite3.Connection) -> None:
-        """Go on where an earlier writer of this file left off."""
+        """Continue where an earlier writer of this file ended."""
         since = shown_since(connection, 1 << 62)
         for mark in read_marks(connection, since):
             self._of(mark.rank).put(mark)

@@ -1,4 +1,4 @@
-"""How high each phase of a rank has ever come, by size of batch: the few steps that set a mark, out of all steps.
+"""Highest peak of each phase of a rank, by size of batch: the few steps that set a mark, out of all steps.
 
 A peak that does not rise by more than noise sets no mark, so a run of a million steps has some dozens of them. What
 follows from the marks (which phase makes the peak, at which lengths, since when) is in ``ftmon.tui.model.peak_phase``.

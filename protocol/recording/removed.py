@@ -32,7 +32,7 @@ class RemovalWatch:
         self._missed_at: float | None = None
 
     def removed(self, now: float) -> bool:
-        """Whether the file is gone or another one is in its place, and its directory stays; ``now`` is monotonic."""
+        """Return whether the file is gone or replaced, and its directory stays; ``now`` is monotonic."""
         if _identity(self._path) == self._identity or not self._directory_stays():
             self._missed_at = None
             return False

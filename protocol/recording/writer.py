@@ -281,7 +281,7 @@ class Writer:
         self._try_open()
 
     def _take_up(self, connection: sqlite3.Connection) -> None:
-        """Go on where an earlier writer of this file left off."""
+        """Continue where an earlier writer of this file ended."""
         if self.last_seq:
             # The file could not be opened at first: rows of this writer are waiting, numbered far beyond its own.
             earlier = Rollups(self._writing.rows["rollups"].append)

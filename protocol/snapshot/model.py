@@ -127,7 +127,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Blocks of this size and more were not split, bytes; -1: no limit."""
 
     def with_stacks(self, found: StackColumns) -> "Snapshot":
-        """Give the whole snapshot."""
+        """Return the whole snapshot."""
         replace = msgspec.structs.replace
         return replace(
             self,
@@ -144,9 +144,9 @@ class Snapshot(msgspec.Struct, frozen=True):
         return sorted(found) or [0]
 
     def trace(self, device: int) -> Trace | None:
-        """Give a device's trace, if it has one."""
+        """Return a device's trace, if it has one."""
         return next((trace for trace in self.traces if trace.device == device), None)
 
     def frames_of(self, stack: int) -> list[Frame]:
-        """Give a stack's frames, innermost first."""
+        """Return a stack's frames, innermost first."""
         return [self.frames[index] for index in self.stacks[stack]]

@@ -22,7 +22,7 @@ Goal = Literal["largest", "fastest", "phases"]
 
 
 class Budget(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the sweep may use, wall-clock time of all its sessions."""
+    """Budget of the sweep, wall-clock time of all its sessions."""
 
     seconds: float | None = None
     """None: no limit."""
@@ -162,7 +162,7 @@ class RankRow(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Row(msgspec.Struct, tag="row", frozen=True, omit_defaults=True):
-    """What became of one run. A failure is a row too."""
+    """Result of one run. A failure is a row too."""
 
     settings: Settings
     verdict: Verdict

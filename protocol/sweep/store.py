@@ -18,7 +18,7 @@ class ResultsError(UsageError):
 
 
 class Results(NamedTuple):
-    """What a results file holds."""
+    """Contents of a results file."""
 
     header: Header
     entries: list[Entry]
@@ -147,7 +147,7 @@ def read(path: Path) -> Results:
 
 
 def is_results(path: Path) -> bool:
-    """Whether a file begins as a results file does, of whatever version."""
+    """Return whether a file begins as a results file does, of whatever version."""
     try:
         with path.open("rb") as file:
             return file.read(16).startswith(b'{"type":"sweep"')

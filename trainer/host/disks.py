@@ -1,4 +1,4 @@
-"""What is left on the file systems that a run uses on this host: found from what its ranks have open.
+"""Measures free space on the file systems that a run uses on this host, found from its ranks' open files.
 
 Directories: the run's own, each rank's working directory, ``TMPDIR``, ``/dev/shm``, the output directory that a rank
 announced, and those of files that a rank has open for writing (a checkpoint under way). Of one file system one is

@@ -41,7 +41,7 @@ class Target(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a kill, or another command, came to."""
+    """Outcome of a kill, or another command."""
 
     ok: bool
     text: str

@@ -45,7 +45,7 @@ class Nvml:
             self._names.append((name or f"GPU {index}", uuid))
 
     def close(self) -> None:
-        """Give NVML back."""
+        """Shut NVML down."""
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
 

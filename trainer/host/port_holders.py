@@ -1,4 +1,4 @@
-"""Who listens on a TCP port of this host: read from /proc/net (proc(5)), and from the descriptors that may be read."""
+"""Finds the process listening on a TCP port of this host, from /proc/net (proc(5)) and readable descriptors."""
 
 import os
 import pwd

@@ -16,7 +16,7 @@ from .stack_dump import DumpTarget
 
 
 class Inspection(NamedTuple):
-    """What was found, by rank."""
+    """Results of an inspection, by rank."""
 
     stacks: dict[int, str]
     """Stacks of the signalled ranks that wrote them."""

@@ -143,7 +143,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _outward_address() -> str:
-    """Give the address of the interface that packets to the world leave by; none is sent to find out."""
+    """Return the address of the interface that packets to the world leave by; none is sent to find out."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -28,7 +28,7 @@ class Requests:
         self._last: dict[signal.Signals, float] = {}
 
     def note(self, number: int) -> None:
-        """Take one signal."""
+        """Record one signal."""
         self._waiting.append(Request(signal.Signals(number), time.monotonic()))
 
     def take(self) -> list[signal.Signals]:

@@ -38,7 +38,7 @@ _QUOTED = re.compile(r'"([^"]+)"')
 
 
 class Batch(NamedTuple):
-    """What a step trains on."""
+    """Batch of a step."""
 
     micro: int
     """Sequences of a GPU and micro-step."""

@@ -1,4 +1,4 @@
-"""What is to be predicted: a configuration of ftmon's own trainer, or a plain loop that flags describe."""
+"""Jobs to predict: a configuration of ftmon's own trainer, or a plain loop described by flags."""
 
 import argparse
 from collections.abc import Callable

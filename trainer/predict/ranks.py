@@ -42,7 +42,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class RankRun(msgspec.Struct):
-    """What one rank's process found."""
+    """Result of one rank's process."""
 
     parameters: int = 0
     trainable: int = 0

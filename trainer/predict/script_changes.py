@@ -1,4 +1,4 @@
-"""What a person changes in a script of their own for a remedy: keys of DeepSpeed, arguments of ``Trainer``, calls."""
+"""Changes to a user's own script for a remedy: keys of DeepSpeed, arguments of ``Trainer``, calls."""
 
 from collections.abc import Sequence
 

@@ -38,7 +38,7 @@ class Live(NamedTuple):
     """For how long the monitor has called it hung; 0: it does not."""
 
 
-def look(run: RunDir, now: float) -> Live:
+def progress(run: RunDir, now: float) -> Live:
     """Return a live run's progress from its recording; what cannot be read yet counts as nothing."""
     try:
         with Reader(run.recording) as reader:

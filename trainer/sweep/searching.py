@@ -31,7 +31,7 @@ def search(session: Session, predictor: Predictor, wanted: Search, grid: Sequenc
 
 
 def fits_the_goal(run: Planned) -> bool:
-    """Whether a configuration is worth a run where the fastest is searched for: unless it is known not to fit."""
+    """Return whether a configuration is worth a run in a search for the fastest: not known not to fit."""
     return run.predicted is None or run.predicted.fits is not False
 
 

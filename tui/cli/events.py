@@ -55,7 +55,7 @@ def show_events(arguments: Namespace) -> int:
 
 
 def _has_ended(target: str) -> bool:
-    """Whether no more can come: a run's end is known, or its recording is a file on its own."""
+    """Return whether no more can come: a run's end is known, or its recording is a file on its own."""
     try:
         return run_store.find(target).read_exit() is not None
     except FtmonError:

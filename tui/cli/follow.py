@@ -87,8 +87,8 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standin
         standing.let_go()
         lines.say(attach_line(run.id))
         return exits.LEFT if owned else exits.INTERRUPTED
-    output_told = narrator.with_output and source.model.ended
-    for line in closing_lines(run, end, source.model, output_told=output_told):
+    output_printed = narrator.with_output and source.model.ended
+    for line in closing_lines(run, end, source.model, output_printed=output_printed):
         lines.say(line)
     asked = following.interrupts and end.state == "stopped" and not following.foreign
     return exits.INTERRUPTED if asked else exit_status(end)
@@ -145,7 +145,7 @@ class _Following:
             return
         try:
             self._source.pump(LOOK_SECONDS)
-            for line in self._narrator.tell(self._source.model):
+            for line in self._narrator.new_lines(self._source.model):
                 self._lines.say(line)
             for notice in self._notices.fresh(self._source.model) if self._notices is not None else ():
                 self._lines.say(terminal_sequence(notice), end="")

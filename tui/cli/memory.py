@@ -11,7 +11,7 @@ from ...protocol.memory import Cause
 from ...protocol.recording.phase_peaks import PeakMark
 from ...protocol.text import gib, sanitize
 from ..model.cause import evidence_words, group_parts, shown_bytes, spike_alert, verdict_of, verdict_words
-from ..model.peak_phase import lead_sentences, phase_words
+from ..model.peak_phase import phase_words, ranking_sentences
 from ..model.rank import RankModel
 from ..model.run import RunModel
 from ..model.waterfall import REASONS, Waterfall, untaken, waterfall
@@ -107,8 +107,8 @@ def rank_lines(model: RunModel, rank: RankModel) -> Iterator[str]:
             yield f"  reserved {'grew' if fall.since > 0 else 'shrank'} {gib(abs(fall.since))} since that peak"
     if composition is not None and composition.note:
         yield f"  note: {sanitize(composition.note)}"
-    lead = rank.memory.lead
-    yield from (f"  {sentence}" for sentence in (lead_sentences(lead) if lead is not None else []))
+    ranking = rank.memory.ranking
+    yield from (f"  {sentence}" for sentence in (ranking_sentences(ranking) if ranking is not None else []))
     for cause in rank.memory.causes.values():
         yield from _cause_lines(model, rank, cause)
 
@@ -133,7 +133,7 @@ def _cause_lines(model: RunModel, rank: RankModel, cause: Cause) -> Iterator[str
 
 def rank_data(model: RunModel, rank: RankModel) -> dict[str, Any]:
     """Describe one rank's memory for scripts."""
-    fall, memory, lead = rank_fall(model, rank), rank.memory, rank.memory.lead
+    fall, memory, ranking = rank_fall(model, rank), rank.memory, rank.memory.ranking
     return {
         "rank": rank.rank,
         "measure": rank.hello.memory_measure if rank.hello else "",
@@ -150,11 +150,11 @@ def rank_data(model: RunModel, rank: RankModel) -> dict[str, Any]:
         "used_bytes": fall.used if fall else None,
         "total_bytes": fall.total if fall else 0,
         "lead": None
-        if lead is None
+        if ranking is None
         else {
-            "standing": [msgspec.to_builtins(mark) for mark in lead.standing],
-            "by_bytes": lead.by,
-            "words": lead_sentences(lead),
+            "standing": [msgspec.to_builtins(mark) for mark in ranking.standing],
+            "by_bytes": ranking.by,
+            "words": ranking_sentences(ranking),
         },
         "latest": msgspec.to_builtins(memory.latest) if memory.latest else None,
         "highest": msgspec.to_builtins(memory.highest) if memory.highest else None,

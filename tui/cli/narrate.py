@@ -47,7 +47,7 @@ class Narrator:
         self._told_jobs: set[int] = set()
         """Jobs whose end was printed."""
 
-    def tell(self, model: RunModel) -> Iterator[str]:
+    def new_lines(self, model: RunModel) -> Iterator[str]:
         """Yield the lines, mostly none, about what is new in ``model`` since the last call."""
         for text in self._news(model):
             yield text.encode("ascii", "replace").decode() if self._ascii else text

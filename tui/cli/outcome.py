@@ -24,7 +24,7 @@ def exit_status(end: ExitFile) -> int:
     return exits.of_run(end)
 
 
-def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_told: bool = False) -> Iterator[str]:
+def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_printed: bool = False) -> Iterator[str]:
     """Return lines about how a run ended, and where its results are: checkpoint, recording, logs.
 
     Args:
@@ -32,9 +32,9 @@ def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_told: b
         end: how it ended.
         model: state of the run: where its trainer writes checkpoints (``Plan.output_dir``; without one, where ftmon's
         own does), and which rank failed first.
-        output_told: the output of ranks and launcher was printed already; their last lines are not repeated.
+        output_printed: the output of ranks and launcher was printed already; their last lines are not repeated.
     """
-    if end.state == "failed" and not output_told:
+    if end.state == "failed" and not output_printed:
         rank = first_to_fail(model)
         if rank is not None:
             yield from (f"  rank {rank}| {sanitize(line)}" for line in last_words(run.rank_log(rank, "err")))

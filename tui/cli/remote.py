@@ -117,7 +117,7 @@ def _tell(source: LiveSource, arguments: Namespace, no_answer: Callable[[], Usag
         try:
             while not source.model.ended:
                 source.pump(LOOK_SECONDS)
-                for line in narrator.tell(source.model):
+                for line in narrator.new_lines(source.model):
                     print(line, flush=True)
                 if interrupts.count:
                     return exits.INTERRUPTED

@@ -60,7 +60,7 @@ def parse_place(text: str) -> Place:
 
 
 def commands(place: Place) -> tuple[list[str], list[str]]:
-    """Give the words of the first attempt, which may ask for a password, and those of later ones, which may not."""
+    """Return the words of the first attempt, which may ask for a password, and those of later ones, which may not."""
     ssh = shlex.split(os.environ.get(SSH_ENV) or "ssh")
     remote = f"{os.environ.get(REMOTE_ENV) or 'ftmon'} relay {shlex.quote(place.run) if place.run else ''}".strip()
     target = [

@@ -85,7 +85,7 @@ def recorded(path: Path, ranks: list[int]) -> Result:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """Give the answer to ``stacks`` as plain data: groups of ranks, and each rank's own text."""
+    """Return the answer to ``stacks`` as plain data: groups of ranks, and each rank's own text."""
     stacks = _stacks_of(result)
     groups = [
         {
@@ -100,7 +100,7 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def as_lines(result: Result, *, all_threads: bool = False) -> list[str]:
-    """Give the answer to ``stacks`` as lines: a head for each group of ranks, then the frames, innermost first."""
+    """Return the answer to ``stacks`` as lines: a head for each group of ranks, then the frames, innermost first."""
     stacks = _stacks_of(result)
     answers: dict[str, dict[str, Any]] = result.data.get("answers", {})
     lines: list[str] = []

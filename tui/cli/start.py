@@ -128,7 +128,7 @@ def _start_and_watch(arguments: Namespace, request: StartRequest, *, stdin: bool
 
 
 def _may_read_stdin() -> bool:
-    """Whether the job may have standard input: not the terminal of a shell in whose background this command is."""
+    """Return whether the job may have standard input: not a shell's terminal while in the background."""
     try:
         os.fstat(0)
         return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()

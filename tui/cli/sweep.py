@@ -60,7 +60,7 @@ def _in_app(arguments: Namespace) -> int:
 
 
 def _goes_on(path: Path) -> bool:
-    """Whether a session of the sweep runs already."""
+    """Return whether a session of the sweep runs already."""
     from ..model.sweep import SweepModel
 
     model = SweepModel(path)

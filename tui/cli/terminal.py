@@ -12,7 +12,7 @@ _NO_SCREEN = ("", "dumb", "unknown", "emacs")
 
 
 def is_terminal() -> bool:
-    """Whether standard input, output and error are all a terminal: the app reads keys from one and draws on two."""
+    """Return whether standard input, output and error are terminals: the app reads keys from one and draws on two."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ...protocol.memory import Cause, Composition
 from ...protocol.recording.phase_peaks import PeakMark, PhasePeaks
 from ...protocol.telemetry import Step
-from .peak_phase import PeakRanking, lead_of
+from .peak_phase import PeakRanking, rank_phases
 
 
 class RankMemory:
@@ -60,10 +60,10 @@ class RankMemory:
         return [*(mark for mark in self._past if mark.step <= self._step), *self._peaks.marks]
 
     @property
-    def lead(self) -> PeakRanking | None:
+    def ranking(self) -> PeakRanking | None:
         """Which phase makes the peak of the run so far; None before the first step."""
         if self._lead[0] != self.version:
-            self._lead = (self.version, lead_of(self.marks))
+            self._lead = (self.version, rank_phases(self.marks))
         return self._lead[1]
 
     @property

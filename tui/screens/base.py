@@ -85,7 +85,7 @@ class MonitorScreen(Screen[Any]):
         self.app_state = app_state
 
     def body(self) -> Iterable[Widget]:
-        """Give the widgets between summary and keys."""
+        """Return the widgets between summary and keys."""
         return ()
 
     def compose(self) -> ComposeResult:

@@ -40,7 +40,7 @@ class Dialog(ModalScreen[Any]):
         return self.app_state.theme
 
     def compose(self) -> ComposeResult:
-        """Give the panel."""
+        """Return the panel."""
         yield self.panel
 
     def lines(self, width: int, height: int) -> list[Line]:

@@ -15,7 +15,7 @@ class GotoDialog(Dialog):
     WIDTH = 60
 
     def compose(self) -> ComposeResult:
-        """Give the words and the line to type into."""
+        """Return the words and the line to type into."""
         with Vertical(id="goto", classes="dialog"):
             self.panel.remove_class("dialog")
             yield self.panel

@@ -90,7 +90,7 @@ class LogsScreen(MonitorScreen):
     ]
 
     def body(self) -> Iterable[Widget]:
-        """Give the lines and the filter."""
+        """Return the lines and the filter."""
         yield LogList(self.app_state, name="logs")
         yield Prompt(self.app_state, "filter", "words; enter keeps it, escape ends it", name="filter")
 

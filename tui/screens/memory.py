@@ -106,8 +106,8 @@ class MemoryCanvas(Canvas):
         steps = [step for step in rank.steps if step.phases]
         if height < _CHART_LINES or len(steps) < 2:
             return []
-        lead = rank.memory.lead
-        names = [mark.phase for mark in lead.standing[:3]] if lead is not None else []
+        ranking = rank.memory.ranking
+        names = [mark.phase for mark in ranking.standing[:3]] if ranking is not None else []
         steps = [step for step in steps if all(step.phase(each) is not None for each in names)]
         series = [
             Series(each, self.theme.phase(each), [_peak(step, each) for step in steps]) for each in reversed(names)
@@ -162,7 +162,7 @@ class MemoryScreen(MonitorScreen):
         self._asking = CommandStatus(app_state)
 
     def body(self) -> Iterable[Widget]:
-        """Give the one canvas."""
+        """Return the one canvas."""
         yield self._canvas
 
     def tick(self) -> None:

@@ -137,7 +137,7 @@ class RunsScreen(MonitorScreen):
                 yield widget
 
     def body(self) -> Iterable[Widget]:
-        """Give the list and the filter."""
+        """Return the list and the filter."""
         yield RunRows(self.app_state, name="runs")
         yield Prompt(self.app_state, "filter", "words; enter keeps it, escape ends it", name="filter")
 

@@ -100,7 +100,7 @@ def unused_lines(rank: RankModel, width: int, height: int, theme: Theme) -> list
 
 
 def unused_share(rank: RankModel) -> float | None:
-    """Give the share of reserved memory that was not allocated at the last step's peak; None where it is not known."""
+    """Return the share of reserved memory that was not allocated at the last step's peak; None: not known."""
     last = rank.last
     if last is None or rank.on_cpu or not last.phases:
         return None

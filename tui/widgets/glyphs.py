@@ -149,7 +149,7 @@ ASCII = Glyphs(
 
 
 def choose(ascii_only: bool) -> Glyphs:
-    """Give the glyphs for this terminal: ASCII when asked for, or when the locale cannot print block characters."""
+    """Return the glyphs for this terminal: ASCII when asked for, or when the locale cannot print block characters."""
     if ascii_only:
         return ASCII
     encoding = locale.getpreferredencoding(False)

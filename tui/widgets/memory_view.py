@@ -8,7 +8,7 @@ from ...protocol.prediction import Prediction
 from ...protocol.telemetry import DeviceSample
 from ...protocol.text import sanitize
 from ..model.cause import Verdict, innermost
-from ..model.peak_phase import lead_sentences, phase_words
+from ..model.peak_phase import phase_words, ranking_sentences
 from ..model.prediction import compared_phases, predicted_phase
 from ..model.rank import RankModel
 from ..model.waterfall import REASONS, Waterfall, untaken, waterfall
@@ -34,7 +34,7 @@ class MemoryChoice:
 
 
 def composition_of(rank: RankModel, choice: MemoryChoice) -> Composition | None:
-    """Give the step that is in view."""
+    """Return the step that is in view."""
     return rank.memory.highest if choice.highest else rank.memory.latest
 
 
@@ -46,7 +46,7 @@ def fall_of(rank: RankModel, choice: MemoryChoice, sample: DeviceSample | None) 
 
 
 def cause_of(rank: RankModel, phase: str) -> Cause | None:
-    """Give the cause to show with a phase: its own, else that of the largest transient there is."""
+    """Return the cause to show with a phase: its own, else that of the largest transient there is."""
     return rank.memory.causes.get(phase) or rank.memory.cause
 
 
@@ -131,8 +131,8 @@ def body_lines(
         text = "On a CPU a peak is of the resident set: there is no device allocator, and nothing is reserved."
         lines += [Line(" " + row, theme.style("dim")) for row in wrap(text, width - 2)]
     lines += _predicted_lines(rank, prediction, width, theme)
-    lead = rank.memory.lead
-    for index, sentence in enumerate(lead_sentences(lead) if lead is not None else []):
+    ranking = rank.memory.ranking
+    for index, sentence in enumerate(ranking_sentences(ranking) if ranking is not None else []):
         first, *rest = wrap(sentence, width - 4)
         mark = theme.glyphs.dot if index else theme.glyphs.selected
         lines.append(Line(f" {mark} ", theme.style("accent")).add(first, theme.base))

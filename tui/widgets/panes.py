@@ -16,7 +16,7 @@ class SummaryBar(Canvas):
     """The top of a screen: two lines, or one where its height is one."""
 
     def key(self) -> Summary:
-        """Give the summary itself."""
+        """Return the summary itself."""
         source = self.app_state.source
         if source is None:
             return Summary("no run")
@@ -73,7 +73,7 @@ class ReplayBar(Canvas):
     """The scrubber of a replay or of a live run rewound."""
 
     def key(self) -> object:
-        """Give the playback itself, its time as it is shown."""
+        """Return the playback itself, its time as it is shown."""
         source = self.app_state.source
         if source is None:
             return ()

@@ -32,7 +32,7 @@ Cell = tuple[str, str]
 
 
 def sign_of(kind: Kind, theme: Theme) -> str:
-    """Give the sign of a kind of curve, for legends."""
+    """Return the sign of a kind of curve, for legends."""
     if theme.glyphs.is_ascii:
         return {"points": ".", "line": "*", "marks": "o"}[kind]
     return {"points": "⠢", "line": "━" if theme.color else "▀", "marks": "◆"}[kind]

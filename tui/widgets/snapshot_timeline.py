@@ -70,7 +70,7 @@ class SnapshotTimeline(Canvas):
         return ((moment - explorer.first + 1) * width - 1) // span
 
     def moment_beside(self, columns: int) -> int:
-        """Give the moment that lies some columns from the cursor: at least one entry further."""
+        """Return the moment that lies some columns from the cursor: at least one entry further."""
         width = max(1, self.size.width - _AXIS)
         explorer = self.explorer
         span = explorer.last - explorer.first + 1

@@ -60,7 +60,7 @@ class Views:
         )
 
     def shares(self, rank: RankModel) -> tuple[tuple[str, float], ...]:
-        """Give the phase shares of the recent steps, in drawing order."""
+        """Return the phase shares of the recent steps, in drawing order."""
         known = self._shares.get(rank.rank)
         if known is not None and known[0] is rank.last:
             return known[1]
@@ -118,7 +118,7 @@ class History:
         self._columns: list[Column | None] = []
 
     def columns(self, rank: RankModel, width: int, now: float, span: int) -> list[Column | None]:
-        """Give the last ``width`` columns of ``span`` seconds up to ``now``; the same list while nothing changed."""
+        """Return the last ``width`` columns of ``span`` seconds up to ``now``; the same list while nothing changed."""
         timeline = rank.timeline
         key = (id(timeline), id(rank.last), width, span, floor(now / span), len(timeline.marks))
         if key == self._key:
@@ -147,7 +147,7 @@ def nice_top(peak: int) -> int:
 
 
 def scale_of(view: RankView, zoom: bool, run_peak: int) -> Scale:
-    """Give a rank's scale: its device's capacity, or zoomed the run's highest peak, common to all ranks."""
+    """Return a rank's scale: its device's capacity, or zoomed the run's highest peak, common to all ranks."""
     top = nice_top(run_peak) if zoom or not view.capacity else view.capacity
     return Scale(top, view.peak)
 

@@ -34,7 +34,7 @@ _OTHER_STREAM = -2
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """How a recorded trace and the model's own agree."""
+    """Differences between a recorded trace and the model's."""
 
     entries: int
     requests: int

@@ -1,4 +1,4 @@
-"""What is known of failures and deaths, as figures; ``analysis.text`` has the words."""
+"""Facts of failures and deaths; ``analysis.text`` has the words."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from ...hosts import KernelKill
 
 
 class HostPressure(msgspec.Struct, frozen=True):
-    """How full a host's memory, or its control group's, was."""
+    """Use of a host's memory, or its control group's."""
 
     age_s: float
     """Seconds between the measurement and the death."""

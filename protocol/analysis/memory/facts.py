@@ -1,4 +1,4 @@
-"""What the memory detectors find, as figures. Alerts carry them as evidence; ``analysis.text`` has the words."""
+"""Facts of the memory detectors. Alerts carry them as evidence; ``analysis.text`` has the words."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ class SteadyFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GrowthFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the first optimizer step created and kept."""
+    """Memory that the first optimizer step created and kept."""
 
     growth_bytes: int
     """On the rank with most."""

@@ -26,7 +26,7 @@ class _Rank:
 
 
 class KnownCauses:
-    """What is known of the causes of each rank's and phase's transients."""
+    """Known causes of each rank's and phase's transients."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
@@ -81,7 +81,7 @@ class KnownCauses:
         self._stacks[matter] = found
 
     def settled(self, matter: Matter) -> bool:
-        """Whether stacks of a step that had the transient are known already."""
+        """Return whether stacks of a step that had the transient are known already."""
         return matter in self._settled
 
     def of(self, matter: Matter) -> tuple[NumbersCause | StackCause, ...]:

@@ -121,7 +121,7 @@ def place_of(frames: Sequence[str]) -> str:
 
 
 class Part(NamedTuple):
-    """What one pattern has of a transient."""
+    """Share of one pattern in a transient."""
 
     pattern: str
     """Empty: no pattern that is known."""

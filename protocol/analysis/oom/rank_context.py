@@ -1,4 +1,4 @@
-"""Where every rank is, and who holds memory of its device: kept for the moment an allocation fails."""
+"""Latest state of every rank and processes on its device: kept for the moment an allocation fails."""
 
 import msgspec
 

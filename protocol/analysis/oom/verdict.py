@@ -47,7 +47,7 @@ _ADAM = ("adamw", "adam", "fusedadam", "nadam", "radam", "lamb", "fusedlamb")
 
 
 class OomContext(NamedTuple):
-    """What is known besides the failing rank's report."""
+    """Facts besides the failing rank's report."""
 
     hello: Hello | None = None
     processes: Sequence[ProcessMemory] = ()

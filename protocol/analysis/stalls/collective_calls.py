@@ -50,7 +50,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What one rank waits in, and for which ranks."""
+    """The collective that a rank waits in, and for which ranks."""
 
     call: Call
     blockers: frozenset[int]

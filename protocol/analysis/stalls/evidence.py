@@ -1,4 +1,4 @@
-"""What is found of a rank when a stall is suspected: plain facts, each with its time; nothing is concluded here."""
+"""Evidence of a rank when a stall is suspected: plain facts, each with its time; nothing is concluded here."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -77,7 +77,7 @@ class LockWait:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was found of one rank at one moment."""
+    """Evidence of one rank at one moment."""
 
     taken: float
     """Seconds since the epoch on the hub's clock."""

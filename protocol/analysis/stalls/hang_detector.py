@@ -22,7 +22,7 @@ REFRESH_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """What is kept of a hang that an earlier hub recorded."""
+    """Facts of a hang that an earlier hub recorded."""
 
     since: float
     """Seconds since the epoch."""

@@ -14,7 +14,7 @@ _STRUCTURAL = ("mismatch", "deadlock", "ahead", "lock")
 
 
 class RankFacts(NamedTuple):
-    """What is known of one rank."""
+    """Facts of one rank."""
 
     patience: float
     """Seconds that its phase allows it while it computes."""

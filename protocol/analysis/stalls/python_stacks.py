@@ -75,7 +75,7 @@ class Thread(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a thread is, in words, and what that means."""
+    """Position of a thread, as text, and what that means."""
 
     doing: Doing
     words: str

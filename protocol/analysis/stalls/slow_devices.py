@@ -1,4 +1,4 @@
-"""What hinders a rank's device, by NVML, when it is slow at computing: throttling, lower clocks, other processes."""
+"""Reasons, by NVML, why a rank's device is slow at computing: throttling, lower clocks, other processes."""
 
 from typing import Any, NamedTuple
 

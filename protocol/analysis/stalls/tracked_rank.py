@@ -19,7 +19,7 @@ ASKED_LATER_S = 1.0
 
 
 class ProcessFact(msgspec.Struct, frozen=True):
-    """What the supervisor saw of one rank's process, at most a second ago.
+    """State of one rank's process from the supervisor, at most a second old.
 
     A fact about another process than the one the rank's Hello named (``pid`` and ``start_ticks``) is ignored.
     """
@@ -47,7 +47,7 @@ class ProcessFact(msgspec.Struct, frozen=True):
 
 
 class TrackedRank:
-    """Everything the tracker holds of one rank."""
+    """State of one rank in the tracker."""
 
     __slots__ = (
         "cut_off",

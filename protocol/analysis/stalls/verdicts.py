@@ -78,7 +78,7 @@ class Unclear:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who waits for whom, in which collective, how sure, and the figures it rests on."""
+    """Which ranks wait for which, in which collective, how sure, and the supporting figures."""
 
     kind: VerdictKind
     waiting: tuple[int, ...]

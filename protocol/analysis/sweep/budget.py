@@ -9,7 +9,7 @@ from ...sweep.rows import Budget, Row
 
 
 class Remaining(msgspec.Struct, frozen=True):
-    """How far a sweep is."""
+    """Used and remaining budget of a sweep."""
 
     used_seconds: float
     left_seconds: float | None

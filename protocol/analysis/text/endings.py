@@ -1,4 +1,4 @@
-"""How a process ended, in words."""
+"""Text of how a process ended."""
 
 import signal as signals
 

@@ -1,4 +1,4 @@
-"""What every text of a finding is made of."""
+"""Types of the texts of findings."""
 
 import math
 from typing import Any, NamedTuple

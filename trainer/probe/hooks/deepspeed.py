@@ -205,7 +205,7 @@ def _take_model_step(original: Any) -> Callable[..., Any]:
 
 
 def _is_boundary(engine: Any) -> bool:
-    """Whether ``engine.step()`` will update now (where the caller owns the boundary, every ``step`` does)."""
+    """Return whether ``engine.step()`` will update now (where the caller owns the boundary, every ``step`` does)."""
     managed = getattr(engine, "managed_gradient_accumulation", None)
     return bool(engine.is_gradient_accumulation_boundary()) or (managed is not None and not managed())
 

@@ -275,7 +275,7 @@ def _begin_forward(training: Training, framework: str, module: Any, args: Any, k
         trained = training.forwards.is_trained(module)
         if trained and not state.forward_by:
             micro_steps.expect_forward("parallel")
-            tell_framework(framework, module)
+            report_framework(framework, module)
         # A Trainer or an engine reports itself where the forward of its model begins.
         if state.forward_by == "parallel" or (state.forward_by and not trained):
             micro_steps.forwarding(module, args, kwargs)
@@ -283,7 +283,7 @@ def _begin_forward(training: Training, framework: str, module: Any, args: Any, k
         training.guard.disable(error)
 
 
-def tell_framework(framework: str, model: Any = None) -> None:
+def report_framework(framework: str, model: Any = None) -> None:
     """Report the framework in the rank's hello, unless a more specific one is known already."""
     training = switched_on()
     if training is None or training.introduction.facts["framework"] not in ("pytorch", framework):
@@ -333,6 +333,6 @@ def _note_sharded(found: Any) -> None:
     try:
         known = training.trained.model()
         if known is None or sum(1 for _ in module.parameters()) >= sum(1 for _ in known.parameters()):
-            tell_framework("fsdp", module)
+            report_framework("fsdp", module)
     except Exception as error:
         training.guard.disable(error)

@@ -1,4 +1,4 @@
-"""What is under way in the training loop, and how the script drives it."""
+"""State of the training loop, and how the script drives it."""
 
 
 class LoopState:

@@ -216,7 +216,7 @@ class StackCapture:
 
 
 def _transient(step: Step, phase: str) -> tuple[int, int]:
-    """Give the transient and the peak of a phase, or of the whole step."""
+    """Return the transient and the peak of a phase, or of the whole step."""
     if phase:
         record = step.phase(phase)
         return (record.allocated.transient, record.allocated.peak) if record is not None else (0, 0)

@@ -65,7 +65,7 @@ class StackWindow:
         tracker.watchers = tuple(watcher for watcher in tracker.watchers if watcher is not self)
 
     def host_us(self, step: Step) -> int:
-        """Give the phase's host time with stacks, switching included (of several steps: one step's share)."""
+        """Return the phase's host time with stacks, switching included (of several steps: one step's share)."""
         if not self.phase:
             return step.host_us
         record = step.phase(self.phase)

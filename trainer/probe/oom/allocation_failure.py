@@ -90,7 +90,7 @@ class AllocationFailures:
                 frames = frames_to(sys._getframe(0).f_back)
                 lines = [frame.f_lineno for frame in frames]
                 failed = Failed(requested, free, total, f"CUDA out of memory on device {device}", frames, lines, device)
-                held = self._reporter.tell(failed)
+                held = self._reporter.send_report(failed)
                 if held:
                     self._hold.wait(failed.frames, requested, torch.device("cuda", device))
             except Exception as error:
@@ -124,7 +124,7 @@ class AllocationFailures:
             available, total = torch.cuda.mem_get_info(index)
         frames, lines = frames_of(error.__traceback__)
         words = str(error) or type(error).__name__
-        held = self._reporter.tell(failed := Failed(requested, available, total, words, frames, lines, index))
+        held = self._reporter.send_report(failed := Failed(requested, available, total, words, frames, lines, index))
         if held:
             self._hold.wait(
                 failed.frames, requested, torch.device("cpu") if index is None else torch.device("cuda", index)
@@ -142,7 +142,7 @@ class AllocationFailures:
         failed = Failed(found["requested"], found["free"], found["total"], text, frames, lines, device)
         if found["allocated"]:
             failed.known = found["allocated"], found["allocated"] + found["unallocated"]
-        if self._reporter.tell(failed):
+        if self._reporter.send_report(failed):
             import torch
 
             self._hold.wait(failed.frames, failed.requested, torch.device("cuda", device))

@@ -103,7 +103,7 @@ class OomReporter:
         self.ooms = 0
         """Allocations that failed so far."""
 
-    def tell(self, failed: Failed) -> bool:
+    def send_report(self, failed: Failed) -> bool:
         """Send everything known of a failed allocation; returns whether the rank is to be held now."""
         if not stack_words(failed.frames, failed.lines):
             # A backward pass runs in threads of C++; the training thread waits for them where it called it.

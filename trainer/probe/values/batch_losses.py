@@ -225,7 +225,7 @@ def _randomness(model: Any, device: Device) -> Any:
 
 
 def _has_dropout(model: Any) -> bool:
-    """Whether a dropout is on; some libraries draw from generators of their own and put them back."""
+    """Return whether a dropout is on; some libraries draw from generators of their own and put them back."""
     return model is not None and any(
         "Dropout" in type(module).__name__ and module.training and getattr(module, "p", 0) for module in model.modules()
     )

@@ -44,7 +44,7 @@ def _model_flops(module: Any) -> ModelFlops | None:
 
 
 def _matrices(model: Any, config: Any) -> Iterator[tuple[int, bool, bool]]:
-    """Give each parameter's size, whether it is trained, and whether it is an expert's; embeddings left out."""
+    """Return each parameter's size, whether it is trained, and whether it is an expert's; embeddings left out."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     multiplied = id(getattr(output, "weight", None))
     embeddings = {

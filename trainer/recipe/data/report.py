@@ -65,7 +65,7 @@ class Report(msgspec.Struct):
             mine.merge(getattr(other, name))
 
     def exceeds(self, most_refused: float) -> bool:
-        """Whether a larger share of the records than this was refused."""
+        """Return whether a larger share of the records than this was refused."""
         return self.refused.count > most_refused * self.read
 
     def check(self, most_refused: float) -> None:

@@ -47,7 +47,7 @@ def gathered(engine: Any, model: Any, config: Config, world: World) -> dict[str,
 
 
 def live(model: Any, config: Config) -> Generator[tuple[str, Any]]:
-    """Give every parameter of the training, whole, one after the other. All ranks go through this together.
+    """Return every parameter of the training, whole, one after the other. All ranks go through this together.
 
     A second way to the weights than ``gathered``: what is compared with a file must not come from the same copy.
     """

@@ -26,7 +26,7 @@ class Seen(NamedTuple):
 
 
 def parts_of(allocations: Allocations, seen: Iterable[Seen]) -> dict[int, str]:
-    """Give the parts of the allocations in which a storage was seen, by the allocation's number."""
+    """Return the parts of the allocations in which a storage was seen, by the allocation's number."""
     sightings = list(dict.fromkeys(seen))
     wanted = {sighting.address for sighting in sightings}
     of_address: dict[int, list[int]] = {}
@@ -138,7 +138,7 @@ class Attribution:
         return "other" if passed or self._spans[peak].name not in ("forward", "backward") else "activations"
 
     def _span_of(self, entry: int) -> int:
-        """Give the span an entry falls into: -1 before the step, the number of spans after it."""
+        """Return the span an entry falls into: -1 before the step, the number of spans after it."""
         if not self._spans or entry >= self._spans[-1].end:
             return len(self._spans)
         return bisect_right(self._begins, entry) - 1

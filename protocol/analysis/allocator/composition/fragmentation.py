@@ -1,4 +1,4 @@
-"""What the allocator keeps without using it, at the moment of one read."""
+"""Unused memory of the allocator, at the moment of one read."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""From a trace and the blocks that stand at its end: every allocation of the window, with its span and its size."""
+"""Finds every allocation of the window, with its span and its size, from a trace and the blocks at its end."""
 
 from array import array
 from itertools import compress

@@ -1,4 +1,4 @@
-"""What a person asks of a snapshot: whose is the memory, what came and went, what changed, why did it fail."""
+"""Queries of a snapshot: memory by stack, allocations between two moments, changes, the out-of-memory error."""
 
 from bisect import bisect_right
 from heapq import nlargest

@@ -1,4 +1,4 @@
-"""What is live at any entry, without walking the whole trace: who owns which address is kept every so many entries.
+"""Finds the live allocations at any entry without walking the whole trace, from checkpoints every so many entries.
 
 Addresses are numbered in their order, so what lives comes out in the order it lies in memory, however many blocks
 live: nothing is sorted when a cursor moves.

@@ -34,7 +34,7 @@ class Sighting(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """What one walk found."""
+    """Result of one walk."""
 
     ns: int
     """``time.perf_counter_ns``."""

@@ -32,7 +32,7 @@ class Storages:
                 self.held.setdefault(place[0], Held(place[1], part))
 
     def place(self, tensor: Any) -> tuple[int, int] | None:
-        """Give (address, bytes) of a tensor's storage; None when it has none on this device."""
+        """Return (address, bytes) of a tensor's storage; None when it has none on this device."""
         index = self.cuda_index
         if tensor.device.type != "cpu" if index is None else not (tensor.is_cuda and tensor.get_device() == index):
             return None
