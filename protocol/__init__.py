@@ -1,4 +1,4 @@
-"""What both sides agree on: messages, wire, sockets, keys, run directory, recording file, snapshot format.
+"""Shared by both sides: messages, wire, sockets, keys, run directory, recording file, snapshot format.
 
 Nothing in here imports torch or textual. ``docs/protocol.md`` is the specification this package implements.
 """

@@ -1,7 +1,6 @@
-"""What a number can be: figures outside of these are no message's, and decoding refuses them.
+"""Bounds of numbers in messages: decoding refuses figures outside of them.
 
-They keep whoever receives from having to fear a rank of two to the sixtieth, for which it would make room, or a time
-that no calendar has.
+They protect receivers from a rank of 2^60, for which one would allocate, and from times that no calendar has.
 """
 
 from typing import Annotated

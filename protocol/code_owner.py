@@ -1,8 +1,8 @@
-"""Whose code a file is: an installed package's, Python's, native, or the person's own.
+"""Finds whose code a file is: an installed package's, Python's, native, or the user's own.
 
 Where a file is installed decides, never one directory's name: people keep scripts in ``~/datasets`` and in checkouts of
 libraries. Snapshots from other machines also hold modules of a ``pip install --target`` or of a checkout; these are
-told by the place of a module inside its package (``deepspeed/runtime/``).
+recognised by the path of a module inside its package (``deepspeed/runtime/``).
 """
 
 import json
@@ -74,7 +74,7 @@ def library_of(filename: str) -> str:
 
 
 def is_probe(filename: str) -> bool:
-    """Tell whether a file is part of ftmon's probe, whose wrappers stand in every stack of a watched rank."""
+    """Return whether a file is part of ftmon's probe, whose wrappers stand in every stack of a watched rank."""
     return _PROBE in filename.replace("\\", "/") and owner_of(filename) == "ftmon"
 
 

@@ -86,14 +86,14 @@ class HubStats(msgspec.Struct, tag="hub_stats", frozen=True, omit_defaults=True)
     recorded: int
     published: int
     lost: dict[str, int] = {}
-    """Messages known lost, by sender: gaps in its numbering plus what it says it dropped."""
+    """Messages known lost, by sender: gaps in its numbering plus those it reported as dropped."""
     unknown: int = 0
     """Messages of a type this version does not know."""
     refused: int = 0
     """Messages refused: another major version, or not decodable."""
     recording_bytes: int = 0
     recording_error: str = ""
-    """Why nothing is being recorded (a full disk, say); empty while all is well."""
+    """Why nothing is being recorded (a full disk, say); empty: recording works."""
     cpu_percent: float = 0.0
     dropped_traces: int = 0
     """Traces of captured steps that were not analysed: too many waited, or they were none."""

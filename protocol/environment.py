@@ -19,5 +19,5 @@ _MARKS = (RUN_ENV, RANK_PID_ENV, JOIN_ENV, PLACE_ENV)
 
 
 def monitor_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without any run's mark: that of ftmon's own processes, which no sweep takes for ranks."""
+    """Return an environment without any run's mark, for ftmon's own processes: they must not be found as a run's."""
     return {key: value for key, value in base.items() if key not in _MARKS}

@@ -7,9 +7,9 @@ MOST_CHARACTERS = 2000
 
 
 class FtmonError(Exception):
-    """Root of every error ftmon raises on purpose; its text is one line fit to show a person.
+    """Root of every error ftmon raises on purpose; its text is one line for the user.
 
-    Paths, keys and values in it may come from anybody: the text is made safe for a terminal, and cut, here.
+    Paths, keys and values in it are untrusted: the text is sanitised for a terminal, and cut, here.
     """
 
     exit_status: int = 1

@@ -33,7 +33,7 @@ OWN: dict[int, str] = {
     HANG_AT_EXIT: "its work was done, but it did not end, and --exit-timeout ended it",
     RUN_USAGE: "wrong usage of 'ftmon run'",
     NOT_STARTED: "the command or the run could not be started",
-    LOST: "nobody knows how the training ended: the launcher was killed, or the machine went down",
+    LOST: "it is unknown how the training ended: the launcher was killed, or the machine went down",
     STOPPED: "ended on request before it was done: 'ftmon stop', 'ftmon kill', or S or k in the app",
     LEFT: "ctrl-c left a run that did not end; it goes on",
 }

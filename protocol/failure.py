@@ -1,4 +1,4 @@
-"""What a failed run failed of, by its alerts."""
+"""Cause of a failed run, by its alerts."""
 
 from collections.abc import Iterable
 
@@ -14,9 +14,9 @@ def standing(alerts: Iterable[Alert], *kinds: AlertKind) -> list[Alert]:
 
 
 def first_failure(alerts: Iterable[Alert]) -> Alert | None:
-    """Return the alert that says why a run failed: of a port that was taken, or else the first; None: none says it.
+    """Return the alert that explains why a run failed: a port that was taken, or else the first; None: there is none.
 
-    What ended an earlier job of the run, and was resolved when a later one trained, is not to blame for its end.
+    An alert that ended an earlier job, and was resolved when a later one trained, does not count.
     """
     return min(
         standing(alerts, *FATAL, "exit"),

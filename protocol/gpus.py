@@ -4,8 +4,8 @@ Sources. Rates (dense, sums in fp32; ``fp32`` is that of the CUDA cores) and ban
 A100, A30, A40, A10, L4, L40, L40S, H100, H200, H20, GH200, V100 and T4; the HGX B200/B300 and GB200 NVL72
 specifications per GPU; those of the RTX A6000, A5000, 6000 Ada and PRO 6000; the white papers of the GA102, Ada and RTX
 Blackwell architectures (GeForce: half the rate where sums are in fp32). Memory: the "total capacity" of PyTorch's
-out-of-memory messages (``cudaMemGetInfo``), which is what ``set_per_process_memory_fraction`` takes a share of. It
-is less than the name says by ECC and what the driver keeps, and moves by up to 0.3 % with the driver's version.
+out-of-memory messages (``cudaMemGetInfo``), which is what ``set_per_process_memory_fraction`` takes a share of. It is
+less than the name states, by ECC and what the driver keeps, and moves by up to 0.3 % with the driver's version.
 
 NVIDIA publishes no rates of the A10G: its memory alone is known.
 """

@@ -96,7 +96,7 @@ class Volume(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DiskSpace(msgspec.Struct, tag="disks", frozen=True, omit_defaults=True):
-    """What is left on the file systems that the run uses on a host; sent when it changed, and once a minute."""
+    """Free space on the file systems that the run uses on a host; sent when it changed, and once a minute."""
 
     host: Name
     time: Time
@@ -104,7 +104,7 @@ class DiskSpace(msgspec.Struct, tag="disks", frozen=True, omit_defaults=True):
 
 
 class DeviceHealth(msgspec.Struct, tag="device_health", frozen=True, omit_defaults=True):
-    """Faults and links of a GPU by NVML; None: this card or driver does not say.
+    """Faults and links of a GPU by NVML; None: this card or driver does not report it.
 
     Sent when it changed, and once a minute.
     """
@@ -139,4 +139,4 @@ class Xid(msgspec.Struct, tag="xid", frozen=True, omit_defaults=True):
     bus: Name = ""
     """PCI address, as the kernel's log writes it."""
     text: str = ""
-    """The driver's line in the kernel's log; empty when NVML told of it."""
+    """The driver's line in the kernel's log; empty when NVML reported it."""

@@ -1,7 +1,7 @@
-"""Messages about the other hosts of a run: between an agent there and the hub, and the hub's own word to the apps.
+"""Messages about the other hosts of a run: between an agent there and the hub, and from the hub to the apps.
 
-An agent passes its ranks' telemetry on over the ``agents`` channel. Each message it passes on has a number of the
-agent's own, and is kept by the agent until the hub says that it has that number on disk.
+An agent forwards its ranks' telemetry over the ``agents`` channel. Each forwarded message has a number of the agent's
+own, and is kept by the agent until the hub confirms that this number is recorded.
 """
 
 import struct
@@ -20,7 +20,7 @@ _Text = Annotated[str, Meta(max_length=1024)]
 
 
 class KernelKill(msgspec.Struct, frozen=True):
-    """What speaks for a process having been killed by the kernel because memory ran out."""
+    """Evidence that the kernel killed a process because memory ran out."""
 
     sure: bool
     """The kernel's own log names the process."""
@@ -30,7 +30,7 @@ class KernelKill(msgspec.Struct, frozen=True):
 
 
 class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an agent saw of one rank's process, at most a second ago."""
+    """State of one rank's process from an agent, at most a second old."""
 
     rank: Rank
     pid: Whole
@@ -67,7 +67,7 @@ class AgentBeat(msgspec.Struct, tag="agent_beat", frozen=True, omit_defaults=Tru
     leaving: bool = False
     """Its last word: it ends now."""
     boot_id: str = ""
-    """That host's boot: tells two hosts of one name apart."""
+    """That host's boot: identifies one of two hosts of the same name."""
 
 
 class AgentAck(msgspec.Struct, tag="agent_ack", frozen=True, omit_defaults=True):

@@ -1,7 +1,7 @@
-"""What a person asked of a run, kept in ``intent.json``: a job that was told to end has not failed.
+"""A request to end a run, kept in ``intent.json``: a job that ended on request has not failed.
 
-Written by the hub before it signals (or by the launcher, when it is signalled itself), so that whoever writes down how
-the job ended knows why, whatever died in between.
+Written by the hub before it signals (or by the launcher, when it is signalled itself), so that the process that records
+the job's end knows why, whatever died in between.
 """
 
 import time
@@ -48,7 +48,7 @@ class Intent(msgspec.Struct, frozen=True, omit_defaults=True):
         return "failed" if self.cause == "hang" else "stopped"
 
     def explains(self, exit_code: int, ended: float) -> bool:
-        """Tell whether the job's end is what was asked for."""
+        """Return whether the job's end is the requested one."""
         if self.verb == "SIGHUP" and exit_code == 0:
             return False  # some scripts read their configuration anew for it
         if not self.ranks:
@@ -56,7 +56,7 @@ class Intent(msgspec.Struct, frozen=True, omit_defaults=True):
         return exit_code != 0 and ended - self.time < _RANK_KILL_REACH_SECONDS
 
     def text(self) -> str:
-        """Say it in words, ``killed on request``."""
+        """Return the request as text, ``killed on request``."""
         if self.cause:
             return f"ended by {self.verb}: {self.why}"
         if self.verb == "kill":
@@ -66,7 +66,7 @@ class Intent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def ranks_text(ranks: list[int]) -> str:
-    """Say ``rank 3 was`` or ``ranks 1, 2 were``."""
+    """Return ``rank 3 was`` or ``ranks 1, 2 were``."""
     numbers = ", ".join(map(str, sorted(ranks)))
     return f"rank {numbers} was" if len(ranks) == 1 else f"ranks {numbers} were"
 
@@ -84,7 +84,7 @@ def write_intent(
 
 
 def read_intent(run: RunDir) -> Intent | None:
-    """Read the last request; None when nobody asked for anything."""
+    """Read the last request; None: there is none."""
     try:
         return msgspec.json.decode((run.path / "intent.json").read_bytes(), type=Intent)
     except (OSError, msgspec.MsgspecError):

@@ -29,7 +29,7 @@ class JoinFile(msgspec.Struct, frozen=True, omit_defaults=True):
     host: str
     """The hub's host."""
     boot_id: str
-    """Tells that host from another of the same name."""
+    """Identifies that host among several of the same name."""
     addresses: list[str]
     """Where the hub may be reached, to be tried in this order."""
     port: int
@@ -43,7 +43,7 @@ class JoinFile(msgspec.Struct, frozen=True, omit_defaults=True):
     options: RunOptions = RunOptions()
     """The run's options."""
     pushed: bool = False
-    """This copy was put here for this run, by ssh or srun: whoever ends last removes it."""
+    """This copy was put here for this run, by ssh or srun: the last process of the run here removes it."""
 
     @property
     def pair(self) -> KeyPair:
@@ -93,7 +93,7 @@ def read_join(path: Path) -> JoinFile:
 
 
 def boot_id() -> str:
-    """Name this boot of this machine; empty where the kernel does not tell."""
+    """Return the identifier of this boot; empty where the kernel has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -128,7 +128,7 @@ def allow(public: str, remark: str = "") -> None:
 
 
 def disallow(public: str) -> None:
-    """Let a public key in no more; connections that stand are not cut.
+    """Let a public key in no more; open connections are not cut.
 
     Raises:
         UsageError: it is not on the list, or is this user's own, which is always let in.
@@ -152,17 +152,17 @@ class AllowList:
     """Answers, for each new connection, whether its public key may come in. Reads the list anew every time."""
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Tell whether the Z85 public key ``key`` is allowed; a list that cannot be read lets nobody in."""
+        """Return whether the Z85 public key ``key`` is allowed; a list that cannot be read allows none."""
         del domain
         try:
             return key.decode("ascii", "replace") in allowed()
         except (RunDirError, OSError) as error:
-            logging.getLogger(__name__).warning("nobody is let in: %s", error)
+            logging.getLogger(__name__).warning("no key is allowed: %s", error)
             return False
 
 
 class _Agents:
-    """Lets one key in: the one that was made for the agents of this run."""
+    """Allows one key: the one made for the agents of this run."""
 
     def __init__(self, public: str) -> None:
         self._public = public.encode()
@@ -177,7 +177,7 @@ def start_authenticator(context: "zmq.Context[Any]", agent: str = "") -> "Thread
 
     Args:
         context: where the sockets are.
-        agent: the public key of the run's agents, let in under ``AGENT_DOMAIN``; empty: nobody is.
+        agent: the public key of the run's agents, allowed under ``AGENT_DOMAIN``; empty: none.
     """
     from zmq.auth.thread import ThreadAuthenticator  # brings asyncio with it; only a listening hub needs it
 
@@ -196,12 +196,12 @@ def _load_or_make(path: Path) -> KeyPair:
     except (msgspec.MsgspecError, ValueError) as error:
         raise RunDirError(f"{path}: is not a key file: {error}; remove it and a new one is made") from None
     write_private(path, msgspec.json.encode(make_pair()) + b"\n")
-    # Two processes may have made one at the same time: the file says which holds.
+    # Two processes may have made one at the same time: the file decides.
     return msgspec.json.decode(_read_private(path), type=KeyPair)
 
 
 def _read_private(path: Path) -> bytes:
-    """Read a file that nobody else may read or have planted."""
+    """Read a file that must belong to this user and be closed to others."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
     with os.fdopen(descriptor, "rb") as file:
         info = os.fstat(descriptor)

@@ -26,13 +26,14 @@ PARTS = (
 """What a peak may be made of, in the order it is drawn. ``partitions``: ZeRO's flat partitions that are none of the
 parts before; ``buckets``: communication and reduction buffers; ``activations``: saved in a forward for its backward;
 ``temporaries``: allocated and freed within the phase; ``other``: held by PyTorch, of a known block but of no known use;
-``unattributed``: what the evidence does not reach (a gap in the trace, say). A part is never spread over others."""
+``unattributed``: without evidence (a gap in the trace, say). A part is never spread over others.
+"""
 
 Reason = Literal["first", "periodic", "asked", "spike", "leak", "oom"]
 
 
 class PhaseComposition(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one phase's peak is made of. The values of ``parts`` add up to ``peak_bytes`` exactly."""
+    """Composition of one phase's peak. The values of ``parts`` add up to ``peak_bytes`` exactly."""
 
     name: str
     peak_bytes: Whole
@@ -46,7 +47,7 @@ class PhaseComposition(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Composition(msgspec.Struct, tag="composition", frozen=True, omit_defaults=True):
-    """What the peaks of one step of one rank are made of."""
+    """Composition of the peaks of one step of one rank."""
 
     rank: Rank
     step: Whole
@@ -88,7 +89,7 @@ class Cause(msgspec.Struct, tag="cause", frozen=True, omit_defaults=True):
     """What was allocated in the phase and live at its peak, by stack; most bytes that came and went first."""
     peak_bytes: Whole = 0
     attributed_bytes: Whole = 0
-    """Of the transient, what has stacks; groups that were cut off for room included."""
+    """Bytes of the transient that have stacks, including groups that were cut off."""
     parameter_bytes: Whole = 0
     """One copy of this rank's parameters as the model computes with them (ZeRO-3: gathered)."""
     trainable: Whole = 0
@@ -96,7 +97,7 @@ class Cause(msgspec.Struct, tag="cause", frozen=True, omit_defaults=True):
     armed_us: Whole = 0
     """Host time of the phase with stacks armed."""
     usual_us: Whole = 0
-    """Host time the phase takes without: the difference is what arming cost."""
+    """Host time of the phase without stacks: the difference is the cost of the capture."""
     note: str = ""
     read_us: Whole = 0
     """What reading the trace cost the publisher thread, the interpreter's lock held for most of it."""

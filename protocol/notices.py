@@ -1,4 +1,4 @@
-"""What a person who is away is notified of: five events of a run, and the file that says who is to be notified.
+"""Notifications to a person who is away: five events of a run, and the file of targets.
 
 The targets are kept beside the run and not in ``run.json``, which is copied into the recording: a webhook's address is
 a secret.
@@ -23,7 +23,7 @@ Event = Literal["finish", "failure", "hang", "oom", "nan"]
 EVENTS: tuple[Event, ...] = get_args(Event)
 
 TERMINAL = "terminal"
-"""The target that whoever shows the run serves: an escape sequence of the terminal (OSC 9) and its bell."""
+"""The target served by the app or command that shows the run: a terminal escape sequence (OSC 9) and the bell."""
 
 DESKTOP = "desktop"
 """The target that shows a notification on this host's desktop."""
@@ -36,7 +36,7 @@ _OF_STATES: Mapping[str, Event] = {"finished": "finish", "stopped": "finish", "f
 
 
 class Notify(msgspec.Struct, frozen=True):
-    """Who is notified of what."""
+    """Targets and events of notifications."""
 
     targets: list[str]
     """``terminal``, ``desktop``, an http(s) address, or a shell command."""
@@ -59,7 +59,7 @@ class Notice(msgspec.Struct, frozen=True):
 
 
 def make_notify(targets: Sequence[str], events: str) -> Notify | None:
-    """Return who is notified of what; None for nobody.
+    """Return the targets and events of notifications; None: there are no targets.
 
     Args:
         targets: as ``Notify`` has them.
@@ -99,12 +99,12 @@ def shown(target: str) -> str:
 
 
 def is_webhook(target: str) -> bool:
-    """Tell whether a target is the address of a web server."""
+    """Return whether a target is the address of a web server."""
     return target.startswith(("http://", "https://"))
 
 
 def read_notify(run: RunDir) -> Notify | None:
-    """Read who is to be notified; None for nobody, and where the file cannot be read."""
+    """Read the targets of notifications; None: there are none, or the file cannot be read."""
     try:
         return msgspec.json.decode((run.path / _FILE).read_bytes(), type=Notify)
     except (OSError, msgspec.MsgspecError):
@@ -123,7 +123,7 @@ class Notices:
         run: the run's identifier.
         host: where its hub runs.
         events: the events that are wanted.
-        since: what an alert was raised for before this is not told again (seconds since the epoch).
+        since: alerts raised before this are not notified again (seconds since the epoch).
     """
 
     def __init__(self, run: str, host: str, events: list[Event], since: float) -> None:

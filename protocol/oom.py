@@ -60,13 +60,13 @@ class Remedy(msgspec.Struct, frozen=True, omit_defaults=True):
     """What to write where, such as ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``; empty where it is up to the
     script."""
     frees_bytes: Whole = 0
-    """What it would free at the moment of the error; 0: the numbers do not say."""
+    """Bytes it would free at the moment of the error; 0: not known."""
     bound: Literal["", "about", "at most"] = ""
     """How ``frees_bytes`` is meant."""
 
 
 class RankMoment(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where one rank was when the allocation failed, as far as the hub knew."""
+    """State of one rank when the allocation failed, as known to the hub."""
 
     rank: Rank
     state: str
@@ -91,7 +91,7 @@ class RankMoment(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class OomReport(msgspec.Struct, tag="oom_report", frozen=True, omit_defaults=True):
-    """Everything known of one out-of-memory error."""
+    """Report of one out-of-memory error."""
 
     rank: Rank
     step: Whole

@@ -67,7 +67,7 @@ class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
     trainable: Whole = 0
     """How many numbers this rank's optimizer updates."""
     vocabulary: Whole = 0
-    """Words the model tells apart; 0 where its configuration does not say."""
+    """Size of the model's vocabulary; 0 where its configuration has none."""
     optimizer: str = ""
     """The optimizer's class and implementation in words for a person: ``AdamW foreach``."""
     checkpointing: bool = False

@@ -1,4 +1,4 @@
-"""The message that says what a run of ftmon's own trainer was predicted to take; also ``prediction.json`` of a run.
+"""The message with the predicted memory of a run of ftmon's own trainer; also ``prediction.json`` of a run.
 
 The same rules as in ``telemetry``: msgspec structs as msgpack maps, bytes are bytes.
 """
@@ -29,7 +29,7 @@ class PredictedPoint(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Prediction(msgspec.Struct, tag="prediction", frozen=True, omit_defaults=True):
-    """What the steps of this run were predicted to take, by a dry run of its configuration; or why nothing was."""
+    """Predicted memory of this run's steps, by a dry run of its configuration; or why there is none."""
 
     time: Time
     """When it was made."""

@@ -48,5 +48,5 @@ def this_process() -> ProcessId:
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Tell whether that very process, not a later one with its pid, still lives (zombies do not)."""
+    """Return whether that very process, not a later one with its pid, is alive (zombies are not)."""
     return process.pid > 0 and start_ticks(process.pid) == process.start_ticks

@@ -16,7 +16,7 @@ OnOom = Literal["raise", "hold"]
 
 
 class MultiHost(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A run on several hosts, as far as its command tells."""
+    """A run on several hosts, as found from its command."""
 
     hosts: list[str] = []
     """Their names, where the launcher reaches them over ssh; empty where something else starts the ranks there."""
@@ -56,7 +56,7 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds between SIGTERM (or the loss of the command that the run is tied to) and SIGKILL: what SLURM and
     Kubernetes give."""
     multihost: MultiHost | None = None
-    """The run's hosts where it has several; found by whoever makes the run."""
+    """The run's hosts where it has several; found when the run is made."""
 
     def check(self) -> None:
         """Refuse values that make no sense, alone or together.
@@ -71,6 +71,6 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
             if not (math.isfinite(seconds) and seconds >= 0):
                 raise UsageError(f"--{option.replace('_', '-')} must be seconds, 0 or more")
         if self.allow_console and self.read_only:
-            raise UsageError("--allow-console and --read-only: a read-only run runs nobody's code")
+            raise UsageError("--allow-console and --read-only: a read-only run runs no code from outside")
         if self.read_only and (self.on_hang in ("stop", "kill") or self.exit_timeout):
             raise UsageError("--on-hang stop, --on-hang kill and --exit-timeout need a run that is not --read-only")

@@ -58,7 +58,7 @@ def checked_home() -> Path:
 
 
 def _is_private_group(group: int) -> bool:
-    """Tell whether a group is the user's own, of nobody else: with such groups a umask of 002 is usual."""
+    """Return whether a group is the user's own, without other members: with such groups a umask of 002 is usual."""
     import grp  # absent on Windows
     import pwd
 
@@ -138,8 +138,8 @@ def all_runs() -> list[RunDir]:
 def find(name: str | None) -> RunDir:
     """Find a run by identifier, by name, or by the beginning of an identifier; None means the newest living one.
 
-    A whole name goes before a beginning: ``demo`` is not taken for ``demo-large``. What several runs share means the
-    one of them that is alive, when there is exactly one.
+    A whole name goes before a beginning: ``demo`` does not mean ``demo-large``. A beginning of several runs means the
+    living one, when there is exactly one.
 
     Raises:
         RunNotFoundError: none matches.
@@ -169,7 +169,7 @@ def find(name: str | None) -> RunDir:
 
 
 def _has_living_hub(run: RunDir) -> bool:
-    """Tell whether a run's hub lives; a damaged connection file of one run is no reason not to find another."""
+    """Return whether a run's hub lives; a damaged connection file of one run is no reason not to find another."""
     try:
         return run.living_hub() is not None
     except RunDirError:

@@ -86,7 +86,8 @@ class ExitFile(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str = ""
     cause: str = ""
     """``hang`` or ``hang-at-exit`` where ftmon itself ended the run (``--on-hang``, ``--exit-timeout``), ``request``
-    where a person did, ``not-started``, ``lost`` where nobody knows; empty: the job ended by itself, or of a signal."""
+    where a person did, ``not-started``, ``lost`` where that is unknown; empty: the job ended by itself, or of a signal.
+    """
     left: list[int] = []
     """Processes that could not be ended."""
 
@@ -228,12 +229,12 @@ class RunDir:
         return self.path / f".{name}.room"
 
     def keep_rooms(self) -> None:
-        """Take the room on the disk that the run's small files will need, while there is some."""
+        """Reserve disk space for the run's small files, while there is some."""
         for name in _ROOMS:
             write_private(self._room(name), b" " * _ROOM_BYTES)
 
     def ipc_address(self, channel: str) -> str:
-        """Give a channel's ``ipc://`` address."""
+        """Return a channel's ``ipc://`` address."""
         return f"ipc://{self.socket_dir / f'{channel}.sock'}"
 
     @property

@@ -14,7 +14,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 REQUEST_HIGH_WATER = 200
 MAX_REQUEST_BYTES = 1024 * 1024
-"""Of the channels on which apps ask: whoever floods them waits in a queue of its own, not in the hub's memory."""
+"""Limit of a request on the channels of apps: a flood waits in the sender's queue, not in the hub's memory."""
 
 REQUEST_CHANNELS = ("control", "query")
 
@@ -93,16 +93,16 @@ def peer_socket(context: "zmq.Context[Any]", channel: str, identity: bytes | Non
 
 
 def secure_server(socket: "zmq.Socket[Any]", pair: KeyPair, domain: str = ZAP_DOMAIN) -> None:
-    """Let the addresses that are bound from now on speak CURVE only; what is bound already stays as it is.
+    """Require CURVE on addresses that are bound from now on; bound ones stay as they are.
 
-    Needs ``keys.start_authenticator`` on the same context before the first bind: without it nobody gets in. ``domain``
-    says whose keys are let in: those of apps, or the agents' (``keys.AGENT_DOMAIN``).
+    Needs ``keys.start_authenticator`` on the same context before the first bind: without it no client is allowed.
+    ``domain`` selects whose keys are allowed: those of apps, or the agents' (``keys.AGENT_DOMAIN``).
     """
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
     socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
-    # Without this a CURVE server that nobody guards admits whoever knows its public key.
+    # Without this a CURVE server without an authenticator admits every client that knows its public key.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     _keep_alive(socket)
 
@@ -133,7 +133,7 @@ def _keep_alive(socket: "zmq.Socket[Any]") -> None:
 
 
 def bind(socket: "zmq.Socket[Any]", address: str) -> None:
-    """Bind, or say in words why not.
+    """Bind, or raise an error with the reason.
 
     Raises:
         UsageError: the address is taken, not this host's, or not an address.

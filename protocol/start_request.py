@@ -1,4 +1,4 @@
-"""What is to be started: one JSON object on the standard input of the process that makes the run and its launcher.
+"""Request to start a run: one JSON object on the standard input of the process that makes the run and its launcher.
 
 That process is ``python -m ftmon.trainer.launch.start`` for a script, and ``python -m ftmon.trainer.recipe.start`` for
 a configuration. It prints one JSON line, ``{"run": "<run directory>"}``, and ends with status 0; a refusal is text on
@@ -44,7 +44,9 @@ class StartRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     steps: int | None = None
     ranks: int | None = None
     line: int | None = None
-    """Inherited descriptor: the launcher's end of the line to the process that asks; None: nobody waits for the run."""
+    """Inherited descriptor: the launcher's end of the line to the requesting process; None: no process waits for the
+    run.
+    """
     stdin: int | None = None
     """Inherited descriptor that becomes the job's standard input; None: it has none."""
 
@@ -60,7 +62,7 @@ def spawn_start(
 
     Args:
         request: what to start.
-        line: the asking process's end of the line to the run's launcher; None: nobody waits for the run.
+        line: the requesting process's end of the line to the run's launcher; None: no process waits for the run.
         stdin: descriptor that becomes the job's standard input.
         environ: the environment of the job, but for the marks of any run.
 

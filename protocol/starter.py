@@ -3,9 +3,9 @@
 It needs no disk, so the command learns how the job ended although the run directory is full, read-only or gone; and
 either end sees at once that the other process is gone, SIGKILL included.
 
-- launcher to command: JSON lines, one ``Word`` each.
-- command to launcher: ``UNTIE``, once, when the run may outlive the command. While tied, the launcher takes the loss of
-  the line for a request to end the run.
+- launcher to command: JSON lines, one ``LauncherMessage`` each.
+- command to launcher: ``UNTIE``, once, when the run may outlive the command. While tied, the loss of the line counts as
+  a request to end the run.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from .rundir import ExitFile
 UNTIE = b"u"
 
 
-class Word(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a launcher says to the command that started it."""
+class LauncherMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A message of a launcher to the command that started it."""
 
     launcher: ProcessId | None = None
     end: ExitFile | None = None
@@ -34,7 +34,7 @@ class CommandEnd:
         self._socket.setblocking(False)
         self._text = b""
         self.launcher: ProcessId | None = None
-        """The launcher's process, once it has said which."""
+        """The launcher's process, once it has reported it."""
         self.end: ExitFile | None = None
         """How the job ended, once it has."""
         self.closed = False
@@ -59,7 +59,7 @@ class CommandEnd:
             self._socket.send(UNTIE)
 
     def read(self) -> None:
-        """Take in what the launcher has said."""
+        """Read the launcher's messages."""
         while not self.closed:
             try:
                 data = self._socket.recv(65_536)
@@ -72,7 +72,7 @@ class CommandEnd:
         *lines, self._text = self._text.split(b"\n")
         for line in lines:
             with contextlib.suppress(msgspec.MsgspecError, ValueError):
-                word = msgspec.json.decode(line, type=Word)
+                word = msgspec.json.decode(line, type=LauncherMessage)
                 self.launcher = word.launcher or self.launcher
                 self.end = word.end or self.end
 
@@ -91,8 +91,8 @@ class LauncherEnd:
         """Return the descriptor, for ``select``."""
         return self._socket.fileno()
 
-    def say(self, word: Word) -> None:
-        """Send a word; a command that is gone does not hear it."""
+    def say(self, word: LauncherMessage) -> None:
+        """Send a message; dropped where the command is gone."""
         with contextlib.suppress(OSError):
             self._socket.send(msgspec.json.encode(word) + b"\n", socket.MSG_NOSIGNAL)
 

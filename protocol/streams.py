@@ -7,7 +7,7 @@ import sys
 
 
 class Unfailing(io.TextIOBase):
-    """Text output that writes whole lines to a descriptor, and drops what the disk or the reader does not take."""
+    """Text output that writes whole lines to a descriptor, and drops those that cannot be written."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

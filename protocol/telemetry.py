@@ -161,7 +161,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
 
 
 class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
-    """How long the run means to go on; sent by whoever knows (ftmon's trainer, the TrainerCallback)."""
+    """Planned length of the run; sent by ftmon's trainer or the TrainerCallback."""
 
     rank: Rank
     total_steps: Whole
@@ -175,7 +175,7 @@ class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
     """Steps between two checkpoints; 0: none during the training, or not known."""
     checkpoint_at_end: bool = False
     first_step: Whole = 0
-    """Steps taken before this process, by the run that it resumes."""
+    """Steps before this process, by the run that it resumes."""
 
 
 class Update(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -223,7 +223,7 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """Shape of the largest micro-batch's input ids (or first tensor), such as [micro_batch, sequence_length]."""
     samples: Whole = 0
     tokens: Whole = 0
-    """Tokens of all micro-batches, without padding where a mask says so."""
+    """Tokens of all micro-batches, without padding where a mask is known."""
     padded_tokens: Whole = 0
     """Tokens of all micro-batches, padding included."""
     retries: Whole = 0
@@ -370,7 +370,7 @@ class Activity(msgspec.Struct, tag="activity", frozen=True, omit_defaults=True):
 
 
 class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
-    """Where a rank is now: sent when the phase changed, at most ten times a second, and to fill silence.
+    """Present phase of a rank: sent when the phase changed, at most ten times a second, and to fill silence.
 
     ``progress`` is moved by the training thread alone, so a heartbeat with an unchanged ``progress`` proves only that
     the process lives.
@@ -391,7 +391,8 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
     last_collective: str = ""
     step_collectives: Whole = 0
     """Of ``collectives``, those entered since the step in the making began. Ranks whose totals differ for good (one
-    did more during start-up) are still comparable by it: it tells who has not entered which collective."""
+    did more during start-up) are still comparable by it: it shows which rank has not entered which collective.
+    """
     group: str = ""
     """The process group of ``collective``, or of ``last_collective`` outside of one, by PyTorch's name for it."""
     group_sequence: Whole = 0
@@ -445,7 +446,7 @@ class AllocatorEvents(msgspec.Struct, tag="events", frozen=True, omit_defaults=T
     reserved_growth_bytes: Whole = 0
     """Since the sampled step before this one; 0 for the first."""
     free_bytes: Whole = 0
-    """Reserved, in blocks that nobody uses."""
+    """Free bytes in reserved memory."""
     largest_free_block_bytes: Whole = 0
     rounding_bytes: Whole = 0
     """Of allocated blocks, what was not asked for."""
@@ -521,7 +522,7 @@ class ProcessMemory(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DeviceSample(msgspec.Struct, tag="device", frozen=True, omit_defaults=True):
-    """One look at a device: NVML for a GPU; /proc for the host itself (``kind`` ``host``). None: cannot be read."""
+    """One sample of a device: NVML for a GPU; /proc for the host itself (``kind`` ``host``). None: cannot be read."""
 
     host: Name
     kind: Literal["gpu", "host"]

@@ -14,7 +14,7 @@ VERSION = (1, 0)
 """Major and minor version of the protocol; another major is refused, a newer minor is understood as far as known."""
 
 RESTART_LEAP = 1 << 20
-"""A hub that takes over from an earlier one leaves this many numbers out; a gap that large is no loss."""
+"""A hub that replaces an earlier one skips this many numbers; a gap that large is no loss."""
 
 MESSAGE_TYPES = (
     telemetry.Hello,
@@ -126,7 +126,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What msgspec raises for bytes from anybody; a string that is no UTF-8 is a ValueError of Python's own."""
+"""Errors of msgspec for untrusted bytes; a string that is no UTF-8 is a ValueError of Python's own."""
 
 _encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(Header)

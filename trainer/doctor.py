@@ -1,4 +1,4 @@
-"""What the training side finds on this machine: ``python -m ftmon.trainer.doctor [--json]``.
+"""Checks of the training side on this machine: ``python -m ftmon.trainer.doctor [--json]``.
 
 Every check stands alone and none may fail: what is not installed is a finding, not an error of the doctor's.
 """
@@ -41,7 +41,7 @@ _BUILD_SECONDS = 900.0
 
 
 def packages() -> Iterator[Check]:
-    """Look which packages of the training side are installed."""
+    """Check which packages of the training side are installed."""
     for name, lack in _PACKAGES:
         try:
             yield Check(name, "ok", metadata.version(name))
@@ -50,7 +50,7 @@ def packages() -> Iterator[Check]:
 
 
 def gpus() -> Iterator[Check]:
-    """Look whether PyTorch sees the GPUs that the driver has, and what it would speak between them."""
+    """Check whether PyTorch sees the GPUs that the driver has, and the backend between them."""
     torch: Any = import_module("torch")
     from .recipe.hardware import visible_gpus
 
@@ -77,7 +77,7 @@ def gpus() -> Iterator[Check]:
 
 
 def process_groups() -> Iterator[Check]:
-    """Look whether ranks could find each other on this host."""
+    """Check whether ranks could find each other on this host."""
     distributed: Any = import_module("torch.distributed")
     if not distributed.is_available() or not distributed.is_gloo_available():
         yield Check("gloo", "error", "this PyTorch has no gloo", "install an official build of PyTorch")
@@ -93,7 +93,7 @@ def process_groups() -> Iterator[Check]:
 
 
 def op_builder() -> Iterator[Check]:
-    """Look for what DeepSpeed compiles its kernels with: compiler, ninja, and nvcc where there are GPUs."""
+    """Check what DeepSpeed compiles its kernels with: compiler, ninja, and nvcc where there are GPUs."""
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
         remedy = "install one (apt install g++), or use optimizer.kind=torch_fused, which needs none"
@@ -109,7 +109,7 @@ def op_builder() -> Iterator[Check]:
 
 
 def extension_locks() -> Iterator[Check]:
-    """Look for locks that a build left behind when it was killed: every later process waits for them for ever."""
+    """Check for locks of killed builds: every later process waits for them for ever."""
     name = "extension locks"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     old: list[tuple[Path, float]] = []
@@ -174,7 +174,7 @@ def deepspeed_ops() -> Iterator[Check]:
 
 
 def limits() -> Iterator[Check]:
-    """Look at shared memory and at the limits of this shell."""
+    """Check shared memory and the limits of this shell."""
     import resource
 
     try:
@@ -203,7 +203,7 @@ def limits() -> Iterator[Check]:
 
 
 def cpu_memory() -> Iterator[Check]:
-    """Look whether memory of CPU ranks can be measured as it should be."""
+    """Check whether memory of CPU ranks can be measured as it should be."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallinfo2"):
         yield Check("mallinfo2", "ok", "glibc tells what CPU ranks have allocated")

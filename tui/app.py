@@ -1,4 +1,4 @@
-"""The app: one timer that folds what has arrived and lets the screen in view paint what changed."""
+"""The app: one timer that applies new messages and lets the screen in view paint what changed."""
 
 import os
 import time
@@ -23,10 +23,10 @@ from .widgets.palette import DARK, LIGHT
 from .widgets.theme import Theme
 
 FIRST_LOOKS = 100
-"""Looks a second until the first ranks are there, so that they are painted as they come and not at the next paint."""
+"""Polls a second until the first ranks are there, so that they are painted as they come."""
 
 FIRST_SECONDS = 3.0
-"""How long it looks so often: ranks that take longer are still starting."""
+"""Seconds of such polling: ranks that need longer are still starting."""
 
 
 class FtmonApp(App[None]):
@@ -35,12 +35,12 @@ class FtmonApp(App[None]):
     Args:
         source: The run to show; None opens the list of runs.
         ascii: Draw with ASCII only, whatever the locale.
-        read_only: Refuse everything that acts on the run.
+        read_only: Refuse all commands to the run.
         fps: Paints a second.
         light: Begin with the light theme.
         play: Begin to play a recording at once.
         open_run: Makes the source of a run chosen from the list.
-        notices: Finds what the terminal is to give notice of.
+        notices: Finds events to notify in the terminal.
     """
 
     CSS_PATH = "ftmon.tcss"
@@ -102,7 +102,7 @@ class FtmonApp(App[None]):
             self._hurry.pause()
 
     def pump(self) -> None:
-        """Fold what has arrived and paint; nothing once the app is being taken down, widgets first and timers last."""
+        """Apply new messages and paint; does nothing once the app closes, which removes widgets before timers."""
         if not self.is_running:
             return
         if self._ends():

@@ -1,1 +1,1 @@
-"""What the numbers of a run mean: numbers in, typed findings out. No sockets, processes, torch or textual."""
+"""Analysis of a run: numbers in, typed findings out. No sockets, processes, torch or textual."""

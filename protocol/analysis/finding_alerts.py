@@ -1,4 +1,4 @@
-"""From findings to alerts: each is put into words and given to the alert store."""
+"""Turns findings into alerts: renders each as text and puts it into the alert store."""
 
 from collections.abc import Iterable
 
@@ -48,7 +48,7 @@ class FindingAlerts:
         """Alerts that an earlier hub left standing, and since when this one has seen nothing of them."""
 
     def restore(self, alert: Alert) -> Finding | None:
-        """Take in an alert of the recording; return the finding behind it, None where it was made of none.
+        """Process an alert of the recording; return the finding behind it, None where it was made of none.
 
         One of kind ``health`` that is not raised again ends after ``ORPHAN_S``.
         """

@@ -1,4 +1,4 @@
-"""What to try against a cause of memory use: one table of remedies, each with its condition and what it saves.
+"""The table of remedies against causes of memory use, each with its condition and what it saves.
 
 Causes are the patterns of transients (``memory.stack_patterns``) and the verdicts on failed allocations (``OomKind``).
 Of the rows of one remedy the first whose condition holds is taken.
@@ -28,7 +28,7 @@ class Case(NamedTuple):
     kind: str
     """The verdict on a failed allocation."""
     size: int
-    """What a pattern takes, bytes."""
+    """Bytes of the pattern."""
     oom: Oom
     sizes: dict[str, int]
     """The figures that the verdict weighed, bytes."""
@@ -66,12 +66,12 @@ class Row(NamedTuple):
     setting: str = ""
     when: Callable[[Case], object] = lambda _: True
     frees: Callable[[Case], int] = lambda _: 0
-    """Bytes; 0: the numbers do not say."""
+    """Bytes; 0: not known."""
     bound: Literal["", "about", "at most"] = ""
 
 
 def _is_fused(oom: Oom) -> bool:
-    """Whether the update is one kernel: PyTorch's ``fused``, or a class such as DeepSpeed's ``FusedAdam``."""
+    """Return whether the update is one kernel: PyTorch's ``fused``, or a class such as DeepSpeed's ``FusedAdam``."""
     return oom.optimizer_implementation == "fused" or "fused" in oom.optimizer_class.lower()
 
 
@@ -236,7 +236,7 @@ def remedies(oom: Oom, verdict: OomVerdict, around: OomContext = ALONE) -> list[
 
 
 def remedy_of(pattern: str, size: int, hello: Hello | None) -> Remedy:
-    """Return what to try against a pattern that takes ``size`` bytes; without a text where nothing is known."""
+    """Return the remedy against a pattern of ``size`` bytes; without a text where none is known."""
     name = "temporaries" if pattern in ("foreach_temporaries", "optimizer_temporaries") else pattern
     return next(iter(_choose([name], _case(OomContext(hello), size))), Remedy(pattern, ""))
 

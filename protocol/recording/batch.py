@@ -1,4 +1,4 @@
-"""Rows on their way into a recording: held while the disk takes nothing, thinned out when they become too many."""
+"""Rows on their way into a recording: kept while the disk cannot be written, thinned out when they become too many."""
 
 import sqlite3
 from itertools import chain
@@ -12,7 +12,7 @@ from .schema import STREAM_TABLES
 from .steprow import INSERT_EXTRA, INSERT_STEP, INSERT_UPDATE
 
 PENDING_LIMIT = 20_000
-"""Messages held while the disk takes none (some 40 MB); beyond, steps, samples and log lines are let go."""
+"""Messages kept while the disk cannot be written (some 40 MB); beyond, steps, samples and log lines are dropped."""
 
 _EVENTS_KEPT = 5_000
 """Of those, states and other events stay as long as they are no more than this."""
@@ -37,7 +37,7 @@ _STATEMENTS = {
     **INSERTS,
 }
 _UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
-"""What SQLite says to a value that no column can hold."""
+"""SQLite's errors for a value that no column can hold."""
 
 
 class Batch:
@@ -52,7 +52,7 @@ class Batch:
         self.last_seq = 0
         """The highest number of a message when the batch was taken."""
         self.taken: dict[str, int] = {}
-        """The number of the last message that was taken of each who numbers his and says them again if unconfirmed."""
+        """Highest sequence number recorded per agent; agents resend until it is confirmed."""
         self.heard: dict[str, int] = {}
         """Highest sequence number received from each rank; empty: none since the last batch."""
         self.gap: tuple[float, float, int, str] | None = None
@@ -119,10 +119,10 @@ class Batch:
         return found
 
     def insert(self, connection: sqlite3.Connection) -> int:
-        """Insert all rows; return how many messages no column could hold (a peer's nonsense) and were passed over.
+        """Insert all rows; return how many messages were skipped because no column could hold them (a peer's nonsense).
 
         Raises:
-            sqlite3.Error: the disk did not take them.
+            sqlite3.Error: they could not be written.
         """
         return sum(_insert(connection, table, rows) for table, rows in self.rows.items() if rows)
 

@@ -1,7 +1,7 @@
-"""Moves what was committed from the write-ahead log into the recording, in a thread of its own.
+"""Moves committed pages from the write-ahead log into the recording, in a thread of its own.
 
 A commit only appends to the log, and waits for the disk only where it begins the log anew. This thread makes the log
-durable and folds it into the file about once a second: what a crash of the machine can take is that second.
+durable and moves it into the file about once a second: a crash of the machine loses at most that second.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ class Checkpointer(threading.Thread):
         self._ending = threading.Event()
 
     def poke(self) -> None:
-        """Say that something was committed."""
+        """Signal that something was committed."""
         self._work.set()
 
     def stop(self) -> None:

@@ -13,7 +13,7 @@ _PAGE = 2000
 
 
 class RecordedRun:
-    """What one recording holds.
+    """Contents of one recording.
 
     Args:
         path: the recording.

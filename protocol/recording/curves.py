@@ -1,4 +1,4 @@
-"""Figures of training over a run: what each step came to, pooled where a window is long, and the results beside it.
+"""Figures of training over a run: by step, pooled where a window is long, and the results beside them.
 
 ``training_steps`` has a row for each step of each rank of which there is more to say than ``steps`` has columns for;
 the view ``throughput`` joins both. ``curves`` pools 16, 128, 1,024 or 8,192
@@ -220,7 +220,7 @@ class Curves:
         """By rank and level: what the next row of the level above is made of."""
 
     def add(self, seq: int, rank: int, figures: StepFigures) -> None:
-        """Take a step of a rank."""
+        """Add a step of a rank."""
         steps = self._steps.get(rank)
         if steps is None:
             steps = self._steps[rank] = []

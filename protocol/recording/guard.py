@@ -1,4 +1,4 @@
-"""Bounds on what reading a recording from anybody may cost, and on what its schema may make SQLite do.
+"""Bounds on the cost of reading an untrusted recording, and on what its schema may make SQLite do.
 
 The advice of https://www.sqlite.org/security.html for untrusted files: no functions with side effects out of a schema,
 no views or triggers but by name, small limits, and an end to every query. Time is processor time of the thread that
@@ -36,7 +36,7 @@ _AMPLIFICATION = 8
 """Bytes granted to one answer, unpacked: zlib packs messages three to five times."""
 
 _OPERATIONS = 50_000
-"""Steps of SQLite's virtual machine between two looks at the clock: some 2 to 5 ms."""
+"""Steps of SQLite's virtual machine between two readings of the clock: some 2 to 5 ms."""
 
 _LIMITS = (
     ("SQLITE_LIMIT_LENGTH", LARGEST_VALUE),
@@ -161,7 +161,7 @@ class Guard:
         return self.too_late() if self.late else KeyboardInterrupt()
 
     def harden(self, connection: sqlite3.Connection) -> sqlite3.Connection:
-        """Make a connection safe for a file from anybody, and return it."""
+        """Harden a connection to an untrusted file, and return it."""
         for name, value in _SWITCHES:
             option, switch = getattr(sqlite3, name, None), getattr(connection, "setconfig", None)
             if option is not None and switch is not None:

@@ -1,4 +1,4 @@
-"""What a recording holds, and what is missing of it: its ``meta`` table, its gaps, and its first and last messages."""
+"""Contents of a recording, and what is missing of it: its ``meta`` table, its gaps, and its first and last messages."""
 
 import time
 from collections.abc import Callable
@@ -111,7 +111,7 @@ def _time(text: str | None) -> float:
 
 
 def _moment(row: tuple[int, float]) -> tuple[int, float]:
-    """Return a place in the stream with a time that can be; 0 for one that no clock has."""
+    """Return the moment, with 0 for a time outside the bounds of a clock."""
     return (row[0], row[1]) if 0 <= row[1] < LAST_TIME else (row[0], 0.0)
 
 

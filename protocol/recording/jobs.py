@@ -1,4 +1,4 @@
-"""The recording's table of jobs: a row each time the hub said how a job stands."""
+"""The recording's table of jobs: a row for each ``job`` message."""
 
 import json
 import sqlite3

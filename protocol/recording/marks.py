@@ -36,11 +36,11 @@ class Marks:
         self._emit = emit
         self._peaks: dict[int, PhasePeaks] = {}
         self._composed: dict[int, int] = {}
-        """The highest peak of each rank that was taken apart."""
+        """The highest analysed peak of each rank."""
         self._job = 0
 
     def load(self, connection: sqlite3.Connection) -> None:
-        """Go on where an earlier writer of this file left off."""
+        """Continue where an earlier writer of this file ended."""
         since = shown_since(connection, 1 << 62)
         for mark in read_marks(connection, since):
             self._of(mark.rank).put(mark)
@@ -50,13 +50,13 @@ class Marks:
         self._job = next((number for (number,) in connection.execute(last)), 0)
 
     def step(self, seq: int, step: Step) -> None:
-        """Take a step."""
+        """Add a step."""
         for mark in self._of(step.rank).see(step):
             shape = json.dumps(mark.shape) if mark.shape else None
             self._emit("marks", (mark.rank, seq, mark.step, mark.phase, mark.bytes, shape))
 
     def message(self, seq: int, message: Message) -> None:
-        """Take any other message; most are passed over."""
+        """Add any other message; most are ignored."""
         if isinstance(message, Cause):
             row = (seq, "cause", message.rank, message.step, message.phase, message.transient_bytes)
             self._emit("explained", row)

@@ -1,4 +1,4 @@
-"""Opens a recording for reading: live, closed, on a read-only disk, or what is left of one that was cut short."""
+"""Opens a recording for reading: live, closed, on a read-only disk, or truncated."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ _MAGIC = b"SQLite format 3\x00"
 
 @dataclass
 class OpenedRecording:
-    """An open recording. ``missing`` says in words what cannot be read of it; ``scratch`` holds a private copy."""
+    """An open recording. ``missing`` is a text about what cannot be read of it; ``scratch`` holds a private copy."""
 
     connection: sqlite3.Connection
     guard: Guard
@@ -41,7 +41,7 @@ class OpenedRecording:
 
 @dataclass(frozen=True)
 class _Header:
-    """What the first 100 bytes say (https://www.sqlite.org/fileformat2.html#the_database_header)."""
+    """The first 100 bytes (https://www.sqlite.org/fileformat2.html#the_database_header)."""
 
     page_bytes: int
     expected_bytes: int
@@ -52,7 +52,7 @@ class _Header:
 def open_recording(path: Path, *, once: bool = False) -> OpenedRecording:
     """Open a recording read-only; the file itself is never changed.
 
-    The file may be anybody's: what opening it may cost is bounded (``guard``), and a table that is none is refused
+    The file is untrusted: the cost of opening it is bounded (``guard``), and a table that is none is refused
     (``shape``).
 
     Args:
@@ -68,7 +68,7 @@ def open_recording(path: Path, *, once: bool = False) -> OpenedRecording:
 
 @contextmanager
 def _still_there(path: Path) -> Generator[None, None, None]:
-    """Turn what the system says of a file into the error of a recording: it may go away at any time."""
+    """Turn a system error about the file into a ``RecordingError``: it may be removed at any time."""
     try:
         yield
     except FileNotFoundError as error:
@@ -243,7 +243,7 @@ def connect(path: Path, options: str) -> sqlite3.Connection:
 
 
 def _scratch() -> "tempfile.TemporaryDirectory[str]":
-    """Make a folder that goes away with whoever holds it."""
+    """Make a folder that is removed with its owner."""
     return tempfile.TemporaryDirectory(prefix="ftmon-", ignore_cleanup_errors=True)
 
 
@@ -313,7 +313,7 @@ def _upgrade(opened: OpenedRecording, schema: int) -> OpenedRecording:
 
 
 def check_continuable(path: Path) -> None:
-    """Make sure that a file that is there is a recording of this schema, and as long as it says.
+    """Check that an existing file is a recording of this schema, and as long as its header states.
 
     Raises:
         RecordingError: it is something else, or was cut short.

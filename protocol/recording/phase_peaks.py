@@ -1,4 +1,4 @@
-"""How high each phase of a rank has ever come, by size of batch: the few steps that set a mark, out of all steps.
+"""Highest peak of each phase of a rank, by size of batch: the few steps that set a mark, out of all steps.
 
 A peak that does not rise by more than noise sets no mark, so a run of a million steps has some dozens of them. What
 follows from the marks (which phase makes the peak, at which lengths, since when) is in ``ftmon.tui.model.peak_phase``.
@@ -15,7 +15,7 @@ RISE_BYTES = 2**20
 """A mark is set by a peak higher than the last one by both of these."""
 
 BUCKETS_AN_OCTAVE = 16
-"""Batches whose sizes differ by less than a sixteenth of an octave (4 %) are taken for one size."""
+"""Batches whose sizes differ by less than a sixteenth of an octave (4 %) count as one size."""
 
 
 class PeakMark(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -60,7 +60,7 @@ class PhasePeaks:
         self._of_shape: dict[str, int] = {}
 
     def see(self, step: Step) -> list[PeakMark]:
-        """Take a step; return the marks that it sets, mostly none."""
+        """Add a step; return the marks that it sets, mostly none."""
         if step.batch_shape != self._shape:
             self._shape, self._of_shape = step.batch_shape, self._highest_of(step.batch_shape)
         highest = self._of_shape
@@ -74,7 +74,7 @@ class PhasePeaks:
         return found
 
     def put(self, mark: PeakMark) -> None:
-        """Take a mark that was set elsewhere."""
+        """Add a mark that was set elsewhere."""
         highest = self._highest_of(mark.shape)
         limit = max(int(mark.bytes * (1 + RISE_SHARE)), mark.bytes + RISE_BYTES)
         highest[mark.phase] = max(highest.get(mark.phase, 0), limit)

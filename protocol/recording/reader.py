@@ -156,7 +156,7 @@ class Reader:
         return self._ask("marks", self._marks)
 
     def jobs(self) -> list[Frame]:
-        """Return what the hub said last of each job, by number; none of an older recording."""
+        """Return the last ``job`` message of each job, by number; none of an older recording."""
         return self._ask("jobs", self._jobs)
 
     def sampled(self, kind: str, rank: int, limit: int = 240) -> list[Frame]:

@@ -1,7 +1,7 @@
-"""A recording that somebody removes while it is written: what explains the run is carried over into a new one.
+"""Handles a recording that is removed while it is written: what explains the run is copied into a new one.
 
 The file that was removed stays readable for the writer that has it open. Steps, samples and log lines, which are most
-of it, are left behind and counted; ranks, alerts, names and the latest event of each kind and rank come along, so that
+of it, are left out and counted; ranks, alerts, names and the latest event of each kind and rank are copied, so that
 the new file alone gives the run's present state.
 """
 
@@ -22,7 +22,7 @@ _LATEST_EVENTS = "SELECT * FROM events WHERE seq IN (SELECT max(seq) FROM events
 
 
 class RemovalWatch:
-    """Tells whether the file that was opened is still the one at its path."""
+    """Checks whether the opened file is still the one at its path."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -32,7 +32,7 @@ class RemovalWatch:
         self._missed_at: float | None = None
 
     def removed(self, now: float) -> bool:
-        """Whether the file is gone or another one is in its place, and its directory stays; ``now`` is monotonic."""
+        """Return whether the file is gone or replaced, and its directory stays; ``now`` is monotonic."""
         if _identity(self._path) == self._identity or not self._directory_stays():
             self._missed_at = None
             return False
@@ -45,7 +45,7 @@ class RemovalWatch:
 
 @dataclass
 class CarriedOver:
-    """What is taken out of a removed recording."""
+    """Rows copied out of a removed recording."""
 
     rows: dict[str, list[Row]] = field(default_factory=dict[str, list[Row]])
     meta: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])

@@ -1,4 +1,4 @@
-"""What a recording answers, as structs: the same whether a file is asked or, by ``Query``, the hub of a run."""
+"""Results of queries of a recording, as structs: the same from a file and, by ``Query``, from the hub of a run."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .phase_peaks import PeakMark
 
 
 class RecordingInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a recording holds. Times are seconds since the epoch; an empty recording has zeros."""
+    """Contents of a recording. Times are seconds since the epoch; an empty recording has zeros."""
 
     run_id: str
     name: str

@@ -78,7 +78,7 @@ class Rollups:
         self._waiting: dict[int, list[list[Row]]] = {}
 
     def add(self, row: Row) -> None:
-        """Take one row of ``steps``."""
+        """Add one row of ``steps``."""
         waiting = self._waiting.get(row[2])
         if waiting is None:
             waiting = self._waiting[row[2]] = [[] for _ in ROLLUP_SIZES]

@@ -33,7 +33,7 @@ NO_RANK = -1
 _COMPRESS_ABOVE = 512
 _ZLIB_MAGIC = 0x78
 _LARGEST = 8 * 2**20
-"""No message is larger, unpacked. Its objects may take ten times as much memory."""
+"""Largest unpacked message. Its objects may need ten times as much memory."""
 
 _MOST_LISTS = 200_000
 """No message has so many lists and maps: an empty one is a byte, and becomes an object that takes a hundred."""
@@ -55,7 +55,7 @@ UNBELIEVABLE = (
     RecordingError, ProtocolError, msgspec.MsgspecError, ArithmeticError, LookupError, TypeError, ValueError,
     RecursionError,
 )  # fmt: skip
-"""What rebuilding a message from a row raises where somebody wrote into the row what no writer does."""
+"""Errors of rebuilding a message from a row that ftmon did not write."""
 
 
 def believed(message: Message) -> Message | None:
@@ -139,7 +139,7 @@ class NameNumbers:
         self._numbers: dict[Row, int] = {}
 
     def load(self, connection: sqlite3.Connection) -> None:
-        """Take over the names and numbers of an earlier writer of this file."""
+        """Load the names and numbers of an earlier writer of this file."""
         for table in ("device_names", "process_names"):
             for number, *key in connection.execute(f"SELECT * FROM {table}"):
                 self._numbers[tuple(key)] = number

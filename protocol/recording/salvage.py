@@ -44,7 +44,7 @@ _SPARE_BYTES = 16 * 2**20
 
 _MOST_HOLES = 2_000
 _MARKED_STEPS = 200_000
-"""Steps that are looked through for marks: some 4 s; of a longer recording the later marks are missing."""
+"""Steps that are searched for marks: some 4 s; of a longer recording the later marks are missing."""
 
 
 def salvage(path: Path, page_bytes: int, scratch: Path, guard: Guard) -> tuple[sqlite3.Connection, str]:

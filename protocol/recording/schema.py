@@ -12,7 +12,7 @@ SCHEMA_VERSION = 1
 """``PRAGMA user_version``. A newer schema is refused; an older one is brought up to date in ``UPGRADES``."""
 
 APPLICATION_ID = 0x66746D6E
-"""``PRAGMA application_id``: ``ftmn``. It tells a recording from any other SQLite file."""
+"""``PRAGMA application_id``: ``ftmn``. It identifies a recording among SQLite files."""
 
 STEP_COLUMNS = (
     "seq",

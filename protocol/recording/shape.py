@@ -56,7 +56,7 @@ def _empty() -> sqlite3.Connection:
 def kinds_of(connection: sqlite3.Connection) -> dict[str, str]:
     """Return what each table and view of the file is, by name: ``table``, ``view``, ``virtual`` or ``shadow``.
 
-    By what SQLite parsed, not by the ``type`` column, in which a file may say anything. Before SQLite 3.37 by the
+    By what SQLite parsed, not by the ``type`` column, in which a file may have any text. Before SQLite 3.37 by the
     statement that it parses.
     """
     if sqlite3.sqlite_version_info >= (3, 37):

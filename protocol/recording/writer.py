@@ -49,7 +49,7 @@ _NOT_RECORDED = frozenset((Heartbeat, Query, Answer))
 
 
 def _describe(run: RunFile | None) -> dict[str, Any]:
-    """Return the rows of ``meta`` that say which run this is."""
+    """Return the rows of ``meta`` that identify the run."""
     found: dict[str, Any] = {"protocol": f"{VERSION[0]}.{VERSION[1]}", "created": time.time(), _HEARD: "{}"}
     if run is not None:
         found |= {"run_id": run.id, "name": run.name, "created": run.created, "host": run.host, "kind": run.kind}
@@ -75,7 +75,7 @@ class Writer:
         self.notice = ""
         """What a person should know of the file; set once it has happened."""
         self.recorded = 0
-        """Messages taken to disk by this writer."""
+        """Messages written by this writer."""
         self.last_seq = 0
         """The highest number in the recording, or seen since."""
         self.next_seq = 1
@@ -92,9 +92,9 @@ class Writer:
         """What a removed file leaves to the new one, until that is made."""
         self._pending = Batch()
         self._writing = Batch()
-        """What was taken for writing, and is not on disk yet."""
+        """The batch that is being written."""
         self._lost = 0
-        """Messages lost that the recording already tells of."""
+        """Lost messages that are recorded already."""
         self._names = NameNumbers()
         self._rollups = Rollups(lambda row: self._put_row("rollups", row))
         self._curves = Curves(lambda row: self._put_row("curves", row))
@@ -115,7 +115,7 @@ class Writer:
             self._names = NameNumbers(first=int(time.time()))
 
     def append(self, seq: int, t: float, message: Message) -> None:
-        """Take one message of the stream; it is on disk after the next ``commit``.
+        """Add one message of the stream; it is on disk after the next ``commit``.
 
         Args:
             seq: the hub's number of it, higher than all before.
@@ -161,16 +161,13 @@ class Writer:
         self.write(self.take())
 
     def take(self) -> Batch:
-        """Take what was appended, for ``write``: that may be called in another thread, while more is appended."""
+        """Return what was appended, for ``write``, which may run in another thread while more is appended."""
         batch, self._pending = self._pending, Batch()
         batch.last_seq = self.last_seq
         return batch
 
     def write(self, batch: Batch) -> None:
-        """Write what was taken, in one transaction, with what could not be written before.
-
-        No disk makes it raise; see ``error``. A mistake of ftmon's own does, and costs what was to be written.
-        """
+        """Write the taken batch and earlier unwritten ones in one transaction; disk errors only set ``error``."""
         waiting = self._writing
         waiting.add(batch)
         if not waiting:
@@ -224,7 +221,7 @@ class Writer:
         return total
 
     def _try_open(self) -> bool:
-        """Open, or make, the recording unless it is open; tell whether it is."""
+        """Open, or make, the recording unless it is open; return whether it is."""
         if self._connection is not None:
             return True
         connection = None
@@ -248,7 +245,7 @@ class Writer:
         if not known:
             # Nothing to lose yet, and a busy disk would keep the hub from its start: the first checkpoint is soon.
             connection.execute("PRAGMA synchronous=OFF")
-            # Before there is a write-ahead log: the file alone says what it is, whatever becomes of the log.
+            # Before there is a write-ahead log: the file alone must identify itself, even if the log is lost.
             connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             connection.execute("BEGIN IMMEDIATE")
@@ -284,7 +281,7 @@ class Writer:
         self._try_open()
 
     def _take_up(self, connection: sqlite3.Connection) -> None:
-        """Go on where an earlier writer of this file left off."""
+        """Continue where an earlier writer of this file ended."""
         if self.last_seq:
             # The file could not be opened at first: rows of this writer are waiting, numbered far beyond its own.
             earlier = Rollups(self._writing.rows["rollups"].append)

@@ -1,4 +1,4 @@
-"""From the plain data of a snapshot's pickle to columns, checking what it claims to be on the way.
+"""Converts the plain data of a snapshot's pickle to columns, and checks its structure on the way.
 
 Formats differ by PyTorch's version: before 2.2 entries have no time, without ``stacks`` no frames, before 2.1 blocks
 keep a ``history`` in place of ``requested_size`` and ``frames``. A missing key is no error; a wrong type is.
@@ -42,7 +42,7 @@ def _checked(path: str) -> Generator[None, None, None]:
 
 
 class Compactor:
-    """Makes the columns in two parts, so that whoever needs no stacks yet can begin with the first."""
+    """Makes the columns in two parts, so that a reader can begin before the stacks are there."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class Compactor:
         self._note_of: dict[str, int] = {"": 0}
 
     def snapshot(self, raw: Any) -> Snapshot:
-        """Give everything but the stacks.
+        """Return everything but the stacks.
 
         Raises:
             SnapshotError: it has not the shape of a snapshot.
@@ -62,7 +62,7 @@ class Compactor:
             return self._snapshot(raw)
 
     def stack_columns(self) -> StackColumns:
-        """Give the stacks of the snapshot that was made.
+        """Return the stacks of the snapshot that was made.
 
         Raises:
             SnapshotError: what stands for a stack is none.

@@ -1,4 +1,4 @@
-"""What can be wrong with a snapshot file, each in one line that says what, where and the remedy."""
+"""Errors of snapshot files, each one line with what, where and the fix."""
 
 from ..errors import FtmonError
 

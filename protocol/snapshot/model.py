@@ -12,7 +12,7 @@ ACTIONS = (
     "other", "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map",
     "segment_unmap", "oom", "snapshot", "user_defined",
 )  # fmt: skip
-"""What a trace entry may say; a column holds the index. Anything newer than this list is ``other``."""
+"""Actions of trace entries; a column holds the index. Anything newer than this list is ``other``."""
 ALLOC, FREE_REQUESTED, FREE_COMPLETED = 1, 2, 3
 SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM = 4, 5, 6, 7, 8
 
@@ -52,7 +52,7 @@ class Trace(msgspec.Struct, frozen=True):
     notes: bytes
     """``I``: index into ``Snapshot.notes`` of the entry's user metadata; 0 is none."""
     device_free: dict[int, int] = {}
-    """Of each ``oom`` entry by its index: what the driver said was free on the device, bytes."""
+    """Free bytes on the device by the driver, for each ``oom`` entry by its index."""
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -85,7 +85,7 @@ class Annotation(msgspec.Struct, frozen=True):
 
 
 class StackColumns(msgspec.Struct, frozen=True):
-    """The stacks of a snapshot: the part of it that takes longest to make."""
+    """The stacks of a snapshot: its slowest part to read."""
 
     frames: list[Frame]
     stacks: list[list[int]]
@@ -108,7 +108,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     block_addresses: bytes
     """``Q``, of all segments one after the other."""
     block_sizes: bytes
-    """``q``: what the block takes, rounding included."""
+    """``q``: size of the block, rounding included."""
     block_requested: bytes
     """``q``: what the program asked for; 0 of a free block."""
     block_states: bytes
@@ -127,7 +127,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Blocks of this size and more were not split, bytes; -1: no limit."""
 
     def with_stacks(self, found: StackColumns) -> "Snapshot":
-        """Give the whole snapshot."""
+        """Return the whole snapshot."""
         replace = msgspec.structs.replace
         return replace(
             self,
@@ -144,9 +144,9 @@ class Snapshot(msgspec.Struct, frozen=True):
         return sorted(found) or [0]
 
     def trace(self, device: int) -> Trace | None:
-        """Give a device's trace, if it has one."""
+        """Return a device's trace, if it has one."""
         return next((trace for trace in self.traces if trace.device == device), None)
 
     def frames_of(self, stack: int) -> list[Frame]:
-        """Give a stack's frames, innermost first."""
+        """Return a stack's frames, innermost first."""
         return [self.frames[index] for index in self.stacks[stack]]

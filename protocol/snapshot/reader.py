@@ -1,4 +1,4 @@
-"""Opening a snapshot file: unpickled in a process of its own, taken over as columns."""
+"""Opens a snapshot file: unpickled in a process of its own, received as columns."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def open_snapshot(path: str | Path) -> Snapshot:
     """Read a PyTorch memory snapshot, gzip-compressed or not, of PyTorch 2.1 up to today.
 
     Raises:
-        SnapshotError: one line that says what is wrong with the file.
+        SnapshotError: one line about what is wrong with the file.
     """
     with SnapshotReading(Path(path)) as reading:
         return reading.snapshot().with_stacks(reading.stacks())
@@ -34,7 +34,7 @@ class SnapshotReading:
     """A snapshot file being read by a process of its own: its columns first, its stacks last.
 
     Raises:
-        SnapshotError: one line that says what is wrong with the file.
+        SnapshotError: one line about what is wrong with the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +83,7 @@ class SnapshotReading:
         return msgspec.msgpack.decode(data, type=kind)
 
     def _refusal(self) -> SnapshotError:
-        """Say why there is nothing more to read."""
+        """Return why there is nothing more to read."""
         path, status = self._path, self._process.wait()
         if self._late:
             return SnapshotError(f"{path}: not read within {_PATIENCE_SECONDS // 60} minutes: record fewer entries")

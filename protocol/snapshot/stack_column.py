@@ -10,9 +10,9 @@ from ..text import sanitize
 from .model import Frame
 
 _PIECE = 8192
-"""Entries taken at once: the identities of a million stacks together would take hundreds of megabytes."""
+"""Entries processed at once: the identities of a million stacks together would need hundreds of megabytes."""
 _HEAD = 6
-"""Innermost frames that tell most stacks apart; longer stacks are told by these first, and then compared."""
+"""Innermost frames that distinguish most stacks; longer stacks are looked up by these first, and then compared."""
 _LARGEST_LINE = 2**47
 
 
@@ -35,8 +35,8 @@ class Stacks:
     def column(self, stacks: Sequence[Any]) -> "array[int]":
         """Number the stacks of a column, each a list of dictionaries, innermost first.
 
-        Entries share their frames' dictionaries, so a stack is told by identities. Of a long one only the innermost
-        are looked at, and what they suggest is compared with it in one go: that compares identities too.
+        Entries share their frames' dictionaries, so a stack is identified by the frames' identities. Of a long one only
+        the innermost are looked up, and the candidate is compared with it in one go: that compares identities too.
 
         Raises:
             TypeError, ValueError, AttributeError, KeyError: one of them is no stack.

@@ -16,13 +16,13 @@ Settings = dict[str, Value]
 
 Verdict = Literal["done", "out-of-memory", "hang", "crash", "timeout", "refused", "no-steps", "unfinished"]
 """``refused``: the run was not started, its configuration cannot be used; ``no-steps``: it ended in order, without an
-optimizer step; ``unfinished``: the sweep ended first (budget, interrupt), so the row says nothing of the configuration.
+optimizer step; ``unfinished``: the sweep ended first (budget, interrupt), so the row is no result of the configuration.
 """
 Goal = Literal["largest", "fastest", "phases"]
 
 
 class Budget(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the sweep may use, wall-clock time of all its sessions."""
+    """Budget of the sweep, wall-clock time of all its sessions."""
 
     seconds: float | None = None
     """None: no limit."""
@@ -61,7 +61,7 @@ class Header(msgspec.Struct, tag="sweep", frozen=True, omit_defaults=True):
 
 
 class Predicted(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What ``ftmon predict`` said of a configuration; the highest rank's figures."""
+    """Prediction of a configuration by ``ftmon predict``; the highest rank's figures."""
 
     peak_bytes: int
     """Allocated peak of the highest phase."""
@@ -162,7 +162,7 @@ class RankRow(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Row(msgspec.Struct, tag="row", frozen=True, omit_defaults=True):
-    """What became of one run. A failure is a row too."""
+    """Result of one run. A failure is a row too."""
 
     settings: Settings
     verdict: Verdict
@@ -172,7 +172,7 @@ class Row(msgspec.Struct, tag="row", frozen=True, omit_defaults=True):
     """From its start until its GPUs were seen to be empty."""
     repeat: int = 0
     run: str = ""
-    """The run's identifier; empty of one that was refused."""
+    """The run's identifier; empty where it was refused."""
     text: str = ""
     """The evidence, one line."""
     phase: str = ""

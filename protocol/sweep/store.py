@@ -18,7 +18,7 @@ class ResultsError(UsageError):
 
 
 class Results(NamedTuple):
-    """What a results file holds."""
+    """Contents of a results file."""
 
     header: Header
     entries: list[Entry]
@@ -108,7 +108,7 @@ class Writer:
         """Write one entry; it is on the disk when this returns.
 
         Raises:
-            FtmonError: the disk does not take it.
+            FtmonError: it cannot be written.
         """
         try:
             self._file.write(msgspec.json.encode(entry) + b"\n")
@@ -147,7 +147,7 @@ def read(path: Path) -> Results:
 
 
 def is_results(path: Path) -> bool:
-    """Whether a file begins as a results file does, of whatever version."""
+    """Return whether a file begins as a results file does, of whatever version."""
     try:
         with path.open("rb") as file:
             return file.read(16).startswith(b'{"type":"sweep"')

@@ -12,8 +12,8 @@ from ftmon.protocol.recording.writer import Writer
 from ftmon.protocol.rundir import RunDir
 from ftmon.trainer.launch.join import prepare
 from ftmon.trainer.recipe.config.load import decode
-from ftmon.trainer.recipe.config.nodes import parse
 from ftmon.trainer.recipe.config.schema import Config
+from ftmon.trainer.recipe.config.yaml_nodes import parse
 from ftmon.tui.cli.main import main
 from hostile import HOSTILE, TRACES, examples
 from streams import RUN, STARTED

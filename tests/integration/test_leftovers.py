@@ -73,7 +73,7 @@ def test_it_is_said_watched_and_its_end_is_told(sleeper: processes.Process):
 def test_a_process_that_waits_for_the_kernel_is_not_asleep(sleeper: processes.Process):
     look = activity.look(sleeper.pid, None, processes.table(), 1.0)
     assert look.on_disk
-    assert not look._replace(time=2.0).rested_since(look)
+    assert look._replace(time=2.0).work_since(look) == "disk"
     assert "uninterruptible" in describe(sleeper)
 
 
@@ -98,7 +98,8 @@ def test_a_sleeping_process_rests_and_one_that_computes_or_wakes_up_or_whose_chi
             first = activity.look(process.pid, None, processes.table(), time.monotonic())
             time.sleep(0.5)  # the time that is judged
             second = activity.look(process.pid, None, processes.table(), time.monotonic())
-            assert second.rested_since(first) is rests, (script, first, second)
+            rested = first.state == second.state == "S" and not second.work_since(first)
+            assert rested is rests, (script, first, second)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

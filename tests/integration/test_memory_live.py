@@ -67,7 +67,7 @@ async def test_what_comes_is_shown_and_what_is_asked_for_is_told(run: RunDir, hu
             await until(pilot, lambda: "of step 24" in shown(app), "the composition that came")
             assert "c parts" in shown(app)
             for key, verb, words in (
-                ("c", "compose", "a step was taken apart"),
+                ("c", "compose", "a step was analysed"),
                 ("x", "arm", "stacks were recorded"),
                 ("t", "snapshot", "done"),
             ):

@@ -58,9 +58,9 @@ def test_a_configuration_that_was_predicted_before_is_sent_and_kept_once_whateve
 
 BACKGROUND = """
 import os, sys, time
-from ftmon.trainer.host.lowly import end_with_parent, step_back
+from ftmon.trainer.host.low_priority import end_with_parent, lower_priority
 end_with_parent(os.getppid())
-step_back()
+lower_priority()
 idle = os.sched_getscheduler(0) == os.SCHED_IDLE
 print(idle, os.nice(0), open("/proc/self/oom_score_adj").read(), flush=True, end="")
 time.sleep(600)

@@ -1,6 +1,6 @@
-"""``python -m ftmon.trainer.agent PLACE JOIN LOCK``: stand in for the hub on another host of a run.
+"""``python -m ftmon.trainer.agent PLACE JOIN LOCK``: run the agent on another host of a run.
 
-Started by the first rank there (``probe.place``), with the lock already taken.
+Started by the first rank there (``probe.link.run_files``), with the lock already taken.
 """
 
 import os

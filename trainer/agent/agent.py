@@ -1,7 +1,7 @@
-"""The agent: what the hub is on its own host, for another host of the run; it decides nothing and forgets nothing.
+"""Per-host agent: forwards telemetry to the hub until it is recorded, and carries out the hub's commands.
 
-One process, one main loop. It ends when the run is over, or when no rank is left here and the hub stays away, and takes
-with it whatever of the run is left on its host.
+One process, one main loop. It makes no decisions. It ends when the run is over, or when no rank is left here and the
+hub stays away, and ends whatever of the run is left on its host.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ from .uplink import Uplink
 TICK_SECONDS = 0.25
 BEAT_SECONDS = 1.0
 ALONE_SECONDS = 60.0
-"""Without a rank here and without the hub for so long, the agent takes the run for over."""
+"""After this long without a rank here and without the hub, the run counts as over."""
 LAST_WORDS_SECONDS = 5.0
 """How long it tries, at its end, to have everything confirmed."""
 _DRAIN = 512
@@ -124,7 +124,7 @@ class Agent:
                     raise
 
     def _turn(self, wait_ms: int) -> None:
-        """Wait for something to come, and take it."""
+        """Wait for messages, and handle them."""
         poller = zmq.Poller()
         for each in (
             self._telemetry,
@@ -239,7 +239,7 @@ class Agent:
         )
 
     def _found_way(self, address: str) -> None:
-        """Take the address that the route found; called in its thread."""
+        """Keep the address that the route found; called in its thread."""
         self._mailbox.post(lambda: self._connect(address))
 
     def _connect(self, address: str) -> None:
@@ -292,7 +292,7 @@ class Agent:
             print(f"still there: pid {process.pid} ({process.name}) in state {process.state}", flush=True)
 
     def _last_words(self) -> None:
-        """Send what is left to send, and say that this is the end."""
+        """Send what is left to send, and a goodbye."""
         deadline = time.monotonic() + LAST_WORDS_SECONDS
         self._drain()
         self._put_logs(last=True)
@@ -335,7 +335,7 @@ class Agent:
 
 
 def serve(place: str, join: str) -> int:
-    """Run the agent of the directory ``place``, for the run that the file ``join`` tells of.
+    """Run the agent of the directory ``place``, for the run of the join file ``join``.
 
     Raises:
         FtmonError: either of them is damaged or open to others.

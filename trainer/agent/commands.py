@@ -89,7 +89,7 @@ class Commands:
                     flow.start(self._answer(command))
 
     async def _answer(self, command: Command) -> None:
-        """Carry out a command, or repeat the last answer to one that is known."""
+        """Carry out a command, or repeat the answer to a known one."""
         if command.id in self._answers:
             self._send(self._answers[command.id])
             return

@@ -54,7 +54,7 @@ class Proxies:
             socket.close(linger=0)
 
     def pass_commands(self) -> None:
-        """Pass on to the ranks what has come from the hub."""
+        """Forward commands of the hub to the ranks."""
         for name, socket in self._by_name.items():
             with contextlib.suppress(zmq.Again):
                 while True:
@@ -64,7 +64,7 @@ class Proxies:
                         self._ranks.send_multipart([name, *frames], zmq.NOBLOCK)
 
     def pass_answers(self) -> None:
-        """Pass on to the hub what has come from the ranks."""
+        """Forward answers of the ranks to the hub."""
         with contextlib.suppress(zmq.Again):
             while True:
                 name, *frames = self._ranks.recv_multipart(zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""Finding the way to the hub: which of its addresses answers from here. A thread, because trying takes seconds."""
+"""Finds the address of the hub that answers from here. A thread, because trying takes seconds."""
 
 import socket
 import threading
@@ -26,7 +26,7 @@ class Route(threading.Thread):
         self._ending = threading.Event()
 
     def search(self) -> None:
-        """Look for a way; ``found`` is called once for each call of this."""
+        """Search for an address; ``found`` is called once for each call of this."""
         self._wanted.set()
 
     def avoid(self, address: str) -> None:

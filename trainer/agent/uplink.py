@@ -1,7 +1,7 @@
-"""The way to the hub: what is to reach it is kept, numbered, until the hub has it on disk.
+"""At-least-once delivery to the hub: messages are numbered and kept until the hub has recorded them.
 
-While the link is cut messages wait here, up to a limit; then the oldest go, and their senders' own numbering tells the
-hub which. Everything unconfirmed is sent again on a new connection, and the hub takes each number once.
+While the link is cut messages wait here, up to a limit; then the oldest are dropped, which the hub sees by their
+senders' own numbering. Everything unconfirmed is sent again on a new connection, and the hub records each number once.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ WINDOW = 4096
 SILENT_SECONDS = 3.0
 """Unanswered for so long the connection is given up: a cut link closes nothing."""
 _OVERHEAD = 200
-"""Bytes that a message takes here besides its own."""
+"""Overhead of a message kept here, bytes."""
 
 
 class _Kept(NamedTuple):
@@ -81,7 +81,7 @@ class Uplink:
 
     @property
     def connected(self) -> bool:
-        """Whether the hub was heard on this connection."""
+        """Whether the hub has answered on this connection."""
         return self.socket is not None and self._heard >= self._connected_at
 
     @property
@@ -137,13 +137,13 @@ class Uplink:
                 self._flying.append(self._waiting.popleft())
 
     def say(self, beat: AgentBeat) -> None:
-        """Send a sign of life, unnumbered; one that cannot go now is left out."""
+        """Send a heartbeat, unnumbered; one that cannot be sent now is dropped."""
         if self.socket is not None:
             with contextlib.suppress(zmq.Again):
                 self.socket.send_multipart(wire.encode(self._identity, 0, beat.time, beat), zmq.NOBLOCK)
 
     def receive(self) -> None:
-        """Take every answer that has come."""
+        """Receive all answers."""
         socket = self.socket
         if socket is None:
             return

@@ -1,4 +1,4 @@
-"""What a rank's process tree has done so far, read from proc(5) and sock_diag(7): ``Activity``.
+"""Reads the activity of a rank's process tree from proc(5) and sock_diag(7): ``Activity``.
 
 Judging two of them is ``protocol.analysis.stalls.activity``.
 """

@@ -1,9 +1,9 @@
-"""What runs that are over left running on this host: found by the mark in its environment, and ended.
+"""Finds processes that finished runs left on this host, by the mark in their environment, and ends them.
 
-``python -m ftmon.trainer.host.cleanup [--yes] [--json] [--elsewhere]``. A process is an orphan when it carries the
-mark of a run whose launcher and hub are both gone, or whose directory is. A run of another host may be cut off and
-come back: where its hub does not answer, what it left here is told, and ended only when that is asked for. What may
-be watched is left alone.
+``python -m ftmon.trainer.host.cleanup [--yes] [--json] [--elsewhere]``. A process is an orphan when it carries the mark
+of a run whose launcher and hub are both gone, or whose directory is. A run of another host may be cut off and come
+back: where its hub does not answer, its processes here are listed, and ended only on request. Processes that may belong
+to a watched run are left alone.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _MARK = f"{RUN_ENV}=".encode()
 _JOINED = f"{JOIN_ENV}=".encode()
 """A process that joined another host's run carries the mark of a directory there."""
 _SETTLED_SECONDS = 60.0
-"""So long after its end, a run's other hosts have been told to end what is left."""
+"""This long after its end, a run's other hosts have ended what was left."""
 _ANSWER_SECONDS = 2.0
 
 
@@ -109,7 +109,7 @@ def find() -> list[Orphan]:
 
 
 class OrphanReason(NamedTuple):
-    """Why a run's processes are orphans, in words; empty where they are not, or where it cannot be told."""
+    """Why a run's processes are orphans, in words; empty where they are not, or where that is unknown."""
 
     why: str
     sure: bool = True
@@ -120,7 +120,7 @@ def orphan_reason(run: RunDir, join: str = "") -> OrphanReason:
 
     Args:
         run: its directory, which is on another host or gone where there is none here.
-        join: the file that tells of its hub, where the run is one of several hosts.
+        join: the join file, where the run is one of several hosts.
     """
     if join and not (run.path / "run.json").exists():
         return _elsewhere(join)
@@ -141,7 +141,7 @@ def orphan_reason(run: RunDir, join: str = "") -> OrphanReason:
 
 
 def _elsewhere(path: str) -> OrphanReason:
-    """Return how a run of another host stands, as far as can be told from here."""
+    """Return how a run of another host stands, as far as this host can know."""
     try:
         join = read_join(Path(path))
     except FtmonError:
@@ -191,7 +191,7 @@ def _gpu_memory(pids: set[int]) -> dict[int, int]:
 
 
 def _confirmed() -> bool:
-    """Ask on a terminal, default no; without one nobody has consented."""
+    """Ask on a terminal, default no; without a terminal the answer is no."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         print("nothing was ended: --yes ends them", file=sys.stderr)
         return False

@@ -1,4 +1,4 @@
-"""Sampling this host's devices beside the hub's main loop: GPUs through NVML where there are any, and the host always.
+"""Samples this host's devices beside the hub's main loop: GPUs through NVML where there are any, and the host always.
 
 NVML calls take milliseconds, and tens of them while a driver is busy, so a thread of its own makes them.
 """
@@ -20,7 +20,7 @@ from .nvml import Nvml
 RETRY_SECONDS = 30.0
 """After NVML failed, or where there is none, it is tried again this often: a driver may come back."""
 HEALTH_SECONDS = 10.0
-"""How often faults and links are asked for: they change slowly, and PCIe counters take a driver some time."""
+"""Seconds between queries of faults and links: they change slowly, and PCIe counters take a driver some time."""
 HEALTH_SENT_SECONDS = 60.0
 """Unchanged ones are sent this often."""
 _KEPT = 4096
@@ -92,7 +92,7 @@ class DeviceSampler(threading.Thread):
         return samples
 
     def _look_at_health(self) -> list[DeviceHealth]:
-        """Ask for faults and links, now and then; return those that changed or are due."""
+        """Query faults and links where that is due; return those that changed or are due."""
         if self._nvml is None or time.monotonic() < self._health_due:
             return []
         self._health_due = time.monotonic() + HEALTH_SECONDS

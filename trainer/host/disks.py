@@ -1,4 +1,4 @@
-"""What is left on the file systems that a run uses on this host: found from what its ranks have open.
+"""Measures free space on the file systems that a run uses on this host, found from its ranks' open files.
 
 Directories: the run's own, each rank's working directory, ``TMPDIR``, ``/dev/shm``, the output directory that a rank
 announced, and those of files that a rank has open for writing (a checkpoint under way). Of one file system one is
@@ -16,7 +16,7 @@ from ...protocol.health import DiskSpace, Volume
 from ...protocol.text import sanitize
 
 LOOK_SECONDS = 10.0
-"""How often directories are looked for; what is left on them is asked at every look of the caller."""
+"""Seconds between searches for directories; free space is read at every call of ``look``."""
 SEND_SECONDS = 30.0
 """Unchanged figures are sent this often."""
 CHANGED_SHARE = 0.0005
@@ -31,13 +31,13 @@ Place = tuple[str, str]
 
 
 class Disks:
-    """Looks at this host's disks. Not thread-safe.
+    """Measures free space on this host's disks. Not thread-safe.
 
     Args:
         host: name of this host, for the messages.
         run: the run's directory on this host.
         rank_pids: gives the pid of each of the run's ranks on this host.
-        statvfs: asks a file system; another one only in tests.
+        statvfs: ``os.statvfs``; replaceable in tests.
         root: where ``proc`` is; another place only in tests.
     """
 
@@ -62,12 +62,12 @@ class Disks:
         self._sent_at = -SEND_SECONDS
 
     def note_output(self, rank: int, path: str) -> None:
-        """Note the directory that a rank says it writes to; any thread."""
+        """Record the directory that a rank writes to; any thread."""
         if path:
             self._outputs[rank] = path
 
     def look(self, now: float | None = None) -> DiskSpace | None:
-        """Return what is left, or None while there is nothing new to say.
+        """Return free space, or None while it has not changed enough.
 
         Args:
             now: monotonic seconds; only tests pass it.

@@ -1,7 +1,7 @@
-"""Whose GPU memory is free after a kill: what NVML lists for the killed processes, and what the devices have in use.
+"""Checks that GPU memory is free after a kill: by NVML's list of processes, and by the devices' totals.
 
 In a container NVML may list the pids of another namespace, or none at all. So the processes are looked up before the
-kill too: where they were not found then, not finding them afterwards proves nothing, and the devices' totals speak.
+kill too: where they were not found then, not finding them afterwards proves nothing, and the devices' totals decide.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ _LOOK_SECONDS = 0.2
 
 
 class GpuUse(NamedTuple):
-    """One look at all GPUs of this host."""
+    """One sample of all GPUs of this host."""
 
     held: dict[int, int]
     """Bytes held by those of the asked pids that NVML lists."""
     used: dict[int, int]
-    """Memory in use on each GPU, by anybody."""
+    """Memory in use on each GPU, by all processes."""
     devices: frozenset[int] = frozenset()
     """The GPUs on which they hold it."""
 
 
 def look(pids: Collection[int]) -> GpuUse | None:
-    """Look at the GPUs; None when NVML cannot."""
+    """Sample the GPUs; None without NVML."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -53,7 +53,7 @@ def look(pids: Collection[int]) -> GpuUse | None:
 
 
 def look_until_free(pids: Collection[int], seconds: float) -> GpuUse | None:
-    """Look until none of ``pids`` holds GPU memory, for ``seconds`` at most; return the last look."""
+    """Sample until none of ``pids`` holds GPU memory, for ``seconds`` at most; return the last sample."""
     deadline = time.monotonic() + seconds
     while True:
         found = look(pids)
@@ -63,7 +63,7 @@ def look_until_free(pids: Collection[int], seconds: float) -> GpuUse | None:
 
 
 def verdict(before: GpuUse | None, after: GpuUse | None) -> tuple[bool, str]:
-    """Judge a kill by the looks before and after: whether memory is known to be still held, and the words for it."""
+    """Judge a kill by the samples before and after: whether memory is known to be still held, and the text."""
     if before is None or after is None:
         return False, "NVML cannot tell whether GPU memory is free"
     if after.held:

@@ -1,4 +1,4 @@
-"""What ctrl-c would do, to the ranks of this host or to their whole job: for scripts that do not know how to stop."""
+"""Interrupts the ranks of this host, or their whole job, as ctrl-c would: for scripts without a way to stop."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Whether the kernel killed a process because memory ran out: what its control group counts, and what the log says.
+"""Finds out whether the kernel killed a process for memory: by its control group's count, and by the kernel log.
 
 A SIGKILL alone proves nothing. Evidence is a kernel log line that names the pid, or a control group's count of
 out-of-memory kills that rose just before the process died. Formats: Linux's mm/oom_kill.c (``Killed process``), cgroup
@@ -17,7 +17,7 @@ from ...protocol.text import gib, sanitize
 from .cgroups import memory_hierarchies
 
 RECENT_SECONDS = 30.0
-"""A large process takes its time to die: a kill this long before its death still explains it."""
+"""A large process dies slowly: a kill this long before its death still explains it."""
 _COUNTS_KEPT = 16
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """PROC_PID_INIT_INO: only there are the kernel log's pids those that /proc shows."""
@@ -29,7 +29,7 @@ _KILLED = re.compile(
 
 
 class LogKill(NamedTuple):
-    """A kill as the kernel's log tells it."""
+    """A kill in the kernel's log."""
 
     pid: int
     name: str
@@ -42,7 +42,7 @@ class LogKill(NamedTuple):
 
 
 def read_kill(record: str) -> LogKill | None:
-    """Read one record of ``/dev/kmsg`` (``priority,number,microseconds,flags;text``); None when it tells of no kill."""
+    """Read one record of ``/dev/kmsg`` (``priority,number,microseconds,flags;text``); None when it is no kill."""
     head, _, text = record.partition(";")
     found = _KILLED.search(text)
     if found is None:
@@ -54,7 +54,7 @@ def read_kill(record: str) -> LogKill | None:
 
 
 def kill_count(group: Path) -> int | None:
-    """Return how many processes of a control group the kernel has killed for memory; None where it does not say."""
+    """Return how many processes of a control group the kernel has killed for memory; None where that is unknown."""
     for name in ("memory.events", "memory.oom_control"):
         try:
             lines = (group / name).read_text().splitlines()
@@ -76,7 +76,7 @@ def memory_groups(pid: int, root: Path = Path("/")) -> list[Path]:
 
 
 class KernelKills:
-    """Keeps count while processes live, and looks for evidence when one has died. One thread.
+    """Counts kills while processes live, and finds evidence when one has died. One thread.
 
     Args:
         root: where the kernel's files are; another place only in tests.
@@ -89,7 +89,7 @@ class KernelKills:
         self._resident: dict[int, int] = {}
 
     def look(self, pid: int, now: float) -> None:
-        """Note a living process's control group, its counts and the process's size; about once a second.
+        """Record a living process's control group, its counts and the process's size; about once a second.
 
         Args:
             pid: the process.
@@ -105,7 +105,7 @@ class KernelKills:
             self._resident[pid] = size
 
     def find(self, pid: int, now: float) -> KernelKill | None:
-        """Look for evidence that the kernel killed a process that has just died by SIGKILL; None: there is none.
+        """Find evidence that the kernel killed a process that has just died by SIGKILL; None: there is none.
 
         Where the kernel's log can be read and does not name the process, that is evidence too: against it.
         """
@@ -133,7 +133,7 @@ class KernelKills:
         self._resident.pop(pid, None)
 
     def _note(self, group: Path, now: float) -> tuple[int, int]:
-        """Read a group's count; return what it was ``RECENT_SECONDS`` ago (or at the first look) and what it is."""
+        """Return a group's count ``RECENT_SECONDS`` ago (or at the first read) and now."""
         count = kill_count(group) or 0
         known = self._counts.setdefault(group, deque(maxlen=_COUNTS_KEPT))
         if not known or known[-1][1] != count:

@@ -1,7 +1,7 @@
-"""Killing ranks, or a whole run, and making sure: signals in steps, to processes known by pid and start time.
+"""Kills ranks, or a whole run, and verifies it: signals in steps, to processes known by pid and start time.
 
-A thread of its own. It looks at the process table again before each step, because a dying rank may leave workers that
-were not there before, and ends only when nothing is left or its time is up.
+A thread of its own. It reads the process table again before each step, because a dying rank may leave new workers, and
+ends only when no process is left or its time is up.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Target(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a kill, or another command, came to."""
+    """Outcome of a kill, or another command."""
 
     ok: bool
     text: str
@@ -93,7 +93,7 @@ class Kill(threading.Thread):
         """Kill, verify, report."""
         try:
             outcome = self._kill()
-        except Exception as error:  # the person must get an answer, whatever happened
+        except Exception as error:  # the person must get an answer after any error
             outcome = Outcome(False, f"the kill itself failed: {type(error).__name__}: {error}", {})
         self._done(outcome)
 
@@ -109,7 +109,7 @@ class Kill(threading.Thread):
         return self._report(left, time.monotonic() - begun)
 
     def _find(self) -> list[Process]:
-        """List what lives of the target now, and remember it: a worker whose rank is gone descends from nobody."""
+        """List the target's living processes; keep them, since a worker whose rank is gone has no ancestor here."""
         table = processes.table()
         mains = {target.pid for target in self._mains(table)}
         if self._whole_run:
@@ -158,7 +158,7 @@ class Kill(threading.Thread):
         self._signal(first if everything else mains, number)
         left = self._wait(first, ONE_SIGNAL_SECONDS, stop_early=not everything)
         if left and (number is signal.SIGKILL or not self._mains({process.pid: process for process in left})):
-            left = sweep(self._find)  # the ranks are gone: what they leave behind has nobody to end it
+            left = sweep(self._find)  # the ranks are gone, and with them the parents that would end their children
         return left
 
     def _wait(self, left: list[Process], seconds: float, stop_early: bool = False) -> list[Process]:
@@ -212,7 +212,7 @@ class Kill(threading.Thread):
         return Outcome(not left and not held, "; ".join(sentences), data)
 
     def _unattributed(self) -> list[Process]:
-        """List what some rank of this run left behind without a trace of which: daemons with another environment.
+        """List daemons with another environment, which some rank of this run left behind; which one is unknown.
 
         The run's launcher is the subreaper of its host, so that they are its children, though it did not start them.
         """

@@ -42,7 +42,7 @@ def parse_listen(text: str) -> Listen:
 
 
 def check_free(listen: Listen) -> None:
-    """Refuse ports that somebody else holds.
+    """Refuse ports that are taken.
 
     Raises:
         UsageError: one of the ports is taken, or the address is not this host's.

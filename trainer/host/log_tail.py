@@ -4,7 +4,7 @@
 - A progress bar (text after carriage returns) counts by its last state: at most every 5 s while it moves, and at its
   end. Several bars below each other count as one.
 - A line is cut at 4,096 characters. Beyond 200 lines a file and look, the middle is left out and counted; beyond 4 MiB
-  the beginning is. Somebody who prints a gigabyte must not stop the monitor.
+  the beginning is. A rank that prints a gigabyte must not stop the monitor.
 - A file that shrank or was replaced is read from its beginning.
 """
 
@@ -143,7 +143,7 @@ class _File:
 
     @staticmethod
     def _text(raw: bytes) -> str:
-        # The last state that says something: tqdm clears its line with blanks before it writes anew.
+        # The last state that is not blank: tqdm clears its line with blanks before it writes anew.
         for state in reversed(raw.split(b"\r")):
             if state.strip():
                 text = state[: LINE_LIMIT * 4 + 1].decode("utf-8", errors="replace").rstrip()
@@ -202,16 +202,16 @@ class LogTail:
 
 
 def offsets_after(run: RunDir, recorded: Iterable[LogLine]) -> dict[str, int]:
-    """Find where reading goes on after a hub restart: in each file behind the last recorded line.
+    """Find where reading continues after a hub restart: in each file behind the last recorded line.
 
-    A file of which nothing is recorded begins at its beginning. Where the last recorded line is not found in the file's
-    last MiB (it was a bar's state, or cut) reading goes on at the file's end: rather a gap than a line twice.
+    A file without recorded lines is read from its beginning. Where the last recorded line is not found in the file's
+    last MiB (it was a bar's state, or cut) reading continues at the file's end: a gap is better than a line twice.
 
     Args:
         run: The run's directory.
         recorded: The last recorded lines, oldest first.
     """
-    texts = {(line.rank, line.stream): line.text for line in recorded if not line.text.startswith("... ")}
+    texts = {(line.rank, line.stream): line.text for line in recorded}
     offsets: dict[str, int] = {}
     for (rank, stream), text in texts.items():
         if stream == "ftmon":
@@ -240,7 +240,7 @@ def _behind(path: Path, text: str) -> int:
 
 
 def _on_one_line(found: "re.Match[bytes]") -> bytes:
-    """Take a bar in a row below for one more state of the bar above it."""
+    """Join a bar in a row below to the bar above it, as one more state."""
     down, state, up = found.groups()
     return b"\r" + state if len(down) * len(_UP) == len(up) else found[0]
 
@@ -255,7 +255,7 @@ def _rank_and_stream(name: str) -> tuple[int, Stream] | None:
 
 
 def _thinned(lines: list[str], quota: int) -> list[str]:
-    """Leave out the middle of too many lines, and say how many."""
+    """Drop the middle of too many lines, and add a line with their number."""
     if len(lines) <= quota:
         return lines
     half = quota // 2

@@ -1,4 +1,4 @@
-"""What NVML says of this host's GPUs; every figure that a device or driver does not give is None, never a guess."""
+"""Reads this host's GPUs through NVML; a figure that a device or driver does not give is None, never a guess."""
 
 import contextlib
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class Nvml:
             self._names.append((name or f"GPU {index}", uuid))
 
     def close(self) -> None:
-        """Give NVML back."""
+        """Shut NVML down."""
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
 

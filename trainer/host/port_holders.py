@@ -1,4 +1,4 @@
-"""Who listens on a TCP port of this host: read from /proc/net (proc(5)), and from the descriptors that may be read."""
+"""Finds the process listening on a TCP port of this host, from /proc/net (proc(5)) and readable descriptors."""
 
 import os
 import pwd
@@ -16,7 +16,7 @@ class PortHolder(NamedTuple):
     user: str
     """The socket's owner; the number where it has no name."""
     pid: int
-    """0: none that may be looked into has it (another user's, or another container's)."""
+    """0: its process cannot be inspected (another user's, or another container's)."""
     command: str
 
     @property
@@ -28,7 +28,7 @@ class PortHolder(NamedTuple):
 
 
 def holder_of(port: int) -> PortHolder | None:
-    """Return who listens on ``port``; None: nobody does now, or it cannot be read."""
+    """Return who listens on ``port``; None: no process does now, or it cannot be read."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for uid, inode in _listening(table, port):
             pid, command = _process_with(inode)

@@ -23,7 +23,7 @@ _INFO_EXIT = 1 << 3
 _INFO_BYTES = 64
 _EXIT_CODE_AT = 60
 _AGENT = "ftmon.trainer.agent"
-"""No member of a run: an agent of "another host" may share our pids (a container, say)."""
+"""Not part of a run: an agent of "another host" may share our pids (a container, say)."""
 _KILLS_KEPT = 4096
 _killed: dict[tuple[int, int], None] = {}
 """Pid and start time of processes that were sent SIGKILL, the last ones."""
@@ -111,7 +111,7 @@ def environment_of(pid: int) -> list[bytes]:
 
 
 def marked(run: Path, processes: Iterable[Process], rank_pid: int | None = None) -> list[Process]:
-    """Pick the processes whose environment says that they belong to ``run`` (and to the rank with ``rank_pid``)."""
+    """Return the processes whose environment marks them as part of ``run`` (and to the rank with ``rank_pid``)."""
     wanted = os.fsencode(f"{RUN_ENV}={run}")
     rank = None if rank_pid is None else os.fsencode(f"{RANK_PID_ENV}={rank_pid}")
     found: list[Process] = []
@@ -150,7 +150,7 @@ def runs_module(pid: int, module: str) -> bool:
 def send_signal(process: Process, number: signal.Signals) -> bool:
     """Signal that very process; False when it is gone (or is no longer the same one).
 
-    Goes through a pidfd, so the pid cannot be reused between the look and the signal.
+    Goes through a pidfd, so the pid cannot be reused between check and signal.
 
     Raises:
         PermissionError: the process belongs to someone else.

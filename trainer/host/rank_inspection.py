@@ -16,12 +16,12 @@ from .stack_dump import DumpTarget
 
 
 class Inspection(NamedTuple):
-    """What was found, by rank."""
+    """Results of an inspection, by rank."""
 
     stacks: dict[int, str]
-    """Of those that were to be signalled and wrote their stacks."""
+    """Stacks of the signalled ranks that wrote them."""
     why: dict[int, str]
-    """Of those that did not: why not."""
+    """Reasons of those that did not."""
     activities: dict[int, Activity]
     locks: dict[int, LockWait] = {}  # noqa: RUF012
     """Of ranks of this host that the kernel has blocked on a file lock."""

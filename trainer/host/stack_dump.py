@@ -1,7 +1,7 @@
-"""Stacks of a rank that cannot answer: by a signal that has faulthandler write them, and native frames by py-spy.
+"""Dumps stacks of a rank that cannot answer: by a signal to faulthandler, and native frames by py-spy.
 
 The signal's default action ends a process, so it is sent only to a process that is known by pid and start time, that
-catches the signal now, and that still has the agreed file open where it said (``SelfDump``).
+catches the signal now, and that still has the file open that it announced (``SelfDump``).
 """
 
 import contextlib

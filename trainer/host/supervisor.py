@@ -1,7 +1,7 @@
-"""Watching the ranks' processes on this host: alive, stopped, dead, and how they died.
+"""Watches the ranks' processes on this host: alive, stopped, dead, and how they died.
 
 A thread of its own waits on pidfds, so a death is noticed at once, while the process is still a zombie and
-``/proc/PID/stat`` tells how it ended (field 52). Five times a second it looks at the processes' states.
+``/proc/PID/stat`` tells how it ended (field 52). Five times a second it reads the processes' states.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class Supervisor(threading.Thread):
         os.eventfd_write(self._wakeup, 1)
 
     def read_words(self, text: str) -> None:
-        """Learn from a launcher's own log line how a process ended, where its status was gone before we could look."""
+        """Read from a launcher's log line how a process ended, where its status was reaped before it could be read."""
         found = _TORCHRUN_EXIT.search(text)
         if found:
             code, pid = int(found.group(1)), int(found.group(2))
@@ -111,7 +111,7 @@ class Supervisor(threading.Thread):
             self.join(timeout=2)
 
     def run(self) -> None:
-        """Wait for deaths, look at states."""
+        """Wait for deaths, and read states."""
         while not self._ending.is_set():
             ready: set[int] = set()
             with contextlib.suppress(InterruptedError):
@@ -122,10 +122,10 @@ class Supervisor(threading.Thread):
                 self._look(ready)
 
     def _look(self, ready: set[int]) -> None:
-        """Read every process, those whose death woke us first: whatever else is found dead died after them.
+        """Read every process, those with a signalled death first: others found dead died after them.
 
-        All are read before anything more is asked about one of them: it takes time, in which a parent may end the
-        others and take their status away.
+        All are read before more is read about one of them: that takes time, in which a parent may end and reap the
+        others.
         """
         living = [watched for watched in self._watched.values() if watched.fact is None or watched.fact.alive]
         seen: list[tuple[float, _Watched, processes.Process | None]] = []

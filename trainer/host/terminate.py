@@ -19,11 +19,11 @@ def sweep(
     term_seconds: float = _TERM_SECONDS,
     kill_seconds: float = _KILL_SECONDS,
 ) -> list[Process]:
-    """End whatever ``find`` returns, looking anew each time: a process may start others until it is dead.
+    """End all processes that ``find`` returns, calling it again each time: a process may start others until it is dead.
 
     Args:
         find: lists the living processes that should not be.
-        on_wait: called between looks (the launcher reaps its children there).
+        on_wait: called between polls (the launcher reaps its children there).
         term_seconds: how long after TERM before KILL; 0 starts with KILL.
         kill_seconds: how long to go on after that.
 

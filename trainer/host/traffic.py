@@ -25,7 +25,7 @@ _LARGEST_REPLY = 1 << 18
 
 
 def by_socket() -> dict[int, int]:
-    """Return, by socket inode, the bytes acknowledged plus received; empty where the kernel does not tell.
+    """Return, by socket inode, the bytes acknowledged plus received; empty where the kernel does not report them.
 
     Covers the connections of the caller's network namespace.
     """

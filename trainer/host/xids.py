@@ -17,7 +17,7 @@ from ...protocol.text import sanitize
 
 _LINE = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)[^)]*\): (?P<code>\d+)")
 _MOST = 256
-"""Records read at one look."""
+"""Records read by one call."""
 
 
 def read_xid(record: str, host: str, now: float) -> Xid | None:
@@ -49,7 +49,7 @@ class Xids:
             self._register()
 
     def look(self) -> list[Xid]:
-        """Return the errors since the last look; never waits."""
+        """Return the errors since the last call; never waits."""
         return self._from_log() if self._log is not None else self._from_nvml()
 
     def close(self) -> None:

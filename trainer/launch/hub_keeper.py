@@ -49,7 +49,7 @@ class HubKeeper:
             print(f"ftmon: the hub cannot be started: {error.strerror}; it is tried again", flush=True)
 
     def tend(self) -> float | None:
-        """Replace a dead hub when its time has come; return in how many seconds to look again (None: no need)."""
+        """Replace a dead hub when that is due; return in how many seconds to call again (None: no need)."""
         if self.dismissed or (self._process is None and not self._failed):
             return None
         status = -1 if self._failed or self._process is None else self._process.poll()
@@ -73,11 +73,11 @@ class HubKeeper:
     def _log(self) -> BinaryIO:
         try:
             return (self._run.logs / "hub.log").open("ab")
-        except OSError:  # somebody removed the run directory, or the disk is full: the job goes on without a log
+        except OSError:  # the run directory was removed, or the disk is full: the job goes on without a log
             return open(os.devnull, "ab")
 
     def note_reaped(self, pid: int, status: int) -> bool:
-        """Take note that the launcher, reaping its children, met the hub; False when ``pid`` is not the hub."""
+        """Record that the launcher reaped the hub; False when ``pid`` is not the hub."""
         if self._process is None or self._process.pid != pid:
             return False
         self._process.returncode = os.waitstatus_to_exitcode(status)

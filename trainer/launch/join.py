@@ -1,4 +1,4 @@
-"""Making a run joinable from other hosts: its keys, where its hub will be, and the file that tells of both."""
+"""Makes a run joinable from other hosts: its keys, its hub's addresses, and the join file with both."""
 
 import os
 import shlex
@@ -111,7 +111,7 @@ def push(run: RunDir, hosts: MultiHost, environ: Mapping[str, str]) -> list[str]
 
 
 def _ways(hosts: MultiHost, script: str, environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """Give the words that run a script on the other hosts, by what to say where they fail."""
+    """Return the commands that run a script on the other hosts, by the text for a failure."""
     if hosts.slurm_nodes:
         # A step beside the job's own, one task on each node; srun copies its standard input to all of them.
         nodes = hosts.slurm_nodes
@@ -143,7 +143,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _outward_address() -> str:
-    """Give the address of the interface that packets to the world leave by; none is sent to find out."""
+    """Return the address of the interface that packets to the world leave by; none is sent to find out."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -27,7 +27,7 @@ from ...protocol.intent import LAUNCHER, Intent, read_intent, write_intent
 from ...protocol.join import join_path
 from ...protocol.process import this_process
 from ...protocol.rundir import ExitFile, LeftFile, RunDir, RunFile
-from ...protocol.starter import LauncherEnd, Word
+from ...protocol.starter import LauncherEnd, LauncherMessage
 from ...protocol.streams import never_fail
 from ..host import processes
 from ..host.terminate import sweep
@@ -65,7 +65,7 @@ class Launcher:
         self._interrupts = 0
         """How often SIGINT was passed on."""
         self._intent: Intent | None = None
-        """What was asked of this process, where the disk did not take ``intent.json``."""
+        """The request to end, where ``intent.json`` could not be written."""
         self._grace = 0.0
         self._kill_at: float | None = None
         self._reap_at: float | None = None
@@ -80,7 +80,7 @@ class Launcher:
         self._grace = started.options.stop_grace
         with _disk_trouble("run.json"):
             self._run.write_run(msgspec.structs.replace(started, launcher=this_process()))
-        self._say(Word(launcher=this_process()))
+        self._say(LauncherMessage(launcher=this_process()))
         self._hub.start()
         self._tell_other_hosts(started)
         environment = job_environment(self._run, os.environ)
@@ -103,7 +103,7 @@ class Launcher:
         return 0
 
     def _tell_other_hosts(self, started: RunFile) -> None:
-        """Bring the run's key to the hosts that ssh or srun reaches; say how the others join."""
+        """Copy the run's key to the hosts that ssh or srun reaches; print how the others join."""
         hosts = started.options.multihost
         if hosts is None:
             return
@@ -181,12 +181,12 @@ class Launcher:
                 else:
                     self._hub.note_reaped(pid, status)
 
-    def _say(self, word: Word) -> None:
+    def _say(self, word: LauncherMessage) -> None:
         if self._starter is not None:
             self._starter.say(word)
 
     def _look_at_starter(self) -> None:
-        """End a run whose command is gone that it was tied to: nobody would wait for it, or end it."""
+        """End a run that is tied to a command that is gone: no process would wait for it, or end it."""
         if self._starter is None or not self._starter.open or not self._starter.lost():
             return
         print("ftmon: the command that started the run is gone; ending the run", flush=True)
@@ -252,7 +252,7 @@ class Launcher:
         self._signal_all(signal.SIGKILL)
 
     def _members(self) -> list[processes.Process]:
-        """List what lives of the run: every descendant of ours but the hub, and whatever carries the run's mark."""
+        """List the run's living processes: every descendant but the hub, and all that carry the run's mark."""
         me = os.getpid()
         hub = self._run.living_hub()
         spared = {me, *([self._hub.pid] if self._hub.pid else []), *([hub.process.pid] if hub else [])}
@@ -308,7 +308,7 @@ class Launcher:
         if left:
             text += "; still there: " + ", ".join(f"pid {process.pid} in state {process.state}" for process in left)
         end = ExitFile(code, now, state, text, cause, [process.pid for process in left])
-        self._say(Word(end=end))
+        self._say(LauncherMessage(end=end))
         with _disk_trouble("exit.json"):
             self._run.write_exit(end)
         print(f"ftmon: the run {state}: {text}", flush=True)
@@ -316,7 +316,7 @@ class Launcher:
 
 @contextlib.contextmanager
 def _disk_trouble(name: str) -> Generator[None]:
-    """Go on without a file that a full disk does not take."""
+    """Continue without a file that cannot be written to a full disk."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Whether a command trains on several hosts, as far as its words and the environment tell, and on which."""
+"""Finds out whether a command trains on several hosts, and on which, from its words and the environment."""
 
 import os
 import re
@@ -16,7 +16,7 @@ _DEFAULT_HOSTFILE = "/job/hostfile"
 
 
 def find_hosts(command: Sequence[str], environ: Mapping[str, str], folder: str | Path = ".") -> MultiHost | None:
-    """Find out whether ``command`` trains on several hosts; None where nothing says so.
+    """Return the hosts that ``command`` trains on; None where there is no sign of several.
 
     Args:
         command: the job's words.

@@ -77,7 +77,7 @@ def start_run(request: StartRequest, name: str, command: Sequence[str], config: 
 
 
 def join_run(path: Path, command: Sequence[str]) -> NoReturn:
-    """Become ``command``, as a part of the run that the file ``path`` tells of: what each further host starts.
+    """Become ``command``, as a part of the run of the join file ``path``: what each further host starts.
 
     Raises:
         UsageError: the command does not exist, or the file is none.

@@ -28,11 +28,11 @@ class Requests:
         self._last: dict[signal.Signals, float] = {}
 
     def note(self, number: int) -> None:
-        """Take one signal."""
+        """Record one signal."""
         self._waiting.append(Request(signal.Signals(number), time.monotonic()))
 
     def take(self) -> list[signal.Signals]:
-        """Return the signals to pass on, in order; requests to end that came twice at once count once."""
+        """Return the signals to pass on, in order; two requests to end at the same time count as one."""
         waiting, self._waiting = self._waiting, []
         found: list[signal.Signals] = []
         for number, at in waiting:

@@ -7,6 +7,7 @@ Exit status: 0 predicted, 2 wrong usage or configuration.
 
 import argparse
 import contextlib
+import json
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.cost import epoch_cost
 from ...protocol.analysis.estimates.largest import Need
 from ...protocol.errors import ConfigError, FtmonError, UsageError
-from ..host.lowly import end_with_parent, step_back
+from ..host.low_priority import end_with_parent, lower_priority
 from . import deepspeed_file, jobs, show
 from .result import Prediction
 
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = arguments_of(argv)
     if arguments.background is not None:
         end_with_parent(arguments.background)
-        step_back(idle=False)
+        lower_priority(idle=False)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         with quietly():
@@ -138,13 +139,14 @@ def _with_largest(
 
 
 def _teller(arguments: argparse.Namespace) -> Callable[[str], None]:
-    """Return what says what is being predicted, to a person who waits."""
+    """Return a function that prints what is being predicted, to a person who waits."""
     stream = sys.__stderr__
     told = stream is not None and (arguments.background is not None or stream.isatty())
 
     def tell(what: str) -> None:
         if told:
-            print(f"predicting: {what}", file=stream, flush=True)
+            line = f"predicting: {what}" if arguments.background is None else json.dumps({"predicting": what})
+            print(line, file=stream, flush=True)
 
     return tell
 

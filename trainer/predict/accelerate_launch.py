@@ -1,4 +1,4 @@
-"""``accelerate launch``, taken apart by accelerate itself: its options, its configuration file, what it tells ranks."""
+"""Parses ``accelerate launch`` with accelerate's own code: options, configuration file, environment of the ranks."""
 
 import argparse
 import contextlib
@@ -32,7 +32,7 @@ class _ChosenError(Exception):
 
 
 def parse(words: Sequence[str]) -> Launched:
-    """Take apart what follows ``accelerate launch``.
+    """Parse the arguments of ``accelerate launch``.
 
     Raises:
         UsageError: accelerate would not start it, or not on GPUs.
@@ -56,7 +56,7 @@ def parse(words: Sequence[str]) -> Launched:
                 launcher, arguments = chosen.launcher, chosen.arguments
             if arguments.use_deepspeed:
                 _, environment = prepare_deepspeed_cmd_env(arguments)
-        except Exception as error:  # whatever accelerate makes of wrong values
+        except Exception as error:  # accelerate raises many types for wrong values
             _refuse(" ".join(str(error).split()))
     if launcher in _OTHERS or getattr(arguments, "use_cpu", False):
         _refuse("it would train on no GPU")
@@ -73,7 +73,7 @@ def parse(words: Sequence[str]) -> Launched:
 
 
 def _check_file(path: str) -> None:
-    """Refuse a configuration file of which accelerate would not say what is wrong."""
+    """Refuse a configuration file for which accelerate has no clear error."""
     try:
         content = yaml.safe_load(Path(path).read_bytes())
     except OSError as error:
@@ -90,7 +90,7 @@ def _refuse(message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def _not_started(launch: Any) -> Generator[None]:
-    """Have accelerate name what it would start a job with in place of starting it, and say nothing of defaults."""
+    """Have accelerate return how it would start a job in place of starting it, without its messages about defaults."""
 
     def instead(name: str) -> Any:
         def chosen(*arguments: Any) -> NoReturn:

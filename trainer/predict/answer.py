@@ -156,7 +156,7 @@ def _no_attention(work: Work) -> list[Operation]:
 
 
 def _with_run(point: Point, job: Prepared, price: float | None) -> Point:
-    """Add what tokens and the whole run take and cost."""
+    """Add time and cost of tokens and of the whole run."""
     if not point.step_seconds:
         return point
     a_step = job.micro_batch * job.accumulation * job.data_ranks

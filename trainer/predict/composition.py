@@ -1,4 +1,4 @@
-"""What each peak of a dry run consists of, by the rules and words of a live run's composition."""
+"""Composition of each peak of a dry run, by the rules of a live run's composition."""
 
 from array import array
 from collections.abc import Iterable

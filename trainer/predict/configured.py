@@ -79,7 +79,7 @@ class RecipeRun(DryRun):
             ConfigError: the recipe or a library refuses the configuration.
         """
         self.notes: list[str] = []
-        """What was assumed, and what the recipe says of this model."""
+        """Assumptions, and the recipe's messages about this model."""
         self._config = config
         self._documents = documents
         training = config.training

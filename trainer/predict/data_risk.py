@@ -37,7 +37,7 @@ def steps_an_epoch(config: Config, examples: Examples) -> int:
     """Return the optimizer steps of an epoch.
 
     Raises:
-        ConfigError: there are fewer examples than one step takes.
+        ConfigError: there are fewer examples than one step needs.
     """
     return Order(examples, config, 0, _data_ranks(config)).steps_per_epoch
 
@@ -76,10 +76,10 @@ def find(
         records: the data set's.
         examples: what is trained on.
         capacity_bytes: what PyTorch may reserve on one GPU.
-        run: tells what lengths take, in rising order, and whether they fit.
+        run: predicts lengths, in rising order, and whether they fit.
 
     Raises:
-        ConfigError: from ``run``, or there are fewer examples than one step takes.
+        ConfigError: from ``run``, or there are fewer examples than one step needs.
     """
     steps = _steps(config, examples)
     lengths = sorted({step.length for step in steps})

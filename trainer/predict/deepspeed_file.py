@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration as a prediction takes it: read, checked as far as the dry run looks into it, completed."""
+"""DeepSpeed's configuration for a prediction: read, checked where the dry run uses it, completed."""
 
 import copy
 import difflib
@@ -38,7 +38,7 @@ _QUOTED = re.compile(r'"([^"]+)"')
 
 
 class Batch(NamedTuple):
-    """What a step trains on."""
+    """Batch of a step."""
 
     micro: int
     """Sequences of a GPU and micro-step."""
@@ -47,13 +47,13 @@ class Batch(NamedTuple):
 
 
 def read(path: str, notes: list[str] | None = None) -> dict[str, Any]:
-    """Return DeepSpeed's configuration without entries that say ``auto``, which transformers' Trainer would fill in.
+    """Return DeepSpeed's configuration without ``auto`` entries, which transformers' Trainer would fill in.
 
     Read as DeepSpeed does: Hjson, which allows comments, and refuses a key that is given twice.
 
     Args:
         path: of the file.
-        notes: gets a line for the entries that say ``auto``, and for each key that DeepSpeed does not know.
+        notes: gets a line for the ``auto`` entries, and for each key that DeepSpeed does not know.
 
     Raises:
         ConfigError: there is no such file, or it cannot be a configuration; the text names the file and the key.
@@ -85,13 +85,13 @@ def unknown(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _left_out(value: Mapping[str, Any]) -> list[str]:
-    """Return a line that names the entries that say ``auto``; none where there are none."""
+    """Return a line that names the ``auto`` entries; none where there are none."""
     names = [".".join(path) for path in _autos(value)]
     return [f"'auto' entries are left out: {', '.join(names)}"] if names else []
 
 
 def _autos(value: Any) -> Iterator[tuple[str, ...]]:
-    """Return the paths of the entries that say ``auto``."""
+    """Return the paths of the ``auto`` entries."""
     if value == "auto":
         yield ()
     elif isinstance(value, dict):
@@ -100,7 +100,7 @@ def _autos(value: Any) -> Iterator[tuple[str, ...]]:
 
 
 def without_auto(value: Any) -> Any:
-    """Return a configuration without the entries that say ``auto``."""
+    """Return a configuration without its ``auto`` entries."""
     if not isinstance(value, dict):
         return value
     return {name: without_auto(part) for name, part in value.items() if part != "auto"}

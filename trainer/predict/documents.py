@@ -8,7 +8,7 @@ from ...protocol.throughput import causal_pairs
 
 
 class Documents(NamedTuple):
-    """What packed rows consist of."""
+    """Documents of packed rows."""
 
     pairs_a_token: float
     """Pairs of query and key that the causal mask admits, for each token: the mean over all rows."""

@@ -218,7 +218,7 @@ class DryRun:
         self.trace.begin(phase)
 
     def _note(self, phase: str) -> None:
-        """Take in a phase's peaks; of several micro-steps the highest counts."""
+        """Process a phase's peaks; of several micro-steps the highest counts."""
         self._recorder.in_backward = False
         peaks = self.trace.end(phase)
         self._count(phase, peaks.allocated_bytes, peaks.reserved_bytes)
@@ -270,7 +270,7 @@ def _refusals() -> Generator[None]:
 
 
 def _plain(text: str) -> str:
-    """Return what pydantic says of a key without its own remarks: ``zero.stage: Input should be ...``."""
+    """Return pydantic's message about a key, without its remarks: ``zero.stage: Input should be ...``."""
     found = _PYDANTIC.match(text)
     return f"{found[1]}: {found[2]}" if found else text
 

@@ -42,7 +42,7 @@ class DryWorld(World):
         """What the recipe would have printed."""
 
     def say(self, text: str) -> None:
-        """Keep a line; not those of timers, which tell of slow machines."""
+        """Keep a line; not those of timers, which are about slow machines."""
         if threading.current_thread() is threading.main_thread():
             self.said.append(text)
 
@@ -95,7 +95,7 @@ class DryStep:
     """The engine that ``ftmon train`` makes, and its step."""
 
     def __init__(self, config: Config, world: DryWorld, tokens: Any, begin: Mark, end: Mark, update: Any) -> None:
-        """Make the engine; fake tensors are on. ``update`` is told the tensors that a compiled optimizer updates.
+        """Make the engine; fake tensors are on. ``update`` gets the tensors that a compiled optimizer updates.
 
         Raises:
             ConfigError: the recipe, transformers or peft refuse the configuration.
@@ -149,7 +149,7 @@ def _update(update: Any, between: int, parameter: Any, *others: Any) -> None:
 
 
 class _Observed:
-    """An engine that says when its phases begin and end."""
+    """An engine that reports the begin and end of its phases."""
 
     def __init__(self, engine: Any, begin: Mark, end: Mark) -> None:
         self._engine = engine

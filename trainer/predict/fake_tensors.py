@@ -34,7 +34,7 @@ def patch() -> None:
     patched.init_gpu_context = lambda _: None
     module: Any = torch.nn.Module
     module._apply = _apply
-    # The device guard says yes to every question, also to whether a CUDA graph is being captured.
+    # The device guard returns True for every query, also for whether a CUDA graph is being captured.
     optimizer: Any = torch.optim.Optimizer
     optimizer._cuda_graph_capture_health_check = lambda *_: None
     optimizer._accelerator_graph_capture_health_check = lambda *_: None

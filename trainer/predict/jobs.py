@@ -1,4 +1,4 @@
-"""What is to be predicted: a configuration of ftmon's own trainer, or a plain loop that flags describe."""
+"""Jobs to predict: a configuration of ftmon's own trainer, or a plain loop described by flags."""
 
 import argparse
 from collections.abc import Callable
@@ -149,17 +149,17 @@ def _flags(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prep
 
 
 def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prepared:
-    from . import launched, ranks
+    from . import launchers, ranks
     from .dry import Job
-    from .script import Looked, ScriptRun
+    from .script import ScriptInputs, ScriptRun
 
-    started = launched.parse(arguments.command)
+    started = launchers.parse(arguments.command)
     count = arguments.ranks or started.ranks or 1
     _check_ranks(count, arguments.command[0])
-    looked: Looked | None = getattr(arguments, "looked", None)
+    looked: ScriptInputs | None = getattr(arguments, "looked", None)
     if looked is None:
         ranks.warm()
-        looked = ranks.once(lambda: ScriptRun(started, None, count, allocator, gpu).looked, Looked)
+        looked = ranks.once(lambda: ScriptRun(started, None, count, allocator, gpu).looked, ScriptInputs)
         arguments.looked = looked
     settings = deepspeed_file.with_changes(looked.deepspeed, getattr(arguments, "changes", {}))
     try:

@@ -40,7 +40,7 @@ def add(
         job: the same.
         arguments: of the command; with its capacity, that counts in place of kinds of GPU.
         allocator: settings of the run.
-        tell: called with what is run, before each round.
+        tell: called with the planned runs, before each round.
 
     Raises:
         ConfigError: a dry run was refused.

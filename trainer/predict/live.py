@@ -1,7 +1,7 @@
 """The prediction of a run that is going on: ``python -m ftmon.trainer.predict.live RUNDIR --gpu NAME``.
 
 Started by the run's hub. Writes ``prediction.json`` into the run directory, from the cache where the same configuration
-was predicted before. It takes only what the run leaves: idle priority, no GPU, first to be killed when memory ends.
+was predicted before. It uses only what the run leaves: idle priority, no GPU, first to be killed when memory ends.
 Exit status: 0 written, also where the answer is a refusal.
 """
 
@@ -23,7 +23,7 @@ from ...protocol import private_files, run_store
 from ...protocol.errors import FtmonError
 from ...protocol.prediction import PredictedPhase, PredictedPoint, Prediction
 from ...protocol.rundir import RunDir
-from ..host.lowly import end_with_parent, step_back
+from ..host.low_priority import end_with_parent, lower_priority
 
 _SHORTEST = 8
 _LENGTHS = 5
@@ -31,7 +31,7 @@ _NEEDED_BYTES = 4 << 30
 """Host memory that must be free: a dry run takes up to half a GB a rank, two at a time, beside the libraries."""
 _KEPT = 64
 _VOLATILE = {"run": ("name", "master_port"), "checkpoint": None, "output": None, "schedule": None, "debug": None}
-"""Keys that change nothing in what a step takes; None: the whole section."""
+"""Keys without an effect on a step's memory; None: the whole section."""
 _PHASES = ("forward", "backward", "optimizer")
 
 
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     kept = cache_file(config, arguments.gpu)
     found = _cached(kept)
     if found is None:
-        step_back()
+        lower_priority()
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["OMP_NUM_THREADS"] = "1"
         found = made(run, config, arguments.gpu)

@@ -1,4 +1,4 @@
-"""What a dry run allocates and frees: a dispatch mode that follows every storage."""
+"""Follows allocations and frees of a dry run: a dispatch mode that tracks every storage."""
 
 import contextlib
 import threading
@@ -50,7 +50,7 @@ class Recorder(TorchDispatchMode):
         hidden = self._hidden.get(func)
         results = self._results
         key = results.key(func, args, kwargs)
-        result = MISSING if key is None else results.look(key, args)
+        result = MISSING if key is None else results.kept(key, args)
         if result is MISSING:
             result = func(*args, **kwargs)
             if key is not None:
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _scalar(args: tuple[Any, ...]) -> Any:
-    """Return a value for a fake tensor's. 1.0 keeps gradients finite; 0 and False say that nothing was found."""
+    """Return a value for a fake tensor's. 1.0 keeps gradients finite; 0 and False mean that nothing was found."""
     constant = getattr(args[0], "constant", None)
     if constant is not None:
         return constant.item()

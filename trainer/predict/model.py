@@ -21,7 +21,7 @@ _NOT_FOUND = {
 """Reasons by words of transformers' errors (``transformers/utils/hub.py``, ``cached_files``)."""
 _CUSTOM_CODE = "contains custom code"
 _UNKNOWN = "Unrecognized model identifier"
-"""Beginnings of what transformers says of a model; a list of all that it knows follows."""
+"""Beginnings of transformers' errors about a model; a list of all known ones follows."""
 _LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

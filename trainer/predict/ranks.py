@@ -16,14 +16,14 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.roofline import Work
 from ...protocol.errors import ConfigError, FtmonError
 from ...protocol.throughput import ModelFlops
-from ..host.lowly import end_with_parent
+from ..host.low_priority import end_with_parent
 from . import trace
 from .dry import DryRun, Measured
 from .result import Rank
 
 _TOGETHER = 2
 _MOST_RANKS = 8
-"""That are run; others take the figures of the nearest one."""
+"""Ranks that are run; others get the figures of the nearest one."""
 _TRACEBACK = 113
 """Exit status of a forked process that has printed a traceback; scripts seldom use it."""
 
@@ -42,7 +42,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class RankRun(msgspec.Struct):
-    """What one rank's process found."""
+    """Result of one rank's process."""
 
     parameters: int = 0
     trainable: int = 0

@@ -1,4 +1,4 @@
-"""What a prediction says: the JSON of ``ftmon predict --json``."""
+"""A prediction: the JSON of ``ftmon predict --json``."""
 
 import msgspec
 
@@ -178,7 +178,7 @@ class Prediction(msgspec.Struct, frozen=True):
     batch_pieces: list[Piece] = []
     """With ``--largest``: the highest phase's peak over the micro-batch, at the longest length."""
     what_if: list[WhatIf] = []
-    """Changes at the longest length: those that fit by GPU time a sample, then the others by what they lack."""
+    """Changes at the longest length: those that fit by GPU time a sample, then the others by missing bytes."""
     sequence_parallel_size: int = 1
     """Ranks that share each sequence."""
     versions: dict[str, str] = {}

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 _aten: Any = torch.ops.aten
 _fake: Any = FakeTensor
 MISSING: Any = object()
-"""What ``look`` returns for a result that is not kept."""
+"""What ``kept`` returns for a result that is not kept."""
 _NEVER: Any = object()
 _NUMBERS = (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _ABSOLUTE_OFFSETS = frozenset((_aten.as_strided.default, _aten.as_strided_.default))
@@ -70,7 +70,7 @@ class ResultCache:
                 return None
         return tuple(parts)
 
-    def look(self, key: Any, args: tuple[Any, ...]) -> Any:
+    def kept(self, key: Any, args: tuple[Any, ...]) -> Any:
         """Return a new result of a call with this key; ``MISSING`` where none is kept."""
         found = self._kept.get(key, MISSING)
         if found is MISSING or found is _NEVER:

@@ -1,7 +1,7 @@
 """A dry run of a script that is not ftmon's: it is run up to ``deepspeed.initialize``, whose engine is then predicted.
 
 The script runs under fake tensors from its first line, so that a model takes no memory; ``from_pretrained`` makes the
-model from its configuration, without weights. What it does before ``deepspeed.initialize`` it really does: it reads its
+model from its configuration, without weights. Everything before ``deepspeed.initialize`` really happens: it reads its
 data and writes its files.
 """
 
@@ -36,8 +36,8 @@ ADAMS = ("Adam", "AdamW", "FusedAdam")
 """Optimizers of a script in whose place DeepSpeed's CPUAdam computes the same."""
 
 
-class Looked(msgspec.Struct, frozen=True):
-    """What a script gave to ``deepspeed.initialize``."""
+class ScriptInputs(msgspec.Struct, frozen=True):
+    """Arguments of a script's call of ``deepspeed.initialize``."""
 
     model: str
     deepspeed: dict[str, Any]
@@ -53,7 +53,7 @@ class _ReachedError(BaseException):
 
 
 class _StopError(BaseException):
-    """The script does what no dry run can follow; the text says what. Not stopped by ``except Exception`` either."""
+    """The script does something that no dry run can follow; the text names it. Passes ``except Exception``."""
 
 
 class _QuantizedError(ConfigError):
@@ -71,7 +71,7 @@ class ScriptRun(DryRun):
 
     Args:
         launched: the script.
-        job: with DeepSpeed's settings as they are to be; None: only look what the script gives.
+        job: with DeepSpeed's settings as they are to be; None: only read the script's arguments.
         ranks: of the run.
         allocator: settings of PyTorch's allocator.
         gpu: the kind of GPU.
@@ -85,7 +85,7 @@ class ScriptRun(DryRun):
         self._settings = job.deepspeed if job is not None else None
         self._kept: BaseException | None = None
         """Keeps the script's frames, and so whatever it holds."""
-        self.looked: Looked | None = None
+        self.looked: ScriptInputs | None = None
         self.notes = [
             "the script was run up to deepspeed.initialize; steps are of a plain loop on input_ids and labels",
         ]
@@ -164,7 +164,7 @@ class ScriptRun(DryRun):
         made = type(optimizer).__name__ if optimizer is not None and not callable(optimizer) else ""
         settings = _settings(given, self._launched.script)
         name = str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__)
-        self.looked = Looked(
+        self.looked = ScriptInputs(
             name,
             settings,
             bool(getattr(model, "is_gradient_checkpointing", False)),
@@ -196,7 +196,7 @@ class ScriptRun(DryRun):
 
 
 def _calls_trainer(reached: BaseException | None) -> bool:
-    """Tell whether transformers' ``Trainer`` is among the callers of ``deepspeed.initialize``."""
+    """Return whether transformers' ``Trainer`` is among the callers of ``deepspeed.initialize``."""
     step = reached.__traceback__ if reached is not None else None
     while step is not None:
         if step.tb_frame.f_globals.get("__name__") == "transformers.trainer":
@@ -295,7 +295,7 @@ def _guard_values(launched: Launched | None) -> None:
 
 
 def _is_own(filename: str, launched: Launched) -> bool:
-    """Tell whether a file is the script's own, and not a library's."""
+    """Return whether a file is the script's own, and not a library's."""
     home = os.getcwd() if launched.is_module else os.path.dirname(os.path.realpath(launched.script))
     found = os.path.realpath(filename)
     return found.startswith(home + os.sep) and "site-packages" not in found and not found.startswith(_TRAINER)

@@ -1,9 +1,9 @@
-"""What a person changes in a script of their own for a remedy: keys of DeepSpeed, arguments of ``Trainer``, calls."""
+"""Changes to a user's own script for a remedy: keys of DeepSpeed, arguments of ``Trainer``, calls."""
 
 from collections.abc import Sequence
 
 from . import deepspeed_file
-from .script import ADAMS, Looked
+from .script import ADAMS, ScriptInputs
 
 _OFFLOAD = "zero_optimization.offload_optimizer="
 NOT_CHANGED = (
@@ -12,12 +12,12 @@ NOT_CHANGED = (
 )
 
 
-def words(changes: Sequence[str], looked: Looked) -> str:
+def words(changes: Sequence[str], looked: ScriptInputs) -> str:
     """Return changes, assignments to DeepSpeed's keys and flags of ``predict``, as what to set in the script."""
     return " ".join(_one(change, looked) for change in changes)
 
 
-def refusal(changes: Sequence[str], looked: Looked) -> str:
+def refusal(changes: Sequence[str], looked: ScriptInputs) -> str:
     """Return why the script as it is cannot take these changes; empty: it can."""
     if not looked.optimizer or not any(change.startswith(_OFFLOAD) for change in changes):
         return ""
@@ -26,7 +26,7 @@ def refusal(changes: Sequence[str], looked: Looked) -> str:
     return f"the script makes {looked.optimizer} itself; DeepSpeed offloads its own CPUAdam and CPULion only"
 
 
-def _one(change: str, looked: Looked) -> str:
+def _one(change: str, looked: ScriptInputs) -> str:
     key, _, value = change.partition("=")
     if key == "--checkpointing":
         return "gradient_checkpointing=True" if looked.trainer else "model.gradient_checkpointing_enable()"

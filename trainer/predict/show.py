@@ -63,7 +63,7 @@ def render(prediction: Prediction) -> str:
 
 
 def _between(points: list[Point]) -> str:
-    """Say how little two lengths tell of the curve between them."""
+    """Return a caution about the curve between two lengths."""
     return " (on average; between two lengths another phase may lead)" if len(points) == 2 else ""
 
 
@@ -81,7 +81,7 @@ def _table(names: list[str], rows: list[list[str]], left: tuple[int, ...] = ()) 
 
 
 def _composition(point: Point) -> str:
-    """Say what the highest peak consists of."""
+    """Return what the highest peak consists of."""
     rank = max(point.ranks, key=lambda one: one.allocated_peak_bytes)
     phase = max((name for name in rank.phases if rank.phases[name].parts), key=_peak_of(rank), default="")
     if not phase:
@@ -130,7 +130,7 @@ def _fits(point: Point) -> str:
 
 
 def _data(prediction: Prediction) -> str:
-    """Say which steps of the data set's first epoch do not fit."""
+    """Return which steps of the data set's first epoch do not fit."""
     risk = prediction.data
     if risk is None:
         return ""

@@ -21,7 +21,7 @@ class Replay:
         self._blocks: dict[int, int] = {}
 
     def take(self, event: Event) -> None:
-        """Let one event happen.
+        """Apply one event.
 
         Raises:
             DeviceOutOfMemory: an allocation does not fit the capacity.

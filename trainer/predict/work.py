@@ -1,4 +1,4 @@
-"""What a step does on the device and the host: counted from the operations of a dry run, for the time it takes."""
+"""Counts a step's work on device and host from the operations of a dry run, for its time."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -167,7 +167,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _bytes(tensor: Any) -> int:
-    """Return what reading a tensor moves: one that is expanded is read once."""
+    """Return the bytes of reading a tensor: an expanded one is read once."""
     size = tensor.element_size()
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if stride:

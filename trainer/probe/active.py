@@ -1,4 +1,4 @@
-"""This process's state as a rank: its one probe, where every hook looks for it, and what counts before there is one."""
+"""This process's state as a rank: its one probe, which all hooks use, and counters from before it exists."""
 
 from threading import get_ident
 

@@ -1,4 +1,4 @@
-"""What code inside a rank may ask of its probe: the recipe, ``ftmon.watch`` and the TrainerCallback use this alone."""
+"""Interface of the probe for code inside a rank: the recipe, ``ftmon.watch`` and the TrainerCallback use this alone."""
 
 from . import active
 from .probe import Probe

@@ -23,7 +23,7 @@ class Guard:
         """The training thread, as ``threading.get_ident`` names it."""
 
     def is_training_thread(self) -> bool:
-        """Whether the caller is the thread that trains."""
+        """Return whether the caller is the thread that trains."""
         return self.thread == get_ident()
 
     def adopt_thread(self) -> None:
@@ -37,7 +37,7 @@ class Guard:
 
 
 class Guarded(Protocol):
-    """What has methods that hooks call."""
+    """An object with methods that hooks call."""
 
     guard: Guard
 

@@ -17,12 +17,12 @@ from .phases.stop_request import StopRequest
 class Probe:
     """One rank's probe as its script sees it; there is at most one in a process (``api.current()``).
 
-    What goes wrong in here switches the probe off with one line in ``logs/probe.log``; the training goes on.
+    An error in here switches the probe off with one line in ``logs/probe.log``; the training goes on.
 
     Args:
         rank: the rank's number.
         training: follows the training thread.
-        stop: whether somebody wants the run to end.
+        stop: whether the end of the run was requested.
     """
 
     def __init__(self, rank: int, training: Training, stop: StopRequest) -> None:
@@ -45,7 +45,7 @@ class Probe:
     def phase(self, name: str) -> Generator[None]:
         """Be in phase ``name`` (one of ``protocol.telemetry.PHASES``) for the length of a ``with`` block.
 
-        Whatever hooks see inside does not change the phase; an optimizer update inside still ends the step.
+        Hooks do not change the phase inside it; an optimizer update inside still ends the step.
         """
         before = self._phases.open(name) if self.guard.is_training_thread() else None
         try:
@@ -242,7 +242,7 @@ class Probe:
         padded_tokens: int | None = None,
         flops: float | None = None,
     ) -> None:
-        """Say what the hooks cannot know about the step in the making; tensors are read later, without waiting.
+        """Report figures of the current step that hooks cannot know; tensors are read later, without waiting.
 
         Args:
             loss: the step's loss, or one micro-step's loss tensor (several are averaged).
@@ -286,7 +286,7 @@ class Probe:
         self._stop.heeded = True
 
     def stop_requested(self) -> bool:
-        """Tell whether somebody asked the run to save and end after the current step.
+        """Return whether the run was asked to save and end after the current step.
 
         True on every rank from the same step on, when the request names the step (``ftmon stop`` does).
         """

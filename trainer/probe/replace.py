@@ -24,5 +24,5 @@ def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]], *,
 
 
 def is_replaced(function: Any) -> bool:
-    """Whether a function is one that ``replace`` made."""
+    """Return whether a function was made by ``replace``."""
     return hasattr(function, "_ftmon")

@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _keep_imported() -> None:
-    """Take what there is by now from the garbage collector, which needs seconds for it at a rank's start and end."""
+    """Exempt present objects from garbage collection, which needs seconds for them at a rank's start and end."""
     gc.freeze()
     gc.enable()
 

@@ -14,7 +14,7 @@ def launch_command(resolved: Resolved) -> list[str]:
     """Write the command for all ranks of this host.
 
     It is the launcher that ``deepspeed`` itself ends up starting on one host; without that front half there is one
-    import of torch less to wait for, and no hostfile of somebody else's job to stumble over.
+    import of torch less to wait for, and no hostfile of another job is read.
     """
     slots = resolved.gpus or list(range(resolved.ranks))
     world = base64.urlsafe_b64encode(json.dumps({"localhost": slots}).encode()).decode()

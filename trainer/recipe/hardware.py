@@ -39,7 +39,7 @@ def usable_gpus() -> list[str]:
 
 
 def torch_is_cpu_only() -> bool:
-    """Tell whether the installed PyTorch's version says that it was built without CUDA (``2.9.0+cpu``)."""
+    """Return whether the installed PyTorch was built without CUDA, by its version (``2.9.0+cpu``)."""
     try:
         return metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
@@ -84,7 +84,7 @@ def compiler(device: str) -> str | None:
 
 
 def port_is_free(port: int) -> bool:
-    """Tell whether a TCP port of the loopback address can be bound now."""
+    """Return whether a TCP port of the loopback address can be bound now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -35,7 +35,7 @@ class Progress:
 
 
 class Monitor:
-    """What the loop tells the probe, and asks it. Without a probe nothing happens."""
+    """Reports of the training loop to the probe, and its requests. Without a probe nothing happens."""
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         """Mark a phase of the training thread."""
@@ -54,10 +54,7 @@ class Monitor:
         checkpoint_at_end: bool = False,
         first_step: int = 0,
     ) -> None:
-        """Report how long the run means to go on, and every how many steps it evaluates and saves (0: never).
-
-        ``first_step``: steps taken before a resume.
-        """
+        """Report the planned steps, and every how many of them are evaluations and checkpoints (0: never)."""
         probe = api.current()
         if probe is not None:
             probe.plan(
@@ -155,12 +152,12 @@ class Monitor:
             yield
 
     def resumed(self, step: int) -> None:
-        """Say that training goes on after optimizer step ``step`` of an earlier run."""
+        """Report that training resumes after optimizer step ``step`` of an earlier run."""
         probe = api.current()
         if probe is not None:
             probe.report(step=step)
 
     def stop_requested(self) -> bool:
-        """Tell whether somebody asked for a checkpoint and an end after the current step."""
+        """Return whether a checkpoint and an end after the current step were requested."""
         probe = api.current()
         return probe is not None and probe.stop_requested()

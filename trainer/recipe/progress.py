@@ -32,7 +32,7 @@ class ProgressLines:
         """The latest printed losses in a row that are not finite numbers."""
 
     def step(self, step: int, result: StepResult, tokens: int) -> None:
-        """Take in one step; all ranks call this, as the loss is summed over them.
+        """Process one step; all ranks call this, as the loss is summed over them.
 
         Args:
             step: its number.

@@ -223,7 +223,7 @@ def _put_back(state: dict[str, Any], kept: dict[str, Any]) -> None:
 
 @contextmanager
 def _named(what: str, setting: str) -> Generator[None]:
-    """Say what did not fit, where memory runs out."""
+    """Name the rows that did not fit, where memory runs out."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -39,7 +39,7 @@ class TrainState(msgspec.Struct):
     best_evaluation: float = math.inf
     """Lowest evaluation loss so far."""
     best_evaluation_step: int = 0
-    """The step it was found after; 0: there was none, or a checkpoint of an earlier version did not say."""
+    """The step it was found after; 0: there was none, or it is not in a checkpoint of an earlier version."""
     evaluations_without_best: int = 0
     """Evaluations since then."""
 

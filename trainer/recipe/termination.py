@@ -49,7 +49,7 @@ class Termination:
         self._steps += 1
 
     def heed(self) -> None:
-        """Note that the run is ending because of it: what is left to do may take its time."""
+        """Record that the run is ending because of it: what is left to do gets its time."""
         self._heeded = True
 
     def close(self) -> None:

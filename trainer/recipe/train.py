@@ -157,11 +157,11 @@ class Resuming(NamedTuple):
     paths: list[Path]
     """Checkpoints in the order to be tried; empty: the run begins anew."""
     skipped: list[str]
-    """What was wrong with those that cannot be resumed from."""
+    """Reasons why the others cannot be resumed from."""
     base: Base | None
     """The frozen weights under adapters."""
     step: int
-    """Steps taken before."""
+    """Steps before."""
 
 
 class Trainer(Stepper):
@@ -296,7 +296,7 @@ class Trainer(Stepper):
 
     @property
     def ended(self) -> bool:
-        """The planned steps are taken, or patience with the evaluation loss is at its end."""
+        """Whether all planned steps are done, or early stopping has ended them."""
         return self.state.step >= self.total_steps or self.stopped_early
 
     def _is_broken(self, lines: ProgressLines) -> bool:
@@ -358,7 +358,7 @@ class Trainer(Stepper):
         return words + (f": {kept}" if kept is not None else ", and no checkpoint")
 
     def _results(self) -> Results:
-        """Return what the model card says of the run."""
+        """Return the run's results for the model card."""
         parameters = [
             (int(getattr(parameter, "ds_numel", parameter.numel())), parameter.requires_grad)
             for parameter in self.model.parameters()

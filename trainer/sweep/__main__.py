@@ -1,10 +1,11 @@
 """Runs a sweep: ``python -m ftmon.trainer.sweep SWEEP.yaml [--output FILE] [--plan] [--fail-fast] [--json]``.
 
-Exit status: 0 every run has its row (of whatever verdict), 1 the sweep ended before, 2 wrong usage or a sweep file that
+Exit status: 0 every run has its row (of any verdict), 1 the sweep ended before, 2 wrong usage or a sweep file that
 cannot be used, 130 interrupted.
 """
 
 import argparse
+import os
 import signal
 import socket
 import sys
@@ -65,6 +66,9 @@ def _sweep(wanted: Spec, arguments: argparse.Namespace, interrupts: list[int]) -
         return 0
     writer = Writer(path, header)
     earlier = read(path)
+    if arguments.accepted is not None:
+        os.write(arguments.accepted, b"1")
+        os.close(arguments.accepted)
     lines.note(f"sweep {wanted.name}: results in {path}")
     if earlier.running is not None:
         writer.append(_lost(earlier.running))
@@ -219,6 +223,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--fail-fast", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--accepted", type=int, metavar="FD", help="descriptor that gets a byte once the file is accepted"
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Whether the GPUs are empty again after a run: a measurement on a GPU that somebody else fills is none."""
+"""Checks that the GPUs are empty again after a run: a measurement on a GPU in use by others is invalid."""
 
 import time
 from collections.abc import Collection
@@ -13,7 +13,7 @@ _TOLERANCE = 512 << 20
 
 
 def before() -> GpuUse | None:
-    """Look at the GPUs before a run; None without NVML."""
+    """Sample the GPUs before a run; None without NVML."""
     return look(())
 
 
@@ -21,7 +21,7 @@ def still_held(earlier: GpuUse | None, pids: Collection[int], devices: Collectio
     """Wait until the run's GPUs are as empty as before it; return what is still held, in words, empty: nothing.
 
     Args:
-        earlier: the look before the run.
+        earlier: the sample before the run.
         pids: of the run's ranks.
         devices: the GPUs on which NVML saw the run; empty: not known, all are compared.
     """

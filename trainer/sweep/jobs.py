@@ -10,7 +10,7 @@ from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ...protocol.run_options import RunOptions
 from ...protocol.start_request import StartRequest
 from ...protocol.sweep.rows import Settings, Value, key_of
-from ..recipe.config import nodes, write
+from ..recipe.config import write, yaml_nodes
 from ..recipe.config.load import load
 from ..recipe.hardware import missing_packages
 from .spec import ENVIRONMENT, LENGTH, PLACEHOLDER, Spec
@@ -127,7 +127,7 @@ def _check_one(spec: Spec, name: str, value: Value, where: str) -> None:
     try:
         load(spec.config, [_assignment(name, value)])
     except FtmonError as error:
-        words = str(error).removeprefix(f"{nodes.COMMAND_LINE}: ")
+        words = str(error).removeprefix(f"{yaml_nodes.COMMAND_LINE}: ")
         raise ConfigError(f"{where}: {words}") from None
 
 

@@ -1,4 +1,4 @@
-"""What a recording says of a run: figures of each rank after the warm-up, and what it failed of."""
+"""Reads a run's results from its recording: figures of each rank after the warm-up, and the cause of a failure."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,8 +38,8 @@ class Live(NamedTuple):
     """For how long the monitor has called it hung; 0: it does not."""
 
 
-def look(run: RunDir, now: float) -> Live:
-    """Look at a live run's recording; what cannot be read yet counts as nothing."""
+def progress(run: RunDir, now: float) -> Live:
+    """Return a live run's progress from its recording; what cannot be read yet counts as nothing."""
     try:
         with Reader(run.recording) as reader:
             state = [frame.message for frame in reader.state_at(float("inf"))]

@@ -99,7 +99,7 @@ class _Process:
         deadline, over = self._session.deadline(time.monotonic() - (time.time() - self._begun))
         if time.monotonic() >= deadline:
             return over
-        live = self._session.look(run)
+        live = self._session.progress(run)
         if live is None:
             return ""
         # The last one's row is written when its process is known to be gone.

@@ -33,7 +33,7 @@ class Ending(NamedTuple):
 
     run: RunDir
     exit: ExitFile | None
-    """None: nobody wrote it down."""
+    """None: it was not recorded."""
     ended_for: str
     """Why the sweep ended it: ``timeout``, ``hang``, ``steps``, ``interrupt``, ``budget``; empty: it ended by
     itself, or the monitor ended it."""
@@ -106,7 +106,7 @@ class Running:
             self._wait(_LOOK_SECONDS / 5)
 
     def _clear(self) -> list[int]:
-        """End whatever is left of the run, and return what could not be ended."""
+        """End the run's remaining processes, and return those that could not be ended."""
         return [process.pid for process in sweep(lambda: processes.of_run(self.run.path, (), {os.getpid()}))]
 
 

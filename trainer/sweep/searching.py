@@ -1,4 +1,4 @@
-"""Searches of a sweep: which configurations are run is decided by those that were run before, and by predictions."""
+"""Searches of a sweep: earlier runs and predictions decide which configurations are run."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,7 +31,7 @@ def search(session: Session, predictor: Predictor, wanted: Search, grid: Sequenc
 
 
 def fits_the_goal(run: Planned) -> bool:
-    """Whether a configuration is worth a run where the fastest is searched for: unless it is known not to fit."""
+    """Return whether a configuration is worth a run in a search for the fastest: not known not to fit."""
     return run.predicted is None or run.predicted.fits is not False
 
 

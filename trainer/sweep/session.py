@@ -18,7 +18,7 @@ from .process import Ending, RefusedError, Running
 from .spec import Spec
 
 _LOOK_SECONDS = 2.0
-"""Between looks at a live run's recording."""
+"""Seconds between reads of a live run's recording."""
 _ENDING_SECONDS = STOP_GRACE_SECONDS + 10.0
 """Of a budget, kept for the end of a run and of the sweep."""
 
@@ -82,7 +82,7 @@ class Session:
         return self._used_before + time.monotonic() - self._begun
 
     def has(self, settings: Settings, repeat: int = 0) -> bool:
-        """Whether there is a row of a run."""
+        """Return whether there is a row of a run."""
         return (key_of(settings), repeat) in self._answered
 
     def measure(self, settings: Settings, repeat: int = 0, predicted: Predicted | None = None) -> Row:
@@ -148,12 +148,12 @@ class Session:
                 return time.monotonic() + room, "budget"
         return deadline, "timeout"
 
-    def look(self, run: RunDir) -> Live | None:
-        """Look at a live run; None within two seconds of the look before."""
+    def progress(self, run: RunDir) -> Live | None:
+        """Return a live run's progress; None within two seconds of the last call."""
         if time.monotonic() < self._next_look:
             return None
         self._next_look = time.monotonic() + _LOOK_SECONDS
-        return measure.look(run, time.time())
+        return measure.progress(run, time.time())
 
     def _run(self, settings: Settings, repeat: int) -> Row:
         clock = time.monotonic()
@@ -174,7 +174,7 @@ class Session:
     def _why_end(self, run: RunDir) -> str:
         if self.interrupted():
             return "interrupt"
-        live = self.look(run)
+        live = self.progress(run)
         if live is None:
             return ""
         if self.spec.command and live.steps >= self.spec.steps + self.spec.warm_up:

@@ -11,7 +11,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ...protocol.analysis.sweep import columns
 from ...protocol.errors import ConfigError
 from ...protocol.sweep.rows import Budget, Goal, Search, Value
-from ..recipe.config import nodes
+from ..recipe.config import yaml_nodes
 from ..recipe.config.load import plain_scalar
 
 KEYS = (
@@ -81,15 +81,15 @@ def read(path: str) -> Spec:
         raise ConfigError(f"{path}: is a folder; give the sweep file in it")
     if not Path(path).is_file():
         raise ConfigError(f"{path}: no such file; docs/sweep.md has an example")
-    tree = nodes.read(path)
+    tree = yaml_nodes.read(path)
     if not isinstance(tree, MappingNode):
         raise ConfigError(f"{path}: must hold keys such as config and axes; docs/sweep.md has an example")
     found: dict[str, Node] = {}
-    for key, value in nodes.pairs(tree):
+    for key, value in yaml_nodes.pairs(tree):
         if key.value not in KEYS:
             close = difflib.get_close_matches(key.value, KEYS, 1)
             hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(KEYS)}"
-            raise ConfigError(f"{nodes.place(key)}: unknown key {nodes.shown(key.value)}; {hint}")
+            raise ConfigError(f"{yaml_nodes.place(key)}: unknown key {yaml_nodes.shown(key.value)}; {hint}")
         found[key.value] = value
     spec = Spec(
         source=path,
@@ -122,14 +122,16 @@ def _check(spec: Spec, found: dict[str, Node]) -> None:
     if not spec.axes and spec.search is None:
         raise ConfigError(f"{spec.source}: axes is missing: what is varied, such as zero.stage: [2, 3]")
     if spec.search is not None and spec.search.axis in [axis.name for axis in spec.axes]:
-        raise ConfigError(f"{nodes.place(found['search'])}: search.axis {spec.search.axis} is among the axes too")
+        raise ConfigError(f"{yaml_nodes.place(found['search'])}: search.axis {spec.search.axis} is among the axes too")
     if spec.command and spec.settings:
-        raise ConfigError(f"{nodes.place(found['set'])}: set goes with config; write it into the command")
+        raise ConfigError(f"{yaml_nodes.place(found['set'])}: set goes with config; write it into the command")
     count = 1
     for axis in spec.axes:
         count *= len(axis.values)
     if count * spec.repeats > _MOST_RUNS:
-        raise ConfigError(f"{nodes.place(found['axes'])}: axes make {count * spec.repeats:,} runs, over {_MOST_RUNS:,}")
+        raise ConfigError(
+            f"{yaml_nodes.place(found['axes'])}: axes make {count * spec.repeats:,} runs, over {_MOST_RUNS:,}"
+        )
     if spec.one_process:
         _check_one_process(spec, found["one_process"])
     if spec.command:
@@ -138,11 +140,17 @@ def _check(spec: Spec, found: dict[str, Node]) -> None:
 
 def _check_one_process(spec: Spec, node: Node) -> None:
     if spec.command:
-        raise ConfigError(f"{nodes.place(node)}: one_process goes with config: a script is started for each length")
+        raise ConfigError(
+            f"{yaml_nodes.place(node)}: one_process goes with config: a script is started for each length"
+        )
     if spec.search is not None:
-        raise ConfigError(f"{nodes.place(node)}: one_process goes without search, which chooses lengths one by one")
+        raise ConfigError(
+            f"{yaml_nodes.place(node)}: one_process goes without search, which chooses lengths one by one"
+        )
     if LENGTH not in [axis.name for axis in spec.axes]:
-        raise ConfigError(f"{nodes.place(node)}: one_process needs the axis {LENGTH}, whose values share a process")
+        raise ConfigError(
+            f"{yaml_nodes.place(node)}: one_process needs the axis {LENGTH}, whose values share a process"
+        )
 
 
 def _check_template(spec: Spec, found: dict[str, Node]) -> None:
@@ -151,12 +159,12 @@ def _check_template(spec: Spec, found: dict[str, Node]) -> None:
     for name in names:
         if name not in used and not name.startswith(ENVIRONMENT):
             raise ConfigError(
-                f"{nodes.place(found['command'])}: command has no {{{name}}}, which axes vary: write it where the "
+                f"{yaml_nodes.place(found['command'])}: command has no {{{name}}}, which axes vary: write it where the "
                 "script takes it"
             )
     for name in sorted(used - set(names)):
         known = ", ".join(names)
-        raise ConfigError(f"{nodes.place(found['command'])}: command has {{{name}}}, but the axes are {known}")
+        raise ConfigError(f"{yaml_nodes.place(found['command'])}: command has {{{name}}}, but the axes are {known}")
 
 
 def _config(path: str, found: dict[str, Node]) -> str:
@@ -166,7 +174,7 @@ def _config(path: str, found: dict[str, Node]) -> str:
     config = Path(path).parent / Path(name).expanduser()
     if not config.is_file():
         raise ConfigError(
-            f"{nodes.place(found['config'])}: config {name}: no such file; 'ftmon train --print-config' writes one"
+            f"{yaml_nodes.place(found['config'])}: config {name}: no such file; 'ftmon train --print-config' writes one"
         )
     return str(config)
 
@@ -182,9 +190,9 @@ def _command(node: Node | None) -> list[str]:
         try:
             words = shlex.split(_text(node, "command"))
         except ValueError as error:
-            raise ConfigError(f"{nodes.place(node)}: command cannot be split into words: {error}") from None
+            raise ConfigError(f"{yaml_nodes.place(node)}: command cannot be split into words: {error}") from None
     if not words:
-        raise ConfigError(f"{nodes.place(node)}: command is empty")
+        raise ConfigError(f"{yaml_nodes.place(node)}: command is empty")
     return words
 
 
@@ -195,14 +203,14 @@ def _axes(node: Node | None) -> list[Axis]:
     for key, value in _pairs(node, "axes"):
         where = f"axes.{key.value}"
         if not isinstance(value, SequenceNode) or not value.value:
-            raise ConfigError(f"{nodes.place(value)}: {where} must be a list of values such as [512, 1024]")
+            raise ConfigError(f"{yaml_nodes.place(value)}: {where} must be a list of values such as [512, 1024]")
         if key.value.startswith(ENVIRONMENT):
             _check_variable(key, key.value.removeprefix(ENVIRONMENT), where)
         values = [_scalar(part, where) for part in value.value]
         for number, one in enumerate(values):
             if any(one == other and type(one) is type(other) for other in values[:number]):
-                raise ConfigError(f"{nodes.place(value.value[number])}: {where} has {one!r} twice")
-        axes.append(Axis(key.value, values, [nodes.place(part) for part in value.value]))
+                raise ConfigError(f"{yaml_nodes.place(value.value[number])}: {where} has {one!r} twice")
+        axes.append(Axis(key.value, values, [yaml_nodes.place(part) for part in value.value]))
     return axes
 
 
@@ -215,14 +223,16 @@ def _environment(node: Node | None) -> dict[str, str]:
 
 def _check_variable(key: Node, name: str, where: str) -> None:
     if not re.fullmatch(r"[^=\x00]+", name):
-        raise ConfigError(f"{nodes.place(key)}: {nodes.shown(where)} is no name of an environment variable")
+        raise ConfigError(f"{yaml_nodes.place(key)}: {yaml_nodes.shown(where)} is no name of an environment variable")
 
 
 def _columns(node: Node | None) -> list[str]:
     if node is None:
         return []
     if not isinstance(node, SequenceNode) or not node.value:
-        raise ConfigError(f"{nodes.place(node)}: columns must be a list of figures such as [peak, backward.peak, loss]")
+        raise ConfigError(
+            f"{yaml_nodes.place(node)}: columns must be a list of figures such as [peak, backward.peak, loss]"
+        )
     names: list[str] = []
     for part in node.value:
         name = _text(part, "columns")
@@ -230,10 +240,10 @@ def _columns(node: Node | None) -> list[str]:
             columns.check(name)
         except ValueError as error:
             raise ConfigError(
-                f"{nodes.place(part)}: columns: {nodes.shown(name)} is no figure of a run; they {error}"
+                f"{yaml_nodes.place(part)}: columns: {yaml_nodes.shown(name)} is no figure of a run; they {error}"
             ) from None
         if name in names:
-            raise ConfigError(f"{nodes.place(part)}: columns has {name} twice")
+            raise ConfigError(f"{yaml_nodes.place(part)}: columns has {name} twice")
         names.append(name)
     return names
 
@@ -245,14 +255,18 @@ def _search(node: Node | None) -> Search | None:
     _known(node, found, "search", ("goal", "axis", "low", "high", "step"))
     goal: Goal | None = next((one for one in _GOALS if one == _text(found.get("goal"), "search.goal")), None)
     if goal is None:
-        raise ConfigError(f"{nodes.place(found.get('goal', node))}: search.goal must be {', '.join(_GOALS)}")
+        raise ConfigError(f"{yaml_nodes.place(found.get('goal', node))}: search.goal must be {', '.join(_GOALS)}")
     axis = _text(found.get("axis"), "search.axis")
     if goal == "fastest":
         if axis:
-            raise ConfigError(f"{nodes.place(found['axis'])}: search.axis: the fastest is searched for over the axes")
+            raise ConfigError(
+                f"{yaml_nodes.place(found['axis'])}: search.axis: the fastest is searched for over the axes"
+            )
         return Search("fastest")
     if not axis or "high" not in found:
-        raise ConfigError(f"{nodes.place(node)}: search needs axis and high, such as training.sequence_length and 8192")
+        raise ConfigError(
+            f"{yaml_nodes.place(node)}: search needs axis and high, such as training.sequence_length and 8192"
+        )
     low = _whole(found.get("low"), "search.low", 1, 0)
     high = _whole(found["high"], "search.high", 1, low + 1)
     return Search(goal, axis, low, high, _whole(found.get("step"), "search.step", 1, 1))
@@ -265,7 +279,7 @@ def _budget(node: Node | None) -> Budget:
     _known(node, found, "budget", ("hours", "money", "price_per_hour"))
     hours, money, price = (_amount(found.get(name), f"budget.{name}") for name in ("hours", "money", "price_per_hour"))
     if money is not None and price is None:
-        raise ConfigError(f"{nodes.place(node)}: budget.money needs price_per_hour, of all the GPUs together")
+        raise ConfigError(f"{yaml_nodes.place(node)}: budget.money needs price_per_hour, of all the GPUs together")
     limits = [hours * 3600] if hours is not None else []
     if money is not None and price:
         limits.append(money / price * 3600)
@@ -277,7 +291,7 @@ def _known(node: Node, found: dict[str, Node], path: str, names: tuple[str, ...]
         if name not in names:
             close = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(names)}"
-            raise ConfigError(f"{nodes.place(node)}: unknown key {path}.{nodes.shown(name)}; {hint}")
+            raise ConfigError(f"{yaml_nodes.place(node)}: unknown key {path}.{yaml_nodes.shown(name)}; {hint}")
 
 
 def _mapping(node: Node | None, path: str) -> dict[str, Value]:
@@ -288,13 +302,15 @@ def _mapping(node: Node | None, path: str) -> dict[str, Value]:
 
 def _pairs(node: Node, path: str) -> list[tuple[ScalarNode, Node]]:
     if not isinstance(node, MappingNode):
-        raise ConfigError(f"{nodes.place(node)}: {path} must be a section of keys and values")
-    return nodes.pairs(node)
+        raise ConfigError(f"{yaml_nodes.place(node)}: {path} must be a section of keys and values")
+    return yaml_nodes.pairs(node)
 
 
 def _scalar(node: Node, path: str) -> Value:
     if not isinstance(node, ScalarNode):
-        raise ConfigError(f"{nodes.place(node)}: {path} must be a number or a word, not {nodes.describe(node)}")
+        raise ConfigError(
+            f"{yaml_nodes.place(node)}: {path} must be a number or a word, not {yaml_nodes.describe(node)}"
+        )
     return plain_scalar(node, path)
 
 
@@ -310,7 +326,7 @@ def _whole(node: Node | None, path: str, default: int, least: int) -> int:
         return default
     value = _scalar(node, path)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{nodes.place(node)}: {path} must be a whole number of at least {least}")
+        raise ConfigError(f"{yaml_nodes.place(node)}: {path} must be a whole number of at least {least}")
     return value
 
 
@@ -319,7 +335,7 @@ def _amount(node: Node | None, path: str) -> float | None:
         return None
     value = _scalar(node, path)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-        raise ConfigError(f"{nodes.place(node)}: {path} must be a number above 0")
+        raise ConfigError(f"{yaml_nodes.place(node)}: {path} must be a number above 0")
     return float(value)
 
 
@@ -328,7 +344,7 @@ def _switch(node: Node | None, path: str, default: bool) -> bool:
         return default
     value: Any = _scalar(node, path)
     if not isinstance(value, bool):
-        raise ConfigError(f"{nodes.place(node)}: {path} must be true or false")
+        raise ConfigError(f"{yaml_nodes.place(node)}: {path} must be true or false")
     return value
 
 
@@ -347,5 +363,5 @@ def _with_unit(node: Node, path: str, units: dict[str, int], words: str, number:
     except (ValueError, KeyError):
         value = 0.0
     if value <= 0:
-        raise ConfigError(f"{nodes.place(node)}: {path} must be {words}")
+        raise ConfigError(f"{yaml_nodes.place(node)}: {path} must be {words}")
     return value

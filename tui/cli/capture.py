@@ -9,7 +9,7 @@ from ...protocol import run_store
 from ...protocol.errors import HubError
 from ...protocol.text import sanitize
 from .control import ask
-from .trainer import living_hub
+from .trainer_process import living_hub
 
 
 def capture(arguments: Namespace) -> int:

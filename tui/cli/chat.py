@@ -3,7 +3,7 @@
 from argparse import Namespace
 from typing import NoReturn
 
-from .trainer import become, require_training
+from .trainer_process import become, require_training
 
 MODULE = "ftmon.trainer.recipe.chat"
 

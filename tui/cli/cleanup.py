@@ -1,4 +1,4 @@
-"""``ftmon cleanup``: the training side looks for what earlier runs left running, and ends it."""
+"""``ftmon cleanup``: finds processes that earlier runs left, and ends them."""
 
 import subprocess
 import sys

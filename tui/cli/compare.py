@@ -10,14 +10,14 @@ from ..report.sides import Loaded, load
 from .printable import print_json
 
 _MOST = 10
-"""Configurations that are all shown; of more, those that differ."""
+"""Up to this many configurations are all shown; of more, those that differ."""
 
 
 def show_comparison(arguments: Namespace) -> int:
     """Print a comparison; status 1 when the gate is passed.
 
     Raises:
-        UsageError: a run beside a sweep, nothing in common, or no figure that the gate looks at.
+        UsageError: a run beside a sweep, nothing in common, or no figure that the gate checks.
     """
     before, after = load(arguments.before, arguments.warm_up), load(arguments.after, arguments.warm_up)
     found = compare_loaded(before, after, arguments.gate)

@@ -1,4 +1,4 @@
-"""``ftmon console`` and ``ftmon release``: a rank that is held at an out-of-memory error, looked at and let go."""
+"""``ftmon console`` and ``ftmon release``: inspects and releases a rank that is held at an out-of-memory error."""
 
 import codeop
 import sys
@@ -10,7 +10,7 @@ from ...protocol.errors import FtmonError, HubError
 from ...protocol.rundir import HubFile
 from ...protocol.text import sanitize
 from .control import ask
-from .trainer import living_hub
+from .trainer_process import living_hub
 
 _WELCOME = (
     "Python in the frame in which the allocation of rank {rank} failed; help() lists helpers, ctrl-d leaves.\n"

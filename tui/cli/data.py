@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from .trainer import become, require_training
+from .trainer_process import become, require_training
 
 CHECK = "ftmon.trainer.recipe.data.check"
 

@@ -9,7 +9,7 @@ import msgspec
 
 from ...protocol.checks import Check
 from . import terminal
-from .checks import own_checks
+from .doctor_terminal import own_checks
 from .printable import print_json
 
 _MARKS = {"ok": ("✓", "ok"), "warning": ("▲", "!!"), "error": ("✖", "XX")}

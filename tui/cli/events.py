@@ -55,7 +55,7 @@ def show_events(arguments: Namespace) -> int:
 
 
 def _has_ended(target: str) -> bool:
-    """Whether no more can come: a run's end is known, or its recording is a file on its own."""
+    """Return whether no more can come: a run's end is known, or its recording is a file on its own."""
     try:
         return run_store.find(target).read_exit() is not None
     except FtmonError:
@@ -88,7 +88,7 @@ def _follow(run: RunDir, rank: int | None, told: dict[int, int], as_json: bool) 
 
 
 def _news(model: RunModel, wanted: int | None, told: dict[int, int]) -> Iterator[AllocatorEvents]:
-    """Give the samples that were not told yet, by time."""
+    """Return the samples that were not printed yet, by time."""
     found: list[AllocatorEvents] = []
     for number, rank in model.ranks.items():
         last = rank.allocator.last
@@ -108,7 +108,7 @@ def _tell(events: AllocatorEvents, as_json: bool) -> None:
 
 
 def event_lines(events: AllocatorEvents) -> Iterator[str]:
-    """Tell one sampled step: a line a phase, and one for the step where it grew, flushed or left much unused."""
+    """Return the lines of a sampled step: one a phase, one for the step where it grew, flushed or left much unused."""
     at = time.strftime("%H:%M:%S", time.localtime(events.time))
     head = f"{at} rank {events.rank} step {events.step}"
     for row in phase_rates(events, ()):

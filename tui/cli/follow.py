@@ -65,15 +65,15 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standin
     """Print a live run as lines until it ends; return the exit status that its end stands for.
 
     Args:
-        source: gathers the run; started and closed here.
+        source: of the run; started and closed here.
         run: the run's directory.
         narrator: makes the lines.
-        standing: tells how the run stands, and reaches its launcher.
-        owned: this command started the run: signals are passed on to it, and whatever fails here the run's end is
-            waited for. Otherwise Ctrl-C only stops following.
+        standing: state of the run, and the line to its launcher.
+        owned: this command started the run: signals are passed on to it, and the run's end is awaited even after an
+        error here. Otherwise Ctrl-C only stops following.
 
     Raises:
-        HubError: the run's launcher and hub are both gone, so nobody tells how it ends.
+        HubError: the run's launcher and hub are both gone, so its end is unknown.
     """
     lines = Lines(forgiving=owned)
     with kept(FOR_THE_RUN if owned else (signal.SIGINT,)) as signals:
@@ -87,8 +87,8 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standin
         standing.let_go()
         lines.say(attach_line(run.id))
         return exits.LEFT if owned else exits.INTERRUPTED
-    output_told = narrator.with_output and source.model.ended
-    for line in closing_lines(run, end, source.model, output_told=output_told):
+    output_printed = narrator.with_output and source.model.ended
+    for line in closing_lines(run, end, source.model, output_printed=output_printed):
         lines.say(line)
     asked = following.interrupts and end.state == "stopped" and not following.foreign
     return exits.INTERRUPTED if asked else exit_status(end)
@@ -145,7 +145,7 @@ class _Following:
             return
         try:
             self._source.pump(LOOK_SECONDS)
-            for line in self._narrator.tell(self._source.model):
+            for line in self._narrator.new_lines(self._source.model):
                 self._lines.say(line)
             for notice in self._notices.fresh(self._source.model) if self._notices is not None else ():
                 self._lines.say(terminal_sequence(notice), end="")
@@ -158,7 +158,7 @@ class _Following:
             if not self._owned or isinstance(error, HubError):
                 raise
             self._narrates = False
-            _warn(f"the run goes on, and is told no more: {''.join(traceback.format_exception(error)).rstrip()}")
+            _warn(f"the run goes on, and is not shown any more: {''.join(traceback.format_exception(error)).rstrip()}")
 
     def _left(self) -> bool:
         """Act on the signals that came; True when the person wants no more of it."""

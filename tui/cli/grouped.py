@@ -18,7 +18,7 @@ class GroupedParser(argparse.ArgumentParser):
     """A parser whose help lists its commands under ``GROUPS``."""
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
-        """Refuse an unknown command with the one that is meant, not with all that there are."""
+        """Refuse an unknown command with a suggestion, not with the list of all commands."""
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             known = [name for names in GROUPS.values() for name in names]
             near = get_close_matches(value, known, n=1, cutoff=0.7)

@@ -45,7 +45,7 @@ def _cells(row: JobRow, resident: bool) -> tuple[str, ...]:
 
 
 def job_line(jobs: Mapping[int, Job], number: int, now: float) -> str:
-    """Say in one line how a job stands."""
+    """Return the state of a job in one line."""
     row = next(row for row in job_rows(jobs, now) if row.number == number)
     parts = [f"job {number} {row.outcome}", row.words, f"{row.steps:,} steps"]
     if row.loss is not None:

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(words)
     except SystemExit as refusal:
         if refusal.code == exits.WRONG_USAGE and _starts_a_script(words):
-            raise SystemExit(exits.RUN_USAGE) from None  # 2 is what many a script says of its own arguments
+            raise SystemExit(exits.RUN_USAGE) from None  # many scripts exit with 2 for their own arguments
         raise
     try:
         status = _handler(arguments.handler)(arguments)

@@ -1,4 +1,4 @@
-"""``ftmon memory RUN``: where the memory of a step's peak goes, of a recorded run or one that is on."""
+"""``ftmon memory RUN``: where the memory of a step's peak goes, of a recorded or live run."""
 
 import time
 from argparse import Namespace
@@ -11,7 +11,7 @@ from ...protocol.memory import Cause
 from ...protocol.recording.phase_peaks import PeakMark
 from ...protocol.text import gib, sanitize
 from ..model.cause import evidence_words, group_parts, shown_bytes, spike_alert, verdict_of, verdict_words
-from ..model.peak_phase import lead_sentences, phase_words
+from ..model.peak_phase import phase_words, ranking_sentences
 from ..model.rank import RankModel
 from ..model.run import RunModel
 from ..model.waterfall import REASONS, Waterfall, untaken, waterfall
@@ -38,7 +38,7 @@ def show_memory(arguments: Namespace) -> int:
         print_json(result)
         return 0
     if not ranks:
-        print("no rank was heard of yet")
+        print("no rank has reported yet")
     for index, rank in enumerate(ranks):
         if index:
             print()
@@ -61,7 +61,7 @@ def load_model(run: str) -> RunModel:
 
 
 def ranks_of(model: RunModel, rank: int | None) -> list[RankModel]:
-    """List a run's ranks, or the one that was asked for.
+    """List a run's ranks, or the requested one.
 
     Raises:
         UsageError: there is none of that number.
@@ -71,7 +71,7 @@ def ranks_of(model: RunModel, rank: int | None) -> list[RankModel]:
 
 
 def rank_fall(model: RunModel, rank: RankModel) -> Waterfall | None:
-    """Make the waterfall of a rank's last step that was taken apart, else of its last step."""
+    """Return the waterfall of a rank's last analysed step, else of its last step."""
     sample = model.device_of(rank)
     composition = rank.memory.latest
     made = waterfall(rank, composition, "", sample) if composition is not None else None
@@ -79,7 +79,7 @@ def rank_fall(model: RunModel, rank: RankModel) -> Waterfall | None:
 
 
 def rank_lines(model: RunModel, rank: RankModel) -> Iterator[str]:
-    """Tell one rank's memory in lines."""
+    """Return the lines of one rank's memory."""
     fall = rank_fall(model, rank)
     if fall is None:
         yield f"rank {rank.rank}: no step is finished yet"
@@ -107,8 +107,8 @@ def rank_lines(model: RunModel, rank: RankModel) -> Iterator[str]:
             yield f"  reserved {'grew' if fall.since > 0 else 'shrank'} {gib(abs(fall.since))} since that peak"
     if composition is not None and composition.note:
         yield f"  note: {sanitize(composition.note)}"
-    lead = rank.memory.lead
-    yield from (f"  {sentence}" for sentence in (lead_sentences(lead) if lead is not None else []))
+    ranking = rank.memory.ranking
+    yield from (f"  {sentence}" for sentence in (ranking_sentences(ranking) if ranking is not None else []))
     for cause in rank.memory.causes.values():
         yield from _cause_lines(model, rank, cause)
 
@@ -133,7 +133,7 @@ def _cause_lines(model: RunModel, rank: RankModel, cause: Cause) -> Iterator[str
 
 def rank_data(model: RunModel, rank: RankModel) -> dict[str, Any]:
     """Describe one rank's memory for scripts."""
-    fall, memory, lead = rank_fall(model, rank), rank.memory, rank.memory.lead
+    fall, memory, ranking = rank_fall(model, rank), rank.memory, rank.memory.ranking
     return {
         "rank": rank.rank,
         "measure": rank.hello.memory_measure if rank.hello else "",
@@ -150,11 +150,11 @@ def rank_data(model: RunModel, rank: RankModel) -> dict[str, Any]:
         "used_bytes": fall.used if fall else None,
         "total_bytes": fall.total if fall else 0,
         "lead": None
-        if lead is None
+        if ranking is None
         else {
-            "standing": [msgspec.to_builtins(mark) for mark in lead.standing],
-            "by_bytes": lead.by,
-            "words": lead_sentences(lead),
+            "standing": [msgspec.to_builtins(mark) for mark in ranking.standing],
+            "by_bytes": ranking.by,
+            "words": ranking_sentences(ranking),
         },
         "latest": msgspec.to_builtins(memory.latest) if memory.latest else None,
         "highest": msgspec.to_builtins(memory.highest) if memory.highest else None,

@@ -1,4 +1,4 @@
-"""What happens in a run, told as plain lines: the same of a live run and of its replay."""
+"""Prints the events of a run as plain lines: the same for a live run and its replay."""
 
 import time
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ _MARKS = {"info": ("·", "-"), "warning": ("▲", "!"), "error": ("✖", "X")}
 
 
 class Narrator:
-    """Tells a run: ask it what is new after frames were folded into the model."""
+    """Makes the lines of a run: ask it for new ones after frames were applied to the model."""
 
     def __init__(self, *, ascii_only: bool = False, with_output: bool = False) -> None:
-        """Tell a run from its beginning.
+        """Begin at the beginning of a run.
 
         Args:
             ascii_only: use ASCII characters only.
-            with_output: tell what the ranks print too.
+            with_output: include the ranks' output.
         """
         self._ascii = ascii_only
         self.with_output = with_output
@@ -41,14 +41,14 @@ class Narrator:
         self._job = 0
         self._results_version = 0
         self._told_results: set[tuple[str, int, str]] = set()
-        """Evaluations, checkpoints and an early stop that were told: kind, step, name."""
+        """Printed evaluations, checkpoints and early stops: kind, step, name."""
         self._activities = 0
-        """How many activities of the job were told, or passed over."""
+        """How many activities of the job were printed, or skipped."""
         self._told_jobs: set[int] = set()
-        """Jobs whose end was told."""
+        """Jobs whose end was printed."""
 
-    def tell(self, model: RunModel) -> Iterator[str]:
-        """Yield the lines, mostly none, that say what is new in ``model`` since the last call."""
+    def new_lines(self, model: RunModel) -> Iterator[str]:
+        """Yield the lines, mostly none, about what is new in ``model`` since the last call."""
         for text in self._news(model):
             yield text.encode("ascii", "replace").decode() if self._ascii else text
 
@@ -63,7 +63,7 @@ class Narrator:
         if not self._step:
             yield from self._results(
                 model
-            )  # what comes before the first step, such as the rehearsal, is told before it
+            )  # what comes before the first step, such as the rehearsal, is printed before it
         self._step = min(self._step, step)  # ranks that train anew in one process count from 1 again
         if step > self._step and (self._is_due(model) or model.ended):
             self._step, self._step_at = step, model.now
@@ -80,7 +80,7 @@ class Narrator:
                 yield _at(model.state_time or model.now, f"{model.state}{why}")
 
     def _results(self, model: RunModel) -> Iterator[str]:
-        """Say what was evaluated and saved, and which other activity has begun."""
+        """Return lines about evaluations, checkpoints, and other activities that have begun."""
         training = model.training
         if training.version == self._results_version:
             return
@@ -105,7 +105,7 @@ class Narrator:
                 yield _at(activity.time, f"{sanitize(activity.name, 40)}{text}")
 
     def _is_new(self, kind: str, step: int, name: str) -> bool:
-        """Whether a result is to be told: not those before what was told, which a late join reads afterwards."""
+        """Return whether a result is to be printed: not earlier ones, which a late join reads afterwards."""
         if (kind, step, name) in self._told_results:
             return False
         latest = max((told for of, told, _ in self._told_results if of == kind), default=0)
@@ -113,7 +113,7 @@ class Narrator:
         return step >= latest
 
     def _jobs(self, model: RunModel) -> Iterator[str]:
-        """Say that a job has ended and another begun, once there are several."""
+        """Return lines about a job's end and the next one's begin, once there are several."""
         if model.job == self._job and not model.has_jobs:
             return
         for number, job in model.jobs.items() if model.has_jobs else ():
@@ -218,7 +218,7 @@ def evaluation_words(evaluation: Evaluation, best: Evaluation | None) -> str:
 
 
 def loss_words(model: RunModel) -> list[str]:
-    """Say the loss, or that of each engine or optimizer where several train; empty where none is known."""
+    """Return the loss, or that of each engine or optimizer where several train; empty where none is known."""
     several = model.losses_by_name
     if len(several) > 1:
         return ["loss " + ", ".join(f"{sanitize(name, 24)} {loss:.4f}" for name, loss in several.items())]

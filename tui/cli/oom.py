@@ -54,7 +54,7 @@ def _is_snapshot(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(len(_SQLITE)) != _SQLITE
     except (OSError, ValueError):
-        return False  # whoever reads it as a recording says what is wrong with it
+        return False  # reading it as a recording reports what is wrong with it
 
 
 def _of_snapshot(name: str) -> tuple[str, list[OomReport]]:
@@ -83,7 +83,7 @@ def _of_recording(name: str) -> tuple[str, list[OomReport]]:
 
 
 def _without_hub(reader: Reader, ranks: list[int]) -> list[OomReport]:
-    """Judge what the ranks said, where no hub did: in a recording of an earlier version."""
+    """Judge the ranks' reports where no hub did: in a recording of an earlier version."""
     state = [frame.message for frame in reader.state_at(float("inf"))]
     hellos = {message.rank: message for message in state if isinstance(message, Hello)}
     reports: list[OomReport] = []

@@ -24,17 +24,17 @@ def exit_status(end: ExitFile) -> int:
     return exits.of_run(end)
 
 
-def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_told: bool = False) -> Iterator[str]:
-    """Say how a run ended, and where what it leaves is: checkpoint, recording, logs.
+def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_printed: bool = False) -> Iterator[str]:
+    """Return lines about how a run ended, and where its results are: checkpoint, recording, logs.
 
     Args:
         run: the run.
         end: how it ended.
-        model: what is known of the run: where its trainer writes checkpoints (``Plan.output_dir``; without one, where
-            ftmon's own does), and which rank failed first.
-        output_told: what the ranks and the launcher printed was told already; their last words are not said again.
+        model: state of the run: where its trainer writes checkpoints (``Plan.output_dir``; without one, where ftmon's
+        own does), and which rank failed first.
+        output_printed: the output of ranks and launcher was printed already; their last lines are not repeated.
     """
-    if end.state == "failed" and not output_told:
+    if end.state == "failed" and not output_printed:
         rank = first_to_fail(model)
         if rank is not None:
             yield from (f"  rank {rank}| {sanitize(line)}" for line in last_words(run.rank_log(rank, "err")))
@@ -56,12 +56,12 @@ def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_told: b
 
 
 def attach_line(run_id: str, words: Sequence[str] = ()) -> str:
-    """Say that a run goes on, and how to come back to it: with ``ftmon attach`` and these words, or its id alone."""
+    """Return the line about a run that continues: ``ftmon attach`` with these words, or its id alone."""
     return f"{run_id} goes on; attach again: ftmon attach {shlex.join(words or [run_id])}"
 
 
 def _results(run: RunDir, output: Path) -> Iterator[str]:
-    """Say where the trainer's results are: the final model, and the newest checkpoint to resume from."""
+    """Return where the trainer's results are: the final model, and the newest checkpoint to resume from."""
     model = output / "model"
     if any((model / name).exists() for name in ("config.json", "adapter_config.json")):
         yield f"model:      {model}"
@@ -90,7 +90,7 @@ def first_to_fail(model: RunModel) -> int | None:
 
 
 def last_words(log: Path, limit: int = _LOG_LINES) -> list[str]:
-    """Return the last lines of a log, the long ones cut: what the job, or one rank of it, said before it failed."""
+    """Return the last lines of a log, the long ones cut: the output of the job, or of one rank, before it failed."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)

@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ftmon {__version__}")
     parser.add_argument("--ascii", action="store_true", help="draw in plain ASCII")
-    parser.set_defaults(handler="view:choose", parser=parser, plain=False, read_only=False)
+    parser.set_defaults(handler="attach:choose", parser=parser, plain=False, read_only=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=argparse.ArgumentParser)
     for group in (train, watch, investigate, end, set_up):
         group.add(commands)

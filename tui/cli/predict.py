@@ -1,9 +1,9 @@
-"""``ftmon predict``: what memory a training step would take, without a GPU."""
+"""``ftmon predict``: predicts the memory of a training step, without a GPU."""
 
 from argparse import Namespace
 
 from ...protocol.errors import UsageError
-from .trainer import become, require_training
+from .trainer_process import become, require_training
 
 PREDICT = "ftmon.trainer.predict"
 _OF_BOTH = ("ranks", "capacity", "gpu", "price", "data", "largest", "what_if")
@@ -58,7 +58,7 @@ def _check_command(arguments: Namespace) -> None:
         raise UsageError("--data needs CONFIG.yaml, which names the data set")
     for name in ("deepspeed", "lora_rank", "optimizer"):
         if getattr(arguments, name):
-            raise UsageError(f"--{name.replace('_', '-')} goes with --model; a command's script says it itself")
+            raise UsageError(f"--{name.replace('_', '-')} goes with --model; a command's script sets it itself")
 
 
 def _check(arguments: Namespace) -> None:

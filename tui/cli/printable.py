@@ -1,4 +1,4 @@
-"""Standard output and error that are only written to: what a recording, a log line or a path could do is taken out."""
+"""Sanitises standard output and error: control sequences from a recording, a log line or a path are removed."""
 
 import io
 import json
@@ -36,10 +36,10 @@ class Printable(io.TextIOWrapper):
 
 
 def guard_output() -> None:
-    """Put such a one in the place of standard output and error, terminals, files and pipes alike.
+    """Replace standard output and error with sanitising ones, for terminals, files and pipes alike.
 
-    Every command that prints makes what it shows harmless by itself; this holds for the one that forgot. What is
-    piped ends in a terminal too, of ``less -R`` or of a CI log. The app draws through streams of its own.
+    Every command sanitises what it prints by itself; this is the safety net. Piped output ends in a terminal too, of
+    ``less -R`` or of a CI log. The app draws through streams of its own.
     """
     sys.stdout = _guarded(sys.stdout)
     sys.stderr = _guarded(sys.stderr)

@@ -25,7 +25,7 @@ def check_rank(ranks: Collection[int], rank: int | None) -> None:
 
 @contextmanager
 def opened(path: Path) -> "Generator[Reader, None, None]":
-    """Open a recording for one command; at its end a line on standard error says what was left out, if anything was.
+    """Open a recording for one command; at its end a line on standard error reports what was left out, if anything.
 
     Raises:
         RecordingError: it is not one, or cannot be read.

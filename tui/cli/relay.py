@@ -13,7 +13,7 @@ from ...protocol.errors import FtmonError, UsageError
 from ...protocol.rundir import RunDir
 from ..source.relayed import CHANNELS, Greeting
 from ..source.tunnel import Tunnel
-from .trainer import living_hub
+from .trainer_process import living_hub
 
 _LOOK_SECONDS = 0.5
 
@@ -71,7 +71,7 @@ def _connect(run: RunDir, channel: str) -> socket.socket:
 
 
 def _is_over(run: RunDir) -> bool:
-    """Tell whether the job has ended and its hub has said all it had to say."""
+    """Return whether the job has ended and its hub has sent its last message."""
     try:
         return run.read_exit() is not None and run.living_hub() is None
     except FtmonError:

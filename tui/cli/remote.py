@@ -21,7 +21,7 @@ from .narrate import Narrator
 from .outcome import attach_line
 
 CONNECT_SECONDS = 15.0
-"""A hub that lets this user in answers at once; one that does not never answers at all."""
+"""A hub that allows this user answers at once; another never answers at all."""
 
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\s]+):(\d{1,5})/?")
 _KEY = re.compile(r"(?<![^\s\"'])[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}(?![^\s\"',])")
@@ -31,7 +31,7 @@ class RemoteSource(LiveSource):
     """Follows a run whose hub listens on TCP: the same as a local one, and every socket speaks CURVE."""
 
     def __init__(self, addresses: dict[str, str], server_key: str) -> None:
-        """Take the hub's channels and its public key; the client's own pair is this user's."""
+        """Args are the hub's channels and its public key; the client's own pair is this user's."""
         super().__init__(addresses=addresses)
         pair = keys.client_pair()
         for option, value in (
@@ -56,7 +56,7 @@ def parse_address(text: str) -> dict[str, str]:
 
 
 def read_server_key(text: str | None) -> str:
-    """Take the hub's public key: itself, or a file that holds it, such as a copy of the run's ``hub.json``.
+    """Return the hub's public key: given as such, or as a file that holds it, such as a copy of the run's ``hub.json``.
 
     Raises:
         UsageError: there is none.
@@ -117,7 +117,7 @@ def _tell(source: LiveSource, arguments: Namespace, no_answer: Callable[[], Usag
         try:
             while not source.model.ended:
                 source.pump(LOOK_SECONDS)
-                for line in narrator.tell(source.model):
+                for line in narrator.new_lines(source.model):
                     print(line, flush=True)
                 if interrupts.count:
                     return exits.INTERRUPTED
@@ -138,7 +138,7 @@ def _no_answer(address: str) -> UsageError:
 
 
 def listen_line(run: RunDir, listen: str) -> str:
-    """Say how other hosts attach to a run that listens."""
+    """Return a line about how other hosts attach to a run that listens."""
     host, _, port = listen.rpartition(":")
     host = host if host not in ("", "0.0.0.0", "[::]", "::") else run.read_run().host
     return f"from other hosts: ftmon attach tcp://{host}:{port} --key='{keys.server_pair(run).public}'"
@@ -150,11 +150,11 @@ def manage_keys(arguments: Namespace) -> int:
         keys.allow(arguments.allow, arguments.remark)
     if arguments.remove is not None:
         keys.disallow(arguments.remove)
-        print(f"removed {sanitize(arguments.remove)}; connections that stand are not cut")
+        print(f"removed {sanitize(arguments.remove)}; open connections are not cut")
     own = keys.client_pair().public
     print(f"your public key, to be allowed on the host of a run:\n  {own}")
     others = {key: remark for key, remark in keys.allowed().items() if key != own}
-    print("let in here, besides you:" if others else "nobody else is let in here", file=sys.stdout)
+    print("let in here, besides you:" if others else "no other key is allowed here", file=sys.stdout)
     for key, remark in others.items():
         print(f"  {key}  {sanitize(remark)}".rstrip())
     return 0

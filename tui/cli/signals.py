@@ -19,7 +19,7 @@ class Interrupts:
         self.count = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Take one signal."""
+        """Handle one signal."""
         self.count += 1
 
 

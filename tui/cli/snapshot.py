@@ -15,7 +15,7 @@ from . import terminal
 from .printable import print_json
 
 _LARGE = 4 * 2**20
-"""Files from this size on, bytes, take long enough to say so."""
+"""Files from this size on, bytes, need a message while they are read."""
 
 
 def explore(arguments: Namespace) -> int:
@@ -71,7 +71,7 @@ def _replays(file: str, device: int | None, meanwhile: Callable[[], None] | None
 
 @contextmanager
 def _patience(file: str) -> Generator[None, None, None]:
-    """Say on a terminal that a large file is being read, and take that back after it."""
+    """Show on a terminal that a large file is being read, and erase that afterwards."""
     text = f"ftmon: reading {file} ..."
     try:
         says = sys.stderr.isatty() and os.stat(file).st_size >= _LARGE

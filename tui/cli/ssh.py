@@ -37,7 +37,7 @@ class RelayedSource(LiveSource):
     """Follows a run through a relay; ``close`` ends that too."""
 
     def __init__(self, endpoint: RelayedEndpoint) -> None:
-        """Take an endpoint that has been opened."""
+        """The endpoint must be open."""
         super().__init__(endpoint=endpoint, info=endpoint.info)
         self._relayed = endpoint
 
@@ -60,7 +60,7 @@ def parse_place(text: str) -> Place:
 
 
 def commands(place: Place) -> tuple[list[str], list[str]]:
-    """Give the words of the first attempt, which may ask for a password, and those of later ones, which may not."""
+    """Return the words of the first attempt, which may ask for a password, and those of later ones, which may not."""
     ssh = shlex.split(os.environ.get(SSH_ENV) or "ssh")
     remote = f"{os.environ.get(REMOTE_ENV) or 'ftmon'} relay {shlex.quote(place.run) if place.run else ''}".strip()
     target = [
@@ -90,7 +90,7 @@ def attach_ssh(arguments: Namespace) -> int:
             source,
             arguments,
             [_address(place, endpoint.info.id)],
-            lambda: UsageError(f"{arguments.run}: the hub there says nothing"),
+            lambda: UsageError(f"{arguments.run}: the hub there does not answer"),
         )
     finally:
         source.close()
@@ -104,7 +104,7 @@ def _address(place: Place, run_id: str) -> str:
 
 
 def _explain(place: Place, error: RelayError) -> str:
-    """Say in one line why nothing was relayed."""
+    """Return one line about why nothing was relayed."""
     words = str(error).removeprefix("ftmon: ")
     if error.status == _NOT_FOUND:
         return (

@@ -15,11 +15,11 @@ from ..source.find import recording_file
 from .control import ask
 from .printable import print_json
 from .recordings import check_rank, opened
-from .trainer import living_hub
+from .trainer_process import living_hub
 
 _SECONDS = 60.0
 _MOST = 240
-"""Recorded stacks of a rank that are looked through."""
+"""Recorded stacks of a rank that are searched."""
 
 
 def show_stacks(arguments: Namespace) -> int:
@@ -80,12 +80,12 @@ def recorded(path: Path, ranks: list[int]) -> Result:
             else:
                 answer |= {"text": found.text, "thread": found.thread, "time": found.time, "reason": found.reason}
         if not answers:
-            raise UsageError(f"{path}: no stacks were taken in this run")
+            raise UsageError(f"{path}: no stacks were recorded in this run")
     return Result("", True, data={"answers": answers, "silent": []})
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """Give the answer to ``stacks`` as plain data: groups of ranks, and each rank's own text."""
+    """Return the answer to ``stacks`` as plain data: groups of ranks, and each rank's own text."""
     stacks = _stacks_of(result)
     groups = [
         {
@@ -100,7 +100,7 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def as_lines(result: Result, *, all_threads: bool = False) -> list[str]:
-    """Give the answer to ``stacks`` as lines: a head for each group of ranks, then the frames, innermost first."""
+    """Return the answer to ``stacks`` as lines: a head for each group of ranks, then the frames, innermost first."""
     stacks = _stacks_of(result)
     answers: dict[str, dict[str, Any]] = result.data.get("answers", {})
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""How a run stands, as the command that follows it can tell: by the line to the launcher, else by the run directory.
+"""State of a run for the command that follows it: by the line to the launcher, else by the run directory.
 
 Nothing here raises because the run directory was removed, moved or made unreadable: the run goes on without it.
 """
@@ -45,7 +45,7 @@ class Standing:
 
     @property
     def launcher(self) -> ProcessId | None:
-        """The launcher's process; None until it has said which."""
+        """The launcher's process; None until it has reported it."""
         return (self._line.launcher if self._line is not None else None) or self.content.launcher
 
     @property
@@ -57,7 +57,7 @@ class Standing:
         return self.launcher is not None and is_alive(self.launcher)
 
     def end(self) -> ExitFile | None:
-        """Return how the job ended; None while it runs, or while nobody has told."""
+        """Return how the job ended; None while it runs, or while that is unknown."""
         if self._line is not None:
             self._line.read()
             if self._line.end is not None:
@@ -65,10 +65,10 @@ class Standing:
         return _unless_unreadable(self._run)
 
     def end_without_launcher(self, model: RunModel) -> ExitFile | None:
-        """Return how a run ended whose launcher is gone, as its hub tells; None while somebody lives to tell.
+        """Return how a run without a launcher ended, from its hub; None while launcher or hub is alive.
 
         Raises:
-            HubError: nobody does.
+            HubError: both are gone.
         """
         content = self.content
         starting = self.launcher is None and time.time() - content.created < _LAUNCHER_SECONDS

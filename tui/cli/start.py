@@ -13,7 +13,7 @@ from ...protocol.run_options import RunOptions
 from ...protocol.start_request import StartRequest
 from ...protocol.starter import CommandEnd
 from .outcome import attach_line
-from .trainer import SCRIPT, StartFailedError, become, print_config, require_training, start_run
+from .trainer_process import SCRIPT, StartFailedError, become, print_config, require_training, start_run
 
 
 def demo(arguments: Namespace) -> int:
@@ -46,7 +46,7 @@ def run(arguments: Namespace) -> int:
     """Watch a script that knows nothing of ftmon; return its exit status, or one of ``protocol.exits.OWN``.
 
     Raises:
-        StartFailedError: it could not be started, or nobody knows how it ended.
+        StartFailedError: it could not be started, or its end is unknown.
     """
     try:
         return _run(arguments)
@@ -107,7 +107,7 @@ def _start_and_watch(arguments: Namespace, request: StartRequest, *, stdin: bool
         request: the run to start.
         stdin: the job may read this command's standard input, where the app does not.
     """
-    from .view import opens_app, watch
+    from .attach import opens_app, watch
 
     line = None if arguments.detach else CommandEnd()
     stdin = stdin and line is not None and _may_read_stdin() and not opens_app(arguments)
@@ -128,7 +128,7 @@ def _start_and_watch(arguments: Namespace, request: StartRequest, *, stdin: bool
 
 
 def _may_read_stdin() -> bool:
-    """Whether the job may have standard input: not the terminal of a shell in whose background this command is."""
+    """Return whether the job may have standard input: not a shell's terminal while in the background."""
     try:
         os.fstat(0)
         return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()
@@ -137,7 +137,7 @@ def _may_read_stdin() -> bool:
 
 
 def _let_go_of_stdin() -> None:
-    """Leave a pipe to the job alone: whoever writes to it must see it closed when the job closes it."""
+    """Close this command's end of a pipe: its writer must see it closed when the job closes it."""
     if not os.isatty(0):
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)

@@ -1,8 +1,8 @@
 """``ftmon sweep``: many configurations, one after the other, in a process of its own."""
 
+import os
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -12,11 +12,10 @@ from ...protocol.analysis.sweep.text import aligned, result_lines, table
 from ...protocol.sweep.store import ResultsError, default_output
 from ...protocol.text import sanitize
 from . import terminal
-from .trainer import StartFailedError, become
-from .view import opens_app
+from .attach import opens_app
+from .trainer_process import StartFailedError, become
 
 SWEEP = "ftmon.trainer.sweep"
-_LOOK_SECONDS = 0.1
 
 
 def sweep(arguments: Namespace) -> int:
@@ -61,7 +60,7 @@ def _in_app(arguments: Namespace) -> int:
 
 
 def _goes_on(path: Path) -> bool:
-    """Whether a session of the sweep runs already."""
+    """Return whether a session of the sweep runs already."""
     from ..model.sweep import SweepModel
 
     model = SweepModel(path)
@@ -83,21 +82,21 @@ def _start(path: Path, arguments: Namespace) -> None:
         output = log.open("wb")
     except OSError as error:
         raise ResultsError(f"{log}: cannot be written: {error.strerror}") from None
-    with output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", SWEEP, *words(arguments)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    while process.poll() is None and not _accepted(log):
-        time.sleep(_LOOK_SECONDS)
-    if process.returncode:
+    read_end, write_end = os.pipe()
+    with output, open(read_end, "rb") as accepted:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", SWEEP, *words(arguments), f"--accepted={write_end}"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=(write_end,),
+            )
+        finally:
+            os.close(write_end)
+        if accepted.read(1):
+            return
+    if process.wait():
         lines = log.read_text(errors="replace").strip().splitlines()
         raise StartFailedError("\n".join(lines) or "the sweep did not start", process.returncode)
-
-
-def _accepted(log: Path) -> bool:
-    """Whether the process has said its first line, which no refusal begins with."""
-    return log.read_bytes().startswith(b"sweep ")

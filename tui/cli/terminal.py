@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 MIN_COLUMNS = 60
 MIN_LINES = 16
-"""Below this even the narrow layout says nothing; it is made for 80x24."""
+"""Below this even the narrow layout is unreadable; it is made for 80x24."""
 
 _NO_SCREEN = ("", "dumb", "unknown", "emacs")
 
 
 def is_terminal() -> bool:
-    """Whether standard input, output and error are all a terminal: the app reads keys from one and draws on two."""
+    """Return whether standard input, output and error are terminals: the app reads keys from one and draws on two."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
 
 
@@ -29,13 +29,13 @@ def why_no_app(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def wants_ascii(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether the locale or TERM=linux (the text console) lacks the block characters the app draws with."""
+    """Return whether the locale or TERM=linux (the text console) lacks the block characters the app draws with."""
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     return not encoding.startswith("utf") or environ.get("TERM") == "linux"
 
 
 def colours(environ: Mapping[str, str] = os.environ) -> str:
-    """Name how many colours the terminal says it has."""
+    """Return the terminal's number of colours."""
     if environ.get("NO_COLOR"):
         return "none (NO_COLOR is set)"
     if environ.get("COLORTERM", "").lower() in ("truecolor", "24bit"):

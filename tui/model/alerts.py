@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ...protocol.control import Alert, Severity
 
 CAPACITY = 2_000
-"""Alerts kept; the hub raises 40 a minute at the most. Beyond it the one heard of longest ago goes."""
+"""Alerts kept; the hub raises 40 a minute at the most. Beyond it the least recently updated one goes."""
 
 SEVERITIES: dict[Severity, int] = {"info": 0, "warning": 1, "error": 2}
 

@@ -77,11 +77,11 @@ def evidence_words(cause: Cause) -> str:
 
 
 CAUSE_EVIDENCE = ("stacks", "mend", "saves_bytes", "armed_us", "usual_us", "read_us")
-"""Evidence of an alert that is told as its cause, besides what is called ``cause_``."""
+"""Evidence of an alert that is shown as its cause, besides keys that begin with ``cause_``."""
 
 
 def other_evidence(alert: Alert) -> dict[str, Any]:
-    """Return the evidence of an alert that is not told as its cause."""
+    """Return the evidence of an alert that is not shown as its cause."""
     return {
         key: value
         for key, value in alert.evidence.items()
@@ -112,7 +112,7 @@ def spike_alert(alerts: Iterable[Alert], rank: int, phase: str) -> Alert | None:
 
 
 def verdict_of(alert: Alert | None) -> Verdict | None:
-    """Take the hub's verdict out of an alert's evidence; None where there is none."""
+    """Return the hub's verdict from an alert's evidence; None where there is none."""
     evidence = alert.evidence if alert is not None else {}
     pattern, remedy = _text(evidence.get("cause_pattern")), _text(evidence.get("mend"))
     saves = evidence.get("saves_bytes")

@@ -38,7 +38,7 @@ class ConsoleSession:
         self.rank = rank
         self.lines: list[ConsoleLine] = []
         self.place = ""
-        """The frame the console is in, as the rank said it last."""
+        """The frame the console is in, by the rank's last answer."""
         self.history: list[str] = []
         self.version = 0
         self._waiting: dict[str, float] = {}
@@ -60,12 +60,12 @@ class ConsoleSession:
         self._waiting[number] = now
 
     def note(self, text: str, kind: Kind = "note") -> None:
-        """Say something in the session that no rank said."""
+        """Add a line to the session that is not from the rank."""
         for line in text.splitlines():
             self._add(kind, line)
 
     def take(self, commands: Mapping[str, SentCommand]) -> None:
-        """Take over the answers that have come."""
+        """Add new answers."""
         for number in list(self._waiting):
             record = commands.get(number)
             if record is None:

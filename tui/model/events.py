@@ -66,7 +66,7 @@ class AllocatorHistory:
         self.version += 1
 
     def adopt(self, samples: Sequence[AllocatorEvents]) -> None:
-        """Take samples of the whole run, by step, for what was before those that were folded here."""
+        """Add samples of the whole run, by step, before those that were applied here."""
         self._past = samples
         self.version += 1
 

@@ -6,7 +6,7 @@ from .run import RunModel
 
 
 def held_since(model: RunModel, case: OomCase) -> float:
-    """Tell since when the rank waits at this very error, seconds since the epoch; 0: it does not."""
+    """Return since when the rank waits at this very error, seconds since the epoch; 0: it does not."""
     rank = model.ranks.get(case.oom.rank)
     latest = model.ooms.of_rank(case.oom.rank)
     if rank is None or not case.oom.held or latest is None or latest.key != case.key:
@@ -26,7 +26,7 @@ def held_cases(model: RunModel) -> list[OomCase]:
 
 
 def first_to_show(model: RunModel, rank: int | None = None) -> OomCase | None:
-    """Choose the error a person most likely means: of that rank, else one that is held, else the first of the latest.
+    """Return the error to show first: that rank's, else one that is held, else the first of the latest.
 
     When one rank fails, others often follow within moments: the first of them is the one to look at.
     """
@@ -46,13 +46,13 @@ _TOGETHER_S = 120.0
 
 
 class HeldWatch:
-    """Tells of each error at which a rank has begun to wait, once."""
+    """Reports each error at which a rank has begun to wait, once."""
 
     def __init__(self) -> None:
         self._told: set[CaseKey] = set()
 
     def fresh(self, model: RunModel) -> OomCase | None:
-        """Return an error at which a rank waits and that was not told of yet; others that wait too count as told."""
+        """Return an unreported error at which a rank waits; others that wait too count as reported."""
         cases = [case for case in held_cases(model) if case.key not in self._told]
         self._told.update(case.key for case in cases)
         return cases[0] if cases else None
@@ -66,7 +66,7 @@ def hold_words(model: RunModel, case: OomCase) -> list[str]:
     lines = [f"rank {oom.rank} waits in the failing frame, for {duration(max(1, int(model.now - since)))} now"]
     if oom.hold_seconds:
         left = since + oom.hold_seconds - model.now
-        lines[0] += f"; it lets go by itself in {duration(max(0.0, left))} (--hold-timeout)"
+        lines[0] += f"; it is released by itself in {duration(max(0.0, left))} (--hold-timeout)"
     if oom.others:
         lines.append(oom.others)
     if oom.peer_timeout_s:

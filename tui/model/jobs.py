@@ -1,4 +1,4 @@
-"""The jobs of a run as rows of a table: what tells each from the others, its figures, how it ended."""
+"""The jobs of a run as rows of a table: what distinguishes each, its figures, how it ended."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ...protocol.memory import Cause, Composition
 from ...protocol.recording.phase_peaks import PeakMark, PhasePeaks
 from ...protocol.telemetry import Step
-from .peak_phase import PeakRanking, lead_of
+from .peak_phase import PeakRanking, rank_phases
 
 
 class RankMemory:
@@ -15,7 +15,7 @@ class RankMemory:
 
     def __init__(self) -> None:
         self.latest: Composition | None = None
-        """The last step that was taken apart."""
+        """The last analysed step."""
         self.highest: Composition | None = None
         """The one with the highest peak so far."""
         self.causes: dict[str, Cause] = {}
@@ -23,7 +23,7 @@ class RankMemory:
         self.version = 0
         self._peaks = PhasePeaks()
         self._past: Sequence[PeakMark] = ()
-        """Marks of the whole run, also those after this state; what is before it is looked at when it is asked for."""
+        """Marks of the whole run, also those after this state; filtered when used."""
         self._step = 0
         self._lead: tuple[int, PeakRanking | None] = (-1, None)
 
@@ -50,7 +50,7 @@ class RankMemory:
         self.version += 1
 
     def adopt(self, marks: Sequence[PeakMark]) -> None:
-        """Take the marks of the whole run, in order, for what was before the steps that were folded here."""
+        """Add the marks of the whole run, in order, from before the steps that were applied here."""
         self._past = marks
         self.version += 1
 
@@ -60,10 +60,10 @@ class RankMemory:
         return [*(mark for mark in self._past if mark.step <= self._step), *self._peaks.marks]
 
     @property
-    def lead(self) -> PeakRanking | None:
+    def ranking(self) -> PeakRanking | None:
         """Which phase makes the peak of the run so far; None before the first step."""
         if self._lead[0] != self.version:
-            self._lead = (self.version, lead_of(self.marks))
+            self._lead = (self.version, rank_phases(self.marks))
         return self._lead[1]
 
     @property
@@ -73,6 +73,6 @@ class RankMemory:
 
 
 def highest_bytes(composition: Composition) -> int:
-    """Return the highest peak of a step that was taken apart."""
+    """Return the highest peak of an analysed step."""
     top = composition.peak_phase
     return top.peak_bytes if top is not None else 0

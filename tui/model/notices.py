@@ -10,7 +10,7 @@ from .run import RunModel
 
 
 class TerminalNotices:
-    """Finds what is new in a run and worth a notice; what happened before it was made is not told."""
+    """Finds events of a run that are worth a notice; earlier ones are not notified."""
 
     def __init__(self, run: RunDir) -> None:
         notify = read_notify(run)

@@ -16,7 +16,7 @@ from ...protocol.telemetry import Oom
 from ...protocol.text import gib
 
 CaseKey = tuple[int, float]
-"""Rank, and when it was, by that rank's clock: what tells errors apart."""
+"""Rank, and time by that rank's clock: identifies an error."""
 
 MOST_CASES = 64
 """A script may catch its errors and go on for hours; the oldest are forgotten first."""
@@ -46,7 +46,7 @@ class OomCase:
 
     @property
     def ranks(self) -> list[RankMoment]:
-        """All ranks at that moment; empty where nobody kept them."""
+        """All ranks at that moment; empty where they were not recorded."""
         return self.report.ranks if self.report is not None else []
 
 
@@ -65,7 +65,7 @@ class OomCases:
         return iter(self._cases.values())
 
     def put(self, oom: Oom) -> None:
-        """Add an error; one that is known is left as it is."""
+        """Add an error; a known one stays as it is."""
         key = oom.rank, oom.time
         if key not in self._cases:
             self._add(OomCase(oom))

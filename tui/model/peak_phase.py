@@ -1,7 +1,7 @@
-"""Which phase makes a rank's peak, by how much, and how that depends on the batch's length and on the step.
+"""Finds the phase with a rank's peak, by how much it leads, and how that depends on the batch's length and on the step.
 
-This explains a curve that is flat and then rises: while batches are short one phase leads whose peak does not depend
-on them (an optimizer step, say), and from some length on another, whose peak does.
+This explains a curve that is flat and then rises: while batches are short, a phase leads whose peak does not depend on
+them (an optimizer step, say); from some length on, one leads whose peak does.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -67,7 +67,7 @@ def phase_words(phase: str) -> str:
     return {"optimizer": "the optimizer step", "data": "data loading"}.get(phase) or sanitize(phase, 20)
 
 
-def lead_of(marks: Iterable[PeakMark]) -> PeakRanking | None:
+def rank_phases(marks: Iterable[PeakMark]) -> PeakRanking | None:
     """Judge the marks of one rank; None without any."""
     known = list(marks)
     if not known:
@@ -182,41 +182,40 @@ def _changes(marks: Sequence[PeakMark]) -> tuple[tuple[int, str], ...]:
     return tuple(found)
 
 
-def lead_sentences(lead: PeakRanking) -> list[str]:
-    """Return in words who leads, at which lengths, and since when; the most telling first."""
-    found = [_standing_sentence(lead)]
-    crossing = lead.crossing
+def ranking_sentences(ranking: PeakRanking) -> list[str]:
+    """Return sentences on which phase leads, at which lengths, and since when; the most important first."""
+    found = [_standing_sentence(ranking)]
+    crossing = ranking.crossing
     if crossing is not None and not crossing.ahead:
         name = _namer([crossing.last_below, crossing.first_above])
         near = f"; they are equal near {_near(crossing)}" if _between(crossing) else ""
-        found.append(
-            f"up to {name(crossing.last_below)} {phase_words(crossing.below)} leads{_course(lead, crossing.below)}, "
-            f"from {name(crossing.first_above)} on {phase_words(crossing.above)}{_course(lead, crossing.above)}{near}"
-        )
-    elif lead.slopes is not None:
-        slope = lead.slopes.get(lead.first.phase, 0.0)
+        above = f"{phase_words(crossing.above)}{_course(ranking, crossing.above)}"
+        below = f"{phase_words(crossing.below)} leads{_course(ranking, crossing.below)}"
+        found.append(f"up to {name(crossing.last_below)} {below}, from {name(crossing.first_above)} on {above}{near}")
+    elif ranking.slopes is not None:
+        slope = ranking.slopes.get(ranking.first.phase, 0.0)
         why = "does not grow with them" if not slope else f"grows {_rate(slope)}"
-        found.append(f"{phase_words(lead.first.phase)} leads at every length so far; its peak {why}")
+        found.append(f"{phase_words(ranking.first.phase)} leads at every length so far; its peak {why}")
         if crossing is not None:
-            ahead = f"{phase_words(crossing.above)} grows {_rate(lead.slopes.get(crossing.above, 0.0))}"
+            ahead = f"{phase_words(crossing.above)} grows {_rate(ranking.slopes.get(crossing.above, 0.0))}"
             found[-1] += f"; {ahead} and would lead from about {_near(crossing)} on"
-    elif len(lead.changes) > 1 and lead.changes[-1][0] > 2:
-        before, now = lead.changes[-2], lead.changes[-1]
+    elif len(ranking.changes) > 1 and ranking.changes[-1][0] > 2:
+        before, now = ranking.changes[-2], ranking.changes[-1]
         found.append(f"{phase_words(before[1])} led until step {now[0]:,}; {phase_words(now[1])} since then")
     return found
 
 
-def _standing_sentence(lead: PeakRanking) -> str:
-    first, following = lead.first, lead.next
+def _standing_sentence(ranking: PeakRanking) -> str:
+    first, following = ranking.first, ranking.next
     text = f"the run's peak: {gib(first.bytes)} in {phase_words(first.phase)}, step {first.step:,}"
-    return text if following is None else f"{text}; next {phase_words(following.phase)}, {gib(lead.by)} below"
+    return text if following is None else f"{text}; next {phase_words(following.phase)}, {gib(ranking.by)} below"
 
 
-def _course(lead: PeakRanking, phase: str) -> str:
-    if lead.slopes is None or phase not in lead.slopes:
+def _course(ranking: PeakRanking, phase: str) -> str:
+    if ranking.slopes is None or phase not in ranking.slopes:
         return ""
-    slope = lead.slopes[phase]
-    highest = next(mark.bytes for mark in lead.standing if mark.phase == phase)
+    slope = ranking.slopes[phase]
+    highest = next(mark.bytes for mark in ranking.standing if mark.phase == phase)
     return f" (flat at {gib(highest)})" if not slope else f" (+{_rate(slope)})"
 
 

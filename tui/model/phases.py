@@ -21,7 +21,8 @@ class Shares:
     """Mean length of the steps these shares are of, milliseconds."""
     parts: dict[str, float]
     """Fraction of the step for each name of ``SHARE_NAMES``. On the device's clock collectives run inside the phases'
-    kernels and cannot be told apart from them, so ``wait`` is 0 there."""
+    kernels and cannot be separated from them, so ``wait`` is 0 there.
+    """
 
 
 def shares(steps: Iterable[Step]) -> Shares:

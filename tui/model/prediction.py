@@ -1,4 +1,4 @@
-"""A rank's measured peaks beside those that were predicted of the run's configuration."""
+"""A rank's measured peaks beside the predicted ones."""
 
 from msgspec.structs import replace
 
@@ -23,8 +23,8 @@ def compared_phases(rank: RankModel, prediction: Prediction | None) -> list[Comp
     """Return the highest peak of each phase beside its prediction, in the order phases run; empty without one."""
     if prediction is None or not comparable(rank, prediction):
         return []
-    lead = rank.memory.lead
-    marks = {mark.phase: mark for mark in lead.standing} if lead is not None else {}
+    ranking = rank.memory.ranking
+    marks = {mark.phase: mark for mark in ranking.standing} if ranking is not None else {}
     found = [_of_mark(rank, prediction, marks[name]) for name in STEP_PHASES if name in marks]
     return [one for one in found if one is not None]
 
@@ -37,7 +37,7 @@ def predicted_phase(
     Args:
         rank: whose step it is.
         prediction: of the run.
-        composition: of the step, where it was taken apart.
+        composition: of the step, where it was analysed.
         step: its number.
         phase: its phase.
     """
@@ -56,10 +56,10 @@ def highest_prediction(model: RunModel) -> Compared | None:
     rank = model.ranks.get(peak.rank) if peak is not None else None
     if peak is None or rank is None or prediction is None or not comparable(rank, prediction):
         return None
-    lead = rank.memory.lead
-    if lead is None or lead.first.bytes < peak.bytes * 0.99:  # the peak is of a phase that no prediction knows
+    ranking = rank.memory.ranking
+    if ranking is None or ranking.first.bytes < peak.bytes * 0.99:  # the peak is of a phase that no prediction knows
         return None
-    return _of_mark(rank, prediction, lead.first)
+    return _of_mark(rank, prediction, ranking.first)
 
 
 def _of_mark(rank: RankModel, prediction: Prediction, mark: PeakMark) -> Compared | None:
@@ -76,7 +76,7 @@ def _of_mark(rank: RankModel, prediction: Prediction, mark: PeakMark) -> Compare
 
 
 def _of_composition(rank: RankModel, prediction: Prediction, taken: Composition | None, phase: str) -> Compared | None:
-    """Return a phase of a step that was taken apart beside the prediction; None where there is none."""
+    """Return a phase of an analysed step beside the prediction; None where there is none."""
     if taken is None or taken.measure != "cuda" or taken.step < _STEADY_STEPS:
         return None
     peak = next((one for one in taken.phases if one.name == phase), None)

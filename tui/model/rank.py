@@ -255,7 +255,7 @@ class RankModel:
         self.version += 1
 
     def forget_steps(self) -> None:
-        """Drop the recent steps and the step times, and keep what they told: peaks, the last step, the timeline."""
+        """Drop the recent steps and the step times, and keep their results: peaks, the last step, the timeline."""
         self.steps.clear()
         self.step_ms = StepSeries()
         self.version += 1

@@ -7,7 +7,7 @@ from ...protocol.telemetry import PAUSES
 from .rank import RankModel
 
 RATE_STEPS = 20
-"""Steps a rate is taken over."""
+"""Steps a rate is measured over."""
 
 _PATIENCE = 3.0
 """A step may last this many times the recent mean before the silence counts as standing still."""

@@ -63,7 +63,7 @@ class RunModel(RunState):
             self.now = now
 
     def rank(self, rank: int) -> RankModel:
-        """Return the state of a rank, making it when it is first heard of.
+        """Return the state of a rank, making it on the first message.
 
         Raises:
             ValueError: it is no rank.

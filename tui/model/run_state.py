@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ...protocol import control, hosts, jobs, telemetry
 from ...protocol.prediction import Prediction
 from .alerts import AlertHistory
-from .fit import Fit, fit
+from .capacity import Fit, fit
 from .logs import LogHistory
 from .oom import OomCases
 from .rank import Peak, RankModel
@@ -73,7 +73,7 @@ class RunState:
         self.exit_code: int | None = None
         self.plan: telemetry.Plan | None = None
         self.prediction: Prediction | None = None
-        """What the run was predicted to take, or why nothing was; None: nobody said."""
+        """The run's prediction, or why there is none; None: not received."""
         self.ranks: dict[int, RankModel] = {}
         """By rank, in rank order."""
         self.devices: dict[DeviceKey, telemetry.DeviceSample] = {}
@@ -91,7 +91,7 @@ class RunState:
         self.training = Training()
         """The course of the job, its evaluations and checkpoints."""
         self.job = 0
-        """The number of the job that ranks, steps, losses and peaks are of; 0 where the hub tells of none."""
+        """The number of the job that ranks, steps, losses and peaks are of; 0 where the hub reports none."""
         self.jobs: dict[int, jobs.Job] = {}
         """How each job of the run stands, by number."""
         self.job_losses: dict[int, StepSeries] = {}
@@ -108,7 +108,7 @@ class RunState:
         self.damaged = 0
         """Messages with figures that cannot be (an infinite time, a rank beyond all ranks); they are left out."""
         self._update_names: list[str] = []
-        """Engines or optimizers that share the steps, in the order they were first heard of."""
+        """Engines or optimizers that share the steps, in the order of their first messages."""
         self._by_uuid: dict[str, DeviceKey] = {}
 
     def device_of(self, rank: RankModel) -> telemetry.DeviceSample | None:
@@ -125,7 +125,7 @@ class RunState:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run: as the hellos say, or as many as were heard of."""
+        """Ranks of the run: by the hellos, or as many as have sent messages."""
         return max(self.info.world_size, len(self.ranks))
 
     @property
@@ -135,7 +135,7 @@ class RunState:
 
     @property
     def _first_step(self) -> int:
-        """Steps taken before a resume."""
+        """Steps before a resume."""
         return self.plan.first_step if self.plan else 0
 
     @property
@@ -166,7 +166,7 @@ class RunState:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps the run means to make; None when nobody said."""
+        """Planned steps of the run; None: not known."""
         return self.plan.total_steps if self.plan else None
 
     @property
@@ -212,7 +212,7 @@ class RunState:
 
     @property
     def epoch(self) -> float | None:
-        """Epochs that are done; None where the plan does not say how many there are."""
+        """Epochs that are done; None where the plan has no number of epochs."""
         if self.plan is None or not self.plan.epochs or not self.plan.total_steps:
             return None
         return self.plan.epochs * self.step / self.plan.total_steps
@@ -237,7 +237,7 @@ class RunState:
 
     @property
     def loss(self) -> float | None:
-        """The loss of the last step that the ranks have in common: its mean over them; None when no rank tells."""
+        """The loss of the last step that the ranks have in common: its mean over them; None: not reported."""
         return mean_loss(
             [(step.loss, step.label_tokens) for step in self._at_step(self._common_number()) if step.loss is not None]
         )

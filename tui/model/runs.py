@@ -1,4 +1,4 @@
-"""The runs of this user on this host, live and recorded, as a list; quick enough to be looked at every second."""
+"""The runs of this user on this host, live and recorded, as a list; fast enough to be read every second."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from ...protocol.recording.results import RecordingInfo
 from ...protocol.rundir import RunDir
 
 OPEN_STATES = ("", "starting", "training", "stopping")
-"""States of a run that nobody has seen end; with no hub and no launcher alive it is ``lost``."""
+"""States of a run without a recorded end; with no hub and no launcher alive it is ``lost``."""
 
 
 class RunEntry(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class RunEntry(msgspec.Struct, frozen=True):
     """Its hub, or its launcher, lives on this host."""
     created: float
     ended: float | None
-    """When it ended, or was last heard of; None while live."""
+    """When it ended, or last sent a message; None while live."""
     host: str
     command: list[str]
     ranks: int
@@ -55,7 +55,7 @@ class RunList:
         self._known: dict[str, tuple[tuple[int, int], RecordingInfo | None, str]] = {}
 
     def entries(self) -> list[RunEntry]:
-        """List the runs, the newest first; one that is made or removed at this moment is passed over."""
+        """List the runs, the newest first; one that is made or removed at this moment is skipped."""
         return list(self._entries())
 
     def entry(self, run: RunDir) -> RunEntry:

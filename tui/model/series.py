@@ -60,7 +60,7 @@ class StepSeries:
         self.version += 1
 
     def adopt(self, past: "StepSeries", before: int) -> None:
-        """Take in what ``past`` has of steps before ``before``, in front of what is known here (which is not older).
+        """Prepend the steps of ``past`` before ``before`` to those known here (which are not older).
 
         ``past`` stays as it is. A bucket of it that reaches to ``before`` or beyond is left out.
         """

@@ -27,7 +27,7 @@ class Band(NamedTuple):
 def bands_of(replay: Replay) -> list[list[Band]]:
     """List the bands of a device, the row of phases first; rows without any are left out.
 
-    Of spans that lie in each other the outermost are taken: what the cursor is in is told in words.
+    Of nested spans the outermost are drawn; the text names those at the cursor.
     """
     spans = [span for span in replay.snapshot.annotations if span.device == replay.device]
     own = [span for span in spans if span.name.startswith(OWN_SPAN)]

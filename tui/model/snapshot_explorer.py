@@ -1,4 +1,4 @@
-"""What a person looks at in a snapshot: the device, the moment, the mark, the part of the window, the view."""
+"""State of the snapshot explorer: device, moment, mark, part of the window, view."""
 
 import gc
 from bisect import bisect_right
@@ -107,7 +107,7 @@ class Explorer:
         self.version += 1
 
     def set_mark(self) -> None:
-        """Mark the cursor's moment; on the mark itself, take it away."""
+        """Mark the cursor's moment; on the mark itself, remove it."""
         self.mark = None if self.mark == self.cursor else self.cursor
         self.version += 1
 

@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 class Rows(Sequence[Row]):
-    """Rows that are made when they are looked at: of thousands a screen shows a few dozen."""
+    """Rows that are made when they are shown: of thousands a screen shows a few dozen."""
 
     def __init__(self, parts: Sequence[Any], make: Callable[[Any], Row]) -> None:
         self._parts, self._make = parts, make
@@ -211,7 +211,7 @@ def _report(explorer: Explorer, width: int) -> Iterator[Row]:
     yield Row("how sure the figures are", head=True)
     of = replay.allocations
     sure = [
-        f"{replay.entries:,} trace entries, tied to the {len(of.known):,} blocks that stand at the end",
+        f"{replay.entries:,} trace entries, tied to the {len(of.known):,} blocks that are allocated at the end",
         f"{of.unsure:,} blocks from before the window ended in it; the figures may be {gib(of.unsure_bytes)} low"
         if of.unsure_bytes
         else "every block's size is exact",

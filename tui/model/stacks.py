@@ -45,7 +45,7 @@ def rows(
 
 
 def ranks_in_short(ranks: list[int]) -> str:
-    """Say ``rank 3`` or ``7 ranks (0-2, 4-7)``; ``ranks`` ascend."""
+    """Return ``rank 3`` or ``7 ranks (0-2, 4-7)``; ``ranks`` ascend."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     parts: list[str] = []

@@ -12,7 +12,7 @@ from .training import perplexity_of, times_left
 
 
 def status(model: RunModel) -> dict[str, Any]:
-    """Return how a run stands, in values that JSON takes."""
+    """Return the state of a run as JSON values."""
     info, rates, peak, fit = model.info, model.rates, model.peak, model.fit
     return {
         "id": info.id,

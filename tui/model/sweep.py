@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...protocol.analysis.sweep import columns
-from ...protocol.analysis.sweep.budget import Left, left
+from ...protocol.analysis.sweep.budget import Remaining, left
 from ...protocol.analysis.sweep.summary import Pooled, curve_axis, pool
 from ...protocol.analysis.sweep.text import (
     VERDICTS,
@@ -112,7 +112,7 @@ class SweepModel:
             return 0.0
         return self.results.seconds_used() + (max(0.0, now - self.results.last_time) if self.alive else 0.0)
 
-    def left(self, now: float) -> Left | None:
+    def left(self, now: float) -> Remaining | None:
         """Return what is left of the budget; None before the plan."""
         plan = self.results.plan if self.results else None
         if plan is None:

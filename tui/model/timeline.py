@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from math import floor
 
-from .levels import EMPTY, KEEP, RATIO, Level
+from .max_pyramid import EMPTY, KEEP, RATIO, Level
 
 __all__ = ["EMPTY", "Columns", "Mark", "Timeline"]
 
@@ -114,9 +114,9 @@ class Timeline:
         self.marks.insert(bisect_left(self.marks, mark.time, key=lambda known: known.time), mark)
 
     def adopt(self, past: Level) -> None:
-        """Take in older history at a level's resolution (a power of ``RATIO`` seconds), after a seek or a late join.
+        """Add older history at a level's resolution (a power of ``RATIO`` seconds), after a seek or a late join.
 
-        ``past`` is copied; what is known already stays, and where both know a column the higher figure counts.
+        ``past`` is copied; known columns stay, and where both have a column the higher figure counts.
         """
         if not len(past):
             return
@@ -143,7 +143,8 @@ class Timeline:
     def window(self, width: int, now: float, span: int = 1) -> Columns:
         """Return the last ``width`` columns of ``span`` seconds, the last of which contains ``now``.
 
-        Where history is not known that finely (any more, or after a seek) a coarser column stands for all its span.
+        Where history is not known at that resolution (any more, or after a seek) a coarser column stands for all its
+        span.
         """
         return self._columns(floor(now / span) - width + 1, width, span)
 

@@ -141,7 +141,7 @@ class TrainingHistory:
         self.version += 1
 
     def adopt(self, past: "TrainingHistory", before: int) -> None:
-        """Take in what ``past`` has of steps before ``before`` and before what is known here; ``past`` stays."""
+        """Prepend the steps of ``past`` before ``before`` and before those known here; ``past`` stays."""
         before = min([before, *(bucket.first_step for bucket in self._buckets.values())])
         while self.per < past.per:
             self._halve()
@@ -154,7 +154,7 @@ class TrainingHistory:
         """Return the buckets in order.
 
         Args:
-            ranks: ranks of the job; every one is taken to have as many tokens as those that were read.
+            ranks: ranks of the job; each counts with as many tokens as those that were read.
             peak: data-sheet peak of a rank's device, FLOP/s; None: there is no MFU.
         """
         key = (self.version, ranks, peak)
@@ -221,7 +221,7 @@ class Training:
         self.early_stop: EarlyStop | None = None
         """Why the training ended before its planned end; None: it did not."""
         self.begun: list[Activity] = []
-        """All activities, each as it was first heard of."""
+        """All activities, each from its first message."""
         self.version = 0
         """Moves with evaluations, checkpoints, an early stop and activities."""
         self._pauses: dict[str, deque[float]] = {name: deque(maxlen=_PAUSES_KEPT) for name in ("eval", "checkpoint")}
@@ -258,7 +258,7 @@ class Training:
         self.version += 1
 
     def forget_course(self) -> None:
-        """Drop the steps that single messages have told of; results stay."""
+        """Drop the steps of single messages; results stay."""
         self.course = TrainingHistory()
 
     @property
@@ -349,7 +349,7 @@ def smoothed(moments: Sequence[HistoryPoint], decay: float) -> list[float | None
 
 
 def perplexity_of(evaluation: Evaluation) -> float | None:
-    """Return an evaluation's perplexity, as it was told or from its loss."""
+    """Return an evaluation's perplexity, reported or from its loss."""
     if evaluation.perplexity is not None or evaluation.loss is None:
         return evaluation.perplexity
     return exp(evaluation.loss) if evaluation.loss < 700 else None

@@ -30,7 +30,7 @@ REASONS = {
     "leak": "after a leak",
     "oom": "at an out-of-memory error",
 }
-"""Why a step was taken apart."""
+"""Why a step was captured."""
 
 CPU_LABELS = {"other": "other, in the process"}
 
@@ -48,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Waterfall:
-    """The peak of one phase of one step of one rank, taken apart."""
+    """The composition of one phase's peak, of one step of one rank."""
 
     rank: int
     step: int
@@ -62,19 +62,19 @@ class Waterfall:
     unused: int | None = None
     """Reserved by the allocator and not allocated at the peak; None on a CPU."""
     context: int | None = None
-    """CUDA context, NCCL and what else the process holds outside PyTorch; None where NVML does not tell."""
+    """CUDA context, NCCL and what else the process holds outside PyTorch; None where NVML has no figure."""
     others: int | None = None
     """Held by other processes on the device."""
     unexplained: int | None = None
     """Used on the device by NVML and held by none of them."""
     used: int | None = None
-    """Used on the device, by NVML, when it was last looked at."""
+    """Used on the device, by NVML's last sample."""
     since: int = 0
-    """By how much reserved memory has grown from the peak until the device was looked at."""
+    """Growth of reserved memory from the peak to that sample."""
     total: int = 0
     """What the device has; 0 where it is not known."""
     ended: bool = False
-    """The rank has ended: what its device has in use now says nothing of the peak."""
+    """Whether the rank has ended: its device's present use is unrelated to the peak."""
     taken_apart: bool = True
     """False: only the peak itself is known."""
 
@@ -90,7 +90,7 @@ class Waterfall:
 
 
 def phases_of(composition: Composition) -> list[PhaseComposition]:
-    """List the phases of a step that was taken apart, the one with the highest peak first."""
+    """List the phases of an analysed step, the one with the highest peak first."""
     return sorted(composition.phases, key=lambda phase: -phase.peak_bytes)
 
 
@@ -121,7 +121,7 @@ def waterfall(rank: RankModel, composition: Composition, phase: str, sample: Dev
 
 
 def untaken(rank: RankModel, phase: str, sample: DeviceSample | None) -> Waterfall | None:
-    """Make what can be shown before any step was taken apart: the peaks of the last step; None before the first."""
+    """Return what can be shown before any step was analysed: the peaks of the last step; None before the first."""
     step = rank.last
     if step is None or not step.phases:
         return None
@@ -130,7 +130,7 @@ def untaken(rank: RankModel, phase: str, sample: DeviceSample | None) -> Waterfa
     peak = dict(standing)[chosen]
     record = step.phase(chosen)
     assert record is not None
-    parts = (Part("unattributed", "not taken apart", peak, 0),)
+    parts = (Part("unattributed", "not analysed", peak, 0),)
     if rank.on_cpu or record.resident is not None:
         return Waterfall(rank.rank, step.step, chosen, "glibc", peak, parts, standing, taken_apart=False)
     return _on_device(rank, step.step, chosen, peak, parts, standing, record.reserved.peak, sample, taken_apart=False)
@@ -188,7 +188,7 @@ def _on_device(
     if sample is None or sample.kind != "gpu" or made.ended:
         return made
     made = replace(made, used=sample.used_bytes, total=sample.total_bytes)
-    # The device is looked at now and not at the peak: what the process holds besides is told by what is reserved now.
+    # The sample is from now and not from the peak: memory outside PyTorch is used less what is reserved now.
     now = footprint(peak, rank.reserved_bytes, sample, rank.rank)
     if now is None:
         return made

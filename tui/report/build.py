@@ -224,6 +224,6 @@ def _whole(row: Row, axis: str) -> int | None:
 
 
 def _x_name(axis: str) -> str:
-    """Return the axis's name; sequence lengths have one, whatever a file calls them."""
+    """Return the axis's name; sequence lengths have one name, whatever a file calls them."""
     name = axis.rpartition(".")[2]
     return "sequence length" if name.lower() in _LENGTHS else name

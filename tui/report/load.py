@@ -1,4 +1,4 @@
-"""Reads what a report is of: a run's recording, a sweep's results, or a CSV file of somebody else's measurements."""
+"""Reads the sources of a report: a run's recording, a sweep's results, or a CSV file of other measurements."""
 
 from pathlib import Path
 

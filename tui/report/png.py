@@ -10,7 +10,7 @@ _FAMILIES = (
     *("DejaVu Sans", "Liberation Sans", "Noto Sans", "Arial", "Helvetica", "Helvetica Neue", "Segoe UI", "Ubuntu"),
     *("Cantarell", "Roboto", "Open Sans", "FreeSans", "Nimbus Sans"),
 )
-"""resvg draws no text in a family that is not there, and has no list of those that are."""
+"""resvg draws no text in a missing font family, and cannot list the installed ones."""
 _PROBE = '<svg xmlns="http://www.w3.org/2000/svg" width="32" height="16"><text y="12" {}</text></svg>'
 _SANS = 'font-family="sans-serif">'
 

@@ -16,12 +16,12 @@ from ..widgets.listing import Listing
 from ..widgets.panes import pressing
 from ..widgets.prompt import Prompt
 from .base import MonitorScreen, key
+from .kill_targets import suggested
 from .memory import MemoryScreen
-from .targets import suggested
 
 
 class AlertList(Listing):
-    """Alerts that stand first, then those that are over, each newest first."""
+    """Standing alerts first, then resolved ones, each newest first."""
 
     empty = "no alerts: nothing to report"
     text = ""
@@ -155,7 +155,7 @@ class AlertsScreen(MonitorScreen):
             self.app.show(MemoryScreen(self.app_state, alert.phase))  # type: ignore[attr-defined]
 
     def _select_rank(self, alert: Alert | None) -> bool:
-        """Select the rank an alert speaks of; say so where it is none."""
+        """Select the rank of an alert; show a message where it has none."""
         if alert is None:
             return False
         told = alert.evidence.get("cause_rank")
@@ -175,7 +175,7 @@ class AlertsScreen(MonitorScreen):
             self.app_state.say(f"at the moment of: {alert.title}")
 
     def in_question(self) -> set[int]:
-        """Tell which ranks the selected alert is about."""
+        """Return which ranks the selected alert is about."""
         return suggested(self.app_state.model, self.app_state.selected, self.query_one(AlertList).chosen)
 
     def action_filter(self) -> None:

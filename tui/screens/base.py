@@ -13,7 +13,7 @@ from ..widgets.app_state import AppState
 from ..widgets.canvas import Canvas
 from ..widgets.line import Line
 from ..widgets.panes import KeyBar, ReplayBar, SummaryBar
-from .targets import suggested
+from .kill_targets import suggested
 
 SMALLEST = (60, 16)
 """Columns and rows that the screens need."""
@@ -55,7 +55,7 @@ class TooSmall(Canvas):
     """What is shown in a terminal too small for the screens."""
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Say how large it is and how large it must be."""
+        """Draw the terminal's size and the required one."""
         size, theme = self.app.size, self.theme
         text = f"terminal {size.width}x{size.height} is too small:"
         remedy = f"ftmon needs {SMALLEST[0]}x{SMALLEST[1]}"
@@ -69,7 +69,7 @@ class MonitorScreen(Screen[Any]):
     """A screen on one run. A subclass gives its body, and ticks what is in it."""
 
     BINDINGS: ClassVar[list[BindingType]] = COMMON_KEYS
-    AUTO_FOCUS: ClassVar[str | None] = ""  # else a filter that nobody asked for takes every key
+    AUTO_FOCUS: ClassVar[str | None] = ""  # else an unrequested filter would get every key
     TITLE_LINES: int = 2
     NAME = ""
     """What the screen is called in help."""
@@ -85,7 +85,7 @@ class MonitorScreen(Screen[Any]):
         self.app_state = app_state
 
     def body(self) -> Iterable[Widget]:
-        """Give the widgets between summary and keys."""
+        """Return the widgets between summary and keys."""
         return ()
 
     def compose(self) -> ComposeResult:
@@ -105,7 +105,7 @@ class MonitorScreen(Screen[Any]):
         self.tick()
 
     def on_resize(self, event: Resize) -> None:
-        """Say so when the terminal is too small."""
+        """Show a message when the terminal is too small."""
         self.set_class(event.size.width < SMALLEST[0] or event.size.height < SMALLEST[1], "small")
         self.set_class(event.size.height >= TALL, "tall")
         self.call_after_refresh(self.tick)
@@ -117,7 +117,7 @@ class MonitorScreen(Screen[Any]):
             widget.tick()
 
     def in_question(self) -> set[int]:
-        """Tell which ranks a kill asked for here most likely means."""
+        """Return the ranks that a kill from this screen suggests."""
         return suggested(self.app_state.model, self.app_state.selected)
 
     def canvases(self) -> list[Canvas]:

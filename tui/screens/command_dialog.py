@@ -15,7 +15,7 @@ class CommandDialog(Dialog):
     """The command's id; empty until it is sent."""
 
     def command(self) -> tuple[str, dict[str, Any]] | None:
-        """Return verb and arguments of what yes means; None: not yet, and the person was told why."""
+        """Return verb and arguments for yes; None: not possible yet, and the reason was shown."""
         raise NotImplementedError
 
     @property

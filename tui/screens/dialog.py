@@ -14,7 +14,7 @@ from ..widgets.theme import Theme
 
 
 class Panel(Canvas):
-    """Draws what its dialog says."""
+    """Draws the text of its dialog."""
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the dialog's lines."""
@@ -40,7 +40,7 @@ class Dialog(ModalScreen[Any]):
         return self.app_state.theme
 
     def compose(self) -> ComposeResult:
-        """Give the panel."""
+        """Return the panel."""
         yield self.panel
 
     def lines(self, width: int, height: int) -> list[Line]:
@@ -48,7 +48,7 @@ class Dialog(ModalScreen[Any]):
         raise NotImplementedError
 
     def wanted_height(self) -> int:
-        """Say how many lines the dialog would take."""
+        """Return how many lines the dialog needs."""
         return len(self.lines(self.inner_width, 1000))
 
     @property

@@ -81,7 +81,7 @@ class EventsScreen(MonitorScreen):
     ]
 
     def body(self) -> Iterable[Widget]:
-        """Give the one canvas."""
+        """Return the one canvas."""
         yield EventsCanvas(self.app_state, name="body")
 
     def in_question(self) -> set[int]:

@@ -10,19 +10,19 @@ from .dialog import Dialog
 
 
 class GotoDialog(Dialog):
-    """Asks and goes there; an answer that makes no sense is said at the foot of the screen."""
+    """Asks for a position and seeks to it; an invalid answer is shown at the foot of the screen."""
 
     WIDTH = 60
 
     def compose(self) -> ComposeResult:
-        """Give the words and the line to type into."""
+        """Return the words and the line to type into."""
         with Vertical(id="goto", classes="dialog"):
             self.panel.remove_class("dialog")
             yield self.panel
             yield Prompt(self.app_state, "go to", name="place")
 
     def lines(self, width: int, height: int) -> list[Line]:
-        """Say what may be typed."""
+        """Draw the forms that may be typed."""
         source = self.app_state.source
         if source is None:
             return []

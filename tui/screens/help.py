@@ -29,7 +29,7 @@ class HelpScreen(Dialog):
         self.top = 0
 
     def content(self, width: int) -> list[Line]:
-        """Give all lines, however many."""
+        """Return all lines, however many."""
         theme = self.theme
         lines = [Line(f"{self.behind.NAME}", theme.style("accent", bold=True)), Line()]
         lines += [Line(row, theme.base) for row in wrap(self.behind.WHAT, width - 2)]

@@ -21,7 +21,7 @@ class JobList(Listing):
     follow = True
 
     def rows(self) -> list[JobRow]:
-        """Give the table's rows."""
+        """Return the table's rows."""
         model = self.app_state.model
         return job_rows(model.jobs, model.now)
 
@@ -96,7 +96,7 @@ class JobsScreen(MonitorScreen):
     ]
 
     def body(self) -> Iterable[Widget]:
-        """Give the list and the detail."""
+        """Return the list and the detail."""
         yield JobList(self.app_state, name="jobs")
         yield JobDetail(self.app_state, name="job")
 

@@ -7,9 +7,9 @@ from textual.binding import Binding, BindingType
 from ..source.base import CommandRecord
 from ..widgets.app_state import AppState
 from ..widgets.line import Line
-from .answers import answer_lines, button_line
+from .command_answers import answer_lines, button_line
 from .command_dialog import CommandDialog
-from .targets import Targets, signal_line, target_line, what_follows
+from .kill_targets import Targets, signal_line, target_line, what_follows
 
 SIGNALS = ("", "INT", "TERM", "KILL")
 """What may be sent; empty escalates: INT, then TERM, then KILL."""

@@ -47,7 +47,7 @@ class LogList(Listing):
         return log_line(self.entries()[index], width, self.theme, self.rank is None, selected and not self.follow)
 
     def head(self, width: int) -> list[Line]:
-        """Say what is shown."""
+        """Draw what is shown."""
         theme = self.theme
         dim, rule = theme.style("dim"), theme.style("rule")
         who = "all ranks" if self.rank is None else "the launcher" if self.rank < 0 else f"rank {self.rank}"
@@ -90,7 +90,7 @@ class LogsScreen(MonitorScreen):
     ]
 
     def body(self) -> Iterable[Widget]:
-        """Give the lines and the filter."""
+        """Return the lines and the filter."""
         yield LogList(self.app_state, name="logs")
         yield Prompt(self.app_state, "filter", "words; enter keeps it, escape ends it", name="filter")
 

@@ -17,8 +17,8 @@ from ..widgets.charts import Chart, Series, chart_lines
 from ..widgets.line import Line
 from ..widgets.memory_view import MemoryChoice, body_lines, cause_of, fall_of, head_lines, title_line
 from ..widgets.peak_bars import peak_bars
-from .asking import Asking
 from .base import MonitorScreen, key
+from .command_status import CommandStatus
 
 _CHART_LINES = 14
 """Room below the rest from which on the peaks over the steps are charted."""
@@ -33,7 +33,7 @@ class MemoryCanvas(Canvas):
 
     @property
     def rank(self) -> RankModel | None:
-        """The selected rank; None before any was heard of."""
+        """The selected rank; None before there is any."""
         return self.app_state.model.ranks.get(self.app_state.selected)
 
     def key(self) -> object:
@@ -63,7 +63,7 @@ class MemoryCanvas(Canvas):
             return [*lines, *self._bars(width, height - 1)]
         fall = fall_of(rank, self.choice, self.app_state.model.device_of(rank))
         if fall is None:
-            text = " no step is finished yet: the first one tells its peaks by phase"
+            text = " no step is finished yet: the first one gives its peaks by phase"
             return [*lines, Line(text, theme.style("dim"))]
         lines += head_lines(rank, fall, self.choice, width, theme)
         cause = cause_of(rank, fall.phase)
@@ -93,21 +93,21 @@ class MemoryCanvas(Canvas):
     def _why(self) -> str:
         source = self.app_state.source
         if source is not None and source.transport.mode == "replay":
-            return "Nothing was taken apart up to here: the recording has no composition of this rank yet."
+            return "No step was analysed up to here: the recording has no composition of this rank yet."
         if self._can_ask:
             return (
-                "Not taken apart yet. The probe takes one of the first steps apart, then one now and then, and one "
-                "after a spike; c has it done at the next step."
+                "Not analysed yet. The probe captures one of the first steps, then one now and then, and one "
+                "after a spike; c captures the next step."
             )
-        return "Not taken apart yet. The probe does it at one of the first steps, then now and then."
+        return "Not analysed yet. The probe captures one of the first steps, then one now and then."
 
     def _chart(self, rank: RankModel, width: int, height: int) -> list[Line]:
         """Chart the peaks of the three highest phases over the recent steps, where there is room for it."""
         steps = [step for step in rank.steps if step.phases]
         if height < _CHART_LINES or len(steps) < 2:
             return []
-        lead = rank.memory.lead
-        names = [mark.phase for mark in lead.standing[:3]] if lead is not None else []
+        ranking = rank.memory.ranking
+        names = [mark.phase for mark in ranking.standing[:3]] if ranking is not None else []
         steps = [step for step in steps if all(step.phase(each) is not None for each in names)]
         series = [
             Series(each, self.theme.phase(each), [_peak(step, each) for step in steps]) for each in reversed(names)
@@ -143,11 +143,11 @@ class MemoryScreen(MonitorScreen):
         key("left,shift+tab", "phase(-1)", "phase before", "the phase before", show=False),
         key("up", "rank(-1)", "previous", "the rank before", show=False),
         key("v", "view", "ranks", "one rank's waterfall, or the bars of all ranks side by side"),
-        key("c", "compose", "parts", "take the next step of this rank apart"),
+        key("c", "compose", "parts", "capture the next step of this rank"),
         key("x", "arm", "stacks", "record Python stacks in the phase in view at the next step"),
         key("t", "take", "snapshot", "write a memory snapshot of this rank into the run's folder"),
         key("down", "rank(1)", "rank", "the next rank"),
-        key("h", "highest", "highest", "the step with the highest peak that was taken apart, or the latest"),
+        key("h", "highest", "highest", "the analysed step with the highest peak, or the latest"),
         key("enter", "unfold", "all stacks", "all stacks of the cause with all frames, or the first ones", show=False),
         key("pageup", "page(-1)", "page up", "scroll up", show=False),
         key("pagedown", "page(1)", "page down", "scroll down", show=False),
@@ -159,14 +159,14 @@ class MemoryScreen(MonitorScreen):
         super().__init__(app_state)
         self._canvas = MemoryCanvas(app_state, name="body")
         self._canvas.choice = MemoryChoice(phase=phase)
-        self._asking = Asking(app_state)
+        self._asking = CommandStatus(app_state)
 
     def body(self) -> Iterable[Widget]:
-        """Give the one canvas."""
+        """Return the one canvas."""
         yield self._canvas
 
     def tick(self) -> None:
-        """Draw what changed, and tell what came of what was asked for."""
+        """Draw what changed, and show results of commands."""
         self._asking.tick()
         super().tick()
 
@@ -210,11 +210,9 @@ class MemoryScreen(MonitorScreen):
         self.tick()
 
     def action_highest(self) -> None:
-        """Switch between the latest step taken apart and the one with the highest peak."""
+        """Switch between the latest analysed step and the one with the highest peak."""
         highest = not self._canvas.choice.highest
-        self.app_state.say(
-            "the highest peak that was taken apart" if highest else "the latest step that was taken apart"
-        )
+        self.app_state.say("the highest analysed peak" if highest else "the latest analysed step")
         self._choose(highest=highest)
 
     def action_unfold(self) -> None:
@@ -231,9 +229,9 @@ class MemoryScreen(MonitorScreen):
         self.tick()
 
     def action_compose(self) -> None:
-        """Have the next step taken apart."""
+        """Request a capture of the next step."""
         rank = self.app_state.selected
-        self._asking.ask("compose", {"ranks": [rank]}, f"rank {rank}: the next step is taken apart")
+        self._asking.ask("compose", {"ranks": [rank]}, f"rank {rank}: the next step is captured")
 
     def action_arm(self) -> None:
         """Have stacks recorded in the phase in view."""

@@ -40,7 +40,7 @@ class OverviewScreen(MonitorScreen):
     ]
 
     def body(self) -> Iterable[Widget]:
-        """Give the ranks and the alert strip."""
+        """Return the ranks and the alert strip."""
         yield RankGrid(self.app_state)
         yield AlertStrip(self.app_state, name="alerts")
 

@@ -24,7 +24,7 @@ class RankCanvas(Canvas):
 
     @property
     def rank(self) -> RankModel | None:
-        """The selected rank; None before any was heard of."""
+        """The selected rank; None before there is any."""
         return self.app_state.model.ranks.get(self.app_state.selected)
 
 

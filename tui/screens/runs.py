@@ -21,7 +21,7 @@ from ..widgets.prompt import Prompt
 from .base import COMMON_KEYS, MonitorScreen, key
 
 LOOK_SECONDS = 1.0
-"""How often the run directories are looked at."""
+"""Seconds between reads of the run directories."""
 
 NEED_A_RUN = frozenset(
     binding.action.removeprefix("app.").split("(")[0] for binding in COMMON_KEYS if isinstance(binding, Binding)
@@ -41,14 +41,14 @@ class RunRows(Listing):
         self._looked = 0.0
 
     def refresh_entries(self, now: float) -> None:
-        """Look at the run directories again, when it is time; the selection stays on its run."""
+        """Read the run directories again, when that is due; the selection stays on its run."""
         if now - self._looked < LOOK_SECONDS:
             return
         chosen = self.chosen
         self._looked = now
         try:
             self._entries = self._list.entries()
-        except FtmonError:  # somebody has changed the directory of runs: the command line says how
+        except FtmonError:  # the directory of runs was changed: commands report how
             self._entries = []
         if chosen is not None:
             ids = [entry.id for entry in self.entries()]
@@ -111,7 +111,7 @@ class RunsScreen(MonitorScreen):
     NAME = "runs"
     WHAT = (
         "The runs of this user on this host, the newest first. A live run is opened as it goes on; one that is over is "
-        "opened as a replay. lost: it ended without anybody seeing how."
+        "opened as a replay. lost: its end was not recorded."
     )
     HIDDEN = NEED_A_RUN
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -137,12 +137,12 @@ class RunsScreen(MonitorScreen):
                 yield widget
 
     def body(self) -> Iterable[Widget]:
-        """Give the list and the filter."""
+        """Return the list and the filter."""
         yield RunRows(self.app_state, name="runs")
         yield Prompt(self.app_state, "filter", "words; enter keeps it, escape ends it", name="filter")
 
     def tick(self) -> None:
-        """Look at the runs, and draw what changed."""
+        """Read the runs, and draw what changed."""
         self.query_one(RunRows).refresh_entries(time.monotonic())
         super().tick()
 

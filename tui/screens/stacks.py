@@ -32,11 +32,11 @@ class StackList(Listing):
         return tuple((rank, id(one.stacks), id(one.native_stacks)) for rank, one in ranks.items() if one.stacks)
 
     def stacks(self) -> dict[int, Stacks]:
-        """Give the latest stacks by rank."""
+        """Return the latest stacks by rank."""
         return {rank: one.stacks for rank, one in self.app_state.model.ranks.items() if one.stacks is not None}
 
     def rows(self) -> list[Row]:
-        """Give the rows, made anew when stacks came or a group was folded."""
+        """Return the rows, made anew when stacks came or a group was folded."""
         made_for = (self._taken(), self.unfolded)
         if self._made[0] != made_for:
             ranks = self.app_state.model.ranks
@@ -45,7 +45,7 @@ class StackList(Listing):
         return self._made[1]
 
     def row(self) -> Row | None:
-        """Give the selected row."""
+        """Return the selected row."""
         found = self.rows()
         return found[min(self.selected, len(found) - 1)] if found else None
 
@@ -63,7 +63,7 @@ class StackList(Listing):
         return Line(cut(indent + row.text, width, theme.glyphs.ellipsis), style).fit(width, theme.style("text", ground))
 
     def head(self, width: int) -> list[Line]:
-        """Say whose stacks these are and of when."""
+        """Draw the ranks and the time of these stacks."""
         theme, stacks = self.theme, self.stacks()
         line = Line(theme.glyphs.rule, theme.style("rule"))
         total = len(self.app_state.model.ranks)
@@ -106,7 +106,7 @@ class StacksScreen(MonitorScreen):
     ]
 
     def body(self) -> Iterable[Widget]:
-        """Give the stacks."""
+        """Return the stacks."""
         yield StackList(self.app_state, name="lines")
 
     def on_mount(self) -> None:

@@ -6,7 +6,7 @@ from textual.binding import Binding, BindingType
 
 from ..widgets.alert_lines import wrap
 from ..widgets.line import Line
-from .answers import answer_lines, button_line
+from .command_answers import answer_lines, button_line
 from .command_dialog import CommandDialog
 
 

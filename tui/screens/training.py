@@ -101,7 +101,7 @@ class TrainingScreen(MonitorScreen):
         self.canvas = TrainingCanvas(app_state, self.view, "body")
 
     def body(self) -> Iterable[Widget]:
-        """Give the one canvas."""
+        """Return the one canvas."""
         yield self.canvas
 
     @property

@@ -1,8 +1,8 @@
-"""What the screens know of where a run comes from: one interface, live or replayed.
+"""The interface of sources of a run, live or replayed, for the screens.
 
-A source has threads of its own that gather frames. The terminal's thread calls ``pump`` before it paints: that folds
-what has arrived into ``model`` within a time budget. So the model is only ever touched by the thread that draws it, and
-needs no lock. ``model`` may be another object after a seek: take it from the source at every paint.
+A source has threads of its own that gather frames. The terminal's thread calls ``pump`` before it paints: that applies
+new frames to ``model`` within a time budget. So the model is only ever touched by the thread that draws it, and needs
+no lock. ``model`` may be another object after a seek: take it from the source at every paint.
 """
 
 from dataclasses import dataclass, field
@@ -14,8 +14,9 @@ from ..model.run import RunModel
 from .transport import Transport
 
 ConnectionState = Literal["connecting", "live", "hub-gone", "ended", "replay"]
-"""``hub-gone``: the ranks train on, nobody tells how; a new hub is looked for. ``ended``: the run is over, and what is
-shown is its recording. ``replay``: a recording was opened."""
+"""``hub-gone``: the ranks train on unobserved; a new hub is awaited. ``ended``: the run is over, and its recording is
+shown. ``replay``: a recording was opened.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Source(Protocol):
         ...
 
     def pump(self, budget_s: float = 0.05) -> bool:
-        """Fold what has arrived into the model, for at most ``budget_s``; True when something changed."""
+        """Apply new frames to the model, for at most ``budget_s``; True when something changed."""
         ...
 
     def send(self, verb: str, args: dict[str, Any] | None = None) -> str:

@@ -14,8 +14,13 @@ import msgspec
 from ...protocol.text import sanitize
 from ..model.what_if import Answer, WhatIf
 
-_MARK = "predicting: "
 _MOST_BYTES = 64 << 20
+
+
+class _Progress(msgspec.Struct):
+    """A line that the process writes before each dry run; any other line is an error's text."""
+
+    predicting: str
 
 
 class DryRuns:
@@ -55,7 +60,7 @@ class DryRuns:
         return self.found.state == "running"
 
     def poll(self) -> bool:
-        """Take in what the process has written; return whether something changed."""
+        """Read new output of the process; return whether something changed."""
         if not self.running:
             return False
         changed = self._progress()
@@ -89,8 +94,12 @@ class DryRuns:
         whole = text[: text.rfind(b"\n") + 1]
         self._read += len(whole)
         for line in whole.decode(errors="replace").splitlines():
-            if line.startswith(_MARK):
-                self.found.done.append(sanitize(line.removeprefix(_MARK), 80))
+            try:
+                progress = msgspec.json.decode(line, type=_Progress)
+            except msgspec.MsgspecError:
+                progress = None
+            if progress is not None:
+                self.found.done.append(sanitize(progress.predicting, 80))
                 self.found.version += 1
             elif line.strip():
                 # The file is a copy: a person knows it by its name.

@@ -20,7 +20,7 @@ class Hub:
 
 
 class Endpoint:
-    """Finds a run's hub, tells whether it lives, and opens the recording where that is at hand."""
+    """Finds a run's hub, checks whether it is alive, and opens the recording where that is local."""
 
     def __init__(self, run: RunDir | None = None, addresses: Mapping[str, str] | None = None) -> None:
         """Give a run directory of this host, or the channels' addresses (``sockets.CHANNELS``) elsewhere."""
@@ -31,7 +31,7 @@ class Endpoint:
 
     @property
     def local(self) -> bool:
-        """Whether the hub's process can be looked at."""
+        """Whether the hub's process is on this host."""
         return self._run is not None
 
     @property
@@ -52,11 +52,11 @@ class Endpoint:
         return Hub(found.addresses, found.process, found.read_only) if found else None
 
     def is_alive(self, hub: Hub) -> bool:
-        """Return whether that very hub lives; of one elsewhere it is not known, and so is said to."""
+        """Return whether that very hub is alive; True for a hub elsewhere, of which it is not known."""
         return hub.process is None or is_alive(hub.process)
 
     def ended(self) -> bool:
-        """Return whether the run is over and nobody would start a hub any more.
+        """Return whether the run is over and no process would start a hub any more.
 
         A launcher outlives its job until a hub has recorded the end, also one that came up after it.
         """

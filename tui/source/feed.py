@@ -30,10 +30,10 @@ from .overview import Overview, read_overview
 from .remote import RemoteReader
 
 _LOOK_S = 0.5
-"""How often the hub's process is looked at."""
+"""Seconds between checks of the hub's process."""
 
 _SILENCE_S = 15.0
-"""A hub that says nothing for this long is gone, where its process cannot be looked at."""
+"""A hub that sends nothing for this long is gone, where its process cannot be checked."""
 
 _FETCH = 2000
 """Frames asked for at once."""
@@ -41,7 +41,7 @@ _FETCH = 2000
 _MAX_FETCHED = 40_000
 """A hole larger than this is not fetched: the state is loaded anew."""
 
-_GONE = "the hub is gone; the ranks train on, and a new hub is looked for"
+_GONE = "the hub is gone; the ranks train on, and a new hub is awaited"
 _MAX_BATCH = 500
 _MOST_WAITING = 40
 """Batches not yet folded. Beyond it the rest stays in ZeroMQ's queue; what that drops is seen by its numbers, and asked
@@ -87,7 +87,7 @@ class Feed(threading.Thread):
         self._told: tuple[ConnectionState, str, int] | None = None
         self._lost = 0
         self._unrecorded = False
-        """The hub last said that it could not record."""
+        """Whether the hub last reported that it could not record."""
         self._pooled = False
         """What was loaded is not the whole stream: older history is to be read, pooled."""
 
@@ -104,10 +104,10 @@ class Feed(threading.Thread):
         self._nudge()
 
     def run(self) -> None:
-        """Follow the run from hub to hub, until it is over or nobody looks any more."""
+        """Follow the run from hub to hub, until it is over or the source is closed."""
         try:
             self._follow_all()
-        except Exception as error:  # nobody sees a thread die: the screen must say it
+        except Exception as error:  # a thread dies unseen: the screen must show it
             if not self._closing.is_set():
                 self._tell("hub-gone", f"the run cannot be followed any more: {type(error).__name__}: {error}")
 
@@ -135,7 +135,7 @@ class Feed(threading.Thread):
             self.arrivals.append(Arrival(connection=Connection(state, text, time.time(), self._lost)))
 
     def _tell_gone(self, text: str) -> None:
-        """Say that there is no hub to follow, unless that is because the run is over."""
+        """Report that there is no hub to follow, unless the run is over."""
         if not self._closing.is_set() and not self._endpoint.ended():
             self._tell("hub-gone" if self._joined else "connecting", text)
 
@@ -167,7 +167,7 @@ class Feed(threading.Thread):
         return self._closing.is_set() or not self._endpoint.is_alive(hub)
 
     def _join(self, history: History) -> None:
-        """Take the run's state as recorded, or only what is new when there was a hub before this one."""
+        """Load the run's recorded state, or only its new part when there was a hub before this one."""
         if self._joined:
             self._fetch(history, None)
         else:
@@ -223,12 +223,12 @@ class Feed(threading.Thread):
                     return
 
     def _drain(self, stream: "zmq.Socket[Any]", history: History) -> None:
-        """Take what a hub published last."""
+        """Receive the last messages of a hub."""
         while stream.poll(0):
             self._take(stream, history)
 
     def _take(self, stream: "zmq.Socket[Any]", history: History) -> None:
-        """Receive what has come, in one batch, with any hole before it filled."""
+        """Receive one batch of messages, with any gap before it filled."""
         frames: list[Frame] = []
         while len(frames) < _MAX_BATCH:
             try:
@@ -245,7 +245,7 @@ class Feed(threading.Thread):
                 self._flush(frames)
                 frames = []
                 self._fill(history, self._last_seq, header.seq, missed)
-            # Not before: what a hub that has died could not tell of a hole is asked of the next.
+            # Advance only after the gap is filled, so that the next hub can be asked if this one dies.
             self._last_seq = max(self._last_seq, header.seq)
             try:
                 message = wire.decode_body(parts[1])
@@ -316,7 +316,7 @@ class Feed(threading.Thread):
             self._refuse(self._commands.get())
 
     def _refuse(self, command: Command) -> None:
-        text = "the hub is gone, so nobody could act on this; it comes back by itself, try again in some seconds"
+        text = "the hub is gone, so nothing can be done now; it comes back by itself: try again in some seconds"
         self.arrivals.append(Arrival(answer=Accepted(command.id, False, text)))
 
     def _finish(self) -> None:

@@ -29,13 +29,13 @@ ANSWER_S = 10.0
 class LiveSource:
     """Follows a run.
 
-    The live end is folded all the time, also while the past is shown, so the return to it is immediate.
+    Live messages are applied all the time, also while the past is shown, so the return to them is immediate.
 
     Args:
         run: the run's directory on this host; or
         addresses: the hub's channels (``sockets.CHANNELS``), when it is elsewhere; or
-        endpoint: whatever else finds the hub.
-        info: what is known of the run beforehand, where there is no directory to tell.
+        endpoint: another way to find the hub.
+        info: what is known of the run beforehand, where there is no directory.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class LiveSource:
 
     @property
     def can_command(self) -> bool:
-        """Whether there is a hub that takes commands."""
+        """Whether there is a hub that accepts commands."""
         hub = self._feed.hub
         return hub is not None and not hub.read_only
 
@@ -100,7 +100,7 @@ class LiveSource:
         self._feed.start()
 
     def pump(self, budget_s: float = 0.05) -> bool:
-        """Fold what has arrived since the last call."""
+        """Apply the messages since the last call."""
         deadline = time.monotonic() + budget_s
         changed = False
         arrivals = self._feed.arrivals
@@ -170,7 +170,7 @@ class LiveSource:
         return True
 
     def _settle_commands(self) -> bool:
-        """Give up on commands that nobody accepted."""
+        """Fail commands that were not accepted in time."""
         now = time.time()
         changed = False
         for record in self._commands.values():
@@ -232,7 +232,7 @@ class LiveSource:
 
 
 def _info(run: RunDir | None) -> RunInfo:
-    """Take what a run directory tells of its run."""
+    """Return the run's information from its directory."""
     if run is None:
         return RunInfo()
     try:

@@ -9,7 +9,7 @@ from math import ceil, floor
 from ...protocol.recording.results import RecordingInfo
 from ...protocol.telemetry import Checkpoint, Evaluation, Step
 from ...protocol.wire import Frame
-from ..model.levels import Level
+from ..model.max_pyramid import Level
 from ..model.run import RunInfo, RunModel
 from .history import History
 from .overview import Overview, fine_begin, read_memory
@@ -27,7 +27,7 @@ FINE_SECONDS = 112
 
 
 def describe(info: RecordingInfo) -> RunInfo:
-    """Take what a recording tells of its run."""
+    """Return the run's information from a recording."""
     return RunInfo(
         id=info.run_id,
         name=info.name,
@@ -38,7 +38,7 @@ def describe(info: RecordingInfo) -> RunInfo:
     )
 
 
-class Superseded(Exception):  # noqa: N818 - no error: nobody wants the state any more
+class Superseded(Exception):  # noqa: N818 - no error: the state is not needed any more
     """Something else is to be loaded instead."""
 
 
@@ -67,9 +67,10 @@ def load(
 
 @contextmanager
 def _without_collections() -> Generator[None, None, None]:
-    """Hold up the garbage collector: a load makes tens of thousands of objects, all of which stay.
+    """Pause the garbage collector.
 
-    Looking through them, and through all else that lives, again and again takes as long as the load itself.
+    A load makes tens of thousands of objects, all of which stay. Traversing them, and all others, again and again takes
+    as long as the load itself.
     """
     if not gc.isenabled():
         yield
@@ -109,7 +110,7 @@ def _load(
     if begin:
         _load_memory(history, tail[0].t if tail else t, t, model, overview)
         go_on()
-    # Charts and rates want steps without holes; of older ones (the run's peak) only what they tell is kept.
+    # Charts and rates need steps without gaps; of older ones (the run's peak) only the results are kept.
     fold(model, (frames[number] for number in sorted(frames) if number <= begin))
     job, older = model.job, {number: rank.last for number, rank in model.ranks.items()}
     for rank in model.ranks.values():
@@ -180,7 +181,7 @@ def adopt_steps(model: RunModel, overview: Overview) -> None:
 
 
 def _load_memory(history: History, told: float, t: float, model: RunModel, overview: Overview | None) -> None:
-    """Load the memory before ``told``, from where on frames tell it up to ``t``: by the second, and older pooled."""
+    """Load the memory before ``told``, where the frames begin that reach to ``t``: by the second, and older pooled."""
     span = overview.span if overview is not None else 1
     fine = fine_begin(told, FINE_SECONDS, span)
     if overview is not None:

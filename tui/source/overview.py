@@ -11,7 +11,7 @@ from ...protocol.recording.results import RecordingInfo
 from ...protocol.telemetry import AllocatorEvents
 from ...protocol.wire import Frame
 from ..model.events import KEPT
-from ..model.levels import EMPTY, RATIO, Level
+from ..model.max_pyramid import EMPTY, RATIO, Level
 from ..model.series import StepSeries
 from ..model.training import TrainingHistory
 from .history import History
@@ -31,7 +31,7 @@ JOBS_READ = 16
 
 COURSE_POINTS = 2048
 COURSE_RANKS = 4
-"""Points of the course of a training that are read, and of how many ranks: the others are taken to be like them."""
+"""Points of a training's course that are read, and of how many ranks: the others are assumed to be alike."""
 
 RESULTS_READ = 1000
 """Evaluations, and checkpoints, that are read; of more, so many are spread evenly over the recording."""
@@ -73,7 +73,7 @@ class Overview:
         """The time it was read up to."""
         self.memory: dict[int, Level] = {}
         self.curves: dict[int, Curves] = {}
-        """By job; a run whose hub tells of no jobs has one part, under 0."""
+        """By job; a run without jobs has one part, under 0."""
         self.marks: dict[int, list[PeakMark]] = {}
         """By rank: where a phase came higher than before."""
         self.events: dict[int, list[AllocatorEvents]] = {}
@@ -137,7 +137,7 @@ def _read_results(
 
 
 def _job_spans(history: History, info: RecordingInfo) -> dict[int, tuple[float, float]]:
-    """Say from when to when each of the last jobs was in the stream; of a run with one job, under 0, all of it."""
+    """Return the span of each of the last jobs in the stream; of a run with one job, under 0, all of it."""
     jobs: list[Job] = []
     with contextlib.suppress(FtmonError):  # a hub of an earlier version knows of none
         jobs = [frame.message for frame in history.jobs() if isinstance(frame.message, Job) and frame.message.shown]

@@ -57,7 +57,8 @@ class Playback:
     """Plays a history into a model.
 
     Args:
-        open_history: opens the history, in the thread that uses it; is given what tells that nobody waits any more.
+        open_history: opens the history, in the thread that uses it; gets a function that is true once the result is not
+        needed any more.
         info: what is known of the run, for the models to start from.
         transport: whose figures to keep, and whose requests come to ``request``.
         start: where to begin, seconds since the epoch; None for the beginning.
@@ -119,7 +120,7 @@ class Playback:
             self._thread.join(timeout=5)
 
     def request(self, request: Request) -> None:
-        """Take a request; it is carried out in the thread."""
+        """Queue a request for the thread."""
         self._sent += 1
         self._transport.seeking = request.kind not in ("speed", "faster", "pause") or not self._thread.is_alive()
         self._requests.put(request)
@@ -172,7 +173,7 @@ class Playback:
             history = self._open(self._closing.is_set)
             self._begin(history)
             self._loop(history)
-        except Exception as error:  # nobody sees a thread die: the screen must say it
+        except Exception as error:  # a thread dies unseen: the screen must show it
             known = isinstance(error, FtmonError)
             self.error = str(error) if known else f"the recording cannot be played: {type(error).__name__}: {error}"
             self._put(message=self.error)
@@ -202,7 +203,7 @@ class Playback:
             history = self._open(self._closing.is_set)
             self._new_overview = read_overview(history, history.info(), self._closing.is_set)
             self._requests.put(Request("overview"))
-        except Exception as error:  # nobody sees a thread die
+        except Exception as error:  # a thread dies unseen
             words = str(error) if isinstance(error, FtmonError) else f"{type(error).__name__}: {error}"
             self._put(message=f"older history cannot be read: {words}")
         finally:
@@ -236,7 +237,7 @@ class Playback:
             moved_at = now
 
     def _take(self, wait: float | None) -> list[Request]:
-        """Wait for requests, and take all there are, so that a held key costs one seek and not twenty."""
+        """Wait for requests, and return all there are, so that a held key costs one seek and not twenty."""
         found: list[Request] = []
         try:
             request = self._requests.get(timeout=wait)
@@ -280,7 +281,7 @@ class Playback:
         if request.kind == "speed":
             self._speed = request.number
             return None
-        if request.kind == "faster":  # from the speed asked for last, which the screen may not have been told yet
+        if request.kind == "faster":  # from the speed requested last, which the screen may not have received yet
             self._speed = next_speed(self._speed, up=request.number > 0)
             return None
         if request.kind == "play":

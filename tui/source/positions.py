@@ -24,7 +24,7 @@ class Position:
 
 
 def parse(text: str, position: float, first: float, last: float) -> Position:
-    """Understand what a person typed into "go to".
+    """Parse a position that was typed into "go to".
 
     Args:
         text: what was typed; ``step 812`` and ``#812`` mean the step too. A time of day is local, of the day that puts

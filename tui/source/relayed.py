@@ -50,7 +50,7 @@ class Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RelayError(FtmonError):
-    """The relaying program ended before it said which run it relays."""
+    """The relaying program ended before its greeting."""
 
     def __init__(self, text: str, status: int = 1) -> None:
         """Keep the program's own words, and its exit status."""
@@ -67,7 +67,7 @@ class Relay:
         patience: seconds to wait for its first line; None: for ever (a person may be typing a password).
 
     Raises:
-        RelayError: it ended, or said nothing in time; the text is its last words.
+        RelayError: it ended, or sent nothing in time; the text is its last output.
     """
 
     def __init__(self, command: Sequence[str], listeners: dict[str, socket.socket], patience: float | None) -> None:
@@ -157,7 +157,7 @@ class RelayedEndpoint(Endpoint):
 
     Args:
         command: the program's words; what another attempt adds stands in ``again``.
-        again: the words of a later attempt, when nobody is there to type a password.
+        again: the words of a later attempt, when no password can be typed.
     """
 
     def __init__(self, command: Sequence[str], again: Sequence[str]) -> None:
@@ -189,7 +189,7 @@ class RelayedEndpoint(Endpoint):
 
     @property
     def info(self) -> RunInfo:
-        """What the greeting tells of the run."""
+        """The run's information from the greeting."""
         found = self.greeting
         if found is None:
             return RunInfo()
@@ -226,7 +226,7 @@ class RelayedEndpoint(Endpoint):
         return hub is self._hub and self._relay is not None and self._relay.alive
 
     def ended(self) -> bool:
-        """Return whether the relay said that the run is over."""
+        """Return whether the relay reported the run's end."""
         return self._relay is not None and self._relay.ended_in_order
 
     def open_recording(self) -> History:

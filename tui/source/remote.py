@@ -16,7 +16,7 @@ from ...protocol.sockets import peer_socket
 from ...protocol.wire import Frame
 
 TIMEOUT_S = 10.0
-"""How long an answer may take; a hub that sits on a slow disk is given that."""
+"""Seconds that an answer may take; a hub on a slow disk needs that."""
 
 _POLL_MS = 50
 
@@ -120,7 +120,7 @@ class RemoteReader:
             self._connect()
             self._send(wire.encode("app", self._asked, time.time(), query), deadline)
             answer = self._receive(query.id, deadline)
-        except zmq.ZMQError as error:  # the context ends: so does whoever asks
+        except zmq.ZMQError as error:  # the context ends, and its users with it
             self.close()
             raise HubError(f"the hub cannot be asked: {error.strerror}") from None
         except HubError:

@@ -20,11 +20,11 @@ _LOOKED_AT = 64
 """Messages read at once in search of the first ranks'."""
 
 _TOGETHER_S = 1.0
-"""Ranks that are heard of within this of each other came together."""
+"""Ranks whose first messages are within this of each other started together."""
 
 
 def first_ranks_time(reader: Reader, info: RecordingInfo) -> float:
-    """Return when the ranks that came first were all heard of; where none ever was, when the recording begins."""
+    """Return when the first ranks had all sent messages; without any, the beginning of the recording."""
     after, found = 0, 0.0
     while info.ranks and (frames := reader.frames(after, _LOOKED_AT)):
         for frame in frames:
@@ -43,8 +43,8 @@ class ReplaySource:
 
     Args:
         path: the recording file.
-        start: where to begin, seconds since the epoch; None for when the first ranks were heard of (before that
-            there is nothing to see; the recording's beginning stays in reach).
+        start: where to begin, seconds since the epoch; None for the first ranks' first messages (before that nothing is
+        shown; seeking to the beginning stays possible).
         at_end: begin at its end instead.
         play: begin playing at once.
 
@@ -84,7 +84,7 @@ class ReplaySource:
 
     @property
     def connection(self) -> Connection:
-        """Says what is missing of the recording, if anything is."""
+        """``replay``, with what is missing of the recording, if anything."""
         left_out = next((reader.left_out for reader in self._readers if reader.left_out), "")
         return Connection("replay", self._playback.error or self._missing or left_out, self._since)
 
@@ -100,7 +100,7 @@ class ReplaySource:
 
     @property
     def can_command(self) -> bool:
-        """A recording takes no commands."""
+        """A recording accepts no commands."""
         return False
 
     def start(self) -> None:

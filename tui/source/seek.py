@@ -8,7 +8,7 @@ _LATEST_S = 60.0
 """How long after the time it speaks of an alert may have been raised."""
 
 _FIRST_BATCH = 128
-"""Frames looked through at first; most alerts are raised within a second."""
+"""Frames searched at first; most alerts are raised within a second."""
 
 _BATCH = 2048
 

@@ -1,8 +1,8 @@
-"""Many connections over one pair of pipes: what carries a run's sockets through an ssh that has no open ports.
+"""Multiplexes connections over one pair of pipes: carries a run's sockets through an ssh without open ports.
 
-Bytes only; what they mean is between the sockets at both ends. Frames are a kind, a connection's number and a length
+Bytes only; their meaning is up to the sockets at both ends. Frames are a kind, a connection's number and a length
 (``>BII``), then as many bytes. A side sends at most ``WINDOW`` bytes of a connection that the other has not written on
-yet, so that one that nobody reads holds up no other.
+yet, so that one without a reader holds up no other.
 """
 
 import contextlib

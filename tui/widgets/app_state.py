@@ -11,7 +11,7 @@ from ..model.run import RunModel
 from ..source.base import Source
 from ..source.dry_runs import DryRuns
 from .theme import Theme
-from .views import Views, nice_top
+from .view_models import Views, nice_top
 
 SPANS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Seconds a graph's column may cover."""
@@ -54,7 +54,7 @@ class AppState:
 
     @property
     def model(self) -> RunModel:
-        """The state to draw; taken anew at every paint, since a seek replaces it."""
+        """The state to draw; read again at every paint, since a seek replaces it."""
         return self.source.model if self.source is not None else self._empty
 
     @property
@@ -81,7 +81,7 @@ class AppState:
 
     @property
     def scale_words(self) -> str:
-        """Say what graphs are scaled to and how long a column is."""
+        """Return a text with the scale of graphs and the length of a column."""
         model = self.model
         capacities = {rank.capacity_bytes for rank in model.ranks.values() if rank.capacity_bytes}
         cpu = any(rank.on_cpu for rank in model.ranks.values())

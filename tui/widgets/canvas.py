@@ -37,7 +37,7 @@ class Canvas(Widget, can_focus=False):
         return self.app_state.theme
 
     def key(self) -> Any:
-        """Give a value that changes whenever the drawing would; None draws every time."""
+        """Return a value that changes whenever the drawing would; None draws every time."""
         return None
 
     def draw(self, width: int, height: int) -> list[Line]:

@@ -59,7 +59,7 @@ def name(view: RankView, theme: Theme) -> str:
 
 
 def state_words(view: RankView) -> str:
-    """Say a state and how long it has lasted: ``hung 34 s``."""
+    """Return a state and how long it has lasted: ``hung 34 s``."""
     if view.in_trouble and view.state_seconds is not None and view.state_seconds >= 1:
         return f"{view.state} {duration(int(view.state_seconds))}"
     return view.state
@@ -92,7 +92,7 @@ def figures(view: RankView, width: int, theme: Theme) -> Line:
 
 
 def foot(view: RankView, width: int, theme: Theme) -> list[Line]:
-    """Draw phase shares and health in two lines; trouble that takes more than a line to tell takes both."""
+    """Draw phase shares and health in two lines; a trouble whose text is longer than a line gets both."""
     if view.in_trouble and width_of(view.text) + 2 > width:
         glyph, tone = theme.state(view.state)
         style = theme.style(tone)
@@ -119,7 +119,7 @@ def health(view: RankView, width: int, theme: Theme) -> Line:
 
 
 def health_words(view: RankView, theme: Theme) -> str:
-    """Say utilisation, power and temperature, or the host's of a rank on the CPU."""
+    """Return utilisation, power and temperature, or the host's of a rank on the CPU."""
     words: list[str] = []
     label = "util" if view.measure == "cuda" else "host CPU"
     if view.utilization is not None:

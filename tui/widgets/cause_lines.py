@@ -44,7 +44,7 @@ def cause_lines(cause: Cause, verdict: Verdict | None, width: int, theme: Theme,
 
 
 def cause_head(cause: Cause, theme: Theme) -> Line:
-    """Say which phase took how much, in which step."""
+    """Draw phase, size and step of a cause."""
     stayed = cause.reason == "leak"
     line = Line(f" {theme.glyphs.spike} ", theme.style("warning", bold=True))
     line.add(f"{sanitize(cause.phase, 20) or 'step'} ", theme.style(bold=True))

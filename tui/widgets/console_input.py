@@ -76,7 +76,7 @@ class ConsoleInput(Canvas, can_focus=True):
         self.tick()
 
     def on_paste(self, event: Paste) -> None:
-        """Take what was pasted: whole lines are lines of the code."""
+        """Insert pasted text: whole lines are lines of the code."""
         event.stop()
         code = self.before + self.text[: self.cursor] + event.text.replace("\r\n", "\n").replace("\r", "\n")
         self._put("".join(each for each in code if each == "\n" or each.isprintable()) + self.text[self.cursor :])

@@ -18,7 +18,7 @@ _LABEL = 33
 
 
 def title_line(rank: RankModel, name: str, width: int, theme: Theme) -> Line:
-    """Draw the rule that says whose allocator it is and which step was sampled last."""
+    """Draw the rule with the rank and the step that was sampled last."""
     rule = theme.style("rule")
     line = Line(theme.glyphs.rule, rule).add(" allocator of ", theme.style("dim"))
     line.add(cut(name, width // 2, theme.glyphs.ellipsis) + " ", theme.style(bold=True))
@@ -100,7 +100,7 @@ def unused_lines(rank: RankModel, width: int, height: int, theme: Theme) -> list
 
 
 def unused_share(rank: RankModel) -> float | None:
-    """Give the share of reserved memory that was not allocated at the last step's peak; None where it is not known."""
+    """Return the share of reserved memory that was not allocated at the last step's peak; None: not known."""
     last = rank.last
     if last is None or rank.on_cpu or not last.phases:
         return None
@@ -110,7 +110,7 @@ def unused_share(rank: RankModel) -> float | None:
 
 
 def free_line(rank: RankModel, width: int, theme: Theme) -> Line | None:
-    """Say of what the unused memory consists: whether a large allocation finds a place in it."""
+    """Draw what the unused memory consists of: whether a large allocation finds a place in it."""
     last = rank.allocator.last
     if last is None or not last.reserved_bytes:
         return None
@@ -124,7 +124,7 @@ def free_line(rank: RankModel, width: int, theme: Theme) -> Line | None:
 
 
 def retry_line(rank: RankModel, width: int, theme: Theme) -> Line:
-    """Say how often the allocator had to give its cache back to the device before it could go on, and when."""
+    """Draw how often the allocator had to give its cache back to the device before it could go on, and when."""
     retries = rank.allocator.retries or 0
     line = Line(f" {'retries (cudaMalloc flushes)':<{_LABEL}}", theme.style("warning" if retries else "dim"))
     if not retries:

@@ -13,7 +13,7 @@ class Glyphs:
     across: str
     """Characters from an empty cell to a full one, filled from the left."""
     reserved: str
-    """Reserved memory where colour cannot tell it from allocated memory."""
+    """Reserved memory where colour cannot distinguish it from allocated memory."""
     peak: str
     spike: str
     rule: str
@@ -49,7 +49,7 @@ class Glyphs:
 
     @property
     def is_ascii(self) -> bool:
-        """Tell whether nothing but ASCII is drawn."""
+        """Return whether nothing but ASCII is drawn."""
         return self.eighths.isascii()
 
 
@@ -149,7 +149,7 @@ ASCII = Glyphs(
 
 
 def choose(ascii_only: bool) -> Glyphs:
-    """Give the glyphs for this terminal: ASCII when asked for, or when the locale cannot print block characters."""
+    """Return the glyphs for this terminal: ASCII when asked for, or when the locale cannot print block characters."""
     if ascii_only:
         return ASCII
     encoding = locale.getpreferredencoding(False)

@@ -1,4 +1,4 @@
-"""The heat map: a cell a rank; colour and figure say how full its memory gets, a glyph what state it is in."""
+"""The heat map: a cell a rank; colour and figure show how full its memory gets, a glyph its state."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class Grid(NamedTuple):
     columns: int
 
     def rows(self, ranks: int) -> int:
-        """Rows of cells that ``ranks`` take."""
+        """Rows of cells for ``ranks``."""
         return -(-ranks // self.columns)
 
 
@@ -84,7 +84,7 @@ def _cell(line: Line, view: RankView, grid: Grid, part: int, selected: bool, the
 
 
 def _text(view: RankView, width: int, theme: Theme) -> str:
-    """Say what fits: percent of memory, in a narrow cell its tens; a state's glyph before anything else."""
+    """Return the text that fits: a state's glyph, else percent of memory, in a narrow cell its tens."""
     share = min(1.0, view.share)
     percent = f"{share * 100:.0f}" if view.peak else ""
     if view.state != "training":
@@ -110,7 +110,7 @@ def _colors(view: RankView, theme: Theme) -> tuple[str, str]:
 
 
 def chosen_line(view: RankView, width: int, theme: Theme) -> Line:
-    """Say the figures of the selected rank, and at the right what the colours mean."""
+    """Draw the figures of the selected rank, and at the right what the colours mean."""
     glyph, tone = theme.state(view.state)
     line = Line(f" {theme.glyphs.selected} ", theme.style("accent")).add(f"{glyph} ", theme.style(tone))
     line.add(name(view, theme), theme.style("accent", bold=True))

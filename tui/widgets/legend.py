@@ -27,7 +27,7 @@ PHASE_WORDS = {
     "forward": "forward pass",
     "backward": "backward pass, gradient reduction included",
     "optimizer": "optimizer step",
-    "wait": "inside collective calls (taken out of the phases)",
+    "wait": "inside collective calls (not part of the phases)",
     "other": "between phases",
 }
 

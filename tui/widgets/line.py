@@ -36,7 +36,7 @@ class Line:
             self.add(text, style)
 
     def add(self, text: str, style: Style) -> "Line":
-        """Append text; what a terminal would obey is taken out of it, wherever it came from."""
+        """Append text; control characters are removed from it, whatever its source."""
         if text:
             if not text.isprintable():
                 text = sanitize(text)

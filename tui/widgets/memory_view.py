@@ -8,7 +8,7 @@ from ...protocol.prediction import Prediction
 from ...protocol.telemetry import DeviceSample
 from ...protocol.text import sanitize
 from ..model.cause import Verdict, innermost
-from ..model.peak_phase import lead_sentences, phase_words
+from ..model.peak_phase import phase_words, ranking_sentences
 from ..model.prediction import compared_phases, predicted_phase
 from ..model.rank import RankModel
 from ..model.waterfall import REASONS, Waterfall, untaken, waterfall
@@ -28,13 +28,13 @@ class MemoryChoice:
     phase: str = ""
     """Empty: the phase with the highest peak."""
     highest: bool = False
-    """The step with the run's highest peak that was taken apart, in place of the latest."""
+    """The analysed step with the run's highest peak, in place of the latest."""
     unfolded: bool = False
     """All stacks of the cause, with all frames."""
 
 
 def composition_of(rank: RankModel, choice: MemoryChoice) -> Composition | None:
-    """Give the step that is in view."""
+    """Return the step that is in view."""
     return rank.memory.highest if choice.highest else rank.memory.latest
 
 
@@ -46,12 +46,12 @@ def fall_of(rank: RankModel, choice: MemoryChoice, sample: DeviceSample | None) 
 
 
 def cause_of(rank: RankModel, phase: str) -> Cause | None:
-    """Give the cause to show with a phase: its own, else that of the largest transient there is."""
+    """Return the cause to show with a phase: its own, else that of the largest transient there is."""
     return rank.memory.causes.get(phase) or rank.memory.cause
 
 
 def head_lines(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: int, theme: Theme) -> list[Line]:
-    """Say what the step's peak is, which phase is next, and offer the phases."""
+    """Draw the step's peak, the next phase, and the choice of phases."""
     dim, base = theme.style("dim"), theme.base
     top, highest = fall.standing[0]
     at_top = fall.phase == top
@@ -105,8 +105,8 @@ def body_lines(
         rank: the rank in view.
         fall: its waterfall.
         choice: what a person chose.
-        verdict: what the hub made of the last spike, if anything.
-        why: why nothing was taken apart yet and what comes; shown in that case only.
+        verdict: the hub's cause of the last spike, if any.
+        why: why no step was analysed yet and what comes; shown in that case only.
         width: cells.
         theme: how.
         prediction: of the run, to be shown beside it.
@@ -131,8 +131,8 @@ def body_lines(
         text = "On a CPU a peak is of the resident set: there is no device allocator, and nothing is reserved."
         lines += [Line(" " + row, theme.style("dim")) for row in wrap(text, width - 2)]
     lines += _predicted_lines(rank, prediction, width, theme)
-    lead = rank.memory.lead
-    for index, sentence in enumerate(lead_sentences(lead) if lead is not None else []):
+    ranking = rank.memory.ranking
+    for index, sentence in enumerate(ranking_sentences(ranking) if ranking is not None else []):
         first, *rest = wrap(sentence, width - 4)
         mark = theme.glyphs.dot if index else theme.glyphs.selected
         lines.append(Line(f" {mark} ", theme.style("accent")).add(first, theme.base))
@@ -143,7 +143,7 @@ def body_lines(
 
 
 def _predicted_lines(rank: RankModel, prediction: Prediction | None, width: int, theme: Theme) -> list[Line]:
-    """Say how the phases' peaks stand to the prediction, or why there is nothing to compare."""
+    """Draw the phases' peaks beside the prediction, or why there is nothing to compare."""
     if prediction is None:
         return []
     found = compared_phases(rank, prediction)
@@ -168,7 +168,7 @@ def _predicted_lines(rank: RankModel, prediction: Prediction | None, width: int,
 
 
 def title_line(rank: RankModel, name: str, width: int, theme: Theme) -> Line:
-    """Draw the rule that says whose memory it is."""
+    """Draw the rule with the rank."""
     rule = theme.style("rule")
     line = Line(theme.glyphs.rule, rule).add(" memory of ", theme.style("dim"))
     line.add(cut(name, width // 2, theme.glyphs.ellipsis) + " ", theme.style(bold=True))

@@ -60,7 +60,7 @@ def report_lines(
 
 
 def _meaning(case: OomCase, model: RunModel, acts: bool, asked: WhatIf, width: int, theme: Theme) -> list[Line]:
-    """Say why, what is going on now, and what to try."""
+    """Draw the reason, the present state, and the remedies."""
     lines = [Line(" " + row, theme.base) for row in wrap(case.verdict.text, min(width, _MOST_WIDE) - 2)]
     sure = "the numbers leave no other reading" if case.verdict.sure else "the likeliest reading of the numbers"
     lines.append(Line(f" {sure}", theme.style("dim")))

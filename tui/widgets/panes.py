@@ -9,14 +9,14 @@ from .line import Line, spread
 from .scrubber import scrubber
 from .summary import Summary, first_line, summary_lines
 from .theme import Theme
-from .views import playback_of, summary_of
+from .view_models import playback_of, summary_of
 
 
 class SummaryBar(Canvas):
     """The top of a screen: two lines, or one where its height is one."""
 
     def key(self) -> Summary:
-        """Give the summary itself."""
+        """Return the summary itself."""
         source = self.app_state.source
         if source is None:
             return Summary("no run")
@@ -29,7 +29,7 @@ class SummaryBar(Canvas):
 
 
 class AlertStrip(Canvas):
-    """A rule that says how graphs are scaled, and the latest alerts."""
+    """A rule with the scale of graphs, and the latest alerts."""
 
     def key(self) -> tuple[object, ...]:
         """Change with the alerts and the scale."""
@@ -65,7 +65,7 @@ class AlertStrip(Canvas):
 
 
 def pressing(alerts: list[Alert]) -> list[Alert]:
-    """Order alerts by what presses: those that still stand, newest first, then those that are over."""
+    """Order alerts by urgency: standing ones, newest first, then resolved ones."""
     return sorted(alerts, key=lambda alert: (alert.resolved is None, alert.time, alert.id), reverse=True)
 
 
@@ -73,7 +73,7 @@ class ReplayBar(Canvas):
     """The scrubber of a replay or of a live run rewound."""
 
     def key(self) -> object:
-        """Give the playback itself, its time as it is shown."""
+        """Return the playback itself, its time as it is shown."""
         source = self.app_state.source
         if source is None:
             return ()

@@ -7,7 +7,7 @@ from ..model.waterfall import LABELS, RankBar
 from .figures import gib
 from .line import Line
 from .theme import Theme
-from .views import nice_top
+from .view_models import nice_top
 
 PART_FILLS = {
     "parameters": "P",
@@ -22,7 +22,7 @@ PART_FILLS = {
     "unattributed": "?",
     "unused": "-",
 }
-"""What fills a part where colour cannot tell the parts apart."""
+"""Characters of the parts where colour cannot distinguish them."""
 
 _AXIS = 8
 _WIDEST = 20
@@ -153,7 +153,7 @@ def _ranks_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, t
 
 
 def _figures_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int, theme: Theme) -> Line:
-    """Say each peak below its bar where that fits, else the selected rank's and the extremes in words."""
+    """Draw each peak below its bar where that fits, else the selected rank's and the extremes as text."""
     bars = [bar for group in groups for bar in group]
     if cell >= 6 and len(groups) == len(bars):
         line = Line(f"{'GiB':>{_AXIS - 2}}  ", theme.style("dim"))

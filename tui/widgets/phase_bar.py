@@ -18,10 +18,10 @@ SHORT = {
     "wait": "wait",
     "other": "other",
 }
-"""Short names of phases; ``wait`` is time inside collective calls, taken out of the phases it fell in."""
+"""Short names of phases; ``wait`` is time inside collective calls, subtracted from the phases it fell in."""
 
 FILLS = {"data": ".", "generate": "+", "forward": "-", "backward": "=", "optimizer": "#", "wait": "~"}
-"""What fills a phase's part where colour cannot tell the parts apart."""
+"""Characters of the phases' parts where colour cannot distinguish them."""
 
 
 def phase_bar(shares: Sequence[tuple[str, float]], width: int, theme: Theme, figures: bool = True) -> Line:

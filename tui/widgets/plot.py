@@ -32,7 +32,7 @@ Cell = tuple[str, str]
 
 
 def sign_of(kind: Kind, theme: Theme) -> str:
-    """Give the sign of a kind of curve, for legends."""
+    """Return the sign of a kind of curve, for legends."""
     if theme.glyphs.is_ascii:
         return {"points": ".", "line": "*", "marks": "o"}[kind]
     return {"points": "⠢", "line": "━" if theme.color else "▀", "marks": "◆"}[kind]
@@ -49,7 +49,7 @@ def plot_cells(
     for number, curve in enumerate(curves):
         if not curve.xs:
             continue
-        # The colour only tells the curves apart here: where there is none, and where two tones are alike.
+        # Only colour distinguishes the curves here: where there is none, and where two tones are alike.
         color = (number + 1, 0, 0)
         tones[f"#{number + 1:02x}0000"] = curve.tone
         values = [min(max(value, ys[0]), ys[1]) for value in curve.ys]

@@ -43,7 +43,7 @@ def _pairs(pairs: Pairs, width: int, theme: Theme) -> Line:
 def _process(rank: RankModel) -> Pairs:
     hello = rank.hello
     if hello is None:
-        return [("process", "not heard of yet")]
+        return [("process", "no report yet")]
     found = [("pid", f"{hello.pid} on {hello.host}"), ("device", hello.device.name)]
     stage = f"ZeRO-{hello.zero_stage}" if hello.zero_stage is not None else hello.framework
     found += [("", stage)] if stage else []

@@ -12,13 +12,13 @@ from .card import FIXED_LINES, card
 from .line import Line
 from .log_lines import log_line
 from .rank_view import RankView
-from .views import History, scale_of
+from .view_models import History, scale_of
 
 CARD_WIDTH, CARD_HEIGHT = 36, FIXED_LINES + 2
-"""The smallest card that says everything."""
+"""The smallest card with all figures."""
 
 _RATIO = 6.0
-"""Width to height that a card looks best at."""
+"""Preferred width to height of a card."""
 
 
 class Plan(NamedTuple):
@@ -84,7 +84,7 @@ class Waiting(Canvas):
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the words and the end of the log."""
         theme, model = self.theme, self.app_state.model
-        words = "the run ended before any rank was heard of" if model.ended else "waiting for the first rank"
+        words = "the run ended before any rank reported" if model.ended else "waiting for the first rank"
         entries = model.logs.select(limit=max(0, height - 4))
         lines = [
             Line(),
@@ -150,7 +150,7 @@ class RowPart(Canvas):
         self.tick()
 
     def key(self) -> object:
-        """Change with the views; the graphs always look, and refresh what differs."""
+        """Change with the views; the graphs always check, and refresh what differs."""
         if self.part == 1:
             return None
         selected = self.app_state.selected if self.part == 0 else None
@@ -232,7 +232,7 @@ class RankGrid(Container):
         self._waiting: Waiting | None = None
 
     def tick(self) -> None:
-        """Look at the model and draw what changed."""
+        """Read the model and draw what changed."""
         app_state = self.app_state
         app_state.select_valid()
         width, height = self.size

@@ -41,7 +41,7 @@ class RankView:
 
     @property
     def in_trouble(self) -> bool:
-        """Tell whether its state needs a person's eye."""
+        """Return whether its state needs attention."""
         return self.state in TROUBLE
 
     @property

@@ -12,7 +12,7 @@ from .rank_view import RankView
 from .theme import Theme
 
 NARROWEST = 76
-"""Cells a row takes at the least; two rows stand side by side from twice that on."""
+"""Smallest width of a row in cells; two rows stand side by side from twice that on."""
 
 
 class Parts(NamedTuple):

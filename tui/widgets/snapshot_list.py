@@ -45,7 +45,7 @@ class SnapshotList(Listing):
         return self.explorer.version, self.selected, self.top
 
     def rows(self) -> Sequence[Row]:
-        """Give the rows, made again only when the explorer changed."""
+        """Return the rows, made again only when the explorer changed."""
         made_of = (self.explorer.version, self.size.width)
         if made_of != self._made_of:
             self._made_of = made_of
@@ -57,7 +57,7 @@ class SnapshotList(Listing):
         return len(self.rows())
 
     def current(self) -> Row | None:
-        """Give the selected row."""
+        """Return the selected row."""
         rows = self.rows()
         return rows[self.selected] if self.selected < len(rows) else None
 

@@ -11,7 +11,7 @@ from .canvas import Canvas
 from .figures import gib
 from .line import Line, beside, cut, spread
 from .memory_graph import Column, Scale, memory_graph
-from .views import nice_top
+from .view_models import nice_top
 
 _AXIS = 7
 _BANDS, _BANDS_TALL, _TALL = 1, 3, 14
@@ -70,7 +70,7 @@ class SnapshotTimeline(Canvas):
         return ((moment - explorer.first + 1) * width - 1) // span
 
     def moment_beside(self, columns: int) -> int:
-        """Give the moment that lies some columns from the cursor: at least one entry further."""
+        """Return the moment that lies some columns from the cursor: at least one entry further."""
         width = max(1, self.size.width - _AXIS)
         explorer = self.explorer
         span = explorer.last - explorer.first + 1

@@ -48,7 +48,7 @@ class Summary:
     peak_rank: int | None = None
     capacity: int = 0
     predicted: int = 0
-    """What the phase of the highest peak was predicted to take with that batch; 0: not known."""
+    """Predicted peak, with that batch, of the phase with the highest peak; 0: not known."""
     parted: bool = False
     """They differ by more than the prediction's expected error."""
     model: str = ""
@@ -64,7 +64,7 @@ def summary_lines(summary: Summary, width: int, theme: Theme) -> list[Line]:
 
 
 def first_line(summary: Summary, width: int, theme: Theme) -> Line:
-    """Draw name, state, step and time left; a wide line also says what is being trained.
+    """Draw name, state, step and time left; a wide line also shows what is being trained.
 
     Where it is tight, trouble stays: the name is cut, then the time left goes, then the word of the state.
     """

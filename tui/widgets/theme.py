@@ -42,40 +42,39 @@ class Theme:
         self.glyphs = glyphs
         self.color = color
         self.base = self.style("text")
-        self._cache: dict[tuple[str, str, bool], Style] = {}
 
     @property
     def plain_graphs(self) -> bool:
-        """Tell whether graphs must keep their parts apart by character, not by colour."""
+        """Return whether graphs must keep their parts apart by character, not by colour."""
         return not self.color or self.glyphs.is_ascii
 
     def tone(self, name: str) -> str:
-        """Give a tone's colour ``#rrggbb``."""
+        """Return a tone's colour ``#rrggbb``."""
         return name if name.startswith("#") else getattr(self.palette, name)
 
     def style(self, tone: str = "text", on: str = "background", bold: bool = False, reverse: bool = False) -> Style:
-        """Give the style of text in ``tone`` on ``on``."""
+        """Return the style of text in ``tone`` on ``on``."""
         if not self.color:
             return _style(None, None, bold, tone in ("dim", "faint", "rule"), reverse)
         return _style(self.tone(tone), self.tone(on), bold, False, reverse)
 
     def phase(self, name: str) -> str:
-        """Give a phase's colour."""
+        """Return a phase's colour."""
         return self.palette.phases.get(name, self.palette.dim)
 
     def part(self, name: str) -> str:
-        """Give the colour of a part of a memory peak."""
+        """Return the colour of a part of a memory peak."""
         return self.palette.parts.get(name, self.palette.dim)
 
     def state(self, name: str) -> tuple[str, str]:
-        """Give a rank or run state's glyph and tone."""
+        """Return a rank or run state's glyph and tone."""
         return self.glyphs.states.get(name, "?"), STATE_TONES.get(name, "dim")
 
     def severity(self, name: str) -> tuple[str, str]:
-        """Give a severity's glyph and tone."""
+        """Return a severity's glyph and tone."""
         return getattr(self.glyphs, name, self.glyphs.info), SEVERITY_TONES.get(name, "dim")
 
     def heat(self, share: float) -> str:
-        """Give the heat map's colour of a share 0..1."""
+        """Return the heat map's colour of a share 0..1."""
         heat = self.palette.heat
         return heat[min(len(heat) - 1, max(0, int(share * len(heat))))]

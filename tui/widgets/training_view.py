@@ -121,7 +121,7 @@ def _rooms(rows: int, panes: int) -> list[int]:
 
 
 def _head(scene: _Scene) -> Line:
-    """Draw the rule that says which step is shown: the cursor's, or the newest."""
+    """Draw the rule with the step shown: the cursor's, or the newest."""
     theme, moment, model = scene.theme, scene.moment, scene.model
     rule, dim = theme.style("rule"), theme.style("dim")
     line = Line(theme.glyphs.rule, rule).add(" training ", theme.style(bold=True))
@@ -293,7 +293,7 @@ def _plot(
 
 
 def _pooled(scene: _Scene, values: Sequence[float | None]) -> list[tuple[float, float]]:
-    """Give the last value of each half column of the window, with its place."""
+    """Return the last value of each half column of the window, with its place."""
     found: dict[int, tuple[float, float]] = {}
     for moment, value in zip(scene.seen, values, strict=True):
         if value is not None and isfinite(value):
@@ -303,7 +303,7 @@ def _pooled(scene: _Scene, values: Sequence[float | None]) -> list[tuple[float, 
 
 
 def _extremes(scene: _Scene, low: str, high: str, otherwise: str) -> list[tuple[float, float, float]]:
-    """Give the lowest and the highest value of each half column of the window, with its place."""
+    """Return the lowest and the highest value of each half column of the window, with its place."""
     found: dict[int, tuple[float, float, float]] = {}
     for moment in scene.seen:
         lowest, highest = getattr(moment, low), getattr(moment, high)
@@ -324,7 +324,7 @@ def _extremes(scene: _Scene, low: str, high: str, otherwise: str) -> list[tuple[
 
 
 def _marks(scene: _Scene) -> list[tuple[int, str, str, str]]:
-    """Give what is marked in the window: column, sign, tone, words; what matters most comes last."""
+    """Return what is marked in the window: column, sign, tone, words; what matters most comes last."""
     theme = scene.theme
     found: list[tuple[int, str, str, str]] = []
     for checkpoint in scene.model.training.checkpoints:
@@ -413,7 +413,7 @@ def _tick(place: float, axis: Axis) -> str:
 
 
 def _foot(scene: _Scene) -> Line:
-    """Say what is marked at the cursor (or newest), and which part of the run is in view."""
+    """Draw the events at the cursor (or the newest), and the part of the run in view."""
     theme, view = scene.theme, scene.view
     dim = theme.style("dim")
     line = Line(" ", dim)

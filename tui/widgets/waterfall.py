@@ -40,10 +40,10 @@ def waterfall_lines(
         fall: what to draw.
         width: cells.
         theme: how.
-        note: stands beside the bar of the temporaries, where there is room: what they are.
-        expected: what the phase was predicted to take, in columns of its own; None: it was not.
+        note: text beside the bar of the temporaries, where there is room: what they are.
+        expected: the phase's prediction, in columns of its own; None: there is none.
         error: expected error of the prediction, as a share.
-        warning: stands in the row of their heads.
+        warning: text in the row of their heads.
     """
     allowed = max(FLOOR_BYTES, error * expected.allocated_peak_bytes) if expected is not None else 0.0
     figures = _LABEL + _FIGURE + (0 if expected is None else _PREDICTED + _DIFFERENCE)
@@ -98,7 +98,7 @@ def waterfall_lines(
 
 
 def used_line(fall: Waterfall, width: int, theme: Theme) -> Line:
-    """Say what NVML counts as used, of how much, and what of it none of the rows explains."""
+    """Draw NVML's used and total memory, and the part that no row explains."""
     line = Line(f" {'used (NVML)':<{_LABEL - 1}}", theme.style(bold=True))
     if fall.used is None:
         line.add(f"{'-':>{_FIGURE}}", theme.style("dim"))

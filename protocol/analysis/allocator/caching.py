@@ -21,7 +21,7 @@ class CachingAllocator(RestoredMemory):
             buffers and other processes. None: no end.
         device_bytes: the device's total memory, of which ``set_per_process_memory_fraction`` takes a share; the
             capacity where it is not given.
-        driver: gives memory and addresses; a test's own.
+        driver: gives memory and addresses; replaceable in tests.
     """
 
     def allocate(self, size_bytes: int, stream: int = 0) -> int:

@@ -34,7 +34,7 @@ _OTHER_STREAM = -2
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """How a recorded trace and the model's own agree."""
+    """Differences between a recorded trace and the model's."""
 
     entries: int
     requests: int
@@ -288,7 +288,7 @@ def _blocks(one: Range, held: list[tuple[int, int, int, bool]]) -> Iterator[Bloc
             yield BlockView(place, address - place, 0, "inactive", 0)
         following = held[number + 1][0] if number + 1 < len(held) else one.end
         if not splits and following - address - size <= SMALL_MOST_BYTES:
-            size = following - address  # what is left was not split off; the trace does not say so
+            size = following - address  # the remainder was not split off; the trace has no entry for that
         yield BlockView(address, size, requested, "active_allocated" if allocated else "active_pending_free", 0)
         place = address + size
     if one.end > place:

@@ -11,7 +11,7 @@ UNLIMITED = 2**62
 
 
 class DeviceMemory:
-    """What all parts of the allocator work on; see ``CachingAllocator`` for the arguments."""
+    """State that all parts of the allocator share; see ``CachingAllocator`` for the arguments."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from .views import BlockView, SegmentView
 
 
 class RestoredMemory(CachedMemory):
-    """Takes segments over, with their blocks."""
+    """Restores segments and their blocks from a snapshot."""
 
     def restore(self, segments: list[SegmentView], begins: Mapping[int, int] | None = None) -> dict[int, int]:
         """Start from the segments of a snapshot instead of from none; returns the new handles by block address.

@@ -1,4 +1,4 @@
-"""What the allocator shows of itself: its peaks, its segments, and why it could not serve a request."""
+"""Views of the allocator: its peaks, its segments, and why a request failed."""
 
 import msgspec
 

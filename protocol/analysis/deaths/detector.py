@@ -1,9 +1,9 @@
 """Failures and deaths: the first one is the alert, what follows from it is its evidence.
 
-- An exception that left the script's main thread raises ``failure`` with its traceback (``oom`` takes those of
-  memory). One that only tells of a lost peer ("connection closed by peer", a broken communicator) waits 3 s for the
-  peer's own death or failure, or the end of the job, and becomes part of that when it comes.
-  Where that peer's script had ended without an error, it ended early, and that is the alert.
+- An exception that left the script's main thread raises ``failure`` with its traceback (``oom`` takes those of memory).
+  One that only reports a lost peer ("connection closed by peer", a broken communicator) waits 3 s for the peer's own
+  death or failure, or the end of the job, and becomes part of that. Where that peer's script had ended without an
+  error, it ended early, and that is the alert.
 - A process that is gone without a goodbye raises ``died``, with its exit code or signal in words and the last lines of
   its log (those that arrive within 3 s too). After a failure of the same rank it only adds the exit status to that.
 - Within 60 s of the first trouble other ranks that end by SIGTERM, SIGINT, SIGKILL or SIGABRT, or for a lost peer, are
@@ -76,7 +76,7 @@ class DeathDetector:
         self._oom = oom
         self._logs: dict[int, deque[str]] = {}
         self._held: list[tuple[float, Failure, bool]] = []
-        """Since when, what, and whether somebody had asked for another rank's end."""
+        """Time, failure, and whether the end of another rank had been requested."""
         self._failed: dict[int, Matter] = {}
         self._died: set[int] = set()
         """Ranks whose death was found."""
@@ -93,7 +93,7 @@ class DeathDetector:
         lines.append(line.text)
 
     def left(self, t: float, code: int | None, count: int, processes: list[str]) -> list[Finding]:
-        """Take in that the job's command ended before its ranks did: what becomes of them follows from that.
+        """Record that the job's command ended before its ranks: their later deaths follow from that.
 
         Args:
             t: seconds since the epoch.
@@ -117,7 +117,7 @@ class DeathDetector:
             self._failed[matter.rank] = matter
 
     def failure(self, t: float, failure: Failure, kill_asked: set[int]) -> list[Finding]:
-        """Take in an exception that ended a rank's script."""
+        """Process an exception that ended a rank's script."""
         if -1 in kill_asked and (
             _lost_peer(failure.error) or failure.error.startswith(("KeyboardInterrupt", "SystemExit"))
         ):
@@ -137,12 +137,12 @@ class DeathDetector:
         kill: KernelKill | None = None,
         pressure: HostPressure | None = None,
     ) -> list[Finding]:
-        """Take in that a rank's process is gone.
+        """Record the death of a rank's process.
 
         Args:
             t: seconds since the epoch.
             state: the rank's state.
-            kill_asked: ranks whose end was asked for.
+            kill_asked: ranks whose end was requested.
             kill: what is known of the kernel's part in it.
             pressure: how full the host's memory was just before; None: not full, or not known.
         """
@@ -151,7 +151,7 @@ class DeathDetector:
         if known is not None:
             return [added(known, ended)]
         if -1 in kill_asked or any(failure.rank == rank for _, failure, _ in self._held):
-            # Its own failure, of a lost peer, is still held back: it will tell, or become part of the peer's.
+            # Its own failure, of a lost peer, is still held back: it is raised later, or becomes part of the peer's.
             return []
         asked = rank in kill_asked
         if rank not in self._died and not asked and not _by_kernel(kill) and self._recent(t) and self._follows(state):
@@ -185,7 +185,7 @@ class DeathDetector:
         return findings
 
     def restore(self, t: float, finding: Finding) -> None:
-        """Take in a failure or death of the recording, found at ``t``."""
+        """Restore a failure or death from the recording, found at ``t``."""
         if finding.kind == "died" and finding.rank is not None:
             self._died.add(finding.rank)
         elif finding.rank is not None and finding.state != "resolved":

@@ -1,4 +1,4 @@
-"""What is known of failures and deaths, as figures; ``analysis.text`` has the words."""
+"""Facts of failures and deaths; ``analysis.text`` has the words."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from ...hosts import KernelKill
 
 
 class HostPressure(msgspec.Struct, frozen=True):
-    """How full a host's memory, or its control group's, was."""
+    """Use of a host's memory, or its control group's."""
 
     age_s: float
     """Seconds between the measurement and the death."""
@@ -46,7 +46,7 @@ class ProcessDeath(msgspec.Struct, frozen=True):
     exit_code: int | None
     signal: int | None
     state: str
-    """What its rank state says of it."""
+    """The rank's state."""
     log: list[str]
     asked: bool = False
     """A person asked for it."""
@@ -55,7 +55,7 @@ class ProcessDeath(msgspec.Struct, frozen=True):
 
     @property
     def by_signal(self) -> int | None:
-        """The signal that ended it, however its exit status tells."""
+        """The signal that ended it, from either form of exit status."""
         return self.signal or (-self.exit_code if self.exit_code is not None and self.exit_code < 0 else None)
 
 

@@ -1,11 +1,11 @@
-"""What SLURM says in a job's output when it ends the job: that somebody cancelled it, or that its time is over.
+"""SLURM's notice in a job's output that it ends the job: cancelled by a person, or out of time.
 
-The words are slurmstepd's (``_handle_signal_container`` of its ``req.c``), passed on by srun; old ones name no node::
+The line is slurmstepd's (``_handle_signal_container`` of its ``req.c``), passed on by srun; old ones name no node::
 
     slurmstepd: error: *** STEP 5.0 ON node1 CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT ***
 
-Without a reason it is a person's ``scancel``, or srun's own way to end the other tasks when one has failed; then srun
-has told of that task before. A failed node is no request, and not told here.
+Without a reason it is a person's ``scancel``, or srun ending the other tasks after one has failed; then srun has
+reported that task before. A failed node is no request, and is ignored here.
 """
 
 import os
@@ -43,7 +43,7 @@ class SlurmWords:
 
 
 def cancelled(lines: Iterable[str]) -> str:
-    """Return how SLURM ended the job that wrote these lines, as ``SlurmWords.read`` says it; empty: it did not."""
+    """Return how SLURM ended the job that wrote these lines, as ``SlurmWords.read`` returns it; empty: it did not."""
     words = SlurmWords()
     return next(filter(None, map(words.read, lines)), "")
 

@@ -1,4 +1,4 @@
-"""The exception that ended a Python process, found in what it printed; and what an address in use says."""
+"""Finds the exception that ended a Python process in its output, and the port of an address-in-use error."""
 
 import re
 from collections.abc import Iterable
@@ -17,12 +17,12 @@ _MESSAGE_LINES = 8
 
 
 class RaisedException(msgspec.Struct, frozen=True):
-    """An exception as its traceback tells of it."""
+    """An exception, as printed in a traceback."""
 
     kind: str
     """Its type, without the module."""
     message: str
-    """What it said; may have several lines."""
+    """Its message; may have several lines."""
     file: str = ""
     """Where it was raised."""
     line: int = 0
@@ -38,9 +38,9 @@ class RaisedException(msgspec.Struct, frozen=True):
 
 
 def last_exception(lines: Iterable[str]) -> RaisedException | None:
-    """Return the exception of the last traceback in ``lines``; one that only tells of a failed child is passed over.
+    """Return the exception of the last traceback in ``lines``; one that only reports a failed child is passed over.
 
-    Where all tell of failed children the last of those is returned; None: there is no whole traceback.
+    Where all report failed children the last of those is returned; None: there is no whole traceback.
     """
     found: list[RaisedException] = []
     following: RaisedException | None = None

@@ -1,1 +1,1 @@
-"""What a configuration will need and take, from counts: memory, time, host, disk, money, and their curves."""
+"""Estimates for a configuration, from counts: memory, time, host, disk, money, and their curves."""

@@ -1,4 +1,4 @@
-"""What NVML counts for a training process beside PyTorch's reserved memory: the CUDA context and NCCL's buffers."""
+"""Memory of a training process beside PyTorch's reserved memory: the CUDA context and NCCL's buffers, by NVML."""
 
 from .figure import Figure
 

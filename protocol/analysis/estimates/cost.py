@@ -4,7 +4,7 @@ import msgspec
 
 
 class EpochCost(msgspec.Struct, frozen=True):
-    """What an epoch takes."""
+    """Time and money of an epoch."""
 
     steps: int
     seconds: float

@@ -14,7 +14,7 @@ _LINES = 3
 
 
 class Need(NamedTuple):
-    """What a value takes."""
+    """Memory that a value needs."""
 
     peak_bytes: float
     fits: Sequence[bool]

@@ -1,4 +1,4 @@
-"""A live run's peaks beside those that were predicted of its configuration."""
+"""A live run's peaks beside the predicted ones."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -23,7 +23,9 @@ class Compared(msgspec.Struct, frozen=True):
     allowed_bytes: float
     """By how much they may part: the expected error."""
     parts: tuple[tuple[str, int], ...] = ()
-    """Where they part by more and a step was taken apart: the parts that make most of it, measured less predicted."""
+    """Where they differ by more and a step was analysed: the parts with most of the difference, measured less
+    predicted.
+    """
     parts_step: int = 0
     """The step of ``parts``, where it is another than that of the peak."""
 
@@ -86,7 +88,7 @@ def compared(
         phase: its name.
         measured_bytes: highest allocated bytes.
         elements: of the largest micro-batch.
-        parts: what the peak consists of, where it was taken apart.
+        parts: what the peak consists of, where it was analysed.
     """
     found = predicted(prediction, rank, phase, elements)
     if found is None or found.allocated_peak_bytes <= 0:

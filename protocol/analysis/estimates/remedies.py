@@ -46,7 +46,7 @@ def rank(
     host_capacity_bytes: int | None = None,
     price_per_gpu_hour: float | None = None,
 ) -> list[Ranked]:
-    """Rank options: those that fit by GPU time a sample, then the others by what they lack, then refused ones.
+    """Rank options: those that fit by GPU time a sample, then the others by missing bytes, then refused ones.
 
     GPU time a sample is what is paid for, so the order does not depend on the price.
 

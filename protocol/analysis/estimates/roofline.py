@@ -96,7 +96,7 @@ class StepTime(msgspec.Struct, frozen=True):
     communication_seconds: float
     """Of the collectives that are not overlapped by computation."""
     host_seconds: float
-    """What the host alone takes to start the operations."""
+    """Time that the host needs to start the operations."""
     offload_seconds: float
     """Copies between host and device, and the optimizer on the CPU: not overlapped by the rest."""
     total: Figure

@@ -38,7 +38,7 @@ class _Entry:
     def __init__(self, alert: Alert, now: float, *, restored: bool = False) -> None:
         self.alert = alert
         self.parts = {_RAISED: alert.text}
-        """What the text is made of, in order: said when it was raised, each addition by its name, how it ended."""
+        """Parts of the text, in order: as raised, each addition by its name, how it ended."""
         self.restored = restored
         """It comes from a recording: its additions are in the text it was raised with."""
         self.spare = BURST - 1.0
@@ -50,7 +50,7 @@ class _Entry:
         return " ".join(filter(None, self.parts.values()))
 
     def may_send(self, now: float) -> bool:
-        """Take one of the sendings to spare, if there is one."""
+        """Use one of the spare sends, if there is one."""
         self.spare = min(float(BURST), self.spare + max(0.0, now - self.at) / RESEND_S)
         self.at = now
         if self.spare < 1.0:
@@ -76,7 +76,7 @@ class AlertStore:
         """What ended earlier jobs, and stands until a later one makes a step."""
 
     def begin_job(self, now: float) -> list[Alert]:
-        """Let the next job raise alerts of its own: those that stand of the job before end, but for what ended it."""
+        """Begin the next job: standing alerts of the job before end, except for the one that ended it."""
         alerts: list[Alert] = []
         for key, entry in list(self._entries.items()):
             if entry.alert.kind in LASTING:
@@ -119,7 +119,7 @@ class AlertStore:
         evidence: dict[str, Any] | None = None,
         repeat: bool = True,
     ) -> list[Alert]:
-        """Raise a matter, or note that it happened again or changed; return what is to be sent now.
+        """Raise an alert, or record that it happened again or changed; return the messages to send now.
 
         Args:
             now: Seconds since the epoch.
@@ -133,7 +133,7 @@ class AlertStore:
             phase: The phase, where one is concerned.
             text: What it means and what to do.
             evidence: Figures it rests on: plain numbers, strings, lists and maps.
-            repeat: True counts it up; False only updates what is said of it.
+            repeat: True counts it up; False only updates its text and evidence.
         """
         found = {"rule": rule, **(evidence or {})} if rule else dict(evidence or {})
         listed = ranks if ranks is not None else [rank] if rank is not None else []
@@ -168,11 +168,11 @@ class AlertStore:
         return self._send(key, entry, now, at_once=worse)
 
     def update(self, now: float, key: Key, title: str, text: str, evidence: dict[str, Any]) -> list[Alert]:
-        """Replace what is said of a matter, whether it stands or is over; nothing where the store has none.
+        """Replace title, text and evidence of an alert, standing or resolved; does nothing where the store has none.
 
         Args:
             now: seconds since the epoch.
-            key: the matter.
+            key: of the alert.
             title: one line for a list.
             text: what it means; what was added when it was resolved stays.
             evidence: all its figures.
@@ -190,7 +190,7 @@ class AlertStore:
 
         Args:
             now: seconds since the epoch.
-            key: the matter.
+            key: of the alert.
             name: what was added; its sentence replaces the one added under this name before.
             evidence: to add.
             text: a sentence to add at the end; empty: none.
@@ -240,7 +240,7 @@ class AlertStore:
         return alerts
 
     def restore(self, alert: Alert) -> None:
-        """Take in an alert of the recording, so that its matter goes on under the same id."""
+        """Restore an alert from the recording, so that it continues under the same id."""
         self._entries[key_of(alert)] = _Entry(alert, alert.time, restored=True)
         self._next_id = max(self._next_id, alert.id + 1)
 
@@ -271,5 +271,5 @@ class AlertStore:
             "warning",
             f"more than {FRESH_LIMIT} alerts within a minute: the rest are only counted here",
             rule="overflow",
-            text="Many things go wrong at once; the first alerts say where it began.",
+            text="Many alerts at once; the first ones show where it began.",
         )

@@ -1,6 +1,6 @@
-"""What detectors ask ranks to do: queued here, sent by the hub over its line to the ranks.
+"""Diagnostic requests of detectors to ranks: queued here, sent by the hub.
 
-A closer look costs the rank something (stacks make a phase dearer), so it is asked for rarely: a rank with a spike of
+A capture costs the rank time (stacks make allocations slower), so it is requested rarely: a rank with a spike of
 its own at most ``PER_RANK`` times a run, each time after a longer pause unless the next spike can be foreseen, at most
 ``RANKS_A_PHASE`` ranks for one phase, and once for a transient of every step. Only ranks on a GPU are asked: on the CPU
 allocations leave no trace.
@@ -42,7 +42,7 @@ class DiagnosticRequests:
         self._leak_asked = 0
 
     def take(self) -> list[Action]:
-        """Return what has been asked for since the last call."""
+        """Return the requests since the last call."""
         found, self._queue = self._queue, []
         return found
 
@@ -79,7 +79,7 @@ class DiagnosticRequests:
         self._arm(rank, phase, expected, f"a spike in {phase}, step {steps[-1]}")
 
     def steady(self, rank: int, phase: str) -> None:
-        """A phase takes much in every step: have one rank say once what it is."""
+        """Request one capture of a phase whose transient is large in every step."""
         if phase not in self._steady and rank in self._cuda and phase in PHASES:
             self._steady.add(phase)
             self._arm(rank, phase, 0, f"a transient of every {phase}")

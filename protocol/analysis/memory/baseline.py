@@ -1,4 +1,4 @@
-"""What is usual, from a few recent values: robust, so that the odd one out does not move it."""
+"""Usual value of a few recent ones: robust against outliers."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""From the allocator's trace with stacks: which code a phase's transient came from, and what steps left behind.
+"""Finds the code of a phase's transient, and of what steps left allocated, in the allocator's trace with stacks.
 
 Pure functions over the entries of ``torch.cuda.memory._snapshot()["device_traces"]``: plain dictionaries with
 ``action``, ``addr``, ``size``, ``time_us`` and ``frames``.

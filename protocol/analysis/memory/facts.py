@@ -1,4 +1,4 @@
-"""What the memory detectors find, as figures. Alerts carry them as evidence; ``analysis.text`` has the words."""
+"""Facts of the memory detectors. Alerts carry them as evidence; ``analysis.text`` has the words."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class NumbersCause(msgspec.Struct, frozen=True):
 
 
 class StackCause(msgspec.Struct, frozen=True):
-    """What the stacks of one step say. Without ``named`` they are of another matter than the transient."""
+    """Cause found in the stacks of one step. Without ``named`` they do not explain the transient."""
 
     cause: Cause
     named: Named | None = None
@@ -75,14 +75,14 @@ class SteadyFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     sets_step_peak: bool
     measure: str
     first_steps: int
-    """Steps that were looked at."""
+    """Steps that were checked."""
     repeats: bool = msgspec.field(default_factory=lambda: True)
     zero_stage: int | None = None
     causes: Any = ()
 
 
 class GrowthFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the first optimizer step created and kept."""
+    """Memory that the first optimizer step created and kept."""
 
     growth_bytes: int
     """On the rank with most."""
@@ -99,7 +99,7 @@ class LeakFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 
     bytes_per_step: int
     full_at_step: int
-    """0: cannot be told without a capacity."""
+    """0: unknown without a capacity."""
     window_steps: int
     block_steps: int
     rise_bytes: int

@@ -31,7 +31,7 @@ class Footprint(msgspec.Struct, frozen=True):
 
     @property
     def free(self) -> int:
-        """What nobody uses."""
+        """Free bytes."""
         return self.total - self.used
 
 

@@ -1,4 +1,4 @@
-"""Growth: memory that the first optimizer step created and that stays. Told apart from a spike, as information.
+"""Growth: memory that the first optimizer step created and that stays; reported as information, not as a spike.
 
 Rule: in the first three optimizer steps of a rank that the loss scaler did not skip, the phase's ``end - start`` is at
 least 16 MiB. One alert for all ranks, once a run; its size is the largest rank's.
@@ -32,11 +32,11 @@ class GrowthDetector:
         """Ranks that grew."""
 
     def hello(self, hello: Hello) -> None:
-        """Learn the device's size, to say what share of it the growth is."""
+        """Record the device's size, for the growth's share of it."""
         self._capacity = hello.device.capacity_bytes
 
     def step(self, step: Step) -> list[Finding]:
-        """Look at one step; free after the first few."""
+        """Check one step; free after the first few."""
         left = self._left.get(step.rank, FIRST_STEPS)
         if left == 0 or step.overflow:
             return []
@@ -52,7 +52,7 @@ class GrowthDetector:
         return [self._finding(step.rank, step.step, grown, grown)]
 
     def composition(self, found: Composition) -> list[Finding]:
-        """Take in what a step's memory consists of: the optimizer's states are what its first step created."""
+        """Process a step's composition: the optimizer's states are what its first step created."""
         number, grown = self._grown.get(found.rank, (-1, 0))
         states = found.known.get("optimizer_states", 0)
         if found.step != number or states < GROWTH_FLOOR:
@@ -61,11 +61,11 @@ class GrowthDetector:
         return [self._finding(found.rank, number, states, grown)]
 
     def observe(self, step: Step) -> None:
-        """Take in a step of the recording: this rank's first steps are over."""
+        """Restore a step from the recording: this rank's first steps are over."""
         self._left[step.rank] = 0
 
     def restore(self, finding: Finding) -> None:
-        """Take in the finding of the recording, so that further ranks are added to it."""
+        """Restore the finding from the recording, so that further ranks are added to it."""
         self._found.update(finding.ranks)
         if finding.facts is not None:
             self._sizes = dict(finding.facts.bytes_by_rank)

@@ -26,7 +26,7 @@ class _Rank:
 
 
 class KnownCauses:
-    """What is known of the causes of each rank's and phase's transients."""
+    """Known causes of each rank's and phase's transients."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
@@ -39,7 +39,7 @@ class KnownCauses:
         self._rank(hello.rank).hello = hello
 
     def note(self, step: Step) -> None:
-        """Note a step's batch, once the step has been looked at."""
+        """Record a step's batch, once the step has been checked."""
         shape = step.batch_shape
         if not shape:
             return
@@ -52,7 +52,7 @@ class KnownCauses:
             rank.elements, rank.longest = elements, shape
 
     def by_numbers(self, matter: Matter, step: Step, phase: str, transient: int, usual: int) -> None:
-        """Look for a cause in what the step itself says; call it before ``note``."""
+        """Find a cause in the step's own figures; call it before ``note``."""
         rank = self._rank(step.rank)
         shape, pattern, saves = step.batch_shape, "", 0
         if phase == "optimizer" and step.overflow:
@@ -68,7 +68,7 @@ class KnownCauses:
             self._numbers.pop(matter, None)
 
     def by_stacks(self, matter: Matter, cause: Cause, transient: int) -> None:
-        """Take in the stacks that a rank has sent, as those of a matter of ``transient`` bytes."""
+        """Process stacks that a rank has sent for a transient of ``transient`` bytes."""
         rank = self._rank(cause.rank)
         if cause.transient_bytes < REPEATED_SHARE * transient:
             self._stacks[matter] = StackCause(cause)
@@ -81,11 +81,11 @@ class KnownCauses:
         self._stacks[matter] = found
 
     def settled(self, matter: Matter) -> bool:
-        """Whether stacks of a step that had the transient are known already."""
+        """Return whether stacks of a step that had the transient are known already."""
         return matter in self._settled
 
     def of(self, matter: Matter) -> tuple[NumbersCause | StackCause, ...]:
-        """Return what is known of a matter, what its own step says first."""
+        """Return the known causes of a transient, those from its own step first."""
         return tuple(found for found in (self._numbers.get(matter), self._stacks.get(matter)) if found is not None)
 
     def _rank(self, number: int) -> _Rank:

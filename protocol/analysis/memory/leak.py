@@ -1,4 +1,4 @@
-"""Leaks: memory that grows step over step at the same point of the step, told from noise by a stated test.
+"""Leaks: memory that grows step over step at the same point of the step, separated from noise by a stated test.
 
 **What is measured**: bytes allocated (never reserved) when a step's forward begins, or at the step's end where no
 forward is known; on the CPU the resident set there. The first ``FIRST`` steps of a rank count for nothing, nor do steps
@@ -14,8 +14,9 @@ window shows a leak when, twice in a row,
   always enough), with glibc's own count of what is in use rising by half of it or more: the resident set alone also
   grows by fragmentation;
 - half of the rise or more lies above all that was before the window: what wanders, or comes down again (garbage that is
-  collected now and then), does not get there; it is told at most while its first rise is longer than a window;
-- the batches do not grow with it: S of their sizes is below 56, else what is kept of them cannot be told from a leak.
+  collected now and then), fails this; at most it is reported while its first rise is longer than a window;
+- the batches do not grow with it: S of their sizes is below 56, else what is kept of them cannot be distinguished from
+  a leak.
 
 Values that hang together over some ten steps make a false alarm likelier than that: 2 in 2,500 runs of 2,500 steps,
 measured with noise that has 0.9 of its last value in the next.
@@ -81,7 +82,7 @@ class _Rank:
         self.cpu = False
         self.host = ""
         self.phases = self.place = 0
-        """How many phases its steps have, and which of them is looked at."""
+        """How many phases its steps have, and which of them is measured."""
         self.name = ""
         self.floor = 64 * MIB
         self.open: _Open | None = None
@@ -113,7 +114,7 @@ class LeakDetector:
         self._total_steps = plan.total_steps
 
     def step(self, step: Step) -> list[Finding]:
-        """Look at one step."""
+        """Check one step."""
         rank = self._ranks.get(step.rank)
         if rank is None:
             rank = self._rank(step.rank)
@@ -144,7 +145,7 @@ class LeakDetector:
         return self._look(step, rank, new) if new else _NONE
 
     def cause(self, cause: Cause) -> list[Finding]:
-        """Take in what the stacks of whole steps show of what they left behind."""
+        """Process a cause: stacks of the blocks that whole steps left allocated."""
         known = self._latest
         if cause.reason != "leak" or known is None:
             return []
@@ -156,7 +157,7 @@ class LeakDetector:
         return [msgspec.structs.replace(known, facts=facts, state="explained")]
 
     def restore(self, finding: Finding) -> None:
-        """Take in a leak of the recording, so that it goes on instead of being raised twice."""
+        """Restore a leak from the recording, so that it goes on instead of being raised twice."""
         facts: LeakFacts | None = finding.facts
         if facts is None or finding.state == "resolved":
             return

@@ -1,4 +1,4 @@
-"""What a rank held at the same point of every step, reduced to short series of lows: cheap enough for every step.
+"""Memory of a rank at the same point of every step, reduced to short series of minima: cheap enough for every step.
 
 A block's value is the lowest of its steps: what a script keeps from a longer batch, an output say, comes on top of the
 level and goes away with it. Blocks of 4 steps are joined to blocks of 16, and these to blocks of 64, so that slow

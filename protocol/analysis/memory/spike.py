@@ -1,4 +1,4 @@
-"""Spikes: memory that a phase took and gave back, large against its own recent steps, or large in every step.
+"""Spikes: memory that a phase allocated and freed, large against its own recent steps, or large in every step.
 
 A phase's transient is ``peak - max(start, end)`` of the figure with a true high-water mark (allocated on a GPU,
 resident set on the CPU). Two rules:
@@ -55,7 +55,7 @@ class _PhaseHistory:
         self.seen = 0
         self.next_look = EARLIEST
         self.limit = _NEVER
-        """A cheap bound, looked at anew now and then; what exceeds it is judged exactly."""
+        """A cheap bound, updated now and then; transients above it are judged exactly."""
         self.steady_found = False
 
 
@@ -96,7 +96,7 @@ class SpikeDetector:
         rank.floor = int(min(256 * MIB, max(low, share * rank.capacity))) if rank.capacity else 64 * MIB
 
     def step(self, t: float, step: Step) -> list[Finding]:
-        """Look at one step's phases."""
+        """Check one step's phases."""
         rank = self._ranks.get(step.rank)
         if rank is None:
             rank = self._rank(step.rank)
@@ -151,7 +151,7 @@ class SpikeDetector:
         return findings
 
     def cause(self, cause: Cause) -> list[Finding]:
-        """Take in what a rank found by stacks; return the findings that it explains."""
+        """Process a cause that a rank found by stacks; return the findings that it explains."""
         findings: list[Finding] = []
         for matter in matters_of(cause):
             known = self._matters.get(matter)
@@ -162,17 +162,17 @@ class SpikeDetector:
         return findings
 
     def restore_cause(self, cause: Cause) -> None:
-        """Take in a cause of the recording; it is used once its alert has been taken in too."""
+        """Restore a cause from the recording; it is used once its alert is restored too."""
         self._recorded.append(cause)
 
     def observe(self, step: Step) -> None:
-        """Take in a step of the recording: it counts for the run's peak, and the rank is past its first step."""
+        """Restore a step from the recording: it counts for the run's peak, and the rank is past its first step."""
         rank = self._rank(step.rank)
         rank.steps += 1
         rank.run_peak = max([rank.run_peak, *(record.peak_span.peak for record in step.phases)])
 
     def restore(self, finding: Finding) -> None:
-        """Take in a finding of the recording, so that it goes on instead of being raised twice."""
+        """Restore a finding from the recording, so that it goes on instead of being raised twice."""
         if finding.facts is not None:
             self._keep(finding)
         if finding.kind == "steady_transient":

@@ -1,8 +1,9 @@
-"""What a stack of Python frames is known to be: the patterns by which transients of training come.
+"""Known patterns of transients in training, recognised in stacks of Python frames.
 
 A frame is ``file:line function``. Each pattern is a file and a function of PyTorch, DeepSpeed or transformers (read in
 PyTorch 2.11 and 2.13, DeepSpeed 0.19, transformers 4 and 5), looked for from the innermost frame outwards: the first
-that is known decides. Blocks that native code allocated have no stack; those of the size of the logits are told by it.
+that is known decides. Blocks that native code allocated have no stack; those of the logits are recognised by their
+size.
 """
 
 import re
@@ -76,7 +77,7 @@ WORDS = {
 
 
 class Frame(NamedTuple):
-    """A frame as a message carries it, taken apart."""
+    """A parsed frame of a message."""
 
     file: str
     line: str
@@ -89,14 +90,14 @@ class Frame(NamedTuple):
 
 
 def parse_frame(text: str) -> Frame:
-    """Take ``file:line function`` apart; what has another form is all function."""
+    """Parse ``file:line function``; text of another form is all function."""
     place, _, function = text.partition(" ")
     file, _, line = place.rpartition(":")
     return Frame(file.replace("\\", "/"), line, function) if line.isdigit() else Frame("", "", text)
 
 
 def pattern_of(frames: Sequence[str]) -> tuple[str, Frame | None]:
-    """Name the pattern a stack shows, with the frame that tells; empty when it shows none.
+    """Return a stack's pattern, and the frame that matched; empty where none does.
 
     Args:
         frames: innermost last.
@@ -110,7 +111,7 @@ def pattern_of(frames: Sequence[str]) -> tuple[str, Frame | None]:
 
 
 def place_of(frames: Sequence[str]) -> str:
-    """Name the frame a person would look at: the innermost of their own code, else the innermost but PyTorch's."""
+    """Return the frame to show: the innermost of the user's own code, else the innermost that is not PyTorch's."""
     parsed = [parse_frame(text) for text in reversed(frames)]
     for wanted in (lambda name: not name, lambda name: name not in ("torch", "python", "native")):
         for frame in parsed:
@@ -120,13 +121,13 @@ def place_of(frames: Sequence[str]) -> str:
 
 
 class Part(NamedTuple):
-    """What one pattern has of a transient."""
+    """Share of one pattern in a transient."""
 
     pattern: str
     """Empty: no pattern that is known."""
     bytes: int
     where: str
-    """The frame that tells; where no pattern fits, the one with most of the bytes; empty without any stack."""
+    """The frame that matched; where no pattern does, the one with most of the bytes; empty without any stack."""
 
 
 class Named(NamedTuple):

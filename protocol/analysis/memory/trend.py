@@ -1,4 +1,4 @@
-"""Is it a trend? Mann and Kendall's test and Theil and Sen's slope over a short series, and whether it is one jump.
+"""Tests a short series for a trend: Mann-Kendall's test, Theil-Sen's slope, and whether it is one jump.
 
 Mann-Kendall's S counts the pairs of values in which the later one is larger, less those in which it is smaller. For 16
 values without a trend, in whatever distribution, S reaches ``SURE`` with a probability of 6e-7 (exact, by counting

@@ -1,4 +1,4 @@
-"""Finds out-of-memory errors: reports of failed allocations, and exceptions that say so."""
+"""Finds out-of-memory errors in reports of failed allocations and in exceptions."""
 
 from typing import Literal
 
@@ -25,7 +25,7 @@ class Released(msgspec.Struct, frozen=True):
 
 
 def is_oom(error: str) -> bool:
-    """Return whether an exception's words say that memory ran out (CUDA's, the CPU allocator's or Python's own)."""
+    """Return whether an exception's text is an out-of-memory error (CUDA's, the CPU allocator's or Python's own)."""
     lowered = error.lower()
     return any(words in lowered for words in OOM_WORDS)
 
@@ -39,7 +39,7 @@ class OomDetector:
         self._held: set[int] = set()
 
     def oom(self, report: OomReport) -> list[Finding]:
-        """Take in the report of one failed allocation: it holds the finding's facts."""
+        """Process the report of one failed allocation: it holds the finding's facts."""
         return self._found("oom", report.rank, report.step, report.phase, report)
 
     def held(self, rank: int, held: bool) -> list[Finding]:
@@ -53,7 +53,7 @@ class OomDetector:
         return [added(matter, Released())]
 
     def failure(self, failure: Failure) -> list[Finding] | None:
-        """Take over an out-of-memory failure; None: this failure is about something else."""
+        """Return the finding of an out-of-memory failure; None: the failure is another one."""
         if not is_oom(failure.error):
             return None
         facts = Uncaught(failure.error, failure.traceback[-TRACEBACK_LIMIT:])
@@ -79,7 +79,7 @@ class OomDetector:
         return known[0] if known is not None else None
 
     def restore(self, finding: Finding) -> None:
-        """Take in a finding of the recording."""
+        """Restore a finding from the recording."""
         if finding.rank is not None and finding.state != "resolved":
             self._standing[finding.rank] = finding.matter, finding.step or 0
 

@@ -1,4 +1,4 @@
-"""An out-of-memory error as a memory snapshot holds it: what ``ftmon oom FILE`` explains.
+"""Reads an out-of-memory error from a memory snapshot: what ``ftmon oom FILE`` explains.
 
 A snapshot knows the request, what was free, every block and its stack; it knows neither step, phase and batch nor what
 else is on the device. A phase is taken from the failing stack, where that shows one.
@@ -10,9 +10,9 @@ from ...snapshot.model import FREE, Frame, Snapshot
 from ...telemetry import Oom
 from ..allocator.snapshot.analysis import find_oom, live_stacks
 from ..allocator.snapshot.layout import Piece, layout_at
+from ..allocator.snapshot.pending_states import pending_states
 from ..allocator.snapshot.replay import Replay
 from ..allocator.snapshot.rounding import SMALL_MOST
-from ..allocator.snapshot.states_to_come import states_to_come
 from ..remedies import remedies
 from ..text.oom import explain
 from .verdict import OomContext
@@ -31,7 +31,7 @@ def report_of(snapshot: Snapshot, replays: list[Replay]) -> OomReport | None:
 
     Args:
         snapshot: the snapshot.
-        replays: of the devices to look at.
+        replays: of the devices to check.
     """
     found = [(replay, index) for replay in replays if (index := replay.oom_index()) is not None]
     if not found:
@@ -40,13 +40,13 @@ def report_of(snapshot: Snapshot, replays: list[Replay]) -> OomReport | None:
     oom = oom_of(snapshot, replay)
     if oom is None:
         return None
-    around = OomContext(to_come=states_to_come(replay, index))
+    around = OomContext(to_come=pending_states(replay, index))
     verdict = explain(oom, around)
     return OomReport(oom.rank, oom.step, oom.phase, oom.time, oom, verdict, remedies(oom, verdict, around))
 
 
 def oom_of(snapshot: Snapshot, replay: Replay) -> Oom | None:
-    """Return the last out-of-memory error of one device as a rank would have told it; rank and step are 0: unknown."""
+    """Return the last out-of-memory error of one device as the message of a rank; rank and step are 0: unknown."""
     found = find_oom(replay)
     if found is None:
         return None
@@ -73,7 +73,7 @@ def oom_of(snapshot: Snapshot, replay: Replay) -> Oom | None:
         largest_free_bytes=max(fits, default=0),
         usable_free_bytes=found.usable_free_bytes,
         expandable=any(piece.expandable for piece in pieces),
-        # Somebody recorded; whether the first step was over, the snapshot does not tell.
+        # Whether the first step was over is not in the snapshot.
         steps_done=1,
         holders=_holders(snapshot, replay, found.entry),
         segments=[_use(piece) for piece in sorted(pieces, key=lambda piece: -piece.size)[:SEGMENTS]],

@@ -1,4 +1,4 @@
-"""Where every rank is, and who holds memory of its device: kept for the moment an allocation fails."""
+"""Latest state of every rank and processes on its device: kept for the moment an allocation fails."""
 
 import msgspec
 
@@ -43,7 +43,7 @@ class LatestByRank:
         self._steps[step.rank] = step
 
     def sample(self, sample: DeviceSample) -> None:
-        """Keep the last look at a device."""
+        """Keep the latest sample of a device."""
         if sample.kind == "gpu":
             self._gpus[sample.uuid or f"{sample.host} {sample.index}"] = sample
         else:
@@ -52,7 +52,7 @@ class LatestByRank:
     def report(self, t: float, oom: Oom, states: dict[int, RankState]) -> OomReport:
         """Report a failed allocation, with all ranks as they are known at ``t``."""
         hello = self._hellos.get(oom.rank)
-        if hello is not None and not oom.capacity_bytes:  # of a probe that did not say whose memory it was
+        if hello is not None and not oom.capacity_bytes:  # of a probe that did not report the device
             oom = msgspec.structs.replace(oom, measure=hello.memory_measure)
         sample = self._device_of(hello, oom.measure) if hello is not None else None
         processes = _largest(sample)
@@ -86,7 +86,7 @@ class LatestByRank:
         hello, beat, step = self._hellos.get(rank), self._beats.get(rank), self._steps.get(rank)
         sample = self._device_of(hello, hello.memory_measure) if hello is not None else None
         peak = step.peak_phase if step is not None else None
-        if rank == oom.rank:  # it has just said where it is
+        if rank == oom.rank:  # it has just reported where it is
             beat = Heartbeat(
                 rank, oom.step, oom.phase, 0.0, 0, oom.time, oom.micro_step,
                 allocated=oom.allocated_bytes, reserved=oom.reserved_bytes,

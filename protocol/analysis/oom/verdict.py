@@ -7,7 +7,7 @@ verdict, and the others are named beside it. In this order:
 2. What can be measured against the request: **fragmentation** (free in reserved memory, but in pieces), another process
    (**other_process**), this process **outside** of PyTorch's allocator, a **leak** (the steps begin with ever more),
    a **longer_batch** than any before (by how much more is allocated than at any peak before).
-3. What the failing phase and stack say: **logits**, **buckets**, **optimizer_states**, **optimizer_temporaries**,
+3. What the failing phase and stack show: **logits**, **buckets**, **optimizer_states**, **optimizer_temporaries**,
    **checkpoint**, **activations**.
 4. Parameters, gradients and optimizer states that fill the device by themselves: **too_large**. Else **unknown**.
 """
@@ -22,12 +22,12 @@ import msgspec
 from ...oom import OomKind
 from ...telemetry import Hello, Oom, ProcessMemory
 from ..allocator.snapshot.layout import matters
-from ..allocator.snapshot.states_to_come import STATE_FRAMES
+from ..allocator.snapshot.pending_states import STATE_FRAMES
 
 FITTING = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
-"""Parts that a run holds whatever its batches are."""
+"""Parts that do not depend on the batch."""
 _SEGMENT = 2 * 2**20
-"""The allocator asks the driver for multiples of this, and says that size when it fails."""
+"""The allocator asks the driver for multiples of this, and reports that size when it fails."""
 _PART_OF_DEVICE = 0.05
 """Memory of others, or outside, matters from this share of the device on."""
 _PIECES = 0.02
@@ -47,13 +47,13 @@ _ADAM = ("adamw", "adam", "fusedadam", "nadam", "radam", "lamb", "fusedlamb")
 
 
 class OomContext(NamedTuple):
-    """What is known besides the failing rank's report."""
+    """Facts besides the failing rank's report."""
 
     hello: Hello | None = None
     processes: Sequence[ProcessMemory] = ()
     """Who held memory of the device, by its latest sample."""
     to_come: int = 0
-    """What the optimizer still had to allocate for its states, bytes, where a snapshot tells; 0: not known."""
+    """Bytes that the optimizer still had to allocate for its states, from a snapshot; 0: not known."""
 
 
 ALONE = OomContext()
@@ -108,7 +108,7 @@ def facts(oom: Oom, around: OomContext) -> dict[str, int]:
         "leak": growth or 0,
         "excess": excess_of_batch(oom),
         "logits": logits_bytes(oom),
-        "to_come": around.to_come or states_to_come(oom),
+        "to_come": around.to_come or pending_states(oom),
     }
     return {name: size for name, size in found.items() if size > 0}
 
@@ -119,7 +119,7 @@ def outside_of(oom: Oom, around: OomContext) -> Outside:
     elsewhere = max(0, capacity - oom.device_free_bytes - oom.reserved_bytes) if capacity else 0
     own = next((process.used_bytes for process in around.processes if process.rank == oom.rank), None)
     if oom.measure != "cuda" or own is None:
-        # A list without the rank itself has pids of another namespace: it says nothing about whose they are.
+        # A list without the rank itself has pids of another namespace: the owners are unknown.
         return Outside(elsewhere if oom.measure == "cuda" else 0, None, None)
     others = sum(process.used_bytes for process in around.processes if process.rank != oom.rank)
     others = min(others, elsewhere)
@@ -143,7 +143,7 @@ def steady_growth(starts: Sequence[int]) -> int | None:
     return gained
 
 
-def states_to_come(oom: Oom) -> int:
+def pending_states(oom: Oom) -> int:
     """Estimate what an Adam's first step still had to allocate for its states, bytes: at the least; 0: not known.
 
     Two numbers for each that is updated, as wide as the parameters are, less what was made of them.
@@ -195,7 +195,7 @@ def _kind(oom: Oom, found: dict[str, int], short: int) -> tuple[OomKind, list[Oo
     if not capacity or (not oom.requested_bytes and not oom.allocated_bytes):
         return "unknown", [], False
     if oom.measure == "cuda" and not oom.requested_bytes:
-        # The driver refused somebody else than PyTorch's allocator, which always says how much.
+        # Refused by the driver outside PyTorch's allocator, which always reports the size.
         return "outside", [], True
     if oom.requested_bytes > capacity:
         return "too_large", [], True
@@ -208,7 +208,7 @@ def _kind(oom: Oom, found: dict[str, int], short: int) -> tuple[OomKind, list[Oo
     if oom.usable_free_bytes >= oom.requested_bytes > oom.largest_free_bytes:
         weights["fragmentation"] = oom.usable_free_bytes
     elif not oom.free_blocks and oom.measure == "cuda" and _unused(oom) >= oom.requested_bytes:
-        weights["fragmentation"] = _unused(oom)  # nobody looked at the pieces, but one piece would have served
+        weights["fragmentation"] = _unused(oom)  # the pieces are unknown, but one piece would have been enough
     elif oom.largest_free_bytes < oom.requested_bytes and found.get("fragmented", 0) >= max(short, _PIECES * capacity):
         weights["fragmentation"] = found["fragmented"]  # with what the driver had left it would have been enough
     # Where the device had room, the process's own limit refused the request: memory of others is not the cause.
@@ -247,7 +247,7 @@ def _beside_allocator(found: dict[str, int], short: int, capacity: int) -> dict[
     if found.get("outside", 0) >= max(short, _PART_OF_DEVICE * capacity, _OUTSIDE_USUAL):
         weights["outside"] = found["outside"]
     elif "others" not in found and found.get("elsewhere", 0) >= max(short, 2 * _PART_OF_DEVICE * capacity):
-        weights["outside"] = found["elsewhere"]  # whose it is, nobody could tell
+        weights["outside"] = found["elsewhere"]  # of an unknown process
     return weights
 
 

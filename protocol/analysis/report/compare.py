@@ -1,8 +1,8 @@
-"""What differs between two runs, or two sweeps: by how much, beside the noise of both.
+"""Compares two runs, or two sweeps: differences beside the noise of both.
 
 The gate stands for the regression that must be found. The alarm is raised from half of it on, if the difference is
 also more than chance: with noise small enough (a standard error of 0.3 gates) a regression of one gate is missed in 1
-of 20 cases, and equal runs raise it in 1 of 20. With more noise the answer is that it cannot be told.
+of 20 cases, and equal runs raise it in 1 of 20. With more noise the answer is "cannot tell".
 """
 
 import math
@@ -29,7 +29,7 @@ class Measure(msgspec.Struct, frozen=True):
     """Standard error, in the unit of the value; 0: none is known, as of counters."""
     unit: Literal["bytes", "ms", "tokens/s", "loss"] = "bytes"
     gated: bool = False
-    """Whether the gate looks at it."""
+    """Whether the gate checks it."""
 
     @property
     def higher_is_better(self) -> bool:

@@ -24,7 +24,7 @@ def side_of_ranks(
 ) -> Side:
     """Return a side of a run.
 
-    Memory is that of the highest rank, times are those of the slowest. The gate looks at step time, the highest peak,
+    Memory is that of the highest rank, times are those of the slowest. The gate checks step time, the highest peak,
     reserved memory and loss; phases show where a difference comes from.
 
     Args:
@@ -82,7 +82,7 @@ def side_of_rows(name: str, rows: Sequence[Row]) -> Side:
 
 
 def settings_of(hellos: Sequence[Hello]) -> dict[str, str]:
-    """Return what the ranks said of their configuration, flat: versions, ZeRO stage, DeepSpeed's own keys."""
+    """Return the configuration from the ranks' hellos, flat: versions, ZeRO stage, DeepSpeed's own keys."""
     if not hellos:
         return {}
     hello = hellos[0]

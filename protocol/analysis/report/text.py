@@ -19,7 +19,7 @@ def measure_text(measure: Measure) -> str:
 
 
 def comparison_lines(found: Comparison, gate: float | None) -> list[str]:
-    """Return a comparison: figures, configuration, alerts, and what the gate says."""
+    """Return a comparison: figures, configuration, alerts, and the gate's result."""
     lines = [f"{found.before} -> {found.after}"]
     if found.differences:
         table = [["", "before", "after", "change", "noise", ""], *(_row(one) for one in found.differences)]
@@ -38,7 +38,7 @@ def comparison_lines(found: Comparison, gate: float | None) -> list[str]:
 
 
 def gate_text(found: Comparison, gate: float) -> str:
-    """Return what the gate says: ``regression: step time +3.4% (gate 3%)``."""
+    """Return the gate's result: ``regression: step time +3.4% (gate 3%)``."""
     undecided = f"; cannot tell of {', '.join(found.undecided)}: too noisy" if found.undecided else ""
     limit = f"{gate * 100:g}%"
     if found.regressions:

@@ -11,7 +11,7 @@ BUSY_SHARE = 0.03
 BUSY_SECONDS = 0.03
 """And more than this: the clock ticks in hundredths."""
 CHARS_PER_SECOND = 8192.0
-"""More than this through read(2) and write(2) is work; a logging service's look at /proc is less."""
+"""More than this through read(2) and write(2) is work; a logging service that reads /proc does less."""
 TRAFFIC_PER_SECOND = 1024.0
 """More than this sent and received is work; keep-alives are less."""
 SPARE_BYTES = 4096.0
@@ -75,7 +75,3 @@ class Activity(NamedTuple):
         if self.on_disk or before.on_disk:
             return "disk"
         return "works" if wakes > SPARE_WAKES + (POLLS_PER_SECOND * passed if polls else 0.0) else ""
-
-    def rested_since(self, before: "Activity", *, polls: bool = False) -> bool:
-        """Return whether the training thread slept and nothing was done since an earlier observation."""
-        return self.state == before.state == "S" and not self.work_since(before, polls=polls)

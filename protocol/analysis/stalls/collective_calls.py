@@ -1,9 +1,9 @@
-"""What the ranks' collectives say when they are laid side by side: who waits for whom, and in what they differ.
+"""Compares the ranks' collectives: who waits for whom, and in what the calls differ.
 
 Rank *r* waits in a collective of a group for every member of the group that has entered fewer of that group's.
-Following these arrows from the ranks that wait leads to ranks that wait for nobody: those hold the others up. Where the
-arrows only lead round in a circle, no rank can ever go on: a deadlock of groups. Members that entered a collective of
-the same number by another name, or with a tensor of another size, differ: a mismatch.
+Following these arrows from the ranks that wait leads to ranks that do not wait: those hold the others up. Where the
+arrows only form a circle, no rank can ever go on: a deadlock of groups. Members that entered a collective of the same
+number by another name, or with a tensor of another size, differ: a mismatch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What one rank waits in, and for which ranks."""
+    """The collective that a rank waits in, and for which ranks."""
 
     call: Call
     blockers: frozenset[int]
@@ -62,11 +62,11 @@ class Waits:
 
     of: dict[int, list[Wait]]
     roots: tuple[int, ...]
-    """Ranks that others wait for, directly or not, and that wait for nobody."""
+    """Ranks that others wait for, directly or not, and that do not wait themselves."""
 
     @property
     def circle(self) -> bool:
-        """Ranks wait for each other, and nobody else is to blame."""
+        """Ranks that wait for each other in a circle."""
         return bool(self.of) and not self.roots
 
 
@@ -84,14 +84,14 @@ def difference(views: Sequence[RankView]) -> Difference | None:
         names = {call.name for call in calls.values()}
         sizes = {call.size for call in calls.values()}
         shapes = len(names) == 1 and len(sizes) > 1 and names <= SAME_SIZE and 0 not in sizes
-        # What every one of them has behind it was no obstacle, whatever it was.
+        # Calls that all of them have finished were no obstacle.
         if (len(names) > 1 or shapes) and not all(call.done for call in calls.values()):
             return Difference(group, number, calls, shapes)
     return None
 
 
 def waits(views: Sequence[RankView]) -> Waits | None:
-    """Find who waits for whom; None where too little is known of who is in which group.
+    """Find who waits for whom; None where the members of the groups are not known.
 
     Args:
         views: the ranks that have not finished, those that are stopped, gone or silent too.
@@ -175,7 +175,7 @@ def _behind(other: RankView, view: RankView, call: Call) -> bool:
     mine, theirs = view.evidence, other.evidence
     if mine is not None and theirs is not None and theirs.by == "probe" and mine.calls.source == theirs.calls.source:
         return theirs.calls.last(call.group) < call.number
-    # One of them could not answer: what its last heartbeat said is compared with the other's own count.
+    # One of them could not answer: its last heartbeat is compared with the other's own count.
     counted = mine.calls.counted.get(call.group, 0) if mine is not None else 0
     if view.inside and view.group == call.group:
         counted = view.group_sequence

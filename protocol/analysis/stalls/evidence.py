@@ -1,4 +1,4 @@
-"""What is found of a rank when a stall is suspected: plain facts, each with its time; nothing is concluded here."""
+"""Evidence of a rank when a stall is suspected: plain facts, each with its time; nothing is concluded here."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from .activity import Work
 from .python_stacks import Frame, Place
 
 ASLEEP_S = 2.5
-"""A thread that was seen asleep at the same line for so long, in a process that does nothing, is taken for asleep."""
+"""A thread seen asleep at the same line for this long, in an idle process, counts as asleep."""
 
 NOWHERE = Place("", "", "")
 
@@ -39,7 +39,7 @@ class Collective(NamedTuple):
     ranks: tuple[int, ...] = ()
     """Of its group; empty: all, or not known."""
     group: str = ""
-    """PyTorch's name for the group, where groups are to be told apart."""
+    """PyTorch's name for the group, where there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class LockWait:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was found of one rank at one moment."""
+    """Evidence of one rank at one moment."""
 
     taken: float
     """Seconds since the epoch on the hub's clock."""
@@ -109,7 +109,7 @@ class Evidence:
 
     @property
     def is_asleep(self) -> bool:
-        """It slept at one line for long enough to say so."""
+        """Whether it slept at one line for ``ASLEEP_S``."""
         return self.asleep >= ASLEEP_S and not self.restless
 
 

@@ -1,8 +1,8 @@
-"""Finds hangs: the tracker's verdict, once it stands; ranks that are stopped; ranks nobody hears of.
+"""Finds hangs: a verdict of the tracker that persists, stopped ranks, unreachable ranks.
 
-A verdict is raised when it was the same at two looks in a row. While it stands its text is brought up to date every
-15 s, and as soon as the ranks have been looked at; when it ends the alert says so. A rank stopped by a signal has an
-alert of its own at once: what waits for it is that alert's evidence, not another hang.
+A verdict is raised when it was the same at two checks in a row. While it stands its text is updated every 15 s, and as
+soon as the ranks have been inspected; when it ends the alert is resolved. A rank stopped by a signal has an alert of
+its own at once: ranks that wait for it are that alert's evidence, not another hang.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ REFRESH_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """What is kept of a hang that an earlier hub recorded."""
+    """Facts of a hang that an earlier hub recorded."""
 
     since: float
     """Seconds since the epoch."""
@@ -34,7 +34,7 @@ class HangFacts(Since):
 
     verdict: Verdict
     found: Mapping[int, Evidence]
-    """What a look at the ranks found, by rank."""
+    """What inspecting the ranks found, by rank."""
     launcher: str
     """How the run's launcher is, in a word."""
 
@@ -51,11 +51,11 @@ class UnreachableFacts(msgspec.Struct, frozen=True):
     """Ranks that are unreachable."""
 
     state: str
-    """What the state of the latest one says; empty: others are left of those found before."""
+    """State of the latest one; empty: others of those found before are left."""
 
 
 class WaitingRanks(msgspec.Struct, frozen=True):
-    """Added: the ranks that wait for one that is stopped or held."""
+    """Addition: the ranks that wait for a stopped or held one."""
 
     waiting: tuple[int, ...]
 
@@ -76,7 +76,7 @@ class HangDetector:
         self._found: Mapping[int, Evidence] = {}
         self._launcher = ""
         self._looked = False
-        """The finding as it was returned last has what a look at the ranks found."""
+        """The finding as returned last includes what inspecting the ranks found."""
 
     def tick(
         self,
@@ -92,7 +92,7 @@ class HangDetector:
             now: seconds since the epoch.
             verdict: the judge's.
             run_over: the run has ended, or is about to.
-            found: what a look at the ranks found, by rank.
+            found: what inspecting the ranks found, by rank.
             launcher: how the run's launcher is, in a word.
         """
         self._found = found or {}
@@ -123,7 +123,7 @@ class HangDetector:
             self._held[rank] = matter
 
     def state(self, state: RankState, traced: bool = False) -> list[Finding]:
-        """Take in a rank's new state: stopped and unreachable ones are findings, until they are not.
+        """Process a rank's new state: stopped and unreachable ones are findings, until they are not.
 
         Args:
             state: the state.
@@ -149,7 +149,7 @@ class HangDetector:
         return findings
 
     def restore(self, finding: Finding) -> None:
-        """Take in a finding of the recording, so that it can end."""
+        """Restore a finding from the recording, so that it can end."""
         if finding.state == "resolved":
             return
         if finding.kind == "stopped" and finding.rank is not None:

@@ -1,20 +1,20 @@
-"""Who holds the others up: a pure judgement from what is known of every rank, with "cannot tell" as an answer.
+"""Decides which ranks hold the others up: a pure function of what is known of every rank; "cannot tell" is an answer.
 
-``judge`` looks at views (one a rank) and gives a verdict or None. Its rules, in this order:
+``judge`` returns a verdict or None from views, one a rank. Its rules, in this order:
 
-1. Nobody is past its own limit (``progress.limit``), and nobody is stopped, gone or silent: no verdict. Ranks that were
-   seen to wait for ``WAITED_S`` in a collective that a silent one has not entered are held up by that one. Where all
-   have fallen silent, having stood still for ``STOOD_S`` when they were heard last, their last words are laid side by
-   side: ranks behind the furthest in a group's collectives are named, as likely only.
-   While a rank's host is cut off nobody is named: the others wait for a host that is **unreachable**.
-2. Some ranks sit inside a collective call past their limit (a blocking backend such as gloo shows that):
-   - ranks outside of it that are stopped, gone, silent or past their *own* limit have not entered it: they are
-     **hung**, those inside **wait**. Sure, unless a count says that such a rank had entered it already.
-   - ranks outside that still move, or that are within their limit (a long evaluation or checkpoint): no verdict yet.
-   - ranks outside that have finished several steps since, without entering it, **ran ahead**: they skip collectives.
-   - all inside the same one: **cannot tell** (network, or the collective itself). Inside different ones at the same
-     count: **mismatch**, nobody named. At different counts: cannot tell, and the laggards are listed.
-3. Nobody is inside (NCCL returns at once; the host blocks later). Counts of collectives entered decide: ranks behind
+1. No rank is past its own limit (``progress.limit``), stopped, gone or silent: no verdict. Ranks that were seen to wait
+   for ``WAITED_S`` in a collective that a silent one has not entered are held up by that one. Where all have fallen
+   silent, without progress for ``STOOD_S`` when they were heard last, their last reports are compared: ranks behind the
+   furthest in a group's collectives are named, as likely only. While a rank's host is cut off no rank is named: the
+   others wait for a host that is **unreachable**.
+2. Some ranks sit inside a collective call past their limit (a blocking backend such as gloo shows that): - ranks
+   outside of it that are stopped, gone, silent or past their *own* limit have not entered it: they are **hung**, those
+   inside **wait**. Sure, unless a count says that such a rank had entered it already. - ranks outside that still move,
+   or that are within their limit (a long evaluation or checkpoint): no verdict yet. - ranks outside that have finished
+   several steps since, without entering it, **ran ahead**: they skip collectives. - all inside the same one: **cannot
+   tell** (network, or the collective itself). Inside different ones at the same count: **mismatch**, without a name. At
+   different counts: cannot tell, and the laggards are listed.
+3. No rank is inside (NCCL returns at once; the host blocks later). Counts of collectives entered decide: ranks behind
    the furthest are **hung**, the furthest ones **wait**; only the lowest count is named. Equal counts, or counts that
    cannot be compared (ranks enter different numbers of collectives a step): a rank that is stuck while others move is
    hung by itself; otherwise **cannot tell**. A run of one rank names that rank. Where no collective is counted at all
@@ -29,9 +29,9 @@
 
 A rank found asleep has a shorter limit, which counts only where others wait for it.
 
-Where the ranks have been looked at (``RankView.evidence``), what their collectives say when laid side by side
-(``calls``) goes before rules 2 and 3: a collective entered differently is a **mismatch**; who waits for whom leads to
-the ranks that are hung, or in a circle: a **deadlock**. And where counts do not separate, ranks asleep in code of their
+Where the ranks have been inspected (``RankView.evidence``), the comparison of their collectives (``collective_calls``)
+goes before rules 2 and 3: a collective entered differently is a **mismatch**; following who waits for whom leads to the
+ranks that are hung, or in a circle to a **deadlock**. And where counts do not separate, ranks asleep in code of their
 own, while every other one sits in a collective, in a backward or in a wait for its device, are named as likely.
 """
 
@@ -76,23 +76,23 @@ AHEAD_STEPS = 3
 """A rank that finished so many steps while another waited for it in a collective will not enter that one."""
 
 LOCK_IDLE_S = 10.0
-"""Files of a build that nobody has written to for so long, with no compiler about, are of a build that is over."""
+"""A build whose files were not written for this long, with no compiler running, is over."""
 
 POINT_TO_POINT = frozenset(("send", "recv", "batch_isend_irecv"))
 """Calls that wait for one other rank; which one is not known."""
 
 WAITED_S = 10.0
-"""So long ranks must have waited for one that sends nothing, whatever patience the phase has that they wait in."""
+"""Ranks must have waited this long for a silent rank, whatever the limit of the phase they wait in."""
 
 STOOD_S = 2.0
-"""Ranks that had made no progress for so long when they were heard last did not fall silent while they trained on."""
+"""Ranks without progress for this long when they were heard last had stopped training before they fell silent."""
 
 MOVING_S = 3.0
 """Progress within this many seconds proves that a rank moves."""
 
 
 def judge(views: list[RankView]) -> Verdict | None:
-    """Judge a stall from all ranks' views (the rules are this module's docstring); None: there is nothing to say."""
+    """Judge a stall from all ranks' views (the rules are this module's docstring); None: there is none."""
     living = [view for view in views if not view.finished and view.absent != "gone"]
     finished = [view for view in views if view.finished]
     stuck = [view for view in living if view.stuck and (view.absent != "silent" or has_stacks(view))]
@@ -110,14 +110,14 @@ def judge(views: list[RankView]) -> Verdict | None:
     if not stuck:
         return _held_up_by_silence(present) or _silent_together(present)
     verdict = _stall(stuck, present)
-    # A look that finds all asleep in one collective names nobody: then the ordinary patience holds.
+    # Where all are asleep in one collective no rank is named: then the ordinary limits hold.
     if verdict is not None and verdict.kind == "unclear" and not any(view.overdue for view in stuck):
         return None
     return verdict
 
 
 def _build_lock(present: list[RankView]) -> Verdict | None:
-    """Name the lock of an extension's build that every rank waits for although nobody builds."""
+    """Name the lock of an extension's build that every rank waits for although no process builds."""
     waiting = [view for view in present if _at_build_lock(view) is not None]
     if not waiting:
         return None
@@ -161,7 +161,7 @@ def _held_up_by_silence(present: list[RankView]) -> Verdict | None:
         return None
     views = by_rank(present)
     roots, waiting = [views[rank] for rank in graph.roots], [views[rank] for rank in sorted(graph.of)]
-    # A call of which nobody knows whether it is over is no wait.
+    # A call that may be over already is no wait.
     open_calls = [wait.call.done is False for waits_of in graph.of.values() for wait in waits_of]
     if any(root.absent != "silent" for root in roots) or not all(open_calls) or min(v.age for v in waiting) <= WAITED_S:
         return None
@@ -238,7 +238,7 @@ def _exit_limit(view: RankView, finished_peers: set[int]) -> float:
 
 
 def _by_calls(stuck: list[RankView], present: list[RankView]) -> "Verdict | Literal['cannot say'] | None":
-    """Judge by the ranks' collectives laid side by side, where those were looked at."""
+    """Judge by comparing the ranks' collectives, where those were inspected."""
     age = max(view.age for view in stuck)
     if any(view.absent == "cut off" for view in present):
         return "cannot say"

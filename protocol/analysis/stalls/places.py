@@ -15,8 +15,8 @@ def usual_place(places: Sequence[Place], slow_at: str, share: float) -> str:
     """Return the line where the thread was seen most, outside of collectives; empty where no line stands out.
 
     Args:
-        places: of the samples, taken at moments that have nothing to do with the steps.
-        slow_at: the phase it is slow at: a sample inside ``backward`` says nothing about another phase.
+        places: of the samples, taken at moments that are independent of the steps.
+        slow_at: the phase it is slow at: a sample inside ``backward`` is no evidence for another phase.
         share: of a step, the excess: a line that holds it is seen in about as many samples.
     """
     other = () if slow_at in ("backward", "everywhere") else _IN_BACKWARD

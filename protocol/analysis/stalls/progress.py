@@ -1,24 +1,24 @@
-"""How far each rank has come, and how long its present phase may last before a stall is suspected.
+"""Progress of each rank, and how long its present phase may last before a stall is suspected.
 
 The rule, stated: a rank is *stuck* when the hub has seen no progress of its training thread (a step, a phase change, a
 collective) for longer than ``limit``::
 
     limit(phase) = max(floor(phase), 5 x usual longest of that phase on that rank)
 
-- The usual longest is a maximum that forgets: ``m = max(min(d, max(2 m, 1 s)), 0.98 m)`` for each new duration ``d``,
-  and ``m = d`` for the first. One outlier at most doubles it, so a stall that resolved does not blind the rule, and a
-  few long ones in a row teach it. The first step teaches nothing: it compiles and warms up.
+- The usual longest is a decaying maximum: ``m = max(min(d, max(2 m, 1 s)), 0.98 m)`` for each new duration ``d``, and
+  ``m = d`` for the first. One outlier at most doubles it, so a stall that resolved does not disable the rule, and a few
+  long ones in a row raise the limit. The first step does not count: it compiles and warms up.
 - The floors are the table of ``protocol.analysis.stalls.patience``: one column where the rank computes or nothing is
   known of it, a longer one while its process tree reads, writes, sends, receives or compiles (``working_limit``), and a
   short one where its training thread sleeps at one line and nothing is under way (``asleep_limit``), which holds only
   while other ranks wait for it.
 
-A stall is *suspected* after ``suspect_after`` seconds, and then the ranks' stacks, processes and collectives are looked
-at (which says nothing yet).
+A stall is *suspected* after ``suspect_after`` seconds: then the ranks' stacks, processes and collectives are inspected,
+without a verdict yet.
 
-A hub that did not look forgives all ranks that time (``shift``), except what a rank itself has seen: heartbeats that it
-sent meanwhile, and that say that it stood still, are taken at their word. So a hub that is kept from its work again and
-again still tells who hangs, and of a host that slept as a whole nobody is accused.
+Time in which the hub itself did not run does not count against any rank (``shift``), except for heartbeats that a rank
+sent meanwhile and that report no progress. So a hub that is interrupted again and again still finds who hangs, and no
+rank is accused after its whole host slept.
 
 Durations of ordinary phases come from steps (mean of a phase's occurrences); those of eval, checkpoint, idle and data
 also from heartbeats, as the time from one phase's start to the next one's, where no step came in between.
@@ -36,9 +36,9 @@ OUTLIER_FLOOR_S = 1.0
 LONG_PHASES = ("init", "eval", "generate", "checkpoint")
 """Phases that may last long, and be spent in native code that holds Python's lock."""
 WITNESS_S = 2.0
-"""So much at the most two heartbeats that follow each other say of the time between them; they come every second."""
+"""Two heartbeats in a row count for at most this much of the time between them; they come every second."""
 SILENT_S = 5.0
-"""A rank not heard of for this long is silent: its figures are old, and nothing is concluded from them alone."""
+"""A rank not heard from for this long is silent: its figures are old, and nothing is concluded from them alone."""
 
 
 def _clipped(seconds: float, known: float) -> float:
@@ -89,7 +89,7 @@ class RankProgress:
         it; 0 for a rank that speaks for itself."""
         self.phase = "init"
         self.phase_started = 0.0
-        """Of the phase that the latest heartbeat told of; 0 once a step came after it: nobody knows when it ended."""
+        """Start of the phase in the latest heartbeat; 0 once a step came after it: its end is unknown."""
         self.micro_step = 0
         self.collective = ""
         self.last_collective = ""
@@ -109,7 +109,7 @@ class RankProgress:
         """When it was seen to move last, before any time was forgiven; 0: none was since."""
 
     def step_done(self, t: float, step: Step) -> None:
-        """Take in a finished step that the hub received at ``t``."""
+        """Process a finished step that the hub received at ``t``."""
         self.moved(t)
         self.has_stepped = True
         self.steps_seen += 1
@@ -139,7 +139,7 @@ class RankProgress:
         self.per_step_collectives = entered
 
     def beat(self, t: float, beat: Heartbeat) -> None:
-        """Take in a heartbeat that the hub received at ``t``."""
+        """Process a heartbeat that the hub received at ``t``."""
         self.heard_at = t
         if beat.progress != self.progress:
             if beat.phase_started > self.phase_started > 0.0:
@@ -178,9 +178,9 @@ class RankProgress:
         )
 
     def _phase_is_stale(self) -> bool:
-        """Return whether the rank went silent, and has left the patient phase that it was last heard in.
+        """Return whether the rank went silent, and has left the phase with a long limit in which it was last heard.
 
-        Native code that takes Python's lock right after the start keeps the rank from sending the steps it made.
+        Native code that holds Python's lock right after the start keeps the rank from sending its finished steps.
         """
         if not self.peer_steps or self.micro_step or self.phase not in ("init", "idle"):
             return False
@@ -202,7 +202,7 @@ class RankProgress:
         return max(self._row().asleep_s, self._learned())
 
     def suspect_after(self) -> float:
-        """Return after how many seconds without progress it is worth a look at the ranks."""
+        """Return the seconds without progress after which the ranks are inspected."""
         ordinary = self.steps_seen >= EARLY_STEPS and self.phase not in LONG_PHASES
         floor = SUSPECT_S if ordinary else SUSPECT_LONG_S
         return max(floor, SUSPECT_FACTOR * self.usual_max.get(self.phase, 0.0))
@@ -222,7 +222,7 @@ class RankProgress:
         self.peer_steps = 0
 
     def shift(self, seconds: float, now: float) -> None:
-        """Forgive ``seconds`` up to ``now`` during which the hub did not look (it was frozen, or the clock jumped)."""
+        """Discount ``seconds`` up to ``now`` during which the hub did not run (it was frozen, or the clock jumped)."""
         self.heard_at = min(now, self.heard_at + seconds)
         if seconds < 0.0:
             self.moved_at += seconds
@@ -231,7 +231,7 @@ class RankProgress:
         self.moved_at = max(self.moved_at, min(self.moved_at + seconds, now - self._stood))
 
     def _stands(self, t: float, sent: float) -> None:
-        """Take in that the rank had made no progress when it sent a heartbeat, at ``sent`` on its clock."""
+        """Record that the rank had made no progress when it sent a heartbeat, at ``sent`` on its clock."""
         self._stood += min(max(0.0, sent - self._beaten), WITNESS_S) if self._beaten else 0.0
         if self._unforgiven:
             self.moved_at = max(self._unforgiven, min(self.moved_at, t - self._stood))

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from .patience import ACTION_FLOOR_S, ALONE_ACTION_S, action_patience
 
 _STRUCTURAL = ("mismatch", "deadlock", "ahead", "lock")
-"""Verdicts that prove by themselves that the collectives concerned cannot complete, whatever the ranks do."""
+"""Verdicts that prove that the collectives concerned cannot complete, whatever the ranks do."""
 
 
 class RankFacts(NamedTuple):
-    """What is known of one rank."""
+    """Facts of one rank."""
 
     patience: float
     """Seconds that its phase allows it while it computes."""

@@ -1,8 +1,8 @@
-"""Python stacks as ``faulthandler`` writes them: read, said in a few words, and ranks with the same one grouped.
+"""Parses Python stacks as ``faulthandler`` writes them, summarises them, and groups ranks with equal ones.
 
 Nothing here interprets more than file, line and function. What a stack *means* (it waits for a batch, it is inside of a
-collective) is told from names of PyTorch's and Python's own that have been stable for years; everything else is shown
-as the innermost line of the script.
+collective) is recognised by names of PyTorch's and Python's own that have been stable for years; everything else is
+shown as the innermost line of the script.
 """
 
 import re
@@ -15,7 +15,7 @@ from ...text import sanitize
 Doing = Literal[
     "collective", "data", "backward", "saving", "device", "compiling", "network", "exiting", "waiting", "code", ""
 ]
-"""What a thread is doing as far as its Python frames tell; empty: it has none."""
+"""What a thread is doing, from its Python frames; empty: it has none."""
 
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-fA-F]+)")
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+|\?\?\?)(?: in (.*))?$')
@@ -75,7 +75,7 @@ class Thread(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a thread is, in words, and what that means."""
+    """Position of a thread, as text, and what that means."""
 
     doing: Doing
     words: str

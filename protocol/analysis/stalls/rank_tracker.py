@@ -1,21 +1,21 @@
-"""What the hub holds each rank, and the run, to be doing: fed with messages and with facts about processes.
+"""Derives the states of ranks and run from messages and process facts.
 
-Rank states, and what each is concluded from (DESIGN's words):
+Rank states, and what each is concluded from:
 
 - ``starting``: a Hello was seen, and no step, no phase but ``init``.
 - ``training``: it moves, or stands for less time than its phase allows.
 - ``waiting``: inside a collective call for longer than 4 s and 1.5 times its phase's usual longest; or the judge
-  (``detectors.stall``) says that it waits for others.
-- ``hung``: the judge named it, or its process outlived its goodbye by 30 s; or its end was asked for and its process
+  (``stalls.judge``) finds that it waits for others.
+- ``hung``: the judge named it, or its process outlived its goodbye by 30 s; or its end was requested and its process
   has been in uninterruptible sleep for 3 s.
 - ``stopped``: /proc says T or t (SIGSTOP, or a debugger).
-- ``gone``: its process is gone and it had not said that it finished.
-- ``finished``: it said so, or left with exit code 0.
-- ``unreachable``: nothing heard for 15 s and nothing known of its process, or for 30 s although its process lives; or
-  its host is cut off, for as long as it is: then nothing else is concluded of it.
+- ``gone``: its process is gone without a goodbye.
+- ``finished``: it sent a goodbye, or ended with exit code 0.
+- ``unreachable``: nothing received for 15 s and nothing known of its process, or for 30 s although its process lives;
+  or its host is cut off, and then nothing else is concluded.
 
-A hub that did not look for a while (it was frozen, or the clock jumped) forgives every rank that time, but for what
-the rank's own heartbeats of that time say.
+Time in which the hub did not run (it was frozen, or the clock jumped) does not count against a rank, except for the
+rank's own heartbeats of that time.
 """
 
 from collections import deque
@@ -60,7 +60,7 @@ class RankTracker:
     is to be published and recorded.
 
     Args:
-        has_launcher: A launcher will say how the job ended (``ended``); without one the run ends with its last rank.
+        has_launcher: A launcher will report how the job ended (``ended``); without one the run ends with its last rank.
     """
 
     def __init__(self, *, has_launcher: bool = True) -> None:
@@ -68,10 +68,10 @@ class RankTracker:
         self.verdict: Verdict | None = None
         """The judge's present verdict; None while there is no stall."""
         self.suspected = False
-        """Some rank shows no progress for long enough to look at all of them (``detectors.progress``)."""
+        """Some rank shows no progress for long enough to inspect all of them (``stalls.progress``)."""
         self.run_state: RunState | None = None
         self.launcher = ""
-        """How the run's launcher was at the last look: ``alive``, ``stopped``, ``gone``; empty: there is none."""
+        """State of the run's launcher at the last check: ``alive``, ``stopped``, ``gone``; empty: there is none."""
         self.stepped = False
         """Some rank has finished an optimizer step."""
         self.kill_asked: set[int] = set()
@@ -96,14 +96,14 @@ class RankTracker:
         }
 
     def feed(self, seq: int, t: float, message: Message) -> list[Message]:
-        """Take in one message that the hub received at ``t`` (seconds since the epoch); return what changed."""
+        """Process one message that the hub received at ``t`` (seconds since the epoch); return what changed."""
         if t > self.now:
             self.now = t
         handler = self._handlers.get(type(message))
         return handler(t, message) if handler is not None else []
 
     def fact(self, fact: ProcessFact) -> list[Message]:
-        """Take in what the supervisor saw of a process; return what changed."""
+        """Process a fact of the supervisor about a process; return what changed."""
         tracked = self.ranks.get(fact.rank)
         if tracked is None or (
             tracked.hello is not None and (tracked.hello.pid, tracked.hello.start_ticks) != (fact.pid, fact.start_ticks)
@@ -205,7 +205,7 @@ class RankTracker:
         self._all_ended_at = None
 
     def restore(self, frames: Iterable[Frame]) -> None:
-        """Take in the run's history after a hub restart: frames of the recording, oldest first. Sends nothing."""
+        """Restore the run's history after a hub restart: frames from the recording, oldest first. Sends nothing."""
         for frame in frames:
             message = frame.message
             if isinstance(message, RankState):
@@ -214,12 +214,12 @@ class RankTracker:
                 self.run_state = message
             else:
                 self.feed(frame.seq, frame.t, message)
-            # The first tick sees the gap to this and forgives the ranks what nobody watched.
+            # The first tick sees the gap to this time and discounts it for all ranks.
             self._last_tick = frame.t
         self._changes.clear()
 
     def found(self) -> dict[int, Evidence]:
-        """Return what the last look found of ranks that have made no progress since."""
+        """Return what the last inspection found about ranks without progress since."""
         return {
             rank: tracked.evidence
             for rank, tracked in self.ranks.items()
@@ -328,7 +328,7 @@ class RankTracker:
             if tracked.cut_off:
                 messages += self._set(tracked, "unreachable", f"its host {host.host} is cut off")
             else:
-                # What nobody could see of it is not held against it; what it sent meanwhile comes now.
+                # Time without a connection does not count against it; what it sent meanwhile comes now.
                 tracked.progress.moved(t)
                 if tracked.state is not None and tracked.state.state == "unreachable":
                     messages += self._set(tracked, "training" if tracked.progress.has_stepped else "starting")

@@ -9,8 +9,7 @@ from .evidence import Collective, Evidence
 Absence = Literal["", "stopped", "held", "gone", "silent", "cut off"]
 
 LOCK_ASLEEP_S = 4.5
-"""Limit of a rank that the kernel says is blocked on a file lock while neither it nor the lock's holder does
-anything."""
+"""Limit of a rank that is blocked on a file lock in the kernel while both it and the lock's holder are idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +39,17 @@ class RankView:
     """How many of that group it has entered, as its probe counts."""
     size: int = 0
     stood_s: float = 0.0
-    """How long it had made no progress when it was heard last."""
+    """Seconds without progress in its last report."""
     asleep_limit: float = float("inf")
     """How many seconds without progress its phase allows a rank that is found asleep."""
     working_limit: float = 0.0
     """The same for a rank whose process tree is found at work; never less than ``limit``."""
     latest: Evidence | None = None
-    """What the last look at it found, before its last progress too."""
+    """What the last inspection found, including before its last progress."""
     steps_then: Mapping[int, int] = field(default_factory=dict[int, int])
     """Optimizer steps that every rank had made shortly after this one's last progress."""
     evidence: Evidence | None = None
-    """What a look at it found since its last progress; None: nobody looked."""
+    """What an inspection found since its last progress; None: not inspected."""
 
     @property
     def works(self) -> bool:

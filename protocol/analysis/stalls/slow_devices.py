@@ -1,4 +1,4 @@
-"""What hinders a rank's device, by NVML, when it is slow at computing: throttling, lower clocks, other processes."""
+"""Reasons, by NVML, why a rank's device is slow at computing: throttling, lower clocks, other processes."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ from ...telemetry import DeviceSample, Hello
 CLOCK_SHARE = 0.92
 """An SM clock below this share of the other ranks' is a reason."""
 _NO_REASON = ("application clocks", "sync boost", "display clocks")
-"""Somebody set those on purpose."""
+"""Limits that a person set on purpose."""
 
 
 class SlowDeviceReason(NamedTuple):

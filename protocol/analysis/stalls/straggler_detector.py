@@ -44,7 +44,7 @@ class SlowDetector:
         self._found: dict[int, Finding] = {}
         """The latest finding of each straggler."""
         self._samples: dict[int, list[python_stacks.Place]] = {}
-        """Of each straggler whose line is looked for, where it was seen."""
+        """Sampled lines of each straggler that is being located."""
         self._awaited: set[int] = set()
         """Ranks that have been asked and have not answered."""
         self._judge = Stragglers()
@@ -78,24 +78,24 @@ class SlowDetector:
         return self._findings([ended] if ended is not None else [], "rank_ended")
 
     def forget(self, rank: int) -> None:
-        """Compare with a rank no more, and say nothing."""
+        """Stop comparing with a rank, without a finding."""
         self._processes.pop(rank, None)
         self._judge.remove(rank)
 
     def step(self, t: float, step: Step) -> list[Finding]:
-        """Take in one step; the ranks are judged once the last of them has sent it."""
+        """Process one step; the ranks are judged once the last of them has sent it."""
         found = self._judge.step(t, step.rank, step.step, work_of(step, self._judge.device))
         return self._findings(found) if found else []
 
     def tick(self) -> None:
-        """Ask the stragglers whose line is looked for where they are."""
+        """Request samples from the stragglers that are being located."""
         for rank in self._samples:
             if rank not in self._awaited:
                 self._awaited.add(rank)
                 self._asks.add(Action("stacks", (rank,), {"quiet": True}, "the line at which a rank is slow"))
 
     def stacks(self, asked: Iterable[int], answers: Mapping[int, Result]) -> list[Finding]:
-        """Take in where stragglers are, of those asked; names the line once there are enough samples."""
+        """Process sampled stacks of stragglers; names the line once there are enough samples."""
         findings: list[Finding] = []
         self._awaited.difference_update(asked)
         for rank, answer in answers.items():
@@ -122,7 +122,7 @@ class SlowDetector:
         return [msgspec.structs.replace(known, facts=found, state="explained")]
 
     def restore(self, finding: Finding) -> None:
-        """Take in a standing finding of the recording, so that it can end."""
+        """Restore a standing finding from the recording, so that it can end."""
         if finding.state != "resolved":
             self._judge.restore(finding.facts.straggler)
 

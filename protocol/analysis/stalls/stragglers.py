@@ -31,9 +31,9 @@ from .work import Work
 WARM_UP_STEPS = 2
 BLOCK_US = 300_000
 BLOCK_STEPS = 64
-"""Steps of a block that are looked at; a block of very short steps has more."""
+"""Steps of a block that are compared; a block of very short steps has more."""
 PART_STEPS = 8
-"""Of those, so many are looked at by phase."""
+"""Of those, this many are compared by phase."""
 EXCESS_US = 2000
 EXCESS_SHARE = 0.10
 RATIO = 1.4
@@ -166,7 +166,7 @@ class Stragglers:
 
     @property
     def standing(self) -> dict[int, StragglerFacts]:
-        """The stragglers as they were told of last."""
+        """The stragglers as they were reported last."""
         return {number: rank.facts for number, rank in self._ranks.items() if rank.facts is not None}
 
     def add(self, rank: int) -> None:
@@ -188,12 +188,12 @@ class Stragglers:
         return ended
 
     def restore(self, facts: StragglerFacts) -> None:
-        """Take a finding of the recording for standing, so that it can end."""
+        """Restore a standing finding from the recording, so that it can end."""
         self.add(facts.rank)
         self._ranks[facts.rank].facts = facts
 
     def step(self, t: float, rank: int, number: int, work: Work) -> list[StragglerFinding]:
-        """Take in one step of one rank; judges once the last rank has sent it, and a block is full.
+        """Process one step of one rank; judges once the last rank has sent it, and a block is full.
 
         Args:
             t: seconds, on any clock.
@@ -344,7 +344,7 @@ def _compare(steps: Sequence[Mapping[int, Work]], count: int) -> dict[int, _Bloc
 
 
 def _fill(block: _Block, number: int, steps: Sequence[Mapping[int, Work]]) -> None:
-    """Add what says where and why a rank is slow: for ranks that may be, because it costs more."""
+    """Add where and why a rank is slow; only for candidates, because it costs more."""
     looked = steps[-PART_STEPS:]
     names = {name for works in looked for work in works.values() for name in work.own}
     sums = {

@@ -19,7 +19,7 @@ ASKED_LATER_S = 1.0
 
 
 class ProcessFact(msgspec.Struct, frozen=True):
-    """What the supervisor saw of one rank's process, at most a second ago.
+    """State of one rank's process from the supervisor, at most a second old.
 
     A fact about another process than the one the rank's Hello named (``pid`` and ``start_ticks``) is ignored.
     """
@@ -32,7 +32,7 @@ class ProcessFact(msgspec.Struct, frozen=True):
     proc_state: str = ""
     """The state letter of /proc/PID/stat (proc(5)): R S D T t Z X; empty when it could not be read."""
     exit_code: int | None = None
-    """Exit code, when the process has ended and its parent told us."""
+    """Exit code, when the process has ended and its parent reported it."""
     signal: int | None = None
     """The signal that ended it, likewise."""
     kernel_kill: KernelKill | None = None
@@ -47,7 +47,7 @@ class ProcessFact(msgspec.Struct, frozen=True):
 
 
 class TrackedRank:
-    """Everything the tracker holds of one rank."""
+    """State of one rank in the tracker."""
 
     __slots__ = (
         "cut_off",
@@ -77,9 +77,9 @@ class TrackedRank:
         self.goodbye_at = 0.0
         self.failure = ""
         self.evidence: Evidence | None = None
-        """What the last look at it found."""
+        """What the last inspection found."""
         self.cut_off = ""
-        """Its host, while nothing is heard from there."""
+        """Its host, while that is cut off."""
         self.stuck_since: float | None = None
         """Since when its process is in uninterruptible sleep although its end was asked for."""
         self.steps_then: dict[int, int] = {}
@@ -93,15 +93,15 @@ class TrackedRank:
 
     @property
     def may_end(self) -> bool:
-        """Its process was seen dead, or it said that it failed."""
+        """Whether its process was seen dead, or it reported a failure."""
         return self.died_at is not None or self.goodbye is not None
 
     def death_order(self, now: float) -> tuple[float, bool]:
-        """Return when it died (seconds since the epoch), and whether the cause is unknown: to find the first death.
+        """Return when it died (seconds since the epoch), and whether the cause is unknown: the order of deaths.
 
-        One that was asked to end counts as a moment later: a launcher asks the others when a first one has died, and
-        all of them may be seen dead at one look. Of two seen at the same time, one of which is known to have died of
-        something else than that, the other, of which nothing is known, follows.
+        A rank that was asked to end counts as a moment later: a launcher ends the others when a first one has died, and
+        all of them may be seen dead in one poll. If two deaths are seen in one poll, the one with a known cause counts
+        as first.
         """
         died = now if self.died_at is None else self.died_at
         code, signal = (self.fact.exit_code, self.fact.signal) if self.fact is not None else (None, None)

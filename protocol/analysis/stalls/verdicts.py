@@ -48,7 +48,7 @@ class RanAhead:
 
     step: int
     behind: int
-    """The step of those that wait for them."""
+    """Step of the ranks that wait for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Unclear:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who waits for whom, in which collective, how sure, and the figures it rests on."""
+    """Which ranks wait for which, in which collective, how sure, and the supporting figures."""
 
     kind: VerdictKind
     waiting: tuple[int, ...]
@@ -177,7 +177,7 @@ def unreachable(waiting: list[RankView], cut: list[RankView]) -> Verdict | None:
 def missing(
     waiting: list[RankView], late: list[RankView], collective: Collective | None, age: float, *, sure: bool = True
 ) -> Verdict | None:
-    """Name the ranks that others wait for; where nobody waits, as stuck by themselves."""
+    """Name the ranks that others wait for; where none waits, as stuck by themselves."""
     if not waiting:
         return alone(late, age)
     return Verdict(
@@ -206,7 +206,7 @@ def ahead(ranks: list[RankView], waiting: list[RankView], collective: Collective
 
 
 def stale_lock(waiting: list[RankView], present: list[RankView], age: float) -> Verdict | None:
-    """Ranks wait for a build's lock that nobody will release."""
+    """Ranks wait for a stale lock of a build."""
     locks = sorted({view.evidence.lock.path for view in waiting if view.evidence and view.evidence.lock})
     if not locks:
         return None
@@ -222,8 +222,8 @@ def stale_lock(waiting: list[RankView], present: list[RankView], age: float) -> 
 
 
 def alone(stuck: list[RankView], age: float) -> Verdict | None:
-    """Name ranks that are stuck and hold up nobody that can be seen; None where data loading may take longer."""
-    # A shard that is fetched or a disk that is slow holds up nobody else: data loading may take longer then.
+    """Name ranks that are stuck without holding up others; None where data loading may take longer."""
+    # Fetching a shard, or a slow disk, holds up no other rank: data loading may take longer then.
     stuck = [view for view in stuck if view.overdue or view.absent]
     stuck = [view for view in stuck if view.phase != "data" or view.age > ALONE_DATA_S or view.absent]
     if not stuck:

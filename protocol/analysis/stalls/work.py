@@ -1,4 +1,4 @@
-"""What one rank did itself in one step, and how long it waited for others: the numbers that stragglers are found by.
+"""A rank's own work in one step, and its waiting for others: the numbers that stragglers are found by.
 
 Collectives make the wall time of a step equal on all ranks, so a slow rank shows in the split of that time: it works
 while the others wait.

@@ -1,1 +1,1 @@
-"""Judgement of sweeps: which configuration to run next, what is left of a budget, what the rows say."""
+"""Judgement of sweeps: which configuration to run next, what is left of a budget, results from the rows."""

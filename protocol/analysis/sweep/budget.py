@@ -8,8 +8,8 @@ import msgspec
 from ...sweep.rows import Budget, Row
 
 
-class Left(msgspec.Struct, frozen=True):
-    """How far a sweep is."""
+class Remaining(msgspec.Struct, frozen=True):
+    """Used and remaining budget of a sweep."""
 
     used_seconds: float
     left_seconds: float | None
@@ -23,7 +23,7 @@ class Left(msgspec.Struct, frozen=True):
     left_money: float | None
 
 
-def left(budget: Budget, used_seconds: float, rows: Iterable[Row], runs_to_come: int) -> Left:
+def left(budget: Budget, used_seconds: float, rows: Iterable[Row], runs_to_come: int) -> Remaining:
     """Return what was used and what is left.
 
     Args:
@@ -35,7 +35,7 @@ def left(budget: Budget, used_seconds: float, rows: Iterable[Row], runs_to_come:
     took = run_seconds(list(rows))
     limit = None if budget.seconds is None else max(0.0, budget.seconds - used_seconds)
     price = budget.price_per_hour
-    return Left(
+    return Remaining(
         used_seconds,
         limit,
         took,

@@ -26,7 +26,7 @@ def figures(
         steps: all of its steps, in order.
         warm_up: steps at the beginning that are left out.
         most: steps that count; None: all that follow.
-        hello: what the rank said of itself.
+        hello: the rank's.
         nvml: highest use of its process by NVML, bytes; 0: not known.
     """
     measured = steps[warm_up:] if most is None else steps[warm_up : warm_up + most]

@@ -8,8 +8,8 @@ from ...sweep.rows import Planned
 def order(runs: Sequence[Planned], *, fail_fast: bool = False) -> list[Planned]:
     """Return configurations with the risky ones last, or first with ``fail_fast``.
 
-    By what was predicted: those that fit, those of which nothing is known, those that do not fit; among equal ones by
-    predicted peak. Without predictions the order stays as it is.
+    By prediction: those that fit, those without one, those that do not fit; among equal ones by predicted peak. Without
+    predictions the order stays as it is.
 
     Args:
         runs: in the order of the sweep file.

@@ -1,4 +1,4 @@
-"""What the rows of a sweep say together: repeats pooled, the curve over one axis, the fastest configuration."""
+"""Results of a sweep from its rows: repeats pooled, the curve over one axis, the fastest configuration."""
 
 import statistics
 from collections.abc import Iterable, Sequence

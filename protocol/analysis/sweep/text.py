@@ -7,7 +7,7 @@ from ...text import duration, gib
 from ..estimates.curve import Piece
 from ..text.curve import describe_curve
 from . import columns
-from .budget import Left
+from .budget import Remaining
 from .summary import Curve, Pooled, Spread, curves, fastest, pool
 
 VERDICTS = {
@@ -91,7 +91,7 @@ def budget_text(budget: Budget) -> str:
     return duration(budget.seconds) + money
 
 
-def left_text(left: Left) -> str:
+def left_text(left: Remaining) -> str:
     """Return what was used and what is left: ``4 m 10 s used, 1 h 55 m left; the rest takes about 12 m 00 s``."""
     words = f"{duration(left.used_seconds)} used"
     words += f" ({left.used_money:,.2f})" if left.used_money is not None else ""

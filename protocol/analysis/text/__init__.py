@@ -75,10 +75,10 @@ _OVER = {
     ("straggler", "restarted"): "The ranks started anew.",
     ("hang", "resumed"): "It resolved after {1}.",
     ("hang", "run_ended"): "It ended with the run, after {1}.",
-    ("hang", "superseded"): "The evidence now says something else: see the next alert.",
+    ("hang", "superseded"): "The evidence has changed: see the next alert.",
     ("stopped", "resumed"): "It runs again.",
     ("stopped", "rank_ended"): "Its process is gone.",
-    ("unreachable", "resumed"): "Heard of again, or ended.",
+    ("unreachable", "resumed"): "It reports again, or ended.",
     ("telemetry_lost", "calm"): "None lost since.",
     ("not_recording", "resumed"): "Recording again.",
 }
@@ -101,7 +101,7 @@ def over(finding: Finding) -> str:
 
 
 def added(finding: Finding) -> Added:
-    """Put into words what has become known of a finding beside its facts."""
+    """Return the text of an addition to a finding."""
     return _ADDED[type(finding.facts)](finding.facts)
 
 

@@ -136,7 +136,7 @@ def _killer(how: str, hint: str, facts: ProcessDeath) -> tuple[str, str]:
         why = f"{kill.text.capitalize()}: {'; '.join(kill.evidence)}. {_MEMORY_REMEDY}"
         return f"{how}{likely} by the kernel: out of memory", why
     if kill is not None:
-        return how, f"Not by the kernel for memory: {'; '.join(kill.evidence)}. Somebody or a job scheduler sent it."
+        return how, f"Not by the kernel for memory: {'; '.join(kill.evidence)}. A person or a job scheduler sent it."
     if facts.pressure is not None:
         why = f"Neither log nor counter could be read; {_pressure(facts.pressure)}."
         return f"{how}, probably by the kernel: out of memory", why

@@ -1,9 +1,9 @@
-"""How a process ended, in words."""
+"""Text of how a process ended."""
 
 import signal as signals
 
 _SIGNAL_HINTS = {
-    "SIGKILL": "somebody, a job scheduler, or the kernel's out-of-memory killer may have sent it (see dmesg)",
+    "SIGKILL": "a person, a job scheduler, or the kernel's out-of-memory killer may have sent it (see dmesg)",
     "SIGSEGV": "a crash in native code",
     "SIGBUS": "a crash in native code, or /dev/shm is full",
     "SIGABRT": "native code gave up: an assertion, or NCCL's watchdog after a timeout",
@@ -23,7 +23,7 @@ def signal_name(number: int) -> str:
 
 
 def signal_hint(number: int) -> str:
-    """Return what that signal may mean, as a possibility; empty when there is nothing to say."""
+    """Return a possible meaning of that signal; empty when there is none."""
     return _SIGNAL_HINTS.get(signal_name(number), "")
 
 

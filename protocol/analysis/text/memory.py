@@ -76,7 +76,7 @@ def leak(finding: Finding) -> Words:
     rate, full = gib(facts.bytes_per_step), facts.full_at_step
     resident = facts.measure == "resident"
     holder = "the host's memory" if resident else "the device"
-    end = f"{holder} is full around step {full:,}" if full else "its end cannot be told without a capacity"
+    end = f"{holder} is full around step {full:,}" if full else "its end is unknown without a capacity"
     plan = f"; the run ends before, at step {facts.ends_at_step:,}" if facts.ends_at_step else ""
     found = f" {_left_behind(facts.cause)}" if facts.cause is not None else ""
     title = f"memory grows {rate} a step"
@@ -99,7 +99,7 @@ def evidence(finding: Finding) -> dict[str, Any]:
     if not isinstance(facts, SpikeFacts | SteadyFacts):
         return msgspec.to_builtins(facts)
     found: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(facts, causes=()))
-    # What the step itself says of its cause goes before what another step's stacks say.
+    # A cause from the step itself comes before one from another step's stacks.
     for cause in reversed(facts.causes):
         found |= _numbers_evidence(cause) if isinstance(cause, NumbersCause) else _stack_evidence(cause)
     return found
@@ -174,7 +174,7 @@ def _by_stacks(found: StackCause) -> str:
 
 
 def _parts(named: Named, cause: Cause) -> str:
-    """Say ``0.89 of 0.93 GiB in adamw.py:531 _multi_tensor_adamw: foreach temporaries ..., one parameter-size``."""
+    """Return ``0.89 of 0.93 GiB in adamw.py:531 _multi_tensor_adamw: foreach temporaries ..., one parameter-size``."""
     found: list[str] = []
     for part in named.parts:
         where = f" in {part.where}" if part.where else ""

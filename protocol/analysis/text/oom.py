@@ -32,7 +32,7 @@ _MORE: dict[OomKind, str] = {
     "fragmentation": ": enough was free, but not in one piece",
     "leak": ": every step begins with more than the one before",
 }
-"""What the title of a verdict says beside the name."""
+"""What the title of a verdict adds to the name."""
 _PART_WORDS = {
     "optimizer_states": "optimizer states",
     "master_copies": "fp32 master copies",
@@ -55,7 +55,7 @@ def failed_allocation(finding: Finding) -> Words:
 
 
 def uncaught(finding: Finding) -> Words:
-    """An out-of-memory exception of which no rank reported the allocation."""
+    """Text of an out-of-memory exception without a report of the allocation."""
     facts: Uncaught = finding.facts
     return Words(
         f"rank {finding.rank} out of memory{_in(finding.phase)}: {first_line(facts.error)}",
@@ -105,7 +105,7 @@ def not_caught(facts: Uncaught) -> Added:
 
 def let_go(_: object) -> Added:
     """The rank is held no more."""
-    return Added("let_go", {"held": False}, "It was let go.")
+    return Added("let_go", {"held": False}, "It was released.")
 
 
 def explain(oom: Oom, around: OomContext = ALONE) -> OomVerdict:
@@ -197,7 +197,7 @@ def _sentence(kind: OomKind, oom: Oom, found: dict[str, int]) -> str:
         return "It failed while a checkpoint was saved: gathering weights or states takes memory of its own."
     if kind == "outside" and not oom.requested_bytes:
         return (
-            "The driver refused memory to somebody else than PyTorch's allocator (NCCL, a library, pinned memory): "
+            "The driver refused memory outside PyTorch's allocator (NCCL, a library, pinned memory): "
             f"{oom.message.splitlines()[0][:200] if oom.message else 'no words'}. PyTorch held "
             f"{gib(oom.reserved_bytes)}."
         )
@@ -216,8 +216,8 @@ def _sentence(kind: OomKind, oom: Oom, found: dict[str, int]) -> str:
         if oom.requested_bytes > (oom.capacity_bytes or oom.device_total_bytes):
             return f"This one request, {asked}, is more than the whole {where} has."
         held = parts_words({part: size for part, size in oom.parts.items() if part in FITTING})
-        return f"What the run holds whatever its batches are leaves too little{f': {held}' if held else ''}."
-    return "The numbers at hand do not tell one cause from another."
+        return f"What the run holds independently of its batches leaves too little{f': {held}' if held else ''}."
+    return "The numbers at hand do not separate one cause from another."
 
 
 def _in(phase: str) -> str:

@@ -1,4 +1,4 @@
-"""A live run's peaks beside those that were predicted, in words."""
+"""Text of a live run's peaks beside the predicted ones."""
 
 from collections.abc import Sequence
 
@@ -48,13 +48,13 @@ def comparison_sentences(found: Sequence[Compared], error: float) -> list[str]:
     )
     if most.parts:
         named = ", ".join(f"{_PARTS.get(name, name)} {_signed(size)}" for name, size in most.parts)
-        taken = f" (step {most.parts_step:,} taken apart)" if most.parts_step else ""
+        taken = f" (step {most.parts_step:,} analysed)" if most.parts_step else ""
         return [*sentences, f"{text}: {named}{taken}"]
     return [*sentences, text + _by_phase(found, parted, most)]
 
 
 def _by_phase(found: Sequence[Compared], parted: Sequence[Compared], most: Compared) -> str:
-    """Return what the phases tell where no part is known."""
+    """Return the text by phase where no part is known."""
     if len(parted) < len(found):
         others = [one.phase for one in found if not one.parted]
         return f"; {' and '.join(others)} {'agrees' if len(others) == 1 else 'agree'}"

@@ -1,4 +1,4 @@
-"""Stalls in words: hangs, ranks that are stopped, ranks of which nothing is heard."""
+"""Text of stalls: hangs, stopped ranks, unreachable ranks."""
 
 import shlex
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ _WHERE = {
     "eval": "in evaluation",
     "checkpoint": "in checkpointing",
     "idle": "in Python code outside any phase",
-    "exit": "said goodbye, but its process lives on",
+    "exit": "finished, but its process is still alive",
 }
 _ABSENT = {
     "stopped": "stopped by a signal",
@@ -68,7 +68,7 @@ def unheard(finding: Finding) -> Words:
     facts: UnreachableFacts = finding.facts
     return Words(
         f"{ranks_in_words(finding.ranks)} unreachable{f': {facts.state}' if facts.state else ''}",
-        "Nothing is heard of the probe there. That alone says nothing about the training: native code may hold "
+        "The probe there sends nothing. That alone is no evidence about the training: native code may hold "
         "Python's lock, or the way to that host may be cut.",
     )
 
@@ -84,7 +84,7 @@ def evidence(finding: Finding) -> dict[str, Any]:
 
 
 def awaited(facts: WaitingRanks) -> Added:
-    """The ranks that wait for one that is stopped or held."""
+    """Text of the ranks that wait for a stopped or held one."""
     return Added("awaited", {"waiting": list(facts.waiting[:RANKS_LISTED])})
 
 
@@ -123,7 +123,7 @@ def collective(found: Collective | None) -> str:
 
 
 def where(view: RankView) -> str:
-    """Return where a rank is: from its own reports, and at which line where its stacks tell."""
+    """Return where a rank is: from its own reports, with the line where its stacks show it."""
     found = view.evidence
     line = found.place.text if found is not None else ""
     phase = _WHERE.get(view.phase, f"in {view.phase}")
@@ -232,7 +232,7 @@ def _ahead(verdict: Verdict) -> Words:
 
 
 def _lock(verdict: Verdict) -> Words:
-    """Ranks wait for a build's lock that nobody will release."""
+    """Ranks wait for a stale lock of a build."""
     who, wait = ranks_in_words(verdict.waiting), _wait(verdict.waiting)
     paths = [sanitize(path, 400) for path in (verdict.facts.paths if isinstance(verdict.facts, StaleLocks) else ())]
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
@@ -245,7 +245,7 @@ def _lock(verdict: Verdict) -> Words:
 
 
 def _alone(verdict: Verdict) -> Words:
-    """Ranks are stuck and hold up nobody that can be seen."""
+    """Ranks are stuck without holding up others."""
     worst = max(verdict.views.values(), key=lambda view: view.age)
     stands = f"{ranks_in_words(verdict.hung)} made no progress for {duration(verdict.age)}, {where(worst)}"
     return Words(
@@ -304,7 +304,7 @@ def _ways(words: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def _by_words(words: Mapping[int, str]) -> str:
-    """Say ``ranks 0 and 1: all_reduce; rank 2: all_gather``."""
+    """Return ``ranks 0 and 1: all_reduce; rank 2: all_gather``."""
     return "; ".join(f"{ranks_in_words(sorted(ranks))}: {each}" for each, ranks in sorted(_ways(words).items()))
 
 

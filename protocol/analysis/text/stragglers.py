@@ -41,7 +41,7 @@ def evidence(finding: Finding) -> dict[str, Any]:
 
 
 def facts(alert: Alert) -> SlowRankFacts:
-    """Return what is left of the figures in the evidence of an alert: enough to tell when it is over."""
+    """Return facts from an alert's evidence: enough to know when it is over."""
     own, others, step = (round(1e3 * float(alert.evidence.get(name, 0))) for name in ("own_ms", "others_ms", "step_ms"))
     at = str(alert.evidence.get("slow_at", EVERYWHERE))
     return SlowRankFacts(StragglerFacts(alert.rank or 0, alert.step or 0, 0, own, others, 0, 0, step, at, {}, {}))

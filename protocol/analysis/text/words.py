@@ -1,4 +1,4 @@
-"""What every text of a finding is made of."""
+"""Types of the texts of findings."""
 
 import math
 from typing import Any, NamedTuple
@@ -16,10 +16,10 @@ class Words(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What has become known of a finding beside its facts."""
+    """An addition to a finding's text and evidence."""
 
     name: str
-    """Which addition it is; a later one of the same name takes its place."""
+    """Name of the addition; a later one of the same name replaces it."""
     evidence: dict[str, Any]
     text: str = ""
     """A sentence; empty: none."""

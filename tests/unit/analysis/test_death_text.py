@@ -64,7 +64,7 @@ def death(code: int | None = None, signal: int | None = None, **more: Any) -> Fi
             death(signal=9, kernel_kill=KernelKill(False, "", ["its log names no kill"])),
             "rank 1 killed by SIGKILL",
             "The process of rank 1 (pid 101) is gone: killed by SIGKILL. Not by the kernel for memory: its log names "
-            f"no kill. Somebody or a job scheduler sent it. {GONE}",
+            f"no kill. A person or a job scheduler sent it. {GONE}",
         ),
         (
             death(signal=9, pressure=HostPressure(1.25, 31 * GIB, 32 * GIB, 8 * GIB)),
@@ -135,7 +135,7 @@ def test_a_death_and_a_failure_in_words(finding: Finding, title: str, body: str)
             "",
         ),
         (Uncaught("E", "T"), {"error": "E", "traceback": "T"}, "The script did not catch it and failed."),
-        (Released(), {"held": False}, "It was let go."),
+        (Released(), {"held": False}, "It was released."),
     ],
 )
 def test_what_becomes_known_later_in_words(facts: Any, evidence: dict[str, Any], sentence: str):

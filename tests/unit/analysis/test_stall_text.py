@@ -226,10 +226,10 @@ def test_a_rank_that_is_stopped_or_not_heard_of_in_words():
     [
         ("hang", "resumed", "It resolved after 12 s."),
         ("hang", "run_ended", "It ended with the run, after 12 s."),
-        ("hang", "superseded", "The evidence now says something else: see the next alert."),
+        ("hang", "superseded", "The evidence has changed: see the next alert."),
         ("stopped", "resumed", "It runs again."),
         ("stopped", "rank_ended", "Its process is gone."),
-        ("unreachable", "resumed", "Heard of again, or ended."),
+        ("unreachable", "resumed", "It reports again, or ended."),
     ],
 )
 def test_how_a_stall_ended_in_words(kind: Any, why: ResolvedWhy, words: str):

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ftmon.tui.cli import checks, terminal
+from ftmon.tui.cli import doctor_terminal, terminal
 from ftmon.tui.cli.main import main
 
 
@@ -38,7 +38,7 @@ def test_a_runs_directory_open_to_others_is_flagged_with_the_remedy(
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs").chmod(0o755)
-    check = checks.home_check()
+    check = doctor_terminal.home_check()
     assert check.state == "warning"
     assert check.remedy == f"chmod 700 {tmp_path / 'runs'}"
 
@@ -46,7 +46,7 @@ def test_a_runs_directory_open_to_others_is_flagged_with_the_remedy(
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="no /proc: nowhere that even root cannot write")
 def test_a_home_that_cannot_be_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FTMON_HOME", f"/proc/{os.getpid()}/ftmon")
-    assert checks.home_check().state == "error"
+    assert doctor_terminal.home_check().state == "error"
 
 
 def test_json_has_both_sides(

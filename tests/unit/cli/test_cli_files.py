@@ -61,7 +61,7 @@ def test_stacks_of_a_recording_are_those_recorded_last(path: Path, capsys: pytes
     assert main(["stacks", "--json", str(path)]) == 0
     assert json.loads(capsys.readouterr().out)["groups"][0]["ranks"] == [1]
     assert main(["stacks", "--rank", "0", str(path)]) == 2
-    assert "no stacks were taken" in capsys.readouterr().err
+    assert "no stacks were recorded" in capsys.readouterr().err
     assert main(["stacks", "--rank", "9", str(path)]) == 2
     assert "no rank 9 in this run" in capsys.readouterr().err
 

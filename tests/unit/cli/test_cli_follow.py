@@ -35,7 +35,7 @@ def ended(source: LateSource, launcher: ProcessId | None, monkeypatch: pytest.Mo
         read_run=lambda: SimpleNamespace(launcher=launcher, created=0.0, kind="run"),
         path=Path("/"),
     )
-    narrator: Any = SimpleNamespace(tell=lambda _model: [])
+    narrator: Any = SimpleNamespace(new_lines=lambda _model: [])
     given: Any = source
     lines = follow.Lines(forgiving=True)
     following = follow._Following(given, run, narrator, Standing(run), lines, deque(), owned=True)

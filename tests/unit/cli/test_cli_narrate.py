@@ -26,37 +26,37 @@ def step(rank: int, number: int, t: float) -> telemetry.Step:
     return telemetry.Step(rank, number, t - 0.5, 500_000, [phase], loss=2.5, tokens=1000)
 
 
-def tell(messages: Sequence[tuple[float, wire.Message]], **options: bool) -> list[str]:
+def new_lines(messages: Sequence[tuple[float, wire.Message]], **options: bool) -> list[str]:
     model = RunModel()
     narrator = Narrator(**options)
     lines: list[str] = []
     for seq, (t, message) in enumerate(messages, 1):
         frame = wire.Frame(seq, START + t, message)
         model.apply(frame)
-        lines += [line[9:] for line in narrator.tell(model)]  # without the local time of day
+        lines += [line[9:] for line in narrator.new_lines(model)]  # without the local time of day
     return lines
 
 
 def test_ranks_are_introduced_once_when_all_have_said_hello() -> None:
-    told = tell([(0, hello(0)), (1, hello(1)), (2, hello(1))])
+    told = new_lines([(0, hello(0)), (1, hello(1)), (2, hello(1))])
     assert told == ["2 ranks on NVIDIA H200, Qwen2, ZeRO-2, bf16"]
 
 
 def test_a_rank_that_has_not_begun_to_use_its_gpu_is_not_introduced_as_one_on_the_cpu() -> None:
     before = [(0, hello(0, 1, CPU, "")), (1, hello(0, 1, CPU))]
-    assert tell(before) == []
+    assert new_lines(before) == []
     after = [(2, hello(0, 1)), (3, step(0, 1, START + 3))]
-    assert tell(before + after)[0] == "1 rank on NVIDIA H200, Qwen2, ZeRO-2, bf16"
+    assert new_lines(before + after)[0] == "1 rank on NVIDIA H200, Qwen2, ZeRO-2, bf16"
 
 
 def test_ranks_on_the_cpu_are_introduced_with_their_first_step() -> None:
-    told = tell([(0, hello(0, 1, CPU)), (1, step(0, 1, START + 1))])
+    told = new_lines([(0, hello(0, 1, CPU)), (1, step(0, 1, START + 1))])
     assert told[0] == "1 rank on Intel Xeon, Qwen2, ZeRO-2, bf16"
     assert told[1].startswith("step 1 ")
 
 
 def test_a_step_counts_when_every_rank_has_finished_it() -> None:
-    told = tell([(0, hello(0)), (0, hello(1)), (1, step(0, 1, START + 1)), (1.2, step(1, 1, START + 1))])
+    told = new_lines([(0, hello(0)), (0, hello(1)), (1, step(0, 1, START + 1)), (1.2, step(1, 1, START + 1))])
     assert len(told) == 2
     assert told[1].startswith("step 1  loss 2.5000  ")
     assert "peak 3.00 GiB" in told[1]
@@ -65,7 +65,7 @@ def test_a_step_counts_when_every_rank_has_finished_it() -> None:
 def test_progress_lines_keep_their_distance_but_the_last_step_is_always_told() -> None:
     plan = (0.0, telemetry.Plan(0, 40))
     steps = [(n * 0.5, step(0, n, START + n * 0.5)) for n in range(1, 41)]
-    told = tell([(0, hello(0, 1)), plan, *steps])
+    told = new_lines([(0, hello(0, 1)), plan, *steps])
     numbers = [int(line.split()[1].split("/")[0]) for line in told if line.startswith("step")]
     assert numbers[0] == 1
     assert numbers[-1] == 40
@@ -75,13 +75,17 @@ def test_progress_lines_keep_their_distance_but_the_last_step_is_always_told() -
 def test_the_last_line_waits_for_the_figures_of_the_last_step() -> None:
     begun = telemetry.Heartbeat(0, 3, "idle", START + 1, 1, START + 1.1)  # sent before step 2 has been
     last = msgspec.structs.replace(step(0, 2, START + 1.1), loss=1.5)
-    told = tell([(0, hello(0, 1)), (0, telemetry.Plan(0, 2)), (1, step(0, 1, START + 1)), (1.1, begun), (1.2, last)])
+    told = new_lines(
+        [(0, hello(0, 1)), (0, telemetry.Plan(0, 2)), (1, step(0, 1, START + 1)), (1.1, begun), (1.2, last)]
+    )
     assert [line[:22] for line in told[1:]] == ["step 1/2  loss 2.5000 ", "step 2/2  loss 1.5000 "]
 
 
 def test_an_early_stop_is_told_after_the_last_step() -> None:
     stop = telemetry.EarlyStop(0, 3, START + 1.3, 1, 2.25, 2)
-    told = tell([(0, hello(0, 1)), *((1 + n / 10, step(0, n, START + 1)) for n in (1, 2, 3)), (1.4, stop), (2, stop)])
+    told = new_lines(
+        [(0, hello(0, 1)), *((1 + n / 10, step(0, n, START + 1)) for n in (1, 2, 3)), (1.4, stop), (2, stop)]
+    )
     assert [line[:7] for line in told[1:-1]] == ["step 1 ", "step 3 "]
     assert told[-1] == "stopped early at step 3: no lower loss in 1 evaluation; best 2.2500 at step 2"
 
@@ -89,7 +93,7 @@ def test_an_early_stop_is_told_after_the_last_step() -> None:
 def test_an_alert_is_told_once_and_once_more_when_it_is_over() -> None:
     raised = control.Alert(7, "hang", "error", START, "rank 1 has not entered all_reduce #12", rank=1)
     over = control.Alert(7, "hang", "error", START, raised.title, rank=1, resolved=START + 9)
-    assert tell([(0, raised), (1, raised), (9, over), (10, over)]) == [
+    assert new_lines([(0, raised), (1, raised), (9, over), (10, over)]) == [
         "✖ hang: rank 1 has not entered all_reduce #12",
         "  over: rank 1 has not entered all_reduce #12",
     ]
@@ -97,17 +101,17 @@ def test_an_alert_is_told_once_and_once_more_when_it_is_over() -> None:
 
 def test_ascii_output_is_ascii() -> None:
     raised = control.Alert(7, "spike", "warning", START, "rank 1 optimizer +0.9 GiB – temporaries")
-    (line,) = tell([(0, raised)], ascii_only=True)
+    (line,) = new_lines([(0, raised)], ascii_only=True)
     assert line.isascii()
     assert line.startswith("! spike: rank 1")
 
 
 def test_output_of_the_ranks_is_told_on_request_and_cannot_steer_the_terminal() -> None:
     log = telemetry.LogLine(1, START, "err", "\x1b[2Jboom\x07")
-    assert tell([(0, log)]) == []
+    assert new_lines([(0, log)]) == []
     model = RunModel()
     model.apply(wire.Frame(1, START, log))
-    (line,) = Narrator(with_output=True).tell(model)
+    (line,) = Narrator(with_output=True).new_lines(model)
     assert line == "rank 1| boom\N{REPLACEMENT CHARACTER}"
 
 
@@ -118,7 +122,7 @@ def test_the_end_brings_the_last_step_and_the_reason() -> None:
         (1.1, step(0, 2, START + 1.1)),
         (2, control.RunState("failed", START + 2, "exit code 1")),
     ]
-    told = tell(messages)
+    told = new_lines(messages)
     assert told[-2].startswith("step 2 ")
     assert told[-1] == "failed: exit code 1"
 
@@ -127,7 +131,7 @@ def test_evaluations_checkpoints_and_a_rehearsal_are_told_once() -> None:
     first = telemetry.Evaluation(0, 10, START + 3, "validation", 2.0, 7.389, seconds=1.5, metrics={"accuracy": 0.5})
     second = telemetry.Evaluation(0, 20, START + 5, "validation", 2.5)
     saved = telemetry.Checkpoint(0, 20, START + 6, "out/step-20", 3 * 2**30, 2.5, best=True)
-    told = tell(
+    told = new_lines(
         [
             (0, telemetry.Activity(0, START, "rehearsal", text="the longest batch, 4 x 2,048")),
             (1, telemetry.Activity(0, START + 1, "rehearsal", text="the longest batch, 4 x 2,048", done=1, total=4)),
@@ -151,8 +155,8 @@ def test_an_activity_that_was_over_before_the_next_look_is_told() -> None:
     begun = telemetry.Activity(0, START, "rehearsal", text="the longest batch")
     for seq, message in enumerate((begun, telemetry.Activity(0, START + 1, "rehearsal", over=True)), 1):
         model.apply(wire.Frame(seq, START + seq, message))
-    assert [line[9:] for line in narrator.tell(model)] == ["rehearsal: the longest batch"]
-    assert not list(narrator.tell(model))
+    assert [line[9:] for line in narrator.new_lines(model)] == ["rehearsal: the longest batch"]
+    assert not list(narrator.new_lines(model))
 
 
 def test_the_rehearsal_is_told_before_the_first_step_where_both_come_together() -> None:
@@ -160,11 +164,11 @@ def test_the_rehearsal_is_told_before_the_first_step_where_both_come_together() 
     rehearsal = telemetry.Activity(0, START, "rehearsal", text="the longest batch")
     for seq, message in enumerate((hello(0, 1), rehearsal, step(0, 1, START + 1)), 1):
         model.apply(wire.Frame(seq, START + seq, message))
-    told = [line[9:] for line in Narrator().tell(model)]
+    told = [line[9:] for line in Narrator().new_lines(model)]
     assert told[1] == "rehearsal: the longest batch"
     assert told[2].startswith("step 1 ")
 
 
 def test_an_evaluation_from_before_a_late_join_is_not_told_afterwards() -> None:
     later, earlier = (telemetry.Evaluation(0, step, START + step, "validation", 2.0) for step in (20, 10))
-    assert [line[:24] for line in tell([(0, later), (1, earlier)])] == ["validation at step 20: l"]
+    assert [line[:24] for line in new_lines([(0, later), (1, earlier)])] == ["validation at step 20: l"]

@@ -100,7 +100,7 @@ def test_a_failed_run_shows_the_last_words_of_the_rank_that_failed_first(tmp_pat
     lines = list(outcome.closing_lines(run, ExitFile(2, 0.0, "failed", "exit code 2"), model))
     assert lines[:2] == ["  rank 1| data.path: line 7 is not JSON", f"  rank 1| {'x' * 400}..."]
     assert not any("rank 0|" in line for line in lines)
-    told = list(outcome.closing_lines(run, ExitFile(2, 0.0, "failed", "exit code 2"), model, output_told=True))
+    told = list(outcome.closing_lines(run, ExitFile(2, 0.0, "failed", "exit code 2"), model, output_printed=True))
     assert told[0] == f"{run.id} failed: exit code 2"
 
 

@@ -137,7 +137,7 @@ def test_ascii_works_before_and_after_the_command(words: list[str]) -> None:
 
 
 def test_ftmon_alone_opens_the_list_of_runs() -> None:
-    assert parse([]).handler == "view:choose"
+    assert parse([]).handler == "attach:choose"
 
 
 @pytest.mark.parametrize("command", ["attach", "status", "logs", "kill", "stop", "replay"])

@@ -48,4 +48,4 @@ def test_keys_are_let_in_and_out(
     assert main(["keys", f"--allow={public}", "--remark", "the laptop"]) == 0
     assert f"{public}  the laptop" in capsys.readouterr().out
     assert main(["keys", f"--remove={public}"]) == 0
-    assert "nobody else" in capsys.readouterr().out
+    assert "no other key" in capsys.readouterr().out

@@ -162,10 +162,10 @@ def test_a_late_join_shows_what_one_who_was_there_sees(tmp_path: Path) -> None:
         assert seen.memory.causes == rank.memory.causes
         assert seen.allocator.last == rank.allocator.last
         assert [each.step for each in seen.allocator.samples] == [each.step for each in rank.allocator.samples]
-        assert seen.memory.lead is not None
-        assert rank.memory.lead is not None
-        assert seen.memory.lead.standing == rank.memory.lead.standing
-        assert seen.memory.lead.crossing == rank.memory.lead.crossing
+        assert seen.memory.ranking is not None
+        assert rank.memory.ranking is not None
+        assert seen.memory.ranking.standing == rank.memory.ranking.standing
+        assert seen.memory.ranking.crossing == rank.memory.ranking.crossing
 
 
 def test_marks_after_the_moment_shown_are_left_out(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 from ftmon.protocol.recording.phase_peaks import PeakMark, PhasePeaks, bucket_of
 from ftmon.protocol.telemetry import PhaseRecord, Span, Step
-from ftmon.tui.model.peak_phase import PeakRanking, lead_of, lead_sentences
+from ftmon.tui.model.peak_phase import PeakRanking, rank_phases, ranking_sentences
 from peaks import MEASURED, MIB
 
 GIB = 2**30
@@ -27,21 +27,21 @@ def measured(longest: int = 4096) -> list[PeakMark]:
 
 
 def judged(marks: list[PeakMark]) -> PeakRanking:
-    lead = lead_of(marks)
-    assert lead is not None
-    return lead
+    ranking = rank_phases(marks)
+    assert ranking is not None
+    return ranking
 
 
 def test_nothing_leads_before_the_first_step() -> None:
-    assert lead_of([]) is None
+    assert rank_phases([]) is None
 
 
 def test_the_phase_with_the_highest_peak_leads_and_the_next_one_is_named() -> None:
-    lead = judged(measured(512))
-    assert (lead.first.phase, lead.first.bytes) == ("optimizer", 10753 * MIB)
-    assert lead.next is not None
-    assert lead.next.phase == "backward"
-    assert lead.by == (10753 - 9545) * MIB
+    ranking = judged(measured(512))
+    assert (ranking.first.phase, ranking.first.bytes) == ("optimizer", 10753 * MIB)
+    assert ranking.next is not None
+    assert ranking.next.phase == "backward"
+    assert ranking.by == (10753 - 9545) * MIB
 
 
 def test_a_flat_and_then_rising_curve_is_explained_by_the_length_at_which_the_lead_passes() -> None:
@@ -53,7 +53,7 @@ def test_a_flat_and_then_rising_curve_is_explained_by_the_length_at_which_the_le
 
 
 def test_it_is_said_in_one_sentence() -> None:
-    sentences = lead_sentences(judged(measured()))
+    sentences = ranking_sentences(judged(measured()))
     assert sentences[0].startswith("the run's peak: 19.21 GiB in backward, step 6; next forward")
     assert sentences[1] == (
         "up to length 512 the optimizer step leads (flat at 10.50 GiB), from length 1,024 on backward "
@@ -63,11 +63,11 @@ def test_it_is_said_in_one_sentence() -> None:
 
 def test_where_one_phase_leads_at_every_length_it_is_said_when_another_would() -> None:
     points = [([2, length], {"backward": 5_000 + length, "optimizer": 10_000}) for length in (512, 1024, 2048)]
-    lead = judged(marks_of(points))
-    assert lead.crossing is not None
-    assert lead.crossing.ahead
-    assert lead.crossing.size == pytest.approx(2 * 5_000)
-    assert "would lead from about length 5,000 on" in lead_sentences(lead)[1]
+    ranking = judged(marks_of(points))
+    assert ranking.crossing is not None
+    assert ranking.crossing.ahead
+    assert ranking.crossing.size == pytest.approx(2 * 5_000)
+    assert "would lead from about length 5,000 on" in ranking_sentences(ranking)[1]
 
 
 def test_batches_of_one_size_tell_since_when_a_phase_leads() -> None:
@@ -76,9 +76,9 @@ def test_batches_of_one_size_tell_since_when_a_phase_leads() -> None:
         PeakMark(0, 2, "backward", 9 * GIB, [4, 128]),
         PeakMark(0, 900, "backward", 11 * GIB, [4, 128]),
     ]
-    lead = judged(marks)
-    assert lead.changes == ((1, "optimizer"), (900, "backward"))
-    assert "the optimizer step led until step 900; backward since then" in lead_sentences(lead)
+    ranking = judged(marks)
+    assert ranking.changes == ((1, "optimizer"), (900, "backward"))
+    assert "the optimizer step led until step 900; backward since then" in ranking_sentences(ranking)
 
 
 def test_a_lead_that_changes_hands_more_than_once_is_not_forced_into_one_length() -> None:
@@ -93,9 +93,9 @@ def test_a_lead_that_changes_hands_more_than_once_is_not_forced_into_one_length(
 def test_peaks_that_rise_and_fall_as_they_like_grow_with_nothing() -> None:
     noise = [700, 690, 705, 688, 702, 691, 707]
     points = [([1, 100 * at], {"forward": size - 20, "optimizer": size}) for at, size in enumerate(noise, 1)]
-    lead = judged(marks_of(points * 2))
-    assert lead.slopes == {"forward": 0.0, "optimizer": 0.0}
-    assert lead.crossing is None
+    ranking = judged(marks_of(points * 2))
+    assert ranking.slopes == {"forward": 0.0, "optimizer": 0.0}
+    assert ranking.crossing is None
 
 
 def test_a_size_that_only_the_first_step_had_says_nothing_of_lengths() -> None:
@@ -103,15 +103,15 @@ def test_a_size_that_only_the_first_step_had_says_nothing_of_lengths() -> None:
     later = marks_of(
         [([1, 512], {"backward": 950, "optimizer": 1000}), ([1, 1024], {"backward": 990, "optimizer": 1000})]
     )
-    lead = judged([*first, *later])
-    assert lead.crossing is not None
-    assert lead.crossing.ahead
+    ranking = judged([*first, *later])
+    assert ranking.crossing is not None
+    assert ranking.crossing.ahead
 
 
 def test_without_shapes_only_the_standing_is_told() -> None:
-    lead = judged([PeakMark(0, 3, "forward", 2 * GIB), PeakMark(0, 3, "backward", GIB)])
-    assert (lead.crossing, lead.slopes) == (None, None)
-    assert len(lead_sentences(lead)) == 1
+    ranking = judged([PeakMark(0, 3, "forward", 2 * GIB), PeakMark(0, 3, "backward", GIB)])
+    assert (ranking.crossing, ranking.slopes) == (None, None)
+    assert len(ranking_sentences(ranking)) == 1
 
 
 def step(number: int, peak: int, shape: list[int], resident: int | None = None) -> Step:
@@ -142,4 +142,4 @@ def test_on_a_cpu_the_mark_is_of_the_resident_set() -> None:
 def test_shapes_that_make_no_sense_do_no_harm(shape: list[int]) -> None:
     assert isinstance(bucket_of(shape), int)
     assert len(PhasePeaks().see(step(1, GIB, shape))) == 1
-    assert lead_sentences(judged([PeakMark(0, 1, "forward", GIB, shape)]))
+    assert ranking_sentences(judged([PeakMark(0, 1, "forward", GIB, shape)]))

@@ -10,7 +10,7 @@ from ftmon.tui.model.progress import early_stop_words
 from ftmon.tui.model.status import status
 from ftmon.tui.model.timeline import EMPTY
 from ftmon.tui.source.base import Connection
-from ftmon.tui.widgets.views import summary_of
+from ftmon.tui.widgets.view_models import summary_of
 from streams import GIB, STARTED, Stream
 
 EARLY_STOP = telemetry.EarlyStop(0, 14, STARTED + 2, 3, 1.234, 8)

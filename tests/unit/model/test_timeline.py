@@ -1,4 +1,4 @@
-from ftmon.tui.model.levels import KEEP, Level
+from ftmon.tui.model.max_pyramid import KEEP, Level
 from ftmon.tui.model.timeline import EMPTY, Mark, Timeline
 from hypothesis import given, settings
 from hypothesis import strategies as st

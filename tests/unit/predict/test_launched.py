@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.errors import UsageError
-from ftmon.trainer.predict.launched import Launched, parse
+from ftmon.trainer.predict.launched import Launched
+from ftmon.trainer.predict.launchers import parse
 
 
 @pytest.fixture(autouse=True)

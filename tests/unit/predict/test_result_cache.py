@@ -24,7 +24,7 @@ class Cached(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         key = self.cache.key(func, args, kwargs)
-        found = MISSING if key is None else self.cache.look(key, args)
+        found = MISSING if key is None else self.cache.kept(key, args)
         if found is MISSING:
             self.asked.append(str(func))
             found = func(*args, **kwargs)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from caching_allocator import MIB, CachingAllocator
 from ftmon.protocol.analysis.allocator.snapshot.analysis import find_oom
+from ftmon.protocol.analysis.allocator.snapshot.pending_states import pending_bytes
 from ftmon.protocol.analysis.allocator.snapshot.replay import Replay
-from ftmon.protocol.analysis.allocator.snapshot.states_to_come import still_to_come
 from ftmon.protocol.analysis.oom.from_snapshot import report_of
 from ftmon.protocol.snapshot.columns import compact
 
@@ -64,9 +64,9 @@ def test_states_are_told_by_the_sizes_of_what_they_are_made_after(width: int, co
     all_states = [size * width for size in parameters for _ in range(count)]
     made = all_states[:30]
     least = sum(all_states) - sum(made)
-    assert still_to_come([*made, 4, 4], [*parameters, 8]) == least
-    assert still_to_come(made, [size + 1 for size in parameters]) == 0
-    assert still_to_come(made[:2], parameters) == 0
-    assert still_to_come(all_states, parameters) == 0
+    assert pending_bytes([*made, 4, 4], [*parameters, 8]) == least
+    assert pending_bytes(made, [size + 1 for size in parameters]) == 0
+    assert pending_bytes(made[:2], parameters) == 0
+    assert pending_bytes(all_states, parameters) == 0
     reverse = all_states[::-1][:30]
-    assert still_to_come(reverse, parameters) == sum(all_states) - sum(reverse)
+    assert pending_bytes(reverse, parameters) == sum(all_states) - sum(reverse)

@@ -22,7 +22,7 @@ from ftmon.tui.widgets.palette import DARK, LIGHT
 from ftmon.tui.widgets.peak_bars import grouped, peak_bars
 from ftmon.tui.widgets.summary import second_line
 from ftmon.tui.widgets.theme import Theme
-from ftmon.tui.widgets.views import summary_of
+from ftmon.tui.widgets.view_models import summary_of
 from ftmon.tui.widgets.waterfall import bar
 from peaks import Explained
 

@@ -17,7 +17,7 @@ from ftmon.tui.widgets.scrubber import Playback, scrubber, time_of_day
 from ftmon.tui.widgets.spark import spark
 from ftmon.tui.widgets.summary import Summary, summary_lines
 from ftmon.tui.widgets.theme import Theme
-from ftmon.tui.widgets.views import nice_top
+from ftmon.tui.widgets.view_models import nice_top
 
 GIB = 2**30
 THEME = Theme()

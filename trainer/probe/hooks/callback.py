@@ -31,7 +31,7 @@ def callback_class() -> Any:
             self._best: dict[str, float] = {}
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Tell the plan; begin to watch where that is still to be done."""
+            """Report the plan; start watching where that has not begun."""
             if self._begin is not None and current() is None:
                 self._begin(args)
             probe, training = current(), switched_on()
@@ -63,7 +63,7 @@ def callback_class() -> Any:
             training.outbox.say_hello()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            """Save and end after this step when somebody asked for it."""
+            """Save and end after this step when that was requested."""
             probe = current()
             if probe is not None and probe.stop_requested():
                 control.should_save = True

@@ -121,7 +121,7 @@ def _counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
             groups[key] = counts.sequence = number
             counts.group, counts.size = key, size
             recent.append((key, number, name, size))
-        except Exception:  # not of the group, or not a tensor: the call itself will say so
+        except Exception:  # not of the group, or not a tensor: the call itself raises the error
             counts.group, counts.size = "", 0
         return name
 

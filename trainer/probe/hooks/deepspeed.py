@@ -47,7 +47,7 @@ def install(become_rank: Callable[[], None]) -> None:
 
 
 def attach(engine: Any) -> None:
-    """Make an engine the one whose updates are this rank's steps, and say what it is."""
+    """Make an engine the one whose updates are this rank's steps, and report it."""
     training = switched_on()
     if training is None:
         return
@@ -76,7 +76,7 @@ def _partitions(engine: Any, zero_stage: int, world_size: int) -> int:
 
 
 def _optimizers_of(engine: Any) -> Iterator[Any]:
-    """Give the engine's optimizer and those that it wraps."""
+    """Return the engine's optimizer and those that it wraps."""
     for name in ("optimizer", "basic_optimizer", "client_optimizer"):
         optimizer = getattr(engine, name, None)
         for _ in range(4):
@@ -205,7 +205,7 @@ def _take_model_step(original: Any) -> Callable[..., Any]:
 
 
 def _is_boundary(engine: Any) -> bool:
-    """Whether ``engine.step()`` will update now (where the caller owns the boundary, every ``step`` does)."""
+    """Return whether ``engine.step()`` will update now (where the caller owns the boundary, every ``step`` does)."""
     managed = getattr(engine, "managed_gradient_accumulation", None)
     return bool(engine.is_gradient_accumulation_boundary()) or (managed is not None and not managed())
 

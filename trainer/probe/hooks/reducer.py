@@ -133,7 +133,7 @@ def _hook(training: Training, running: _Backward, tensors: Any) -> Any:
     try:
         loss = tensors[0] if isinstance(tensors, list | tuple) else tensors
         return loss.register_hook(running.begun) if loss.grad_fn is not None else None
-    except Exception:  # not a tensor, or one that takes no hook: the backward itself will say so
+    except Exception:  # not a tensor, or one without hooks: the backward itself raises the error
         return None
 
 

@@ -1,7 +1,7 @@
 """Hooks into plain PyTorch: dataloaders, backward, optimizers, checkpoints, DDP and FSDP forwards.
 
-Each replaces a public function or method with one that tells the probe and calls the original; without a probe, or on
-another thread, it only calls the original.
+Each replaces a public function or method with one that reports to the probe and calls the original; without a probe, or
+on another thread, it only calls the original.
 """
 
 import sys
@@ -134,7 +134,7 @@ def _zeroing(original: Any) -> Callable[..., Any]:
 
 
 def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Begin an update; returns the arguments anew where they have a closure, which is then told apart from it."""
+    """Begin an update; returns the arguments, a closure wrapped so that its work is not the update's."""
     training = mine()
     if training is None:
         training = _adopted()
@@ -176,7 +176,7 @@ def _adopted() -> Training | None:
     """Make this thread the one that trains, unless another one is known to: before the first update, the updating one.
 
     Returns:
-        What hooks report to; None where another thread trains, or nothing watches.
+        What hooks report to; None where another thread trains, or there is no probe.
     """
     training = switched_on()
     if training is None or training.tracker.step or training.state.engine_steps:
@@ -275,16 +275,16 @@ def _begin_forward(training: Training, framework: str, module: Any, args: Any, k
         trained = training.forwards.is_trained(module)
         if trained and not state.forward_by:
             micro_steps.expect_forward("parallel")
-            tell_framework(framework, module)
-        # A Trainer or an engine tells itself where the forward of the model that it trains begins.
+            report_framework(framework, module)
+        # A Trainer or an engine reports itself where the forward of its model begins.
         if state.forward_by == "parallel" or (state.forward_by and not trained):
             micro_steps.forwarding(module, args, kwargs)
     except Exception as error:
         training.guard.disable(error)
 
 
-def tell_framework(framework: str, model: Any = None) -> None:
-    """Say in the rank's hello what is being watched, unless something more telling is known already."""
+def report_framework(framework: str, model: Any = None) -> None:
+    """Report the framework in the rank's hello, unless a more specific one is known already."""
     training = switched_on()
     if training is None or training.introduction.facts["framework"] not in ("pytorch", framework):
         return
@@ -333,6 +333,6 @@ def _note_sharded(found: Any) -> None:
     try:
         known = training.trained.model()
         if known is None or sum(1 for _ in module.parameters()) >= sum(1 for _ in known.parameters()):
-            tell_framework("fsdp", module)
+            report_framework("fsdp", module)
     except Exception as error:
         training.guard.disable(error)

@@ -7,7 +7,7 @@ from typing import Any
 from .. import guard
 from ..active import mine
 from ..replace import replace
-from .torch import scoped, tell_framework
+from .torch import report_framework, scoped
 
 
 def install_trainer(module: ModuleType) -> None:
@@ -67,7 +67,7 @@ def add_callback(trainer: Any) -> None:
 
 
 def _training_step(original: Any) -> Callable[..., Any]:
-    """Tell the probe where a micro-step begins, and that a ``Trainer`` has divided its loss by the accumulation."""
+    """Report the begin of a micro-step, and that a ``Trainer`` has divided its loss by the accumulation."""
 
     def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         training = mine()
@@ -78,7 +78,7 @@ def _training_step(original: Any) -> Callable[..., Any]:
             if state.forward_by != "engine":
                 if state.forward_by != "trainer":
                     training.micro_steps.expect_forward("trainer")
-                    tell_framework("transformers", model)
+                    report_framework("transformers", model)
                 training.micro_steps.forwarding(None, (inputs,), {})
         loss = original(self, model, inputs, *args, **kwargs)
         # Under DeepSpeed the update is made in here, before the last micro-step's loss is returned: what was
@@ -91,5 +91,5 @@ def _training_step(original: Any) -> Callable[..., Any]:
 
 
 def _is_normalised_over_ranks(trainer: Any, num_items_in_batch: Any = None, *_args: Any, **_kwargs: Any) -> bool:
-    """Whether the Trainer divides by the label tokens of all ranks, and multiplies by the ranks for DDP's mean."""
+    """Return whether the Trainer divides by all ranks' label tokens, and multiplies by the ranks for DDP's mean."""
     return num_items_in_batch is not None and bool(getattr(trainer.args, "average_tokens_across_devices", False))

@@ -1,7 +1,7 @@
-"""Put on a job's PYTHONPATH by ftmon: lets ftmon look at this process if it is a rank, and else does nothing.
+"""Put on a job's PYTHONPATH by ftmon: starts the probe if this process is a rank, and else does nothing.
 
 Python imports this at start-up, before the script. It hands over to any other ``sitecustomize`` further down the path,
-and whatever goes wrong in here stays in here.
+and errors in here are not passed on.
 """
 
 import importlib

@@ -35,9 +35,9 @@ class MicroSteps:
 
     Args:
         rank: this rank.
-        introduction: told in what autocast computes the forward.
+        introduction: gets the data type in which autocast computes the forward.
         trained: what the rank trains.
-        outbox: takes another hello once a forward was seen.
+        outbox: gets another hello once a forward was seen.
         tracker: the phase machine.
         phases: the way into it.
         forwards: judges whether a forward is training.
@@ -127,7 +127,7 @@ class MicroSteps:
         """A model's forward begins.
 
         Args:
-            module: the model, in its wrappers; None: a framework has said that a micro-step begins.
+            module: the model, in its wrappers; None: a framework has reported that a micro-step begins.
             args: what the forward is given.
             kwargs: the same.
         """
@@ -162,7 +162,7 @@ class MicroSteps:
 
     @guarded
     def expect_forward(self, by: str) -> None:
-        """From now on ``by`` tells where a forward begins; a batch noted as it was fetched will be noted there."""
+        """From now on ``by`` reports where a forward begins; a batch noted as it was fetched will be noted there."""
         self._state.forward_by = by
         notes = self._tracker.notes
         notes.shape, notes.tokens, notes.samples, notes.padded_tokens = [], [], 0, 0

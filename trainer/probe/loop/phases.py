@@ -19,7 +19,7 @@ class Phases:
     Args:
         rank: this rank.
         tracker: the phase machine.
-        outbox: takes another hello once the device is known.
+        outbox: gets another hello once the device is known.
     """
 
     def __init__(self, rank: RankContext, tracker: Tracker, outbox: Outbox) -> None:
@@ -65,7 +65,7 @@ class Phases:
             self.settle()
 
     def settle(self) -> None:
-        """Look whether the script has CUDA running; the device is not settled yet."""
+        """Check whether the script has CUDA running; the device is not settled yet."""
         device = self._device
         if device.settle(self._note_script_reset):
             self._tracker.switch(device.memory, device.mark_event, device.blank)

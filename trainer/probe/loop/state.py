@@ -1,4 +1,4 @@
-"""What is under way in the training loop, and how the script drives it."""
+"""State of the training loop, and how the script drives it."""
 
 
 class LoopState:
@@ -34,8 +34,9 @@ class LoopState:
         self.making_engine = False
         """A DeepSpeed engine is being made: some optimizers step on zero gradients meanwhile."""
         self.forward_by = ""
-        """What tells where the forward begins (``engine``, ``trainer``, ``parallel``), so that ``data`` goes on until
-        then; empty: nothing does, and the forward is what lies between a batch and its backward."""
+        """What reports where the forward begins (``engine``, ``trainer``, ``parallel``), so that ``data`` lasts until
+        then; empty: nothing does, and the forward is the time between a batch and its backward.
+        """
         self.sum_losses = False
         """The script is known to divide its micro-steps' losses itself."""
         self.normalised_over_ranks = False

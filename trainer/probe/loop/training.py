@@ -30,9 +30,9 @@ class Training:
 
     Args:
         rank: this rank.
-        introduction: what its hello says.
+        introduction: the contents of its hello.
         trained: filled in by hooks.
-        outbox: takes finished steps.
+        outbox: gets finished steps.
         pace: how long a step takes.
         counts: the collective counters.
     """

@@ -120,7 +120,7 @@ class Updates:
         if state.evaluations > 1:
             self._tracker.notes.repeats += 1
         if state.closures == 1 and not state.in_backward:
-            # Where a hook tells when the forward begins, what the closure does before is none.
+            # Where a hook reports when the forward begins, the closure's work before it is no forward.
             self._tracker.interrupt("idle" if state.forward_by else "forward")
 
     @guarded
@@ -180,7 +180,7 @@ class Updates:
 
     @guarded
     def not_updated(self) -> None:
-        """What looked like an update was none (another optimizer than the one that makes the steps)."""
+        """Undo an update of another optimizer than the one that makes the steps."""
         self._end()
         self._phases.enter("idle")
 

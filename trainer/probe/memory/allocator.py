@@ -1,9 +1,9 @@
-"""Now and then one step is looked at closely: its allocator events, and what the peak of each phase consists of.
+"""Schedules step captures: allocator events of one step, and what the peak of each phase consists of.
 
-A step in a few thousand is enough, and it may not cost the others: the next look comes only when what the last one
-took, on the training thread and on this one, is less than ``TIME_SHARE`` of what has passed since, and later still
-where the hub has many ranks' looks to analyse. The first few steps are looked at in any case, and so is the next one
-when somebody asks.
+A step in a few thousand is enough, and the others must not pay for it: the next capture comes only when the time of the
+last one, on the training thread and on this one, is less than ``TIME_SHARE`` of the time since, and later still where
+the hub has captures of many ranks to analyse. The first few steps are captured in any case, and so is the next one on
+request.
 """
 
 import time
@@ -29,7 +29,7 @@ from .snapshots import Answer
 TIME_SHARE = 0.002
 MIN_SECONDS = 1.0
 HUB_SECONDS = 15e-6
-"""An entry takes the hub 3 us to analyse: so all ranks' looks take a fifth of one of its cores."""
+"""The hub needs 3 us to analyse an entry: so the captures of all ranks use a fifth of one of its cores."""
 FIRST_STEPS = 3
 PATIENCE_SECONDS = 45.0
 AFTER_FAILURE_SECONDS = 60.0
@@ -37,7 +37,7 @@ REASONS = ("asked", "spike", "leak")
 
 
 class AllocatorWatch:
-    """Takes the close looks at one rank's steps; for the publisher thread.
+    """Captures steps of one rank; for the publisher thread.
 
     Args:
         rank: this rank.
@@ -78,11 +78,11 @@ class AllocatorWatch:
         self._deadline = 0.0
 
     def want(self, reason: str, answer: Answer) -> None:
-        """Compose the next step; ``answer`` is told once it is done, or why not.
+        """Capture the next step; ``answer`` is called once that is done, or with the reason why not.
 
         Args:
             reason: one of ``REASONS``.
-            answer: told what came of it.
+            answer: called with the result.
         """
         if self._recording.by_script and self._rank.device.memory.measure == "cuda":
             answer(False, "the script records memory history itself; it is left alone", {})
@@ -97,7 +97,7 @@ class AllocatorWatch:
         self._sent_step = step
 
     def tick(self) -> None:
-        """Begin a look when one is due, and make its messages once its step is over."""
+        """Begin a capture when one is due, and make its messages once its step is over."""
         try:
             self._tick()
         except Exception as error:
@@ -117,7 +117,7 @@ class AllocatorWatch:
         cuda = self._rank.device.memory.measure == "cuda"
         if not (self._wanted or self._answers):
             if self._capture is not None:
-                self._drop()  # nobody waits for it any more
+                self._drop()  # no longer awaited
                 if cuda and not (recording.by_script or recording.owner):
                     recording.off()
             return
@@ -154,7 +154,7 @@ class AllocatorWatch:
         tracker.watchers = (*tracker.watchers, self._capture)
 
     def _drop(self) -> None:
-        """Give up a look under way; another one comes."""
+        """Cancel the capture under way; another one follows."""
         capture, self._capture = self._capture, None
         if capture is not None:
             capture.withdraw()
@@ -175,7 +175,7 @@ class AllocatorWatch:
         rank, read, entries = self._rank.rank, self._rank.device.memory.read, 0
         if cuda:
             if recording.cleared != self._cleared:
-                return  # somebody began a new history meanwhile; the next step will do
+                return  # a new history was begun meanwhile; the next step will do
             found = step_trace(
                 capture,
                 recording.snapshot,

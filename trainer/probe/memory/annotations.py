@@ -55,7 +55,7 @@ def _begun(marks: Iterable[Mark]) -> list[_Begun]:
 
 
 def _spans(step: int, begun: list[_Begun]) -> Iterator[tuple[str, int, int]]:
-    """Give the step, then its phases: name, begin, end. A mark without a phase goes on with the one before."""
+    """Return the step, then its phases: name, begin, end. A mark without a phase goes on with the one before."""
     if len(begun) < 2:
         return
     yield f"step {step}", begun[0][1], begun[-1][1]

@@ -34,7 +34,7 @@ class Recording:
     def __init__(self) -> None:
         self.mode: Mode = "off"
         self.cleared = 0
-        """How often the history was given up: whoever reads a span of it compares the counts at its two ends."""
+        """How often the history was cleared: a reader of a span compares the counts at its two ends."""
         self.by_script = False
         """The script has switched the recorder itself: it is the script's from then on."""
         self.keeps_history = False
@@ -49,7 +49,7 @@ class Recording:
         self._lock = threading.Lock()
 
     def claim(self, who: str) -> bool:
-        """Take the recorder for ``who``; False while another has it."""
+        """Acquire the recorder for ``who``; False while another has it."""
         with self._lock:
             if self.owner not in ("", who):
                 return False
@@ -67,11 +67,11 @@ class Recording:
     def numbers(self, *, whole: bool = False) -> bool:
         """Record sizes and addresses only; False when the recorder is the script's.
 
-        Right after stacks their ring goes on where PyTorch can do that, as somebody is about to read it; unless it
+        Right after stacks their ring is kept where PyTorch can do that, as it is about to be read; unless it
         is the long one, which is read before.
 
         Args:
-            whole: in a new history and with every action, for who reads it a step later: a block that waits for another
+            whole: in a new history and with every action, for reading it a step later: a block that waits for another
                 stream is allocated no more for the counters from when its free was asked for.
         """
         options = {"context": None} if whole else {"context": None, **self._fewer()}

@@ -1,7 +1,7 @@
 """Memory snapshots on request: PyTorch's own, with the Python stacks of what a whole step allocated.
 
 Stacks cost 23 % of a step (measured on an H200), so they are recorded only from the request until one whole step has
-passed. Writing the snapshot then holds the training up, for a second or so on a large model: somebody asked for it.
+passed. Writing the snapshot then blocks the training, for a second or so on a large model: it was requested.
 """
 
 import os
@@ -61,10 +61,10 @@ class Snapshots:
         self._wanted: list[_Wanted] = []
         self._from_step = 0
         self._deadline = 0.0
-        """0: stacks are not being recorded yet; somebody else may still be using the recorder."""
+        """0: stacks are not being recorded yet; the recorder may still be in use elsewhere."""
 
     def want(self, reason: str, answer: Answer) -> None:
-        """Take a snapshot once a step has been recorded, or steps stay out; ``answer`` is told what came of it."""
+        """Take a snapshot once a step has been recorded, or none comes; ``answer`` is called with the result."""
         if self._rank.device.memory.measure != "cuda":
             answer(False, "this rank computes on the CPU: there is no CUDA allocator here", {})
             return
@@ -72,7 +72,7 @@ class Snapshots:
         self._begin()
 
     def tick(self) -> None:
-        """Take what is due."""
+        """Take the snapshots that are due."""
         if not self._wanted:
             return
         if not self._begin():

@@ -1,4 +1,4 @@
-"""Stacks for one phase: armed on the training thread where that phase begins, taken back where it ends.
+"""Captures stacks for one phase: switched on by the training thread where that phase begins, and off where it ends.
 
 Python stacks make an allocation dearer (23 % of a step where all have them, measured on an H200), so they are recorded
 for one phase of one step, after a spike or on request. The publisher then reads the trace and sends the ``Cause``. What
@@ -21,21 +21,21 @@ from ..phases.tracker import Tracker
 from ..rank.context import RankContext
 from ..rank.trained import Trained
 from ..values.sizes import model_sizes
-from .armed_phase import PATIENCE_STEPS, Armed
 from .history import Recording
 from .snapshots import Answer
+from .stack_window import PATIENCE_STEPS, StackWindow
 
 MOST_STEPS = 3
 MOST_WANTS = 4
 USUAL_STEPS = 8
 AHEAD_STEPS = 3
-"""Nobody else uses the recorder from so many steps before the one that is to be recorded."""
+"""The recorder is reserved from this many steps before the one that is to be recorded."""
 LEAST_SECONDS, MOST_SECONDS = 20.0, 900.0
 REASONS = ("asked", "spike", "leak", "oom")
 
 
 class _Want(NamedTuple):
-    armed: Armed
+    armed: StackWindow
     reason: Any
     answer: Answer
     patience: float
@@ -85,7 +85,7 @@ class StackCapture:
             steps: of how many steps, 1 to ``MOST_STEPS``.
             from_step: not before this step; 0 for the next one.
             reason: one of ``REASONS``; with ``leak`` what stayed is looked for, not what came and went.
-            answer: told what came of it.
+            answer: called with the result.
         """
         recording, tracker = self._recording, self._tracker
         if self._rank.device.memory.measure != "cuda":
@@ -96,7 +96,7 @@ class StackCapture:
             answer(False, f"{len(self._wants)} recordings of stacks are waiting already", {})
         else:
             leak = reason == "leak"
-            armed = Armed(recording, tracker, phase, min(MOST_STEPS, max(1, steps)), from_step, long=leak)
+            armed = StackWindow(recording, tracker, phase, min(MOST_STEPS, max(1, steps)), from_step, long=leak)
             seconds = (PATIENCE_STEPS + max(0, from_step - tracker.step)) * self._pace.usual
             patience = min(MOST_SECONDS, max(LEAST_SECONDS, seconds))
             self._wants.append(_Want(armed, reason if reason in REASONS else "asked", answer, patience))
@@ -137,7 +137,7 @@ class StackCapture:
             self._finish(want, False, f"{type(error).__name__}: {error}")
 
     def _begin(self) -> None:
-        """Take the recorder for a step that is near, when nobody else has it; until then, others may use it."""
+        """Acquire the recorder for a step that is near, when it is free; until then, others may use it."""
         tracker, now = self._tracker, time.monotonic()
         for want in [
             want for want in self._wants if now > want.armed.since + 2 * want.patience and want is not self._now
@@ -170,7 +170,7 @@ class StackCapture:
         self._recording.release()
         want.answer(ok, text, {})
 
-    def _find(self, armed: Armed, reason: Any, step: Step) -> Cause:
+    def _find(self, armed: StackWindow, reason: Any, step: Step) -> Cause:
         start = time.perf_counter_ns()
         leak = reason == "leak"
         trace = self._recording.read(self._rank.device.memory.device_index)
@@ -216,7 +216,7 @@ class StackCapture:
 
 
 def _transient(step: Step, phase: str) -> tuple[int, int]:
-    """Give the transient and the peak of a phase, or of the whole step."""
+    """Return the transient and the peak of a phase, or of the whole step."""
     if phase:
         record = step.phase(phase)
         return (record.allocated.transient, record.allocated.peak) if record is not None else (0, 0)

@@ -1,4 +1,4 @@
-"""Allocations that fail: seen at that very moment, told to the hub, and (``--on-oom hold``) waited at.
+"""Catches failing allocations at that very moment, reports them to the hub, and (``--on-oom hold``) waits there.
 
 On CUDA the allocator itself calls, in the thread whose allocation failed and before anything unwinds. On the CPU the
 exception is what there is: a hook sees it on its way up, while its traceback keeps the frames alive.
@@ -25,7 +25,7 @@ _CUDA_FIGURES = {
     "allocated": re.compile(r"([\d.]+) ([KMGT]?i?B|bytes) (?:is allocated by PyTorch|already allocated)"),
     "unallocated": re.compile(r"([\d.]+) ([KMGT]?i?B|bytes) is reserved by PyTorch but unallocated"),
 }
-"""What PyTorch's own message says (c10/cuda/CUDACachingAllocator.cpp), now and before 2.2."""
+"""PyTorch's own message (c10/cuda/CUDACachingAllocator.cpp), now and before 2.2."""
 _CUDA_INDEX = re.compile(r"\bGPU (\d+)")
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DRIVER_MESSAGE = re.compile(r"CUDA error: out of memory|CUDA driver error: out of memory|Cuda failure .*out of memory")
@@ -72,7 +72,7 @@ class AllocationFailures:
         lazy_call(attach)
 
     def watch_cuda(self) -> None:
-        """Have PyTorch's allocator tell of every allocation that fails (the script may catch the error and go on)."""
+        """Have PyTorch's allocator report every failing allocation (the script may catch the error and go on)."""
         if self._watching:
             return
         self._watching = True
@@ -83,14 +83,14 @@ class AllocationFailures:
         def observe(device: int, requested: int, total: int, free: int) -> None:
             # The allocator's lock is not held here, and this is the thread whose allocation failed.
             if self._hold.here:
-                return  # a console tried something, and will be told that it failed
+                return  # tried by a console, which shows the failure
             try:
                 if not self._rank.device.settled and self._rank.guard.is_training_thread():
                     self._look_at_device()
                 frames = frames_to(sys._getframe(0).f_back)
                 lines = [frame.f_lineno for frame in frames]
                 failed = Failed(requested, free, total, f"CUDA out of memory on device {device}", frames, lines, device)
-                held = self._reporter.tell(failed)
+                held = self._reporter.send_report(failed)
                 if held:
                     self._hold.wait(failed.frames, requested, torch.device("cuda", device))
             except Exception as error:
@@ -99,9 +99,9 @@ class AllocationFailures:
         core._cuda_attach_out_of_memory_observer(observe)
 
     def report(self, error: BaseException) -> None:
-        """Report an exception that says the CPU allocator had no memory; any other is passed over, a second time too.
+        """Report an exception of the CPU allocator about memory; any other is ignored, and so is a second report.
 
-        What the CUDA driver refused somebody else than PyTorch's allocator (NCCL, pinned memory) is told too.
+        Also reports driver allocations outside PyTorch's allocator (NCCL, pinned memory).
         """
         if getattr(error, "_ftmon_seen", False):
             return
@@ -124,7 +124,7 @@ class AllocationFailures:
             available, total = torch.cuda.mem_get_info(index)
         frames, lines = frames_of(error.__traceback__)
         words = str(error) or type(error).__name__
-        held = self._reporter.tell(failed := Failed(requested, available, total, words, frames, lines, index))
+        held = self._reporter.send_report(failed := Failed(requested, available, total, words, frames, lines, index))
         if held:
             self._hold.wait(
                 failed.frames, requested, torch.device("cpu") if index is None else torch.device("cuda", index)
@@ -142,7 +142,7 @@ class AllocationFailures:
         failed = Failed(found["requested"], found["free"], found["total"], text, frames, lines, device)
         if found["allocated"]:
             failed.known = found["allocated"], found["allocated"] + found["unallocated"]
-        if self._reporter.tell(failed):
+        if self._reporter.send_report(failed):
             import torch
 
             self._hold.wait(failed.frames, failed.requested, torch.device("cuda", device))
@@ -168,7 +168,7 @@ def frames_to(frame: FrameType | None) -> list[FrameType]:
 def frames_of(trace: TracebackType | None) -> tuple[list[FrameType], list[int]]:
     """List the frames of a traceback, those above it included, outermost first, and the line each was at.
 
-    A frame that the exception has left stands elsewhere by now (in a ``finally``, say): its line is the traceback's.
+    A frame that the exception has left may be elsewhere by now (in a ``finally``, say): its line is the traceback's.
     """
     if trace is None:
         return [], []

@@ -58,7 +58,7 @@ def pieces(segments: Sequence[dict[str, Any]], requested: int, stream: int) -> P
 
 
 def uses(segments: Sequence[dict[str, Any]]) -> list[SegmentUse]:
-    """Say how each segment is used, largest first, at most ``SEGMENTS``."""
+    """Return how each segment is used, largest first, at most ``SEGMENTS``."""
     found: list[SegmentUse] = []
     for segment in sorted(segments, key=lambda segment: -segment["total_size"])[:SEGMENTS]:
         free = [block["size"] for block in segment["blocks"] if block["state"] == _FREE]
@@ -96,13 +96,13 @@ def parts(
 ) -> tuple[dict[str, int], str]:
     """Divide what is allocated into the parts of ``protocol.memory.PARTS``; they add up to it exactly.
 
-    A block in which a storage was found is what that storage is for. Of the others the phase in which they were
-    allocated tells: in a forward, activations; in the phase that failed, its temporaries.
+    A block with a known storage belongs to that storage's part. The others go by the phase in which they were
+    allocated: in a forward, activations; in the phase that failed, its temporaries.
 
     Args:
         segments: of one device.
         trace: its recorded entries, oldest first; empty where nothing was recorded.
-        known: what the storages found by walking are for, by address.
+        known: parts of the storages found by walking, by address.
         marks: of the step in the making.
         offset_ns: what to add to a mark's time to get nanoseconds since the epoch.
         phase: the phase that failed.

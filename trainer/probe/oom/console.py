@@ -1,4 +1,4 @@
-"""A console in the frame in which an allocation failed: Python, and a few helpers to look at tensors and free them."""
+"""A console in the frame in which an allocation failed: Python, and a few helpers to list tensors and free them."""
 
 import ast
 import ctypes

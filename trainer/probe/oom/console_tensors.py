@@ -46,7 +46,7 @@ def storage_bytes(tensor: Any) -> int:
 
 
 def _address(tensor: Any) -> int:
-    """Return where a tensor's storage lies; 0 for one that lies nowhere."""
+    """Return the address of a tensor's storage; 0: it has none."""
     try:
         return int(tensor.untyped_storage().data_ptr())
     except RuntimeError:

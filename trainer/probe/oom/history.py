@@ -21,7 +21,7 @@ class OomHistory:
         self._seen = 0
 
     def note(self, step: Step) -> None:
-        """Take in a finished step."""
+        """Process a finished step."""
         self.note_shape(step.batch_shape, step.step)
         peak = step.peak_phase
         if peak is not None:
@@ -31,7 +31,7 @@ class OomHistory:
             self._seen += 1
 
     def note_shape(self, shape: list[int], step: int) -> None:
-        """Take in the batch of a finished step; a second time changes nothing."""
+        """Process the batch of a finished step; a second time changes nothing."""
         size = math.prod(shape) if shape else 0
         if size > self._largest:
             self._largest, self.largest_shape, self.largest_shape_step = size, shape, step

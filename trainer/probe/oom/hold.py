@@ -53,7 +53,7 @@ class Hold:
 
     @property
     def here(self) -> bool:
-        """The calling thread is the one that is held: what it allocates now, a console asked for."""
+        """Whether the calling thread is the held one: what it allocates now, the console requested."""
         return bool(self.since) and self._thread == threading.get_ident()
 
     def wait(self, frames: list[FrameType], requested: int, device: Any) -> None:

@@ -67,7 +67,7 @@ class Failed:
         self.device = device
         self.stack_of: Any = "failing"
         self.known: tuple[int, int] | None = None
-        """Allocated and reserved bytes as the error's own message says; None: to be read."""
+        """Allocated and reserved bytes from the error's own message; None: to be read."""
 
 
 class OomReporter:
@@ -77,9 +77,9 @@ class OomReporter:
         rank: this rank.
         tracker: the phase machine.
         trained: what the rank trains.
-        outbox: takes the reports.
+        outbox: gets the reports.
         hold: whether the rank is held.
-        history: what the steps before were like.
+        history: of the steps before.
         phase_marks: the phases of the last steps, written into each snapshot.
     """
 
@@ -103,7 +103,7 @@ class OomReporter:
         self.ooms = 0
         """Allocations that failed so far."""
 
-    def tell(self, failed: Failed) -> bool:
+    def send_report(self, failed: Failed) -> bool:
         """Send everything known of a failed allocation; returns whether the rank is to be held now."""
         if not stack_words(failed.frames, failed.lines):
             # A backward pass runs in threads of C++; the training thread waits for them where it called it.
@@ -322,7 +322,7 @@ def _optimizer_facts(optimizer: Any, measure: str) -> tuple[str, OptimizerImplem
         return name, "fused"
     if "foreach" not in settings:
         return name, ""
-    # With neither said, PyTorch takes foreach for tensors on a GPU, and a loop elsewhere.
+    # With neither set, PyTorch uses foreach for tensors on a GPU, and a loop elsewhere.
     foreach = settings["foreach"]
     return name, "foreach" if foreach or (foreach is None and measure == "cuda") else "for-loop"
 

@@ -41,7 +41,7 @@ class RankContext:
 
 
 def place_of_this_process() -> tuple[int, int, int]:
-    """Return (rank, local rank, world size) as the launcher or, without one, torch.distributed says; (0, 0, 1) else."""
+    """Return (rank, local rank, world size) from the launcher or, without one, torch.distributed; (0, 0, 1) else."""
     place = parse_rank(os.environ)
     if place is None:
         distributed: Any = sys.modules.get("torch.distributed")

@@ -1,4 +1,4 @@
-"""What a rank's hello says."""
+"""The contents of a rank's hello."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ _PACKAGES = ("ftmon", "torch", "deepspeed", "transformers", "accelerate")
 
 
 class Introduction:
-    """What the rank's hello says beside the rank itself: it becomes known as the script goes on.
+    """The contents of the rank's hello beside the rank itself, as they become known.
 
     Args:
         rank: whose.
@@ -61,7 +61,7 @@ class Introduction:
         )
 
     def matmul_precision(self) -> Literal["", "bf16", "fp16", "tf32", "fp32"]:
-        """Return the data type of matrix products; empty where it cannot be told (autocast that nothing has seen)."""
+        """Return the data type of matrix products; empty where it is unknown (autocast that was not seen)."""
         told = self.facts.get("precision", "")
         halves = [known for known in (told, self.forward_dtype, self.parameter_dtype) if known in ("bf16", "fp16")]
         if halves:

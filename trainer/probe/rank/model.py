@@ -83,7 +83,7 @@ def own_class(module: Any) -> type:
 
 
 def parameter_sizes(module: Any) -> Iterator[tuple[int, bool]]:
-    """Give each parameter's full number of elements, and whether it is trained."""
+    """Return each parameter's full number of elements, and whether it is trained."""
     # FSDP1 keeps flat shards: their handles know how large the whole is.
     flat: dict[int, Any] = {}
     for each in module.modules() if "torch.distributed.fsdp" in sys.modules else ():

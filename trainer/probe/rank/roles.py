@@ -73,7 +73,7 @@ def parse_rank(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether a process of that id is there (its start time is not known here)."""
+    """Return whether a process of that id exists (its start time is not known here)."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -84,7 +84,7 @@ def is_alive(pid: int) -> bool:
 
 
 def decide(argv: Sequence[str], environment: Mapping[str, str], pid: int) -> Role:
-    """Say what this process is.
+    """Return the role of this process.
 
     Args:
         argv: ``sys.orig_argv``.

@@ -32,7 +32,7 @@ def begin() -> None:
 
 
 def _settle() -> None:
-    """Find this host's place in the run; a host that has none trains unwatched, and says so once."""
+    """Find this host's place in the run; a host that has none trains unwatched, and reports that once."""
     try:
         run_files.settle()
     except Exception as error:

@@ -20,7 +20,7 @@ _TRACEBACK_LIMIT = 16_384
 
 
 def install(rank: RankContext, training: Training, stop: StopRequest, publisher: Publisher) -> None:
-    """Be told of an exception that ends the script, of ``sys.exit``, and of the interpreter's end."""
+    """Hook into exceptions that end the script, ``sys.exit``, and the interpreter's exit."""
     ending = _Ending(rank, training, stop, publisher)
     ending.hook_exceptions()
     atexit.register(ending.finish)

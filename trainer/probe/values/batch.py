@@ -125,5 +125,5 @@ def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _looks_like_ids(tensor: Any) -> bool:
-    """Whole numbers in two dimensions, [batch, sequence], are taken for token ids."""
+    """Return whether a tensor has whole numbers in two dimensions, [batch, sequence], and so counts as token ids."""
     return tensor.dim() == 2 and not tensor.is_floating_point()

@@ -1,12 +1,11 @@
-"""The loss of one batch now and then, with a fingerprint of what went into it: equal inputs must give equal losses.
+"""Records the loss of one batch now and then, with a fingerprint of its inputs: equal inputs must give equal losses.
 
 After some updates, those after which parameters are compared (``replicas.due``), the next step's first micro-step is
 taken. Its inputs are what the dataloader gave, and what the models' forwards were called with until the backward: of
-tensors on the host a CRC-32, of those on a GPU two sums in double precision of the first ``MOST`` elements. The
-kernels are enqueued and read later; nothing waits. On all other steps it is not there: ``BatchLosses.current`` is None.
-
-Not taken where ranks may honestly differ: where a random number was drawn between the first forward and the backward
-(dropout), where the model has a dropout that is on, where no forward is seen, and inside a captured graph.
+tensors on the host a CRC-32, of those on a GPU two sums in double precision of the first ``MOST`` elements. The kernels
+are enqueued and read later; nothing waits. On all other steps ``BatchLosses.current`` is None. Not recorded where ranks
+may rightly differ: where a random number was drawn between the first forward and the backward (dropout), where the
+model has a dropout that is on, where no forward is seen, and inside a captured graph.
 """
 
 import random
@@ -126,12 +125,12 @@ class BatchLosses:
         self._tracker = tracker
         self._trained = trained
         self.current: Comparison | None = None
-        """Takes the inputs and the loss of the micro-step under way; None on most steps."""
+        """Gets the inputs and the loss of the micro-step under way; None on most steps."""
         self._taken: deque[_Taken] = deque(maxlen=_KEPT)
         self._off = False
 
     def arm(self, step: int, is_comparable: bool) -> None:
-        """Have the first micro-step after this update taken, where that is due.
+        """Record the first micro-step after this update, where that is due.
 
         Args:
             step: the number of the update.
@@ -226,7 +225,7 @@ def _randomness(model: Any, device: Device) -> Any:
 
 
 def _has_dropout(model: Any) -> bool:
-    """Whether a dropout is on; some libraries draw from generators of their own and put them back."""
+    """Return whether a dropout is on; some libraries draw from generators of their own and put them back."""
     return model is not None and any(
         "Dropout" in type(module).__name__ and module.training and getattr(module, "p", 0) for module in model.modules()
     )

@@ -5,8 +5,8 @@ normalises them itself: it divides each by the number of micro-batches (``loss /
 or by the step's total of tokens. Where it does not, the step's loss is the mean over its micro-batches of what was
 backpropagated for each; several losses of one micro-batch add up either way.
 
-The training thread only notes what the first nodes of a loss's graph say; everything is decided by ``step_loss``, on
-the publisher's thread. Reading those nodes takes 10 to 25 microseconds, so they are read only where they can decide
+The training thread only reads the first nodes of a loss's graph; ``step_loss`` decides, on the publisher's thread.
+Reading those nodes takes 10 to 25 microseconds, so they are read only where they can decide
 something: not where an engine or a Trainer divides, nor in a loop whose steps have had one loss each (``LossNotes``).
 """
 
@@ -18,7 +18,7 @@ from ..device import device_values
 from ..phases.marks import Notes
 
 _DEPTH = 6
-"""Nodes of a graph that are looked at, from the loss down."""
+"""Nodes of a graph that are read, from the loss down."""
 _CONSTANTS = ("DivBackward0", "MulBackward0")
 _SUMS = ("SumBackward0", "SumBackward1")
 _SAME_VALUE = ("ToCopyBackward0", "SqueezeBackward0", "ViewBackward0", "CloneBackward0")
@@ -214,7 +214,7 @@ def micro_batches(kinds: Sequence[tuple[str, ...]], notes: Notes) -> int:
 def is_normalised(
     factors: Sequence[tuple[float, ...]], elements: Sequence[int], batches: int, divisors: set[int]
 ) -> bool:
-    """Tell whether the script divided its losses by what makes them add up to the step's.
+    """Return whether the script divided its losses by what makes them add up to the step's.
 
     Args:
         factors: of each loss, the constants it was multiplied by.

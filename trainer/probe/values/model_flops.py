@@ -17,7 +17,7 @@ _WINDOWED = ("sliding_attention", "chunked_attention")
 
 
 def model_flops(module: Any) -> ModelFlops | None:
-    """Return a causal language model's FLOPs; None for another kind of model, or a configuration that does not say."""
+    """Return a causal language model's FLOPs; None for another kind of model, or a configuration without the sizes."""
     try:
         return _model_flops(module)
     except Exception as error:  # a model's class and configuration may be anything
@@ -44,7 +44,7 @@ def _model_flops(module: Any) -> ModelFlops | None:
 
 
 def _matrices(model: Any, config: Any) -> Iterator[tuple[int, bool, bool]]:
-    """Give each parameter's size, whether it is trained, and whether it is an expert's; embeddings left out."""
+    """Return each parameter's size, whether it is trained, and whether it is an expert's; embeddings left out."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     multiplied = id(getattr(output, "weight", None))
     embeddings = {
@@ -55,7 +55,7 @@ def _matrices(model: Any, config: Any) -> Iterator[tuple[int, bool, bool]]:
     if any(type(each).__name__ == "FullyShardedDataParallel" for each in model.modules()) or not any(
         id(parameter) in embeddings or id(parameter) == multiplied for parameter in model.parameters()
     ):
-        # FSDP1 keeps flat shards: which of it is the embedding only the configuration tells.
+        # FSDP1 keeps flat shards: the size of the embedding is only in the configuration.
         skipped = 0 if getattr(config, "tie_word_embeddings", False) else config.vocab_size * config.hidden_size
         for size, trainable in parameter_sizes(model):
             left = max(0, size - skipped)
@@ -86,7 +86,7 @@ def _active_experts(config: Any) -> float | None:
 
 
 def _attention(config: Any) -> tuple[float, float, int] | None:
-    """Return FLOPs a pair in full and in windowed layers, and the window; None where the configuration does not say."""
+    """Return FLOPs a pair in full and in windowed layers, and the window; None where the configuration has no sizes."""
     layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
     hidden = getattr(config, "hidden_size", None)
     if not isinstance(layers, int) or not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:

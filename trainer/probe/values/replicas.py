@@ -61,7 +61,7 @@ def note_parallel(module: Any) -> None:
 
 
 def due(step: int) -> bool:
-    """Tell whether checksums are taken after this update, on every rank alike."""
+    """Return whether checksums are taken after this update, on every rank alike."""
     return step % EARLY_EVERY == 0 and (step <= EARLY_STEPS or step % EVERY == 0)
 
 
@@ -72,7 +72,7 @@ def turn(step: int) -> int:
 
 
 class Replicas:
-    """Takes checksums on the training thread, and makes messages of them on the publisher's.
+    """Computes checksums on the training thread, and makes messages of them on the publisher's.
 
     Args:
         rank: this rank.

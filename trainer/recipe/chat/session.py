@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
 
 class Session:
-    """Asks a model, and keeps what was said.
+    """A conversation with a model, and its history.
 
     Raises:
         UsageError: the model's template refuses the system prompt.

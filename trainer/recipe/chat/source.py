@@ -57,7 +57,7 @@ def find(target: str) -> Source:
 
 
 def _below_a_folder(path: Path) -> bool:
-    """Whether a name with a slash means a folder here: ``output/model`` where ``output`` exists."""
+    """Return whether a name with a slash means a folder here: ``output/model`` where ``output`` exists."""
     return len(path.parts) > 1 and Path(path.parts[0]).is_dir()
 
 

@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint: what has changed in between, and what follows from it."""
+"""Checks whether a run may resume from a checkpoint: what has changed in between, and the consequences."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -15,7 +15,7 @@ LATEST = "latest"
 """The file that names the newest one, for DeepSpeed's own tools; written after everything else."""
 
 TRIAL = "rehearsal"
-"""The folder of the rehearsal's checkpoint while it is being compared; no tool takes it for a checkpoint of the run."""
+"""The folder of the rehearsal's checkpoint while it is being compared; no tool reads it as a checkpoint of the run."""
 
 
 class Found(NamedTuple):
@@ -108,7 +108,7 @@ def prune(folder: Path, keep: int, keep_best: bool) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what writers that were killed left behind; nobody may be writing there."""
+    """Remove files of killed writers; no process may be writing there."""
     for path in folder.iterdir() if folder.is_dir() else []:
         if _UNFINISHED.fullmatch(path.name) or path.name == TRIAL:
             shutil.rmtree(path, ignore_errors=True)

@@ -23,7 +23,7 @@ _MODULE = "deepspeed.checkpoint.ds_to_universal"
 
 @contextlib.contextmanager
 def converted(path: Path, world: World) -> Generator[Path]:
-    """Give a universal copy of a checkpoint beside it, removed at the end. All ranks call this.
+    """Return a universal copy of a checkpoint beside it, removed at the end. All ranks call this.
 
     Raises:
         ConfigError: DeepSpeed cannot convert it.

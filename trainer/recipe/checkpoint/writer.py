@@ -1,6 +1,6 @@
 """Writing a checkpoint's files: at once, or later from a copy in host memory; an error never reaches the training.
 
-It takes the place of DeepSpeed's checkpoint engine, to which DeepSpeed gives every file it writes. An exception there
+It replaces DeepSpeed's checkpoint engine, to which DeepSpeed gives every file it writes. An exception there
 would leave the other ranks in a collective.
 """
 
@@ -230,5 +230,5 @@ def host_copy(value: Any, seen: dict[Any, torch.Tensor]) -> Any:
         return type(value)(host_copy(inner, seen) for inner in value)
     try:
         return copy.deepcopy(value)
-    except Exception:  # locks, handles: what cannot be copied cannot be saved either, and says so when it is
+    except Exception:  # locks, handles: what cannot be copied cannot be saved either, and fails there
         return value

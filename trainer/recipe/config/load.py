@@ -12,7 +12,7 @@ from msgspec import inspect
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from ....protocol.errors import ConfigError
-from . import nodes
+from . import yaml_nodes
 from .fields import MOST_WHOLE
 from .schema import Config
 
@@ -44,7 +44,7 @@ class Loaded:
     """For each dotted path that was given: ``train.yaml:12`` or ``command line``."""
 
     def error(self, path: str, text: str) -> ConfigError:
-        """Make the error that says ``text`` about a dotted path, at the place that set it."""
+        """Return an error with ``text`` about a dotted path, at the place that set it."""
         at = path
         while at and at not in self.places:
             at = at.rpartition(".")[0]
@@ -63,10 +63,10 @@ def load(path: str | None, overrides: Sequence[str] = (), base: str = "") -> Loa
         ConfigError: a key, a type or a value is wrong.
         UsageError: an override is not an assignment.
     """
-    tree = nodes.read(path) if path is not None else nodes.parse(base, "the demo's configuration")
+    tree = yaml_nodes.read(path) if path is not None else yaml_nodes.parse(base, "the demo's configuration")
     for assignment in overrides:
-        tree = nodes.override(tree, assignment)
-    return decode(tree, path or nodes.COMMAND_LINE)
+        tree = yaml_nodes.override(tree, assignment)
+    return decode(tree, path or yaml_nodes.COMMAND_LINE)
 
 
 def decode(tree: Node | None, source: str) -> Loaded:
@@ -79,7 +79,7 @@ def decode(tree: Node | None, source: str) -> Loaded:
     if tree is None or _is_null(tree):
         return Loaded(Config(), source, places)
     if not isinstance(tree, MappingNode):
-        raise ConfigError(f"{nodes.place(tree)}: the file must hold sections such as 'zero:', not {_show(tree)}")
+        raise ConfigError(f"{yaml_nodes.place(tree)}: the file must hold sections such as 'zero:', not {_show(tree)}")
     info = inspect.type_info(Config)
     assert isinstance(info, inspect.StructType)
     plain = _struct(tree, info, "", places)
@@ -92,13 +92,13 @@ def _struct(node: Node, info: inspect.StructType, path: str, places: dict[str, s
         raise _wrong(node, path, f"must be a section with keys such as {keys}")
     fields = {found.name: found for found in info.fields}
     result: dict[str, Any] = {}
-    for key, value in nodes.pairs(node):
+    for key, value in yaml_nodes.pairs(node):
         below = f"{path}.{key.value}" if path else key.value
         if key.value not in fields:
             raise ConfigError(
-                f"{nodes.place(key)}: unknown key {nodes.shown(below)}{_suggest(key.value, path, fields)}"
+                f"{yaml_nodes.place(key)}: unknown key {yaml_nodes.shown(below)}{_suggest(key.value, path, fields)}"
             )
-        places[below] = nodes.place(key)
+        places[below] = yaml_nodes.place(key)
         if not _is_null(value):
             result[key.value] = _value(value, fields[key.value].type, below, places)
     return result
@@ -210,12 +210,12 @@ def _bound(value: float) -> str:
 def _free(node: Node, path: str, places: dict[str, str], depth: int) -> Any:
     """Convert a value without a declared type, by the rules of YAML 1.2's core schema for scalars."""
     if depth == 0:
-        raise ConfigError(f"{nodes.place(node)}: {path} is nested too deeply")
+        raise ConfigError(f"{yaml_nodes.place(node)}: {path} is nested too deeply")
     if isinstance(node, MappingNode):
         result: dict[str, Any] = {}
-        for key, value in nodes.pairs(node):
-            below = f"{path}.{nodes.shown(key.value)}"
-            places[below] = nodes.place(key)
+        for key, value in yaml_nodes.pairs(node):
+            below = f"{path}.{yaml_nodes.shown(key.value)}"
+            places[below] = yaml_nodes.place(key)
             result[key.value] = _free(value, below, places, depth - 1)
         return result
     if isinstance(node, SequenceNode):
@@ -275,8 +275,8 @@ def _is_null(node: Node) -> bool:
 
 
 def _show(node: Node) -> str:
-    return nodes.describe(node)
+    return yaml_nodes.describe(node)
 
 
 def _wrong(node: Node, path: str, rule: str, hint: str = "") -> ConfigError:
-    return ConfigError(f"{nodes.place(node)}: {path} {rule}, not {_show(node)}{hint}")
+    return ConfigError(f"{yaml_nodes.place(node)}: {path} {rule}, not {_show(node)}{hint}")

@@ -87,7 +87,7 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
 
 
 def settle_data(loaded: Loaded) -> Config:
-    """Check and settle a configuration, whatever this machine has to train on.
+    """Check and settle a configuration, independent of this machine's hardware.
 
     Where ``run.ranks`` is not given, ranks are as many as ``training.total_batch`` and sequence parallelism ask for.
 
@@ -414,7 +414,7 @@ def _check_lengths(loaded: Loaded, precision: str) -> None:
 
 
 def _is_path(name: str) -> bool:
-    """Tell a local path from a hub name such as ``Qwen/Qwen2.5-0.5B``."""
+    """Return whether this is a local path, and not a hub name such as ``Qwen/Qwen2.5-0.5B``."""
     if not name:
         return False
     return name.startswith(("/", "./", "../", "~")) or Path(name).is_dir() or name.count("/") > 1

@@ -30,7 +30,7 @@ class Training(Section, frozen=True):
     total_batch: AtLeast0 = 0
     """Check: micro_batch x grad_accumulation x ranks / sequence_parallel_size must be this; 0: no check."""
     sequence_length: Length = 1024
-    """Longest sequence, in tokens; `data.truncation` says what becomes of longer ones."""
+    """Longest sequence, in tokens; `data.truncation` decides about longer ones."""
     sequence_parallel_size: AtLeast1 = 1
     """Ranks that share each sequence, each computing a slice of it (Ulysses): for lengths that one GPU does not hold.
     The ranks must be a multiple of it, and it must divide the attention heads; 1: each rank has whole sequences."""

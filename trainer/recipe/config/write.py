@@ -16,7 +16,7 @@ _WIDTH = 110
 _UNPRINTABLE = re.compile(
     "[^\\x20-\\x7e\\xa0-\\u2027\\u202a-\\ud7ff\\ue000-\\ufefe\\uff00-\\ufffd\\U00010000-\\U0010ffff]"
 )
-"""What YAML does not take as it is, or takes for the end of a line."""
+"""Characters that YAML does not allow, or reads as the end of a line."""
 _HEADER = """\
 # ftmon's trainer. Start it: ftmon train train.yaml [key.sub=value ...]
 # Every key may be left out; what stands here are the defaults. model and data need one key each.

@@ -10,7 +10,7 @@ from .collate import Batch
 
 
 class Ahead:
-    """Takes batches of a loader one ahead, in a thread: a forked process would copy what the rank offloads."""
+    """Loads batches one ahead, in a thread: a forked process would copy what the rank offloads."""
 
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
         """Begin with the first batch.

@@ -12,7 +12,7 @@ def first_record(path: Path, text_column: str) -> dict[str, Any]:
     """Read the first record of a file, without the training packages; empty for Parquet.
 
     Raises:
-        ValueError: it is not a record; the text says why.
+        ValueError: it is not a record; the text has the reason.
         OSError: the file cannot be read.
     """
     if path.suffix == ".parquet":

@@ -1,6 +1,6 @@
 """Chat templates that report which part of their text comes from which message.
 
-Whether a token carries loss depends on the turn that wrote it. Comparing texts cannot tell that for templates that
+Whether a token carries loss depends on the turn that wrote it. Comparing texts cannot show that for templates that
 write a message differently when more messages follow (Qwen3 drops the reasoning of earlier turns). So the template's
 own syntax tree is given marks: at the beginning and end of every loop's body, if the loop variable is a message, and
 around ``{% generation %}`` blocks. Without its marks the text must equal what the unchanged template renders.
@@ -74,7 +74,7 @@ class Template:
             raise RenderError(_line(error)) from None
 
     def marked(self, messages: list[dict[str, Any]], ask: bool = False, **variables: Any) -> Rendered:
-        """Render a chat and tell its parts.
+        """Render a chat, and return its text and parts.
 
         Raises:
             RenderError: the template refuses it, or behaves differently with marks.

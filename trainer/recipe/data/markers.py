@@ -18,7 +18,7 @@ _ROLES = {
 
 
 def recognise(text: str) -> bool:
-    """Tell whether a text is a chat with markers: it starts with one, and an assistant answers."""
+    """Return whether a text is a chat with markers: it starts with one, and an assistant answers."""
     start = text.lstrip()
     if start.startswith(("[INST]", "<s>[INST]", "<s> [INST]")):
         return "[/INST]" in text

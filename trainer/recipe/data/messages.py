@@ -27,7 +27,7 @@ class Message(msgspec.Struct, frozen=True):
     name: str = ""
     tool_call_id: str = ""
     learned: bool = True
-    """False where the record says so (``weight: 0`` or ``train: false``)."""
+    """False for ``weight: 0`` or ``train: false`` in the record."""
 
 
 class Conversation(msgspec.Struct, frozen=True):
@@ -178,7 +178,7 @@ def _json(value: Any) -> str:
 
 
 def _is_learned(entry: dict[str, Any], number: int) -> bool:
-    """Return whether a message is trained on, as its ``weight`` (OpenAI's) and ``train`` say."""
+    """Return whether a message is trained on, by its ``weight`` (OpenAI's) and ``train``."""
     weight, train = entry.get("weight"), entry.get("train")
     if weight is not None and weight not in (0, 1):
         raise RefusedError(f"message {number}: weight is {_json(weight)[:40]}, not 0 or 1")

@@ -23,7 +23,7 @@ class Counts(NamedTuple):
 
 
 class Order:
-    """Which examples each rank takes, micro-batch after micro-batch, epoch after epoch, without end.
+    """The examples of each rank, micro-batch after micro-batch, epoch after epoch, without end.
 
     Examples of similar length make a global batch, unless they are packed; which ones does not depend on how many ranks
     share it. An epoch is cut to whole optimizer steps. All ranks know the whole order, so the place in it is one
@@ -46,7 +46,7 @@ class Order:
         self.steps_per_epoch = count // self.samples_per_step
         self._drawn = (-1, numpy.empty(0, numpy.int64))
         self.first_step = 0
-        """Global batches that are already taken when iteration begins."""
+        """Global batches before the first one of the iteration."""
         if self.steps_per_epoch == 0:
             raise ConfigError(
                 f"data: one step takes {self.samples_per_step} examples (micro_batch x grad_accumulation x ranks), and "

@@ -65,11 +65,11 @@ class Report(msgspec.Struct):
             mine.merge(getattr(other, name))
 
     def exceeds(self, most_refused: float) -> bool:
-        """Whether a larger share of the records than this was refused."""
+        """Return whether a larger share of the records than this was refused."""
         return self.refused.count > most_refused * self.read
 
     def check(self, most_refused: float) -> None:
-        """Refuse a data set of which too much is.
+        """Refuse a data set with too many refused records.
 
         Raises:
             ConfigError: a larger share than ``most_refused`` of the records was refused.

@@ -140,7 +140,7 @@ def _parquet(path: Path, weight: float, where: str) -> Source:
     import datasets
 
     datasets.disable_progress_bars()
-    # It logs what it raises, and the refusal below says it.
+    # It also logs what it raises, and the refusal below repeats it.
     logging.getLogger("datasets.packaged_modules.parquet.parquet").setLevel(logging.CRITICAL)
     try:
         rows: Any = datasets.load_dataset("parquet", data_files=str(path), split="train")

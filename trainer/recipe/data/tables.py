@@ -86,7 +86,7 @@ def _problem(row: list[str]) -> str:
 
 
 def is_json_list(path: Path) -> bool:
-    """Tell whether a JSON file is one list; else it has a record a line."""
+    """Return whether a JSON file is one list; else it has a record a line."""
     with path.open("rb") as file:
         return file.read(4096).removeprefix(BOM).lstrip()[:1] == b"["
 

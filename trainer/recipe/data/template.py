@@ -126,7 +126,7 @@ class ChatTemplate:
         """Find the header, the generation prompt and the end of a turn on a probe.
 
         Raises:
-            ConfigError: turns cannot be told apart, or nothing ends them.
+            ConfigError: turns cannot be separated, or nothing ends them.
         """
         template = self._templates[False]
         where = f"data.chat_template: {self.name} template"
@@ -201,7 +201,7 @@ class ChatTemplate:
                 raise RefusedError(f"the chat template leaves out {place}")
 
     def _turns(self, template: Template, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[Span] | None]:
-        """Return the text and what each assistant's message generates; None if its parts do not tell that."""
+        """Return the text and what each assistant's message generates; None if its parts do not show that."""
         if self._by_prefix:
             return self._turns_by_prefix(template, messages, tools)
         text, pieces = template.marked(messages, **self._variables, tools=tools)
@@ -279,7 +279,7 @@ class ChatTemplate:
 
 
 class _Variant(NamedTuple):
-    """How tool calls are given to a template: they differ in what they take."""
+    """How tool calls are given to a template: templates expect different forms."""
 
     null_content: bool
     text_arguments: bool

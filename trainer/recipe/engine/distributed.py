@@ -110,7 +110,7 @@ class World:
         return next((f"rank {rank}: {one}" if self.size > 1 else one for rank, one in enumerate(texts) if one), "")
 
     def all_agree(self, mine: bool) -> bool:
-        """Tell whether ``mine`` is true in every rank."""
+        """Return whether ``mine`` is true in every rank."""
         flag = torch.tensor([int(mine)])
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.host_group)
         return bool(flag.item())
@@ -129,17 +129,17 @@ class StopFlag:
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._work: Any = None
         self.broken = False
-        """All ranks know that training is broken: some rank has said so."""
+        """Whether some rank has reported that training is broken; known to all ranks."""
 
     def exchange(self, asked: bool, broken: bool = False) -> bool:
-        """Take in this rank's wish at the end of a step; return whether all stop now (the answer of the step before).
+        """Send this rank's request at the end of a step; return whether all stop now (the answer of the step before).
 
         Args:
             asked: this rank was asked to stop.
             broken: this rank has found that training is broken and must end without a checkpoint.
 
         Every rank calls this once a step. The all_reduce begun in one step is collected in the next, when the others
-        have entered it long ago, so the training thread waits for nobody here.
+        have entered it long ago, so the training thread does not wait here.
         """
         stop = False
         if self._work is not None:

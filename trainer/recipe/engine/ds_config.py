@@ -59,7 +59,7 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
 
 
 def masters(config: Config) -> bool:
-    """Tell whether updates are added to fp32 weights."""
+    """Return whether updates are added to fp32 weights."""
     return config.optimizer.master_weights == "fp32"
 
 

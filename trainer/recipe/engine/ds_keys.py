@@ -1,8 +1,8 @@
 """Which DeepSpeed keys ``deepspeed:`` may pass on, checked before any process starts.
 
 Names are DeepSpeed 0.19's (``runtime/config.py``, ``runtime/constants.py``, ``runtime/zero/config.py``,
-``runtime/precision_config.py``). DeepSpeed itself ignores most unknown keys, so a typing error would change nothing and
-say nothing.
+``runtime/precision_config.py``). DeepSpeed itself ignores most unknown keys, so a typing error would have no effect and
+no message.
 """
 
 import difflib
@@ -49,8 +49,9 @@ REMOVED = {
     "zero_optimization.mics_shard_size": "zero_optimization.zero_hpz_partition_size",
     "zero_optimization.zeropp_loco_param": "zero_optimization.zero_quantized_gradients",
 }
-"""Keys that DeepSpeed 0.19 no longer has (``_REMOVED_TOP_LEVEL_CONFIG_KEYS``, ``_REMOVED_ZERO_CONFIG_KEYS``), and what
-takes their place."""
+"""Keys that DeepSpeed 0.19 no longer has (``_REMOVED_TOP_LEVEL_CONFIG_KEYS``, ``_REMOVED_ZERO_CONFIG_KEYS``), and their
+replacements.
+"""
 
 UNSUPPORTED = {
     "autotuning": "the trainer starts one configuration",

@@ -1,4 +1,4 @@
-"""The norm of all gradients, which DeepSpeed takes tensor by tensor: as few kernels as PyTorch can do it with."""
+"""Computes the norm of all gradients, for which DeepSpeed goes tensor by tensor, with few kernels."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ _aten: Any = torch.ops.aten
 
 
 def take_at_once(optimizer: Any) -> None:
-    """Let ZeRO take its gradients' norms together, in fp64 as before, and without copies in fp64.
+    """Let ZeRO compute its gradients' norms together, in fp64 as before, and without copies in fp64.
 
     DeepSpeed converts each gradient and takes its norm (``get_grad_norm_direct`` of ``stage_1_and_2.py`` and
     ``stage3.py``); the converted one of the embeddings can be the largest tensor of an update. It gets one tensor

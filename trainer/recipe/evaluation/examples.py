@@ -24,7 +24,7 @@ def split(
     Args:
         config: the resolved configuration.
         world: the ranks; rank 0 encodes, the others read its results from disk.
-        monitor: is told what is done.
+        monitor: gets the activity.
         tokens: the tokenizer.
         examples: all encoded training examples.
 

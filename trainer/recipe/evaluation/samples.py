@@ -25,7 +25,7 @@ def generate(
     *,
     together: bool,
 ) -> list[tuple[str, str]]:
-    """Return for each row its prompt and the model's most probable answer; empty in ranks that take no part.
+    """Return for each row its prompt and the model's most probable answer; empty in ranks without a part in it.
 
     Args:
         engine: DeepSpeed's engine.

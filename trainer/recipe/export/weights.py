@@ -21,7 +21,7 @@ _LAYER = ".base_layer"
 
 
 class ExportError(FtmonError):
-    """The written model is not the one that was trained."""
+    """The written model differs from the trained one."""
 
 
 def gathered(engine: Any, model: Any, config: Config, world: World) -> dict[str, torch.Tensor] | None:
@@ -47,7 +47,7 @@ def gathered(engine: Any, model: Any, config: Config, world: World) -> dict[str,
 
 
 def live(model: Any, config: Config) -> Generator[tuple[str, Any]]:
-    """Give every parameter of the training, whole, one after the other. All ranks go through this together.
+    """Return every parameter of the training, whole, one after the other. All ranks go through this together.
 
     A second way to the weights than ``gathered``: what is compared with a file must not come from the same copy.
     """
@@ -74,7 +74,7 @@ def plain_name(name: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Tell whether a parameter is part of an adapter."""
+    """Return whether a parameter is part of an adapter."""
     return ".lora_" in name or ".modules_to_save." in name
 
 

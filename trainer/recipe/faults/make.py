@@ -70,7 +70,7 @@ class FaultMaker:
             ctypes.string_at(0)
 
     def _now(self, kind: str) -> bool:
-        """Tell whether this is the moment for ``kind``; true once, though ZeRO steps once for each parameter group."""
+        """Return whether ``kind`` is due now; true once, though ZeRO steps once for each parameter group."""
         fault = self._fault
         if self._done or fault is None or fault.kind != kind or fault.step != self._step:
             return False
@@ -91,7 +91,7 @@ def _work(seconds: float) -> None:
 
 
 def _spike(world: World) -> None:
-    """Take a quarter of the free memory, touch it, and give it back."""
+    """Allocate a quarter of the free memory, touch it, and free it."""
     if world.on_gpu:
         free, total = torch.cuda.mem_get_info(world.device)
         size = min(free // 2, max(total // 10, _GIB))

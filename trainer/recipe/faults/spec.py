@@ -1,4 +1,4 @@
-"""Real faults, made on purpose at one step of one rank, to see what the monitor says about them."""
+"""Real faults, injected at one step of one rank, to test the monitor."""
 
 from typing import Literal, get_args
 

@@ -10,7 +10,7 @@ from ..config.schema import Config
 def quiet_bitsandbytes() -> None:
     """Leave out of the log that bitsandbytes has no kernel from the hub for 4-bit weights on the CPU.
 
-    It says so when it is imported, which peft does for adapters of any kind.
+    It logs that when it is imported, which peft does for adapters of any kind.
     """
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 

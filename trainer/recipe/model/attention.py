@@ -33,7 +33,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 class Isolated(Collate):
-    """Collates as another does, and puts ``sequence_ids`` of packed rows into what attention takes.
+    """Wraps another collation, and converts ``sequence_ids`` of packed rows into arguments of attention.
 
     With ``varlen``, ``cu_seq_lens``: the borders of all documents in the flattened batch, padding being one of its own.
     """

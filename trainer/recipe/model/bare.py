@@ -35,7 +35,7 @@ def bare_config(config: Config, vocabulary: int) -> Any:
     try:
         default: Any = AutoConfig.for_model(kind)
     except ValueError as error:
-        # transformers lists all of its hundreds of model types; the first sentence says what is wrong.
+        # transformers lists all of its hundreds of model types; the first sentence has the error.
         what = str(error).splitlines()[0].partition(". Should contain")[0]
         near = get_close_matches(kind, list(CONFIG_MAPPING.keys()), 1)
         remedy = f"; did you mean {near[0]}?" if near else ""

@@ -57,7 +57,7 @@ def causal_model(model: Any) -> Any:
 
 
 def transform_of(settings: Any) -> LogitTransform:
-    """Return what a transformers configuration says about logits: Granite divides, Cohere multiplies, Gemma 2 caps."""
+    """Return how a transformers configuration scales logits: Granite divides, Cohere multiplies, Gemma 2 caps."""
     settings = settings.get_text_config()
     scale = float(getattr(settings, "logit_scale", None) or 1.0)
     scale /= float(getattr(settings, "logits_scaling", None) or 1.0)
@@ -79,7 +79,7 @@ def _problem(inner: Any) -> str:
 
 
 def _patch(inner: Any, transform: LogitTransform, compiled: bool) -> Callable[[], None]:
-    """Put the fused loss into a model; return what takes it out."""
+    """Put the fused loss into a model; return a function that removes it."""
     head: Any = inner.get_output_embeddings()
     plain_head, plain = head.forward, inner.forward
     # Libraries (accelerate, quantizers) may have put a forward of their own on the instance.

@@ -87,7 +87,7 @@ def _from_config(config: Config, tokenizer: Any, world: World) -> Any:
             )
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a model type stumbles over in its sizes and names
+    except Exception as error:  # a model type may raise anything over its sizes and names
         raise ConfigError(f"model.config: {first_line(error)}") from None
 
 

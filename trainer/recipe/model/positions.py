@@ -1,4 +1,4 @@
-"""For how long sequences a model is made, and whether it can take longer ones. Importing it costs no torch."""
+"""The longest sequence that a model is made for, and whether longer ones are possible. Does not import torch."""
 
 import re
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ def room(shape: Any, prompt: int, longest: int, trained: int = 0) -> int:
 
 
 def has_table(shape: Any) -> bool:
-    """Tell whether a model takes each position from a table, and so none beyond it; rotary models do not.
+    """Return whether a model reads each position from a table, and so has none beyond it; rotary models do not.
 
     The model is made without memory for its weights, and its tables are known by name and size.
     """
@@ -62,7 +62,7 @@ def has_table(shape: Any) -> bool:
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(shape)
-    except Exception:  # whatever a model type stumbles over; making the model for good reports it
+    except Exception:  # a model type may raise anything; loading the model reports it
         return False
     return any(
         _TABLE.search(f"{name}.{own}") and tensor.ndim == 2 and 0 <= len(tensor) - found.most <= _OFFSET

@@ -90,7 +90,7 @@ def train(texts: Callable[[], Iterable[str]], vocab_size: int) -> PreTrainedToke
 
 
 def loads_back(tokenizer: Any, folder: Path) -> bool:
-    """Tell whether ``AutoTokenizer`` makes of a saved model's folder the tokenizer that was saved there."""
+    """Return whether ``AutoTokenizer`` makes of a saved model's folder the tokenizer that was saved there."""
     sample = "Why? It's 2 + 2 = 4, naïve café.\n\tdef add(a, b): return a + b  <|end|>"
     again: Any = AutoTokenizer.from_pretrained(str(folder))
     return len(again) == len(tokenizer) and again(sample)["input_ids"] == tokenizer(sample)["input_ids"]

@@ -190,7 +190,7 @@ class SmallStateAdamW(torch.optim.Optimizer):
 
 
 def compiles(device: torch.device, states: States) -> bool:
-    """Tell whether torch.compile works here for the update of these states.
+    """Return whether torch.compile works here for the update of these states.
 
     It needs Triton and a C compiler; where TORCHDYNAMO_DISABLE=1 is set, it gives the function back as it is.
     """
@@ -201,7 +201,7 @@ def compiles(device: torch.device, states: States) -> bool:
         if trial.compiled_update in (_update_bf16, _update_8bit):
             return False
         trial.update()
-    except Exception:  # whatever a missing compiler, Triton or an old driver makes of it
+    except Exception:  # a missing compiler or Triton, or an old driver, raises many types
         return False
     return True
 

@@ -85,7 +85,7 @@ def scheduler(config: Config, total_steps: int) -> Callable[[torch.optim.Optimiz
 
 
 def apply_schedule(engine: Any, config: Config, step: int, total_steps: int) -> None:
-    """Set the learning rate of the next step after a resume: what the configuration says now wins."""
+    """Set the learning rate of the next step after a resume: the present configuration wins."""
     groups: list[dict[str, Any]] = engine.basic_optimizer.param_groups
     peaks = [config.optimizer.muon_lr if group.get("use_muon") else config.optimizer.lr for group in groups]
     engine.lr_scheduler.base_lrs = peaks

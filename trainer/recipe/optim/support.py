@@ -46,7 +46,7 @@ def states(config: Config) -> str:
 
 
 def converts(held: str) -> bool:
-    """Tell whether states with this name go through DeepSpeed's universal format, to another number of ranks."""
+    """Return whether states with this name go through DeepSpeed's universal format, to another number of ranks."""
     return held == "adamw"
 
 

@@ -20,12 +20,12 @@ def add(commands: "Commands") -> None:
 
 
 def _stop(commands: "Commands") -> None:
-    stop = add_command(commands, "stop", "act:stop", "save a checkpoint and end the run after its current step")
+    stop = add_command(commands, "stop", "kill_stop:stop", "save a checkpoint and end the run after its current step")
     add_run(stop)
 
 
 def _kill(commands: "Commands") -> None:
-    kill = add_command(commands, "kill", "act:kill", "end a run, or some of its ranks, by signals")
+    kill = add_command(commands, "kill", "kill_stop:kill", "end a run, or some of its ranks, by signals")
     add_run(kill)
     kill.add_argument(
         "--rank", type=rank, action="append", default=[], metavar="R", help="this rank only; may be repeated"
@@ -51,5 +51,7 @@ def _cleanup(commands: "Commands") -> None:
     cleanup.add_argument("--yes", "-y", action="store_true", help="do not ask")
     cleanup.add_argument("--json", action="store_true", help="list what was found as JSON, and end nothing")
     cleanup.add_argument(
-        "--elsewhere", action="store_true", help="also what is of other hosts' runs whose hub does not answer from here"
+        "--elsewhere",
+        action="store_true",
+        help="also processes of other hosts' runs whose hub does not answer from here",
     )

@@ -120,7 +120,7 @@ def _compare(commands: "Commands") -> None:
         commands, "compare", "compare:show_comparison", "compare two runs or sweeps, with their noise in mind"
     )
     compare.epilog = (
-        "The gate looks at step time, the highest peak, reserved memory and loss. Exit status: 0, 1 when a regression "
+        "The gate checks step time, the highest peak, reserved memory and loss. Exit status: 0, 1 when a regression "
         "passes the gate, 2 for wrong usage. Method: docs/report.md."
     )
     compare.add_argument("before", metavar="A", help="a run, a recording, or results of a sweep")

@@ -39,7 +39,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_start_options(parser: argparse.ArgumentParser) -> None:
-    """Add what every command that starts a run takes."""
+    """Add the options of every command that starts a run."""
     parser.add_argument("--name", help="what the run is called")
     parser.add_argument("--listen", metavar="HOST:PORT", help="also let other hosts attach, encrypted and by key")
     parser.add_argument("--no-allocator-events", action="store_true", help="do not sample the allocator's own trace")
@@ -56,7 +56,10 @@ def add_start_options(parser: argparse.ArgumentParser) -> None:
         "--allow-console", action="store_true", help="let 'ftmon console' run Python in a rank that is held"
     )
     parser.add_argument(
-        "--hold-timeout", type=seconds, metavar="SECONDS", help="let go by itself after so long (default: never)"
+        "--hold-timeout",
+        type=seconds,
+        metavar="SECONDS",
+        help="release after this long without a person (default: never)",
     )
     _add_hang_options(parser)
     _add_notify_options(parser)
@@ -105,7 +108,7 @@ def _add_notify_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_view_options(parser: argparse.ArgumentParser) -> None:
-    """Add what every command that shows a live run takes."""
+    """Add the options of every command that shows a live run."""
     parser.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="lines of text, not the app")
     parser.add_argument("--read-only", action="store_true", help="watch only: no stop and no kill from here")
     add_ascii(parser)

@@ -49,7 +49,7 @@ def _run(commands: "Commands") -> None:
 
 
 def _attach(commands: "Commands") -> None:
-    attach = add_command(commands, "attach", "view:attach", "watch a live run, with its whole history")
+    attach = add_command(commands, "attach", "attach:attach", "watch a live run, with its whole history")
     add_run(attach, optional=True, more=", ssh://[USER@]HOST[:PORT][/RUN], or tcp://HOST:PORT (--listen)")
     attach.add_argument("--key", metavar="KEY|FILE", help="for tcp://: the hub's public key, or a file that holds it")
     add_view_options(attach)
@@ -63,7 +63,7 @@ def _relay(commands: "Commands") -> None:
 
 
 def _replay(commands: "Commands") -> None:
-    replay = add_command(commands, "replay", "view:replay", "play a recording")
+    replay = add_command(commands, "replay", "attach:replay", "play a recording")
     replay.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
     replay.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="print what happened as lines")
     add_ascii(replay)

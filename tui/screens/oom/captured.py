@@ -32,7 +32,7 @@ class CapturedScreen(SnapshotScreen, inherit_bindings=False):
 def file_of(oom: Oom, folder: Path | None) -> Path | None:
     """Find the snapshot of an error; None where there is none, or it is not on this host.
 
-    The name is what a rank said: nothing outside of the run's directory is opened for it.
+    The name is from a rank: nothing outside of the run's directory is opened for it.
     """
     if folder is None or not oom.snapshot:
         return None
@@ -42,7 +42,7 @@ def file_of(oom: Oom, folder: Path | None) -> Path | None:
 
 
 def place_words(oom: Oom, folder: Path | None, model: RunModel) -> str:
-    """Say where the snapshot is, or why there is none."""
+    """Return where the snapshot is, or why there is none."""
     if not oom.snapshot:
         return "none was captured" + ("" if oom.measure == "cuda" else ": the CPU has no allocator that records")
     name = sanitize(oom.snapshot, 300)
@@ -57,7 +57,7 @@ def place_words(oom: Oom, folder: Path | None, model: RunModel) -> str:
 
 
 def open_explorer(path: Path) -> Explorer:
-    """Read a snapshot; takes seconds for a large one.
+    """Read a snapshot; a large one needs seconds.
 
     Raises:
         SnapshotError: it cannot be read.

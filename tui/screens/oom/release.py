@@ -1,4 +1,4 @@
-"""The dialog that lets held ranks go: what follows is said beforehand; the default is no."""
+"""The dialog that releases held ranks: it states the consequences; the default is no."""
 
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from ...model.oom import OomCase
 from ...widgets.alert_lines import wrap
 from ...widgets.app_state import AppState
 from ...widgets.line import Line
-from ..answers import answer_lines, button_line
+from ..command_answers import answer_lines, button_line
 from ..command_dialog import CommandDialog
 
 
@@ -21,7 +21,7 @@ class ReleaseDialog(CommandDialog):
         Binding("left,right,tab", "other", "choose", tooltip="between no and yes"),
         Binding("a,space", "all", "all", tooltip="this rank, or all that are held"),
         Binding("enter", "answer", "answer", tooltip="do what is chosen"),
-        Binding("y", "yes", "yes", tooltip="let go"),
+        Binding("y", "yes", "yes", tooltip="release"),
         Binding("q", "leave", "leave", tooltip="close"),
     ]
     WIDTH = 74

@@ -43,7 +43,7 @@ class OomScreen(MonitorScreen):
         key("pageup", "page(-1)", "page up", "a screen up", show=False),
         key("pagedown", "page(1)", "page down", "a screen down", show=False),
         key("c,5", "console", "console", "run code in the failing frame of a rank that is held", bar="c"),
-        key("r", "release", "let go", "let a held rank go; asks first"),
+        key("r", "release", "release", "release a held rank; asks first"),
         key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
         key("w", "what_if", "what if", "predict which changes fit, each by a dry run of this job; again: cancel"),
         key("2", "explore('stacks')", "stacks", "the timeline of that moment's snapshot, and what was live", bar="2"),
@@ -78,7 +78,7 @@ class OomScreen(MonitorScreen):
         return self._head, self._report, self._output, self._field
 
     def tick(self) -> None:
-        """Draw what changed; take over answers to what was typed."""
+        """Draw what changed; add answers of the console."""
         model, source = self.app_state.model, self.app_state.source
         if self.case is None:
             # A replay stands before it, or the first one has just come.
@@ -113,7 +113,7 @@ class OomScreen(MonitorScreen):
         return self.app_state.consoles.setdefault(rank, ConsoleSession(rank))
 
     def _why_no_console(self, case: OomCase) -> str:
-        """Say why no code can be run in that frame now; empty when it can."""
+        """Return why no code can be run in that frame now; empty when it can."""
         app_state, oom = self.app_state, case.oom
         if app_state.source is None or app_state.source.transport.mode == "replay":
             return "no console: this is a recording, its processes are gone"
@@ -121,7 +121,7 @@ class OomScreen(MonitorScreen):
             return "no console: this rank was not held; start the run with --on-oom hold --allow-console"
         if not oom.console:
             return (
-                "no console: this run was started without --allow-console, so nobody may run code in its ranks; "
+                "no console: this run was started without --allow-console, so no code may be run in its ranks; "
                 "ftmon run --on-oom hold --allow-console ... allows it"
             )
         if not held_since(app_state.model, case):
@@ -213,7 +213,7 @@ class OomScreen(MonitorScreen):
         elif app_state.read_only:
             app_state.say("read-only: release is refused", "warning")
         elif app_state.source is None or not app_state.source.can_command:
-            app_state.say("cannot let it go: the run has no hub that takes commands", "warning")
+            app_state.say("cannot release it: the run has no hub that takes commands", "warning")
         else:
             self.app.push_screen(ReleaseDialog(app_state, case))
         self.tick()

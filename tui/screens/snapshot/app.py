@@ -36,7 +36,7 @@ class SnapshotApp(OneScreenApp):
         self.explorer = Explorer(replays, before)
 
     def get_default_screen(self) -> Screen[Any]:
-        """Give the one screen."""
+        """Return the one screen."""
         return SnapshotScreen(self.app_state, self.explorer)
 
 

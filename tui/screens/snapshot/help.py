@@ -17,7 +17,7 @@ class SnapshotHelp(HelpScreen):
     """Explains the explorer: its signs, its figures and its own keys only."""
 
     def content(self, width: int) -> list[Line]:
-        """Give all lines; signs and figures stand before the keys."""
+        """Return all lines; signs and figures stand before the keys."""
         theme = self.theme
         lines = super().content(width)
         keys = next(index for index, line in enumerate(lines) if line.plain == "keys")

@@ -32,7 +32,7 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         key("enter", "branch", "open", "open or close a branch of the tree"),
         key("p", "peak", "peak", "to the highest allocated figure"),
         key("o", "oom", "oom", "to the allocation that failed"),
-        key("m", "mark", "mark", "mark this moment, for 3; on the mark: take it away"),
+        key("m", "mark", "mark", "mark this moment, for 3; on the mark: remove it"),
         key("slash", "search", "search", "only stacks that contain a text"),
         key("f", "fold", "fold", "fold frames of libraries, or show them all"),
         key("plus,equals_sign", "zoom(1)", "zoom", "show less of the timeline, in more detail", bar="+ -"),

@@ -36,7 +36,7 @@ class SweepApp(OneScreenApp):
         self.model = SweepModel(path)
 
     def get_default_screen(self) -> Screen[Any]:
-        """Give the one screen."""
+        """Return the one screen."""
         return SweepScreen(self.app_state, self.model)
 
 

@@ -1,1 +1,1 @@
-"""What the peak of each phase consists of: pure arithmetic on a step's trace and on what was seen where."""
+"""Composition of the peak of each phase: pure arithmetic on a step's trace and the storages found by walking."""

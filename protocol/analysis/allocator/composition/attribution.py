@@ -1,8 +1,8 @@
-"""What the peak of each phase consists of: pure arithmetic on a trace, its phases, and what was seen where.
+"""Attributes the peak of each phase to parts: arithmetic on a trace, its phases, and the storages found by walking.
 
-A block that lived at the moment of the peak belongs to the storage that was seen in it; else to what its life says: of
-a forward and into the backward is an activation, all within the phase a temporary. Whatever the blocks do not add up
-to is ``unattributed``.
+A block that was allocated at the moment of the peak belongs to the storage that was found in it. Without a storage its
+lifetime decides: from a forward into the backward it is an activation, within one phase a temporary. Whatever the
+blocks do not add up to is ``unattributed``.
 """
 
 from bisect import bisect_right
@@ -26,7 +26,7 @@ class Seen(NamedTuple):
 
 
 def parts_of(allocations: Allocations, seen: Iterable[Seen]) -> dict[int, str]:
-    """Give the parts of the allocations in which a storage was seen, by the allocation's number."""
+    """Return the parts of the allocations in which a storage was seen, by the allocation's number."""
     sightings = list(dict.fromkeys(seen))
     wanted = {sighting.address for sighting in sightings}
     of_address: dict[int, list[int]] = {}
@@ -120,7 +120,7 @@ class Attribution:
         return sums
 
     def _by_life(self, allocation: int, peak: int) -> str:
-        """Tell what a block without a known storage is from the phases it came and went in."""
+        """Return the part of a block without a known storage, from the phases of its allocation and its free."""
         begin, freed = self._of.begins[allocation], self._of.freed[allocation]
         born = self._span_of(begin) if begin != BEFORE else -1
         if born < 0:
@@ -138,7 +138,7 @@ class Attribution:
         return "other" if passed or self._spans[peak].name not in ("forward", "backward") else "activations"
 
     def _span_of(self, entry: int) -> int:
-        """Give the span an entry falls into: -1 before the step, the number of spans after it."""
+        """Return the span an entry falls into: -1 before the step, the number of spans after it."""
         if not self._spans or entry >= self._spans[-1].end:
             return len(self._spans)
         return bisect_right(self._begins, entry) - 1

@@ -1,4 +1,4 @@
-"""What the allocator keeps without using it, at the moment of one read."""
+"""Unused memory of the allocator, at the moment of one read."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ class Fragmentation(NamedTuple):
     allocated: int
     reserved: int
     free: int
-    """In blocks that nobody uses; reserved less what is allocated or waits to be free."""
+    """Free bytes in reserved memory: reserved less what is allocated or waits to be free."""
     largest_free: int
     rounding: int
     """Of allocated blocks, what the program did not ask for."""

@@ -1,4 +1,4 @@
-"""From the trace of one captured step to its messages: one replay serves both."""
+"""Makes the messages of one captured step from its trace: one replay serves both."""
 
 from array import array
 from bisect import bisect_left, bisect_right

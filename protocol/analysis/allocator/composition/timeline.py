@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from typing import NamedTuple
 
-from ....snapshot.model import ALLOCATED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Snapshot
+from ....snapshot.model import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, Snapshot
 from ....step_trace import StepMark
 from ..snapshot.allocations import BEFORE, Allocations, columns
 
@@ -20,7 +20,7 @@ _RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: 
 
 
 class Occurrence(NamedTuple):
-    """One phase once, between two marks, with what the probe's counters said of it."""
+    """One occurrence of a phase between two marks, with the probe's counters there."""
 
     name: str
     first: int
@@ -91,18 +91,12 @@ class Timeline:
         changes[0] = max(0, now - sum(changes))
         self.reserved = array("q", accumulate(changes))
 
-    @property
-    def allocated_now(self) -> int:
-        """Allocated at the moment of the read, from the blocks themselves."""
-        states, sizes = self.snapshot.block_states, columns(self.snapshot.block_sizes, "q")
-        return sum(size for size, state in zip(sizes, states, strict=True) if state == ALLOCATED)
-
     def position(self, us: int, allocated: int | None) -> int:
         """Find the position of a boundary.
 
         Args:
             us: its time, microseconds since the epoch.
-            allocated: what the counters said there; None where they were not read.
+            allocated: the counters' value there; None where they were not read.
         """
         times, curve = self.times, self.allocated
         at = bisect_right(times, us)

@@ -1,4 +1,4 @@
-"""From a trace and the blocks that stand at its end: every allocation of the window, with its span and its size."""
+"""Finds every allocation of the window, with its span and its size, from a trace and the blocks at its end."""
 
 from array import array
 from itertools import compress
@@ -20,7 +20,7 @@ _EVENT_OF = bytes({ALLOC: BEGINS, FREE_REQUESTED: FREED, FREE_COMPLETED: ENDS}.g
 class Allocations:
     """All allocations that lived at some time of the window, as columns indexed by their number.
 
-    An allocation counts as *allocated* from ``begins`` to ``freed`` (the program let go of it) and as *active* to
+    An allocation counts as *allocated* from ``begins`` to ``freed`` (the program freed it) and as *active* to
     ``ends`` (its block could be used again). An index in these columns is the entry that changed it: ``BEFORE`` for
     before the first entry, the number of entries for never.
     """
@@ -50,7 +50,7 @@ class Allocations:
         self.odd: list[Odd] = []
         """What happened without an entry of its own, by index."""
         self.known: dict[int, int] = {}
-        """Sizes of the blocks that stand at the end, by allocation."""
+        """Sizes of the blocks that are allocated at the end, by allocation."""
         self.lost = 0
         """Allocations whose end was not recorded."""
         self.unsure = 0
@@ -65,7 +65,7 @@ class Allocations:
             self.take_stacks(snapshot)
 
     def take_stacks(self, snapshot: Snapshot) -> None:
-        """Take over the stacks of the whole snapshot."""
+        """Add the stacks of the whole snapshot."""
         self.trace = snapshot.trace(self.device) or self.trace
         self.different_stacks = len(snapshot.stacks)
         is_alloc = self.trace.actions.translate(_IS_ALLOC)
@@ -127,7 +127,7 @@ class Allocations:
         self.lost += 1
 
     def _meet_the_end(self, snapshot: Snapshot) -> None:
-        """Take over the sizes of blocks that stand at the end, and add those that the trace never mentions."""
+        """Set the sizes of blocks that are allocated at the end, and add those that the trace never mentions."""
         block_sizes, requested = columns(snapshot.block_sizes, "q"), columns(snapshot.block_requested, "q")
         block_addresses = columns(snapshot.block_addresses, "Q")
         segments = [segment for segment in snapshot.segments if segment.device == self.device]

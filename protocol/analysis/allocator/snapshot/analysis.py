@@ -1,4 +1,4 @@
-"""What a person asks of a snapshot: whose is the memory, what came and went, what changed, why did it fail."""
+"""Queries of a snapshot: memory by stack, allocations between two moments, changes, the out-of-memory error."""
 
 from bisect import bisect_right
 from heapq import nlargest
@@ -11,10 +11,10 @@ from ....text import gib
 from .allocations import BEFORE, columns
 from .layout import Piece, layout_at, matters
 from .live import Totals, sums
+from .pending_states import pending_states
 from .replay import Replay
 from .rounding import SMALL_MOST
 from .stacks import Tally, frame_words
-from .states_to_come import states_to_come
 
 NO_STACK = "no Python stack recorded"
 """Of what was allocated before the window, by C++ threads such as the backward pass has, or without stacks."""
@@ -70,7 +70,7 @@ def between(replay: Replay, one: int, other: int) -> Between:
 
 
 def _less(whole: Totals, part: Totals) -> Totals:
-    """Take away what is part of it; stacks with nothing left are left out."""
+    """Subtract the bytes of a part; stacks with no bytes left are left out."""
     left = dict(whole)
     for stack, (size, blocks) in part.items():
         all_size, all_blocks = left.pop(stack)
@@ -113,7 +113,7 @@ class Oom(NamedTuple):
     device: int
     entry: int
     requested_bytes: int
-    """The block or segment that was sought, rounded as the error message says it."""
+    """The block or segment that was requested, rounded as in the error message."""
     device_free_bytes: int
     allocated_bytes: int
     reserved_bytes: int
@@ -142,7 +142,7 @@ def find_oom(replay: Replay) -> Oom | None:
     reserved = replay.at(replay.reserved, index)
     allocated = replay.at(replay.allocated, index)
     free = sum(piece.free_bytes for piece in pieces)
-    to_come = states_to_come(replay, index)
+    to_come = pending_states(replay, index)
     kind, verdict = _verdict(asked, device_free, usable, reserved, to_come)
     verdict += f". {_holder(replay, index, allocated)}" if allocated else ""
     return Oom(

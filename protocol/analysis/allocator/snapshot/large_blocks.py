@@ -1,4 +1,4 @@
-"""How large a large block is: it takes the whole free room behind its address where little of it would be left."""
+"""The size of a large block: it takes the whole free range at its address where only little would remain."""
 
 from array import array
 from bisect import bisect_right, insort
@@ -9,7 +9,7 @@ from .rounding import block_size
 
 
 class Odd(NamedTuple):
-    """A change that no entry of its own tells of: it was so right after entry ``at``."""
+    """A change without a trace entry of its own, in effect right after entry ``at``."""
 
     at: int
     number: int

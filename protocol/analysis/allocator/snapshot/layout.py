@@ -1,4 +1,4 @@
-"""Where everything lies: segments and the blocks in them, at any moment of the window.
+"""Layout of memory: segments and the blocks in them, at any moment of the window.
 
 Hundreds of thousands of blocks may lie there, and a cursor moves over them: what a segment holds is found when it is
 asked for, and sums are taken over whole columns.

@@ -1,4 +1,4 @@
-"""What is live at any entry, without walking the whole trace: who owns which address is kept every so many entries.
+"""Finds the live allocations at any entry without walking the whole trace, from checkpoints every so many entries.
 
 Addresses are numbered in their order, so what lives comes out in the order it lies in memory, however many blocks
 live: nothing is sorted when a cursor moves.
@@ -23,7 +23,7 @@ Totals = dict[int, tuple[int, int]]
 """Bytes and blocks by stack."""
 
 
-class Taken(NamedTuple):
+class ActiveBlocks(NamedTuple):
     """Active allocations by address: their numbers, and where they begin."""
 
     numbers: list[int]
@@ -49,7 +49,7 @@ class LiveSets:
             self._owners.append(owner[:])
             self._advance(owner, begin, min(begin + self._stride, of.entries))
 
-    def taken_at(self, index: int) -> Taken:
+    def taken_at(self, index: int) -> ActiveBlocks:
         """Find the allocations whose blocks are taken right after entry ``index``."""
         nearest = min((index + 1) // self._stride, len(self._owners) - 1)
         owner = self._owners[nearest][:]
@@ -59,7 +59,7 @@ class LiveSets:
         if not self._in_order:
             order = sorted(range(len(numbers)), key=addresses.__getitem__)
             numbers, addresses = [numbers[at] for at in order], [addresses[at] for at in order]
-        return Taken(numbers, addresses)
+        return ActiveBlocks(numbers, addresses)
 
     def totals_at(self, index: int) -> Totals:
         """Sum up by stack what the program holds right after entry ``index``.

@@ -20,7 +20,7 @@ from ....snapshot.model import (
     Snapshot,
 )
 from .allocations import BEFORE, BEGINS, FREED, FREED_AND_ENDS, NOTHING, Allocations, columns
-from .live import Begun, LiveSets, Taken, Totals
+from .live import ActiveBlocks, Begun, LiveSets, Totals
 from .segments import SegmentHistory
 
 RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
@@ -48,11 +48,11 @@ class Replay:
         """The first entry at which allocated memory is at its highest; -1 for before the first."""
         self.ooms = [index for index, action in enumerate(self.trace.actions) if action == OOM]
         self._live = LiveSets(self.allocations)
-        self._taken: dict[int, Taken] = {}
+        self._taken: dict[int, ActiveBlocks] = {}
         self._begun: Begun | None = None
 
     def complete(self, snapshot: Snapshot) -> None:
-        """Take over the stacks of the whole snapshot, where this was made of one without."""
+        """Add the stacks of the whole snapshot, where this was made without them."""
         self.snapshot = snapshot
         self.allocations.take_stacks(snapshot)
         self.trace = self.allocations.trace
@@ -116,7 +116,7 @@ class Replay:
         changes[0] = max(0, end - sum(changes))
         self.reserved = array("q", accumulate(changes))
 
-    def taken_at(self, index: int) -> Taken:
+    def taken_at(self, index: int) -> ActiveBlocks:
         """Find the allocations, active right after entry ``index`` (allocated or pending), by address."""
         index = max(BEFORE, min(index, self.last))
         if index not in self._taken:

@@ -1,4 +1,4 @@
-"""What a request costs: PyTorch's caching allocator's own rules, from c10/cuda/CUDACachingAllocator.cpp.
+"""Size of the block for a request: the rules of PyTorch's caching allocator, from c10/cuda/CUDACachingAllocator.cpp.
 
 The trace holds requested sizes and the segments hold blocks' sizes, so for a block that is gone by the end its size
 follows from these rules and, in the pool of large blocks, from the free room that stood behind its address.

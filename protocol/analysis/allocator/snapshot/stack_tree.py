@@ -110,7 +110,7 @@ class Weighed(NamedTuple):
     bytes: list[int]
     blocks: list[int]
     without: Tally
-    """What has no stack: it is in the root alone."""
+    """Bytes without a stack; they count in the root alone."""
 
 
 class Node(NamedTuple):

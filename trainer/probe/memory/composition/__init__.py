@@ -1,1 +1,1 @@
-"""What the peak of each phase consists of."""
+"""Composition of the peak of each phase."""

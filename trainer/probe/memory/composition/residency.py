@@ -1,4 +1,4 @@
-"""How much of the host's memory that was allocated is really there: a page that nobody wrote takes none."""
+"""How much of the host's allocated memory is resident: a page that was never written uses none."""
 
 import ctypes
 import functools

@@ -1,9 +1,9 @@
-"""One step looked at closely, on the training thread: which storage held what, and when it was seen.
+"""Captures one step on the training thread: which storage held what, and when it was seen.
 
-At the step's phase boundaries the engine, the model and the optimizer are walked. Between them is what a boundary
-never sees: gradients that are reduced and dropped as they come, buckets, parameters that ZeRO-3 gathers and releases,
-the gradients of the master copies. Those are noted as DeepSpeed's own calls come by, from wrappers that are on the
-instances for the length of this one step. An ordinary step has none of it.
+At the step's phase boundaries the engine, the model and the optimizer are walked. Storages that exist only between
+boundaries are gradients that are reduced and dropped as they come, buckets, parameters that ZeRO-3 gathers and
+releases, and gradients of the master copies. They are recorded in DeepSpeed's own calls, by wrappers on the instances
+for the length of this one step. An ordinary step has none of it.
 """
 
 import sys
@@ -34,7 +34,7 @@ class Sighting(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """What one walk found."""
+    """Result of one walk."""
 
     ns: int
     """``time.perf_counter_ns``."""
@@ -159,7 +159,7 @@ class StepCapture:
         return sums
 
     def withdraw(self) -> None:
-        """Look no further; what is in place on the training thread goes with the next boundary. Any thread."""
+        """Stop capturing; wrappers on the training thread are removed at the next boundary. Any thread."""
         self.failed = self.failed or "given up"
         self._withdrawn = True
 
@@ -209,7 +209,7 @@ class StepCapture:
         self._wrap(getattr(offload, "param_coordinator", None), "fetch_sub_module", after=self._fetched)
 
     def _reducing(self, parameter: Any = None, *_: Any) -> None:
-        """ZeRO takes a gradient that has just been computed."""
+        """Wraps ZeRO's hook for a gradient that has just been computed."""
         self._see("gradients", getattr(parameter, "grad", None))
         if hasattr(parameter, "ds_tensor"):
             self._see("parameters", parameter.data)
@@ -281,7 +281,7 @@ def _walk_updated(roots: Roots, storages: Storages) -> None:
 
 
 def compiles() -> bool:
-    """Tell whether torch.compile is at work in this process: hooks would have it compile again."""
+    """Return whether torch.compile is at work in this process: hooks would have it compile again."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     counters = getattr(dynamo, "counters", None)
     return bool(counters and counters["frames"].get("total", 0))

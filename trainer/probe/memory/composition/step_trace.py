@@ -1,4 +1,4 @@
-"""From the capture of one step on a GPU to the message that the hub finds its compositions and events in."""
+"""Makes the message of one captured step on a GPU, in which the hub finds its compositions and events."""
 
 import time
 from array import array
@@ -63,7 +63,7 @@ def step_trace(
 
 
 def step_marks(capture: StepCapture, figures: list[Reading]) -> list[StepMark]:
-    """Give a capture's marks their figures."""
+    """Return a capture's marks their figures."""
     return [
         StepMark(
             mark.phase,
@@ -78,12 +78,12 @@ def step_marks(capture: StepCapture, figures: list[Reading]) -> list[StepMark]:
 
 
 def _us(capture: StepCapture, ns: int) -> int:
-    """Give a moment of ``time.perf_counter_ns`` in microseconds since the epoch."""
+    """Return a moment of ``time.perf_counter_ns`` in microseconds since the epoch."""
     return (ns + capture.offset_ns) // 1000
 
 
 def _columns(raw: dict[str, Any], device: int) -> Snapshot:
-    """Turn one device's part of what PyTorch returned into columns, without what nobody needs of a step."""
+    """Return one device's part of PyTorch's snapshot as columns, without fields that are not used."""
     raw["segments"] = [segment for segment in raw["segments"] if segment["device"] == device]
     raw["device_traces"] = [
         entries if index == device else [] for index, entries in enumerate(raw.pop("device_traces"))

@@ -14,7 +14,7 @@ class Held(NamedTuple):
 
 
 class Storages:
-    """The storages found on one device, by address; the first to claim a storage says what it is for.
+    """The storages found on one device, by address; the first claim of a storage decides its part.
 
     Args:
         cuda_index: the CUDA device's index; None: memory of the host.
@@ -32,7 +32,7 @@ class Storages:
                 self.held.setdefault(place[0], Held(place[1], part))
 
     def place(self, tensor: Any) -> tuple[int, int] | None:
-        """Give (address, bytes) of a tensor's storage; None when it has none on this device."""
+        """Return (address, bytes) of a tensor's storage; None when it has none on this device."""
         index = self.cuda_index
         if tensor.device.type != "cpu" if index is None else not (tensor.is_cuda and tensor.get_device() == index):
             return None

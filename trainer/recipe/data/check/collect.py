@@ -200,7 +200,7 @@ def _padding(lengths: list[int], micro_batch: int, grouped: bool) -> int:
 
 
 def _records_alone(records: Records, config: Config, facts: Facts) -> None:
-    """Count what can be told without tokens."""
+    """Count what is known without tokens."""
     for number in range(len(records)):
         facts.report.read += 1
         record = store.read(records, number)

@@ -60,7 +60,7 @@ class Views:
         )
 
     def shares(self, rank: RankModel) -> tuple[tuple[str, float], ...]:
-        """Give the phase shares of the recent steps, in drawing order."""
+        """Return the phase shares of the recent steps, in drawing order."""
         known = self._shares.get(rank.rank)
         if known is not None and known[0] is rank.last:
             return known[1]
@@ -118,7 +118,7 @@ class History:
         self._columns: list[Column | None] = []
 
     def columns(self, rank: RankModel, width: int, now: float, span: int) -> list[Column | None]:
-        """Give the last ``width`` columns of ``span`` seconds up to ``now``; the same list while nothing changed."""
+        """Return the last ``width`` columns of ``span`` seconds up to ``now``; the same list while nothing changed."""
         timeline = rank.timeline
         key = (id(timeline), id(rank.last), width, span, floor(now / span), len(timeline.marks))
         if key == self._key:
@@ -147,7 +147,7 @@ def nice_top(peak: int) -> int:
 
 
 def scale_of(view: RankView, zoom: bool, run_peak: int) -> Scale:
-    """Give a rank's scale: its device's capacity, or zoomed the run's highest peak, common to all ranks."""
+    """Return a rank's scale: its device's capacity, or zoomed the run's highest peak, common to all ranks."""
     top = nice_top(run_peak) if zoom or not view.capacity else view.capacity
     return Scale(top, view.peak)
 
@@ -199,13 +199,13 @@ def trouble_words(model: RunModel) -> str:
 
 
 def stalled_seconds(model: RunModel) -> int | None:
-    """Tell for how long ranks in trouble have kept a run from going on, whole seconds; None while it goes on."""
+    """Return for how long ranks in trouble have kept a run from going on, whole seconds; None while it goes on."""
     since = [rank.state_since for rank in model.ranks.values() if rank.state in TROUBLE]
     return floor(max(0.0, model.now - min(since))) if since and not model.ended else None
 
 
 def setup_words(model: RunModel) -> str:
-    """Say what is being trained: parameters, ZeRO stage, precision, ranks."""
+    """Return what is being trained: parameters, ZeRO stage, precision, ranks."""
     info = model.info
     words = [info.model.rsplit("/", 1)[-1]] if info.model else []
     if info.parameters:
@@ -222,7 +222,7 @@ def setup_words(model: RunModel) -> str:
 
 
 def connection_words(connection: Connection, model: RunModel, read_only: bool) -> str:
-    """Say what is wrong between this terminal and the run; empty while all is well."""
+    """Return the trouble of the connection to the run; empty: none."""
     if connection.state == "hub-gone":
         return connection.text or "no hub: the ranks train on, looking for a new one"
     if connection.state == "connecting":

@@ -12,8 +12,8 @@ PATIENCE_STEPS = 24
 """A phase that has not come in so many steps is not waited for any longer."""
 
 
-class Armed:
-    """A watcher of phase boundaries (``Tracker.watchers``) that takes itself out when it is done.
+class StackWindow:
+    """A watcher of phase boundaries (``Tracker.watchers``) that removes itself when it is done.
 
     Args:
         recording: the recorder.
@@ -49,7 +49,7 @@ class Armed:
         self._switch_ns = 0
 
     def __call__(self, ending: str, beginning: str) -> None:
-        """Look at one boundary."""
+        """Check one boundary."""
         if self.done or self.failed:
             self.withdraw()
             return
@@ -60,12 +60,12 @@ class Armed:
             guard.log_error("switching stacks", error)
 
     def withdraw(self) -> None:
-        """Look at no more boundaries."""
+        """Stop watching boundaries."""
         tracker = self._tracker
         tracker.watchers = tuple(watcher for watcher in tracker.watchers if watcher is not self)
 
     def host_us(self, step: Step) -> int:
-        """Give the phase's host time with stacks, switching included (of several steps: one step's share)."""
+        """Return the phase's host time with stacks, switching included (of several steps: one step's share)."""
         if not self.phase:
             return step.host_us
         record = step.phase(self.phase)

@@ -11,7 +11,7 @@ from ..widgets.line import Line, cut
 from ..widgets.theme import Theme
 
 _STUCK = ("hung", "stopped", "unreachable", "held")
-"""States of a rank that does not go on by itself and holds up the others; those that wait for it are not to blame."""
+"""States of a rank that does not recover by itself and holds up the others; waiting ranks are not among them."""
 
 _NAMED = 6
 """Ranks that are named one by one; more are counted."""
@@ -19,7 +19,7 @@ _NAMED = 6
 
 @dataclass
 class Targets:
-    """The ranks one may end, those that are marked, and whether it is the whole run."""
+    """The ranks that can be ended, the marked ones, and whether it is the whole run."""
 
     ranks: list[int]
     marked: set[int] = field(default_factory=set[int])
@@ -38,7 +38,7 @@ class Targets:
 
     @property
     def any(self) -> bool:
-        """Tell whether there is anything to end."""
+        """Return whether there is anything to end."""
         return self.whole or bool(self.marked)
 
     @property
@@ -111,7 +111,7 @@ class Targets:
 
 
 def suggested(model: RunModel, selected: int, alert: Alert | None = None) -> set[int]:
-    """Choose the ranks that a kill most likely means.
+    """Return the ranks that a kill suggests.
 
     Args:
         model: the run.
@@ -119,7 +119,7 @@ def suggested(model: RunModel, selected: int, alert: Alert | None = None) -> set
         alert: the alert in view, if one is.
 
     Returns:
-        The stuck ranks that the alert names, else the rank it speaks of while it stands; without an alert the
+        The stuck ranks that the alert names, else the alert's rank while it stands; without an alert the
         selected rank if it is stuck (and not all are), else those that are; and the selected rank where none is.
     """
     stuck = {rank.rank for rank in model.ranks.values() if rank.state in _STUCK}
@@ -134,7 +134,7 @@ def suggested(model: RunModel, selected: int, alert: Alert | None = None) -> set
 
 
 def _held(model: RunModel, rank: RankModel) -> int:
-    """Bytes of its device that a rank's own processes hold, as far as NVML tells."""
+    """Return the bytes that a rank's own processes hold on its device, by NVML."""
     sample = model.device_of(rank)
     if sample is None or sample.kind != "gpu":
         return 0
@@ -154,7 +154,7 @@ def target_line(targets: Targets, row: int, model: RunModel, width: int, theme: 
         return line.add(f": {len(targets.ranks)} ranks, their launcher and all they started", theme.style("dim"))
     rank = model.ranks[targets.ranks[row - 1]]
     line.add(f"rank {rank.rank:<5}", theme.style(tone, bold=True))
-    where = f"pid {rank.hello.pid} on {rank.hello.host}" if rank.hello else "not heard of yet"
+    where = f"pid {rank.hello.pid} on {rank.hello.host}" if rank.hello else "no report yet"
     state_glyph, state_tone = theme.state(rank.state)
     line.add(cut(f"{where:<28}", 30, glyphs.ellipsis), theme.style("dim"))
     line.add(f" {state_glyph} {rank.state}", theme.style(state_tone))
@@ -170,7 +170,7 @@ def signal_line(name: str, at_cursor: bool, theme: Theme) -> Line:
 
 
 def what_follows(targets: Targets, model: RunModel, signal: str, width: int, theme: Theme) -> list[Line]:
-    """Say what ending the targets brings about."""
+    """Draw the consequences of ending the targets."""
     text = _consequence(targets, model)
     text += " Stacks are saved first; then SIG" + signal + "." if signal else " Stacks are saved first."
     if signal == "KILL":

@@ -64,7 +64,7 @@ def watch(run: RunDir, arguments: Namespace, line: CommandEnd | None = None) -> 
     owned = line is not None
     if not opens_app(arguments):
         if run.read_exit() is not None and not owned:
-            return tell_recording(run.recording, arguments)
+            return print_recording(run.recording, arguments)
         from ..source.live import LiveSource
         from .follow import follow
         from .narrate import Narrator
@@ -108,7 +108,7 @@ def replay(arguments: Namespace) -> int:
     """Play a recording: a file, a run directory, or a run by name."""
     path = find_recording(arguments.run)
     if not opens_app(arguments):
-        return tell_recording(path, arguments)
+        return print_recording(path, arguments)
     from ..app import run_app
     from ..source.replay import ReplaySource
 
@@ -116,7 +116,7 @@ def replay(arguments: Namespace) -> int:
     return 0
 
 
-def tell_recording(path: Path, arguments: Namespace) -> int:
+def print_recording(path: Path, arguments: Namespace) -> int:
     """Print what a recording holds as the lines that were printed live.
 
     Raises:
@@ -132,7 +132,7 @@ def tell_recording(path: Path, arguments: Namespace) -> int:
         while frames := reader.frames(model.last_seq, 2000):
             for frame in frames:
                 model.apply(frame)
-                for line in narrator.tell(model):
+                for line in narrator.new_lines(model):
                     print(line)
     if info.missing:
         print(f"incomplete: {info.missing}")
@@ -140,7 +140,7 @@ def tell_recording(path: Path, arguments: Namespace) -> int:
 
 
 def opens_app(arguments: Namespace) -> bool:
-    """Whether the app opens; where it was wanted and cannot, the reason is printed."""
+    """Return whether the app opens; where it was wanted and cannot, the reason is printed."""
     if arguments.plain:
         return False
     reason = terminal.why_no_app()
@@ -155,7 +155,7 @@ def _ascii(arguments: Namespace) -> bool:
 
 def _bring_back_hub(run: RunDir) -> None:
     """Start a new hub where it is gone; without one its recording can still be shown."""
-    from .trainer import living_hub
+    from .trainer_process import living_hub
 
     try:
         living_hub(run)

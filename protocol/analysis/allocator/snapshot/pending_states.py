@@ -1,8 +1,8 @@
 """How much an optimizer's first step still had to allocate when it ran out of memory, from a snapshot.
 
 An optimizer makes its states parameter by parameter: each is as large as its parameter, times the ratio of their types'
-widths. So the states made so far are told by their stacks, and what they are made after is a group of allocations that
-was there before, of one place in the code, among whose sizes theirs are found.
+widths. So the states made so far are recognised by their stacks. The parameters are a group of earlier allocations from
+one place in the code, whose sizes include those of the states.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ _WIDTHS = (1.0, 2.0, 0.5, 0.25)
 """A state's bytes by its parameter's: fp32 by fp32, fp32 by bf16, bf16 by fp32, 8 bits by fp32."""
 
 
-def states_to_come(replay: Replay, index: int) -> int:
+def pending_states(replay: Replay, index: int) -> int:
     """Estimate what a failed creation of optimizer states still had to allocate, the failed request included, bytes.
 
     Args:
@@ -50,10 +50,10 @@ def states_to_come(replay: Replay, index: int) -> int:
             made.append(of.requested[number])
         elif frames:
             groups.setdefault(frames[0], []).append(of.requested[number])
-    return min(filter(None, (still_to_come(made, sizes) for sizes in groups.values())), default=0)
+    return min(filter(None, (pending_bytes(made, sizes) for sizes in groups.values())), default=0)
 
 
-def still_to_come(made: Sequence[int], parameters: Iterable[int]) -> int:
+def pending_bytes(made: Sequence[int], parameters: Iterable[int]) -> int:
     """Estimate what is left to make of states that follow the sizes of ``parameters``; 0 where they do not.
 
     A reading (one, two or three states of a parameter, and of what width) in which the states come in the order of the

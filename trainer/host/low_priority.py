@@ -20,11 +20,11 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def step_back(idle: bool = True) -> None:
-    """Take the processor and the disk only while nobody else wants them, and be the first to go when memory ends.
+def lower_priority(idle: bool = True) -> None:
+    """Lower this process's CPU and disk priority, and make it the first to be killed when memory runs out.
 
     Args:
-        idle: False: a person waits for it; only a low priority.
+        idle: True: the idle class; False: only a low priority, as a person waits for it.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

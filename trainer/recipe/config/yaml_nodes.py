@@ -112,7 +112,7 @@ def shown(text: str) -> str:
 
 
 def place(node: Node) -> str:
-    """Say where a node was written: ``train.yaml:12``, or ``command line``."""
+    """Return where a node was written: ``train.yaml:12``, or ``command line``."""
     mark = node.start_mark
     return _line(mark.name, mark.line) if mark is not None else COMMAND_LINE
 

@@ -58,16 +58,16 @@ def require_training() -> None:
 def start_run(request: StartRequest, line: CommandEnd | None = None, *, stdin: bool = False) -> RunDir:
     """Have a process start a run, and return the run.
 
-    The process is out of reach of the terminal's Ctrl-C, so that an interrupt never leaves a run that nobody knows
-    of: it is waited for, and what it started is ended.
+    The process is out of reach of the terminal's Ctrl-C, so that an interrupt never leaves a forgotten run: the process
+    is waited for, and its run is ended.
 
     Args:
         request: the run to start.
-        line: this command's end of the line to the run's launcher; None: nobody waits for the run.
+        line: this command's end of the line to the run's launcher; None: no process waits for the run.
         stdin: the job reads this command's standard input.
 
     Raises:
-        StartFailedError: it refused; the text is its own words.
+        StartFailedError: it refused; the text is its own.
     """
     environment = _with_own_programs() | (_window() if line is not None else {})
     process, written = spawn_start(request, line, stdin=0 if stdin else None, environ=environment)
@@ -119,7 +119,7 @@ def _give_up(process: "subprocess.Popen[bytes]") -> NoReturn:
 def _started(output: bytes) -> RunDir:
     run = started_run(output)
     if run is None:
-        raise StartFailedError("the trainer did not say which run it started", 1)
+        raise StartFailedError("the trainer did not report which run it started", 1)
     return run
 
 

@@ -9,7 +9,7 @@ from ...protocol.errors import FtmonError
 from ...protocol.rundir import RunDir
 from .control import ask
 from .ending import wait_for_end
-from .trainer import living_hub
+from .trainer_process import living_hub
 
 _END_SECONDS = 60.0
 _WRITTEN_SECONDS = 10.0
@@ -69,7 +69,7 @@ def _act(run: RunDir, verb: str, args: dict[str, Any]) -> int:
         return 0
     print(result.text)
     if result.ok and verb == "kill" and not args["ranks"]:
-        wait_for_end(run, _WRITTEN_SECONDS)  # so that whoever asks next is told that it is over
+        wait_for_end(run, _WRITTEN_SECONDS)  # so that the next command sees that it is over
     return 0 if result.ok else 1
 
 

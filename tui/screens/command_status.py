@@ -1,4 +1,4 @@
-"""Commands sent from a screen by one key: refused at once where nobody can act, else told as their answers come."""
+"""Sends commands by one key from a screen: refused at once where impossible, else shown as answers come."""
 
 from typing import Any
 
@@ -8,22 +8,22 @@ from ..source.base import CommandRecord
 from ..widgets.app_state import AppState
 
 _DONE = {
-    "compose": "a step was taken apart",
+    "compose": "a step was analysed",
     "arm": "stacks were recorded: the cause is below",
 }
-"""What to say when these were done."""
+"""Text when a verb is done."""
 
 
-class Asking:
-    """Sends commands and says on the screen's foot how each stands."""
+class CommandStatus:
+    """Sends commands and shows their state at the foot of the screen."""
 
     def __init__(self, app_state: AppState) -> None:
         self._app_state = app_state
         self._open: dict[str, str] = {}
-        """Commands without a last answer, and what was said of each last."""
+        """Commands without a final answer, and the last text shown of each."""
 
     def ask(self, verb: str, args: dict[str, Any], words: str) -> None:
-        """Send a command; ``words`` say what it does, once it is accepted."""
+        """Send a command; ``words`` is the text to show once it is accepted."""
         app_state, source = self._app_state, self._app_state.source
         if app_state.read_only:
             app_state.say(f"read-only: {verb} is refused", "warning")
@@ -38,7 +38,7 @@ class Asking:
             self._open[number] = ""
 
     def tick(self) -> None:
-        """Say what is new about the commands that were sent."""
+        """Show news of the sent commands."""
         source = self._app_state.source
         for number in list(self._open) if source is not None else []:
             record = source.commands.get(number) if source is not None else None
@@ -57,7 +57,7 @@ class Asking:
 
 
 def result_words(verb: str, result: Result) -> str:
-    """Say what came of a command on one line; of a snapshot, where it is."""
+    """Return a command's result on one line; of a snapshot, its path."""
     paths = snapshot_paths(result)
     if verb == "snapshot" and result.ok and paths:
         return f"snapshot written: {paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
@@ -67,7 +67,7 @@ def result_words(verb: str, result: Result) -> str:
 
 
 def snapshot_paths(result: Result) -> list[str]:
-    """Find the files that a ``snapshot`` command's ranks say they wrote."""
+    """Return the files in the answers of a ``snapshot`` command's ranks."""
     answers = result.data.get("answers")
     found: list[str] = []
     for answer in answers.values() if isinstance(answers, dict) else ():

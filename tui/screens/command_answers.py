@@ -22,7 +22,7 @@ def button_line(no: str, yes: str, yes_chosen: bool, theme: Theme) -> Line:
 
 
 def answer_lines(record: CommandRecord, model: RunModel, width: int, theme: Theme) -> list[Line]:
-    """Draw how far a command is: sent, accepted or refused, done or failed, with what the hub says of it."""
+    """Draw the state of a command: sent, accepted or refused, done or failed, with the hub's text."""
     glyphs = theme.glyphs
     good, bad, dim = theme.style("good"), theme.style("error", bold=True), theme.style("dim")
     accepted, result = record.accepted, record.result

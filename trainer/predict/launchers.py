@@ -1,0 +1,125 @@
+"""Parses a command that starts a training script: the script, its arguments, and its number of ranks."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...protocol.errors import UsageError
+from . import accelerate_launch
+from .launched import Launched
+
+_FLAGS = "use --model and --deepspeed instead"
+_PYTHON = re.compile(r"python[\d.]*")
+_LAUNCHERS = {
+    "deepspeed": "deepspeed",
+    "torchrun": "torchrun",
+    "accelerate-launch": "accelerate",
+    "accelerate": "accelerate launch",
+}
+"""What a program is, or is with the word that must follow it."""
+_LAUNCHING_MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "deepspeed": "deepspeed",
+    "deepspeed.launcher.runner": "deepspeed",
+    "accelerate.commands.launch": "accelerate",
+    "accelerate.commands.accelerate_cli": "accelerate launch",
+}
+_A_HOST = ("num_gpus", "nproc_per_node")
+_HOSTS = ("num_nodes", "nnodes")
+_SWITCHES = (
+    *("standalone", "no_python", "run_path", "no_local_rank", "enable_each_rank_log", "force_multi", "use_env"),
+    *("bind_cores_to_rank", "save_pid", "no_ssh", "no_ssh_check", "elastic_training"),
+)
+"""Options of the launchers that take no value."""
+
+
+def parse(command: Sequence[str]) -> Launched:
+    """Parse a command: a launcher or ``python``, its options, a script and its arguments.
+
+    Raises:
+        UsageError: it is another command, or names no script that is there.
+    """
+    words = list(command)
+    if not words:
+        raise UsageError("predict -- needs a command, such as: deepspeed --num_gpus 4 train.py")
+    program = Path(words.pop(0)).name
+    launcher = _LAUNCHERS.get(program, "")
+    if _PYTHON.fullmatch(program):
+        launcher, words = _after_python(words)
+    elif not launcher:
+        raise UsageError(f"predict -- takes deepspeed, torchrun, accelerate launch or python, not {program}; {_FLAGS}")
+    launcher, _, verb = launcher.partition(" ")
+    if verb and words[:1] != [verb]:
+        raise UsageError(f"predict -- takes {launcher} {verb}, not '{' '.join(command)}'; {_FLAGS}")
+    if launcher == "accelerate":
+        found = accelerate_launch.parse(words[1:] if verb else words)
+        _check_script(found.script, found.is_module)
+        return found
+    options, is_module, words = _options(words) if launcher else ({}, *_script(words))
+    if not words:
+        raise UsageError(f"'{' '.join(command)}' names no script; {_FLAGS}")
+    script, *arguments = words
+    _check_script(script, is_module)
+    if launcher == "deepspeed" and "no_local_rank" not in options:
+        arguments = ["--local_rank=0", *arguments]
+    return Launched(script, is_module, arguments, _ranks(options) if launcher else 1)
+
+
+def _check_script(script: str, is_module: bool) -> None:
+    if not is_module and not Path(script).is_file():
+        raise UsageError(f"{script}: no such file; {_FLAGS}")
+
+
+def _after_python(words: list[str]) -> tuple[str, list[str]]:
+    """Return the launcher that Python runs as a module, or an empty name, and what follows."""
+    rest = list(words)
+    while rest and rest[0] in ("-u", "-O", "-B", "-P", "-E", "-s", "-I"):
+        rest.pop(0)
+    if len(rest) > 1 and rest[0] == "-m" and rest[1] in _LAUNCHING_MODULES:
+        return _LAUNCHING_MODULES[rest[1]], rest[2:]
+    return "", rest
+
+
+def _script(words: list[str]) -> tuple[bool, list[str]]:
+    """Return whether Python is to run a module, and its name or the script's with its arguments."""
+    if words and words[0] == "-m":
+        return True, words[1:]
+    if words and words[0] == "-c":
+        raise UsageError(f"predict -- takes a script, not python -c; {_FLAGS}")
+    return False, words
+
+
+def _options(words: list[str]) -> tuple[dict[str, str], bool, list[str]]:
+    """Return a launcher's options, whether it runs a module, and what follows: the script and its arguments."""
+    found: dict[str, str] = {}
+    is_module = False
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        if word == "--":
+            break
+        name, equals, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        if name in ("m", "module"):
+            is_module = True
+        elif equals:
+            found[name] = value
+        elif name in _SWITCHES:
+            found[name] = ""
+        elif rest:
+            found[name] = rest.pop(0)
+    return found, is_module, rest
+
+
+def _ranks(options: dict[str, str]) -> int | None:
+    a_host = next((options[name] for name in _A_HOST if name in options), "")
+    included = options.get("include") or options.get("i", "")
+    if not a_host and ":" in included:  # deepspeed --include worker-0:0,2@worker-1:0,2
+        return sum(len(part.partition(":")[2].split(",")) for part in included.split("@") if ":" in part) or None
+    hosts = next((options[name] for name in _HOSTS if name in options), "1")
+    if options.get("nproc_per_node") == "0" or options.get("nnodes") == "0":
+        raise UsageError("torchrun starts no rank with 0 processes or nodes: write 1 or more")
+    if not a_host.isdigit() or not hosts.isdigit():
+        return None
+    return int(a_host) * int(hosts) or None
