@@ -39,7 +39,7 @@ async def test_it_opens_by_itself_once_and_says_what_becomes_of_the_others(tmp_p
     async with app.run_test(size=(80, 40)) as pilot:
         await held(pilot)
         await shown(pilot, lambda: "logits and loss" in text_of(app), "the verdict")
-        for words in ("held", "ranks 0, 2 and 3 wait for it", "what to try, in this order", "r: let it go"):
+        for words in ("held", "ranks 0, 2 and 3 wait for it", "what to try, in this order", "r: release it"):
             assert words in text_of(app)
         await pilot.press("escape")
         await shown(pilot, lambda: isinstance(app.screen, OverviewScreen), "the overview")

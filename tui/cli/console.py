@@ -14,7 +14,7 @@ from .trainer_process import living_hub
 
 _WELCOME = (
     "Python in the frame in which the allocation of rank {rank} failed; help() lists helpers, ctrl-d leaves.\n"
-    "Leaving does not let the rank go: ftmon release does."
+    "Leaving does not release the rank: ftmon release does."
 )
 _SECONDS = 75.0
 """The hub waits for a minute."""
@@ -49,7 +49,7 @@ def console(arguments: Namespace) -> int:
 
 
 def release(arguments: Namespace) -> int:
-    """Let ranks go that are held; status 1 when none was."""
+    """Release held ranks; status 1 when none was held."""
     run = run_store.find(arguments.run)
     if run.read_exit() is not None:
         print(f"{run.id} has ended; nothing of it is held")

@@ -69,7 +69,7 @@ def _meaning(case: OomCase, model: RunModel, acts: bool, asked: WhatIf, width: i
         lines += _sentences(held, width, theme)
         if acts:
             console = "c: a console in that frame   " if case.oom.console else ""
-            lines.append(Line(f"  {console}r: let it go   k: kill", theme.style("accent")))
+            lines.append(Line(f"  {console}r: release it   k: kill", theme.style("accent")))
     lines += what_if_lines(asked, width, theme)
     return lines + _section("what to try, in this order", _remedy_sentences(case.remedies, width, theme), theme)
 

@@ -252,7 +252,7 @@ def _held(oom: Oom) -> str:
     until = f" for {duration(oom.hold_seconds)} at most" if oom.hold_seconds else ""
     console = ", 'ftmon console' looks around in that frame" if oom.console else ""
     return (
-        f"The rank is held in the failing frame{until}: 'ftmon release' lets it go{console}, 'ftmon kill' ends it. "
+        f"The rank is held in the failing frame{until}: 'ftmon release' releases it{console}, 'ftmon kill' ends it. "
         f"Meanwhile {oom.others or 'nothing is known of the other ranks'}."
     )
 

@@ -14,7 +14,7 @@ from ..command_dialog import CommandDialog
 
 
 class ReleaseDialog(CommandDialog):
-    """Asks whether to let the rank in view go, or all that are held; afterwards shows what came of it."""
+    """Asks whether to release the rank in view, or all held ranks; shows the outcome afterwards."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,n", "close", "no", tooltip="do nothing"),
@@ -39,7 +39,7 @@ class ReleaseDialog(CommandDialog):
         return sorted({case.oom.rank for case in held_cases(self.app_state.model)} | {self.case.oom.rank})
 
     def command(self) -> tuple[str, dict[str, Any]]:
-        """Let them go."""
+        """Release them."""
         return "release", {"ranks": self.ranks}
 
     def lines(self, width: int, height: int) -> list[Line]:
@@ -48,7 +48,7 @@ class ReleaseDialog(CommandDialog):
         theme, model = self.theme, self.app_state.model
         ranks = self.ranks
         words = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
-        lines = [Line(f"Let {words} go", theme.style("text", bold=True)), Line()]
+        lines = [Line(f"Release {words}", theme.style("text", bold=True)), Line()]
         if self.record is not None:
             lines += answer_lines(self.record, model, width, theme)
             return [*lines, Line(), Line("escape: close", theme.style("dim"))]
@@ -57,7 +57,7 @@ class ReleaseDialog(CommandDialog):
         if held > 1:
             mark = theme.glyphs.marked if self.all_of_them else theme.glyphs.unmarked
             lines += [Line(), Line(f"{mark} ", theme.style("accent")).add(f"all {held} held ranks (a)", theme.base)]
-        return [*lines, Line(), button_line("No", f"Yes, let {words} go", self.yes, theme)]
+        return [*lines, Line(), button_line("No", f"Yes, release {words}", self.yes, theme)]
 
     def _what_follows(self) -> list[str]:
         model = self.app_state.model

@@ -31,7 +31,7 @@ class OomScreen(MonitorScreen):
         "An allocation that failed: why, judged from the numbers of that moment; what to try, in order, with the bytes "
         "it would free; the figures, the batch against the largest so far, all ranks then, and where it failed. 2 to 4 "
         "open the memory snapshot captured then. Of a run started with --on-oom hold the rank waits in the failing "
-        "frame: r lets it go, k kills; with --allow-console too, c is a console in that frame. w predicts which "
+        "frame: r releases it, k kills; with --allow-console too, c is a console in that frame. w predicts which "
         "changes of a run of ftmon's own trainer fit."
     )
     TITLE_LINES = 1
@@ -206,7 +206,7 @@ class OomScreen(MonitorScreen):
     # Acting.
 
     def action_release(self) -> None:
-        """Ask whether to let the rank go."""
+        """Ask whether to release the rank."""
         case, app_state = self.case, self.app_state
         if case is None or not held_since(app_state.model, case):
             app_state.say("no rank waits at this error", "warning")
