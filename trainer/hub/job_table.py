@@ -5,6 +5,7 @@ A **job** is one process group of ranks. A rank's introduction (``Hello``) belon
 - it is the introduction of a process the job knows; or
 - the job has no rank of that number, has the same world size and restart count, and its ranks on that host were
   launched by the same process (``Hello.launch``; unknown matches any), and it goes on, or was launched by that process;
+  a rank that starts the others of its host (Lightning's ``devices=2`` without a launcher) is launched as they are;
 - or the job's process of that rank is gone while others of it live, launched by the same process: one rank was started
   again alone.
 
@@ -207,10 +208,10 @@ class JobTable:
         known = next(iter(job.ranks.values()), None)
         if known is None or (known.hello.world_size, known.hello.restart) != (hello.world_size, hello.restart):
             return False
-        here = next((rank.hello.launch for rank in job.ranks.values() if rank.hello.host == hello.host), "")
-        if here and hello.launch and here != hello.launch:
+        here = [rank.hello for rank in job.ranks.values() if rank.hello.host == hello.host]
+        same = any(_launched_together(other, hello) for other in here)
+        if not same and hello.launch and any(other.launch for other in here):
             return False
-        same = bool(here) and here == hello.launch
         taken = job.ranks.get(hello.rank)
         if taken is None:
             return job.ended is None or (same and job.number == len(self.jobs))
@@ -226,3 +227,15 @@ class JobTable:
 
     def _any_lives(self, job: JobTally) -> bool:
         return any(not rank.goodbye and self._lives(rank.hello) for rank in job.ranks.values())
+
+
+def _launched_together(one: Hello, other: Hello) -> bool:
+    """Whether the same process of a host launched both ranks, or one of them launched the other."""
+    if not one.launch or not other.launch:
+        return False
+    return one.launch == other.launch or one.launch == _process(other) or other.launch == _process(one)
+
+
+def _process(hello: Hello) -> str:
+    """Return a rank's process in the form of ``Hello.launch``."""
+    return f"{hello.pid}-{hello.start_ticks}"

@@ -107,6 +107,18 @@ def test_each_start_of_a_driver_script_is_a_job_with_its_own_steps_and_peaks(dri
     assert driver.table.aside == {identity_of(hello) for hello in first}, "what they send late is not of the second job"
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
+def test_a_rank_that_starts_the_others_is_of_their_job(order: tuple[int, ...]) -> None:
+    driver = Driver()
+    hellos = [
+        structs.replace(hello, launch="99-1" if hello.rank == 0 else f"{hello.pid - hello.rank}-{hello.start_ticks}")
+        for hello in Driver().start(100, world=3)
+    ]
+    for rank in order:
+        driver.table.hello(hellos[rank], driver.now)
+    assert [sorted(job.ranks) for job in driver.table.jobs.values()] == [[0, 1, 2]]
+
+
 def test_a_restart_by_torchrun_is_a_job_and_the_attempt_before_failed(driver: Driver) -> None:
     first = driver.start(100)
     driver.train(first, range(1, 4))
