@@ -60,6 +60,8 @@ class JobTable:
         self.aside: set[str] = set()
         """Senders whose messages are kept out of the stream."""
         self._of: dict[str, JobTally] = {}
+        self._renamed: dict[str, Hello] = {}
+        """By sender: an introduction with another model, whose steps will show whether it begins a job."""
         self._told: dict[int, tuple[int, float]] = {}
         """By job: its version and the time when it was described last."""
 
@@ -68,7 +70,10 @@ class JobTable:
         sender = identity_of(hello)
         known = self._of.get(sender)
         if known is not None:
-            known.join(hello)
+            if self._renames(known, hello):
+                self._renamed[sender] = hello
+            else:
+                known.join(hello)
             return JobMatch(known, aside=not known.shown)
         job = next((job for job in reversed(self.jobs.values()) if self._belongs(job, hello)), None)
         if job is None and len(self.jobs) >= MOST_JOBS:
@@ -117,6 +122,9 @@ class JobTable:
         rank = job.ranks.get(step.rank) if job is not None else None
         if job is None or rank is None or (job is self.shown and rank.restarts(step)):
             return job is not None and rank is not None
+        renamed = self._renamed.pop(sender, None)
+        if renamed is not None:
+            job.join(renamed)
         rank.take(step)
         job.version += 1
         return False
@@ -130,8 +138,9 @@ class JobTable:
         before.followed = True
         before.close(now)
         for rank in before.ranks.values():
-            job.join(rank.hello)
-            self._of[identity_of(rank.hello)] = job
+            sender = identity_of(rank.hello)
+            job.join(self._renamed.pop(sender, rank.hello))
+            self._of[sender] = job
         return job
 
     def state(self, state: RankState) -> None:
@@ -196,6 +205,10 @@ class JobTable:
                 if self.shown is not None:
                     self.aside.update(sender for sender, owner in self._of.items() if owner is self.shown)
                 self.shown = tally
+
+    def _renames(self, job: JobTally, hello: Hello) -> bool:
+        rank = job.ranks.get(hello.rank)
+        return job is self.shown and rank is not None and rank.steps > 0 and rank.hello.model not in ("", hello.model)
 
     def _due(self, job: JobTally, now: float) -> Job | None:
         version, at = self._told.get(job.number, (-1, 0.0))

@@ -179,6 +179,18 @@ def test_ranks_that_count_their_steps_anew_begin_a_job(driver: Driver) -> None:
     assert figures(driver.described()) == [(1, "finished", 5, 505), (2, "finished", 3, 203)]
 
 
+@pytest.mark.parametrize(("begins_at", "models"), [(1, ["small", "large"]), (6, ["large"])])
+def test_a_model_introduced_between_two_trainings_is_that_of_the_second(
+    driver: Driver, begins_at: int, models: list[str]
+) -> None:
+    small, large = ([structs.replace(hello, model=name) for hello in driver.start(100)] for name in ("small", "large"))
+    for hellos, steps in ((small, range(1, 6)), (large, range(begins_at, begins_at + 3))):
+        for hello in hellos:
+            driver.table.hello(hello, driver.now)
+        driver.train(hellos, steps)
+    assert [job.model for job in driver.described()] == models
+
+
 def test_a_training_that_resumes_at_a_later_step_is_the_same_job(driver: Driver) -> None:
     ranks = driver.start(100)
     assert driver.train(ranks, range(100, 104)) == []
