@@ -40,6 +40,9 @@ def test_what_comes_after_the_last_step_is_recorded_and_is_no_step(collector):
     assert collector.job.returncode == 0, collector.output()
     (closing,) = collector.of(Closing)
     assert [step.step for step in collector.of(Step)] == list(range(1, 11))
+    hello = collector.of(Hello)[-1]
+    assert (hello.framework, hello.model) == ("pytorch", "Linear")
+    assert hello.parameters == hello.trainable_parameters > 0
     phases = {phase.name: phase for phase in closing.phases}
     assert (closing.step, phases.keys() - {"data"}) == (10, {"eval", "checkpoint"})
     evaluation = phases["eval"].resident
