@@ -301,7 +301,8 @@ class Detectors:
         if state.state == "gone":
             kill = fact.kernel_kill if fact is not None else None
             pressure = self._moments.pressure(now, state.rank)
-            alerts += self._put(now, self._death.gone(now, state, self._tracker.kill_asked, kill, pressure))
+            alone = tracked is not None and tracked.hello is not None and tracked.hello.world_size == 1
+            alerts += self._put(now, self._death.gone(now, state, self._tracker.kill_asked, kill, pressure, alone))
         if state.state in ("gone", "finished"):
             alerts += self._put(now, [*self._slow.drop(state.rank), *self._leak.drop(state.rank)])
             alerts += self._findings.put(now, self._monitor.drop(state.rank))

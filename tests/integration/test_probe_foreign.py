@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import start_ranks
-from ftmon.protocol.telemetry import Closing, Goodbye, Hello, Step
+from ftmon.protocol.telemetry import Closing, Failure, Goodbye, Hello, Step
 
 sys.path.insert(0, str(Path(__file__).parent))
 from probe_collector import BIN, SCRIPTS, Collector
@@ -40,6 +40,9 @@ def test_what_comes_after_the_last_step_is_recorded_and_is_no_step(collector):
     assert collector.job.returncode == 0, collector.output()
     (closing,) = collector.of(Closing)
     assert [step.step for step in collector.of(Step)] == list(range(1, 11))
+    hello = collector.of(Hello)[-1]
+    assert (hello.framework, hello.model) == ("pytorch", "Linear")
+    assert hello.parameters == hello.trainable_parameters > 0
     phases = {phase.name: phase for phase in closing.phases}
     assert (closing.step, phases.keys() - {"data"}) == (10, {"eval", "checkpoint"})
     evaluation = phases["eval"].resident
@@ -53,6 +56,18 @@ def test_a_process_that_leaves_by_os_exit_has_reported_all_its_steps_and_its_sta
     assert collector.job.returncode == 3, collector.output()
     assert [step.step for step in collector.of(Step)] == list(range(1, 11))
     assert [(g.reason, g.text, g.step) for g in collector.of(Goodbye)] == [("failed", "os._exit(3)", 10)]
+
+
+@pytest.mark.parametrize(
+    ("words", "status"), [(("caught",), 4), (("caught", "at-once"), 4), (("in-a-process",), 1), (("swallowed",), 0)]
+)
+def test_a_script_that_ends_itself_for_an_exception_reports_the_exception(collector, words, status):
+    collector.start(BIN / "python", SCRIPTS / "tail_loop.py", "no-tail", *words).finish()
+    assert collector.job.returncode == status, collector.output()
+    told = "KeyError: 'labels'" if status else ""
+    assert [(g.reason, g.text) for g in collector.of(Goodbye)] == [("failed" if status else "finished", told)]
+    assert [failure.error for failure in collector.of(Failure)] == ([told] if status else [])
+    assert all("in fail" in failure.traceback for failure in collector.of(Failure))
 
 
 def assert_rounds(steps, names, told):

@@ -12,6 +12,8 @@ from eventually import SECONDS, eventually
 from ftmon.protocol.analysis.stalls.activity import Activity, Work
 from ftmon.trainer.host import activity, file_locks, processes
 from ftmon.trainer.host.escaped import escaped, origin
+from ftmon.trainer.host.rank_inspection import inspect_ranks
+from ftmon.trainer.host.stack_dump import DumpTarget
 
 BEGIN = "import os, socket, subprocess, sys, threading, time\n"
 UPLOAD = """
@@ -57,6 +59,29 @@ def test_what_a_process_tree_does_is_seen_from_outside(script: str, work: Work):
             if found == work or time.monotonic() > deadline:
                 break
         assert found == work, (first, second)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def test_a_rank_started_by_another_does_not_work_for_that_one():
+    child = "print(subprocess.Popen([sys.executable, '-c', 'while True: pass']).pid, flush=True)\nsys.stdin.read()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGIN + child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        other = int(process.stdout.readline())
+        ranks = [
+            DumpTarget(rank, pid, processes.table()[pid].start_ticks, None)
+            for rank, pid in ((0, process.pid), (1, other))
+        ]
+        eventually(lambda: inspect_ranks(ranks, ()).activities[1].cpu_seconds > 0.1, "rank 1 computes")
+        seen = inspect_ranks(ranks, ()).activities
+        assert (seen[0].processes, seen[0].below_seconds) == (1, 0.0), seen
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

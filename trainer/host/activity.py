@@ -28,6 +28,7 @@ def look(
     now: float,
     sockets: Mapping[int, int] | None = None,
     others: Iterable[int] = (),
+    ranks: Iterable[int] = (),
 ) -> Activity:
     """Read the totals of the process ``pid`` and everything below it.
 
@@ -38,6 +39,7 @@ def look(
         now: ``time.monotonic``.
         sockets: ``traffic.by_socket``; None: read here.
         others: further processes whose work counts as this rank's: daemons it started, holders of a lock it waits for.
+        ranks: processes of ranks: what one does is not the work of the rank that started it.
     """
     sockets = traffic.by_socket() if sockets is None else sockets
     training = dump.training if dump is not None else pid
@@ -45,7 +47,8 @@ def look(
     moved, waits, chars, sent = found.io_bytes, found.on_disk, found.chars, traffic.of_process(pid, sockets)
     seconds = 0.0
     further = [table[other] for other in others if other in table and other != pid]
-    below = {p.pid: p for p in (*further, *processes.descendants([pid, *others], dict(table))) if p.pid != pid}
+    tree = processes.descendants([pid, *others], dict(table), ranks)
+    below = {p.pid: p for p in (*further, *tree) if p.pid != pid}
     for child in below.values():
         read = _threads(child.pid, child.pid, -1)
         seconds += read.seconds

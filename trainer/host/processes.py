@@ -85,14 +85,20 @@ def table() -> dict[int, Process]:
     return found
 
 
-def descendants(roots: Iterable[int], processes: dict[int, Process]) -> list[Process]:
-    """List all processes below ``roots`` (not the roots themselves), parents before children."""
+def descendants(roots: Iterable[int], processes: dict[int, Process], apart: Iterable[int] = ()) -> list[Process]:
+    """List all processes below ``roots`` (not the roots themselves), parents before children.
+
+    Args:
+        roots: process ids.
+        processes: the process table.
+        apart: pids that belong to nobody's tree but their own, with what is below them: other ranks.
+    """
     children: dict[int, list[Process]] = {}
     for process in processes.values():
         children.setdefault(process.parent, []).append(process)
-    seen = set(roots)
+    waiting = list(set(roots))
+    seen = {*waiting, *apart}
     found: list[Process] = []
-    waiting = list(seen)
     while waiting:
         for child in children.get(waiting.pop(0), ()):
             if child.pid not in seen:

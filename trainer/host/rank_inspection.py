@@ -47,6 +47,7 @@ def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspect
     now = time.monotonic()
     activities: dict[int, Activity] = {}
     locks: dict[int, LockWait] = {}
+    ranks = {target.pid for target in targets}
     for target in targets:
         process = table.get(target.pid)
         if process is None or process.start_ticks != target.start_ticks or not process.alive:
@@ -57,7 +58,7 @@ def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspect
             locks[target.rank] = LockWait(lock.path, holder=_in_words(lock.holder, holder))
         others = [daemon.pid for daemon in daemons.get(target.rank, [])]
         others += [holder.pid] if holder is not None else []
-        activities[target.rank] = activity.look(target.pid, target.dump, table, now, sockets, others)
+        activities[target.rank] = activity.look(target.pid, target.dump, table, now, sockets, others, ranks)
     return Inspection(stacks, why, activities, locks)
 
 

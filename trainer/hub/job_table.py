@@ -5,6 +5,7 @@ A **job** is one process group of ranks. A rank's introduction (``Hello``) belon
 - it is the introduction of a process the job knows; or
 - the job has no rank of that number, has the same world size and restart count, and its ranks on that host were
   launched by the same process (``Hello.launch``; unknown matches any), and it goes on, or was launched by that process;
+  a rank that starts the others of its host (Lightning's ``devices=2`` without a launcher) is launched as they are;
 - or the job's process of that rank is gone while others of it live, launched by the same process: one rank was started
   again alone.
 
@@ -62,6 +63,8 @@ class JobTable:
         self.aside: set[str] = set()
         """Senders whose messages are kept out of the stream."""
         self._of: dict[str, JobTally] = {}
+        self._renamed: dict[str, Hello] = {}
+        """By sender: an introduction with another model, whose steps will show whether it begins a job."""
         self._told: dict[int, tuple[int, float]] = {}
         """By job: its version and the time when it was described last."""
         self._all_ended: dict[int, float] = {}
@@ -72,7 +75,10 @@ class JobTable:
         sender = identity_of(hello)
         known = self._of.get(sender)
         if known is not None:
-            known.join(hello)
+            if self._renames(known, hello):
+                self._renamed[sender] = hello
+            else:
+                known.join(hello)
             return JobMatch(known, aside=not known.shown)
         job = next((job for job in reversed(self.jobs.values()) if self._belongs(job, hello)), None)
         if job is None and len(self.jobs) >= MOST_JOBS:
@@ -121,6 +127,9 @@ class JobTable:
         rank = job.ranks.get(step.rank) if job is not None else None
         if job is None or rank is None or (job is self.shown and rank.restarts(step)):
             return job is not None and rank is not None
+        renamed = self._renamed.pop(sender, None)
+        if renamed is not None:
+            job.join(renamed)
         rank.take(step)
         job.version += 1
         return False
@@ -134,8 +143,9 @@ class JobTable:
         before.followed = True
         before.close(now)
         for rank in before.ranks.values():
-            job.join(rank.hello)
-            self._of[identity_of(rank.hello)] = job
+            sender = identity_of(rank.hello)
+            job.join(self._renamed.pop(sender, rank.hello))
+            self._of[sender] = job
         return job
 
     def state(self, state: RankState) -> None:
@@ -209,6 +219,10 @@ class JobTable:
         since = self._all_ended.setdefault(job.number, now)
         return not job.may_grow or not 0 <= now - since < LATE_S
 
+    def _renames(self, job: JobTally, hello: Hello) -> bool:
+        rank = job.ranks.get(hello.rank)
+        return job is self.shown and rank is not None and rank.steps > 0 and rank.hello.model not in ("", hello.model)
+
     def _due(self, job: JobTally, now: float) -> Job | None:
         version, at = self._told.get(job.number, (-1, 0.0))
         if version == job.version:
@@ -220,10 +234,10 @@ class JobTable:
         known = next(iter(job.ranks.values()), None)
         if known is None or (known.hello.world_size, known.hello.restart) != (hello.world_size, hello.restart):
             return False
-        here = next((rank.hello.launch for rank in job.ranks.values() if rank.hello.host == hello.host), "")
-        if here and hello.launch and here != hello.launch:
+        here = [rank.hello for rank in job.ranks.values() if rank.hello.host == hello.host]
+        same = any(_launched_together(other, hello) for other in here)
+        if not same and hello.launch and any(other.launch for other in here):
             return False
-        same = bool(here) and here == hello.launch
         taken = job.ranks.get(hello.rank)
         if taken is None:
             return job.ended is None or (same and job.number == len(self.jobs))
@@ -239,3 +253,15 @@ class JobTable:
 
     def _any_lives(self, job: JobTally) -> bool:
         return any(not rank.goodbye and self._lives(rank.hello) for rank in job.ranks.values())
+
+
+def _launched_together(one: Hello, other: Hello) -> bool:
+    """Whether the same process of a host launched both ranks, or one of them launched the other."""
+    if not one.launch or not other.launch:
+        return False
+    return one.launch == other.launch or one.launch == _process(other) or other.launch == _process(one)
+
+
+def _process(hello: Hello) -> str:
+    """Return a rank's process in the form of ``Hello.launch``."""
+    return f"{hello.pid}-{hello.start_ticks}"

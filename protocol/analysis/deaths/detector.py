@@ -136,6 +136,7 @@ class DeathDetector:
         kill_asked: set[int],
         kill: KernelKill | None = None,
         pressure: HostPressure | None = None,
+        alone: bool = False,
     ) -> list[Finding]:
         """Record the death of a rank's process.
 
@@ -145,6 +146,7 @@ class DeathDetector:
             kill_asked: ranks whose end was requested.
             kill: what is known of the kernel's part in it.
             pressure: how full the host's memory was just before; None: not full, or not known.
+            alone: the run has no other rank.
         """
         rank, ended = state.rank, Ended(state.exit_code, state.signal)
         known = self._failed.get(rank)
@@ -157,7 +159,7 @@ class DeathDetector:
         if rank not in self._died and not asked and not _by_kernel(kill) and self._recent(t) and self._follows(state):
             return self._followed(t, rank, ended)
         facts = ProcessDeath(
-            state.pid, state.exit_code, state.signal, state.text, self._log_of(rank), asked, kill, pressure
+            state.pid, state.exit_code, state.signal, state.text, self._log_of(rank), asked, kill, pressure, alone
         )
         finding = Finding("died", facts, severity="info" if asked else "error", ranks=(rank,), rank=rank)
         self.trouble(t, finding.matter)

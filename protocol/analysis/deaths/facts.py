@@ -52,6 +52,8 @@ class ProcessDeath(msgspec.Struct, frozen=True):
     """A person asked for it."""
     kernel_kill: KernelKill | None = None
     pressure: HostPressure | None = None
+    alone: bool = False
+    """There is no other rank."""
 
     @property
     def by_signal(self) -> int | None:

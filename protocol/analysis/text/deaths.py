@@ -59,11 +59,11 @@ def died(finding: Finding) -> Words:
     hint = f"Possibly: {signal_hint(signal)}." if signal and signal_hint(signal) else ""
     if signal == signals.SIGKILL and not facts.asked:
         how, hint = _killer(how, hint, facts)
+    others = "" if facts.alone else " The other ranks cannot go on without it; launchers end them too."
     return Words(
         f"rank {finding.rank} {how}{', as asked' if facts.asked else ''}",
         f"The process of rank {finding.rank} (pid {facts.pid}) is gone: {facts.state or ending}."
-        f"{f' {hint}' if hint and not facts.asked else ''} The other ranks cannot go on without it; "
-        "DeepSpeed's launcher ends them too.",
+        f"{f' {hint}' if hint and not facts.asked else ''}{others}",
     )
 
 

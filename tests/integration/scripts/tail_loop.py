@@ -1,5 +1,6 @@
 """A few small steps, then a final evaluation that needs far more memory, a save, and the way out that is asked for."""
 
+import multiprocessing
 import os
 import sys
 
@@ -29,5 +30,30 @@ def main():
         os._exit(3)
 
 
-if __name__ == "__main__":
+def fail():
     main()
+    raise KeyError("labels")
+
+
+def end_by(module, name):
+    try:
+        fail()
+    except Exception:
+        getattr(module, name)(4)
+
+
+if __name__ == "__main__":
+    if "in-a-process" in sys.argv:
+        process = multiprocessing.get_context("spawn").Process(target=fail)
+        process.start()
+        process.join()
+        sys.exit(process.exitcode)
+    elif "caught" in sys.argv:
+        end_by(os, "_exit") if "at-once" in sys.argv else end_by(sys, "exit")
+    elif "swallowed" in sys.argv:
+        try:
+            end_by(sys, "exit")
+        except SystemExit:
+            sys.exit(0)
+    else:
+        main()

@@ -22,7 +22,7 @@ from ftmon.protocol.hosts import KernelKill
 
 GIB = 2**30
 GLOO = "RuntimeError: op.preamble.length <= op.nbytes"
-GONE = "The other ranks cannot go on without it; DeepSpeed's launcher ends them too."
+GONE = "The other ranks cannot go on without it; launchers end them too."
 REMEDY = "Give it more memory (the limit, the host), or hold less: fewer workers, smaller batches, no offload."
 
 
@@ -37,6 +37,11 @@ def death(code: int | None = None, signal: int | None = None, **more: Any) -> Fi
             death(3, state="sys.exit(3)"),
             "rank 1 ended: exit code 3",
             f"The process of rank 1 (pid 101) is gone: sys.exit(3). {GONE}",
+        ),
+        (
+            death(3, alone=True),
+            "rank 1 ended: exit code 3",
+            "The process of rank 1 (pid 101) is gone: exit code 3.",
         ),
         (
             death(-11),

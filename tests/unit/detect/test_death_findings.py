@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from ftmon.protocol.analysis.deaths.detector import HELD_S, DeathDetector
 from ftmon.protocol.analysis.deaths.facts import Ended, EndedEarly, Followed, Follower, LastLog, ProcessDeath
 from ftmon.protocol.analysis.findings.finding import Matter, Resolution
@@ -69,3 +70,13 @@ def test_what_becomes_known_after_a_restart_of_the_hub_is_added_to_the_alerts_of
     assert (after.id, after.evidence["ended"], list(after.evidence["then"])) == (before.id, "exit code 1", ["1"])
     assert after.evidence["error"] == "KeyError: 'ids'"
     assert new.alerts("died") == []
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_death_tells_of_other_ranks_only_where_there_are_some(make_sim: Any, world: int):
+    sim = make_sim(world)
+    sim.begin()
+    sim.train(1, 3)
+    sim.fact(0, alive=False, exit_code=3)
+    sim.wait(5)
+    assert ("other ranks" in sim.alerts("died")[0].text) == (world > 1)

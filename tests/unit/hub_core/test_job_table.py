@@ -107,6 +107,18 @@ def test_each_start_of_a_driver_script_is_a_job_with_its_own_steps_and_peaks(dri
     assert driver.table.aside == {identity_of(hello) for hello in first}, "what they send late is not of the second job"
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
+def test_a_rank_that_starts_the_others_is_of_their_job(order: tuple[int, ...]) -> None:
+    driver = Driver()
+    hellos = [
+        structs.replace(hello, launch="99-1" if hello.rank == 0 else f"{hello.pid - hello.rank}-{hello.start_ticks}")
+        for hello in Driver().start(100, world=3)
+    ]
+    for rank in order:
+        driver.table.hello(hellos[rank], driver.now)
+    assert [sorted(job.ranks) for job in driver.table.jobs.values()] == [[0, 1, 2]]
+
+
 def test_a_restart_by_torchrun_is_a_job_and_the_attempt_before_failed(driver: Driver) -> None:
     first = driver.start(100)
     driver.train(first, range(1, 4))
@@ -165,6 +177,18 @@ def test_ranks_that_count_their_steps_anew_begin_a_job(driver: Driver) -> None:
     driver.finish(ranks, 3)
     driver.table.look(driver.now)
     assert figures(driver.described()) == [(1, "finished", 5, 505), (2, "finished", 3, 203)]
+
+
+@pytest.mark.parametrize(("begins_at", "models"), [(1, ["small", "large"]), (6, ["large"])])
+def test_a_model_introduced_between_two_trainings_is_that_of_the_second(
+    driver: Driver, begins_at: int, models: list[str]
+) -> None:
+    small, large = ([structs.replace(hello, model=name) for hello in driver.start(100)] for name in ("small", "large"))
+    for hellos, steps in ((small, range(1, 6)), (large, range(begins_at, begins_at + 3))):
+        for hello in hellos:
+            driver.table.hello(hello, driver.now)
+        driver.train(hellos, steps)
+    assert [job.model for job in driver.described()] == models
 
 
 def test_a_training_that_resumes_at_a_later_step_is_the_same_job(driver: Driver) -> None:

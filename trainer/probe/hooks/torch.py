@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from .. import active
@@ -119,8 +119,22 @@ def _making_optimizer(become_rank: Callable[[], None], original: Any) -> Callabl
         training = mine()
         if training is not None and not training.state.making_engine:
             training.updates.made_updater(self)
+            _tell_optimized(training, self, sys._getframe(1))
 
     return __init__
+
+
+def _tell_optimized(training: Training, optimizer: Any, frame: FrameType) -> None:
+    """Say in the rank's hello what a bare optimizer trains, until something more telling is known."""
+    if training.trained.model() is not None or training.state.engine_steps:
+        return
+    try:
+        if training.tracker.step:
+            training.optimized.forget()
+        training.introduction.facts.update(training.optimized.add(optimizer, frame))
+        training.outbox.say_hello()
+    except Exception as error:
+        training.guard.disable(error)
 
 
 def _zeroing(original: Any) -> Callable[..., Any]:

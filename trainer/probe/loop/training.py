@@ -12,6 +12,7 @@ from ..phases.updaters import Updaters
 from ..rank.context import RankContext
 from ..rank.hello import Introduction
 from ..rank.model import describe_models
+from ..rank.optimized import Optimized
 from ..rank.trained import Trained
 from ..values.batch_losses import BatchLosses
 from ..values.replicas import EARLY_EVERY, Replicas
@@ -52,6 +53,7 @@ class Training:
         self.device = device
         self.introduction = introduction
         self.trained = trained
+        self.optimized = Optimized()
         self.outbox = outbox
         self.on_error: Callable[[BaseException], None] = _nothing
         """Called with every exception that comes through a hook."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..frame_locals import frame_locals, receiver_name
 from ..rank.model import own_class, own_model
 from .marks import Notes, PartNotes, StepRaw
 from .rounds import Entry, Rounds, call_site
@@ -210,14 +211,23 @@ def _name_of(updater: Any, frame: FrameType | None) -> str:
         return own_class(own_model(module)).__name__
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_NOT_A_SITE):
-            for name, value in list(frame.f_locals.items()):
-                if value is updater and name not in ("self", "optimizer"):
+            receiver = receiver_name(frame)
+            for name, value in frame_locals(frame).items():
+                if name not in (receiver, "optimizer") and (value is updater or _wraps(value, updater)):
                     return name
-                for attribute, inner in list(getattr(value, "__dict__", {}).items()) if name == "self" else ():
+                for attribute, inner in list(getattr(value, "__dict__", {}).items()) if name == receiver else ():
                     if inner is updater and attribute not in ("optimizer", "_optimizer"):
                         return attribute
         frame = frame.f_back
     return type(updater).__name__
+
+
+def _wraps(value: Any, updater: Any) -> bool:
+    """Whether a value is a framework's wrapper of an optimizer (Lightning's, accelerate's)."""
+    if not type(value).__name__.endswith("Optimizer"):
+        return False
+    inside = getattr(value, "__dict__", {})
+    return inside.get("optimizer") is updater or inside.get("_optimizer") is updater
 
 
 def _unique(name: str, taken: Any) -> str:

@@ -38,6 +38,8 @@ class _Ending:
         self._publisher = publisher
         self._exit_code: Any = None
         self._exit_word = "sys.exit"
+        self._exit_failure: Failure | None = None
+        """The exception that the script was handling when it ended itself with an error."""
         self._failed = ""
         self._interrupted = False
         self._finished = False
@@ -50,7 +52,7 @@ class _Ending:
             previous(kind, error, trace)
 
         def exit(status: Any = None, /) -> Any:  # noqa: A001
-            self._exit_code = status
+            self._note_exit(status)
             leave(status)
 
         leave_at_once = os._exit
@@ -58,7 +60,7 @@ class _Ending:
         def leave_now(status: int) -> NoReturn:
             # atexit does not run: without this the last steps, up to a tenth of a second of them, would be lost.
             if os.getpid() == self._rank.process.pid:
-                self._exit_code = status
+                self._note_exit(status)
                 self._exit_word = "os._exit"
                 self.finish()
             leave_at_once(status)
@@ -69,6 +71,18 @@ class _Ending:
         exit.__doc__ = leave.__doc__
         sys.exit = exit
 
+    def _note_exit(self, status: Any) -> None:
+        """Keep what the script ends itself with, and the exception it does that for: its text, not its frames."""
+        self._exit_code, self._exit_failure = status, None
+        error = sys.exc_info()[1]
+        if status in (None, 0) or not isinstance(error, Exception) or self._failed:
+            return
+        try:
+            self._training.saw_error(error)
+            self._exit_failure = self._describe(error)
+        except Exception as inner:
+            guard.log_error("reporting a failure", inner)
+
     def _note(self, error: BaseException) -> None:
         try:
             if isinstance(error, KeyboardInterrupt):
@@ -77,13 +91,18 @@ class _Ending:
             if self._failed:
                 return
             self._training.saw_error(error)
-            self._failed = f"{type(error).__name__}: {error}"
-            text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
-            tracker = self._training.tracker
-            failure = Failure(self._rank.rank, tracker.step + 1, tracker.phase, time.time(), self._failed[:2000], text)
-            self._training.outbox.hand_over(failure)
+            self._report(self._describe(error))
         except Exception as inner:
             guard.log_error("reporting a failure", inner)
+
+    def _describe(self, error: BaseException) -> Failure:
+        text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
+        tracker, told = self._training.tracker, f"{type(error).__name__}: {error}"
+        return Failure(self._rank.rank, tracker.step + 1, tracker.phase, time.time(), told[:2000], text)
+
+    def _report(self, failure: Failure) -> None:
+        self._failed = failure.error
+        self._training.outbox.hand_over(failure)
 
     def finish(self) -> None:
         """Send the goodbye and end the publisher."""
@@ -92,9 +111,14 @@ class _Ending:
         self._finished = True
         try:
             # A script's own excepthook may not call the one before it; the interpreter keeps the exception anyway.
-            last = getattr(sys, "last_value", None)
+            # One that leaves a process of multiprocessing is on its way: no excepthook is called for it.
+            last, leaving = getattr(sys, "last_value", None), sys.exc_info()[1]
             if last is not None:
                 self._note(last)
+            elif self._exit_failure is not None and not self._failed:
+                self._report(self._exit_failure)
+            elif isinstance(leaving, Exception) and self._exit_word == "sys.exit":
+                self._note(leaving)
             self._training.hand_over_rest()
             self._training.outbox.hand_over(self._goodbye())
             self._publisher.finish(FLUSH_SECONDS)

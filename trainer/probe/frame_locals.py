@@ -1,0 +1,31 @@
+"""The local variables of running frames, without keeping what they hold alive."""
+
+import inspect
+import sys
+from types import FrameType
+from typing import Any
+
+_UNSHARED = 3
+"""References to the dictionary of a frame's variables that the script has not: the frame's, ours, and the count's."""
+
+
+def receiver_name(frame: FrameType) -> str:
+    """Return what the frame's function calls its first parameter, ``self`` of a method; empty without parameters."""
+    code = frame.f_code
+    return code.co_varnames[0] if code.co_argcount else ""
+
+
+def frame_locals(frame: FrameType) -> dict[str, Any]:
+    """Return a copy of a frame's variables.
+
+    Up to Python 3.12 a function's frame keeps the dictionary that ``f_locals`` makes, and with it all that the function
+    held at that moment, as batches and losses, until it returns. It is emptied here, unless the script has it from
+    ``locals()``.
+    """
+    if sys.version_info >= (3, 13) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return dict(frame.f_locals)
+    kept = frame.f_locals
+    found = dict(kept)
+    if sys.getrefcount(kept) <= _UNSHARED:
+        kept.clear()
+    return found
