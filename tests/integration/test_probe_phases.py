@@ -78,7 +78,9 @@ def test_a_reference_s_forward_is_part_of_the_training_step_and_an_evaluation_is
             # The fetches of the held-out batches are part of it; the first sleeps alone are 180 ms.
             assert missing(step, own, "eval") <= 0.05, own
     assert median(missing(step, own, "forward") for step, own in zip(steps, truth, strict=True)) < 0.003
-    assert not [beat for beat in collector.of(Heartbeat) if beat.phase == "eval" and beat.step != 4]
+    # In step 7 the policy is in evaluation mode without gradients for 30 ms: no heartbeat can know better before the next
+    # forward.
+    assert not [beat for beat in collector.of(Heartbeat) if beat.phase == "eval" and beat.step not in (4, 7)]
 
 
 def test_lightning_s_closure_and_ddp_wrapper_hide_no_phase_and_no_loss(collector):
