@@ -212,6 +212,9 @@ class Publisher(threading.Thread):
             item = outbox.popleft()
             if isinstance(item, StepRaw):
                 self._steps.append(item)
+                # At once, not when it is sent: a snapshot or the end of a stack capture may come before that.
+                self._pace.note((item.marks[-1].ns - item.marks[0].ns) / 1e9)
+                self._phase_marks.note(item.number, item.marks)
             elif item == "hello":
                 if not outbox or outbox[0] != "hello":
                     self.say_hello()
@@ -274,10 +277,8 @@ class Publisher(threading.Thread):
         self.send(step)
         self._spoken = time.time()
         self._allocator.note_sent(raw.number)
-        self._pace.note((raw.marks[-1].ns - raw.marks[0].ns) / 1e9)
         self._stack_capture.note(step)
         self._oom_history.note(step)
-        self._phase_marks.note(raw.number, raw.marks)
         events = device.events
         if events is not None:
             for mark in raw.marks[:-1]:  # the last one begins the next step
