@@ -92,7 +92,7 @@ class ExitFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """Processes that could not be ended."""
 
 
-class LeftFile(msgspec.Struct, frozen=True, omit_defaults=True):
+class LeftoversFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """``left.json``: what still ran when the job's command had ended; the launcher ends it."""
 
     time: float
@@ -179,9 +179,9 @@ class RunDir:
         """Read how the job ended; None while it has not."""
         return self._read("exit.json", ExitFile)
 
-    def read_left(self) -> LeftFile | None:
+    def read_leftovers(self) -> LeftoversFile | None:
         """Read what the job's command left running; None where it left nothing."""
-        return self._read("left.json", LeftFile)
+        return self._read("left.json", LeftoversFile)
 
     def living_hub(self) -> HubFile | None:
         """Return the connection file of a hub whose process lives on this host, else None."""
@@ -196,7 +196,7 @@ class RunDir:
         """Write the connection file atomically, mode 0600."""
         self.write_certain("hub.json", _encode(content))
 
-    def write_left(self, content: LeftFile) -> None:
+    def write_leftovers(self, content: LeftoversFile) -> None:
         """Write ``left.json`` atomically."""
         self.write_certain("left.json", _encode(content))
 

@@ -71,7 +71,7 @@ class Agent:
         self._uplink = Uplink(self._context, join, self._identity)
         self._proxies = Proxies(self._context, join, self._ranks)
         self._commands = Commands(self._context, join, self._identity, self._targets, self._mailbox.post)
-        self._supervisor = Supervisor(lambda: self._mailbox.post(self._take_facts))
+        self._supervisor = Supervisor(lambda: self._mailbox.post(self._collect_facts))
         self._devices = DeviceSampler(self._host, self._rank_pids)
         self._host_watch = HostWatch(self._host, place.path, self._rank_pids)
         self._logs = LogTail(place)
@@ -169,7 +169,7 @@ class Agent:
         self._supervisor.watch(int(found[1]), int(found[2]), int(found[3]))
 
     def _tick(self, now: float) -> None:
-        self._take_facts()
+        self._collect_facts()
         for sample in (*self._devices.poll(), *self._host_watch.poll()):
             self._put(msgspec.structs.replace(sample, time=sample.time + self._offset))
         self._put_logs()
@@ -190,7 +190,7 @@ class Agent:
         for line in self._logs.poll(last=last):
             self._put(msgspec.structs.replace(line, time=line.time + self._offset))
 
-    def _take_facts(self) -> None:
+    def _collect_facts(self) -> None:
         changed = False
         for fact in self._supervisor.poll():
             before = self._facts.get(fact.rank)
@@ -220,7 +220,7 @@ class Agent:
             ProcessState(f.rank, f.pid, f.start_ticks, f.alive, f.proc_state, f.exit_code, f.signal, f.kernel_kill)
             for f in self._facts.values()
         ]
-        uplink.say(
+        uplink.send_beat(
             AgentBeat(
                 host=self._host,
                 pid=self._me.pid,
@@ -296,7 +296,7 @@ class Agent:
         deadline = time.monotonic() + LAST_WORDS_SECONDS
         self._drain()
         self._put_logs(last=True)
-        self._take_facts()
+        self._collect_facts()
         while self._owes and time.monotonic() < deadline:
             self._turn(50)
         self._beat(time.monotonic(), leaving=not self._told_to_end)

@@ -136,7 +136,7 @@ class Uplink:
                 socket.send_multipart(frames, zmq.NOBLOCK)
                 self._flying.append(self._waiting.popleft())
 
-    def say(self, beat: AgentBeat) -> None:
+    def send_beat(self, beat: AgentBeat) -> None:
         """Send a heartbeat, unnumbered; one that cannot be sent now is dropped."""
         if self.socket is not None:
             with contextlib.suppress(zmq.Again):

@@ -13,7 +13,7 @@ from ...protocol.telemetry import SelfDump
 from . import processes, traffic
 from .processes import Process
 
-__all__ = ["Activity", "look", "wchan"]
+__all__ = ["Activity", "measure", "wchan"]
 
 _OWN_THREADS = ("ZMQbg", "ftmon", "pt_", "gloo_", "NCCL")
 """Threads of the monitor's sockets, of PyTorch's watchdogs and of communication libraries poll many times a second, and
@@ -21,7 +21,7 @@ move what other ranks send: no work of the script."""
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
-def look(
+def measure(
     pid: int,
     dump: SelfDump | None,
     table: Mapping[int, Process],

@@ -184,9 +184,9 @@ def _ancestors(pid: int, table: dict[int, Process]) -> set[int]:
 def _gpu_memory(pids: set[int]) -> dict[int, int]:
     if not pids:
         return {}
-    from .gpu_memory import look
+    from .gpu_memory import gpu_use
 
-    found = look(pids)
+    found = gpu_use(pids)
     return found.held if found is not None else {}
 
 

@@ -69,15 +69,15 @@ class DeviceSampler(threading.Thread):
         load = HostLoad()
         due = time.monotonic()
         while not self._ending.is_set():
-            self._samples.extend(self._look(load))
-            self._samples.extend(self._look_at_health())
+            self._samples.extend(self._sample(load))
+            self._samples.extend(self._sample_health())
             # Kept to a beat; a look that took longer than the interval leaves beats out instead of bunching them.
             due = max(due + self._interval_s, time.monotonic())
             self._ending.wait(due - time.monotonic())
         if self._nvml is not None:
             self._nvml.close()
 
-    def _look(self, load: HostLoad) -> list[DeviceSample]:
+    def _sample(self, load: HostLoad) -> list[DeviceSample]:
         try:
             pids = self._rank_pids()
         except RuntimeError:
@@ -85,13 +85,13 @@ class DeviceSampler(threading.Thread):
             pids = {}
         rank_of = {pid: rank for rank, pid in pids.items()}
         now = time.time()
-        samples = self._look_at_gpus(now, rank_of)
+        samples = self._sample_gpus(now, rank_of)
         # A file in /proc can vanish between two reads; the next beat brings the host again.
         with contextlib.suppress(OSError):
             samples.append(load.sample(self._host, now, rank_of))
         return samples
 
-    def _look_at_health(self) -> list[DeviceHealth]:
+    def _sample_health(self) -> list[DeviceHealth]:
         """Query faults and links where that is due; return those that changed or are due."""
         if self._nvml is None or time.monotonic() < self._health_due:
             return []
@@ -105,7 +105,7 @@ class DeviceSampler(threading.Thread):
                 found.append(one)
         return found
 
-    def _look_at_gpus(self, now: float, rank_of: dict[int, int]) -> list[DeviceSample]:
+    def _sample_gpus(self, now: float, rank_of: dict[int, int]) -> list[DeviceSample]:
         if self._nvml is None:
             if time.monotonic() < self._retry_at:
                 return []

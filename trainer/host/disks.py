@@ -66,7 +66,7 @@ class Disks:
         if path:
             self._outputs[rank] = path
 
-    def look(self, now: float | None = None) -> DiskSpace | None:
+    def measure(self, now: float | None = None) -> DiskSpace | None:
         """Return free space, or None while it has not changed enough.
 
         Args:

@@ -13,7 +13,7 @@ import pynvml
 
 from ...protocol.text import gib
 
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 class GpuUse(NamedTuple):
@@ -27,7 +27,7 @@ class GpuUse(NamedTuple):
     """The GPUs on which they hold it."""
 
 
-def look(pids: Collection[int]) -> GpuUse | None:
+def gpu_use(pids: Collection[int]) -> GpuUse | None:
     """Sample the GPUs; None without NVML."""
     try:
         pynvml.nvmlInit()
@@ -52,14 +52,14 @@ def look(pids: Collection[int]) -> GpuUse | None:
     return GpuUse(held, used, frozenset(devices))
 
 
-def look_until_free(pids: Collection[int], seconds: float) -> GpuUse | None:
+def wait_until_free(pids: Collection[int], seconds: float) -> GpuUse | None:
     """Sample until none of ``pids`` holds GPU memory, for ``seconds`` at most; return the last sample."""
     deadline = time.monotonic() + seconds
     while True:
-        found = look(pids)
+        found = gpu_use(pids)
         if found is None or not found.held or time.monotonic() >= deadline:
             return found
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def verdict(before: GpuUse | None, after: GpuUse | None) -> tuple[bool, str]:

@@ -88,7 +88,7 @@ class KernelKills:
         self._counts: dict[Path, deque[tuple[float, int]]] = {}
         self._resident: dict[int, int] = {}
 
-    def look(self, pid: int, now: float) -> None:
+    def record(self, pid: int, now: float) -> None:
         """Record a living process's control group, its counts and the process's size; about once a second.
 
         Args:

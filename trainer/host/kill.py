@@ -16,7 +16,7 @@ from ...protocol.text import duration, sanitize
 from . import processes
 from .escaped import Origin, escaped, origin
 from .flow import Post, Reply
-from .gpu_memory import GpuUse, look, look_until_free, verdict
+from .gpu_memory import GpuUse, gpu_use, verdict, wait_until_free
 from .processes import RANK_PID_ENV, Process
 from .terminate import sweep
 
@@ -29,7 +29,7 @@ ONE_SIGNAL_SECONDS = 8.0
 _GPU_SECONDS = 5.0
 _RANK_PID = f"{RANK_PID_ENV}=".encode()
 _LAUNCHER = "ftmon.trainer.launch"
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class Target(NamedTuple):
@@ -104,7 +104,7 @@ class Kill(threading.Thread):
         self._origins = [one for one in origins if one is not None]
         first = self._find()
         if self._on_gpu:
-            self._gpus_before = look([process.pid for process in first])
+            self._gpus_before = gpu_use([process.pid for process in first])
         left = self._escalate(first) if self._number is None else self._one_signal(first, self._number)
         return self._report(left, time.monotonic() - begun)
 
@@ -165,7 +165,7 @@ class Kill(threading.Thread):
         """Wait until nothing is left, or (``stop_early``) no rank is; return what is left."""
         deadline = time.monotonic() + seconds
         while left and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
             left = self._find()
             if stop_early and not self._mains({process.pid: process for process in left}):
                 break
@@ -198,7 +198,7 @@ class Kill(threading.Thread):
         sentences += [self._why_left(process) for process in left]
         held = False
         if self._on_gpu:
-            held, words = verdict(self._gpus_before, look_until_free([process.pid for process in ended], _GPU_SECONDS))
+            held, words = verdict(self._gpus_before, wait_until_free([process.pid for process in ended], _GPU_SECONDS))
             sentences.append(words)
         strays = [] if self._whole_run else self._unattributed()
         if strays:

@@ -57,7 +57,7 @@ def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspect
             locks[target.rank] = LockWait(lock.path, holder=_in_words(lock.holder, holder))
         others = [daemon.pid for daemon in daemons.get(target.rank, [])]
         others += [holder.pid] if holder is not None else []
-        activities[target.rank] = activity.look(target.pid, target.dump, table, now, sockets, others)
+        activities[target.rank] = activity.measure(target.pid, target.dump, table, now, sockets, others)
     return Inspection(stacks, why, activities, locks)
 
 

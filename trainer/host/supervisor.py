@@ -119,9 +119,9 @@ class Supervisor(threading.Thread):
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wakeup)
             with self._lock:
-                self._look(ready)
+                self._check(ready)
 
-    def _look(self, ready: set[int]) -> None:
+    def _check(self, ready: set[int]) -> None:
         """Read every process, those with a signalled death first: others found dead died after them.
 
         All are read before more is read about one of them: that takes time, in which a parent may end and reap the
@@ -143,7 +143,7 @@ class Supervisor(threading.Thread):
         changed = before is None or before.alive != fact.alive or _stopped(before) != _stopped(fact)
         if changed or now - watched.told_at >= _REPEAT_SECONDS:
             if fact.alive:
-                self._kills.look(watched.pid, now)
+                self._kills.record(watched.pid, now)
             watched.fact = fact
             watched.told_at = now
             self._facts.append(fact)

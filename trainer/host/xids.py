@@ -48,7 +48,7 @@ class Xids:
         except OSError:
             self._register()
 
-    def look(self) -> list[Xid]:
+    def poll(self) -> list[Xid]:
         """Return the errors since the last call; never waits."""
         return self._from_log() if self._log is not None else self._from_nvml()
 

@@ -47,7 +47,7 @@ class Agent:
         self.since = time.time()
         self.beat: AgentBeat | None = None
         self.facts: dict[int, ProcessFact] = {}
-        self.told: HostState | None = None
+        self.reported: HostState | None = None
         self.restored = False
         """An earlier hub heard it; this one has not."""
         self.successor: Agent | None = None
@@ -111,16 +111,16 @@ class Agents:
     def __init__(
         self,
         sockets: "Sequence[zmq.Socket[Any]]",
-        take: Callable[[list[bytes]], None],
+        accept: Callable[[list[bytes]], None],
         fact: Callable[[ProcessFact], None],
-        taken: Mapping[str, int] | None = None,
+        recorded: Mapping[str, int] | None = None,
     ) -> None:
-        self._recorded = dict(taken or {})
+        self._recorded = dict(recorded or {})
         self.sockets = list(sockets)
-        self._take = take
+        self._accept = accept
         self._fact = fact
         self._by_identity: dict[bytes, Agent] = {}
-        self._looked = time.monotonic()
+        self._ticked = time.monotonic()
         self._over_grace: float | None = None
         self.replaced: Callable[[bytes, bytes], object] = lambda _before, _now: None
         """Called when one agent takes another's place, with both identities."""
@@ -134,20 +134,22 @@ class Agents:
         states = {message.rank: message.state for message in messages if isinstance(message, RankState)}
         ended = {rank for rank, state in states.items() if state in ("gone", "finished")}
         hosts = [message for message in messages if isinstance(message, HostState) and message.ranks]
-        taken: set[int] = set()
-        for told in sorted(hosts, key=lambda host: -host.time):  # the history has one of each lowest rank there was
-            if taken & set(told.ranks) or not self.sockets:
+        covered: set[int] = set()
+        for reported in sorted(hosts, key=lambda host: -host.time):  # the history has one of each lowest rank there was
+            if covered & set(reported.ranks) or not self.sockets:
                 continue
-            taken.update(told.ranks)
-            if told.state == "left":
+            covered.update(reported.ranks)
+            if reported.state == "left":
                 continue
-            identity = f"restored-{told.host}-{told.rank}".encode()
+            identity = f"restored-{reported.host}-{reported.rank}".encode()
             agent = self._by_identity[identity] = Agent(identity, self.sockets[0], time.monotonic())
             agent.beat = AgentBeat(
-                *(told.host, 0, 0, told.version, told.time), dropped=told.dropped, clock_offset=told.clock_offset
+                *(reported.host, 0, 0, reported.version, reported.time),
+                dropped=reported.dropped,
+                clock_offset=reported.clock_offset,
             )
-            agent.told, agent.state, agent.since, agent.restored = told, told.state, told.since, True
-            ranks = [hellos[rank] for rank in told.ranks if rank in hellos]
+            agent.reported, agent.state, agent.since, agent.restored = reported, reported.state, reported.since, True
+            ranks = [hellos[rank] for rank in reported.ranks if rank in hellos]
             agent.facts = {
                 each.rank: ProcessFact(each.rank, each.pid, each.start_ticks, each.rank not in ended) for each in ranks
             }
@@ -161,7 +163,7 @@ class Agents:
         return [agent for agent in self.all() if agent.state == "reachable" and not agent.restored]
 
     def missed(self) -> list[Agent]:
-        """List the agents that could not be told, or not at once, that the run is over, and have not left since."""
+        """List the agents that have not left since and may not know that the run is over."""
         return [agent for agent in self.all() if agent.missed]
 
     def of(self, rank: int) -> Agent | None:
@@ -188,16 +190,16 @@ class Agents:
                 agent.heard, agent.socket = time.monotonic(), socket
                 with contextlib.suppress(ProtocolError):
                     if len(frames) == 3:
-                        self._passed_on(agent, frames)
+                        self._receive_forwarded(agent, frames)
                     elif len(frames) == 2:
-                        self._said(agent, frames)
+                        self._receive_beat(agent, frames)
         return count
 
     def unconfirmed(self) -> dict[bytes, int]:
         """Return the numbers of the last messages taken, of the agents that wait to hear that these are on disk."""
         return {who: agent.number for who, agent in self._by_identity.items() if agent.number > agent.confirmed}
 
-    def taken(self) -> dict[str, int]:
+    def received(self) -> dict[str, int]:
         """Return the same by names that a recording can hold: a hub that comes after this one takes nothing twice."""
         return {who.hex(): number for who, number in self.unconfirmed().items()}
 
@@ -212,8 +214,8 @@ class Agents:
     def tick(self) -> list[HostState]:
         """Let time pass; return the states that changed."""
         now = time.monotonic()
-        paused = now - self._looked
-        self._looked = now
+        paused = now - self._ticked
+        self._ticked = now
         changed: list[HostState] = []
         for agent in self.all():
             if paused > _PAUSE_SECONDS:
@@ -229,8 +231,8 @@ class Agents:
                 agent.state = state
                 agent.since = time.time() - (now - agent.heard if state == "cut off" else 0.0)
             described = agent.describe(time.time())
-            if agent.told is None or _differ(agent.told, described):
-                agent.told = described
+            if agent.reported is None or _differ(agent.reported, described):
+                agent.reported = described
                 changed.append(described)
         return changed
 
@@ -241,7 +243,7 @@ class Agents:
             for agent in self.all():
                 self._answer(agent, 0.0)
 
-    def _passed_on(self, agent: Agent, frames: list[bytes]) -> None:
+    def _receive_forwarded(self, agent: Agent, frames: list[bytes]) -> None:
         number, oldest = decode_numbers(frames[0])
         if agent.number < 0:
             # The first heard of it. An earlier hub may have had what it no longer holds, and not have come to say so.
@@ -251,11 +253,11 @@ class Agents:
         agent.number = number
         self.speaking = agent
         try:
-            self._take(frames[1:])
+            self._accept(frames[1:])
         finally:
             self.speaking = None
 
-    def _said(self, agent: Agent, frames: list[bytes]) -> None:
+    def _receive_beat(self, agent: Agent, frames: list[bytes]) -> None:
         wire.decode_header(frames[0])
         beat = wire.decode_body(frames[1])
         if not isinstance(beat, AgentBeat):
@@ -299,12 +301,12 @@ class Agents:
             agent.socket.send_multipart([agent.identity, *wire.encode("hub", 0, ack.time, ack)], zmq.NOBLOCK)
 
 
-def _differ(told: HostState, now: HostState) -> bool:
-    if (told.state, told.ranks, told.version) != (now.state, now.ranks, now.version):
+def _differ(reported: HostState, now: HostState) -> bool:
+    if (reported.state, reported.ranks, reported.version) != (now.state, now.ranks, now.version):
         return True
-    if now.dropped != told.dropped:
+    if now.dropped != reported.dropped:
         return True
-    before, after = told.clock_offset, now.clock_offset
+    before, after = reported.clock_offset, now.clock_offset
     return after is not None and (before is None or abs(after - before) > _OFFSET_STEP)
 
 

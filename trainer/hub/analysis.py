@@ -18,7 +18,7 @@ from ...protocol.analysis.stalls.rank_tracker import ProcessFact, RankTracker
 from ...protocol.control import AlertKind, Severity
 from ...protocol.errors import ProtocolError
 from ...protocol.oom import OomReport
-from ...protocol.rundir import ExitFile, LeftFile, RunFile
+from ...protocol.rundir import ExitFile, LeftoversFile, RunFile
 from ...protocol.wire import Frame, Message
 from .rank_link import Answers
 
@@ -92,10 +92,10 @@ class Analysis:
         """Begin anew with another training in the same processes, whose ranks go on as they are."""
         self._guard(lambda: self._conclude(self._detectors.begin_job(time.time())))
 
-    def left(self, left: LeftFile) -> None:
+    def job_ended_first(self, left: LeftoversFile) -> None:
         """Note that the job's command ended before its ranks did."""
         found = left.exit_code, left.count, left.processes
-        self._guard(lambda: self._conclude(self._detectors.left(left.time, *found)))
+        self._guard(lambda: self._conclude(self._detectors.job_ended_first(left.time, *found)))
 
     def ended(self, end: ExitFile) -> None:
         """Note how the job ended."""

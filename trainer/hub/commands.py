@@ -111,9 +111,9 @@ class Commands:
             while True:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
                 if len(frames) == 3:
-                    self._take(socket, *frames)
+                    self._receive_one(socket, *frames)
 
-    def _take(self, socket: "zmq.Socket[Any]", identity: bytes, header: bytes, body: bytes) -> None:
+    def _receive_one(self, socket: "zmq.Socket[Any]", identity: bytes, header: bytes, body: bytes) -> None:
         nobody = _Caller(socket, identity, "", Command("", ""))
         try:
             source = wire.decode_header(header).src
@@ -272,12 +272,12 @@ class Commands:
 
     async def _release(self, asked: list[int]) -> Outcome:
         answers = await self._link.ask("release", asked or self._rank_hosts.ranks, _RELEASE_SECONDS)
-        let_go = sorted(rank for rank, answer in answers.items() if answer.ok)
-        missing = [rank for rank in asked if rank not in let_go]
-        text = f"{_span(let_go)} let go" if let_go else "no rank is held"
-        if let_go and missing:
+        released = sorted(rank for rank, answer in answers.items() if answer.ok)
+        missing = [rank for rank in asked if rank not in released]
+        text = f"{_span(released)} released" if released else "no rank is held"
+        if released and missing:
             text += f"; {_span(missing)} not held, or without an answer"
-        return Outcome(bool(let_go) and not missing, text, {"released": let_go})
+        return Outcome(bool(released) and not missing, text, {"released": released})
 
     def _prepare_console(self, caller: _Caller) -> tuple[str, Flow[Outcome]]:
         if caller.away:

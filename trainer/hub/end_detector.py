@@ -18,7 +18,7 @@ from ...protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, Step
 from ...protocol.wire import Message
 from ..host import processes
 
-_ORPHAN_LOOK_SECONDS = 2.0
+_ORPHAN_POLL_SECONDS = 2.0
 _ORPHAN_LOOKS = 2
 """So many looks in a row must find no process before the hub itself says that the run is over."""
 _LAUNCHER_START_SECONDS = 15.0
@@ -37,7 +37,7 @@ class EndDetector:
         self._run = run
         self._kind = run_file.kind
         self._begun = time.monotonic()
-        self._next_look = 0.0
+        self._next_poll = 0.0
         self._empty_looks = 0
         self._received = 0
         self._heard_at = self._begun
@@ -74,7 +74,7 @@ class EndDetector:
         self._goodbyes.clear()
         self._failure = None
 
-    def look(self, ranks_alive: int, ranks_elsewhere: bool, received: int) -> ExitFile | None:
+    def poll(self, ranks_alive: int, ranks_elsewhere: bool, received: int) -> ExitFile | None:
         """Return how the run ended, or None while it goes on.
 
         Args:
@@ -92,9 +92,9 @@ class EndDetector:
         if ranks_alive or heard:
             self._empty_looks = 0
             return None
-        if now < self._next_look:
+        if now < self._next_poll:
             return None
-        self._next_look = now + _ORPHAN_LOOK_SECONDS
+        self._next_poll = now + _ORPHAN_POLL_SECONDS
         launcher = self._run.read_run().launcher
         if launcher is not None and is_alive(launcher):
             return None

@@ -75,7 +75,7 @@ class Intake:
         self._seen: dict[str, int | None] = {}
         """Whom messages came from, and which rank each may speak for; None: any."""
         self._others = 0
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._says_dropped: dict[str, int] = {}
         self.received = 0
         self.unknown = 0
@@ -109,31 +109,33 @@ class Intake:
         self.received += count
         return count
 
-    def take(self, frames: list[bytes]) -> None:
+    def receive(self, frames: list[bytes]) -> None:
         """Take one message that an agent passed on: its header and body frames, as its sender made them."""
         self.received += 1
         self._handle(frames, time.time())
 
     def _handle(self, frames: list[bytes], now: float) -> None:
         if len(frames) != 2:
-            self._no("a peer", f"an envelope of {len(frames)} frames instead of 2")
+            self._refuse_message("a peer", f"an envelope of {len(frames)} frames instead of 2")
             return
         try:
             header = decode_header(frames[0])
             sender = header.src
             first = sender not in self._seen
             if first and not self._meet(header):
-                self._no("a stranger", f"{sanitize(sender, 80)} is no rank, or one too many: it is not listened to")
+                self._refuse_message(
+                    "a stranger", f"{sanitize(sender, 80)} is no rank, or one too many: it is not listened to"
+                )
                 return
             gap = self._loss.see(sender, header.seq)
             if gap and first:
                 self._missed(gap)
             message = decode_body(frames[1])
         except VersionError as error:
-            self._no(error.sender, str(error))
+            self._refuse_message(error.sender, str(error))
             return
         except ProtocolError as error:
-            self._no("a peer", str(error))
+            self._refuse_message("a peer", str(error))
             return
         if message is None:
             self.unknown += 1
@@ -141,13 +143,13 @@ class Intake:
         kind = type(message)
         rank = self._seen[sender]
         if rank is not None and getattr(message, "rank", rank) != rank:
-            self._no(sender, f"{sender} speaks for another rank")
+            self._refuse_message(sender, f"{sender} speaks for another rank")
             return
         if kind is Step or kind is Heartbeat or kind is Goodbye:
             if message.dropped > 0:  # pyright: ignore[reportAttributeAccessIssue]
                 self._says_dropped[sender] = message.dropped  # pyright: ignore[reportAttributeAccessIssue]
         elif kind in _NOT_FROM_RANKS:
-            self._no(sender, f"{sender} sent a {kind.__name__} as telemetry")
+            self._refuse_message(sender, f"{sender} sent a {kind.__name__} as telemetry")
             return
         self._accept(message, now, sender, frames[1])
 
@@ -167,10 +169,10 @@ class Intake:
             self._loss.see(header.src, self._known.get(header.src, 0))
         return True
 
-    def _no(self, sender: str, reason: str) -> None:
+    def _refuse_message(self, sender: str, reason: str) -> None:
         self.refused += 1
-        if sender not in self._told and len(self._told) < 64:
-            self._told.add(sender)
+        if sender not in self._reported and len(self._reported) < 64:
+            self._reported.add(sender)
             self._refuse(sender, reason)
 
 

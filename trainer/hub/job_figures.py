@@ -58,7 +58,7 @@ class RankTally:
         """Return whether this process has begun to count its steps anew: it trains once more."""
         return self.steps > 1 and step.step <= self.first < self.step
 
-    def take(self, step: Step) -> None:
+    def add_step(self, step: Step) -> None:
         """Count one finished step."""
         if not self.steps:
             self.first, self.first_us = step.step, step.host_us
@@ -67,13 +67,13 @@ class RankTally:
         self.host_us += step.host_us
         if step.loss is not None and isfinite(step.loss):
             self.loss = step.loss
-        self._take_phases(step)
+        self._add_phases(step)
 
     def close(self, closing: Closing) -> None:
         """Count what came after the last step: a final evaluation, a final save."""
-        self._take_phases(closing)
+        self._add_phases(closing)
 
-    def _take_phases(self, step: Step | Closing) -> None:
+    def _add_phases(self, step: Step | Closing) -> None:
         for record in step.phases:
             phase = self.phases.get(record.name)
             if phase is None:
@@ -166,7 +166,7 @@ class JobTally:
         """Count one finished step."""
         rank = self.ranks.get(step.rank)
         if rank is not None:
-            rank.take(step)
+            rank.add_step(step)
             self.version += 1
 
     def closing(self, closing: Closing) -> None:

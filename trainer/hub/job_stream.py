@@ -53,7 +53,7 @@ class JobStream:
         self.aside = self._jobs.aside
         """Senders whose messages are kept out of the stream."""
         self.state = self._jobs.state
-        self.take = self._jobs.take
+        self.add = self._jobs.add
 
     def restore(self, messages: Iterable[Message]) -> None:
         """Take over what an earlier hub recorded."""
@@ -66,7 +66,7 @@ class JobStream:
             self._begin(joined.job)
         elif joined.first_aside:
             self._emit(self._jobs.describe(joined.job, t))
-            self._say_aside(joined.job.number, hello)
+            self._report_aside(joined.job.number, hello)
         if joined.aside:
             self._rank_hosts.senders.add(identity_of(hello))
         return not joined.aside
@@ -79,7 +79,7 @@ class JobStream:
 
     def tick(self) -> None:
         """Describe jobs anew, and bring one into the stream that ran beside one which has ended."""
-        for told in self._jobs.look(time.time()):
+        for told in self._jobs.poll(time.time()):
             self._emit(told)
             if not told.shown and told.state == "failed":
                 self._analysis.alert(
@@ -116,7 +116,7 @@ class JobStream:
         self._introduce(job)
 
     def _describe_others(self, job: JobTally, t: float) -> None:
-        for told in self._jobs.look(t):
+        for told in self._jobs.poll(t):
             if told.number != job.number:
                 self._emit(told)
 
@@ -126,7 +126,7 @@ class JobStream:
             self._meet(rank.hello)
             self._emit(rank.hello)
 
-    def _say_aside(self, number: int, hello: Hello) -> None:
+    def _report_aside(self, number: int, hello: Hello) -> None:
         shown = self._jobs.shown.number if self._jobs.shown is not None else 0
         self._analysis.alert(
             "note",

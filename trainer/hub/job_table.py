@@ -62,7 +62,7 @@ class JobTable:
         self.aside: set[str] = set()
         """Senders whose messages are kept out of the stream."""
         self._of: dict[str, JobTally] = {}
-        self._told: dict[int, tuple[int, float]] = {}
+        self._reported: dict[int, tuple[int, float]] = {}
         """By job: its version and the time when it was described last."""
         self._all_ended: dict[int, float] = {}
         """By job: when all its ranks were first seen to have ended."""
@@ -101,7 +101,7 @@ class JobTable:
         self.shown = job
         return JobMatch(job, begins=True)
 
-    def take(self, sender: str, message: Message) -> None:
+    def add(self, sender: str, message: Message) -> None:
         """Count a message for the job of its sender."""
         job = self._of.get(sender)
         if job is None:
@@ -121,7 +121,7 @@ class JobTable:
         rank = job.ranks.get(step.rank) if job is not None else None
         if job is None or rank is None or (job is self.shown and rank.restarts(step)):
             return job is not None and rank is not None
-        rank.take(step)
+        rank.add_step(step)
         job.version += 1
         return False
 
@@ -147,7 +147,7 @@ class JobTable:
                 job.state(state)
                 return
 
-    def look(self, now: float) -> list[Job]:
+    def poll(self, now: float) -> list[Job]:
         """Close jobs whose ranks have all ended; return what is to be said of any."""
         for job in self.jobs.values():
             if job.ended is None and (self._is_over(job, now) if job.shown else not self._any_lives(job)):
@@ -170,7 +170,7 @@ class JobTable:
 
     def describe(self, job: JobTally, now: float) -> Job:
         """Describe a job now."""
-        self._told[job.number] = job.version, now
+        self._reported[job.number] = job.version, now
         return job.message(now)
 
     def close(self, now: float) -> list[Job]:
@@ -180,7 +180,7 @@ class JobTable:
         return [
             self.describe(job, now)
             for job in self.jobs.values()
-            if self._told.get(job.number, (-1, 0))[0] != job.version
+            if self._reported.get(job.number, (-1, 0))[0] != job.version
         ]
 
     def restore(self, messages: Iterable[Message]) -> None:
@@ -190,7 +190,7 @@ class JobTable:
         for number, job in sorted({job.number: job for job in known if isinstance(job, Job)}.items()):
             tally = self.jobs[number] = JobTally(number, job.started, job.shown)
             tally.restore(job, hellos)
-            self._told[number] = tally.version, job.time
+            self._reported[number] = tally.version, job.time
             for rank in job.ranks:
                 sender = f"rank-{rank.rank}-{rank.pid}-{rank.start_ticks}"
                 self._of[sender] = tally
@@ -210,7 +210,7 @@ class JobTable:
         return not job.may_grow or not 0 <= now - since < LATE_S
 
     def _due(self, job: JobTally, now: float) -> Job | None:
-        version, at = self._told.get(job.number, (-1, 0.0))
+        version, at = self._reported.get(job.number, (-1, 0.0))
         if version == job.version:
             return None
         wait = max(REFRESH_S, len(job.ranks) / RANKS_A_SECOND)

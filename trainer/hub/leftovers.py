@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ...protocol.text import sanitize
 from ..host import activity, processes
-from ..host.gpu_memory import look
+from ..host.gpu_memory import gpu_use
 from ..host.processes import Process
 from .analysis import Analysis
 
 STAY_SECONDS = 600.0
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _RULE = "leftover"
 
 
@@ -35,18 +35,18 @@ class Leftovers:
         self._left: dict[tuple[int, int], Process] = {}
         self._since = 0.0
         self._next = 0.0
-        self._looked = False
+        self._searched = False
 
     def note(self, pids: Sequence[int]) -> None:
         """Watch those of the processes that a kill left over which no signal reaches now."""
         found = [process for pid in pids if (process := processes.read(pid)) is not None]
-        self._take([process for process in found if process.state == "D"])
+        self._add([process for process in found if process.state == "D"])
 
-    def look_at_end(self) -> None:
+    def find_at_end(self) -> None:
         """Look, once, for what the run has left now that it is over."""
-        if not self._looked:
-            self._looked = True
-            self._take(self._find())
+        if not self._searched:
+            self._searched = True
+            self._add(self._find())
 
     def waiting(self, now: float) -> bool:
         """Return whether the hub should stay for them; ``now`` is ``time.monotonic``."""
@@ -56,7 +56,7 @@ class Leftovers:
         """See whether they are gone; ``now`` is ``time.monotonic``."""
         if not self._left or now < self._next:
             return
-        self._next = now + _LOOK_SECONDS
+        self._next = now + _POLL_SECONDS
         before = len(self._left)
         for key, process in list(self._left.items()):
             current = processes.same(process)
@@ -65,18 +65,18 @@ class Leftovers:
         if not self._left:
             self._analysis.resolve("note", _RULE, "All of them are gone now.")
         elif len(self._left) != before:
-            self._tell()
+            self._report()
 
-    def _take(self, found: Iterable[Process]) -> None:
+    def _add(self, found: Iterable[Process]) -> None:
         new = {(process.pid, process.start_ticks): process for process in found}
         if new.keys() - self._left.keys():
             self._left |= new
             self._since = time.monotonic()
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         left = list(self._left.values())
-        held = look([process.pid for process in left]) if self._on_gpu() else None
+        held = gpu_use([process.pid for process in left]) if self._on_gpu() else None
         words = [describe(process) for process in left[:8]]
         gpu = f" They hold {sum(held.held.values()) / 2**30:.2f} GiB of GPU memory." if held and held.held else ""
         self._analysis.alert(

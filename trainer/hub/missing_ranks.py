@@ -22,7 +22,7 @@ class MissingRanks:
         self._rank_hosts = rank_hosts
         self._listen = listen
         self._since: float | None = None
-        self._told = False
+        self._reported = False
 
     def tick(self, now: float) -> None:
         """Look whether all are there; ``now`` is ``time.monotonic``."""
@@ -32,8 +32,8 @@ class MissingRanks:
         if self._since is None:
             self._since = now
         missing = [rank for rank in range(world) if rank not in self._rank_hosts.ranks] if heard < world else []
-        if missing and not self._told and now - self._since > PATIENCE_SECONDS:
-            self._told = True
+        if missing and not self._reported and now - self._since > PATIENCE_SECONDS:
+            self._reported = True
             self._analysis.alert(
                 "note",
                 "warning",
@@ -44,6 +44,6 @@ class MissingRanks:
                 "the five ports after it. agent.log of that host's own directory says which of these fails.",
                 missing=missing[:64],
             )
-        elif self._told and not missing:
-            self._told = False
+        elif self._reported and not missing:
+            self._reported = False
             self._analysis.resolve("note", "unheard", "All are heard now.")

@@ -97,9 +97,9 @@ class Policy:
             if now >= self._kill_at:
                 self._kill(now)
             return
-        self._look_at_hang(now)
+        self._check_hang(now)
         if self._exit_timeout and self._kill_at is None:
-            self._look_at_exit(now)
+            self._check_exit(now)
 
     def _being_ended(self) -> bool:
         """Return whether somebody else has asked for the run's end, or it has come."""
@@ -108,7 +108,7 @@ class Policy:
             return True
         return self._kill_at is None and state is not None and state.state == "stopping"
 
-    def _look_at_hang(self, now: float) -> None:
+    def _check_hang(self, now: float) -> None:
         verdict = self._tracker.verdict
         if self._on_hang == "warn" or verdict is None or self._is_wanted(verdict):
             self._standing = None
@@ -123,7 +123,7 @@ class Policy:
         if now - self._standing[1] < self._grace or self._acted == matter:
             return
         if self._on_hang != "stacks" and (missing := self._unproven(verdict)):
-            self._say_why_not(matter, verdict, missing)
+            self._report_unproven(matter, verdict, missing)
             return
         self._acted = matter
         cause: Cause = "hang-at-exit" if verdict.kind == "exit" else "hang"
@@ -147,7 +147,7 @@ class Policy:
             )
         return unproven(verdict.kind, verdict.sure, verdict.waiting, verdict.hung, verdict.age, facts)
 
-    def _say_why_not(self, matter: object, verdict: Verdict, missing: str) -> None:
+    def _report_unproven(self, matter: object, verdict: Verdict, missing: str) -> None:
         """Say, once for each verdict, why nothing is ended although it has stood for the grace."""
         if self._spared == matter:
             return
@@ -165,7 +165,7 @@ class Policy:
         # A host that is cut off is no hang: what its ranks do is not known, and they may go on by themselves.
         return held or paused or verdict.kind == "unreachable"
 
-    def _look_at_exit(self, now: float) -> None:
+    def _check_exit(self, now: float) -> None:
         ranks = list(self._tracker.ranks.values())
         finished = [
             tracked for tracked in ranks if tracked.goodbye is not None and tracked.goodbye.reason == "finished"

@@ -21,12 +21,12 @@ class PortWatch:
     def __init__(self, post: Callable[[Callable[[], object]], None], alert: Callable[..., None]) -> None:
         self._post = post
         self._alert = alert
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._threads: list[threading.Thread] = []
 
     def begin_job(self) -> None:
         """Tell anew of a port that a later job does not get either."""
-        self._told.clear()
+        self._reported.clear()
 
     def note(self, message: Failure | LogLine) -> None:
         """Look at the end of a rank's script, or at a line of output; the look-up is made in a thread of its own."""
@@ -34,10 +34,10 @@ class PortWatch:
         if isinstance(message, LogLine) and not _UNCAUGHT.match(text):
             return
         port = address_in_use(text)
-        if port is None or port in self._told:
+        if port is None or port in self._reported:
             return
-        self._told.add(port)
-        thread = threading.Thread(target=self._look, args=(port, message.rank, text), name="port", daemon=True)
+        self._reported.add(port)
+        thread = threading.Thread(target=self._find_holder, args=(port, message.rank, text), name="port", daemon=True)
         thread.start()
         self._threads.append(thread)
 
@@ -47,7 +47,7 @@ class PortWatch:
         for thread in threads:
             thread.join(LOOK_SECONDS)
 
-    def _look(self, port: int, rank: int, error: str) -> None:
+    def _find_holder(self, port: int, rank: int, error: str) -> None:
         holder = holder_of(port) if port else None
         self._post(lambda: self._raise(port, rank, error, holder))
 

@@ -28,13 +28,13 @@ class ProcessFacts:
         self._analysis = analysis
         self._emit = emit
         self._signalled = False
-        self._left_noted = False
+        self._leftovers_noted = False
 
-    def take(self) -> None:
+    def collect(self) -> None:
         """Take in what has been seen since the last call."""
         facts = self._supervisor.poll()
         self._note_signal()  # first: what is dead may have been told to end
-        self._note_left()
+        self._note_leftovers()
         for fact in facts:
             self._analysis.fact(fact)
 
@@ -45,9 +45,9 @@ class ProcessFacts:
             self._signalled = True
             self._emit(Command("launcher", "stop", {"reason": intent.text()}))
 
-    def _note_left(self) -> None:
+    def _note_leftovers(self) -> None:
         """Note that the job's command ended before its ranks: the launcher ends them, and no rank is to blame."""
-        left = None if self._left_noted else self._run.read_left()
+        left = None if self._leftovers_noted else self._run.read_leftovers()
         if left is not None:
-            self._left_noted = True
-            self._analysis.left(left)
+            self._leftovers_noted = True
+            self._analysis.job_ended_first(left)

@@ -41,7 +41,7 @@ class Recorder(threading.Thread):
         self._work = threading.Event()
         self._since: float | None = None
         """When the commit that is under way began, monotonic."""
-        self.taken: Callable[[], dict[str, int]] = dict
+        self.received: Callable[[], dict[str, int]] = dict
         """Asked at each commit: the numbers of ``Writer.note_taken``."""
         self.heard: Callable[[], dict[str, int]] = dict
         """Asked at each commit: the numbers of ``Writer.note_heard``."""
@@ -113,7 +113,7 @@ class Recorder(threading.Thread):
         self._writer.close()
 
     def _hand_over(self, then: Callable[[], object] | None, *, last: bool) -> None:
-        self._writer.note_taken(self.taken())
+        self._writer.note_taken(self.received())
         self._writer.note_heard(self.heard())
         batch = self._writer.take()
         with self._lock:

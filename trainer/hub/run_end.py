@@ -31,12 +31,12 @@ class RunEnd:
     def __init__(
         self,
         agents: Agents,
-        look: Callable[[], ExitFile | None],
+        poll: Callable[[], ExitFile | None],
         finish: Callable[[ExitFile], None],
         busy: Callable[[float], bool],
     ) -> None:
         self._agents = agents
-        self._look = look
+        self._poll = poll
         self._finish = finish
         self._busy = busy
         self._end: ExitFile | None = None
@@ -48,7 +48,7 @@ class RunEnd:
     def tick(self, now: float) -> bool:
         """Go on with the end where there is one; True when the hub may leave. ``now`` is ``time.monotonic``."""
         if self._end is None:
-            self._end = self._look()
+            self._end = self._poll()
             if self._end is not None:
                 self._begin(self._end, now)
         if self._end is None or now < self._finish_at or (now < self._agents_until and self._agents.reachable()):

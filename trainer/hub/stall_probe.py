@@ -133,9 +133,9 @@ class StallProbe:
             self._saved = verdict.signature
             self._save(verdict)
         if not self._under_way and time.monotonic() >= self._next:
-            flow.start(self._look())
+            flow.start(self._probe())
 
-    async def _look(self) -> None:
+    async def _probe(self) -> None:
         """Ask all ranks for their stacks, look at those that do not answer, and put the evidence together."""
         ranks = [rank for rank, tracked in self._tracker.ranks.items() if not tracked.ended and tracked.goodbye is None]
         args = {

@@ -20,7 +20,7 @@ class Stats:
         self._wall = time.monotonic()
         self._cpu = time.process_time()
 
-    def take(self) -> HubStats:
+    def measure(self) -> HubStats:
         """Sum up now; the CPU share is that since the last call."""
         wall, cpu = time.monotonic(), time.process_time()
         share = 100.0 * (cpu - self._cpu) / max(wall - self._wall, 1e-6)

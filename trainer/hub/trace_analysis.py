@@ -52,7 +52,7 @@ class TraceAnalysis:
         self.dropped = 0
         """Traces that were not analysed."""
 
-    def take(self, sender: str, body: bytes) -> None:
+    def submit(self, sender: str, body: bytes) -> None:
         """Have a trace analysed. Main loop only.
 
         Args:

@@ -92,7 +92,7 @@ class DeathDetector:
             lines = self._logs[line.rank] = deque(maxlen=LOG_LINES)
         lines.append(line.text)
 
-    def left(self, t: float, code: int | None, count: int, processes: list[str]) -> list[Finding]:
+    def job_ended_first(self, t: float, code: int | None, count: int, processes: list[str]) -> list[Finding]:
         """Record that the job's command ended before its ranks: their later deaths follow from that.
 
         Args:
@@ -129,7 +129,7 @@ class DeathDetector:
             return []
         return self._failure(t, failure)
 
-    def gone(
+    def process_gone(
         self,
         t: float,
         state: RankState,

@@ -58,7 +58,7 @@ class ScriptPeaks:
         """Keep a sample taken just before the probe resets the peaks; the first is a dictionary."""
         self._samples.append(sample)
         if len(self._samples) >= _FOLD_AT_LATEST:
-            self.fold()
+            self.apply_samples()
 
     def restart(self) -> None:
         """The script has reset its peaks: what was before counts no more."""
@@ -74,7 +74,7 @@ class ScriptPeaks:
             stats: PyTorch's dictionary.
             layout: of samples that are copies.
         """
-        self.fold()
+        self.apply_samples()
         highest = dict(zip(self._places, self._highest, strict=False))
         copied = self._copied
         if layout is not None and copied is not None:
@@ -87,7 +87,7 @@ class ScriptPeaks:
                 figures["peak"] = peak
         return stats
 
-    def fold(self) -> None:
+    def apply_samples(self) -> None:
         """Reduce the samples to their highest; the publisher does it now and then, to spare the training thread."""
         copies: list[bytes] = []
         with self._lock:
@@ -167,7 +167,7 @@ class CudaMemory:
 
     def tidy(self) -> None:
         """Do what the training thread has left undone; for the publisher."""
-        self._script.fold()
+        self._script.apply_samples()
         self._source.check()
 
     def now(self) -> Reading:

@@ -60,7 +60,7 @@ def callback_class() -> Any:
                 checkpoint_at_end=_strategy(args, "save") == "steps",
                 first_step=int(state.global_step),
             )
-            training.outbox.say_hello()
+            training.outbox.send_hello()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             """Save and end after this step when that was requested."""

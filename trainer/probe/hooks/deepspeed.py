@@ -61,8 +61,8 @@ def attach(engine: Any) -> None:
         trained.engine = weakref.ref(engine)
         trained.partitions = _partitions(engine, facts["zero_stage"], training.rank.world_size)
         know_model(training, engine.module)
-        training.phases.look_at_device()
-        training.outbox.say_hello()
+        training.phases.check_device()
+        training.outbox.send_hello()
     except Exception as error:
         training.guard.disable(error)
 

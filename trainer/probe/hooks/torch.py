@@ -292,7 +292,7 @@ def report_framework(framework: str, model: Any = None) -> None:
         training.introduction.facts["framework"] = framework
         if model is not None:
             know_model(training, model)
-        training.outbox.say_hello()
+        training.outbox.send_hello()
     except Exception as error:
         training.guard.disable(error)
 

@@ -16,7 +16,7 @@ from ....protocol.errors import ProtocolError
 from ....protocol.telemetry import Stacks
 from ...host import activity, processes
 from .. import guard
-from ..memory.allocator import AllocatorWatch
+from ..memory.capture_scheduler import CaptureScheduler
 from ..memory.snapshots import Answer, Snapshots
 from ..memory.stack_capture import StackCapture
 from ..oom.hold import Hold
@@ -40,8 +40,8 @@ class Commands:
         dumper: how its stacks are had from outside.
         snapshots: takes memory snapshots.
         stack_capture: records stacks of one phase.
-        allocator: looks closely at one step.
-        say_hello: has the rank introduce itself.
+        captures: captures one step.
+        send_hello: has the rank introduce itself.
         send: sends a message.
     """
 
@@ -55,8 +55,8 @@ class Commands:
         dumper: Dumper,
         snapshots: Snapshots,
         stack_capture: StackCapture,
-        allocator: AllocatorWatch,
-        say_hello: Callable[[], None],
+        captures: CaptureScheduler,
+        send_hello: Callable[[], None],
         send: Callable[[wire.Message], None],
     ) -> None:
         self._rank = rank
@@ -65,14 +65,14 @@ class Commands:
         self._stop_request = stop
         self._hold = hold
         self._dumper = dumper
-        self._say_hello = say_hello
+        self._send_hello = send_hello
         self._snapshots = snapshots
         self._stack_capture = stack_capture
-        self._allocator = allocator
+        self._captures = captures
         self._send = send
         self._answered = 0
 
-    def take(self, socket: Any) -> None:
+    def receive(self, socket: Any) -> None:
         """Carry out every command that has come."""
         while True:
             try:
@@ -98,7 +98,7 @@ class Commands:
         }
         later: dict[str, Callable[[dict[str, Any], Answer], None]] = {
             "snapshot": lambda args, answer: self._snapshots.want(str(args.get("reason", "asked")), answer),
-            "compose": lambda args, answer: self._allocator.want(str(args.get("reason", "asked")), answer),
+            "compose": lambda args, answer: self._captures.want(str(args.get("reason", "asked")), answer),
             "arm": lambda args, answer: self._stack_capture.want(
                 str(args.get("phase", "")),
                 int(args.get("steps", 1)),
@@ -147,7 +147,7 @@ class Commands:
             guard.log("an answer found no room and was dropped")
 
     def _identify(self, _command: Command) -> tuple[bool, str, dict[str, Any]]:
-        self._say_hello()
+        self._send_hello()
         return True, "", {}
 
     def _stacks(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
@@ -164,7 +164,7 @@ class Commands:
             data["lock"] = locks.waits_for(training)
         if command.args.get("activity"):
             data["activity"] = list(
-                activity.look(os.getpid(), self._dumper.prepared, processes.table(), time.monotonic())
+                activity.measure(os.getpid(), self._dumper.prepared, processes.table(), time.monotonic())
             )
         if not command.args.get("quiet"):
             reason = str(command.args.get("reason", ""))

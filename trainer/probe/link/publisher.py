@@ -15,8 +15,8 @@ import zmq
 from ....protocol import sockets, wire
 from ....protocol.telemetry import Goodbye, Heartbeat
 from ..device.events import has_passed
-from ..memory.allocator import AllocatorWatch
 from ..memory.annotations import PhaseMarks
+from ..memory.capture_scheduler import CaptureScheduler
 from ..memory.history import Recording
 from ..memory.snapshots import Snapshots
 from ..memory.stack_capture import StackCapture
@@ -34,7 +34,7 @@ from . import run_files
 from .commands import Commands
 from .slow_facts import SlowFacts
 from .stack_dump import Dumper
-from .step_message import fold, fold_closing, without_device
+from .step_message import closing_message, step_message, without_device
 
 POLL_MS = 100
 STEPS_SECONDS = 0.25
@@ -109,7 +109,7 @@ class Publisher(threading.Thread):
         self._ending = threading.Event()
         self._flush_seconds = 0.0
         self._recording = recording = Recording()
-        self._allocator = AllocatorWatch(rank, tracker, trained, pace, recording, self.send)
+        self._captures = CaptureScheduler(rank, tracker, trained, pace, recording, self.send)
         self._snapshots = Snapshots(rank, tracker, phase_marks, pace, recording, self.send)
         self._stack_capture = StackCapture(rank, tracker, trained, pace, recording, self.send)
         self._dumper = Dumper(rank.run.logs / f"rank-{rank.rank}.stacks", rank.guard.thread)
@@ -122,8 +122,8 @@ class Publisher(threading.Thread):
             self._dumper,
             self._snapshots,
             self._stack_capture,
-            self._allocator,
-            outbox.say_hello,
+            self._captures,
+            outbox.send_hello,
             self.send,
         )
         self._slow_facts = SlowFacts(rank.rank, introduction, tracker, outbox, last_iterator)
@@ -169,7 +169,7 @@ class Publisher(threading.Thread):
         poller.register(ranks, zmq.POLLIN)
         while not self._ending.is_set():
             if poller.poll(POLL_MS):
-                self._commands.take(ranks)
+                self._commands.receive(ranks)
             self._drain()
             now = time.time()
             if self._steps and not 0 <= now - self._sent_steps < STEPS_SECONDS:
@@ -179,7 +179,7 @@ class Publisher(threading.Thread):
             self._slow_facts.note_steps()
             self._beat(now)
             self._rank.device.memory.tidy()
-            self._allocator.tick()
+            self._captures.tick()
             self._snapshots.tick()
             self._hold.tick()
             self._stack_capture.tick()
@@ -201,7 +201,7 @@ class Publisher(threading.Thread):
         if loader is not None:
             self._introduction.facts["loader"] = loader
         if self._dumper.lost(self._rank.guard.thread) or loader is not None:
-            self.say_hello()
+            self.send_hello()
         compiles = self._slow_facts.compiles()
         if compiles is not None:
             self.send(compiles)
@@ -214,7 +214,7 @@ class Publisher(threading.Thread):
                 self._steps.append(item)
             elif item == "hello":
                 if not outbox or outbox[0] != "hello":
-                    self.say_hello()
+                    self.send_hello()
             else:
                 if isinstance(item, RestRaw | Goodbye):
                     self._send_last_steps()
@@ -223,7 +223,7 @@ class Publisher(threading.Thread):
                 else:
                     self.send(item)
 
-    def say_hello(self) -> None:
+    def send_hello(self) -> None:
         """Introduce the rank, with the plan when there is one."""
         introduction = self._introduction
         self.send(introduction.hello(self._dumper.install(self._rank.guard.thread)))
@@ -254,7 +254,7 @@ class Publisher(threading.Thread):
         while self._steps:
             self._send_step(without_device(self._steps.popleft()))
         self._send_comparisons()
-        self._allocator.send_ready()
+        self._captures.send_ready()
 
     def _send_rest(self, raw: StepRaw) -> None:
         """Send what came after the last step; called when the process ends."""
@@ -263,17 +263,17 @@ class Publisher(threading.Thread):
         except RuntimeError:
             passed = False
         read = self._rank.device.memory.read
-        closing = fold_closing(raw if passed else without_device(raw), self._rank.rank, read)
+        closing = closing_message(raw if passed else without_device(raw), self._rank.rank, read)
         if closing is not None:
             self.send(closing)
 
     def _send_step(self, raw: StepRaw) -> None:
         rank, device = self._rank.rank, self._rank.device
         dropped = self.dropped + self._outbox.overflowed
-        step = fold(raw, rank, device.memory.read, dropped, self._introduction.facts.get("flops"))
+        step = step_message(raw, rank, device.memory.read, dropped, self._introduction.facts.get("flops"))
         self.send(step)
         self._spoken = time.time()
-        self._allocator.note_sent(raw.number)
+        self._captures.note_sent(raw.number)
         self._pace.note((raw.marks[-1].ns - raw.marks[0].ns) / 1e9)
         self._stack_capture.note(step)
         self._oom_history.note(step)
@@ -289,7 +289,7 @@ class Publisher(threading.Thread):
     def _beat(self, now: float) -> None:
         tracker, counts = self._tracker, self._tracker.counts
         progress = tracker.progress + counts.entered
-        changes = progress + self._hold.since  # a rank that is held, or let go, says so at once
+        changes = progress + self._hold.since  # a rank that is held, or released, reports at once
         quiet, since = now - self._spoken, now - self._beaten
         if changes == self._changes:
             if 0 <= quiet < BEAT_SECONDS:

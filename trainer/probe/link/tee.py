@@ -23,7 +23,7 @@ class Tee:
     def write(self, text: str) -> int:
         """Write as the stream does."""
         written = self._stream.write(text)
-        self._take(text)
+        self._add(text)
         return written
 
     def writelines(self, lines: Any) -> None:
@@ -34,7 +34,7 @@ class Tee:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _take(self, text: str) -> None:
+    def _add(self, text: str) -> None:
         # A progress bar goes back with \\r; only what stands at the end of a line is worth a line.
         *whole, rest = (self._partial + text).split("\n")
         self._partial = rest.rsplit("\r", 1)[-1][-_LINE_LIMIT:]

@@ -229,4 +229,4 @@ class MicroSteps:
         kind = self._device.info.kind
         enabled = torch.is_autocast_enabled(kind)
         self._introduction.forward_dtype = dtype_name(torch.get_autocast_dtype(kind)) if enabled else ""
-        self._outbox.say_hello()
+        self._outbox.send_hello()

@@ -89,4 +89,4 @@ class Training:
         modules = [updater.module for updater in self.updaters.known if hasattr(updater, "module")]
         if len(modules) > 1:
             self.introduction.facts.update(describe_models(modules), flops=None)
-            self.outbox.say_hello()
+            self.outbox.send_hello()

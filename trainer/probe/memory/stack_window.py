@@ -54,7 +54,7 @@ class StackWindow:
             self.withdraw()
             return
         try:
-            self._look(ending, beginning)
+            self._on_boundary(ending, beginning)
         except Exception as error:
             self.failed = f"{type(error).__name__}: {error}"
             guard.log_error("switching stacks", error)
@@ -72,7 +72,7 @@ class StackWindow:
         spent = self._switch_ns // 1000 // max(1, len(self.borders))
         return (record.host_us if record is not None else 0) + spent
 
-    def _look(self, ending: str, beginning: str) -> None:
+    def _on_boundary(self, ending: str, beginning: str) -> None:
         if beginning == "end":
             self._end_step()
         elif self._began and self.phase:

@@ -38,16 +38,16 @@ class AllocationFailures:
         rank: this rank.
         reporter: reports each of them.
         hold: whether the rank is held.
-        look_at_device: finds out whether the script has CUDA running.
+        check_device: finds out whether the script has CUDA running.
     """
 
     def __init__(
-        self, rank: RankContext, reporter: OomReporter, hold: Hold, look_at_device: Callable[[], object]
+        self, rank: RankContext, reporter: OomReporter, hold: Hold, check_device: Callable[[], object]
     ) -> None:
         self._rank = rank
         self._reporter = reporter
         self._hold = hold
-        self._look_at_device = look_at_device
+        self._look_at_device = check_device
         self._watching = False
         """CUDA's allocator reports what fails."""
 

@@ -21,7 +21,7 @@ from .console import Console
 Answer = Callable[[bool, str, dict[str, Any]], None]
 
 
-_LET_GO = "console: the rank was let go"
+_RELEASED = "console: the rank was released"
 
 
 class _Job(NamedTuple):
@@ -81,7 +81,7 @@ class Hold:
             while not self._jobs.empty():
                 job = self._jobs.get()
                 if job is not None:
-                    self._answers.append((job.answer, False, _LET_GO, {}))
+                    self._answers.append((job.answer, False, _RELEASED, {}))
             frames.clear()
             self._entering.release()
 
@@ -91,13 +91,13 @@ class Hold:
             try:
                 job = self._jobs.get(timeout=max(0.0, deadline - time.monotonic()) if deadline else None)
             except queue.Empty:
-                guard.log(f"held for {duration(self.seconds)} (--hold-timeout): let go")
+                guard.log(f"held for {duration(self.seconds)} (--hold-timeout): released")
                 return
             if job is None or console is None:
                 return
             with self._lock:
                 if self._leaving:
-                    self._answers.append((job.answer, False, _LET_GO, {}))
+                    self._answers.append((job.answer, False, _RELEASED, {}))
                     return
                 self._busy = True
             try:

@@ -200,11 +200,11 @@ class Forwards:
     def _see(self, module: Any) -> Seen:
         seen = self._seen.get(module)
         if seen is None or seen.version != self._version:
-            seen = self._look_at(module)
+            seen = self._examine(module)
             self._seen[module] = seen
         return seen
 
-    def _look_at(self, module: Any) -> Seen:
+    def _examine(self, module: Any) -> Seen:
         matched = self._is_updated(module)
         if matched and not self._matched:
             self._matched = True

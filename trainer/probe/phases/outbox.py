@@ -39,7 +39,7 @@ class Outbox:
         else:
             self.overflowed += 1
 
-    def say_hello(self) -> None:
+    def send_hello(self) -> None:
         """Have the publisher introduce this rank, anew if it has already."""
         self.hand_over("hello")
 

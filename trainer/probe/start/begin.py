@@ -62,7 +62,7 @@ def _begin(rank: RankContext) -> Probe:
     tracker = training.tracker
     hold, history, phase_marks = Hold(rank.options), OomHistory(), PhaseMarks()
     reporter = OomReporter(rank, tracker, trained, outbox, hold, history, phase_marks)
-    failures = AllocationFailures(rank, reporter, hold, training.phases.look_at_device)
+    failures = AllocationFailures(rank, reporter, hold, training.phases.check_device)
     training.on_error, training.phases.met_cuda = failures.report, failures.watch_cuda
     publisher = Publisher(
         rank,
@@ -82,7 +82,7 @@ def _begin(rank: RankContext) -> Probe:
     probe = Probe(rank.rank, training, stop)
     active.training, active.probe = training, probe
     failures.await_cuda()
-    outbox.say_hello()
+    outbox.send_hello()
     publisher.start()
     if rank.sends_logs:
         tee_output(rank.rank, outbox.hand_over)

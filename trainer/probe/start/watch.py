@@ -68,12 +68,12 @@ def _attach(target: Any, model: Any) -> None:
         training.trained.primary = target
         training.updates.found_optimizer(target)
         training.guard.adopt_thread()
-        training.phases.look_at_device()
+        training.phases.check_device()
     if model is not None:
         from ..hooks.torch import know_model
 
         know_model(training, model)
-    training.outbox.say_hello()
+    training.outbox.send_hello()
 
 
 def _join_run(name: str) -> RunDir:

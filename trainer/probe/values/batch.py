@@ -97,7 +97,7 @@ def _find_in_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any
 def _find(value: Any) -> tuple[Any, Any, bool]:
     """Find (ids or first tensor, mask or None, whether it holds tokens)."""
     if isinstance(value, torch.Tensor):
-        return value, None, _looks_like_ids(value)
+        return value, None, _are_ids(value)
     if isinstance(value, _SEQUENCES):
         items: Any = value
     elif _is_mapping(value):
@@ -111,7 +111,7 @@ def _find(value: Any) -> tuple[Any, Any, bool]:
         return _NOTHING
     for item in items:
         if _is_tensor(item):
-            return item, None, _looks_like_ids(item)
+            return item, None, _are_ids(item)
     return _NOTHING
 
 
@@ -124,6 +124,6 @@ def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor)
 
 
-def _looks_like_ids(tensor: Any) -> bool:
+def _are_ids(tensor: Any) -> bool:
     """Return whether a tensor has whole numbers in two dimensions, [batch, sequence], and so counts as token ids."""
     return tensor.dim() == 2 and not tensor.is_floating_point()

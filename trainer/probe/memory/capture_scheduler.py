@@ -36,7 +36,7 @@ AFTER_FAILURE_SECONDS = 60.0
 REASONS = ("asked", "spike", "leak")
 
 
-class AllocatorWatch:
+class CaptureScheduler:
     """Captures steps of one rank; for the publisher thread.
 
     Args:
