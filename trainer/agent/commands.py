@@ -103,10 +103,10 @@ class Commands:
         self._send(Result(command.id, outcome.ok, command.verb, outcome.text, outcome.data, time.time()))
 
     def _work(self, command: Command) -> Flow[Outcome]:
-        """Return what carries out a command.
+        """Return the coroutine that executes a command.
 
         Raises:
-            UsageError: an agent does not know its verb, or its arguments.
+            UsageError: unknown verb, or invalid arguments.
         """
         match command.verb:
             case "kill":

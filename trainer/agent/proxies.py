@@ -1,4 +1,4 @@
-"""Commands for the ranks of this host: what the hub sends to a rank goes on to it untouched, and so do its answers."""
+"""Forwards the hub's commands to the ranks of this host, and their answers back, unchanged."""
 
 import contextlib
 from collections.abc import Iterator

@@ -20,7 +20,7 @@ KEPT_BYTES = 64 << 20
 WINDOW = 4096
 """Messages under way at most; the hub confirms four times a second."""
 SILENT_SECONDS = 3.0
-"""Unanswered for so long the connection is given up: a cut link closes nothing."""
+"""A connection without an answer for this long is closed: a cut link produces no error."""
 _OVERHEAD = 200
 """Overhead of a message kept here, bytes."""
 
@@ -39,10 +39,10 @@ class Uplink:
     """One agent's connection to the hub's ``agents`` channel. Use it from one thread.
 
     Args:
-        context: where to make sockets.
+        context: ZeroMQ context of the sockets.
         join: the hub's keys, and ours.
         identity: this agent's name.
-        kept_bytes: how much may wait.
+        kept_bytes: limit of waiting messages.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Uplink:
         self._connected_at = time.monotonic()
 
     def disconnect(self) -> None:
-        """Give the connection up."""
+        """Close the connection."""
         if self.socket is not None:
             self.socket.close(linger=0)
             self.socket = None
@@ -122,7 +122,7 @@ class Uplink:
             self.dropped += 1
 
     def pump(self) -> None:
-        """Send what may be sent now."""
+        """Send the messages that fit the window."""
         socket = self.socket
         if socket is None:
             return

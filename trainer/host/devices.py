@@ -1,6 +1,6 @@
 """Samples this host's devices beside the hub's main loop: GPUs through NVML where there are any, and the host always.
 
-NVML calls take milliseconds, and tens of them while a driver is busy, so a thread of its own makes them.
+NVML calls last milliseconds, and tens of them while a driver is busy, so a thread of its own makes them.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ class DeviceSampler(threading.Thread):
     """A thread that samples devices; ``start`` it, ``poll`` it, ``close`` it.
 
     Args:
-        host: Name of this host, for the samples.
-        rank_pids: Gives the pid of each rank of the run on this host; called from this thread before each sample.
-        interval_s: Seconds between samples.
+        host: name of this host, for the samples.
+        rank_pids: returns the pid of each rank of the run on this host; called from this thread before each sample.
+        interval_s: seconds between samples.
     """
 
     def __init__(self, host: str, rank_pids: Callable[[], dict[int, int]], interval_s: float = 1.0) -> None:
@@ -71,7 +71,7 @@ class DeviceSampler(threading.Thread):
         while not self._ending.is_set():
             self._samples.extend(self._sample(load))
             self._samples.extend(self._sample_health())
-            # Kept to a beat; a look that took longer than the interval leaves beats out instead of bunching them.
+            # Samples keep to a beat; one that lasts longer than the interval skips beats instead of bunching them.
             due = max(due + self._interval_s, time.monotonic())
             self._ending.wait(due - time.monotonic())
         if self._nvml is not None:

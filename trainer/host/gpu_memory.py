@@ -1,7 +1,7 @@
 """Checks that GPU memory is free after a kill: by NVML's list of processes, and by the devices' totals.
 
 In a container NVML may list the pids of another namespace, or none at all. So the processes are looked up before the
-kill too: where they were not found then, not finding them afterwards proves nothing, and the devices' totals decide.
+kill too: if they were not found then, their absence afterwards proves nothing, and the devices' totals decide.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def verdict(before: GpuUse | None, after: GpuUse | None) -> tuple[bool, str]:
     if after.held:
         listed = ", ".join(f"{gib(size)} of pid {pid}" for pid, size in after.held.items())
         return True, f"NVML still lists {listed}"
-    # Other GPUs are other people's: what begins there meanwhile would speak against a kill that worked.
+    # Other GPUs belong to other people: a process that starts there meanwhile would count against a kill that worked.
     theirs = before.devices or before.used.keys()
     was, now = (sum(look.used.get(device, 0) for device in theirs) for look in (before, after))
     fell = f"the GPUs' memory in use went from {gib(was)} to {gib(now)}"

@@ -54,7 +54,7 @@ def read_kill(record: str) -> LogKill | None:
 
 
 def kill_count(group: Path) -> int | None:
-    """Return how many processes of a control group the kernel has killed for memory; None where that is unknown."""
+    """Return the number of a control group's processes that the kernel killed for memory; None: unknown."""
     for name in ("memory.events", "memory.oom_control"):
         try:
             lines = (group / name).read_text().splitlines()

@@ -23,9 +23,9 @@ from .terminate import sweep
 INT_SECONDS = 2.0
 TERM_SECONDS = 3.0
 KILL_SECONDS = 8.0
-"""How long each step of an escalation may take before the next; the last is how long a kill may take at all."""
+"""Time limit of each step of an escalation; the last is that of the whole kill."""
 ONE_SIGNAL_SECONDS = 8.0
-"""How long to wait after a signal that the person chose."""
+"""Time to wait after a single signal that the user chose."""
 _GPU_SECONDS = 5.0
 _RANK_PID = f"{RANK_PID_ENV}=".encode()
 _LAUNCHER = "ftmon.trainer.launch"
@@ -84,7 +84,7 @@ class Kill(threading.Thread):
         self._done = done
         self._known: dict[tuple[int, int], Process] = {}
         self._origins: list[Origin] = []
-        """What identifies processes that the ranks started, read before the first signal."""
+        """Marks of processes that the ranks started, read before the first signal."""
         self._last_signal: signal.Signals | None = None
         self._refused: set[int] = set()
         self._gpus_before: GpuUse | None = None
@@ -162,7 +162,7 @@ class Kill(threading.Thread):
         return left
 
     def _wait(self, left: list[Process], seconds: float, stop_early: bool = False) -> list[Process]:
-        """Wait until nothing is left, or (``stop_early``) no rank is; return what is left."""
+        """Wait until no process is left, or (``stop_early``) no rank is; return those left."""
         deadline = time.monotonic() + seconds
         while left and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -253,7 +253,7 @@ def kill(
     on_gpu: bool,
     post: Post,
 ) -> Reply[Outcome]:
-    """Start a ``Kill`` (see there), whose outcome arrives in the main loop that ``post`` makes calls in."""
+    """Start a ``Kill`` (see there); its outcome arrives in the main loop through ``post``."""
     reply: Reply[Outcome] = Reply()
 
     def done(outcome: Outcome) -> None:

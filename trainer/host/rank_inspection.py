@@ -1,4 +1,4 @@
-"""Inspects ranks of this host without their help: what their processes do, and their stacks by a signal."""
+"""Inspects ranks of this host without their help: their processes' activity, and their stacks by a signal."""
 
 import time
 from collections.abc import Collection
@@ -35,7 +35,7 @@ class InspectArgs(msgspec.Struct):
 
 
 def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspection:
-    """Read what ranks of this host do, and have the silent ones write their stacks. Blocks for seconds."""
+    """Read the activity of this host's ranks, and signal the silent ones to write their stacks. Blocks for seconds."""
     signalled = [target for target in targets if target.rank in silent]
     stacks = stack_dump.by_signal(signalled)
     why = {target.rank: why_silent(target) for target in signalled if target.rank not in stacks}

@@ -1,4 +1,4 @@
-"""A thread that watches what may block: a statvfs of a dead network disk must not hold up the hub, nor GPU samples."""
+"""A thread for checks that may block: a statvfs of a dead network disk must not delay the hub or GPU samples."""
 
 import contextlib
 import sys

@@ -57,11 +57,11 @@ from .trace_analysis import TraceAnalysis
 
 STATS_SECONDS = 2.0
 STOP_NOTICE_SECONDS = 5.0
-"""How long before it a stop is told to ranks on several hosts."""
+"""Lead time of a stop command to ranks on several hosts."""
 TRACES_SECONDS = 2.0
-"""How long the end of a run waits for the traces of captured steps to be analysed."""
+"""Time limit at a run's end for analysing the traces of captured steps."""
 _DRAIN = 512
-"""Messages taken before commands get their turn."""
+"""Messages received before commands get their turn."""
 
 
 class Hub:
@@ -126,7 +126,7 @@ class Hub:
         self._adopt(history.frames, moved)
 
     def run(self) -> int:
-        """Serve until the run is over (or the hub is told to end); return the exit status."""
+        """Serve until the run is over (or the hub receives a signal to end); return the exit status."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a ctrl-c meant for the job
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -145,10 +145,10 @@ class Hub:
             self._close()
         return self._status
 
-    # What the commands need of the hub.
+    # Interface for the commands.
 
     def emit(self, message: Message) -> None:
-        """Append a message of the hub's own to the stream, and look at it."""
+        """Append a message of the hub's own to the stream, and analyse it."""
         seq, t = self._emit(message)
         self._analysis.feed(seq, t, message)
 
@@ -161,7 +161,7 @@ class Hub:
         self._loop.stop()
 
     def last_step(self) -> int:
-        """Name a step that no rank has finished yet, and that each will hear of in time to stop after it."""
+        """Return a step that no rank has finished yet, late enough for each rank to learn of it and stop after it."""
         return self._analysis.tracker.step_in(STOP_NOTICE_SECONDS)
 
     # The loop.
@@ -225,7 +225,7 @@ class Hub:
             return None
 
     def _finish(self, end: ExitFile) -> None:
-        """Take in what is still on its way, then say how it ended."""
+        """Receive the messages still in flight, then append the run's end."""
         for socket in self._agents.sockets:
             while self._agents.receive(socket, _DRAIN):
                 self._stream.flush()
@@ -303,7 +303,7 @@ class Hub:
             self._supervisor.watch(*target)
 
     def _settle_job(self) -> None:
-        """Take in what is known of a job's processes, before another comes into the stream."""
+        """Collect the facts of a job's processes before another job enters the stream."""
         self._facts.collect()
         self._traces.forget()
 
@@ -330,7 +330,7 @@ class Hub:
         self.post(lambda: self._analysis.alert("note", "warning", title, f"notify {target}"))
 
     def _announce(self) -> bool:
-        """Write the connection file; False when the disk does not take it (it is tried again with each report)."""
+        """Write the connection file; False if the disk refuses it (each report retries)."""
         content = HubFile(
             process=this_process(),
             addresses=self._channels.addresses,

@@ -1,4 +1,4 @@
-"""Telemetry from the ranks: decode each message once, count what was lost, unknown or refused, hand the rest on."""
+"""Receives telemetry from the ranks: decodes each once, counts lost, unknown and refused ones, passes on the rest."""
 
 import contextlib
 import heapq
@@ -43,7 +43,7 @@ that call themselves something else."""
 LOSSES_LISTED = 1_000
 
 _NOBLOCK = int(zmq.NOBLOCK)
-"""As a plain number: pyzmq takes an enumeration's member much slower."""
+"""A plain number: pyzmq handles an enumeration's member much slower."""
 
 _OF_RANK = re.compile(r"rank-(\d{1,9})-\d+-\d+")
 
@@ -73,7 +73,7 @@ class Intake:
         self._missed = missed
         self._loss = LossCounter()
         self._seen: dict[str, int | None] = {}
-        """Whom messages came from, and which rank each may speak for; None: any."""
+        """Senders of messages, and the rank each may send for; None: any."""
         self._others = 0
         self._reported: set[str] = set()
         self._says_dropped: dict[str, int] = {}
@@ -83,7 +83,7 @@ class Intake:
 
     @property
     def lost(self) -> dict[str, int]:
-        """Messages known lost, by sender: gaps in its numbering plus what it says it dropped before numbering."""
+        """Messages known lost, by sender: gaps in its numbering plus those it reports as dropped before numbering."""
         total = dict(self._loss.lost)
         for sender, dropped in self._says_dropped.items():
             total[sender] = total.get(sender, 0) + dropped
@@ -97,7 +97,7 @@ class Intake:
         return {**(self._known or {}), **self._loss.numbers}
 
     def drain(self, socket: "zmq.Socket[Any]", limit: int) -> int:
-        """Take up to ``limit`` messages that are waiting; return how many there were."""
+        """Receive up to ``limit`` waiting messages; return their number."""
         handle = self._handle
         clock = time.time
         count = 0
@@ -110,7 +110,7 @@ class Intake:
         return count
 
     def receive(self, frames: list[bytes]) -> None:
-        """Take one message that an agent passed on: its header and body frames, as its sender made them."""
+        """Receive one message that an agent forwarded: header and body frames, unchanged."""
         self.received += 1
         self._handle(frames, time.time())
 

@@ -1,6 +1,6 @@
-"""Which job is in the stream: begins a job, keeps one out that runs at the same time, follows a training with the next.
+"""Selects the job in the stream: begins a job, excludes one that runs beside it, goes on to the next training.
 
-``JobTable`` knows which process belongs to which job; this does what follows from that for the rest of the hub.
+``JobTable`` maps processes to jobs; this module applies the result to the rest of the hub.
 """
 
 import socket
@@ -23,13 +23,13 @@ class JobStream:
     """Puts the jobs of a run into the stream. Main loop only.
 
     Args:
-        analysis: begins anew with each job.
+        analysis: is reset for each job.
         rank_hosts: forgets the ranks of the job before.
         end_detector: the same.
         ports: the same.
-        emit: appends a message to the stream, and has it judged.
-        meet: takes in the introduction of a rank that is in the stream.
-        settle: takes in what is known of the processes so far.
+        emit: appends a message to the stream, and analyses it.
+        meet: registers the introduction of a rank that is in the stream.
+        settle: collects the facts of the processes so far.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class JobStream:
         self.add = self._jobs.add
 
     def restore(self, messages: Iterable[Message]) -> None:
-        """Take over what an earlier hub recorded."""
+        """Restore the jobs that an earlier hub recorded."""
         self._jobs.restore(messages)
 
     def join(self, hello: Hello, t: float) -> bool:
@@ -141,7 +141,7 @@ class JobStream:
         )
 
     def _lives(self, hello: Hello) -> bool:
-        """Return whether a rank's process lives: as /proc says on this host, as its agent saw it elsewhere."""
+        """Return whether a rank's process lives: by /proc on this host, by its agent's report elsewhere."""
         if hello.host == socket.gethostname():
             return is_alive(ProcessId(hello.pid, hello.start_ticks))
         tracked = self._analysis.tracker.ranks.get(hello.rank)

@@ -1,4 +1,4 @@
-"""Which job each process of a run belongs to, and which job is in the stream.
+"""Maps each process of a run to its job, and selects the job in the stream.
 
 A **job** is one process group of ranks. A rank's introduction (``Hello``) belongs to a job that has begun when
 
@@ -30,11 +30,11 @@ from .rank_link import identity_of
 REFRESH_S = 4.0
 """A job that steps is described anew after so long; later where it has many ranks."""
 LATE_S = 30.0
-"""How long ranks that never reported may still come after all others have finished: where nothing makes ranks wait for
-each other, one is through with its steps before another has imported its libraries."""
+"""Time that ranks which never reported may still come after all others have finished: without collectives one
+rank is through with its steps before another has imported its libraries."""
 RANKS_A_SECOND = 16
 MOST_JOBS = 10_000
-"""Jobs of one run that are told apart; later ranks count to the last one."""
+"""Jobs of one run that are counted apart; later ranks count to the last one."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class JobMatch:
 
 
 class JobTable:
-    """All jobs of a run. ``lives`` tells whether the process of a Hello lives, as far as is known."""
+    """All jobs of a run. ``lives`` returns whether the process of a Hello lives, as far as is known."""
 
     def __init__(self, lives: Callable[[Hello], bool]) -> None:
         self._lives = lives
@@ -96,7 +96,7 @@ class JobTable:
             self.aside.add(sender)
             return JobMatch(job, aside=True, first_aside=True)
         if before is not None:
-            # What they sent last may come later than this; it is theirs.
+            # Their last messages may arrive later than this, and belong to them.
             self.aside.update(sender for sender, owner in self._of.items() if owner is before)
         self.shown = job
         return JobMatch(job, begins=True)
@@ -139,7 +139,7 @@ class JobTable:
         return job
 
     def state(self, state: RankState) -> None:
-        """Note a state of a rank of the job in the stream, or of one that was there (its exit status came late)."""
+        """Record a state of a rank of the job in the stream, or of an earlier one (its exit status came late)."""
         jobs = [] if self.shown is None else [self.shown, *reversed(self.jobs.values())]
         for job in jobs:
             rank = job.ranks.get(state.rank)
@@ -148,7 +148,7 @@ class JobTable:
                 return
 
     def poll(self, now: float) -> list[Job]:
-        """Close jobs whose ranks have all ended; return what is to be said of any."""
+        """Close jobs whose ranks have all ended; return the tallies to report."""
         for job in self.jobs.values():
             if job.ended is None and (self._is_over(job, now) if job.shown else not self._any_lives(job)):
                 job.close(now)
@@ -184,7 +184,7 @@ class JobTable:
         ]
 
     def restore(self, messages: Iterable[Message]) -> None:
-        """Take over what an earlier hub recorded: how each job stood last, and the latest introductions."""
+        """Restore the jobs of an earlier hub: the last tally of each, and the latest introductions."""
         known = list(messages)
         hellos = {(hello.pid, hello.start_ticks): hello for hello in known if isinstance(hello, Hello)}
         for number, job in sorted({job.number: job for job in known if isinstance(job, Job)}.items()):

@@ -1,7 +1,7 @@
-"""Processes that a kill could not end: said so, and watched until they are gone.
+"""Reports processes that a kill could not end, and watches them until they are gone.
 
 One in uninterruptible sleep (D) waits for the kernel, a dead disk or file server, and no signal reaches it before that
-returns. The hub stays for ``STAY_SECONDS`` after the run's end to say when it is gone; ``ftmon cleanup`` finds it
+returns. The hub stays for ``STAY_SECONDS`` after the run's end to report their end; ``ftmon cleanup`` finds them
 later.
 """
 
@@ -20,7 +20,7 @@ _RULE = "leftover"
 
 
 class Leftovers:
-    """Watches what is left. Main loop only.
+    """Watches the leftover processes. Main loop only.
 
     Args:
         analysis: raises and resolves the alert.
@@ -38,12 +38,12 @@ class Leftovers:
         self._searched = False
 
     def note(self, pids: Sequence[int]) -> None:
-        """Watch those of the processes that a kill left over which no signal reaches now."""
+        """Watch the processes that a kill left over and that no signal reaches now."""
         found = [process for pid in pids if (process := processes.read(pid)) is not None]
         self._add([process for process in found if process.state == "D"])
 
     def find_at_end(self) -> None:
-        """Look, once, for what the run has left now that it is over."""
+        """Find, once, the processes left over at the run's end."""
         if not self._searched:
             self._searched = True
             self._add(self._find())
@@ -53,7 +53,7 @@ class Leftovers:
         return bool(self._left) and now - self._since < STAY_SECONDS
 
     def tick(self, now: float) -> None:
-        """See whether they are gone; ``now`` is ``time.monotonic``."""
+        """Check whether they are gone; ``now`` is ``time.monotonic``."""
         if not self._left or now < self._next:
             return
         self._next = now + _POLL_SECONDS
@@ -91,7 +91,7 @@ class Leftovers:
 
 
 def describe(process: Process) -> str:
-    """Return what a process that would not end is doing."""
+    """Return the state of a process that did not end, in words."""
     current = processes.same(process) or process
     name = f"pid {current.pid} ({sanitize(current.name, 40)})"
     if current.state == "D":

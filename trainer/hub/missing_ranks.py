@@ -1,4 +1,4 @@
-"""Ranks that a run must have and nobody hears of: on several hosts, most likely an agent that does not come through."""
+"""Detects ranks of the world size that never report: on several hosts, mostly an agent without a connection."""
 
 from ...protocol.text import sanitize
 from .analysis import Analysis
@@ -14,7 +14,7 @@ class MissingRanks:
     Args:
         analysis: raises and resolves it.
         rank_hosts: the ranks that were heard.
-        listen: where the hub listens for other hosts; empty: it does not, and nothing is said.
+        listen: address where the hub listens for other hosts; empty: it does not, and no note is raised.
     """
 
     def __init__(self, analysis: Analysis, rank_hosts: RankHosts, listen: str) -> None:
@@ -25,7 +25,7 @@ class MissingRanks:
         self._reported = False
 
     def tick(self, now: float) -> None:
-        """Look whether all are there; ``now`` is ``time.monotonic``."""
+        """Check whether all have reported; ``now`` is ``time.monotonic``."""
         heard, world = len(self._rank_hosts.ranks), self._rank_hosts.world_size
         if not self._listen or not heard:
             return

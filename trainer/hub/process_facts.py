@@ -1,4 +1,4 @@
-"""What is known of the run's processes from outside: their ends, and what the launcher wrote down about the job."""
+"""Facts of the run's processes from outside: their ends, and the launcher's records of the job."""
 
 from collections.abc import Callable
 
@@ -11,13 +11,13 @@ from .analysis import Analysis
 
 
 class ProcessFacts:
-    """Hands facts on to be judged, in an order that blames no rank for what was asked for. Main loop only.
+    """Passes facts to the analysis, requests before deaths: a requested end blames no rank. Main loop only.
 
     Args:
         run: has the launcher's files.
         supervisor: watches the ranks' processes.
         analysis: gets the facts.
-        emit: appends a message to the stream, and has it judged.
+        emit: appends a message to the stream, and analyses it.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class ProcessFacts:
         self._leftovers_noted = False
 
     def collect(self) -> None:
-        """Take in what has been seen since the last call."""
+        """Collect the facts since the last call."""
         facts = self._supervisor.poll()
-        self._note_signal()  # first: what is dead may have been told to end
+        self._note_signal()  # first: a dead process may have been ended on request
         self._note_leftovers()
         for fact in facts:
             self._analysis.fact(fact)

@@ -1,4 +1,4 @@
-"""The monitor's own health: what it received, recorded, lost, and how much of a core it takes."""
+"""Measures the monitor itself: messages received, recorded, lost, and its share of a core."""
 
 import os
 import time

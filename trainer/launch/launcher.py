@@ -1,4 +1,4 @@
-"""The launcher of a run: starts the hub and the job, keeps a hub alive, and writes down how the job ended.
+"""The launcher of a run: starts the hub and the job, restarts a dead hub, and records the job's end.
 
 ``python -m ftmon.trainer.launch RUNDIR`` is detached from any terminal. It is the subreaper of everything the job
 starts, so a dataloader worker whose rank was killed becomes its child and is found by the sweep. Signals are passed on
@@ -38,7 +38,7 @@ from .stopping import PASSED_ON, TO_THE_JOB, Requests
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _REAP_AFTER_SECONDS = 0.3
-"""An orphan of the job stays a zombie this long, so that the hub can read from /proc how it ended."""
+"""An orphan of the job stays a zombie this long, so that the hub can read its exit status from /proc."""
 _LEFTOVER_GRACE_SECONDS = 1.5
 _HUB_END_SECONDS = 60.0
 _KILL_AGAIN_SECONDS = 1.0
@@ -63,7 +63,7 @@ class Launcher:
         self._status: int | None = None
         self._requests = Requests()
         self._interrupts = 0
-        """How often SIGINT was passed on."""
+        """Number of SIGINTs passed on."""
         self._intent: Intent | None = None
         """The request to end, where ``intent.json`` could not be written."""
         self._grace = 0.0
@@ -103,7 +103,7 @@ class Launcher:
         return 0
 
     def _send_key(self, started: RunFile) -> None:
-        """Copy the run's key to the hosts that ssh or srun reaches; print how the others join."""
+        """Copy the run's key to the hosts that ssh or srun reaches; print the join command for the others."""
         hosts = started.options.multihost
         if hosts is None:
             return
@@ -220,7 +220,7 @@ class Launcher:
                 self._signal_all(signal.SIGTERM if self._interrupts == 2 else signal.SIGKILL)
 
     def _intend(self, number: signal.Signals, why: str = "") -> None:
-        """Note why the job ends; what was asked for before stands, but for a SIGHUP that it outlived."""
+        """Record why the job ends; an earlier request stands, unless it was a SIGHUP that the job outlived."""
         earlier = read_intent(self._run) or self._intent
         if earlier is not None and earlier.verb != signal.SIGHUP.name:
             return
@@ -260,10 +260,10 @@ class Launcher:
         return processes.of_run(self._run.path, below, spared)
 
     def _clear_leftovers(self) -> list[processes.Process]:
-        """End what the job left running; return what could not be ended.
+        """End the processes that the job left running; return those that could not be ended.
 
-        A wrapper script dies of SIGTERM at once, and the ranks below it may still be saving: what is left of the grace
-        is theirs.
+        A wrapper script dies of SIGTERM at once while the ranks below it may still be saving: they get the rest of the
+        grace.
         """
         deadline = time.monotonic() + _LEFTOVER_GRACE_SECONDS
         members = self._members()

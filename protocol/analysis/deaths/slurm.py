@@ -43,7 +43,7 @@ class SlurmWords:
 
 
 def cancelled(lines: Iterable[str]) -> str:
-    """Return how SLURM ended the job that wrote these lines, as ``SlurmWords.read`` returns it; empty: it did not."""
+    """Return the reason why SLURM ended the job that wrote these lines (see ``SlurmWords.read``); empty: it did not."""
     words = SlurmWords()
     return next(filter(None, map(words.read, lines)), "")
 

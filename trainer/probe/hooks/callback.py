@@ -71,7 +71,7 @@ def callback_class() -> Any:
             return control
 
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-            """Report what an evaluation came to."""
+            """Report the result of an evaluation."""
             probe = current()
             if probe is not None and metrics and state.is_world_process_zero:
                 self._report(probe, metrics, int(state.global_step))

@@ -68,7 +68,7 @@ def attach(engine: Any) -> None:
 
 
 def _partitions(engine: Any, zero_stage: int, world_size: int) -> int:
-    """Return over how many ranks ZeRO spreads what the engine's optimizer updates."""
+    """Return the number of ranks over which ZeRO partitions the optimizer's state."""
     if not zero_stage:
         return 1
     ranks = getattr(engine, "dp_world_size", None)

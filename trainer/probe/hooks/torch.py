@@ -173,10 +173,10 @@ def _closure(original: Any) -> Callable[..., Any]:
 
 
 def _adopted() -> Training | None:
-    """Make this thread the one that trains, unless another one is known to: before the first update, the updating one.
+    """Make this thread the training thread, unless another one trains: before the first update, the updating one.
 
     Returns:
-        What hooks report to; None where another thread trains, or there is no probe.
+        Receiver of the hooks' reports; None if another thread trains, or there is no probe.
     """
     training = switched_on()
     if training is None or training.tracker.step or training.state.engine_steps:
@@ -203,7 +203,7 @@ def _clipping(original: Any) -> Callable[..., Any]:
 
 
 def scaling(original: Any) -> Callable[..., Any]:
-    """Make a wrapper of a method that scales a loss, its only argument: notes by how much."""
+    """Make a wrapper of a method that scales a loss, its only argument: it records the factor."""
 
     def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
         scaled = original(self, *args, **kwargs)
@@ -260,7 +260,7 @@ def _parallel_forward(framework: str) -> Callable[[Any], Callable[..., Any]]:
 
 
 def know_model(training: Training, model: Any) -> None:
-    """Keep which model is trained: its name and size for the hello, the model itself for what its memory is."""
+    """Register the trained model: its name and size for the hello, the model itself for its memory."""
     introduction, trained = training.introduction, training.trained
     introduction.facts.update(describe_model(model))
     introduction.facts["flops"] = model_flops(model)

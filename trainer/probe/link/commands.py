@@ -29,19 +29,19 @@ from .stack_dump import Dumper
 
 
 class Commands:
-    """Answers each command twice, as ``protocol.control`` says: accepted (or why not), then its result.
+    """Answers each command twice, as in ``protocol.control``: accepted (or the refusal), then its result.
 
     Args:
         rank: this rank.
         tracker: the phase machine.
-        pace: how long a step takes.
-        stop: takes a request to stop.
-        hold: whether the rank is held.
-        dumper: how its stacks are had from outside.
+        pace: usual time of a step.
+        stop: receives a request to stop.
+        hold: the rank's hold at an out-of-memory error.
+        dumper: lets other processes capture its stacks.
         snapshots: takes memory snapshots.
         stack_capture: records stacks of one phase.
         captures: captures one step.
-        send_hello: has the rank introduce itself.
+        send_hello: sends the rank's hello again.
         send: sends a message.
     """
 
@@ -73,7 +73,7 @@ class Commands:
         self._answered = 0
 
     def receive(self, socket: Any) -> None:
-        """Carry out every command that has come."""
+        """Execute every waiting command."""
         while True:
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -189,13 +189,13 @@ class Commands:
 def agree_on_step(path: Path, step: int, step_seconds: float) -> int:
     """Agree with the run's other ranks on the step to stop after; one that stops earlier would leave them hanging.
 
-    The first rank asked proposes, the others take what they find. Ranks are a few steps apart at the most, so the
+    The first rank asked proposes, the others adopt the proposal. Ranks are a few steps apart at the most, so the
     proposal lies a few steps and at least a second ahead.
 
     Args:
         path: the file of the run that holds the proposal.
         step: the last step this rank has finished.
-        step_seconds: how long a step takes.
+        step_seconds: time of a step.
     """
     ahead = 3 + math.ceil(1 / step_seconds) if step_seconds > 0 else 3
     proposal = path.with_name(f".{path.name}-{os.getpid()}")

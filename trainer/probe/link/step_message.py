@@ -1,4 +1,4 @@
-"""From raw marks to a ``Step`` message: occurrences of a phase in all micro-steps become one record. Pure functions."""
+"""Makes ``Step`` messages from raw marks; occurrences of a phase in all micro-steps are one record. Pure functions."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -68,7 +68,7 @@ class _Phase:
         self.collective_ns += last.collective_ns - first.collective_ns
         for place, figure in zip(_FIGURES, self.figures, strict=True):
             figure[1] = now = end[place]
-            highest = end[place + 1]  # ifs, not max(): this is most of what the publisher does all day
+            highest = end[place + 1]  # ifs, not max(): this is most of the publisher's work
             if now > highest:
                 highest = now
             if start[place] > highest:
@@ -111,7 +111,7 @@ def step_message(
     carries with a negative ``start_us``.
 
     Args:
-        raw: the step as handed over.
+        raw: the step from the training thread.
         rank: the rank.
         read: the memory back end's ``read``.
         dropped: messages this probe has dropped so far.
@@ -172,7 +172,7 @@ def _flops(notes: Notes, tokens: int, flops: ModelFlops | None) -> float:
 
 
 def closing_message(raw: StepRaw, rank: int, read: Callable[[Any], Reading]) -> Closing | None:
-    """Make the message of what a rank did after its last step, whose number ``raw`` has; None: nothing to speak of.
+    """Make the message of a rank's phases after its last step, whose number ``raw`` has; None: nothing notable.
 
     Its device events must have passed.
     """
@@ -217,7 +217,7 @@ def _phase_records(raw: StepRaw, read: Callable[[Any], Reading]) -> _Times:
 
 
 def without_device(raw: StepRaw) -> StepRaw:
-    """Take out of a step what the device has not told: times, and numbers that were to be copied from it."""
+    """Remove from a step the values that the device has not delivered: times, and numbers copied from it."""
     notes = _notes_without_device(raw.notes)
     return raw._replace(marks=[mark._replace(event=None) for mark in raw.marks], notes=notes)
 

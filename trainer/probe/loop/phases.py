@@ -33,7 +33,7 @@ class Phases:
         self._outbox = outbox
 
     def interrupt(self, phase: str) -> None:
-        """Move to a phase out of one that may have begun only just now."""
+        """Move to a phase from one that may have begun only just now."""
         if not self._device.settled:
             self.settle()
         self._tracker.interrupt(phase)

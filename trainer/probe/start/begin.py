@@ -27,10 +27,10 @@ from . import ending
 
 
 def begin_rank(sends_logs: bool = False) -> Probe | None:
-    """Make this process's probe and start its publisher; returns the one that is there when there is one already.
+    """Make this process's probe and start its publisher; return the existing one if there is one already.
 
     Args:
-        sends_logs: what the process prints is sent as well; its output is not redirected.
+        sends_logs: also send the process's output, which is not redirected.
     """
     if active.probe is not None or active.forked:
         return active.probe

@@ -29,7 +29,7 @@ def watch(target: Any = None, *, name: str | None = None, model: Any = None) -> 
 
     Args:
         target: a DeepSpeed engine or a PyTorch optimizer, whose updates are the steps; None: the first that steps.
-        name: what to call a new run (default: the script's name).
+        name: name of a new run (default: the script's name).
         model: the model, for its name and size, where ``target`` is an optimizer.
 
     Returns:

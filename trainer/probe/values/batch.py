@@ -1,4 +1,4 @@
-"""What a batch is made of: its shape, samples, and tokens with and without the pads."""
+"""Reads a batch: its shape, samples, and tokens with and without padding."""
 
 import math
 from collections.abc import Mapping
@@ -30,10 +30,10 @@ def note(
         notes: the step's.
         found: a dataloader's batch, or ``(args, kwargs)`` of a forward.
         is_forward: which of the two.
-        later: leave the counting of a mask to the publisher.
-        fetched: the batch that the dataloader gave for this forward, where it is known: a mask of the same shape in it
+        later: defer the counting of a mask to the publisher.
+        fetched: the batch that the dataloader returned for this forward, if known: a mask of the same shape in it
             is the forward's before it went to the device, and need not be fetched from there.
-        shifted: the model is given unshifted labels and leaves out the first of each sequence, as causal ones do.
+        shifted: the model receives unshifted labels and leaves out the first of each sequence, as causal ones do.
     """
     ids, mask, is_tokens = _find_in_call(*found) if is_forward else _find(found)
     if ids is None:
@@ -64,7 +64,7 @@ def note(
         counted = device_values.fetch_count(mask, later)
         notes.tokens.append(padded if counted is None else counted)
     else:
-        notes.tokens.append(padded)  # no mask, or one that is no list of pads: every position counts
+        notes.tokens.append(padded)  # no mask, or one that is no padding mask: every position counts
 
 
 def count_labels(labels: Any) -> int:
@@ -116,7 +116,7 @@ def _find(value: Any) -> tuple[Any, Any, bool]:
 
 
 def _is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
-    # Asking an abstract class takes several times as long.
+    # isinstance of an abstract class is several times as slow.
     return isinstance(value, dict) or (not isinstance(value, _NO_MAPPINGS) and isinstance(value, Mapping))
 
 
