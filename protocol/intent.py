@@ -50,7 +50,7 @@ class Intent(msgspec.Struct, frozen=True, omit_defaults=True):
     def explains(self, exit_code: int, ended: float) -> bool:
         """Return whether the job's end is the requested one."""
         if self.verb == "SIGHUP" and exit_code == 0:
-            return False  # some scripts read their configuration anew for it
+            return False  # some scripts reload their configuration on it
         if not self.ranks:
             return True
         return exit_code != 0 and ended - self.time < _RANK_KILL_REACH_SECONDS

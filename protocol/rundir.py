@@ -116,27 +116,27 @@ class RunDir:
 
     @property
     def recording(self) -> Path:
-        """Where the recording is."""
+        """Path of the recording."""
         return self.path / "recording.sqlite"
 
     @property
     def logs(self) -> Path:
-        """Where the log files are."""
+        """Folder of the log files."""
         return self.path / "logs"
 
     @property
     def snapshots(self) -> Path:
-        """Where memory snapshots go."""
+        """Folder of memory snapshots."""
         return self.path / "snapshots"
 
     @property
     def config(self) -> Path:
-        """Where the trainer's own configuration is kept."""
+        """Path of the trainer's own configuration."""
         return self.path / "config.yaml"
 
     @property
     def prediction(self) -> Path:
-        """Where the prediction of the trainer's own configuration is kept: the message ``prediction`` as JSON."""
+        """Path of the prediction for the trainer's own configuration: the message ``prediction`` as JSON."""
         return self.path / "prediction.json"
 
     def rank_log(self, rank: int, stream: str) -> Path:
@@ -239,7 +239,7 @@ class RunDir:
 
     @property
     def socket_dir(self) -> Path:
-        """Where the sockets are: here, or in a short 0700 twin where the path is too long.
+        """Folder of the sockets: this one, or a short 0700 twin where the path is too long.
 
         Also for another host's directory: the file system it lies on may be shared, and a socket must not be.
         """

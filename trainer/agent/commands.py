@@ -63,7 +63,7 @@ class Commands:
         """The last answer to each command, by its id: the hub asks until it has a result; nothing is done twice."""
 
     def connect(self, address: str) -> None:
-        """Connect anew."""
+        """Connect again."""
         self.close()
         self.socket = sockets.peer_socket(self._context, "ranks", self._identity.encode())
         sockets.secure_client(self.socket, self._join.pair, self._join.server_key)

@@ -86,7 +86,7 @@ class Uplink:
 
     @property
     def silent(self) -> bool:
-        """Whether the present connection has brought nothing, or confirmed nothing, for too long."""
+        """Whether the present connection has brought no answer, or no confirmation, for too long."""
         if self.socket is None:
             return False
         now = time.monotonic()
@@ -94,7 +94,7 @@ class Uplink:
         return stuck or now - max(self._heard, self._connected_at) > SILENT_SECONDS
 
     def connect(self, address: str) -> None:
-        """Connect to the hub's ``agents`` channel anew; everything unconfirmed goes out again."""
+        """Connect to the hub's ``agents`` channel again; everything unconfirmed is sent again."""
         self.disconnect()
         socket = sockets.peer_socket(self._context, "agents", self._identity.encode())
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a hub that is not there
@@ -112,7 +112,7 @@ class Uplink:
             self._waiting.appendleft(self._flying.pop())
 
     def put(self, header: bytes, body: bytes) -> None:
-        """Have one message reach the hub."""
+        """Queue one message for the hub."""
         self._number += 1
         kept = _Kept(self._number, header, body)
         self._waiting.append(kept)

@@ -20,7 +20,7 @@ from .nvml import Nvml
 RETRY_SECONDS = 30.0
 """After NVML failed, or where there is none, it is tried again this often: a driver may come back."""
 HEALTH_SECONDS = 10.0
-"""Seconds between queries of faults and links: they change slowly, and PCIe counters take a driver some time."""
+"""Seconds between queries of faults and links: they change slowly, and PCIe counters occupy a driver for some time."""
 HEALTH_SENT_SECONDS = 60.0
 """Unchanged ones are sent this often."""
 _KEPT = 4096

@@ -9,7 +9,7 @@ from ...protocol.sockets import CHANNELS
 
 
 class Listen(NamedTuple):
-    """Where to listen. ``port`` is the first of ``len(CHANNELS)`` consecutive ones."""
+    """Address to listen on. ``port`` is the first of ``len(CHANNELS)`` consecutive ones."""
 
     host: str
     port: int

@@ -24,7 +24,7 @@ class Inspection(NamedTuple):
     """Reasons of those that did not."""
     activities: dict[int, Activity]
     locks: dict[int, LockWait] = {}  # noqa: RUF012
-    """Of ranks of this host that the kernel has blocked on a file lock."""
+    """File locks that the kernel has blocked ranks of this host on, by rank."""
 
 
 class InspectArgs(msgspec.Struct):

@@ -47,7 +47,7 @@ class EarlierHistory(NamedTuple):
     frames: list[Frame]
     """The fewest frames that restore its state; empty without an earlier hub."""
     log_offsets: dict[str, int]
-    """Where to go on in each log file, in bytes."""
+    """Offset at which to continue in each log file, in bytes."""
 
 
 def read_history(run: RunDir) -> EarlierHistory:

@@ -212,7 +212,7 @@ class Agents:
                 self._answer(agent, 0.0)
 
     def tick(self) -> list[HostState]:
-        """Let time pass; return the states that changed."""
+        """Update the hosts' states; return those that changed."""
         now = time.monotonic()
         paused = now - self._ticked
         self._ticked = now

@@ -72,7 +72,7 @@ class Analysis:
         self._guard(lambda: self._conclude(self.tracker.fact(fact)))
 
     def tick(self, now: float) -> None:
-        """Let time pass: silence is evidence too."""
+        """Run the detectors that depend on time: silence is evidence too."""
         self._guard(lambda: self._conclude(self.tracker.tick(now)))
         self._guard(lambda: self._conclude(self._detectors.tick(now)))
 

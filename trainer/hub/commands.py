@@ -46,7 +46,7 @@ class Host(Protocol):
         ...
 
     def post(self, call: Callable[[], object]) -> None:
-        """Have the main loop make a call; any thread."""
+        """Schedule a call in the main loop; any thread."""
         ...
 
     def shut_down(self) -> None:

@@ -153,7 +153,7 @@ class Hub:
         self._analysis.feed(seq, t, message)
 
     def post(self, call: Callable[[], object]) -> None:
-        """Have the main loop make a call; any thread."""
+        """Schedule a call in the main loop; any thread."""
         self._mailbox.post(call)
 
     def shut_down(self) -> None:
@@ -383,7 +383,7 @@ class Hub:
         return not self._read_only
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        # Not 0: whoever ended the hub so did not ask it to stay away, and the launcher starts another.
+        # Not 0: the signal did not ask the hub to stay away, and the launcher starts another.
         self._status = 128 + number
         self._loop.stop()
 
@@ -404,7 +404,7 @@ class Hub:
 
 
 def _is_first(run: RunDir) -> bool:
-    """Whether no hub of this run has ever served."""
+    """Return whether no hub of this run has ever served."""
     try:
         return run.read_hub() is None
     except FtmonError:

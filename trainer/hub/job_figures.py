@@ -55,7 +55,7 @@ class RankTally:
         return self.goodbye in ("finished", "stopped")
 
     def restarts(self, step: Step) -> bool:
-        """Return whether this process has begun to count its steps anew: it trains once more."""
+        """Return whether this process counts its steps from the first again: it trains once more."""
         return self.steps > 1 and step.step <= self.first < self.step
 
     def add_step(self, step: Step) -> None:

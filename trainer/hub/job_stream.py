@@ -78,7 +78,7 @@ class JobStream:
             self._jobs.step(sender, step)
 
     def tick(self) -> None:
-        """Describe jobs anew, and bring one into the stream that ran beside one which has ended."""
+        """Describe jobs again, and bring one into the stream that ran beside one which has ended."""
         for told in self._jobs.poll(time.time()):
             self._emit(told)
             if not told.shown and told.state == "failed":
@@ -97,7 +97,7 @@ class JobStream:
             self._emit(job)
 
     def _begin(self, job: JobTally) -> None:
-        """Let a job come into the stream, in place of the one before."""
+        """Bring a job into the stream, in place of the one before."""
         if job.number > 1 or self._jobs.shown is not job:
             self._settle()
             self._analysis.begin_job()

@@ -28,7 +28,7 @@ from .job_figures import JobTally
 from .rank_link import identity_of
 
 REFRESH_S = 4.0
-"""A job that steps is described anew after so long; later where it has many ranks."""
+"""A job that steps is described again after this long; later where it has many ranks."""
 LATE_S = 30.0
 """Time that ranks which never reported may still come after all others have finished: without collectives one
 rank is through with its steps before another has imported its libraries."""

@@ -43,7 +43,7 @@ class _Ask:
         self.answers: Answers = {}
         self.command = Command("", "")
         self.unsent: set[bytes] = set()
-        """Of those waited for, the ones that could not be reached yet."""
+        """Peers waited for that could not be reached yet."""
         self.left: Callable[[int], bool] | None = None
         self.asked = time.monotonic()
 

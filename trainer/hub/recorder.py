@@ -24,7 +24,7 @@ _CLOSE_SECONDS = 60.0
 class Recorder(threading.Thread):
     """Makes ``writer`` write, at each ``commit``, the messages appended, in a thread of its own.
 
-    While the disk takes nothing, rows are held and thinned out as the writer does with a disk that refuses
+    While the disk accepts nothing, rows are held and thinned out as the writer does with a disk that refuses
     (``Batch.let_go``).
 
     Args:
@@ -73,7 +73,7 @@ class Recorder(threading.Thread):
         self._writer.append(seq, t, message)
 
     def lose(self, count: int, first_t: float, last_t: float, reason: str) -> None:
-        """Have a loss recorded; the arguments are those of ``Writer.lose``."""
+        """Queue a loss for the recording; the arguments are those of ``Writer.lose``."""
         self._writer.lose(count, first_t, last_t, reason)
 
     def commit(self, then: Callable[[], object] | None = None) -> None:

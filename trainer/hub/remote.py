@@ -14,7 +14,7 @@ from ...protocol.rundir import RunDir
 from ..host.listen import parse_listen
 
 _OF_AGENTS = (*sockets.AGENT_CHANNELS, "telemetry")
-"""Whoever may watch may not speak for a rank."""
+"""Channels for agents' keys alone: a client that may watch may not send for a rank."""
 
 
 class RemoteSockets:

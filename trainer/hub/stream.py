@@ -30,7 +30,7 @@ class Stream:
 
     @property
     def recorder(self) -> Recorder:
-        """Where the stream is recorded."""
+        """Recorder of the stream."""
         return self._recorder
 
     @property

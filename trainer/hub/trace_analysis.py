@@ -47,13 +47,13 @@ class TraceAnalysis:
         self._worker: subprocess.Popen[bytes] | None = None
         self._era = 0
         self._bytes = 0
-        """Of the traces that have not been analysed yet."""
+        """Bytes of the traces that have not been analysed yet."""
         self._closing = False
         self.dropped = 0
         """Traces that were not analysed."""
 
     def submit(self, sender: str, body: bytes) -> None:
-        """Have a trace analysed. Main loop only.
+        """Queue a trace for analysis. Main loop only.
 
         Args:
             sender: its rank's process.

@@ -77,7 +77,7 @@ class Ended(msgspec.Struct, frozen=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether anything is known of it."""
+        """Return whether the exit status is known."""
         return self.exit_code is not None or self.signal is not None
 
 

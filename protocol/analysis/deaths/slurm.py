@@ -30,7 +30,7 @@ class SlurmWords:
         self._trouble = False
 
     def read(self, line: str) -> str:
-        """Return ``cancelled by SLURM: time limit`` where ``line`` says so; else an empty string."""
+        """Return ``cancelled by SLURM: time limit`` if ``line`` reports that; else an empty string."""
         if "srun: " not in line and "slurmstepd" not in line:
             return ""
         found = _CANCELLED.search(line)

@@ -24,11 +24,11 @@ class RaisedException(msgspec.Struct, frozen=True):
     message: str
     """Its message; may have several lines."""
     file: str = ""
-    """Where it was raised."""
+    """File, line and function that raised it."""
     line: int = 0
     function: str = ""
     rank: int | None = None
-    """Of a line that torchrun marks with its rank."""
+    """Rank from torchrun's mark on the line."""
 
     @property
     def words(self) -> str:

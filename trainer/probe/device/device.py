@@ -28,7 +28,7 @@ class Device:
         self.blank: Any = {}
         """The raw CUDA sample of a process that has allocated nothing yet."""
         self.settled = False
-        """Whether there is nothing left to find out, so that hooks stop asking."""
+        """Whether the device is final, so that hooks stop checking."""
         self.info = self._cpu_info()
 
     def settle(self, on_script_reset: Callable[[Any], None]) -> bool:

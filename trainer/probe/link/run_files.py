@@ -1,4 +1,4 @@
-"""Where this host's files of a run are. On another host than the hub's that is a directory of its own, with an agent.
+"""Folder of this host's files of a run. On another host than the hub's that is a directory of its own, with an agent.
 
 Standard library only until it turns out that this is another host: every rank asks, and most are on the hub's.
 """

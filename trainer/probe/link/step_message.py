@@ -19,7 +19,7 @@ IDLE_BYTES = 16 * 2**20
 
 
 _FIGURES = (0, 2, 4, 6, 8)
-"""Where ``Reading`` has allocated, reserved, active, requested and resident; the peak of each is next to it."""
+"""Indexes in ``Reading`` of allocated, reserved, active, requested and resident; the peak of each is next to it."""
 
 
 class _Phase:

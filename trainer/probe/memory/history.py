@@ -57,7 +57,7 @@ class Recording:
             return True
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the recorder."""
         self.owner = ""
 
     def fit(self, entries: int) -> None:

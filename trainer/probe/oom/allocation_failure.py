@@ -52,7 +52,7 @@ class AllocationFailures:
         """CUDA's allocator reports failures."""
 
     def await_cuda(self) -> None:
-        """Have PyTorch's allocator report failures as soon as the script has CUDA running.
+        """Make PyTorch's allocator report failures as soon as the script has CUDA running.
 
         A model that does not fit fails before any hook sees the device: in ``from_pretrained`` under ``zero.Init``, in
         ``deepspeed.initialize``. PyTorch calls functions queued here in the thread that initialises CUDA.
@@ -72,7 +72,7 @@ class AllocationFailures:
         lazy_call(attach)
 
     def watch_cuda(self) -> None:
-        """Have PyTorch's allocator report every failing allocation (the script may catch the error and go on)."""
+        """Make PyTorch's allocator report every failing allocation (the script may catch the error and go on)."""
         if self._watching:
             return
         self._watching = True

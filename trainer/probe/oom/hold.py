@@ -109,7 +109,7 @@ class Hold:
             self._answers.append((job.answer, True, "", {"output": output, "error": failed, "place": console.place}))
 
     def run(self, code: str, answer: Answer) -> str:
-        """Have the held thread run ``code``; returns why not, or an empty string."""
+        """Run ``code`` in the held thread; return the refusal, or an empty string."""
         if not self.console_allowed:
             return "console: this run was not started with --on-oom hold --allow-console"
         if not self.since:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 512 * 2**20
-"""Of one snapshot; beyond it the oldest entries of the trace are left out."""
+"""Limit of one snapshot; beyond it the oldest entries of the trace are left out."""
 SPARE_BYTES = 512 * 2**20
 """Room that is left on the disk for the run itself."""
 

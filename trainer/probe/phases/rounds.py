@@ -19,7 +19,7 @@ _KEPT_ROUNDS = 32
 """Different rounds that are remembered."""
 
 Site = tuple[tuple[CodeType, int], ...]
-"""Where an update is made: the code and the position in it (a byte offset) of every frame, the outermost first."""
+"""Place of an update: the code and the position in it (a byte offset) of every frame, the outermost first."""
 
 
 class Entry(NamedTuple):

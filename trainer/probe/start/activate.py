@@ -69,7 +69,7 @@ def _on_torch(_module: ModuleType) -> None:
 
 
 def _on_dynamo(module: ModuleType) -> None:
-    """Keep the hooks out of ``torch.compile``: it would trace them, guard on their counters and compile anew."""
+    """Keep the hooks out of ``torch.compile``: it would trace them, guard on their counters and compile again."""
     module.add(str(__package__).rpartition(".")[0])
 
 
