@@ -21,7 +21,7 @@ from ...protocol.telemetry import LogLine
 from ...protocol.text import gib, sanitize
 
 LINE_LIMIT = 4096
-LINES_A_LOOK = 200
+LINES_A_POLL = 200
 LINES_IN_ALL = 4000
 READ_LIMIT = 1 << 20
 BACKLOG_LIMIT = 4 << 20
@@ -143,7 +143,7 @@ class _File:
 
     @staticmethod
     def _text(raw: bytes) -> str:
-        # The last state that is not blank: tqdm clears its line with blanks before it writes anew.
+        # The last state that is not blank: tqdm clears its line with blanks before it writes again.
         for state in reversed(raw.split(b"\r")):
             if state.strip():
                 text = state[: LINE_LIMIT * 4 + 1].decode("utf-8", errors="replace").rstrip()
@@ -178,12 +178,12 @@ class LogTail:
             self._scan_at = clock + SCAN_S
             self._scan()
         now = time.time()
-        quota = max(10, min(LINES_A_LOOK, LINES_IN_ALL // max(1, len(self._files))))
+        quota = max(10, min(LINES_A_POLL, LINES_IN_ALL // max(1, len(self._files))))
         lines: list[LogLine] = []
         for file in self._files.values():
             texts = file.grow(clock, quota)
             if last:
-                # What fits no single look is at most the backlog that is let grow.
+                # One poll reads at most READ_LIMIT; the unread rest is at most BACKLOG_LIMIT.
                 for _ in range(BACKLOG_LIMIT // READ_LIMIT):
                     texts += file.grow(clock, quota)
                 texts += file.rest()

@@ -38,35 +38,35 @@ from .step_message import closing_message, step_message, without_device
 
 POLL_MS = 100
 STEPS_SECONDS = 0.25
-"""Between two times that finished steps are sent: a screen is painted as often. What is sent together costs less than
-one by one, with the caches cold each time: 870 us of CPU time a step of 90 ms on a slow host of an H200."""
+"""Interval of sending finished steps: a screen is redrawn as often. A batch costs less than single messages,
+each with cold caches: 870 us of CPU time a step of 90 ms on a slow host of an H200."""
 LAST_STEPS_SECONDS = 0.25
-"""How long the device has to come past the last steps, when the rank ends."""
+"""Time limit for the device to pass the last steps, when the rank ends."""
 YIELD_SECONDS = 0.0002
 BEAT_SECONDS = 1.0
 CHANGED_BEAT_SECONDS = 0.1
-"""Of silence, before a heartbeat says that something has changed."""
+"""Silence after which a heartbeat reports a change."""
 FLOWING_BEAT_SECONDS = 0.5
-"""Between two heartbeats where steps leave no such silence: a rank that can say no more was last heard of in a phase
-that it was in lately."""
+"""Interval of heartbeats while steps leave no such silence: the last message of a rank that falls silent
+then has a recent phase."""
 TEND_SECONDS = 1.0
 
 
 class Publisher(threading.Thread):
-    """Sends a rank's messages to the hub of its run, which may not be there yet, or not any more.
+    """Sends a rank's messages to the hub of its run, which may not exist yet, or not any more.
 
     Args:
         rank: this rank.
-        introduction: what its hello says.
-        trained: what it trains.
+        introduction: contents of its hello.
+        trained: engine, model and optimizer that it trains.
         tracker: the phase machine.
-        outbox: what the training thread hands over.
-        pace: how long a step takes, filled in here.
-        stop: takes a request to stop.
-        hold: whether the rank is held.
-        oom_history: what steps were like, filled in here.
+        outbox: items from the training thread.
+        pace: usual time of a step, filled in here.
+        stop: receives a request to stop.
+        hold: the rank's hold at an out-of-memory error.
+        oom_history: figures of earlier steps, filled in here.
         phase_marks: the phases of the last steps, filled in here.
-        ready: each returns messages that the device has come past.
+        ready: functions that return messages whose values the device has copied.
         last_iterator: returns the dataloader iterator that was fetched from last, while it lives.
     """
 
@@ -92,7 +92,7 @@ class Publisher(threading.Thread):
         self._introduction = introduction
         self._tracker = tracker
         self._outbox = outbox
-        self._steps = outbox.folding
+        self._steps = outbox.pending
         self._pace = pace
         self._hold = hold
         self._oom_history = oom_history
@@ -100,10 +100,10 @@ class Publisher(threading.Thread):
         self._ready = ready
         self._sequence = 0
         self._changes = 0.0
-        """What the latest heartbeat told of."""
+        """Changes that the latest heartbeat reported."""
         self._beaten = 0.0
         self._spoken = 0.0
-        """When the latest heartbeat, and the latest heartbeat or step, was sent."""
+        """Times of the latest heartbeat, and of the latest heartbeat or step."""
         self._tended = 0.0
         self._sent_steps = 0.0
         self._ending = threading.Event()
@@ -130,7 +130,7 @@ class Publisher(threading.Thread):
         self._telemetry: Any = None
 
     def finish(self, seconds: float) -> None:
-        """Send what is left and end, within ``seconds``; called by the thread that ends the process."""
+        """Send the remaining messages and end, within ``seconds``; called by the thread that ends the process."""
         self._flush_seconds = seconds
         self._ending.set()
         self.join(seconds + 0.1)
@@ -145,7 +145,7 @@ class Publisher(threading.Thread):
             self.dropped += 1
 
     def run(self) -> None:
-        """Run until told to end."""
+        """Run until ``finish`` is called."""
         context: zmq.Context[Any] = zmq.Context()
         try:
             identity = self._rank.identity.encode()
@@ -161,7 +161,7 @@ class Publisher(threading.Thread):
         except Exception as error:
             self._rank.guard.disable(error)
         finally:
-            # Ends at once when everything is sent, after the linger when nobody takes it.
+            # Ends at once when everything is sent, after the linger when no peer receives it.
             context.term()
 
     def _work(self, ranks: Any) -> None:
@@ -195,7 +195,7 @@ class Publisher(threading.Thread):
                 self.send(message)
 
     def _tend(self) -> None:
-        """See, once a second, that what may be lost is there: the agent, and the handler that writes stacks."""
+        """Check, once a second, what may be lost: the agent, and the handler that writes stacks."""
         run_files.tend()
         loader = self._slow_facts.loader()
         if loader is not None:
@@ -237,7 +237,7 @@ class Publisher(threading.Thread):
                     return
                 raw = self._steps.popleft()
             except RuntimeError:
-                # The device is in an error state: what it has not told by now it never will.
+                # The device is in an error state: figures missing by now never arrive.
                 raw = without_device(self._steps.popleft())
             self._send_step(raw)
             if self._steps:
@@ -245,7 +245,7 @@ class Publisher(threading.Thread):
                 time.sleep(YIELD_SECONDS)
 
     def _send_last_steps(self) -> None:
-        """Give the device a moment to pass the last events; what has not passed then goes without device figures."""
+        """Wait briefly for the device to pass the last events; steps it has not passed go without device figures."""
         deadline = time.monotonic() + LAST_STEPS_SECONDS
         while self._steps and time.monotonic() < deadline:
             self._send_steps()
@@ -257,7 +257,7 @@ class Publisher(threading.Thread):
         self._captures.send_ready()
 
     def _send_rest(self, raw: StepRaw) -> None:
-        """Send what came after the last step; called when the process ends."""
+        """Send the record after the last step; called when the process ends."""
         try:
             passed = has_passed(raw.marks[-1].event)
         except RuntimeError:

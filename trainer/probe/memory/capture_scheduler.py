@@ -104,7 +104,7 @@ class CaptureScheduler:
             self._wanted = False
             self._drop()
             self._answer(False, f"{type(error).__name__}: {error}")
-            guard.log_error("a closer look at a step", error)
+            guard.log_error("a step capture", error)
         self.send_ready()
 
     def send_ready(self) -> None:
@@ -165,7 +165,7 @@ class CaptureScheduler:
         if capture is None:
             return
         if capture.failed:
-            guard.log(f"a closer look at step {capture.step} failed: {capture.failed}")
+            guard.log(f"the capture of step {capture.step} failed: {capture.failed}")
             self._taken += 1
             self._next = time.monotonic() + AFTER_FAILURE_SECONDS
             self._answer(False, capture.failed)
