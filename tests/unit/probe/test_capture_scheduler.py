@@ -1,4 +1,4 @@
-"""The close looks at a rank's steps, on a simulated allocator and real clocks."""
+"""Step captures of a rank, on a simulated allocator and real clocks."""
 
 import time
 from types import SimpleNamespace
