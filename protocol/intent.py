@@ -14,7 +14,7 @@ from .rundir import RunDir
 _RANK_KILL_REACH_SECONDS = 180.0
 """A job that ends this soon after one of its ranks was killed ended because of it."""
 LAUNCHER = "launcher"
-"""Who asked for the end, where a signal came to the launcher."""
+"""``Intent.by`` where the launcher received a signal."""
 
 
 class Intent(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -44,13 +44,13 @@ class Intent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def state(self) -> Literal["failed", "stopped"]:
-        """The state of a run that ended so: one that hung in its training has failed."""
+        """State of a run that ended for this intent: ``failed`` for a hang in training, else ``stopped``."""
         return "failed" if self.cause == "hang" else "stopped"
 
     def explains(self, exit_code: int, ended: float) -> bool:
         """Return whether the job's end is the requested one."""
         if self.verb == "SIGHUP" and exit_code == 0:
-            return False  # some scripts read their configuration anew for it
+            return False  # some scripts reload their configuration on it
         if not self.ranks:
             return True
         return exit_code != 0 and ended - self.time < _RANK_KILL_REACH_SECONDS

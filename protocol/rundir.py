@@ -1,15 +1,15 @@
-"""The run directory: where everything of one run lies.
+"""The run directory: all files of one run.
 
 ``runs/RUN-ID/`` in the user's directory (``run_store.home``), mode 0700, holds::
 
-    run.json        what was started: written once, by whoever created the run
+    run.json        the run's command and options: written once, by the process that created the run
     hub.json        the connection file: the living hub's process and addresses, 0600, written after binding
     hub.lock        held by the hub while it lives
-    exit.json       how the job ended: written once, by the launcher
-    left.json       what still ran when the job's command had ended: written by the launcher before it ends that
+    exit.json       the job's exit status: written once, by the launcher
+    left.json       processes still alive when the job's command had ended: written before the launcher ends them
     recording.sqlite
     config.yaml     the trainer's configuration, where the trainer is ftmon's own
-    prediction.json what its steps were predicted to take, by a dry run beside it
+    prediction.json predicted time of its steps, by a dry run beside it
     logs/           rank-0.out, rank-0.err ... one pair a rank, launcher.log, hub.log
     snapshots/      memory snapshots
 """
@@ -37,8 +37,8 @@ HOSTS = "hosts"
 
 _ROOM_BYTES = 4096
 _ROOMS = ("exit.json", "intent.json", "hub.json", "left.json", "run.json")
-"""Files for which so many bytes are kept on the disk: what was asked of a run, where its hub is and how it ended is
-written also when the disk has filled up meanwhile."""
+"""Files with disk space reserved, so that the run's command, its hub's address and its exit status can be written
+even if the disk has filled up meanwhile."""
 
 _IPC_PATH_LIMIT = 100
 """sockaddr_un holds 108 bytes; the longest socket name and a margin come off that."""
@@ -77,7 +77,7 @@ class HubFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ExitFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``exit.json``: how the job ended. ``exit_code`` is the job's, negative for a signal as in subprocess."""
+    """``exit.json``: the job's end. ``exit_code`` is the job's, negative for a signal as in subprocess."""
 
     exit_code: int
     time: float
@@ -92,8 +92,8 @@ class ExitFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """Processes that could not be ended."""
 
 
-class LeftFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``left.json``: what still ran when the job's command had ended; the launcher ends it."""
+class LeftoversFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``left.json``: processes still alive when the job's command had ended; the launcher ends them."""
 
     time: float
     exit_code: int | None
@@ -116,27 +116,27 @@ class RunDir:
 
     @property
     def recording(self) -> Path:
-        """Where the recording is."""
+        """Path of the recording."""
         return self.path / "recording.sqlite"
 
     @property
     def logs(self) -> Path:
-        """Where the log files are."""
+        """Folder of the log files."""
         return self.path / "logs"
 
     @property
     def snapshots(self) -> Path:
-        """Where memory snapshots go."""
+        """Folder of memory snapshots."""
         return self.path / "snapshots"
 
     @property
     def config(self) -> Path:
-        """Where the trainer's own configuration is kept."""
+        """Path of the trainer's own configuration."""
         return self.path / "config.yaml"
 
     @property
     def prediction(self) -> Path:
-        """Where the prediction of the trainer's own configuration is kept: the message ``prediction`` as JSON."""
+        """Path of the prediction for the trainer's own configuration: the message ``prediction`` as JSON."""
         return self.path / "prediction.json"
 
     def rank_log(self, rank: int, stream: str) -> Path:
@@ -176,12 +176,12 @@ class RunDir:
         return self._read("hub.json", HubFile)
 
     def read_exit(self) -> ExitFile | None:
-        """Read how the job ended; None while it has not."""
+        """Read ``exit.json``; None while the job runs."""
         return self._read("exit.json", ExitFile)
 
-    def read_left(self) -> LeftFile | None:
-        """Read what the job's command left running; None where it left nothing."""
-        return self._read("left.json", LeftFile)
+    def read_leftovers(self) -> LeftoversFile | None:
+        """Read ``left.json``; None if the job's command left no process."""
+        return self._read("left.json", LeftoversFile)
 
     def living_hub(self) -> HubFile | None:
         """Return the connection file of a hub whose process lives on this host, else None."""
@@ -196,12 +196,12 @@ class RunDir:
         """Write the connection file atomically, mode 0600."""
         self.write_certain("hub.json", _encode(content))
 
-    def write_left(self, content: LeftFile) -> None:
+    def write_leftovers(self, content: LeftoversFile) -> None:
         """Write ``left.json`` atomically."""
         self.write_certain("left.json", _encode(content))
 
     def write_exit(self, content: ExitFile) -> None:
-        """Write ``exit.json`` atomically, and give the room back that was kept for files to come."""
+        """Write ``exit.json`` atomically, and release the disk space reserved for later files."""
         self.write_certain("exit.json", _encode(content))
         for name in _ROOMS:
             with contextlib.suppress(OSError):
@@ -239,7 +239,7 @@ class RunDir:
 
     @property
     def socket_dir(self) -> Path:
-        """Where the sockets are: here, or in a short 0700 twin where the path is too long.
+        """Folder of the sockets: this one, or a short 0700 twin where the path is too long.
 
         Also for another host's directory: the file system it lies on may be shared, and a socket must not be.
         """
@@ -252,7 +252,7 @@ class RunDir:
         return RunDir(self.path / HOSTS / (re.sub(r"[^A-Za-z0-9._-]+", "-", host).strip("-.") or "host"))
 
     def remove_sockets(self, channels: Iterable[str]) -> None:
-        """Remove what the channels' sockets left on disk, the short twin directory included, after the hub ended."""
+        """Remove the channels' socket files, the short twin directory included, after the hub ended."""
         for channel in channels:
             path = Path(self.ipc_address(channel).removeprefix("ipc://"))
             path.unlink(missing_ok=True)
@@ -261,7 +261,7 @@ class RunDir:
                     path.parent.rmdir()
 
     def lock_hub(self) -> int:
-        """Take the hub's lock; the returned descriptor holds it until it is closed or the process ends.
+        """Acquire the hub's lock; the returned descriptor holds it until it is closed or the process ends.
 
         Raises:
             HubError: another hub of this run lives.

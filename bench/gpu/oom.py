@@ -83,7 +83,7 @@ def hold(name: str) -> dict[str, Any]:
         "it did not fit at first": bool(retries) and "does not fit" in retries[0],
         "freeing freed": any(code.startswith("free") and answer.startswith("freed") for code, answer in answers),
         "then it fitted": bool(retries) and "fit now" in retries[-1],
-        "it was let go": released == "rank 0 let go",
+        "it was released": released == "rank 0 released",
         "and failed as without ftmon": ended,
     }
     return {**result, "checks": checks, "ok": result["ok"] and all(checks.values())}

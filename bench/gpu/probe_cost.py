@@ -102,7 +102,7 @@ class Switch:
         assert active.training is not None, "start this under `ftmon run`"
         self.training = active.training
         self.publisher: Any = next(t for t in threading.enumerate() if t.name == "ftmon-publisher")
-        self.watch = self.publisher._allocator
+        self.watch = self.publisher._captures
         self.costs_us: list[float] = []
         finish = self.training.tracker._finish
 

@@ -164,9 +164,13 @@ class Detectors:
         alerts += self._store.tick(now, everything=over)
         return alerts
 
-    def left(self, now: float, code: int | None, count: int, processes: list[str]) -> list[Message]:
+    def job_ended_first(self, now: float, code: int | None, count: int, processes: list[str]) -> list[Message]:
         """Take in that the job's command ended before its ranks did; return the alerts to send."""
-        return [] if self._tracker.kill_asked else list(self._put(now, self._death.left(now, code, count, processes)))
+        return (
+            []
+            if self._tracker.kill_asked
+            else list(self._put(now, self._death.job_ended_first(now, code, count, processes)))
+        )
 
     def stacks(self, now: float, action: Action, answers: Mapping[int, Result]) -> list[Message]:
         """Look at the stacks that were asked for; return the alerts to send."""
@@ -302,7 +306,8 @@ class Detectors:
             kill = fact.kernel_kill if fact is not None else None
             pressure = self._moments.pressure(now, state.rank)
             alone = tracked is not None and tracked.hello is not None and tracked.hello.world_size == 1
-            alerts += self._put(now, self._death.gone(now, state, self._tracker.kill_asked, kill, pressure, alone))
+            asked = self._tracker.kill_asked
+            alerts += self._put(now, self._death.process_gone(now, state, asked, kill, pressure, alone))
         if state.state in ("gone", "finished"):
             alerts += self._put(now, [*self._slow.drop(state.rank), *self._leak.drop(state.rank)])
             alerts += self._findings.put(now, self._monitor.drop(state.rank))

@@ -119,5 +119,5 @@ def test_errors_of_the_driver_can_be_watched_from_its_events_where_the_log_canno
     xids = Xids("here", str(tmp_path / "none"))
     assert xids._events is not None
     assert len(xids._handles) == len(smi("index"))
-    assert xids.look() == []
+    assert xids.poll() == []
     xids.close()

@@ -71,7 +71,7 @@ def test_it_is_said_watched_and_its_end_is_told(sleeper: processes.Process):
 
 
 def test_a_process_that_waits_for_the_kernel_is_not_asleep(sleeper: processes.Process):
-    look = activity.look(sleeper.pid, None, processes.table(), 1.0)
+    look = activity.measure(sleeper.pid, None, processes.table(), 1.0)
     assert look.on_disk
     assert look._replace(time=2.0).work_since(look) == "disk"
     assert "uninterruptible" in describe(sleeper)
@@ -95,9 +95,9 @@ def test_a_sleeping_process_rests_and_one_that_computes_or_wakes_up_or_whose_chi
             deadline = time.monotonic() + SECONDS
             while rests and (found := processes.read(process.pid)) is not None and found.state != "S":
                 assert time.monotonic() < deadline
-            first = activity.look(process.pid, None, processes.table(), time.monotonic())
+            first = activity.measure(process.pid, None, processes.table(), time.monotonic())
             time.sleep(0.5)  # the time that is judged
-            second = activity.look(process.pid, None, processes.table(), time.monotonic())
+            second = activity.measure(process.pid, None, processes.table(), time.monotonic())
             rested = first.state == second.state == "S" and not second.work_since(first)
             assert rested is rests, (script, first, second)
         finally:

@@ -43,7 +43,7 @@ def test_a_rank_is_held_looked_at_and_let_go_and_the_report_is_there_afterwards(
     assert "verdict: simply too large" in live.stdout, live.stderr
 
     released = home.run("release", run)
-    assert (released.returncode, released.stdout) == (0, "rank 0 let go\n")
+    assert (released.returncode, released.stdout) == (0, "rank 0 released\n")
     status, text, errors = follow_to_end(process)
     assert status == 1, text + errors
     assert "can't allocate memory" in text + errors  # the original error, as without ftmon

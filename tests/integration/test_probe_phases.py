@@ -78,8 +78,7 @@ def test_a_reference_s_forward_is_part_of_the_training_step_and_an_evaluation_is
             # The fetches of the held-out batches are part of it; the first sleeps alone are 180 ms.
             assert missing(step, own, "eval") <= 0.05, own
     assert median(missing(step, own, "forward") for step, own in zip(steps, truth, strict=True)) < 0.003
-    # In step 7 the policy is in evaluation mode without gradients for 30 ms: no heartbeat can know better before the next
-    # forward.
+    # In step 7 the policy is in evaluation mode without gradients for 30 ms, decided by its next forward alone.
     assert not [beat for beat in collector.of(Heartbeat) if beat.phase == "eval" and beat.step not in (4, 7)]
 
 

@@ -52,9 +52,9 @@ def test_what_a_process_tree_does_is_seen_from_outside(script: str, work: Work):
         assert process.stdout.readline() == b"up\n"
         deadline = time.monotonic() + SECONDS
         while True:  # a child may still start
-            first = activity.look(process.pid, None, processes.table(), time.monotonic())
+            first = activity.measure(process.pid, None, processes.table(), time.monotonic())
             time.sleep(0.7)  # the time that is judged
-            second = activity.look(process.pid, None, processes.table(), time.monotonic())
+            second = activity.measure(process.pid, None, processes.table(), time.monotonic())
             found = second.work_since(first)
             if found == work or time.monotonic() > deadline:
                 break

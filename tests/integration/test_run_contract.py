@@ -54,7 +54,7 @@ def test_a_command_that_ends_before_what_it_started_is_the_alert_and_its_process
     assert status == 3, errors
     assert "the job's command ended (exit code 3) before its ranks" in output
     run = home.newest()
-    left, end = run.read_left(), run.read_exit()
+    left, end = run.read_leftovers(), run.read_exit()
     assert left is not None
     assert end is not None
     assert (left.exit_code, left.count, end.left) == (3, 1, [])

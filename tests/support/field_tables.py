@@ -73,7 +73,7 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     intent.Intent,
     rundir.HubFile,
     rundir.ExitFile,
-    rundir.LeftFile,
+    rundir.LeftoversFile,
     process.ProcessId,
     hosts.KernelKill,
     hosts.ProcessState,

@@ -31,7 +31,7 @@ def driven(path: Path, ranks: int = 2) -> Path:
         began = t + 9
         for t, message in _job(number, ranks, began):
             frames += [Frame(0, t, told) for told in _counted(table, message, t)]
-        frames += [Frame(0, t, told) for told in table.look(t)]
+        frames += [Frame(0, t, told) for told in table.poll(t)]
     frames.append(Frame(0, t, table.describe(table.jobs[len(LENGTHS)], t)))
     return write(path, [structs.replace(frame, seq=seq) for seq, frame in enumerate(frames, 1)])
 
@@ -49,7 +49,7 @@ def _counted(table: JobTable, message: Message, t: float) -> Iterator[Message]:
         if isinstance(message, Step):
             table.step(sender, message)
         else:
-            table.take(sender, message)
+            table.add(sender, message)
     yield message
 
 

@@ -1,6 +1,6 @@
 """``python -m ftmon.trainer.agent PLACE JOIN LOCK``: run the agent on another host of a run.
 
-Started by the first rank there (``probe.link.run_files``), with the lock already taken.
+Started by the first rank there (``probe.link.run_files``), with the lock already acquired.
 """
 
 import os
@@ -12,7 +12,7 @@ def main(argv: list[str]) -> int:
     if len(argv) != 3 or not argv[2].isdecimal():
         print("usage: python -m ftmon.trainer.agent PLACE JOIN-FILE LOCK-DESCRIPTOR", file=sys.stderr)
         return 2
-    # A launcher ends everything that descends from its ranks; what watches them must not be among it.
+    # A launcher ends all descendants of its ranks; the agent must not be one of them.
     if os.fork():
         os._exit(0)
     from ...protocol.errors import FtmonError

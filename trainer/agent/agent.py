@@ -46,8 +46,8 @@ TICK_SECONDS = 0.25
 BEAT_SECONDS = 1.0
 ALONE_SECONDS = 60.0
 """After this long without a rank here and without the hub, the run counts as over."""
-LAST_WORDS_SECONDS = 5.0
-"""How long it tries, at its end, to have everything confirmed."""
+FLUSH_SECONDS = 5.0
+"""Time limit, at its end, for confirmation of all messages."""
 _DRAIN = 512
 _RANK = re.compile(r"rank-(\d+)-(\d+)-(\d+)")
 _FAILURES = 100
@@ -71,7 +71,7 @@ class Agent:
         self._uplink = Uplink(self._context, join, self._identity)
         self._proxies = Proxies(self._context, join, self._ranks)
         self._commands = Commands(self._context, join, self._identity, self._targets, self._mailbox.post)
-        self._supervisor = Supervisor(lambda: self._mailbox.post(self._take_facts))
+        self._supervisor = Supervisor(lambda: self._mailbox.post(self._collect_facts))
         self._devices = DeviceSampler(self._host, self._rank_pids)
         self._host_watch = HostWatch(self._host, place.path, self._rank_pids)
         self._logs = LogTail(place)
@@ -100,7 +100,7 @@ class Agent:
             self._loop()
             if not self._told_to_end:
                 self._sweep()
-            self._last_words()
+            self._flush()
         finally:
             self._close()
         return 0
@@ -153,7 +153,7 @@ class Agent:
                     self._pass_on(frames[0], frames[1])
 
     def _pass_on(self, header: bytes, body: bytes) -> None:
-        """Pass one message of a rank on, untouched; who sent it may be new."""
+        """Forward one message of a rank unchanged; its sender may be new."""
         with contextlib.suppress(ProtocolError):
             sender = wire.decode_header(header).src
             if sender not in self._names:
@@ -169,12 +169,12 @@ class Agent:
         self._supervisor.watch(int(found[1]), int(found[2]), int(found[3]))
 
     def _tick(self, now: float) -> None:
-        self._take_facts()
+        self._collect_facts()
         for sample in (*self._devices.poll(), *self._host_watch.poll()):
             self._put(msgspec.structs.replace(sample, time=sample.time + self._offset))
         self._put_logs()
         if self._uplink.silent:
-            self._lost_way()
+            self._search_again()
         if now >= self._next_beat:
             self._beat(now)
         if self._supervisor.alive() or self._uplink.connected or self._commands.kills_under_way:
@@ -190,7 +190,7 @@ class Agent:
         for line in self._logs.poll(last=last):
             self._put(msgspec.structs.replace(line, time=line.time + self._offset))
 
-    def _take_facts(self) -> None:
+    def _collect_facts(self) -> None:
         changed = False
         for fact in self._supervisor.poll():
             before = self._facts.get(fact.rank)
@@ -208,7 +208,7 @@ class Agent:
         return self._uplink.clock_offset or 0.0
 
     def _put(self, message: Message) -> None:
-        """Have a message of the agent's own reach the hub."""
+        """Queue a message of the agent's own for the hub."""
         self._sequence += 1
         header, body = wire.encode(self._identity, self._sequence, time.time(), message)
         self._uplink.put(header, body)
@@ -220,7 +220,7 @@ class Agent:
             ProcessState(f.rank, f.pid, f.start_ticks, f.alive, f.proc_state, f.exit_code, f.signal, f.kernel_kill)
             for f in self._facts.values()
         ]
-        uplink.say(
+        uplink.send_beat(
             AgentBeat(
                 host=self._host,
                 pid=self._me.pid,
@@ -253,8 +253,8 @@ class Agent:
             self._proxies.add(name.encode())
         self._next_beat = 0.0
 
-    def _lost_way(self) -> None:
-        """Begin anew with the search for the hub; what was under way goes again."""
+    def _search_again(self) -> None:
+        """Search for the hub again; messages in flight are sent again."""
         if not self._uplink.connected:
             self._route.avoid(self._address)
         self._uplink.disconnect()
@@ -282,7 +282,7 @@ class Agent:
         self._ending = self._told_to_end = True
 
     def _sweep(self) -> None:
-        """End what is left of the run on this host."""
+        """End the remaining processes of the run on this host."""
         left = self._members()
         if left:
             names = ", ".join(f"{process.pid} ({process.name})" for process in left[:8])
@@ -291,19 +291,19 @@ class Agent:
         for process in left:
             print(f"still there: pid {process.pid} ({process.name}) in state {process.state}", flush=True)
 
-    def _last_words(self) -> None:
-        """Send what is left to send, and a goodbye."""
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
+    def _flush(self) -> None:
+        """Send the remaining messages, and a goodbye."""
+        deadline = time.monotonic() + FLUSH_SECONDS
         self._drain()
         self._put_logs(last=True)
-        self._take_facts()
+        self._collect_facts()
         while self._owes and time.monotonic() < deadline:
             self._turn(50)
         self._beat(time.monotonic(), leaving=not self._told_to_end)
 
     @property
     def _owes(self) -> bool:
-        """Whether the hub is still to get something that it can get."""
+        """Whether kills are under way, or messages wait that can still reach the hub."""
         return bool(self._commands.kills_under_way or (self._uplink.connected and self._uplink.waiting))
 
     def _close(self) -> None:
@@ -322,7 +322,7 @@ class Agent:
             self._remove_traces()
 
     def _remove_traces(self) -> None:
-        """Remove what is of no more use: sockets, the lock, and the key where it was put here for this run alone."""
+        """Remove sockets, the lock, and the key if it was placed here for this run alone."""
         for name in ("telemetry.sock", "ranks.sock", "agent.lock"):
             (self._place.socket_dir / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):

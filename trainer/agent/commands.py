@@ -63,7 +63,7 @@ class Commands:
         """The last answer to each command, by its id: the hub asks until it has a result; nothing is done twice."""
 
     def connect(self, address: str) -> None:
-        """Connect anew."""
+        """Connect again."""
         self.close()
         self.socket = sockets.peer_socket(self._context, "ranks", self._identity.encode())
         sockets.secure_client(self.socket, self._join.pair, self._join.server_key)
@@ -103,10 +103,10 @@ class Commands:
         self._send(Result(command.id, outcome.ok, command.verb, outcome.text, outcome.data, time.time()))
 
     def _work(self, command: Command) -> Flow[Outcome]:
-        """Return what carries out a command.
+        """Return the coroutine that executes a command.
 
         Raises:
-            UsageError: an agent does not know its verb, or its arguments.
+            UsageError: unknown verb, or invalid arguments.
         """
         match command.verb:
             case "kill":

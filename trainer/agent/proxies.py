@@ -1,4 +1,4 @@
-"""Commands for the ranks of this host: what the hub sends to a rank goes on to it untouched, and so do its answers."""
+"""Forwards the hub's commands to the ranks of this host, and their answers back, unchanged."""
 
 import contextlib
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Proxies:
         return iter(self._by_name.values())
 
     def connect(self, address: str) -> None:
-        """Connect all anew: after a cut the old connections may not know yet that they are dead."""
+        """Connect all again: after a cut the old connections may not know yet that they are dead."""
         self._address = address
         for name in list(self._by_name):
             self._by_name.pop(name).close(linger=0)

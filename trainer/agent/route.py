@@ -1,4 +1,4 @@
-"""Finds the address of the hub that answers from here. A thread, because trying takes seconds."""
+"""Finds an address at which the hub answers. A thread, because trying takes seconds."""
 
 import socket
 import threading
@@ -9,12 +9,12 @@ _PAUSE_SECONDS = 1.0
 
 
 class Route(threading.Thread):
-    """Tries the hub's addresses whenever asked to, until one answers.
+    """Tries the hub's addresses on request, until one answers.
 
     Args:
-        addresses: where the hub may be, in order of preference.
+        addresses: possible addresses of the hub, in order of preference.
         port: a port on which it listens.
-        found: called, in this thread, with an address that took a connection.
+        found: called, in this thread, with an address that accepted a connection.
     """
 
     def __init__(self, addresses: list[str], port: int, found: Callable[[str], object]) -> None:
@@ -30,7 +30,7 @@ class Route(threading.Thread):
         self._wanted.set()
 
     def avoid(self, address: str) -> None:
-        """Try this address last: it took a connection, and no hub of this run answered there."""
+        """Try this address last: it accepted a connection, but no hub of this run answered."""
         if address in self._addresses:
             self._addresses.remove(address)
             self._addresses.append(address)

@@ -20,7 +20,7 @@ KEPT_BYTES = 64 << 20
 WINDOW = 4096
 """Messages under way at most; the hub confirms four times a second."""
 SILENT_SECONDS = 3.0
-"""Unanswered for so long the connection is given up: a cut link closes nothing."""
+"""A connection without an answer for this long is closed: a cut link produces no error."""
 _OVERHEAD = 200
 """Overhead of a message kept here, bytes."""
 
@@ -39,10 +39,10 @@ class Uplink:
     """One agent's connection to the hub's ``agents`` channel. Use it from one thread.
 
     Args:
-        context: where to make sockets.
+        context: ZeroMQ context of the sockets.
         join: the hub's keys, and ours.
         identity: this agent's name.
-        kept_bytes: how much may wait.
+        kept_bytes: limit of waiting messages.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Uplink:
 
     @property
     def silent(self) -> bool:
-        """Whether the present connection has brought nothing, or confirmed nothing, for too long."""
+        """Whether the present connection has brought no answer, or no confirmation, for too long."""
         if self.socket is None:
             return False
         now = time.monotonic()
@@ -94,7 +94,7 @@ class Uplink:
         return stuck or now - max(self._heard, self._connected_at) > SILENT_SECONDS
 
     def connect(self, address: str) -> None:
-        """Connect to the hub's ``agents`` channel anew; everything unconfirmed goes out again."""
+        """Connect to the hub's ``agents`` channel again; everything unconfirmed is sent again."""
         self.disconnect()
         socket = sockets.peer_socket(self._context, "agents", self._identity.encode())
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a hub that is not there
@@ -104,7 +104,7 @@ class Uplink:
         self._connected_at = time.monotonic()
 
     def disconnect(self) -> None:
-        """Give the connection up."""
+        """Close the connection."""
         if self.socket is not None:
             self.socket.close(linger=0)
             self.socket = None
@@ -112,7 +112,7 @@ class Uplink:
             self._waiting.appendleft(self._flying.pop())
 
     def put(self, header: bytes, body: bytes) -> None:
-        """Have one message reach the hub."""
+        """Queue one message for the hub."""
         self._number += 1
         kept = _Kept(self._number, header, body)
         self._waiting.append(kept)
@@ -122,7 +122,7 @@ class Uplink:
             self.dropped += 1
 
     def pump(self) -> None:
-        """Send what may be sent now."""
+        """Send the messages that fit the window."""
         socket = self.socket
         if socket is None:
             return
@@ -136,7 +136,7 @@ class Uplink:
                 socket.send_multipart(frames, zmq.NOBLOCK)
                 self._flying.append(self._waiting.popleft())
 
-    def say(self, beat: AgentBeat) -> None:
+    def send_beat(self, beat: AgentBeat) -> None:
         """Send a heartbeat, unnumbered; one that cannot be sent now is dropped."""
         if self.socket is not None:
             with contextlib.suppress(zmq.Again):

@@ -1,1 +1,1 @@
-"""What can be observed and done on one host: processes, signals, NVML, logs, disks."""
+"""Observation and control of one host: processes, signals, NVML, logs, disks."""

@@ -13,15 +13,15 @@ from ...protocol.telemetry import SelfDump
 from . import processes, traffic
 from .processes import Process
 
-__all__ = ["Activity", "look", "wchan"]
+__all__ = ["Activity", "measure", "wchan"]
 
 _OWN_THREADS = ("ZMQbg", "ftmon", "pt_", "gloo_", "NCCL")
 """Threads of the monitor's sockets, of PyTorch's watchdogs and of communication libraries poll many times a second, and
-move what other ranks send: no work of the script."""
+forward data of other ranks: that is no work of the script."""
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
-def look(
+def measure(
     pid: int,
     dump: SelfDump | None,
     table: Mapping[int, Process],
@@ -34,7 +34,7 @@ def look(
 
     Args:
         pid: a rank's process.
-        dump: which of its threads trains, and which is the probe's own; None: the main thread, and not known.
+        dump: identifiers of its training thread and of the probe's own; None: the main thread, and unknown.
         table: the process table (``processes.table``).
         now: ``time.monotonic``.
         sockets: ``traffic.by_socket``; None: read here.
@@ -100,7 +100,7 @@ class _Threads(NamedTuple):
 
 
 def _threads(pid: int, training: int, own: int) -> _Threads:
-    """Add up what the threads of one process have done; those that do no work of the script are left out."""
+    """Add up the work of one process's threads; those that do no work of the script are left out."""
     state, ticks, moved, chars, waits = "", 0, 0, 0, False
     try:
         threads = os.listdir(f"/proc/{pid}/task")

@@ -1,4 +1,4 @@
-"""Where the kernel mounts the control groups that count a process's memory."""
+"""Finds the mounted control groups that count a process's memory."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -33,7 +33,7 @@ _MARK = f"{RUN_ENV}=".encode()
 _JOINED = f"{JOIN_ENV}=".encode()
 """A process that joined another host's run carries the mark of a directory there."""
 _SETTLED_SECONDS = 60.0
-"""This long after its end, a run's other hosts have ended what was left."""
+"""This long after its end, a run's other hosts have ended their leftover processes."""
 _ANSWER_SECONDS = 2.0
 
 
@@ -49,7 +49,7 @@ class Orphan(msgspec.Struct, frozen=True):
     run: str
     """The run directory."""
     why: str
-    """How that run stands, in words."""
+    """State of that run, in words."""
     gpu_bytes: int
     """GPU memory it holds, as NVML lists it; 0 where it lists none."""
     sure: bool = True
@@ -82,7 +82,7 @@ def find() -> list[Orphan]:
             runs[mark] = orphan_reason(RunDir(mark), join)
         if runs[mark].why:
             found[process.pid] = (process, mark)
-    # What descends from an orphan was started with an environment of its own.
+    # Descendants of an orphan may have been started with an environment of their own.
     for process in processes.descendants(found, table):
         if process.alive and process.pid not in mine:
             parent = found.get(process.parent)
@@ -116,7 +116,7 @@ class OrphanReason(NamedTuple):
 
 
 def orphan_reason(run: RunDir, join: str = "") -> OrphanReason:
-    """Return how a run stands.
+    """Return the state of a run.
 
     Args:
         run: its directory, which is on another host or gone where there is none here.
@@ -141,7 +141,7 @@ def orphan_reason(run: RunDir, join: str = "") -> OrphanReason:
 
 
 def _elsewhere(path: str) -> OrphanReason:
-    """Return how a run of another host stands, as far as this host can know."""
+    """Return the state of a run of another host, as far as this host can know."""
     try:
         join = read_join(Path(path))
     except FtmonError:
@@ -184,9 +184,9 @@ def _ancestors(pid: int, table: dict[int, Process]) -> set[int]:
 def _gpu_memory(pids: set[int]) -> dict[int, int]:
     if not pids:
         return {}
-    from .gpu_memory import look
+    from .gpu_memory import gpu_use
 
-    found = look(pids)
+    found = gpu_use(pids)
     return found.held if found is not None else {}
 
 

@@ -1,6 +1,6 @@
 """Samples this host's devices beside the hub's main loop: GPUs through NVML where there are any, and the host always.
 
-NVML calls take milliseconds, and tens of them while a driver is busy, so a thread of its own makes them.
+NVML calls last milliseconds, and tens of them while a driver is busy, so a thread of its own makes them.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from .nvml import Nvml
 RETRY_SECONDS = 30.0
 """After NVML failed, or where there is none, it is tried again this often: a driver may come back."""
 HEALTH_SECONDS = 10.0
-"""Seconds between queries of faults and links: they change slowly, and PCIe counters take a driver some time."""
+"""Seconds between queries of faults and links: they change slowly, and PCIe counters occupy a driver for some time."""
 HEALTH_SENT_SECONDS = 60.0
 """Unchanged ones are sent this often."""
 _KEPT = 4096
@@ -31,9 +31,9 @@ class DeviceSampler(threading.Thread):
     """A thread that samples devices; ``start`` it, ``poll`` it, ``close`` it.
 
     Args:
-        host: Name of this host, for the samples.
-        rank_pids: Gives the pid of each rank of the run on this host; called from this thread before each sample.
-        interval_s: Seconds between samples.
+        host: name of this host, for the samples.
+        rank_pids: returns the pid of each rank of the run on this host; called from this thread before each sample.
+        interval_s: seconds between samples.
     """
 
     def __init__(self, host: str, rank_pids: Callable[[], dict[int, int]], interval_s: float = 1.0) -> None:
@@ -69,15 +69,15 @@ class DeviceSampler(threading.Thread):
         load = HostLoad()
         due = time.monotonic()
         while not self._ending.is_set():
-            self._samples.extend(self._look(load))
-            self._samples.extend(self._look_at_health())
-            # Kept to a beat; a look that took longer than the interval leaves beats out instead of bunching them.
+            self._samples.extend(self._sample(load))
+            self._samples.extend(self._sample_health())
+            # Samples keep to a beat; one that lasts longer than the interval skips beats instead of bunching them.
             due = max(due + self._interval_s, time.monotonic())
             self._ending.wait(due - time.monotonic())
         if self._nvml is not None:
             self._nvml.close()
 
-    def _look(self, load: HostLoad) -> list[DeviceSample]:
+    def _sample(self, load: HostLoad) -> list[DeviceSample]:
         try:
             pids = self._rank_pids()
         except RuntimeError:
@@ -85,13 +85,13 @@ class DeviceSampler(threading.Thread):
             pids = {}
         rank_of = {pid: rank for rank, pid in pids.items()}
         now = time.time()
-        samples = self._look_at_gpus(now, rank_of)
+        samples = self._sample_gpus(now, rank_of)
         # A file in /proc can vanish between two reads; the next beat brings the host again.
         with contextlib.suppress(OSError):
             samples.append(load.sample(self._host, now, rank_of))
         return samples
 
-    def _look_at_health(self) -> list[DeviceHealth]:
+    def _sample_health(self) -> list[DeviceHealth]:
         """Query faults and links where that is due; return those that changed or are due."""
         if self._nvml is None or time.monotonic() < self._health_due:
             return []
@@ -105,7 +105,7 @@ class DeviceSampler(threading.Thread):
                 found.append(one)
         return found
 
-    def _look_at_gpus(self, now: float, rank_of: dict[int, int]) -> list[DeviceSample]:
+    def _sample_gpus(self, now: float, rank_of: dict[int, int]) -> list[DeviceSample]:
         if self._nvml is None:
             if time.monotonic() < self._retry_at:
                 return []

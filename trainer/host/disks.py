@@ -15,19 +15,19 @@ from typing import Any
 from ...protocol.health import DiskSpace, Volume
 from ...protocol.text import sanitize
 
-LOOK_SECONDS = 10.0
-"""Seconds between searches for directories; free space is read at every call of ``look``."""
+SEARCH_SECONDS = 10.0
+"""Seconds between searches for directories; free space is read at every call of ``measure``."""
 SEND_SECONDS = 30.0
 """Unchanged figures are sent this often."""
 CHANGED_SHARE = 0.0005
-"""Of a volume's size: a smaller change waits for its turn."""
+"""Share of a volume's size: a smaller change waits for its turn."""
 MOST_VOLUMES = 16
 MOST_FILES = 512
 _NO_DISKS = ("/proc/", "/sys/", "/dev/")
 SHM = "/dev/shm"
 
 Place = tuple[str, str]
-"""A directory, and what the run uses it for."""
+"""A directory, and its use by the run."""
 
 
 class Disks:
@@ -36,7 +36,7 @@ class Disks:
     Args:
         host: name of this host, for the messages.
         run: the run's directory on this host.
-        rank_pids: gives the pid of each of the run's ranks on this host.
+        rank_pids: returns the pid of each of the run's ranks on this host.
         statvfs: ``os.statvfs``; replaceable in tests.
         root: where ``proc`` is; another place only in tests.
     """
@@ -57,7 +57,7 @@ class Disks:
         self._outputs: dict[int, str] = {}
         self._volumes: dict[int, Place] = {}
         """By device number."""
-        self._looked = -LOOK_SECONDS
+        self._searched = -SEARCH_SECONDS
         self._sent: dict[str, int] = {}
         self._sent_at = -SEND_SECONDS
 
@@ -66,15 +66,15 @@ class Disks:
         if path:
             self._outputs[rank] = path
 
-    def look(self, now: float | None = None) -> DiskSpace | None:
+    def measure(self, now: float | None = None) -> DiskSpace | None:
         """Return free space, or None while it has not changed enough.
 
         Args:
             now: monotonic seconds; only tests pass it.
         """
         now = time.monotonic() if now is None else now
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked = now
+        if now - self._searched >= SEARCH_SECONDS:
+            self._searched = now
             self._find()
         volumes: list[Volume] = []
         for path, use in self._volumes.values():

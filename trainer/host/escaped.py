@@ -18,7 +18,7 @@ _START_STACK = 25
 
 
 class Origin(NamedTuple):
-    """What identifies the children of one rank's process; to be read while it lives."""
+    """Marks that identify the children of one rank's process; to be read while it lives."""
 
     rank: int
     pid: int
@@ -28,7 +28,7 @@ class Origin(NamedTuple):
 
 
 def origin(rank: int, pid: int, table: Mapping[int, Process]) -> Origin | None:
-    """Read what identifies a rank's children; None when the process is gone."""
+    """Read the marks of a rank's children; None when the process is gone."""
     process = table.get(pid)
     if process is None:
         return None

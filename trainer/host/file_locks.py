@@ -1,4 +1,4 @@
-"""Which processes are blocked on a file lock, and who holds it: /proc/locks of proc(5)."""
+"""Finds processes blocked on a file lock, and the lock's holder: /proc/locks of proc(5)."""
 
 import os
 import re

@@ -13,7 +13,7 @@ T = TypeVar("T")
 Flow = Coroutine["Reply[Any]", None, T]
 """A coroutine that awaits replies, and other flows."""
 Post = Callable[[Callable[[], object]], None]
-"""Has the main loop make a call; any thread."""
+"""Schedules a call in the main loop; any thread."""
 
 
 class Reply(Generic[T]):

@@ -1,7 +1,7 @@
 """Checks that GPU memory is free after a kill: by NVML's list of processes, and by the devices' totals.
 
 In a container NVML may list the pids of another namespace, or none at all. So the processes are looked up before the
-kill too: where they were not found then, not finding them afterwards proves nothing, and the devices' totals decide.
+kill too: if they were not found then, their absence afterwards proves nothing, and the devices' totals decide.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import pynvml
 
 from ...protocol.text import gib
 
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 class GpuUse(NamedTuple):
@@ -27,7 +27,7 @@ class GpuUse(NamedTuple):
     """The GPUs on which they hold it."""
 
 
-def look(pids: Collection[int]) -> GpuUse | None:
+def gpu_use(pids: Collection[int]) -> GpuUse | None:
     """Sample the GPUs; None without NVML."""
     try:
         pynvml.nvmlInit()
@@ -52,14 +52,14 @@ def look(pids: Collection[int]) -> GpuUse | None:
     return GpuUse(held, used, frozenset(devices))
 
 
-def look_until_free(pids: Collection[int], seconds: float) -> GpuUse | None:
+def wait_until_free(pids: Collection[int], seconds: float) -> GpuUse | None:
     """Sample until none of ``pids`` holds GPU memory, for ``seconds`` at most; return the last sample."""
     deadline = time.monotonic() + seconds
     while True:
-        found = look(pids)
+        found = gpu_use(pids)
         if found is None or not found.held or time.monotonic() >= deadline:
             return found
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def verdict(before: GpuUse | None, after: GpuUse | None) -> tuple[bool, str]:
@@ -69,7 +69,7 @@ def verdict(before: GpuUse | None, after: GpuUse | None) -> tuple[bool, str]:
     if after.held:
         listed = ", ".join(f"{gib(size)} of pid {pid}" for pid, size in after.held.items())
         return True, f"NVML still lists {listed}"
-    # Other GPUs are other people's: what begins there meanwhile would speak against a kill that worked.
+    # Other GPUs belong to other people: a process that starts there meanwhile would count against a kill that worked.
     theirs = before.devices or before.used.keys()
     was, now = (sum(look.used.get(device, 0) for device in theirs) for look in (before, after))
     fell = f"the GPUs' memory in use went from {gib(was)} to {gib(now)}"

@@ -54,7 +54,7 @@ def read_kill(record: str) -> LogKill | None:
 
 
 def kill_count(group: Path) -> int | None:
-    """Return how many processes of a control group the kernel has killed for memory; None where that is unknown."""
+    """Return the number of a control group's processes that the kernel killed for memory; None: unknown."""
     for name in ("memory.events", "memory.oom_control"):
         try:
             lines = (group / name).read_text().splitlines()
@@ -88,7 +88,7 @@ class KernelKills:
         self._counts: dict[Path, deque[tuple[float, int]]] = {}
         self._resident: dict[int, int] = {}
 
-    def look(self, pid: int, now: float) -> None:
+    def record(self, pid: int, now: float) -> None:
         """Record a living process's control group, its counts and the process's size; about once a second.
 
         Args:

@@ -16,20 +16,20 @@ from ...protocol.text import duration, sanitize
 from . import processes
 from .escaped import Origin, escaped, origin
 from .flow import Post, Reply
-from .gpu_memory import GpuUse, look, look_until_free, verdict
+from .gpu_memory import GpuUse, gpu_use, verdict, wait_until_free
 from .processes import RANK_PID_ENV, Process
 from .terminate import sweep
 
 INT_SECONDS = 2.0
 TERM_SECONDS = 3.0
 KILL_SECONDS = 8.0
-"""How long each step of an escalation may take before the next; the last is how long a kill may take at all."""
+"""Time limit of each step of an escalation; the last is that of the whole kill."""
 ONE_SIGNAL_SECONDS = 8.0
-"""How long to wait after a signal that the person chose."""
+"""Time to wait after a single signal that the user chose."""
 _GPU_SECONDS = 5.0
 _RANK_PID = f"{RANK_PID_ENV}=".encode()
 _LAUNCHER = "ftmon.trainer.launch"
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class Target(NamedTuple):
@@ -84,7 +84,7 @@ class Kill(threading.Thread):
         self._done = done
         self._known: dict[tuple[int, int], Process] = {}
         self._origins: list[Origin] = []
-        """What identifies processes that the ranks started, read before the first signal."""
+        """Marks of processes that the ranks started, read before the first signal."""
         self._last_signal: signal.Signals | None = None
         self._refused: set[int] = set()
         self._gpus_before: GpuUse | None = None
@@ -104,7 +104,7 @@ class Kill(threading.Thread):
         self._origins = [one for one in origins if one is not None]
         first = self._find()
         if self._on_gpu:
-            self._gpus_before = look([process.pid for process in first])
+            self._gpus_before = gpu_use([process.pid for process in first])
         left = self._escalate(first) if self._number is None else self._one_signal(first, self._number)
         return self._report(left, time.monotonic() - begun)
 
@@ -162,10 +162,10 @@ class Kill(threading.Thread):
         return left
 
     def _wait(self, left: list[Process], seconds: float, stop_early: bool = False) -> list[Process]:
-        """Wait until nothing is left, or (``stop_early``) no rank is; return what is left."""
+        """Wait until no process is left, or (``stop_early``) no rank is; return those left."""
         deadline = time.monotonic() + seconds
         while left and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
             left = self._find()
             if stop_early and not self._mains({process.pid: process for process in left}):
                 break
@@ -198,7 +198,7 @@ class Kill(threading.Thread):
         sentences += [self._why_left(process) for process in left]
         held = False
         if self._on_gpu:
-            held, words = verdict(self._gpus_before, look_until_free([process.pid for process in ended], _GPU_SECONDS))
+            held, words = verdict(self._gpus_before, wait_until_free([process.pid for process in ended], _GPU_SECONDS))
             sentences.append(words)
         strays = [] if self._whole_run else self._unattributed()
         if strays:
@@ -253,7 +253,7 @@ def kill(
     on_gpu: bool,
     post: Post,
 ) -> Reply[Outcome]:
-    """Start a ``Kill`` (see there), whose outcome arrives in the main loop that ``post`` makes calls in."""
+    """Start a ``Kill`` (see there); its outcome arrives in the main loop through ``post``."""
     reply: Reply[Outcome] = Reply()
 
     def done(outcome: Outcome) -> None:

@@ -9,7 +9,7 @@ from ...protocol.sockets import CHANNELS
 
 
 class Listen(NamedTuple):
-    """Where to listen. ``port`` is the first of ``len(CHANNELS)`` consecutive ones."""
+    """Address to listen on. ``port`` is the first of ``len(CHANNELS)`` consecutive ones."""
 
     host: str
     port: int
@@ -42,10 +42,10 @@ def parse_listen(text: str) -> Listen:
 
 
 def check_free(listen: Listen) -> None:
-    """Refuse ports that are taken.
+    """Raise if a port is in use.
 
     Raises:
-        UsageError: one of the ports is taken, or the address is not this host's.
+        UsageError: one of the ports is in use, or the address is not this host's.
     """
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     for port in range(listen.port, listen.port + len(CHANNELS)):

@@ -1,9 +1,9 @@
 """The run's log files as lines: each rank's own output and the launcher's, read as they grow.
 
-- Only whole lines; one that stays without its end for 2 s is given as it is.
+- Only whole lines; an unfinished line is returned as it is after 2 s.
 - A progress bar (text after carriage returns) counts by its last state: at most every 5 s while it moves, and at its
   end. Several bars below each other count as one.
-- A line is cut at 4,096 characters. Beyond 200 lines a file and look, the middle is left out and counted; beyond 4 MiB
+- A line is cut at 4,096 characters. Beyond 200 lines a file and poll, the middle is left out and counted; beyond 4 MiB
   the beginning is. A rank that prints a gigabyte must not stop the monitor.
 - A file that shrank or was replaced is read from its beginning.
 """
@@ -21,7 +21,7 @@ from ...protocol.telemetry import LogLine
 from ...protocol.text import gib, sanitize
 
 LINE_LIMIT = 4096
-LINES_A_LOOK = 200
+LINES_A_POLL = 200
 LINES_IN_ALL = 4000
 READ_LIMIT = 1 << 20
 BACKLOG_LIMIT = 4 << 20
@@ -52,13 +52,13 @@ class _File:
         self.bar = False
         """The partial line is the state of a progress bar."""
         self.skipping = False
-        """Within a line that was given up as too long, until its end."""
+        """Inside a line that is skipped as too long, until its end."""
         self.grew_at = 0.0
         self.bar_at = 0.0
         self.last_bar = ""
 
     def grow(self, now: float, quota: int) -> list[str]:
-        """Read what was added; return the lines, at most ``quota`` and a few words about what was left out."""
+        """Read the added bytes; return the lines, at most ``quota``, with a note of those left out."""
         try:
             info = os.stat(self.path)
         except OSError:
@@ -117,7 +117,7 @@ class _File:
             if not self.skipping:
                 lines.append(self._text(last))
             last, self.skipping = b"", True
-        # Of a bar only what may still be on the line is kept: the last state, or the one being written over it.
+        # Of a bar only the visible part is kept: the last state, or the one being written over it.
         states = last.split(b"\r")
         self.bar = len(states) > 1
         self.partial = b"\r".join(states[-2:])
@@ -143,7 +143,7 @@ class _File:
 
     @staticmethod
     def _text(raw: bytes) -> str:
-        # The last state that is not blank: tqdm clears its line with blanks before it writes anew.
+        # The last state that is not blank: tqdm clears its line with blanks before it writes again.
         for state in reversed(raw.split(b"\r")):
             if state.strip():
                 text = state[: LINE_LIMIT * 4 + 1].decode("utf-8", errors="replace").rstrip()
@@ -168,22 +168,22 @@ class LogTail:
         self._scan_at = 0.0
 
     def poll(self, *, last: bool = False) -> list[LogLine]:
-        """Return what was written since the last call, stamped with the time of reading; never waits.
+        """Return the lines written since the last call, stamped with the time of reading; never waits.
 
         Args:
-            last: Nothing more will be written: give lines that never ended as well.
+            last: no more writes follow: return unfinished lines as well.
         """
         clock = time.monotonic()
         if last or clock >= self._scan_at:
             self._scan_at = clock + SCAN_S
             self._scan()
         now = time.time()
-        quota = max(10, min(LINES_A_LOOK, LINES_IN_ALL // max(1, len(self._files))))
+        quota = max(10, min(LINES_A_POLL, LINES_IN_ALL // max(1, len(self._files))))
         lines: list[LogLine] = []
         for file in self._files.values():
             texts = file.grow(clock, quota)
             if last:
-                # What fits no single look is at most the backlog that is let grow.
+                # One poll reads at most READ_LIMIT; the unread rest is at most BACKLOG_LIMIT.
                 for _ in range(BACKLOG_LIMIT // READ_LIMIT):
                     texts += file.grow(clock, quota)
                 texts += file.rest()

@@ -13,7 +13,7 @@ _IOPRIO_IDLE = 3 << 13
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process killed when its parent ends, whose pid is given; at once where that one has ended already."""
+    """Have the kernel kill this process when its parent (by pid) ends; at once if that has ended already."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
@@ -41,6 +41,6 @@ def lower_priority(idle: bool = True) -> None:
 
 
 def _lower_priority(niceness: int) -> None:
-    """Set the niceness, of a process whose parent has a priority of its own, too; never below what it is."""
+    """Set the niceness, even if the parent has a priority of its own; never below the present one."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))

@@ -17,7 +17,7 @@ class Mailbox:
         return self._descriptor
 
     def post(self, call: Callable[[], object]) -> None:
-        """Have ``call`` made by the main loop, soon. Any thread may post."""
+        """Schedule ``call`` in the main loop, soon. Any thread may post."""
         self._calls.append(call)
         os.eventfd_write(self._descriptor, 1)
 

@@ -1,4 +1,4 @@
-"""Reads this host's GPUs through NVML; a figure that a device or driver does not give is None, never a guess."""
+"""Reads this host's GPUs through NVML; a figure that a device or driver does not provide is None, never a guess."""
 
 import contextlib
 from collections.abc import Callable
@@ -75,7 +75,7 @@ class Nvml:
         return samples
 
     def health(self, host: str, now: float) -> list[DeviceHealth]:
-        """Read faults and links of every GPU that has a handle; what one does not give is None."""
+        """Read faults and links of every GPU that has a handle; None where NVML has no value."""
         return [
             _health(index, handle, self._names[index][1], host, now)
             for index, handle in enumerate(self._handles)
@@ -141,7 +141,7 @@ def _links(handle: Any) -> int | None:
 
 
 def reasons_in_words(mask: int) -> list[str]:
-    """Name the bits of NVML's clock event (throttle) reasons; an idle GPU gives none."""
+    """Return the names of NVML's clock event (throttle) reasons; none for an idle GPU."""
     return [word for bit, word in _REASONS if mask & bit]
 
 
@@ -160,7 +160,7 @@ def _text(value: str | bytes | None) -> str:
 def _memory(handle: Any) -> tuple[int, int]:
     """Return (used, total) bytes as nvidia-smi shows them.
 
-    The first version of the call counts what the driver reserves for itself as used; the second tells it apart, and
+    The first version of the call counts memory that the driver reserves for itself as used; the second does not, and
     nvidia-smi's ``Used`` is the second's.
     """
     memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)

@@ -28,7 +28,7 @@ class PortHolder(NamedTuple):
 
 
 def holder_of(port: int) -> PortHolder | None:
-    """Return who listens on ``port``; None: no process does now, or it cannot be read."""
+    """Return the process that listens on ``port``; None: none does now, or it cannot be read."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for uid, inode in _listening(table, port):
             pid, command = _process_with(inode)

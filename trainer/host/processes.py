@@ -1,4 +1,4 @@
-"""Processes of a run, read from /proc: who descends from whom, who carries its mark, and signals that cannot miss.
+"""Processes of a run, read from /proc: descendants, processes with the run's mark, and signals that cannot miss.
 
 A process is always named by its pid together with its start time (``Process``): a pid alone may have been reused by the
 time a signal is sent. Everything here is Linux (proc(5), pidfd_open(2)).
@@ -19,7 +19,7 @@ from ...protocol.environment import RUN_ENV
 _GET_INFO = 0xC040FF0B
 """PIDFD_GET_INFO of linux/pidfd.h: ``_IOWR(0xFF, 11, struct pidfd_info)``, of the 64 bytes that it had at first."""
 _INFO_EXIT = 1 << 3
-"""PIDFD_INFO_EXIT, Linux 6.15: how a process ended that has been reaped."""
+"""PIDFD_INFO_EXIT, Linux 6.15: exit status of a process that has been reaped."""
 _INFO_BYTES = 64
 _EXIT_CODE_AT = 60
 _AGENT = "ftmon.trainer.agent"
@@ -133,8 +133,8 @@ def marked(run: Path, processes: Iterable[Process], rank_pid: int | None = None)
 def of_run(run: Path, roots: Iterable[int], spared: Collection[int]) -> list[Process]:
     """List every living process of a run: below ``roots``, or carrying the run's mark. ``spared`` pids are left out.
 
-    ``roots`` themselves are included unless spared. What descends from a marked process is included too: it may have
-    been started with an environment of its own. Agents of the hub are left out: they end by themselves.
+    ``roots`` are included unless spared. Descendants of a marked process are included too: they may have
+    been started with an environment of their own. Agents of the hub are left out: they end by themselves.
     """
     processes = table()
     start = {pid for pid in roots if pid in processes}
@@ -154,18 +154,18 @@ def runs_module(pid: int, module: str) -> bool:
 
 
 def send_signal(process: Process, number: signal.Signals) -> bool:
-    """Signal that very process; False when it is gone (or is no longer the same one).
+    """Signal exactly this process; False when it is gone (or its pid belongs to another).
 
     Goes through a pidfd, so the pid cannot be reused between check and signal.
 
     Raises:
-        PermissionError: the process belongs to someone else.
+        PermissionError: the process belongs to another user.
     """
     try:
         descriptor = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return False
-    except OSError:  # a kernel before 5.3: look, then signal
+    except OSError:  # a kernel before 5.3: check, then signal
         if same(process) is None:
             return False
         os.kill(process.pid, number)
@@ -204,7 +204,7 @@ def status_of_reaped(pidfd: int) -> int | None:
     Returns:
         None when it has not been reaped, or the kernel is older than 6.15 and forgets.
     """
-    info = bytearray(_INFO_BYTES)  # begins with the mask: what is asked for, and then what was given
+    info = bytearray(_INFO_BYTES)  # begins with the mask: requested fields, then the returned ones
     struct.pack_into("=Q", info, 0, _INFO_EXIT)
     with contextlib.suppress(OSError):
         fcntl.ioctl(pidfd, _GET_INFO, info)

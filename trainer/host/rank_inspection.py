@@ -1,4 +1,4 @@
-"""Inspects ranks of this host without their help: what their processes do, and their stacks by a signal."""
+"""Inspects ranks of this host without their help: their processes' activity, and their stacks by a signal."""
 
 import time
 from collections.abc import Collection
@@ -24,7 +24,7 @@ class Inspection(NamedTuple):
     """Reasons of those that did not."""
     activities: dict[int, Activity]
     locks: dict[int, LockWait] = {}  # noqa: RUF012
-    """Of ranks of this host that the kernel has blocked on a file lock."""
+    """File locks that the kernel has blocked ranks of this host on, by rank."""
 
 
 class InspectArgs(msgspec.Struct):
@@ -35,7 +35,7 @@ class InspectArgs(msgspec.Struct):
 
 
 def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspection:
-    """Read what ranks of this host do, and have the silent ones write their stacks. Blocks for seconds."""
+    """Read the activity of this host's ranks, and signal the silent ones to write their stacks. Blocks for seconds."""
     signalled = [target for target in targets if target.rank in silent]
     stacks = stack_dump.by_signal(signalled)
     why = {target.rank: why_silent(target) for target in signalled if target.rank not in stacks}
@@ -58,7 +58,7 @@ def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspect
             locks[target.rank] = LockWait(lock.path, holder=_in_words(lock.holder, holder))
         others = [daemon.pid for daemon in daemons.get(target.rank, [])]
         others += [holder.pid] if holder is not None else []
-        activities[target.rank] = activity.look(target.pid, target.dump, table, now, sockets, others, ranks)
+        activities[target.rank] = activity.measure(target.pid, target.dump, table, now, sockets, others, ranks)
     return Inspection(stacks, why, activities, locks)
 
 

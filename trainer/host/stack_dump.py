@@ -19,14 +19,14 @@ from . import processes
 from .processes import Process
 
 WRITE_SECONDS = 1.0
-"""How long a handler may take from the signal to the last line."""
+"""Time limit of a handler from the signal to the last line."""
 PY_SPY_SECONDS = 20.0
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 _LARGEST = 1 << 20
 
 
 class DumpTarget(NamedTuple):
-    """A rank whose stacks are wanted."""
+    """A rank that is to write its stacks."""
 
     rank: int
     pid: int
@@ -35,7 +35,7 @@ class DumpTarget(NamedTuple):
 
 
 def by_signal(targets: Iterable[DumpTarget]) -> dict[int, str]:
-    """Have ranks write their stacks, and return what they wrote; a rank that may not be signalled is left out.
+    """Signal ranks to write their stacks, and return these; a rank that may not be signalled is left out.
 
     Waits up to ``WRITE_SECONDS`` for all of them together; for a thread that may.
     """
@@ -49,7 +49,7 @@ def by_signal(targets: Iterable[DumpTarget]) -> dict[int, str]:
     found: dict[int, str] = {}
     deadline = time.monotonic() + WRITE_SECONDS
     while waiting and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
         for rank, (path, size) in list(waiting.items()):
             text = _added(path, size)
             # faulthandler writes line by line: it is done when nothing more comes.
@@ -80,7 +80,7 @@ def py_spy() -> str:
 
 
 def native(process: Process) -> tuple[str, str]:
-    """Have py-spy read a process's stacks, native frames included, where it may.
+    """Read a process's stacks with py-spy, native frames included, where it may.
 
     Returns:
         The stacks, or an empty string and why not. The process stands still meanwhile.

@@ -1,7 +1,7 @@
-"""Watches the ranks' processes on this host: alive, stopped, dead, and how they died.
+"""Watches the ranks' processes on this host: alive, stopped, dead, and their exit status.
 
 A thread of its own waits on pidfds, so a death is noticed at once, while the process is still a zombie and
-``/proc/PID/stat`` tells how it ended (field 52). Five times a second it reads the processes' states.
+``/proc/PID/stat`` has its exit status (field 52). Five times a second it reads the processes' states.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from ...protocol.analysis.stalls.rank_tracker import ProcessFact
 from . import processes
 from .kernel_log import KernelKills
 
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 _REPEAT_SECONDS = 1.0
 """A fact is repeated this often though nothing changed: it stays fresh."""
 
@@ -73,7 +73,7 @@ class Supervisor(threading.Thread):
         os.eventfd_write(self._wakeup, 1)
 
     def read_words(self, text: str) -> None:
-        """Read from a launcher's log line how a process ended, where its status was reaped before it could be read."""
+        """Read a process's exit status from a launcher's log line, if it was reaped before it could be read."""
         found = _TORCHRUN_EXIT.search(text)
         if found:
             code, pid = int(found.group(1)), int(found.group(2))
@@ -115,17 +115,17 @@ class Supervisor(threading.Thread):
         while not self._ending.is_set():
             ready: set[int] = set()
             with contextlib.suppress(InterruptedError):
-                ready = {descriptor for descriptor, _ in self._poller.poll(_LOOK_SECONDS * 1000)}
+                ready = {descriptor for descriptor, _ in self._poller.poll(_POLL_SECONDS * 1000)}
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wakeup)
             with self._lock:
-                self._look(ready)
+                self._check(ready)
 
-    def _look(self, ready: set[int]) -> None:
+    def _check(self, ready: set[int]) -> None:
         """Read every process, those with a signalled death first: others found dead died after them.
 
-        All are read before more is read about one of them: that takes time, in which a parent may end and reap the
-        others.
+        All are read before details of any: details take time, in which a parent may end and reap the
+        other processes.
         """
         living = [watched for watched in self._watched.values() if watched.fact is None or watched.fact.alive]
         seen: list[tuple[float, _Watched, processes.Process | None]] = []
@@ -143,7 +143,7 @@ class Supervisor(threading.Thread):
         changed = before is None or before.alive != fact.alive or _stopped(before) != _stopped(fact)
         if changed or now - watched.told_at >= _REPEAT_SECONDS:
             if fact.alive:
-                self._kills.look(watched.pid, now)
+                self._kills.record(watched.pid, now)
             watched.fact = fact
             watched.told_at = now
             self._facts.append(fact)

@@ -10,7 +10,7 @@ from .processes import Process
 
 _TERM_SECONDS = 2.0
 _KILL_SECONDS = 8.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 def sweep(
@@ -28,7 +28,7 @@ def sweep(
         kill_seconds: how long to go on after that.
 
     Returns:
-        What is still alive: processes in uninterruptible sleep (state D), as a rule.
+        Processes still alive: in uninterruptible sleep (state D), as a rule.
     """
     begun = time.monotonic()
     told: set[tuple[int, int]] = set()
@@ -46,4 +46,4 @@ def sweep(
                     processes.send_signal(process, signal.SIGTERM)
                     processes.send_signal(process, signal.SIGCONT)
         on_wait()
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)

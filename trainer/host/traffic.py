@@ -1,6 +1,6 @@
 """Bytes that TCP connections have sent and received, per socket, from the kernel's sock_diag(7) interface.
 
-``/proc/PID/io`` counts read(2) and write(2) only: what goes through send(2) and recv(2), as Python's sockets do, is
+``/proc/PID/io`` counts read(2) and write(2) only; bytes of send(2) and recv(2), as Python's sockets use, are
 counted by the connection itself (``struct tcp_info`` of linux/tcp.h). No privileges are needed.
 """
 

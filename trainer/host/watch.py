@@ -1,4 +1,4 @@
-"""A thread that watches what may block: a statvfs of a dead network disk must not hold up the hub, nor GPU samples."""
+"""A thread for checks that may block: a statvfs of a dead network disk must not delay the hub or GPU samples."""
 
 import contextlib
 import sys
@@ -52,8 +52,8 @@ class HostWatch(threading.Thread):
         failures = 0
         while not self._ending.is_set():
             try:
-                self._found.extend(xids.look())
-                space = self.disks.look()
+                self._found.extend(xids.poll())
+                space = self.disks.measure()
                 if space is not None:
                     self._found.append(space)
             except Exception:

@@ -48,12 +48,12 @@ class Xids:
         except OSError:
             self._register()
 
-    def look(self) -> list[Xid]:
+    def poll(self) -> list[Xid]:
         """Return the errors since the last call; never waits."""
         return self._from_log() if self._log is not None else self._from_nvml()
 
     def close(self) -> None:
-        """Let go of the log and of NVML."""
+        """Close the log and NVML."""
         if self._log is not None:
             os.close(self._log)
             self._log = None

@@ -1,4 +1,4 @@
-"""What detectors ask for, sent to the ranks: the hub's own commands, recorded with their results like anybody's."""
+"""Sends the actions that detectors request: commands of the hub, recorded with their results like any other."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -13,12 +13,12 @@ ANSWER_SECONDS = 120.0
 
 
 class Actions:
-    """Sends actions and records what came of them. Main loop only.
+    """Sends actions and records their results. Main loop only.
 
     Args:
         link: the line to the ranks.
         emit: appends a message to the stream.
-        allowed: tells of a verb whether it may be sent in this run at all.
+        allowed: returns whether a verb may be sent in this run.
     """
 
     def __init__(self, link: RankLink, emit: Callable[[Message], object], allowed: Callable[[str], bool]) -> None:
@@ -27,10 +27,10 @@ class Actions:
         self._allowed = allowed
         self._sent = 0
         self.answered: Callable[[Action, Answers], None] = lambda action, answers: None
-        """Takes the stacks that a detector asked for: they are samples, and not recorded."""
+        """Receives the stacks that a detector requested: they are samples, and not recorded."""
 
     def send(self, actions: Iterable[Action]) -> None:
-        """Send what detectors asked for."""
+        """Send the actions that detectors requested."""
         for action in actions:
             if self._allowed(action.verb):
                 self._sent += 1

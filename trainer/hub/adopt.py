@@ -1,4 +1,4 @@
-"""Taking over a run that an earlier hub recorded."""
+"""Restores a run that an earlier hub recorded."""
 
 import contextlib
 import sys
@@ -42,16 +42,16 @@ _FINAL_STATES = ("finished", "failed", "stopped")
 
 
 class EarlierHistory(NamedTuple):
-    """What an earlier hub of this run recorded."""
+    """Recording of an earlier hub of this run."""
 
     frames: list[Frame]
-    """The fewest frames that give the state it was in; empty when there was no earlier hub."""
+    """The fewest frames that restore its state; empty without an earlier hub."""
     log_offsets: dict[str, int]
-    """Where to go on in each log file, in bytes."""
+    """Offset at which to continue in each log file, in bytes."""
 
 
 def read_history(run: RunDir) -> EarlierHistory:
-    """Read what an earlier hub of this run recorded; nothing, when there was none or its recording is unreadable."""
+    """Read the recording of an earlier hub; empty if there was none or it is unreadable."""
     if not run.recording.exists():
         return EarlierHistory([], {})
     try:
@@ -69,7 +69,7 @@ def read_history(run: RunDir) -> EarlierHistory:
 
 
 def of_the_last_job(frames: list[Frame]) -> list[Frame]:
-    """Leave out what is about ranks of jobs before the one that was in the stream last; alerts of all jobs stay."""
+    """Drop messages about ranks of jobs before the last one in the stream; alerts of all jobs stay."""
     began: dict[int, int] = {}
     for frame in frames:
         job = frame.message
@@ -80,7 +80,7 @@ def of_the_last_job(frames: list[Frame]) -> list[Frame]:
 
 
 def open_recording(run: RunDir, file: RunFile) -> tuple[Writer, str]:
-    """Open the recording; one that cannot be continued is moved aside, and the words for that are returned."""
+    """Open the recording; one that cannot be continued is renamed, and a sentence about that is returned."""
     try:
         return Writer(run.recording, file), ""
     except RecordingError as error:
@@ -93,7 +93,7 @@ def open_recording(run: RunDir, file: RunFile) -> tuple[Writer, str]:
 
 
 def already_over(run: RunDir) -> bool:
-    """Return whether the run has ended and its recording says so: then there is nothing for a hub to do."""
+    """Return whether the run has ended and its recording holds the end, so that no hub is needed."""
     if run.read_exit() is None:
         return False
     try:

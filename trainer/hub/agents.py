@@ -1,7 +1,7 @@
-"""The agents of a run's other hosts, as the hub sees them: what they pass on, whether they are heard, what they know.
+"""Agents of a run's other hosts: receives the messages they forward, and tracks which hosts are reachable.
 
-A message that an agent passes on is taken once, in the agent's own order, and confirmed when it is on disk; so a link
-that was cut, or a hub that was restarted, costs nothing but what an agent dropped because its queue was full.
+Each forwarded message is accepted once, in the agent's order, and confirmed when it is on disk. A cut link or a hub
+restart loses only messages that an agent dropped because its queue was full.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from ...protocol.text import sanitize
 from ...protocol.wire import Message
 
 CUT_OFF_SECONDS = 5.0
-"""An agent says something every second; unheard for so long, its host is cut off."""
+"""An agent sends a beat every second; after this much silence its host is cut off."""
 BACK_SECONDS = 600.0
-"""How long after a run's end the hub is there for a host that was cut off: nobody else can tell its agent."""
+"""Seconds after a run's end that the hub waits for a host that was cut off: only the hub can end its agent."""
 _NAMELESS = b"\0"
-"""So begins the identity that ZeroMQ gives a connection once a newer one of the same agent has taken its name. What was
-still under way on it is no word of another agent; what of it counts comes again."""
+"""Prefix of the identity that ZeroMQ gives a connection whose name a newer one of the same agent has taken. Messages
+still in flight on it are ignored; the agent sends again those that count."""
 _PAUSE_SECONDS = 2.0
-"""Looks farther apart than this: the hub itself was not looking, and nobody is cut off for that."""
+"""Ticks farther apart than this mean that the hub itself paused: no host is cut off for that."""
 _OFFSET_STEP = 0.05
-"""A clock offset is told again when it has changed by so many seconds."""
+"""A clock offset is reported again when it has changed by this many seconds."""
 
 
 class Agent:
@@ -41,18 +41,18 @@ class Agent:
         self.socket = socket
         self.heard = now
         self.number = -1
-        """The last number taken; -1 before the first."""
+        """Last sequence number accepted; -1 before the first."""
         self.confirmed = 0
         self.state: HostStateName = "reachable"
         self.since = time.time()
         self.beat: AgentBeat | None = None
         self.facts: dict[int, ProcessFact] = {}
-        self.told: HostState | None = None
+        self.reported: HostState | None = None
         self.restored = False
-        """An earlier hub heard it; this one has not."""
+        """Known from an earlier hub; not heard by this one."""
         self.successor: Agent | None = None
         self.missed = False
-        """It was not heard when the run had ended, and ranks lived there as far as was known."""
+        """It was unreachable at the run's end, and its host had living ranks at the last report."""
 
     @property
     def host(self) -> str:
@@ -71,11 +71,11 @@ class Agent:
 
     @property
     def alive(self) -> int:
-        """How many of its ranks' processes live, as last seen."""
+        """Number of its ranks with a living process, by the last report."""
         return sum(fact.alive for fact in self.facts.values())
 
     def describe(self, now: float) -> HostState:
-        """Return how this host stands."""
+        """Return this host's state."""
         beat = self.beat
         text = {
             "reachable": "",
@@ -103,51 +103,53 @@ class Agents:
 
     Args:
         sockets: bound ROUTERs.
-        take: called with each message passed on (header and body frames), once.
-        fact: called with what an agent saw of a rank's process.
-        taken: numbers up to which an earlier hub has recorded what agents passed on, as ``taken`` gave them.
+        accept: called with each forwarded message (header and body frames), once.
+        fact: called with an agent's report of a rank's process.
+        recorded: highest sequence number of each agent that an earlier hub recorded, as returned by ``received``.
     """
 
     def __init__(
         self,
         sockets: "Sequence[zmq.Socket[Any]]",
-        take: Callable[[list[bytes]], None],
+        accept: Callable[[list[bytes]], None],
         fact: Callable[[ProcessFact], None],
-        taken: Mapping[str, int] | None = None,
+        recorded: Mapping[str, int] | None = None,
     ) -> None:
-        self._recorded = dict(taken or {})
+        self._recorded = dict(recorded or {})
         self.sockets = list(sockets)
-        self._take = take
+        self._accept = accept
         self._fact = fact
         self._by_identity: dict[bytes, Agent] = {}
-        self._looked = time.monotonic()
+        self._ticked = time.monotonic()
         self._over_grace: float | None = None
         self.replaced: Callable[[bytes, bytes], object] = lambda _before, _now: None
         """Called when one agent takes another's place, with both identities."""
         self.speaking: Agent | None = None
-        """Whose message is being taken."""
+        """Sender of the message being accepted."""
 
     def restore(self, history: Iterable[Message]) -> None:
-        """Take over the hosts that an earlier hub knew: each is cut off too unless its agent is heard in time."""
+        """Restore the hosts that an earlier hub knew: each counts as cut off unless its agent is heard in time."""
         messages = list(history)
         hellos = {message.rank: message for message in messages if isinstance(message, Hello)}
         states = {message.rank: message.state for message in messages if isinstance(message, RankState)}
         ended = {rank for rank, state in states.items() if state in ("gone", "finished")}
         hosts = [message for message in messages if isinstance(message, HostState) and message.ranks]
-        taken: set[int] = set()
-        for told in sorted(hosts, key=lambda host: -host.time):  # the history has one of each lowest rank there was
-            if taken & set(told.ranks) or not self.sockets:
+        covered: set[int] = set()
+        for reported in sorted(hosts, key=lambda host: -host.time):  # the history has one of each lowest rank there was
+            if covered & set(reported.ranks) or not self.sockets:
                 continue
-            taken.update(told.ranks)
-            if told.state == "left":
+            covered.update(reported.ranks)
+            if reported.state == "left":
                 continue
-            identity = f"restored-{told.host}-{told.rank}".encode()
+            identity = f"restored-{reported.host}-{reported.rank}".encode()
             agent = self._by_identity[identity] = Agent(identity, self.sockets[0], time.monotonic())
             agent.beat = AgentBeat(
-                *(told.host, 0, 0, told.version, told.time), dropped=told.dropped, clock_offset=told.clock_offset
+                *(reported.host, 0, 0, reported.version, reported.time),
+                dropped=reported.dropped,
+                clock_offset=reported.clock_offset,
             )
-            agent.told, agent.state, agent.since, agent.restored = told, told.state, told.since, True
-            ranks = [hellos[rank] for rank in told.ranks if rank in hellos]
+            agent.reported, agent.state, agent.since, agent.restored = reported, reported.state, reported.since, True
+            ranks = [hellos[rank] for rank in reported.ranks if rank in hellos]
             agent.facts = {
                 each.rank: ProcessFact(each.rank, each.pid, each.start_ticks, each.rank not in ended) for each in ranks
             }
@@ -157,11 +159,11 @@ class Agents:
         return [agent for agent in self._by_identity.values() if agent.beat is not None and agent.state != "left"]
 
     def reachable(self) -> list[Agent]:
-        """List the agents that are heard."""
+        """List the agents that send beats."""
         return [agent for agent in self.all() if agent.state == "reachable" and not agent.restored]
 
     def missed(self) -> list[Agent]:
-        """List the agents that could not be told, or not at once, that the run is over, and have not left since."""
+        """List the agents that have not left since and may not know that the run is over."""
         return [agent for agent in self.all() if agent.missed]
 
     def of(self, rank: int) -> Agent | None:
@@ -170,11 +172,11 @@ class Agents:
 
     @property
     def ranks_alive(self) -> int:
-        """How many ranks of hosts that are heard have a living process."""
+        """Number of ranks with a living process on reachable hosts."""
         return sum(agent.alive for agent in self.reachable())
 
     def receive(self, socket: "zmq.Socket[Any]", limit: int) -> int:
-        """Take up to ``limit`` messages that are waiting on one of the sockets; return how many there were."""
+        """Receive up to ``limit`` waiting messages from one of the sockets; return their number."""
         count = 0
         with contextlib.suppress(zmq.Again):
             while count < limit:
@@ -188,21 +190,21 @@ class Agents:
                 agent.heard, agent.socket = time.monotonic(), socket
                 with contextlib.suppress(ProtocolError):
                     if len(frames) == 3:
-                        self._passed_on(agent, frames)
+                        self._receive_forwarded(agent, frames)
                     elif len(frames) == 2:
-                        self._said(agent, frames)
+                        self._receive_beat(agent, frames)
         return count
 
     def unconfirmed(self) -> dict[bytes, int]:
-        """Return the numbers of the last messages taken, of the agents that wait to hear that these are on disk."""
+        """Return the last sequence number accepted from each agent that awaits confirmation."""
         return {who: agent.number for who, agent in self._by_identity.items() if agent.number > agent.confirmed}
 
-    def taken(self) -> dict[str, int]:
-        """Return the same by names that a recording can hold: a hub that comes after this one takes nothing twice."""
+    def received(self) -> dict[str, int]:
+        """Return the same by names that a recording can hold, so that the next hub accepts no message twice."""
         return {who.hex(): number for who, number in self.unconfirmed().items()}
 
     def confirm(self, numbers: dict[bytes, int]) -> None:
-        """Tell agents what is on disk: all up to ``numbers``, which ``unconfirmed`` gave before a commit."""
+        """Confirm to agents the messages on disk: all up to ``numbers``, from ``unconfirmed`` before a commit."""
         for identity, number in numbers.items():
             agent = self._by_identity.get(identity)
             if agent is not None and number > agent.confirmed:
@@ -210,10 +212,10 @@ class Agents:
                 self._answer(agent, 0.0)
 
     def tick(self) -> list[HostState]:
-        """Let time pass; return the states that changed."""
+        """Update the hosts' states; return those that changed."""
         now = time.monotonic()
-        paused = now - self._looked
-        self._looked = now
+        paused = now - self._ticked
+        self._ticked = now
         changed: list[HostState] = []
         for agent in self.all():
             if paused > _PAUSE_SECONDS:
@@ -229,33 +231,34 @@ class Agents:
                 agent.state = state
                 agent.since = time.time() - (now - agent.heard if state == "cut off" else 0.0)
             described = agent.describe(time.time())
-            if agent.told is None or _differ(agent.told, described):
-                agent.told = described
+            if agent.reported is None or _differ(agent.reported, described):
+                agent.reported = described
                 changed.append(described)
         return changed
 
     def run_is_over(self, grace: float) -> None:
-        """Have every agent end what is left on its host after ``grace`` seconds, and then itself."""
+        """Make every agent end its host's processes after ``grace`` seconds, and then itself."""
         if self._over_grace is None:
             self._over_grace = grace
             for agent in self.all():
                 self._answer(agent, 0.0)
 
-    def _passed_on(self, agent: Agent, frames: list[bytes]) -> None:
+    def _receive_forwarded(self, agent: Agent, frames: list[bytes]) -> None:
         number, oldest = decode_numbers(frames[0])
         if agent.number < 0:
-            # The first heard of it. An earlier hub may have had what it no longer holds, and not have come to say so.
+            # First message of this agent. An earlier hub may have recorded messages that the agent no longer holds, or
+            # some that it has not confirmed.
             agent.number = agent.confirmed = max(oldest - 1, self._recorded.get(agent.identity.hex(), 0))
         if number <= agent.number or (number > agent.number + 1 and oldest <= agent.number + 1):
             return  # had already; or something before it was lost on the way, and all from there on comes again
         agent.number = number
         self.speaking = agent
         try:
-            self._take(frames[1:])
+            self._accept(frames[1:])
         finally:
             self.speaking = None
 
-    def _said(self, agent: Agent, frames: list[bytes]) -> None:
+    def _receive_beat(self, agent: Agent, frames: list[bytes]) -> None:
         wire.decode_header(frames[0])
         beat = wire.decode_body(frames[1])
         if not isinstance(beat, AgentBeat):
@@ -299,15 +302,15 @@ class Agents:
             agent.socket.send_multipart([agent.identity, *wire.encode("hub", 0, ack.time, ack)], zmq.NOBLOCK)
 
 
-def _differ(told: HostState, now: HostState) -> bool:
-    if (told.state, told.ranks, told.version) != (now.state, now.ranks, now.version):
+def _differ(reported: HostState, now: HostState) -> bool:
+    if (reported.state, reported.ranks, reported.version) != (now.state, now.ranks, now.version):
         return True
-    if now.dropped != told.dropped:
+    if now.dropped != reported.dropped:
         return True
-    before, after = told.clock_offset, now.clock_offset
+    before, after = reported.clock_offset, now.clock_offset
     return after is not None and (before is None or abs(after - before) > _OFFSET_STEP)
 
 
 def _clean(kill: KernelKill | None) -> KernelKill | None:
-    """Take what another host read from its kernel's log: nothing in it may reach a terminal as a command."""
+    """Sanitize kernel log lines of another host, so that none reaches a terminal as an escape sequence."""
     return None if kill is None else KernelKill(kill.sure, sanitize(kill.text), list(map(sanitize, kill.evidence)))

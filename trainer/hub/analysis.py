@@ -1,4 +1,4 @@
-"""What the hub concludes from the stream: rank states, the run's state, alerts. Its failures never reach the stream.
+"""Analysis of the stream: rank states, the run's state, alerts. Its failures never reach the stream.
 
 Conclusions are messages too; they go into the stream. Tracker and detectors know their own and are not fed them.
 """
@@ -18,7 +18,7 @@ from ...protocol.analysis.stalls.rank_tracker import ProcessFact, RankTracker
 from ...protocol.control import AlertKind, Severity
 from ...protocol.errors import ProtocolError
 from ...protocol.oom import OomReport
-from ...protocol.rundir import ExitFile, LeftFile, RunFile
+from ...protocol.rundir import ExitFile, LeftoversFile, RunFile
 from ...protocol.wire import Frame, Message
 from .rank_link import Answers
 
@@ -27,13 +27,13 @@ _TRACEBACKS = 20
 
 
 class Analysis:
-    """Feeds tracker and detectors in their order. Main loop only.
+    """Passes messages to tracker and detectors in their order. Main loop only.
 
     Args:
-        run_file: what was started.
+        run_file: the run's command and options.
         emit: appends a conclusion to the stream; returns its number and time.
-        act: sends what detectors ask the ranks to do.
-        keep: keeps the report of an out-of-memory error as a file, and says where.
+        act: sends the actions that detectors request.
+        keep: writes the report of an out-of-memory error to a file, and returns its path.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Analysis:
         self._failures = 0
 
     def restore(self, frames: Iterable[Frame]) -> None:
-        """Take in the history that an earlier hub recorded; concludes nothing."""
+        """Restore from the history that an earlier hub recorded; raises no alert."""
         frames = list(frames)
         self._guard(lambda: self.tracker.restore(frames))
         self._guard(lambda: self._detectors.restore(frames))
 
     def feed(self, seq: int, t: float, message: Message) -> None:
-        """Look at one message of the stream."""
+        """Analyse one message of the stream."""
         try:
             found: list[Any] = self.tracker.feed(seq, t, message)
             found = found + self._detectors.feed(seq, t, message)
@@ -68,20 +68,20 @@ class Analysis:
             self._conclude(found)
 
     def fact(self, fact: ProcessFact) -> None:
-        """Look at what the supervisor saw."""
+        """Analyse a fact of a rank's process."""
         self._guard(lambda: self._conclude(self.tracker.fact(fact)))
 
     def tick(self, now: float) -> None:
-        """Let time pass: silence is evidence too."""
+        """Run the detectors that depend on time: silence is evidence too."""
         self._guard(lambda: self._conclude(self.tracker.tick(now)))
         self._guard(lambda: self._conclude(self._detectors.tick(now)))
 
     def answered(self, action: Action, answers: Answers) -> None:
-        """Look at the stacks that a detector asked for."""
+        """Analyse the stacks that a detector requested."""
         self._guard(lambda: self._conclude(self._detectors.stacks(time.time(), action, answers)))
 
     def begin_job(self) -> None:
-        """Judge how the ranks of the job in the stream ended; from here on, messages are of the next one."""
+        """Judge the end of each rank of the job in the stream; later messages belong to the next job."""
         now = time.time()
         self._guard(lambda: self._conclude(self.tracker.close_job(now)))
         self._guard(lambda: self._conclude(self._detectors.tick(now)))
@@ -89,16 +89,16 @@ class Analysis:
         self._guard(self.tracker.begin_job)
 
     def follow_on(self) -> None:
-        """Begin anew with another training in the same processes, whose ranks go on as they are."""
+        """Start again with another training in the same processes; the ranks keep their state."""
         self._guard(lambda: self._conclude(self._detectors.begin_job(time.time())))
 
-    def left(self, left: LeftFile) -> None:
+    def job_ended_first(self, left: LeftoversFile) -> None:
         """Note that the job's command ended before its ranks did."""
         found = left.exit_code, left.count, left.processes
-        self._guard(lambda: self._conclude(self._detectors.left(left.time, *found)))
+        self._guard(lambda: self._conclude(self._detectors.job_ended_first(left.time, *found)))
 
     def ended(self, end: ExitFile) -> None:
-        """Note how the job ended."""
+        """Record the job's end."""
         state: Any = end.state if end.state in ("finished", "failed", "stopped") else "failed"
         self._guard(lambda: self._conclude(self.tracker.ended(time.time(), state, end.exit_code, end.text)))
         self._guard(lambda: self._conclude(self._detectors.tick(time.time())))
@@ -121,7 +121,7 @@ class Analysis:
 
     def _conclude(self, messages: Iterable[Message]) -> None:
         for message in messages:
-            # What a rank says may add up to more than a message holds: then there is nothing to be said of it.
+            # A rank's texts may add up to more than a message holds: then it is dropped.
             with contextlib.suppress(OverflowError, ProtocolError):
                 wire.decode_body(wire.encode_body(message))
                 self._emit(message)

@@ -11,7 +11,7 @@ from ...protocol.rundir import RunDir
 from .remote import RemoteSockets
 
 _LINGER_MS = 500
-"""What apps are still owed when the hub ends: the end of the stream, and answers."""
+"""Linger at the hub's end for data still owed to apps: the end of the stream, and answers."""
 
 
 class Channels:

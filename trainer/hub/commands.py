@@ -39,14 +39,14 @@ _SIGNALS = {"INT": signal.SIGINT, "TERM": signal.SIGTERM, "KILL": signal.SIGKILL
 
 
 class Host(Protocol):
-    """What the commands need of the hub."""
+    """Interface of the hub that the commands use."""
 
     def emit(self, message: Message) -> None:
         """Append a message of the hub's own to the stream."""
         ...
 
     def post(self, call: Callable[[], object]) -> None:
-        """Have the main loop make a call; any thread."""
+        """Schedule a call in the main loop; any thread."""
         ...
 
     def shut_down(self) -> None:
@@ -54,12 +54,12 @@ class Host(Protocol):
         ...
 
     def last_step(self) -> int:
-        """Name a step that no rank has finished yet, and that each will hear of in time to stop after it."""
+        """Return a step that no rank has finished yet, late enough for each rank to learn of it and stop after it."""
         ...
 
 
 class _Caller:
-    """Who sent a command, and where the answers go."""
+    """Sender of a command, and the route of the answers."""
 
     def __init__(self, socket: "zmq.Socket[Any]", identity: bytes, source: str, command: Command) -> None:
         self._socket = socket
@@ -77,7 +77,7 @@ class _Caller:
 
 
 class Commands:
-    """Takes commands from ROUTER sockets. Main loop only."""
+    """Receives commands from ROUTER sockets. Main loop only."""
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class Commands:
         return self._under_way > 0
 
     def receive(self, socket: "zmq.Socket[Any]") -> None:
-        """Take every command that is waiting on one of the sockets."""
+        """Receive every waiting command of one socket."""
         with contextlib.suppress(zmq.Again):
             while True:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
                 if len(frames) == 3:
-                    self._take(socket, *frames)
+                    self._receive_one(socket, *frames)
 
-    def _take(self, socket: "zmq.Socket[Any]", identity: bytes, header: bytes, body: bytes) -> None:
+    def _receive_one(self, socket: "zmq.Socket[Any]", identity: bytes, header: bytes, body: bytes) -> None:
         nobody = _Caller(socket, identity, "", Command("", ""))
         try:
             source = wire.decode_header(header).src
@@ -137,7 +137,7 @@ class Commands:
         flow.start(self._carry_out(caller, done))
 
     async def _carry_out(self, caller: _Caller, done: Flow[Outcome]) -> None:
-        """Do what was accepted, and answer with what came of it."""
+        """Execute an accepted command, and answer with its result."""
         command = caller.command
         self._under_way += 1
         try:
@@ -161,10 +161,10 @@ class Commands:
             raise UsageError(f"{command.verb}: this run was started with --read-only, its hub acts on nothing")
 
     def _prepare(self, caller: _Caller) -> tuple[str, Flow[Outcome]]:
-        """Check a command's arguments; return the words that accept it, and what to do.
+        """Check a command's arguments; return the acceptance text and the coroutine that executes it.
 
         Raises:
-            UsageError: the arguments make no sense.
+            UsageError: invalid arguments.
         """
         command = caller.command
         if command.verb == "kill":
@@ -225,7 +225,7 @@ class Commands:
     async def _stop(self, caller: _Caller) -> Outcome:
         with contextlib.suppress(OSError):
             write_intent(self._run, "stop", caller.source)
-        # Ranks of one host agree on a last step through a file; those of several are told which it is.
+        # Ranks of one host agree on a last step through a file; those of several hosts receive it in the command.
         args = {"step": self._host.last_step()} if self._rank_hosts.any_elsewhere else {}
         answers = await self._link.ask("stop", self._rank_hosts.ranks, _STOP_SECONDS, args)
         agreed = sorted(rank for rank, answer in answers.items() if answer.ok)
@@ -238,9 +238,9 @@ class Commands:
         return Outcome(True, text, {"agreed": agreed, "silent": silent})
 
     async def _interrupt(self) -> Outcome:
-        """Stop a foreign script: what ctrl-c would do.
+        """Interrupt a foreign script, as ctrl-c does.
 
-        The ranks alone first, so that they can still tidy up: DeepSpeed's launcher, told directly, sends them TERM at
+        The ranks alone first, so that they can clean up: DeepSpeed's launcher, signalled directly, sends them TERM at
         once.
         """
         told = interrupt_ranks(self._rank_hosts.targets())
@@ -272,12 +272,12 @@ class Commands:
 
     async def _release(self, asked: list[int]) -> Outcome:
         answers = await self._link.ask("release", asked or self._rank_hosts.ranks, _RELEASE_SECONDS)
-        let_go = sorted(rank for rank, answer in answers.items() if answer.ok)
-        missing = [rank for rank in asked if rank not in let_go]
-        text = f"{_span(let_go)} let go" if let_go else "no rank is held"
-        if let_go and missing:
+        released = sorted(rank for rank, answer in answers.items() if answer.ok)
+        missing = [rank for rank in asked if rank not in released]
+        text = f"{_span(released)} released" if released else "no rank is held"
+        if released and missing:
             text += f"; {_span(missing)} not held, or without an answer"
-        return Outcome(bool(let_go) and not missing, text, {"released": let_go})
+        return Outcome(bool(released) and not missing, text, {"released": released})
 
     def _prepare_console(self, caller: _Caller) -> tuple[str, Flow[Outcome]]:
         if caller.away:
@@ -331,10 +331,10 @@ def _of_answers(verb: str, ranks: list[int], answers: Answers) -> Outcome:
 
 
 def check_arm(args: dict[str, Any]) -> None:
-    """Check what an ``arm`` asks for.
+    """Check the arguments of ``arm``.
 
     Raises:
-        UsageError: it makes no sense.
+        UsageError: invalid arguments.
     """
     phase, steps = args.get("phase", ""), args.get("steps", 1)
     if phase not in ("", *PHASES):
@@ -344,7 +344,7 @@ def check_arm(args: dict[str, Any]) -> None:
 
 
 def _id_of(body: bytes) -> str:
-    """Find the id in a body that could not be decoded, so that its sender knows what was refused."""
+    """Return the id in a body that could not be decoded, so that its sender can match the refusal."""
     try:
         found = msgspec.msgpack.decode(body)
     except UNREADABLE:
@@ -353,7 +353,7 @@ def _id_of(body: bytes) -> str:
 
 
 def _span(ranks: list[int]) -> str:
-    """Say ``rank 3``, ``ranks 0, 2``, ``ranks 0-7`` or ``no ranks yet``."""
+    """Return ``rank 3``, ``ranks 0, 2``, ``ranks 0-7`` or ``no ranks yet``."""
     if not ranks:
         return "no ranks yet"
     if len(ranks) == 1:

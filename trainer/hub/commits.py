@@ -1,4 +1,4 @@
-"""Commits of the recording, with what is reported of it: losses, a disk that refuses, a recording that was removed."""
+"""Commits the recording and reports its problems: losses, write errors of the disk, a removed recording."""
 
 import time
 from collections.abc import Callable
@@ -14,10 +14,10 @@ class Commits:
 
     Args:
         stream: what is committed.
-        agents: are told what of theirs has been recorded.
+        agents: receive confirmations of their recorded messages.
         analysis: raises alerts.
         report: reports the hub's own figures.
-        post: has the main loop make a call; any thread.
+        post: schedules a call in the main loop; any thread.
         last_recorded: when the earlier hub's last message was recorded, or the run began, seconds since the epoch.
     """
 
@@ -42,7 +42,7 @@ class Commits:
         self._disk_notice = ""
 
     def missed(self, count: int) -> None:
-        """Record what an earlier hub had taken from a rank, or was about to, and took along with it."""
+        """Record the loss of ``count`` messages that an earlier hub had received, or was about to receive."""
         self._stream.recorder.lose(count, self._last_recorded, time.time(), "a hub ended before it had recorded them")
         self._unreported = True
 
@@ -56,7 +56,7 @@ class Commits:
             self._disk_notice = notice
             self._analysis.alert("disk", "error", "the recording was removed", "removed", notice)
         trouble = bool(self._stream.recorder.error)
-        if trouble != self._disk_trouble:  # say so at once, not with the next regular report
+        if trouble != self._disk_trouble:  # report at once, not with the next regular report
             self._disk_trouble = trouble
             self._report()
 

@@ -1,7 +1,7 @@
-"""When a run is over, and what to say of it.
+"""Detects the end of a run and its cause.
 
-The launcher writes ``exit.json`` once the job has ended and nothing of it is left. Where the launcher died, or never
-was (a bare ``ftmon.watch()``), the hub writes it, once no process of the run is left.
+The launcher writes ``exit.json`` once the job has ended and none of its processes is left. If the launcher died, or
+never existed (a bare ``ftmon.watch()``), the hub writes it once no process of the run is left.
 """
 
 import contextlib
@@ -18,33 +18,33 @@ from ...protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, Step
 from ...protocol.wire import Message
 from ..host import processes
 
-_ORPHAN_LOOK_SECONDS = 2.0
-_ORPHAN_LOOKS = 2
-"""So many looks in a row must find no process before the hub itself says that the run is over."""
+_ORPHAN_POLL_SECONDS = 2.0
+_ORPHAN_POLLS = 2
+"""Consecutive polls without any process before the hub itself records that the run is over."""
 _LAUNCHER_START_SECONDS = 15.0
 _WATCH_START_SECONDS = 60.0
-"""How long a run without a launcher may go without any rank."""
+"""Time that a run without a launcher may go without any rank."""
 _SILENCE_SECONDS = 30.0
-"""Ranks that are not seen as processes, because they run elsewhere, are over when nothing was heard for so long."""
+"""Ranks without a visible process, because they run elsewhere, count as over after this much silence."""
 _LOG_TAIL_LINES = 20
 _TRACEBACK_LINES = 400
 
 
 class EndDetector:
-    """Looks for the end of a run. ``note`` gets every message of the stream."""
+    """Detects the end of a run. ``note`` gets every message of the stream."""
 
     def __init__(self, run: RunDir, run_file: RunFile) -> None:
         self._run = run
         self._kind = run_file.kind
         self._begun = time.monotonic()
-        self._next_look = 0.0
-        self._empty_looks = 0
+        self._next_poll = 0.0
+        self._empty_polls = 0
         self._received = 0
         self._heard_at = self._begun
         self._hellos: set[int] = set()
         self._goodbyes: dict[int, str] = {}
         self._failure: Failure | None = None
-        """The first that a rank reported."""
+        """The first failure that a rank reported."""
         self.stepped = False
         """Some rank has finished a step."""
         self._resumed = False
@@ -55,7 +55,7 @@ class EndDetector:
         return bool(self._hellos) and self._hellos <= self._goodbyes.keys()
 
     def note(self, message: Message) -> None:
-        """Learn from a message of the stream (steps are noted by the caller, who is in a hurry)."""
+        """Record a message of the stream (the caller notes steps itself, for speed)."""
         if isinstance(message, Hello):
             self._hellos.add(message.rank)
             self._goodbyes.pop(message.rank, None)
@@ -74,12 +74,12 @@ class EndDetector:
         self._goodbyes.clear()
         self._failure = None
 
-    def look(self, ranks_alive: int, ranks_elsewhere: bool, received: int) -> ExitFile | None:
-        """Return how the run ended, or None while it goes on.
+    def poll(self, ranks_alive: int, ranks_elsewhere: bool, received: int) -> ExitFile | None:
+        """Return the run's end, or None while it goes on.
 
         Args:
-            ranks_alive: ranks whose process is seen alive on this host.
-            ranks_elsewhere: there are ranks that cannot be seen as processes; they live as long as they are heard.
+            ranks_alive: ranks with a living process on this host.
+            ranks_elsewhere: some ranks have no visible process; they count as alive while they send messages.
             received: messages received so far.
         """
         found = self._run.read_exit()
@@ -90,11 +90,11 @@ class EndDetector:
             self._received, self._heard_at = received, now
         heard = ranks_elsewhere and now - self._heard_at < _SILENCE_SECONDS and not self._all_said_goodbye
         if ranks_alive or heard:
-            self._empty_looks = 0
+            self._empty_polls = 0
             return None
-        if now < self._next_look:
+        if now < self._next_poll:
             return None
-        self._next_look = now + _ORPHAN_LOOK_SECONDS
+        self._next_poll = now + _ORPHAN_POLL_SECONDS
         launcher = self._run.read_run().launcher
         if launcher is not None and is_alive(launcher):
             return None
@@ -103,8 +103,8 @@ class EndDetector:
         ):
             return None
         marked = processes.marked(self._run.path, processes.table().values()) if self._kind != "watch" else []
-        self._empty_looks = 0 if marked else self._empty_looks + 1
-        return self._write() if self._empty_looks >= _ORPHAN_LOOKS else None
+        self._empty_polls = 0 if marked else self._empty_polls + 1
+        return self._write() if self._empty_polls >= _ORPHAN_POLLS else None
 
     def _write(self) -> ExitFile:
         now = time.time()
@@ -121,17 +121,17 @@ class EndDetector:
             state, text, cause = "failed", "its processes are gone", "lost"
         if self._kind != "watch":
             text += "; the launcher died before it could tell the exit status"
-        # Only a goodbye tells that a rank came to its end; of what was killed none does.
+        # Only a goodbye proves that a rank came to its end; killed ranks send none.
         killed = intent is not None and (intent.verb == "kill" or bool(intent.cause))
         found = ExitFile(0 if clean and not killed else 1, now, state, text, cause)
-        with contextlib.suppress(OSError):  # a full disk; the recording's reader will miss it, the apps are told
+        with contextlib.suppress(OSError):  # a full disk; the recording lacks it, the apps receive it
             self._run.write_exit(found)
         return found
 
     def before_first_step(self, end: ExitFile) -> tuple[str, str, list[str]] | None:
-        """Return why nothing was seen of a run that ended without a step: title, text, last lines of its output.
+        """Return why a run ended without a step: title, text, last lines of its output.
 
-        None when there were steps, or an earlier run had taken them all.
+        None when there were steps, or an earlier run had completed them all.
         """
         if self.stepped or (self._resumed and end.state == "finished"):
             return None
@@ -164,9 +164,9 @@ class EndDetector:
         return ("", "") if failed is None else (failed.error, f"rank {failed.rank}: {failed.error}")
 
     def raised(self) -> RaisedException | None:
-        """Return the exception that ended the job, from what its ranks and its launcher printed; None: none there.
+        """Return the exception that ended the job, from the output of ranks and launcher; None: not found there.
 
-        Of ranks the one whose output ended first: the others fail because it is gone.
+        If several ranks raised, the one whose output ended first: the others fail because it is gone.
         """
         logs = sorted(self._run.logs.glob("rank-*.err"), key=_changed)
         for path in (*logs, self._run.logs / "launcher.log"):

@@ -81,7 +81,7 @@ class HistoryServer(threading.Thread):
         return info.st_dev, info.st_ino
 
     def _close_reader(self) -> None:
-        """Open the recording anew for the next question."""
+        """Open the recording again for the next question."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()

@@ -16,18 +16,18 @@ from .rank_hosts import RankHosts
 from .rank_link import Answers, RankLink
 
 AWAY_SECONDS = 3.0
-"""How long an agent may take; a rank has ``stack_dump.WRITE_SECONDS`` of that to write its stacks."""
+"""Time limit for an agent's answer; a rank has ``stack_dump.WRITE_SECONDS`` of that to write its stacks."""
 
 
 class HostInspection:
     """Inspects ranks. Main loop only.
 
     Args:
-        tracker: knows how each rank is made to write its stacks.
+        tracker: knows each rank's signal for writing its stacks.
         rank_hosts: which ranks run on this host.
         link: the line to the agents.
         agents: the agents of other hosts.
-        post: has the main loop make a call; any thread.
+        post: schedules a call in the main loop; any thread.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class HostInspection:
         """Inspect all ranks of this host and the silent ones of others; takes seconds.
 
         Args:
-            silent: ranks to make write their stacks.
+            silent: ranks to signal so that they write their stacks.
         """
         here = self.targets()
         answers = await self._ask_agents(silent)
-        nothing = Inspection({}, {}, {})  # then what ranks say of themselves has to do
+        nothing = Inspection({}, {}, {})  # then the ranks' own answers must do
         seen = await in_thread(lambda: inspect_ranks(here, silent), self._post, "inspect", nothing)
         return _together(seen, answers)
 
@@ -68,7 +68,7 @@ class HostInspection:
         return await self._link.ask_agents("look", peers, AWAY_SECONDS, args)
 
     def targets(self) -> list[DumpTarget]:
-        """List the ranks of this host, with how they are made to write their stacks."""
+        """List the ranks of this host, with their signals for writing stacks."""
         return [self._target(target.rank, target.pid, target.start_ticks) for target in self._rank_hosts.targets()]
 
     def _target(self, rank: int, pid: int, start_ticks: int) -> DumpTarget:

@@ -57,11 +57,11 @@ from .trace_analysis import TraceAnalysis
 
 STATS_SECONDS = 2.0
 STOP_NOTICE_SECONDS = 5.0
-"""How long before it a stop is told to ranks on several hosts."""
+"""Lead time of a stop command to ranks on several hosts."""
 TRACES_SECONDS = 2.0
-"""How long the end of a run waits for the traces of captured steps to be analysed."""
+"""Time limit at a run's end for analysing the traces of captured steps."""
 _DRAIN = 512
-"""Messages taken before commands get their turn."""
+"""Messages received before commands get their turn."""
 
 
 class Hub:
@@ -91,8 +91,8 @@ class Hub:
         self._end_detector = EndDetector(run, self._file)
         self._predicting = PredictionProcess(run, self._file, self.emit)
         self._traces = TraceAnalysis(self.emit, self.post)
-        self._agents = Agents(self._channels.of("agents"), self._intake.take, self._analysis.fact, writer.taken)
-        self._stream.recorder.taken = self._agents.taken
+        self._agents = Agents(self._channels.of("agents"), self._intake.receive, self._analysis.fact, writer.taken)
+        self._stream.recorder.received = self._agents.received
         self._stream.recorder.heard = self._intake.numbers
         self._agents.replaced = self._link.rename
         tracker = self._analysis.tracker
@@ -108,7 +108,7 @@ class Hub:
         stack_requests = StackRequests(tracker, self._link, inspection, self._stall_probe, self.emit)
         self._commands = Commands(run, self, self._rank_hosts, self._link, stack_requests, kills, self._read_only)
         self._unheard = MissingRanks(self._analysis, self._rank_hosts, self._file.options.listen)
-        self._supervisor = Supervisor(lambda: self._mailbox.post(self._facts.take))
+        self._supervisor = Supervisor(lambda: self._mailbox.post(self._facts.collect))
         self._facts = ProcessFacts(run, self._supervisor, self._analysis, self.emit)
         self._jobs = JobStream(
             self._analysis, self._rank_hosts, self._end_detector, self._ports, self.emit, self._meet, self._settle_job
@@ -120,13 +120,13 @@ class Hub:
         last = history.frames[-1].t if history.frames else self._file.created
         self._commits = Commits(self._stream, self._agents, self._analysis, self._report, self.post, last)
         self._history = HistoryServer(self._channels.of("query"), run.recording, self._commits.then_set)
-        self._notifier = make_notifier(run, host_sockets.gethostname(), self._say_not_notified)
-        self._end = RunEnd(self._agents, self._look_for_end, self._finish, self._busy)
+        self._notifier = make_notifier(run, host_sockets.gethostname(), self._report_not_notified)
+        self._end = RunEnd(self._agents, self._detect_end, self._finish, self._busy)
         self._loop = self._make_loop()
         self._adopt(history.frames, moved)
 
     def run(self) -> int:
-        """Serve until the run is over (or the hub is told to end); return the exit status."""
+        """Serve until the run is over (or the hub receives a signal to end); return the exit status."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a ctrl-c meant for the job
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -145,15 +145,15 @@ class Hub:
             self._close()
         return self._status
 
-    # What the commands need of the hub.
+    # Interface for the commands.
 
     def emit(self, message: Message) -> None:
-        """Append a message of the hub's own to the stream, and look at it."""
+        """Append a message of the hub's own to the stream, and analyse it."""
         seq, t = self._emit(message)
         self._analysis.feed(seq, t, message)
 
     def post(self, call: Callable[[], object]) -> None:
-        """Have the main loop make a call; any thread."""
+        """Schedule a call in the main loop; any thread."""
         self._mailbox.post(call)
 
     def shut_down(self) -> None:
@@ -161,7 +161,7 @@ class Hub:
         self._loop.stop()
 
     def last_step(self) -> int:
-        """Name a step that no rank has finished yet, and that each will hear of in time to stop after it."""
+        """Return a step that no rank has finished yet, late enough for each rank to learn of it and stop after it."""
         return self._analysis.tracker.step_in(STOP_NOTICE_SECONDS)
 
     # The loop.
@@ -191,7 +191,7 @@ class Hub:
                 self._stall_probe.sample(sample)
         for found in self._host_watch.poll():
             self.emit(found)
-        self._facts.take()
+        self._facts.collect()
         for state in self._agents.tick():
             self.emit(state)
         self._analysis.tick(time.time())
@@ -212,20 +212,20 @@ class Hub:
     def _busy(self, now: float) -> bool:
         return self._commands.busy or self._leftovers.waiting(now)
 
-    def _look_for_end(self) -> ExitFile | None:
+    def _detect_end(self) -> ExitFile | None:
         if not self._run_dir.path.exists():
             print(f"{self._run_dir.path} was removed: there is nothing left to serve", file=sys.stderr)
             self._loop.stop()
             return None
         try:
             alive = len(self._supervisor.alive()) + self._agents.ranks_alive
-            return self._end_detector.look(alive, self._rank_hosts.any_elsewhere, self._intake.received)
+            return self._end_detector.poll(alive, self._rank_hosts.any_elsewhere, self._intake.received)
         except (FtmonError, OSError) as error:
             print(error, file=sys.stderr)
             return None
 
     def _finish(self, end: ExitFile) -> None:
-        """Take in what is still on its way, then say how it ended."""
+        """Receive the messages still in flight, then append the run's end."""
         for socket in self._agents.sockets:
             while self._agents.receive(socket, _DRAIN):
                 self._stream.flush()
@@ -238,21 +238,21 @@ class Hub:
         self._ports.finish()
         self._traces.settle(TRACES_SECONDS)
         self._mailbox.drain()
-        self._facts.take()
+        self._facts.collect()
         silent = self._end_detector.before_first_step(end)
         if silent is not None and end.state != "stopped":
             title, text, last = silent
             severity = "error" if end.state == "failed" else "warning"
             self._analysis.alert("exit", severity, title, "before_first_step", text, last_lines=last)
         if end.left:
-            self._leftovers.look_at_end()
+            self._leftovers.find_at_end()
         self._analysis.ended(end)
         self._jobs.close()
         self._report()
         self._commits.commit()
 
     def _report(self) -> None:
-        self.emit(self._stats.take())
+        self.emit(self._stats.measure())
         if not self._announced:
             self._announced = self._announce()
 
@@ -270,7 +270,7 @@ class Hub:
             if self._rank_hosts.target(message.rank) is not None:
                 self._commands.met(message)
         elif sender in self._jobs.aside:
-            self._jobs.take(sender, message)
+            self._jobs.add(sender, message)
             if kind is not LogLine:
                 return
         elif sender not in self._rank_hosts.senders:
@@ -280,14 +280,14 @@ class Hub:
             assert isinstance(message, Step)
             self._jobs.step(sender, message, t)
         elif kind in (Goodbye, Failure, Closing):
-            self._jobs.take(sender, message)
+            self._jobs.add(sender, message)
             if isinstance(message, Failure):
                 self._ports.note(message)
         if kind is Plan:
             assert isinstance(message, Plan)
             self._host_watch.disks.note_output(message.rank, message.output_dir)
         if kind is StepTrace:
-            self._traces.take(sender, body)
+            self._traces.submit(sender, body)
             return
         if kind is Goodbye or not self._end_detector.stepped:
             self._end_detector.note(message)
@@ -303,8 +303,8 @@ class Hub:
             self._supervisor.watch(*target)
 
     def _settle_job(self) -> None:
-        """Take in what is known of a job's processes, before another comes into the stream."""
-        self._facts.take()
+        """Collect the facts of a job's processes before another job enters the stream."""
+        self._facts.collect()
         self._traces.forget()
 
     def _rank_pids(self) -> dict[int, int]:
@@ -324,13 +324,13 @@ class Hub:
 
     # Beginning and end.
 
-    def _say_not_notified(self, target: str, why: str) -> None:
+    def _report_not_notified(self, target: str, why: str) -> None:
         """Raise a note; called by the notifier's thread."""
         title = f"not notified: {target}: {why}"
         self.post(lambda: self._analysis.alert("note", "warning", title, f"notify {target}"))
 
     def _announce(self) -> bool:
-        """Write the connection file; False when the disk does not take it (it is tried again with each report)."""
+        """Write the connection file; False if the disk refuses it (each report retries)."""
         content = HubFile(
             process=this_process(),
             addresses=self._channels.addresses,
@@ -383,7 +383,7 @@ class Hub:
         return not self._read_only
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        # Not 0: whoever ended the hub so did not ask it to stay away, and the launcher starts another.
+        # Not 0: the signal did not ask the hub to stay away, and the launcher starts another.
         self._status = 128 + number
         self._loop.stop()
 
@@ -404,7 +404,7 @@ class Hub:
 
 
 def _is_first(run: RunDir) -> bool:
-    """Whether no hub of this run has ever served."""
+    """Return whether no hub of this run has ever served."""
     try:
         return run.read_hub() is None
     except FtmonError:

@@ -1,4 +1,4 @@
-"""Telemetry from the ranks: decode each message once, count what was lost, unknown or refused, hand the rest on."""
+"""Receives telemetry from the ranks: decodes each once, counts lost, unknown and refused ones, passes on the rest."""
 
 import contextlib
 import heapq
@@ -43,7 +43,7 @@ that call themselves something else."""
 LOSSES_LISTED = 1_000
 
 _NOBLOCK = int(zmq.NOBLOCK)
-"""As a plain number: pyzmq takes an enumeration's member much slower."""
+"""A plain number: pyzmq handles an enumeration's member much slower."""
 
 _OF_RANK = re.compile(r"rank-(\d{1,9})-\d+-\d+")
 
@@ -73,9 +73,9 @@ class Intake:
         self._missed = missed
         self._loss = LossCounter()
         self._seen: dict[str, int | None] = {}
-        """Whom messages came from, and which rank each may speak for; None: any."""
+        """Senders of messages, and the rank each may send for; None: any."""
         self._others = 0
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._says_dropped: dict[str, int] = {}
         self.received = 0
         self.unknown = 0
@@ -83,7 +83,7 @@ class Intake:
 
     @property
     def lost(self) -> dict[str, int]:
-        """Messages known lost, by sender: gaps in its numbering plus what it says it dropped before numbering."""
+        """Messages known lost, by sender: gaps in its numbering plus those it reports as dropped before numbering."""
         total = dict(self._loss.lost)
         for sender, dropped in self._says_dropped.items():
             total[sender] = total.get(sender, 0) + dropped
@@ -97,7 +97,7 @@ class Intake:
         return {**(self._known or {}), **self._loss.numbers}
 
     def drain(self, socket: "zmq.Socket[Any]", limit: int) -> int:
-        """Take up to ``limit`` messages that are waiting; return how many there were."""
+        """Receive up to ``limit`` waiting messages; return their number."""
         handle = self._handle
         clock = time.time
         count = 0
@@ -109,31 +109,33 @@ class Intake:
         self.received += count
         return count
 
-    def take(self, frames: list[bytes]) -> None:
-        """Take one message that an agent passed on: its header and body frames, as its sender made them."""
+    def receive(self, frames: list[bytes]) -> None:
+        """Receive one message that an agent forwarded: header and body frames, unchanged."""
         self.received += 1
         self._handle(frames, time.time())
 
     def _handle(self, frames: list[bytes], now: float) -> None:
         if len(frames) != 2:
-            self._no("a peer", f"an envelope of {len(frames)} frames instead of 2")
+            self._refuse_message("a peer", f"an envelope of {len(frames)} frames instead of 2")
             return
         try:
             header = decode_header(frames[0])
             sender = header.src
             first = sender not in self._seen
             if first and not self._meet(header):
-                self._no("a stranger", f"{sanitize(sender, 80)} is no rank, or one too many: it is not listened to")
+                self._refuse_message(
+                    "a stranger", f"{sanitize(sender, 80)} is no rank, or one too many: it is not listened to"
+                )
                 return
             gap = self._loss.see(sender, header.seq)
             if gap and first:
                 self._missed(gap)
             message = decode_body(frames[1])
         except VersionError as error:
-            self._no(error.sender, str(error))
+            self._refuse_message(error.sender, str(error))
             return
         except ProtocolError as error:
-            self._no("a peer", str(error))
+            self._refuse_message("a peer", str(error))
             return
         if message is None:
             self.unknown += 1
@@ -141,13 +143,13 @@ class Intake:
         kind = type(message)
         rank = self._seen[sender]
         if rank is not None and getattr(message, "rank", rank) != rank:
-            self._no(sender, f"{sender} speaks for another rank")
+            self._refuse_message(sender, f"{sender} speaks for another rank")
             return
         if kind is Step or kind is Heartbeat or kind is Goodbye:
             if message.dropped > 0:  # pyright: ignore[reportAttributeAccessIssue]
                 self._says_dropped[sender] = message.dropped  # pyright: ignore[reportAttributeAccessIssue]
         elif kind in _NOT_FROM_RANKS:
-            self._no(sender, f"{sender} sent a {kind.__name__} as telemetry")
+            self._refuse_message(sender, f"{sender} sent a {kind.__name__} as telemetry")
             return
         self._accept(message, now, sender, frames[1])
 
@@ -167,10 +169,10 @@ class Intake:
             self._loss.see(header.src, self._known.get(header.src, 0))
         return True
 
-    def _no(self, sender: str, reason: str) -> None:
+    def _refuse_message(self, sender: str, reason: str) -> None:
         self.refused += 1
-        if sender not in self._told and len(self._told) < 64:
-            self._told.add(sender)
+        if sender not in self._reported and len(self._reported) < 64:
+            self._reported.add(sender)
             self._refuse(sender, reason)
 
 

@@ -25,7 +25,7 @@ class _PhaseTally:
 
 @dataclass(slots=True)
 class RankTally:
-    """One process of a job and what it did."""
+    """One process of a job and its counts."""
 
     hello: Hello
     first: int = 0
@@ -55,10 +55,10 @@ class RankTally:
         return self.goodbye in ("finished", "stopped")
 
     def restarts(self, step: Step) -> bool:
-        """Return whether this process has begun to count its steps anew: it trains once more."""
+        """Return whether this process counts its steps from the first again: it trains once more."""
         return self.steps > 1 and step.step <= self.first < self.step
 
-    def take(self, step: Step) -> None:
+    def add_step(self, step: Step) -> None:
         """Count one finished step."""
         if not self.steps:
             self.first, self.first_us = step.step, step.host_us
@@ -67,13 +67,13 @@ class RankTally:
         self.host_us += step.host_us
         if step.loss is not None and isfinite(step.loss):
             self.loss = step.loss
-        self._take_phases(step)
+        self._add_phases(step)
 
     def close(self, closing: Closing) -> None:
-        """Count what came after the last step: a final evaluation, a final save."""
-        self._take_phases(closing)
+        """Count the phases after the last step: a final evaluation, a final save."""
+        self._add_phases(closing)
 
-    def _take_phases(self, step: Step | Closing) -> None:
+    def _add_phases(self, step: Step | Closing) -> None:
         for record in step.phases:
             phase = self.phases.get(record.name)
             if phase is None:
@@ -112,7 +112,7 @@ class RankTally:
 
 
 class JobTally:
-    """One job: its ranks by number, and how it stands.
+    """One job: its ranks by number, and its state.
 
     Args:
         number: 1 for the run's first job.
@@ -134,7 +134,7 @@ class JobTally:
 
     @property
     def world_size(self) -> int:
-        """Ranks it has, as they say."""
+        """World size, as its ranks report it."""
         return max((rank.hello.world_size for rank in self.ranks.values()), default=0)
 
     @property
@@ -166,11 +166,11 @@ class JobTally:
         """Count one finished step."""
         rank = self.ranks.get(step.rank)
         if rank is not None:
-            rank.take(step)
+            rank.add_step(step)
             self.version += 1
 
     def closing(self, closing: Closing) -> None:
-        """Count what a rank did after its last step."""
+        """Count a rank's phases after its last step."""
         rank = self.ranks.get(closing.rank)
         if rank is not None:
             rank.close(closing)
@@ -190,7 +190,7 @@ class JobTally:
         self._failed(failure.rank, failure.error)
 
     def state(self, state: RankState) -> None:
-        """Note what the hub holds a rank to be doing."""
+        """Record the state of a rank as the hub judges it."""
         rank = self.ranks.get(state.rank)
         if rank is None or (state.pid and state.pid != rank.hello.pid):
             return
@@ -234,11 +234,11 @@ class JobTally:
         )
 
     def restore(self, job: Job, hellos: dict[tuple[int, int], Hello]) -> None:
-        """Take over what an earlier hub counted.
+        """Restore the counts of an earlier hub.
 
         Args:
-            job: how it stood.
-            hellos: the introductions that are known, by pid and start time; for others a rank has what the job has.
+            job: its last recorded state.
+            hellos: known introductions, by pid and start time; other ranks get the values of the job.
         """
         self.ended = job.ended
         for known in job.ranks:
@@ -305,7 +305,7 @@ def _hello_of(job: Job, rank: JobRank) -> Hello:
 
 
 def _restore_end(tally: RankTally, known: JobRank, time: float) -> None:
-    """Take over how a rank ended, where it had."""
+    """Restore a rank's end, if it had ended."""
     if known.state in ("finished", "failed", "stopped"):
         tally.goodbye = known.state
     if known.state in ("gone", "finished"):

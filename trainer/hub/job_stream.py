@@ -1,6 +1,6 @@
-"""Which job is in the stream: begins a job, keeps one out that runs at the same time, follows a training with the next.
+"""Selects the job in the stream: begins a job, excludes one that runs beside it, goes on to the next training.
 
-``JobTable`` knows which process belongs to which job; this does what follows from that for the rest of the hub.
+``JobTable`` maps processes to jobs; this module applies the result to the rest of the hub.
 """
 
 import socket
@@ -23,13 +23,13 @@ class JobStream:
     """Puts the jobs of a run into the stream. Main loop only.
 
     Args:
-        analysis: begins anew with each job.
+        analysis: is reset for each job.
         rank_hosts: forgets the ranks of the job before.
         end_detector: the same.
         ports: the same.
-        emit: appends a message to the stream, and has it judged.
-        meet: takes in the introduction of a rank that is in the stream.
-        settle: takes in what is known of the processes so far.
+        emit: appends a message to the stream, and analyses it.
+        meet: registers the introduction of a rank that is in the stream.
+        settle: collects the facts of the processes so far.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class JobStream:
         self.aside = self._jobs.aside
         """Senders whose messages are kept out of the stream."""
         self.state = self._jobs.state
-        self.take = self._jobs.take
+        self.add = self._jobs.add
 
     def restore(self, messages: Iterable[Message]) -> None:
-        """Take over what an earlier hub recorded."""
+        """Restore the jobs that an earlier hub recorded."""
         self._jobs.restore(messages)
 
     def join(self, hello: Hello, t: float) -> bool:
@@ -66,7 +66,7 @@ class JobStream:
             self._begin(joined.job)
         elif joined.first_aside:
             self._emit(self._jobs.describe(joined.job, t))
-            self._say_aside(joined.job.number, hello)
+            self._report_aside(joined.job.number, hello)
         if joined.aside:
             self._rank_hosts.senders.add(identity_of(hello))
         return not joined.aside
@@ -78,8 +78,8 @@ class JobStream:
             self._jobs.step(sender, step)
 
     def tick(self) -> None:
-        """Describe jobs anew, and bring one into the stream that ran beside one which has ended."""
-        for told in self._jobs.look(time.time()):
+        """Describe jobs again, and bring one into the stream that ran beside one which has ended."""
+        for told in self._jobs.poll(time.time()):
             self._emit(told)
             if not told.shown and told.state == "failed":
                 self._analysis.alert(
@@ -97,7 +97,7 @@ class JobStream:
             self._emit(job)
 
     def _begin(self, job: JobTally) -> None:
-        """Let a job come into the stream, in place of the one before."""
+        """Bring a job into the stream, in place of the one before."""
         if job.number > 1 or self._jobs.shown is not job:
             self._settle()
             self._analysis.begin_job()
@@ -116,7 +116,7 @@ class JobStream:
         self._introduce(job)
 
     def _describe_others(self, job: JobTally, t: float) -> None:
-        for told in self._jobs.look(t):
+        for told in self._jobs.poll(t):
             if told.number != job.number:
                 self._emit(told)
 
@@ -126,7 +126,7 @@ class JobStream:
             self._meet(rank.hello)
             self._emit(rank.hello)
 
-    def _say_aside(self, number: int, hello: Hello) -> None:
+    def _report_aside(self, number: int, hello: Hello) -> None:
         shown = self._jobs.shown.number if self._jobs.shown is not None else 0
         self._analysis.alert(
             "note",
@@ -141,7 +141,7 @@ class JobStream:
         )
 
     def _lives(self, hello: Hello) -> bool:
-        """Return whether a rank's process lives: as /proc says on this host, as its agent saw it elsewhere."""
+        """Return whether a rank's process lives: by /proc on this host, by its agent's report elsewhere."""
         if hello.host == socket.gethostname():
             return is_alive(ProcessId(hello.pid, hello.start_ticks))
         tracked = self._analysis.tracker.ranks.get(hello.rank)

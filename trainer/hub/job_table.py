@@ -1,4 +1,4 @@
-"""Which job each process of a run belongs to, and which job is in the stream.
+"""Maps each process of a run to its job, and selects the job in the stream.
 
 A **job** is one process group of ranks. A rank's introduction (``Hello``) belongs to a job that has begun when
 
@@ -29,13 +29,13 @@ from .job_figures import JobTally
 from .rank_link import identity_of
 
 REFRESH_S = 4.0
-"""A job that steps is described anew after so long; later where it has many ranks."""
+"""A job that steps is described again after this long; later where it has many ranks."""
 LATE_S = 30.0
-"""How long ranks that never reported may still come after all others have finished: where nothing makes ranks wait for
-each other, one is through with its steps before another has imported its libraries."""
+"""Time that ranks which never reported may still come after all others have finished: without collectives one
+rank is through with its steps before another has imported its libraries."""
 RANKS_A_SECOND = 16
 MOST_JOBS = 10_000
-"""Jobs of one run that are told apart; later ranks count to the last one."""
+"""Jobs of one run that are counted apart; later ranks count to the last one."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class JobMatch:
 
 
 class JobTable:
-    """All jobs of a run. ``lives`` tells whether the process of a Hello lives, as far as is known."""
+    """All jobs of a run. ``lives`` returns whether the process of a Hello lives, as far as is known."""
 
     def __init__(self, lives: Callable[[Hello], bool]) -> None:
         self._lives = lives
@@ -65,7 +65,7 @@ class JobTable:
         self._of: dict[str, JobTally] = {}
         self._renamed: dict[str, Hello] = {}
         """By sender: an introduction with another model, whose steps will show whether it begins a job."""
-        self._told: dict[int, tuple[int, float]] = {}
+        self._reported: dict[int, tuple[int, float]] = {}
         """By job: its version and the time when it was described last."""
         self._all_ended: dict[int, float] = {}
         """By job: when all its ranks were first seen to have ended."""
@@ -102,12 +102,12 @@ class JobTable:
             self.aside.add(sender)
             return JobMatch(job, aside=True, first_aside=True)
         if before is not None:
-            # What they sent last may come later than this; it is theirs.
+            # Their last messages may arrive later than this, and belong to them.
             self.aside.update(sender for sender, owner in self._of.items() if owner is before)
         self.shown = job
         return JobMatch(job, begins=True)
 
-    def take(self, sender: str, message: Message) -> None:
+    def add(self, sender: str, message: Message) -> None:
         """Count a message for the job of its sender."""
         job = self._of.get(sender)
         if job is None:
@@ -130,7 +130,7 @@ class JobTable:
         renamed = self._renamed.pop(sender, None)
         if renamed is not None:
             job.join(renamed)
-        rank.take(step)
+        rank.add_step(step)
         job.version += 1
         return False
 
@@ -149,7 +149,7 @@ class JobTable:
         return job
 
     def state(self, state: RankState) -> None:
-        """Note a state of a rank of the job in the stream, or of one that was there (its exit status came late)."""
+        """Record a state of a rank of the job in the stream, or of an earlier one (its exit status came late)."""
         jobs = [] if self.shown is None else [self.shown, *reversed(self.jobs.values())]
         for job in jobs:
             rank = job.ranks.get(state.rank)
@@ -157,8 +157,8 @@ class JobTable:
                 job.state(state)
                 return
 
-    def look(self, now: float) -> list[Job]:
-        """Close jobs whose ranks have all ended; return what is to be said of any."""
+    def poll(self, now: float) -> list[Job]:
+        """Close jobs whose ranks have all ended; return the tallies to report."""
         for job in self.jobs.values():
             if job.ended is None and (self._is_over(job, now) if job.shown else not self._any_lives(job)):
                 job.close(now)
@@ -180,7 +180,7 @@ class JobTable:
 
     def describe(self, job: JobTally, now: float) -> Job:
         """Describe a job now."""
-        self._told[job.number] = job.version, now
+        self._reported[job.number] = job.version, now
         return job.message(now)
 
     def close(self, now: float) -> list[Job]:
@@ -190,17 +190,17 @@ class JobTable:
         return [
             self.describe(job, now)
             for job in self.jobs.values()
-            if self._told.get(job.number, (-1, 0))[0] != job.version
+            if self._reported.get(job.number, (-1, 0))[0] != job.version
         ]
 
     def restore(self, messages: Iterable[Message]) -> None:
-        """Take over what an earlier hub recorded: how each job stood last, and the latest introductions."""
+        """Restore the jobs of an earlier hub: the last tally of each, and the latest introductions."""
         known = list(messages)
         hellos = {(hello.pid, hello.start_ticks): hello for hello in known if isinstance(hello, Hello)}
         for number, job in sorted({job.number: job for job in known if isinstance(job, Job)}.items()):
             tally = self.jobs[number] = JobTally(number, job.started, job.shown)
             tally.restore(job, hellos)
-            self._told[number] = tally.version, job.time
+            self._reported[number] = tally.version, job.time
             for rank in job.ranks:
                 sender = f"rank-{rank.rank}-{rank.pid}-{rank.start_ticks}"
                 self._of[sender] = tally
@@ -224,7 +224,7 @@ class JobTable:
         return job is self.shown and rank is not None and rank.steps > 0 and rank.hello.model not in ("", hello.model)
 
     def _due(self, job: JobTally, now: float) -> Job | None:
-        version, at = self._told.get(job.number, (-1, 0.0))
+        version, at = self._reported.get(job.number, (-1, 0.0))
         if version == job.version:
             return None
         wait = max(REFRESH_S, len(job.ranks) / RANKS_A_SECOND)

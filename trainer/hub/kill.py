@@ -17,7 +17,7 @@ from .rank_hosts import RankHosts
 from .rank_link import Answers, RankLink
 
 _AGENT_SECONDS = 30.0
-"""An escalation and its look at the GPUs take less than this."""
+"""Time limit of an escalation and its check of the GPUs."""
 _CUT_OFF = (
     "cut off: what runs there could not be reached; "
     f"it is ended once the host is back, if that is within {BACK_SECONDS / 60:.0f} minutes"
@@ -32,8 +32,8 @@ class Kills:
         rank_hosts: which ranks run here.
         link: the line to the agents.
         agents: the agents of other hosts.
-        post: has the main loop make a call; any thread.
-        left: is told, in the main loop, the pids of this host that a kill could not end.
+        post: schedules a call in the main loop; any thread.
+        left: called in the main loop with the pids of this host that a kill could not end.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Kills:
         """Refuse to kill ranks that cannot be reached now.
 
         Raises:
-            UsageError: a rank's host is cut off, or nobody there answers for it.
+            UsageError: a rank's host is cut off, or has no agent.
         """
         here = {target.rank for target in self._rank_hosts.targets()}
         for rank in ranks:
@@ -72,7 +72,7 @@ class Kills:
             )
 
     async def kill(self, ranks: list[int], number: signal.Signals | None) -> Outcome:
-        """Kill ``ranks`` (empty: the whole run), on all hosts at the same time; return what came of it.
+        """Kill ``ranks`` (empty: the whole run), on all hosts at the same time; return the outcome.
 
         Args:
             ranks: the ranks to end.
@@ -102,7 +102,7 @@ class Kills:
         return self._link.ask_agents("kill", peers, _AGENT_SECONDS, args, gone)
 
     def interrupt(self) -> bool:
-        """Send INT to all ranks, wherever they run; tell whether any was there to get it, as far as can be known."""
+        """Send INT to all ranks on all hosts; return whether any was there to receive it, as far as can be known."""
         told = interrupt_ranks(self._rank_hosts.targets())
         agents = self.agents.reachable()
         peers = {agent.identity: place for place, agent in enumerate(agents)}
@@ -117,7 +117,7 @@ class Kills:
 
 
 def interrupted_on(agents: list[Agent], answers: Answers) -> list[str]:
-    """List the hosts whose agents interrupted something, in words."""
+    """Return, in words, the hosts whose agents interrupted ranks."""
     return [
         f"on {agent.host} {answers[place].text}"
         for place, agent in enumerate(agents)

@@ -1,7 +1,7 @@
-"""Processes that a kill could not end: said so, and watched until they are gone.
+"""Reports processes that a kill could not end, and watches them until they are gone.
 
 One in uninterruptible sleep (D) waits for the kernel, a dead disk or file server, and no signal reaches it before that
-returns. The hub stays for ``STAY_SECONDS`` after the run's end to say when it is gone; ``ftmon cleanup`` finds it
+returns. The hub stays for ``STAY_SECONDS`` after the run's end to report their end; ``ftmon cleanup`` finds them
 later.
 """
 
@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ...protocol.text import sanitize
 from ..host import activity, processes
-from ..host.gpu_memory import look
+from ..host.gpu_memory import gpu_use
 from ..host.processes import Process
 from .analysis import Analysis
 
 STAY_SECONDS = 600.0
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _RULE = "leftover"
 
 
 class Leftovers:
-    """Watches what is left. Main loop only.
+    """Watches the leftover processes. Main loop only.
 
     Args:
         analysis: raises and resolves the alert.
@@ -35,28 +35,28 @@ class Leftovers:
         self._left: dict[tuple[int, int], Process] = {}
         self._since = 0.0
         self._next = 0.0
-        self._looked = False
+        self._searched = False
 
     def note(self, pids: Sequence[int]) -> None:
-        """Watch those of the processes that a kill left over which no signal reaches now."""
+        """Watch the processes that a kill left over and that no signal reaches now."""
         found = [process for pid in pids if (process := processes.read(pid)) is not None]
-        self._take([process for process in found if process.state == "D"])
+        self._add([process for process in found if process.state == "D"])
 
-    def look_at_end(self) -> None:
-        """Look, once, for what the run has left now that it is over."""
-        if not self._looked:
-            self._looked = True
-            self._take(self._find())
+    def find_at_end(self) -> None:
+        """Find, once, the processes left over at the run's end."""
+        if not self._searched:
+            self._searched = True
+            self._add(self._find())
 
     def waiting(self, now: float) -> bool:
         """Return whether the hub should stay for them; ``now`` is ``time.monotonic``."""
         return bool(self._left) and now - self._since < STAY_SECONDS
 
     def tick(self, now: float) -> None:
-        """See whether they are gone; ``now`` is ``time.monotonic``."""
+        """Check whether they are gone; ``now`` is ``time.monotonic``."""
         if not self._left or now < self._next:
             return
-        self._next = now + _LOOK_SECONDS
+        self._next = now + _POLL_SECONDS
         before = len(self._left)
         for key, process in list(self._left.items()):
             current = processes.same(process)
@@ -65,18 +65,18 @@ class Leftovers:
         if not self._left:
             self._analysis.resolve("note", _RULE, "All of them are gone now.")
         elif len(self._left) != before:
-            self._tell()
+            self._report()
 
-    def _take(self, found: Iterable[Process]) -> None:
+    def _add(self, found: Iterable[Process]) -> None:
         new = {(process.pid, process.start_ticks): process for process in found}
         if new.keys() - self._left.keys():
             self._left |= new
             self._since = time.monotonic()
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         left = list(self._left.values())
-        held = look([process.pid for process in left]) if self._on_gpu() else None
+        held = gpu_use([process.pid for process in left]) if self._on_gpu() else None
         words = [describe(process) for process in left[:8]]
         gpu = f" They hold {sum(held.held.values()) / 2**30:.2f} GiB of GPU memory." if held and held.held else ""
         self._analysis.alert(
@@ -91,7 +91,7 @@ class Leftovers:
 
 
 def describe(process: Process) -> str:
-    """Return what a process that would not end is doing."""
+    """Return the state of a process that did not end, in words."""
     current = processes.same(process) or process
     name = f"pid {current.pid} ({sanitize(current.name, 40)})"
     if current.state == "D":

@@ -1,4 +1,4 @@
-"""Ranks that a run must have and nobody hears of: on several hosts, most likely an agent that does not come through."""
+"""Detects ranks of the world size that never report: on several hosts, mostly an agent without a connection."""
 
 from ...protocol.text import sanitize
 from .analysis import Analysis
@@ -14,7 +14,7 @@ class MissingRanks:
     Args:
         analysis: raises and resolves it.
         rank_hosts: the ranks that were heard.
-        listen: where the hub listens for other hosts; empty: it does not, and nothing is said.
+        listen: address where the hub listens for other hosts; empty: it does not, and no note is raised.
     """
 
     def __init__(self, analysis: Analysis, rank_hosts: RankHosts, listen: str) -> None:
@@ -22,18 +22,18 @@ class MissingRanks:
         self._rank_hosts = rank_hosts
         self._listen = listen
         self._since: float | None = None
-        self._told = False
+        self._reported = False
 
     def tick(self, now: float) -> None:
-        """Look whether all are there; ``now`` is ``time.monotonic``."""
+        """Check whether all have reported; ``now`` is ``time.monotonic``."""
         heard, world = len(self._rank_hosts.ranks), self._rank_hosts.world_size
         if not self._listen or not heard:
             return
         if self._since is None:
             self._since = now
         missing = [rank for rank in range(world) if rank not in self._rank_hosts.ranks] if heard < world else []
-        if missing and not self._told and now - self._since > PATIENCE_SECONDS:
-            self._told = True
+        if missing and not self._reported and now - self._since > PATIENCE_SECONDS:
+            self._reported = True
             self._analysis.alert(
                 "note",
                 "warning",
@@ -44,6 +44,6 @@ class MissingRanks:
                 "the five ports after it. agent.log of that host's own directory says which of these fails.",
                 missing=missing[:64],
             )
-        elif self._told and not missing:
-            self._told = False
+        elif self._reported and not missing:
+            self._reported = False
             self._analysis.resolve("note", "unheard", "All are heard now.")

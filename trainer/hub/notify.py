@@ -1,7 +1,7 @@
-"""Notifies people who are away: runs a command, posts to a webhook, shows a desktop notification.
+"""Sends notices of a run: runs a command, posts to a webhook, shows a desktop notification.
 
-A thread of its own delivers, so that no slow server makes the hub wait. A target that fails is tried again twice, then
-given up for that notice, and the hub's log says so.
+A thread delivers, so that a slow server does not delay the hub. A target that fails is tried again twice, then
+given up for that notice, which the hub's log records.
 """
 
 import json
@@ -27,21 +27,21 @@ TRY_AGAIN_SECONDS = (1.0, 5.0)
 WEBHOOK_SECONDS = 10.0
 COMMAND_SECONDS = 60.0
 CLOSE_SECONDS = 20.0
-"""How long a hub that leaves waits for what is under way."""
+"""Time limit at the hub's end for notices in delivery."""
 
 
 class DeliveryError(Exception):
-    """A notice that a target did not take."""
+    """A notice could not be delivered to a target."""
 
 
 class Notifier(threading.Thread):
     """Delivers the notices of one run.
 
     Args:
-        notify: who is notified of what.
+        notify: targets and their events.
         run: the run's identifier.
         host: this host's name.
-        failed: told, from this thread, the target (without an address's path, which may be a secret) and why.
+        failed: called, from this thread, with the target (without an address's path: it may be secret) and the reason.
     """
 
     def __init__(self, notify: Notify, run: str, host: str, failed: Callable[[str, str], object]) -> None:
@@ -53,13 +53,13 @@ class Notifier(threading.Thread):
         self._closing = threading.Event()
 
     def note(self, message: Message) -> None:
-        """Look at a message of the stream; never waits."""
+        """Queue the notices of a message of the stream; never waits."""
         notice = self._notices.of(message) if self._targets else None
         if notice is not None:
             self._waiting.put(notice)
 
     def close(self) -> None:
-        """Deliver what is under way, for ``CLOSE_SECONDS`` at most."""
+        """Deliver the queued notices, for ``CLOSE_SECONDS`` at most."""
         self._waiting.put(None)
         if self.is_alive():
             self.join(CLOSE_SECONDS)
@@ -84,16 +84,16 @@ class Notifier(threading.Thread):
 
 
 def make_notifier(run: RunDir, host: str, failed: Callable[[str, str], object]) -> Notifier | None:
-    """Return the notifier of a run, as ``Notifier`` has the arguments; None where nobody is notified."""
+    """Return the notifier of a run (arguments as for ``Notifier``); None without targets."""
     notify = read_notify(run)
     return Notifier(notify, run.id, host, failed) if notify is not None else None
 
 
 def deliver(target: str, notice: Notice) -> None:
-    """Hand one notice to one target.
+    """Deliver one notice to one target.
 
     Raises:
-        DeliveryError: it was not taken.
+        DeliveryError: the target refused it or did not answer.
     """
     if is_webhook(target):
         _post(target, notice)
@@ -105,7 +105,7 @@ def deliver(target: str, notice: Notice) -> None:
 
 def _post(address: str, notice: Notice) -> None:
     line = f"ftmon {notice.event}: {notice.run} on {notice.host}: {notice.title}"
-    # ``text`` is what Slack, Mattermost and Teams show of a body, ``content`` what Discord shows.
+    # Slack, Mattermost and Teams show a body's ``text``, Discord its ``content``.
     body = json.dumps({**msgspec.to_builtins(notice), "content": line, "text": line, "detail": notice.text}).encode()
     headers = {"Content-Type": "application/json", "User-Agent": f"ftmon/{__version__}"}
     try:

@@ -12,7 +12,7 @@ from ...protocol.rundir import RunDir
 
 
 def keeper(run: RunDir) -> Callable[[OomReport], OomReport]:
-    """Make what writes a report into ``oom/`` of the run and returns it with its path; a full disk leaves it empty."""
+    """Return a writer of reports into the run's ``oom/``; it returns the path, empty if the disk is full."""
 
     def keep(report: OomReport) -> OomReport:
         stamp = time.strftime("%H%M%S", time.localtime(report.time))

@@ -1,14 +1,14 @@
-"""What is done about a hang when nobody is there: ``--on-hang`` and ``--exit-timeout``.
+"""Acts on hangs without a person present: ``--on-hang`` and ``--exit-timeout``.
 
 - A verdict that has stood for ``--hang-grace`` (30 s) is acted on once: ``stacks`` writes the stacks of all ranks to a
   file of the run, ``stop`` interrupts the ranks as ctrl-c does and kills what has not ended 60 s later, ``kill`` kills.
-  These two need proof that nothing can come any more (``protocol.analysis.stalls.proof``).
+  These two need proof that no progress can come any more (``protocol.analysis.stalls.proof``).
   Ranks that are held at an out-of-memory error do not hang, and neither does a run all of whose ranks are stopped by a
-  signal: somebody paused it.
+  signal: it was paused.
 - Once a rank has finished, the rest of the run may go on for ``--exit-timeout`` after the last progress of any rank,
   or the last work of its processes
-  (in evaluation and checkpointing as long as that phase may last), then it is killed. The work was done, so this is
-  told apart from a hang.
+  (in evaluation and checkpointing as long as that phase may last), then it is killed. The training was complete, so
+  this is reported apart from a hang.
 
 Stacks are saved first in every case.
 """
@@ -37,7 +37,7 @@ from .rank_hosts import RankHosts
 from .stall_probe import StallProbe
 
 STOP_SECONDS = 60.0
-"""How long ranks that were interrupted may take to end before they are killed."""
+"""Time that interrupted ranks may take to end before they are killed."""
 SURE_SECONDS = 3.0
 """A time that is over must have been over for this long by the hub's own clock."""
 _LONG_PHASES = ("eval", "generate", "checkpoint")
@@ -52,7 +52,7 @@ class Policy:
         run: the run.
         options: the run's options.
         analysis: holds the tracker, whose verdict is acted on, and raises alerts.
-        stall_probe: has the stacks.
+        stall_probe: captures the stacks.
         kills: kills.
         rank_hosts: which ranks run on this host.
         emit: appends a message to the stream.
@@ -82,7 +82,7 @@ class Policy:
         """The verdict that stands, by its kind and those named, and since when."""
         self._acted: object = None
         self._spared: object = None
-        """The verdict of which it was said why nothing is ended for it yet."""
+        """The verdict whose missing proof has been reported."""
         self._kill_at: float | None = None
         self._killed = False
         self._why = ""
@@ -97,18 +97,18 @@ class Policy:
             if now >= self._kill_at:
                 self._kill(now)
             return
-        self._look_at_hang(now)
+        self._check_hang(now)
         if self._exit_timeout and self._kill_at is None:
-            self._look_at_exit(now)
+            self._check_exit(now)
 
     def _being_ended(self) -> bool:
-        """Return whether somebody else has asked for the run's end, or it has come."""
+        """Return whether the run's end was requested, or has come."""
         state = self._tracker.run_state
         if state is not None and state.state in ("finished", "failed", "stopped"):
             return True
         return self._kill_at is None and state is not None and state.state == "stopping"
 
-    def _look_at_hang(self, now: float) -> None:
+    def _check_hang(self, now: float) -> None:
         verdict = self._tracker.verdict
         if self._on_hang == "warn" or verdict is None or self._is_wanted(verdict):
             self._standing = None
@@ -116,14 +116,14 @@ class Policy:
                 self._spared = None
                 self._analysis.resolve("note", "on-hang-proof", "The hang is over.")
             return
-        # Who waits may change while the same rank holds them up.
+        # The waiting ranks may change while the same rank blocks them.
         matter = (verdict.kind, verdict.hung)
         if self._standing is None or self._standing[0] != matter:
             self._standing = (matter, now)
         if now - self._standing[1] < self._grace or self._acted == matter:
             return
         if self._on_hang != "stacks" and (missing := self._unproven(verdict)):
-            self._say_why_not(matter, verdict, missing)
+            self._report_unproven(matter, verdict, missing)
             return
         self._acted = matter
         cause: Cause = "hang-at-exit" if verdict.kind == "exit" else "hang"
@@ -147,8 +147,8 @@ class Policy:
             )
         return unproven(verdict.kind, verdict.sure, verdict.waiting, verdict.hung, verdict.age, facts)
 
-    def _say_why_not(self, matter: object, verdict: Verdict, missing: str) -> None:
-        """Say, once for each verdict, why nothing is ended although it has stood for the grace."""
+    def _report_unproven(self, matter: object, verdict: Verdict, missing: str) -> None:
+        """Report, once for each verdict, the proof that is missing for an action after the grace."""
         if self._spared == matter:
             return
         self._spared = matter
@@ -162,10 +162,10 @@ class Policy:
         states = {rank: t.state.state for rank, t in self._tracker.ranks.items() if t.state is not None}
         held = bool(verdict.hung) and all(states.get(rank) == "held" for rank in verdict.hung)
         paused = bool(states) and all(state in ("stopped", "finished", "gone") for state in states.values())
-        # A host that is cut off is no hang: what its ranks do is not known, and they may go on by themselves.
+        # A host that is cut off is no hang: the state of its ranks is unknown, and they may still run.
         return held or paused or verdict.kind == "unreachable"
 
-    def _look_at_exit(self, now: float) -> None:
+    def _check_exit(self, now: float) -> None:
         ranks = list(self._tracker.ranks.values())
         finished = [
             tracked for tracked in ranks if tracked.goodbye is not None and tracked.goodbye.reason == "finished"

@@ -14,7 +14,7 @@ import zmq
 TICK_SECONDS = 0.25
 _FAILURES = 100
 _FAILURES_SECONDS = 20.0
-"""So many failures of its own within so long, and a hub gives up: another one may do better."""
+"""A hub with this many failures of its own within this time ends: a new one may do better."""
 
 
 class PollLoop:

@@ -1,4 +1,4 @@
-"""A master port that is taken: who holds it, looked up at the moment a launcher or a rank says so."""
+"""Finds the process that holds a master port, when a launcher or a rank reports that the port is in use."""
 
 import re
 import threading
@@ -12,7 +12,7 @@ from ..host.port_holders import PortHolder, holder_of
 _UNCAUGHT = re.compile(r"^(?:\[rank\d+\]: ?)?(?:[\w.]+\.)?\w*(?:Error|Exception): ")
 """The line of a traceback that has the exception: warnings of a port that PyTorch then has by IPv4 have none."""
 DEFAULT_PORT = 29500
-LOOK_SECONDS = 2.0
+SEARCH_SECONDS = 2.0
 
 
 class PortWatch:
@@ -21,33 +21,33 @@ class PortWatch:
     def __init__(self, post: Callable[[Callable[[], object]], None], alert: Callable[..., None]) -> None:
         self._post = post
         self._alert = alert
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._threads: list[threading.Thread] = []
 
     def begin_job(self) -> None:
-        """Tell anew of a port that a later job does not get either."""
-        self._told.clear()
+        """Report again a port that a later job does not get either."""
+        self._reported.clear()
 
     def note(self, message: Failure | LogLine) -> None:
-        """Look at the end of a rank's script, or at a line of output; the look-up is made in a thread of its own."""
+        """Check the end of a rank's script, or a line of output; a thread finds the port's holder."""
         text = message.error if isinstance(message, Failure) else message.text
         if isinstance(message, LogLine) and not _UNCAUGHT.match(text):
             return
         port = address_in_use(text)
-        if port is None or port in self._told:
+        if port is None or port in self._reported:
             return
-        self._told.add(port)
-        thread = threading.Thread(target=self._look, args=(port, message.rank, text), name="port", daemon=True)
+        self._reported.add(port)
+        thread = threading.Thread(target=self._find_holder, args=(port, message.rank, text), name="port", daemon=True)
         thread.start()
         self._threads.append(thread)
 
     def finish(self) -> None:
-        """Wait, at the end of the run, for look-ups that are under way; what they found is told at once."""
+        """Wait, at the end of the run, for searches under way; report their results at once."""
         threads, self._threads = self._threads, []
         for thread in threads:
-            thread.join(LOOK_SECONDS)
+            thread.join(SEARCH_SECONDS)
 
-    def _look(self, port: int, rank: int, error: str) -> None:
+    def _find_holder(self, port: int, rank: int, error: str) -> None:
         holder = holder_of(port) if port else None
         self._post(lambda: self._raise(port, rank, error, holder))
 

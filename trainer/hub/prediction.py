@@ -1,4 +1,4 @@
-"""The prediction of a run of ftmon's own trainer: made beside it, in a process that takes only what the run leaves."""
+"""Predicts a run of ftmon's own trainer beside it, in a process that uses only resources the run leaves idle."""
 
 import contextlib
 import os
@@ -23,12 +23,12 @@ _ON_CPU = (
 
 
 class PredictionProcess:
-    """Starts the prediction once the ranks say on which kind of GPU they are, and sends it. Main loop only.
+    """Starts the prediction once the ranks have reported their kind of GPU, and emits it. Main loop only.
 
     Args:
         run: the run.
-        file: its ``run.json``; ``predict`` of its options: whether anything is predicted.
-        emit: takes the message.
+        file: its ``run.json``; ``predict`` of its options: whether to predict.
+        emit: appends the message to the stream.
     """
 
     def __init__(self, run: RunDir, file: RunFile, emit: Callable[[Message], None]) -> None:
@@ -37,11 +37,11 @@ class PredictionProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._until = 0.0
         self._on_cpu = False
-        """No rank has said that it is on a GPU."""
+        """No rank has reported a GPU."""
         self._done = file.kind not in _OWN or not file.options.predict or not run.config.is_file()
 
     def restore(self, messages: Iterable[Message]) -> None:
-        """Take over what an earlier hub sent."""
+        """Restore the prediction that an earlier hub sent."""
         if any(isinstance(message, Prediction) for message in messages):
             self._done = True
 

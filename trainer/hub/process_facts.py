@@ -1,4 +1,4 @@
-"""What is known of the run's processes from outside: their ends, and what the launcher wrote down about the job."""
+"""Facts of the run's processes from outside: their ends, and the launcher's records of the job."""
 
 from collections.abc import Callable
 
@@ -11,13 +11,13 @@ from .analysis import Analysis
 
 
 class ProcessFacts:
-    """Hands facts on to be judged, in an order that blames no rank for what was asked for. Main loop only.
+    """Passes facts to the analysis, requests before deaths: a requested end blames no rank. Main loop only.
 
     Args:
         run: has the launcher's files.
         supervisor: watches the ranks' processes.
         analysis: gets the facts.
-        emit: appends a message to the stream, and has it judged.
+        emit: appends a message to the stream, and analyses it.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class ProcessFacts:
         self._analysis = analysis
         self._emit = emit
         self._signalled = False
-        self._left_noted = False
+        self._leftovers_noted = False
 
-    def take(self) -> None:
-        """Take in what has been seen since the last call."""
+    def collect(self) -> None:
+        """Collect the facts since the last call."""
         facts = self._supervisor.poll()
-        self._note_signal()  # first: what is dead may have been told to end
-        self._note_left()
+        self._note_signal()  # first: a dead process may have been ended on request
+        self._note_leftovers()
         for fact in facts:
             self._analysis.fact(fact)
 
@@ -45,9 +45,9 @@ class ProcessFacts:
             self._signalled = True
             self._emit(Command("launcher", "stop", {"reason": intent.text()}))
 
-    def _note_left(self) -> None:
+    def _note_leftovers(self) -> None:
         """Note that the job's command ended before its ranks: the launcher ends them, and no rank is to blame."""
-        left = None if self._left_noted else self._run.read_left()
+        left = None if self._leftovers_noted else self._run.read_leftovers()
         if left is not None:
-            self._left_noted = True
-            self._analysis.left(left)
+            self._leftovers_noted = True
+            self._analysis.job_ended_first(left)

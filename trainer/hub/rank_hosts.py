@@ -14,9 +14,9 @@ class RankHosts:
         self._host = socket.gethostname()
         self._hellos: dict[int, Hello] = {}
         self._away: set[int] = set()
-        """Ranks whose messages an agent passes on."""
+        """Ranks whose messages an agent forwards."""
         self.senders: set[str] = set()
-        """What the processes that have introduced themselves sign as."""
+        """Senders' names of the processes that have introduced themselves."""
 
     def know(self, hello: Hello, away: bool = False) -> None:
         """Note a rank's introduction, and whether an agent passed it on; a later one of the same rank replaces it."""
@@ -25,7 +25,7 @@ class RankHosts:
         self.senders.add(identity_of(hello))
 
     def begin_job(self) -> None:
-        """Forget the ranks of the job before; who has introduced itself stays known."""
+        """Forget the ranks of the job before; known senders stay known."""
         self._hellos.clear()
         self._away.clear()
 
@@ -36,7 +36,7 @@ class RankHosts:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the run has, as the known ones say; 0 before the first."""
+        """World size, as the known ranks report it; 0 before the first."""
         return max((hello.world_size for hello in self._hellos.values()), default=0)
 
     @property
@@ -66,5 +66,5 @@ class RankHosts:
         return self._hellos[rank].host
 
     def _is_here(self, hello: Hello) -> bool:
-        # After a restart of the hub the ranks of its history have not been heard yet: then their host's name tells.
+        # After a restart of the hub the ranks of its history have sent nothing yet: then their host's name decides.
         return hello.rank not in self._away and hello.host == self._host

@@ -19,15 +19,15 @@ Answers = dict[int, Result]
 """Results by rank; a rank that did not answer in time is absent."""
 
 _CONNECTING_SECONDS = 10.0
-"""A rank's hello may be here before its command socket is: for so long after it, one that cannot be reached yet is
+"""A rank's hello may arrive before its command socket connects: for this long after it, an unreachable rank is
 tried again until the question's time is up. Later on it is gone. An agent connects anew after every cut: it is tried
 again always."""
 
 _AGAIN_SECONDS = 1.0
-"""An agent that owes an answer is asked again this often: where its connection was new, the question may have gone to
-the one before. It does once what comes twice."""
+"""Interval for asking an agent again: where its connection was new, the question may have gone to the old one. An
+agent executes a repeated command once."""
 _IDENTIFY_SECONDS = 1.0
-"""A sender is asked who it is at most this often."""
+"""Minimum interval between requests for a sender's introduction."""
 
 
 def identity_of(hello: Hello) -> str:
@@ -43,7 +43,7 @@ class _Ask:
         self.answers: Answers = {}
         self.command = Command("", "")
         self.unsent: set[bytes] = set()
-        """Of those waited for, the ones that could not be reached yet."""
+        """Peers waited for that could not be reached yet."""
         self.left: Callable[[int], bool] | None = None
         self.asked = time.monotonic()
 
@@ -99,14 +99,14 @@ class RankLink:
         args: dict[str, Any] | None = None,
         left: Callable[[int], bool] = lambda _: False,
     ) -> Reply[Answers]:
-        """Send a command to agents by their identities; the answers arrive by the numbers that stand for them.
+        """Send a command to agents by their identities; the answers arrive under the numbers that stand for them.
 
-        ``left`` tells of such a number that no answer will come any more.
+        ``left`` returns whether such a number will get no answer any more.
         """
         return self._put(verb, agents, timeout, args, left)
 
     def rename(self, before: bytes, now: bytes) -> None:
-        """Have another agent asked in place of one that it was started after."""
+        """Ask an agent's successor in its place."""
         for ask in self._asks.values():
             if before in ask.waiting:
                 ask.waiting[now] = ask.waiting.pop(before)
@@ -135,7 +135,7 @@ class RankLink:
         return reply
 
     def receive(self, socket: "zmq.Socket[Any]") -> None:
-        """Take every answer that is waiting on one of the sockets."""
+        """Receive every waiting answer of one socket."""
         with contextlib.suppress(zmq.Again):
             while True:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -146,7 +146,7 @@ class RankLink:
                     self._answer(frames[0], wire.decode_body(frames[2]))
 
     def expire(self) -> None:
-        """Put the questions to those that can be reached now, and close the questions whose time is up."""
+        """Send the questions to ranks that are reachable now, and close the questions whose time is up."""
         now = time.monotonic()
         for ask in self._asks.values():
             if ask.left is not None:

@@ -1,8 +1,8 @@
-"""Takes the stream to disk in a thread of its own: however long a disk takes, the hub goes on looking and answering.
+"""Writes the stream to disk in a thread of its own, so that a slow disk never blocks the hub.
 
 SQLite waits for the disk now and then, also where a commit only appends to the write-ahead log: the first write into a
 log that was folded into the file begins it anew, and makes its header durable first. And a network file system, or a
-disk that others keep busy, may make any write wait.
+disk under other load, may delay any write.
 """
 
 import sys
@@ -16,15 +16,15 @@ from ...protocol.recording.writer import Writer
 from ...protocol.wire import Message
 
 _STUCK_SECONDS = 5.0
-"""A disk that takes so long for one commit is told of."""
+"""A commit that takes longer than this is reported."""
 _CLOSE_SECONDS = 60.0
-"""So long is waited at the end for what is not on disk yet."""
+"""Time limit at the end for writing the remaining messages."""
 
 
 class Recorder(threading.Thread):
-    """Has ``writer`` write at each ``commit`` what was appended, in a thread that nobody waits for.
+    """Makes ``writer`` write, at each ``commit``, the messages appended, in a thread of its own.
 
-    While the disk takes nothing, rows are held and thinned out as the writer does with a disk that refuses
+    While the disk accepts nothing, rows are held and thinned out as the writer does with a disk that refuses
     (``Batch.let_go``).
 
     Args:
@@ -41,7 +41,7 @@ class Recorder(threading.Thread):
         self._work = threading.Event()
         self._since: float | None = None
         """When the commit that is under way began, monotonic."""
-        self.taken: Callable[[], dict[str, int]] = dict
+        self.received: Callable[[], dict[str, int]] = dict
         """Asked at each commit: the numbers of ``Writer.note_taken``."""
         self.heard: Callable[[], dict[str, int]] = dict
         """Asked at each commit: the numbers of ``Writer.note_heard``."""
@@ -60,32 +60,32 @@ class Recorder(threading.Thread):
 
     @property
     def notice(self) -> str:
-        """What a person should know of the recording's file; empty while nothing has happened to it."""
+        """Warning about the recording's file; empty while it is intact."""
         return self._writer.notice
 
     @property
     def recorded(self) -> int:
-        """Messages taken to disk."""
+        """Messages written to disk."""
         return self._writer.recorded
 
     def append(self, seq: int, t: float, message: Message) -> None:
-        """Take one message to be written at the next commit; the arguments are those of ``Writer.append``."""
+        """Queue one message for the next commit; the arguments are those of ``Writer.append``."""
         self._writer.append(seq, t, message)
 
     def lose(self, count: int, first_t: float, last_t: float, reason: str) -> None:
-        """Have a loss recorded; the arguments are those of ``Writer.lose``."""
+        """Queue a loss for the recording; the arguments are those of ``Writer.lose``."""
         self._writer.lose(count, first_t, last_t, reason)
 
     def commit(self, then: Callable[[], object] | None = None) -> None:
-        """Have written what was appended. Returns at once.
+        """Write the appended messages. Returns at once.
 
         Args:
-            then: called when it is on disk, or held back where that refuses it; in the recorder's thread.
+            then: called when they are on disk, or held back because the disk refuses them; in the recorder's thread.
         """
         self._hand_over(then, last=False)
 
     def close(self) -> None:
-        """Write what was appended and close the file cleanly; waits for a disk that takes nothing for a minute."""
+        """Write the appended messages and close the file cleanly; waits a minute at most for a stuck disk."""
         self._hand_over(None, last=True)
         self.join(_CLOSE_SECONDS)
         if self.is_alive():
@@ -113,7 +113,7 @@ class Recorder(threading.Thread):
         self._writer.close()
 
     def _hand_over(self, then: Callable[[], object] | None, *, last: bool) -> None:
-        self._writer.note_taken(self.taken())
+        self._writer.note_taken(self.received())
         self._writer.note_heard(self.heard())
         batch = self._writer.take()
         with self._lock:

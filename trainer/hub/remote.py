@@ -14,11 +14,11 @@ from ...protocol.rundir import RunDir
 from ..host.listen import parse_listen
 
 _OF_AGENTS = (*sockets.AGENT_CHANNELS, "telemetry")
-"""Whoever may watch may not speak for a rank."""
+"""Channels for agents' keys alone: a client that may watch may not send for a rank."""
 
 
 class RemoteSockets:
-    """The TCP sockets of a hub. One that cannot listen says so in ``problem``; the run goes on without.
+    """TCP sockets of a hub. If it cannot listen, ``problem`` has the reason, and the run goes on without.
 
     Args:
         context: where to make the sockets.
@@ -40,7 +40,7 @@ class RemoteSockets:
                 self.problem = f"{error}. Apps on this host are served."
 
     def close(self) -> None:
-        """Close what is still open (the history thread closes its own)."""
+        """Close the open sockets (the history thread closes its own)."""
         for socket in self.sockets.values():
             if not socket.closed:
                 socket.close()

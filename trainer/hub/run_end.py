@@ -1,4 +1,4 @@
-"""From the end of the job to the end of the hub: the rest is taken in, then the end is told, then apps are waited for.
+"""Sequence from the end of the job to the end of the hub: receive the rest, publish the end, wait for apps.
 
 ``EndDetector`` finds whether and how the run ended; ``RunEnd`` decides when the hub may leave.
 """
@@ -9,34 +9,34 @@ from ...protocol.rundir import ExitFile
 from .agents import BACK_SECONDS, Agents
 
 LINGER_SECONDS = 3.0
-"""How long the hub stays after the end, so that apps see it and can ask for the rest."""
+"""Time that the hub stays after the end, so that apps receive it and can ask for the rest."""
 SETTLE_SECONDS = 1.25
-"""After a failure the deaths of the ranks are judged in their order before the end is told."""
+"""Delay after a failure, so that the ranks' deaths are judged in their order before the end is published."""
 AGENTS_END_SECONDS = 10.0
-"""How long agents may take to end what is left on their hosts and to send the rest, when a run did not finish."""
+"""Time limit for agents to end their hosts' processes and send the rest, when a run did not finish."""
 AGENTS_FINISH_SECONDS = 45.0
 """The same when it has finished: on another host a job of its own may still be saving."""
 
 
 class RunEnd:
-    """Sees a run through its end. Main loop only.
+    """Ends a run in steps. Main loop only.
 
     Args:
-        agents: are told that the run is over, and may send the rest.
-        look: returns how the job ended, or None while it goes on.
-        finish: takes in what is still on its way, then says how the job ended; called once.
-        busy: tells whether something is under way for which the hub should stay (``time.monotonic``).
+        agents: receive the run's end, and may send the rest.
+        poll: returns the job's end, or None while it goes on.
+        finish: receives the messages in flight, then appends the end; called once.
+        busy: returns whether work is under way for which the hub should stay (``time.monotonic``).
     """
 
     def __init__(
         self,
         agents: Agents,
-        look: Callable[[], ExitFile | None],
+        poll: Callable[[], ExitFile | None],
         finish: Callable[[ExitFile], None],
         busy: Callable[[float], bool],
     ) -> None:
         self._agents = agents
-        self._look = look
+        self._poll = poll
         self._finish = finish
         self._busy = busy
         self._end: ExitFile | None = None
@@ -48,7 +48,7 @@ class RunEnd:
     def tick(self, now: float) -> bool:
         """Go on with the end where there is one; True when the hub may leave. ``now`` is ``time.monotonic``."""
         if self._end is None:
-            self._end = self._look()
+            self._end = self._poll()
             if self._end is not None:
                 self._begin(self._end, now)
         if self._end is None or now < self._finish_at or (now < self._agents_until and self._agents.reachable()):

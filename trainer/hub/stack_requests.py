@@ -18,7 +18,7 @@ class StackRequests:
     """Collects stacks of ranks. Main loop only.
 
     Args:
-        tracker: knows how each rank is made to write its own.
+        tracker: knows each rank's signal for writing its stacks.
         link: the line to the ranks.
         inspection: inspects ranks that do not answer.
         stall_probe: reads native frames.
@@ -42,12 +42,12 @@ class StackRequests:
     async def collect(self, ranks: list[int], seconds: float, args: dict[str, Any]) -> Answers:
         """Return the stacks of ``ranks``, as results by rank.
 
-        One that is not ok says why not; a rank elsewhere may be absent.
+        A result that is not ok has the reason; a rank elsewhere may be absent.
 
         Args:
             ranks: the ranks.
-            seconds: how long they may take to answer before they are made to.
-            args: ``reason``; ``native``: have py-spy read native frames too.
+            seconds: time limit for their answers before they are signalled.
+            args: ``reason``; ``native``: also read native frames with py-spy.
         """
         reason = str(args.get("reason", ""))
         answers = await self._link.ask("stacks", ranks, seconds, {"reason": reason} if reason else {})

@@ -1,7 +1,7 @@
-"""A closer look at the ranks while a stall is suspected: stacks, collectives, processes; again, until it ends.
+"""Captures evidence of the ranks while a stall is suspected: stacks, collectives, processes; again until it ends.
 
-The ranks are asked; one that does not answer is made to write its stacks by a signal. Nothing of it is
-recorded unless a verdict comes of it: then the stacks it rests on are saved first.
+The ranks are asked; one that does not answer is signalled to write its stacks. Nothing is
+recorded unless a verdict follows: then the stacks it rests on are saved first.
 """
 
 import contextlib
@@ -33,22 +33,22 @@ from .rank_link import Answers, RankLink
 
 ANSWER_SECONDS = 1.0
 AGAIN_SECONDS = 0.5
-"""How long ranks have to answer; and how long once one of them did not."""
-LOOK_SECONDS = 0.75
-QUICK_LOOKS = 8
+"""Time limit for ranks' answers; the second one once a rank did not answer."""
+PROBE_SECONDS = 0.75
+QUICK_PROBES = 8
 LONGEST_SECONDS = 4.0
 LONGEST_MANY_SECONDS = 15.0
 MANY_RANKS = 64
-"""Looks come quickly at first, then after pauses that double up to this; the second one with more ranks than that."""
+"""Probes come quickly at first, then after pauses that double up to this; the second one with more ranks than that."""
 WORK_KEPT_SECONDS = 8.0
 """So long after it was seen at work a rank counts as working."""
 DEVICE_BUSY_PERCENT = 5.0
 DEVICE_FRESH_SECONDS = 3.0
-"""A device of which the latest sample says more than this computes something for its rank."""
+"""Percent of use in the latest sample above which a device computes for its rank."""
 SAVED_RANKS = 64
 """Stacks of more ranks are not saved with a verdict: those named first."""
 NATIVE_RANKS = 2
-"""Of the ranks named, so many are also read by py-spy, which makes them stand still for a moment."""
+"""Number of the named ranks that py-spy reads too, which stops them for a moment."""
 
 
 class _Seen(NamedTuple):
@@ -71,16 +71,16 @@ class _Seen(NamedTuple):
 
 
 class StallProbe:
-    """Looks at the ranks and gives the tracker what it found. Main loop only.
+    """Probes the ranks and passes the evidence to the tracker. Main loop only.
 
     Args:
         run: the run.
-        tracker: tells when a stall is suspected, and gets the evidence.
+        tracker: suspects stalls, and receives the evidence.
         rank_hosts: which ranks run on this host.
         link: the line to the ranks.
         inspection: inspects ranks that do not answer.
         emit: appends a message to the stream.
-        post: has the main loop make a call; any thread.
+        post: schedules a call in the main loop; any thread.
     """
 
     def __init__(
@@ -102,41 +102,41 @@ class StallProbe:
         self._post = post
         self._under_way = False
         self._unanswered = False
-        """A rank did not answer at the last look."""
-        self._looks = 0
+        """A rank did not answer the last probe."""
+        self._probes = 0
         self._next = 0.0
         self._seen: dict[int, _Seen] = {}
         self._stacks: dict[int, Stacks] = {}
         self._saved: object = None
         self._utilization: dict[int, tuple[float, float]] = {}
-        """Percent of time that the rank's device computed, and when that was heard."""
+        """Percent of time that the rank's device computed, and when that was received."""
         self.worked_at: dict[int, float] = {}
-        """When ranks were last seen at work, seconds since the epoch; of those looked at in this stall."""
+        """Time when ranks were last seen at work, seconds since the epoch; of those probed in this stall."""
 
     def sample(self, sample: DeviceSample) -> None:
-        """Note how busy the ranks' devices are."""
+        """Record the use of the ranks' devices."""
         if sample.kind == "gpu" and sample.utilization_percent is not None:
             for process in sample.processes:
                 if process.rank is not None:
                     self._utilization[process.rank] = sample.utilization_percent, time.monotonic()
 
     def tick(self) -> None:
-        """Begin a look when one is due; save the stacks that a new verdict rests on."""
+        """Start a probe when one is due; save the stacks that a new verdict rests on."""
         if not self._tracker.suspected:
-            self._looks, self._saved = 0, None
+            self._probes, self._saved = 0, None
             self._seen.clear()
             self._stacks.clear()
             self.worked_at.clear()
             return
         verdict = self._tracker.verdict
-        if verdict is not None and self._looks and not self._under_way and self._saved != verdict.signature:
+        if verdict is not None and self._probes and not self._under_way and self._saved != verdict.signature:
             self._saved = verdict.signature
             self._save(verdict)
         if not self._under_way and time.monotonic() >= self._next:
-            flow.start(self._look())
+            flow.start(self._probe())
 
-    async def _look(self) -> None:
-        """Ask all ranks for their stacks, look at those that do not answer, and put the evidence together."""
+    async def _probe(self) -> None:
+        """Request stacks of all ranks, inspect those that do not answer, and assemble the evidence."""
         ranks = [rank for rank, tracked in self._tracker.ranks.items() if not tracked.ended and tracked.goodbye is None]
         args = {
             "calls": True,
@@ -155,10 +155,10 @@ class StallProbe:
             self._under_way = False
 
     def _found(self, answers: Answers, local: Inspection) -> None:
-        self._looks += 1
-        longer = min(10, max(0, self._looks - QUICK_LOOKS))
+        self._probes += 1
+        longer = min(10, max(0, self._probes - QUICK_PROBES))
         longest = LONGEST_SECONDS if len(self._tracker.ranks) <= MANY_RANKS else LONGEST_MANY_SECONDS
-        self._next = time.monotonic() + min(longest, LOOK_SECONDS * 2**longer)
+        self._next = time.monotonic() + min(longest, PROBE_SECONDS * 2**longer)
         now = time.time()
         self._tracker.launcher = self.launcher()
         for rank, tracked in self._tracker.ranks.items():
@@ -178,7 +178,7 @@ class StallProbe:
             before = tracked.evidence
             same = before is not None and before.taken >= tracked.progress.moved_at
             if before is not None and same and before.calls.source == "recorder" != calls.source:
-                calls = before.calls  # it says less than it did, and has made no progress since
+                calls = before.calls  # it reports less than before, and has made no progress since
             place = python_stacks.where(frames) if frames else NOWHERE
             seen = self._compare(rank, frames, place, action, tracked.progress.moved_at)
             lingers = seen is not None and time.monotonic() - seen.worked <= WORK_KEPT_SECONDS
@@ -241,7 +241,7 @@ class StallProbe:
     # Saving.
 
     def _save(self, verdict: Verdict) -> None:
-        """Append the stacks to the stream, those of the ranks named first, and have native ones taken of these."""
+        """Append the stacks to the stream, those of ``ranks`` first, and request native ones of these."""
         why = of_verdict(verdict).title
         first = [*verdict.hung, *verdict.waiting]
         order = list(dict.fromkeys([*first, *sorted(self._stacks)]))
@@ -253,7 +253,7 @@ class StallProbe:
             flow.start(self.read_native(list(verdict.hung[:NATIVE_RANKS]), why))
 
     async def read_native(self, ranks: list[int], reason: str) -> dict[int, tuple[str, str]]:
-        """Have py-spy read native frames of ranks on this host.
+        """Read native frames of ranks on this host with py-spy.
 
         Args:
             ranks: the ranks.
@@ -282,7 +282,7 @@ class StallProbe:
         return found
 
     def latest(self) -> dict[int, Stacks]:
-        """Return the stacks of the last looks, by rank; empty while no stall is suspected."""
+        """Return the stacks of the last probes, by rank; empty while no stall is suspected."""
         return dict(self._stacks)
 
     def grouped(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The monitor's own health: what it received, recorded, lost, and how much of a core it takes."""
+"""Measures the monitor itself: messages received, recorded, lost, and its share of a core."""
 
 import os
 import time
@@ -20,7 +20,7 @@ class Stats:
         self._wall = time.monotonic()
         self._cpu = time.process_time()
 
-    def take(self) -> HubStats:
+    def measure(self) -> HubStats:
         """Sum up now; the CPU share is that since the last call."""
         wall, cpu = time.monotonic(), time.process_time()
         share = 100.0 * (cpu - self._cpu) / max(wall - self._wall, 1e-6)

@@ -18,7 +18,7 @@ _ENOUGH_ROWS = 4_000
 
 
 class Stream:
-    """Numbers, records and publishes. ``sockets`` are bound PUBs; ``first_seq`` is the first number to give."""
+    """Numbers, records and publishes. ``sockets`` are bound PUBs; ``first_seq`` is the first number to assign."""
 
     def __init__(self, sockets: "Sequence[zmq.Socket[Any]]", recorder: Recorder, first_seq: int) -> None:
         self._sockets = list(sockets)
@@ -30,7 +30,7 @@ class Stream:
 
     @property
     def recorder(self) -> Recorder:
-        """Where the stream is recorded."""
+        """Recorder of the stream."""
         return self._recorder
 
     @property
@@ -43,8 +43,8 @@ class Stream:
 
         Args:
             message: what to append.
-            t: when the hub had it, seconds since the epoch.
-            body: the message as it came, to be published untouched; encoded here when None.
+            t: time of receipt by the hub, seconds since the epoch.
+            body: the encoded message as received, published unchanged; None: encoded here.
         """
         self.seq = seq = self.seq + 1
         if type(message) is not Heartbeat:  # they only fill silence; the recording does without
@@ -59,7 +59,7 @@ class Stream:
         return seq
 
     def flush(self) -> None:
-        """Publish what was appended since the last call.
+        """Publish the messages appended since the last call.
 
         In bursts, because each send may wake ZeroMQ's own thread: one by one, between other work, it is woken for every
         message and writes every message alone, which took a quarter of the hub's time.
@@ -72,12 +72,12 @@ class Stream:
             send = socket.send
             flags = more
             for frame in frames:
-                # A PUB never blocks: what a slow app cannot take is dropped for that app alone; its numbering shows it.
+                # A PUB never blocks: it drops messages for a slow app alone; sequence numbers show the gap.
                 send(frame, flags)
                 flags ^= more
 
     def commit(self, then: Callable[[], object] | None = None) -> None:
-        """Have written what was appended since the last commit; ``then`` is called as by ``Recorder.commit``."""
+        """Write the messages appended since the last commit; ``then`` is called as by ``Recorder.commit``."""
         self._waiting = 0
         self._recorder.commit(then)
 

@@ -18,9 +18,9 @@ from ...protocol.telemetry import AllocatorEvents
 from .trace_worker import Found, read_frame, write_frame
 
 _MOST_BYTES = 64 << 20
-"""Of the traces that wait: what comes beyond is dropped and counted."""
+"""Maximum bytes of waiting traces; further ones are dropped and counted."""
 _LONGEST_SECONDS = 60.0
-"""A trace that takes longer ends its worker, and is dropped."""
+"""A trace that takes longer ends its worker process, and is dropped."""
 
 
 class _Waiting(NamedTuple):
@@ -30,11 +30,11 @@ class _Waiting(NamedTuple):
 
 
 class TraceAnalysis:
-    """Has the worker find what traces say, without making anybody wait.
+    """Has a worker process analyse traces, without delaying the main loop.
 
     Args:
-        emit: takes a message that was found; called by the main loop.
-        post: has the main loop make a call; any thread.
+        emit: appends a result to the stream; called in the main loop.
+        post: schedules a call in the main loop; any thread.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class TraceAnalysis:
         self._worker: subprocess.Popen[bytes] | None = None
         self._era = 0
         self._bytes = 0
-        """Of the traces that have not been analysed yet."""
+        """Bytes of the traces that have not been analysed yet."""
         self._closing = False
         self.dropped = 0
         """Traces that were not analysed."""
 
-    def take(self, sender: str, body: bytes) -> None:
-        """Have a trace analysed. Main loop only.
+    def submit(self, sender: str, body: bytes) -> None:
+        """Queue a trace for analysis. Main loop only.
 
         Args:
             sender: its rank's process.
@@ -69,14 +69,14 @@ class TraceAnalysis:
             self._thread.start()
 
     def forget(self) -> None:
-        """Emit nothing of what has come so far: another job begins. Main loop only."""
+        """Discard the results of earlier traces: another job begins. Main loop only."""
         self._era += 1
 
     def settle(self, seconds: float) -> None:
-        """Wait for what has come to be analysed, and have it posted. Main loop only, at the end of the run.
+        """Wait until the received traces are analysed, and post the results. Main loop only, at the end of the run.
 
         Args:
-            seconds: how long at most.
+            seconds: time limit.
         """
         if self._thread is not None:
             self._queue.put(None)
@@ -95,7 +95,7 @@ class TraceAnalysis:
             self._thread.join(1.0)
 
     def _serve(self) -> None:
-        """Give the worker one trace after the other; the thread of this object."""
+        """Pass traces to the worker one by one; this object's thread."""
         try:
             while (waiting := self._queue.get()) is not None and not self._closing:
                 self._post(partial(self._found, waiting, self._find(waiting.body)))
@@ -103,7 +103,7 @@ class TraceAnalysis:
             self._end_worker()
 
     def _found(self, waiting: _Waiting, found: Found) -> None:
-        """Take what the worker has found. Main loop."""
+        """Emit the worker's results. Main loop."""
         self._bytes -= len(waiting.body)
         if found.error:
             self.dropped += 1

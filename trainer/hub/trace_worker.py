@@ -21,11 +21,11 @@ from ...protocol.telemetry import AllocatorEvents
 
 _LENGTH = struct.Struct("<I")
 _NICE = 10
-"""It takes what training leaves."""
+"""Niceness of the worker, so that training has precedence."""
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What a trace gave."""
+    """Result of one trace."""
 
     messages: list[AllocatorEvents | Composition] = []
     error: str = ""

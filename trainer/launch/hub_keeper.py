@@ -49,7 +49,7 @@ class HubKeeper:
             print(f"ftmon: the hub cannot be started: {error.strerror}; it is tried again", flush=True)
 
     def tend(self) -> float | None:
-        """Replace a dead hub when that is due; return in how many seconds to call again (None: no need)."""
+        """Replace a dead hub when due; return the seconds until the next call (None: none needed)."""
         if self.dismissed or (self._process is None and not self._failed):
             return None
         status = -1 if self._failed or self._process is None else self._process.poll()
@@ -59,7 +59,7 @@ class HubKeeper:
         if status == 0:
             self.dismissed = True
             return None
-        if self._next_start <= self._started:  # first look since this hub died
+        if self._next_start <= self._started:  # first poll since this hub died
             if now - self._started >= _HEALTHY_SECONDS:
                 self._delay = _FIRST_DELAY_SECONDS
             self._next_start = now + self._delay

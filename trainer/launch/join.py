@@ -45,7 +45,7 @@ def free_listen() -> str:
 
 
 def prepare(run: RunDir, listen: str) -> Path:
-    """Write what other hosts need to join a run whose hub will listen on ``listen``; return the file's path.
+    """Write the join file for other hosts of a run whose hub will listen on ``listen``; return its path.
 
     Raises:
         UsageError: ``listen`` is not an address.
@@ -71,7 +71,7 @@ def prepare(run: RunDir, listen: str) -> Path:
 
 
 def push(run: RunDir, hosts: MultiHost, environ: Mapping[str, str]) -> list[str]:
-    """Give other hosts the run's key, where they do not share this file system: over ssh's or srun's standard input.
+    """Copy the run's key to hosts that do not share this file system: over ssh's or srun's standard input.
 
     Args:
         run: the run.
@@ -79,12 +79,12 @@ def push(run: RunDir, hosts: MultiHost, environ: Mapping[str, str]) -> list[str]
         environ: ``FTMON_SSH`` names another ssh.
 
     Returns:
-        A line about each host, or about all of a SLURM job's, that could not be given it.
+        A line for each host, or for all of a SLURM job's, whose copy failed.
     """
     path = join_path(run)
     content = encode_join(msgspec.structs.replace(read_join(path), pushed=True))
     folder, name = shlex.quote(str(path.parent)), shlex.quote(str(path))
-    # Where the directory is shared the file is there, and what is sent is let be.
+    # On a shared directory the file exists already, and the copy sent is ignored.
     script = f"umask 077; test -e {name} || {{ mkdir -p {folder} && cat > {name}; }}"
     under_way: dict[str, subprocess.Popen[bytes]] = {}
     problems: dict[str, str] = {}

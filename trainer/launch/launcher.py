@@ -1,4 +1,4 @@
-"""The launcher of a run: starts the hub and the job, keeps a hub alive, and writes down how the job ended.
+"""The launcher of a run: starts the hub and the job, restarts a dead hub, and records the job's end.
 
 ``python -m ftmon.trainer.launch RUNDIR`` is detached from any terminal. It is the subreaper of everything the job
 starts, so a dataloader worker whose rank was killed becomes its child and is found by the sweep. Signals are passed on
@@ -26,7 +26,7 @@ from ...protocol.errors import FtmonError
 from ...protocol.intent import LAUNCHER, Intent, read_intent, write_intent
 from ...protocol.join import join_path
 from ...protocol.process import this_process
-from ...protocol.rundir import ExitFile, LeftFile, RunDir, RunFile
+from ...protocol.rundir import ExitFile, LeftoversFile, RunDir, RunFile
 from ...protocol.starter import LauncherEnd, LauncherMessage
 from ...protocol.streams import never_fail
 from ..host import processes
@@ -38,7 +38,7 @@ from .stopping import PASSED_ON, TO_THE_JOB, Requests
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _REAP_AFTER_SECONDS = 0.3
-"""An orphan of the job stays a zombie this long, so that the hub can read from /proc how it ended."""
+"""An orphan of the job stays a zombie this long, so that the hub can read its exit status from /proc."""
 _LEFTOVER_GRACE_SECONDS = 1.5
 _HUB_END_SECONDS = 60.0
 _KILL_AGAIN_SECONDS = 1.0
@@ -63,7 +63,7 @@ class Launcher:
         self._status: int | None = None
         self._requests = Requests()
         self._interrupts = 0
-        """How often SIGINT was passed on."""
+        """Number of SIGINTs passed on."""
         self._intent: Intent | None = None
         """The request to end, where ``intent.json`` could not be written."""
         self._grace = 0.0
@@ -80,16 +80,16 @@ class Launcher:
         self._grace = started.options.stop_grace
         with _disk_trouble("run.json"):
             self._run.write_run(msgspec.structs.replace(started, launcher=this_process()))
-        self._say(LauncherMessage(launcher=this_process()))
+        self._send(LauncherMessage(launcher=this_process()))
         self._hub.start()
-        self._tell_other_hosts(started)
+        self._send_key(started)
         environment = job_environment(self._run, os.environ)
         text = self._start_job(started.command, started.cwd, environment, nohup=hangup is signal.SIG_IGN)
         while self._status is None and not text:
             try:
                 self._wait(self._hub.tend())
                 self._reap()
-                self._look_at_starter()
+                self._check_starter()
                 self._pass_on()
                 self._kill_when_due()
             except Exception:  # whatever it is, the job goes on, and its end must be waited for
@@ -102,8 +102,8 @@ class Launcher:
         self._hub.wait(_HUB_END_SECONDS)
         return 0
 
-    def _tell_other_hosts(self, started: RunFile) -> None:
-        """Copy the run's key to the hosts that ssh or srun reaches; print how the others join."""
+    def _send_key(self, started: RunFile) -> None:
+        """Copy the run's key to the hosts that ssh or srun reaches; print the join command for the others."""
         hosts = started.options.multihost
         if hosts is None:
             return
@@ -181,11 +181,11 @@ class Launcher:
                 else:
                     self._hub.note_reaped(pid, status)
 
-    def _say(self, word: LauncherMessage) -> None:
+    def _send(self, word: LauncherMessage) -> None:
         if self._starter is not None:
             self._starter.say(word)
 
-    def _look_at_starter(self) -> None:
+    def _check_starter(self) -> None:
         """End a run that is tied to a command that is gone: no process would wait for it, or end it."""
         if self._starter is None or not self._starter.open or not self._starter.lost():
             return
@@ -220,7 +220,7 @@ class Launcher:
                 self._signal_all(signal.SIGTERM if self._interrupts == 2 else signal.SIGKILL)
 
     def _intend(self, number: signal.Signals, why: str = "") -> None:
-        """Note why the job ends; what was asked for before stands, but for a SIGHUP that it outlived."""
+        """Record why the job ends; an earlier request stands, unless it was a SIGHUP that the job outlived."""
         earlier = read_intent(self._run) or self._intent
         if earlier is not None and earlier.verb != signal.SIGHUP.name:
             return
@@ -260,10 +260,10 @@ class Launcher:
         return processes.of_run(self._run.path, below, spared)
 
     def _clear_leftovers(self) -> list[processes.Process]:
-        """End what the job left running; return what could not be ended.
+        """End the processes that the job left running; return those that could not be ended.
 
-        A wrapper script dies of SIGTERM at once, and the ranks below it may still be saving: what is left of the grace
-        is theirs.
+        A wrapper script dies of SIGTERM at once while the ranks below it may still be saving: they get the rest of the
+        grace.
         """
         deadline = time.monotonic() + _LEFTOVER_GRACE_SECONDS
         members = self._members()
@@ -274,18 +274,18 @@ class Launcher:
         if members:
             names = [f"{member.pid} ({member.name})" for member in members[:8]]
             with _disk_trouble("left.json"):
-                self._run.write_left(LeftFile(time.time(), self._status, len(members), names))
+                self._run.write_leftovers(LeftoversFile(time.time(), self._status, len(members), names))
             how = "never began" if self._status is None else _how_it_ended(self._status)
             listed = ", ".join(names)
             print(f"ftmon: the job ended ({how}) and left {len(members)} processes, ending them: {listed}", flush=True)
             term = 2.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
-            members = sweep(self._members, on_wait=self._between_looks, term_seconds=term)
+            members = sweep(self._members, on_wait=self._between_polls, term_seconds=term)
         self._reap(at_once=True)
         return members
 
-    def _between_looks(self) -> None:
+    def _between_polls(self) -> None:
         self._reap(at_once=True)
-        self._look_at_starter()
+        self._check_starter()
         self._pass_on()
 
     def _write_exit(self, problem: str, left: list[processes.Process]) -> None:
@@ -308,7 +308,7 @@ class Launcher:
         if left:
             text += "; still there: " + ", ".join(f"pid {process.pid} in state {process.state}" for process in left)
         end = ExitFile(code, now, state, text, cause, [process.pid for process in left])
-        self._say(LauncherMessage(end=end))
+        self._send(LauncherMessage(end=end))
         with _disk_trouble("exit.json"):
             self._run.write_exit(end)
         print(f"ftmon: the run {state}: {text}", flush=True)

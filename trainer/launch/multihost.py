@@ -89,7 +89,7 @@ def _own(words: list[str]) -> list[str]:
 
 
 def _value(words: list[str], *options: str) -> str:
-    """Return an option's value, given as ``--name value`` or ``--name=value``; empty when it is not there."""
+    """Return an option's value, from ``--name value`` or ``--name=value``; empty if it is absent."""
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in options:

@@ -32,10 +32,10 @@ _LAUNCHER = "ftmon.trainer.launch"
 
 
 def check_request(request: StartRequest) -> None:
-    """Refuse what can be refused of a request before anything is made.
+    """Validate a request before anything is created.
 
     Raises:
-        UsageError: its options make no sense, or a target of its notices cannot work here.
+        UsageError: invalid options, or a notice target that cannot work here.
     """
     request.options.check()
     for target in request.notify.targets if request.notify is not None else []:
@@ -48,13 +48,13 @@ def start_run(request: StartRequest, name: str, command: Sequence[str], config: 
     Args:
         request: kind, options and notices of the run. For a command that trains on several hosts an address to listen
             on is chosen where its options have none.
-        name: what a person calls the run; it becomes part of its identifier.
+        name: the run's name; it becomes part of its identifier.
         command: the job, as for exec.
         config: text kept as the run's ``config.yaml``.
 
     Raises:
         UsageError: the command does not exist, the options make no sense, or the address to listen on is not one or
-            is taken.
+            is in use.
         RunDirError: the run directory cannot be made.
     """
     check_request(request)
@@ -77,10 +77,10 @@ def start_run(request: StartRequest, name: str, command: Sequence[str], config: 
 
 
 def join_run(path: Path, command: Sequence[str]) -> NoReturn:
-    """Become ``command``, as a part of the run of the join file ``path``: what each further host starts.
+    """Replace this process by ``command``, as a part of the run of the join file ``path``: called on each further host.
 
     Raises:
-        UsageError: the command does not exist, or the file is none.
+        UsageError: the command does not exist, or the file is no join file.
         RunDirError: others can read the file.
     """
     check_command(command)
@@ -92,7 +92,7 @@ def join_run(path: Path, command: Sequence[str]) -> NoReturn:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Refuse a command that cannot be started.
+    """Validate that a command can be started.
 
     Raises:
         UsageError: there is none.

@@ -5,7 +5,7 @@ import time
 from typing import NamedTuple
 
 TO_THE_JOB = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Passed on to the job's process alone, each time; its launcher (torchrun, deepspeed) passes on what it passes on."""
+"""Passed on to the job's process alone, each time; its launcher (torchrun, deepspeed) decides about its children."""
 PASSED_ON = (signal.SIGINT, *TO_THE_JOB)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_SECONDS = 0.5

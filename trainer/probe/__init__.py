@@ -1,1 +1,1 @@
-"""The probe: what runs inside a rank, records it and sends it to the hub."""
+"""The probe: code that runs inside a rank, records it and sends messages to the hub."""

@@ -7,9 +7,9 @@ from .phases.tracker import Counts
 from .probe import Probe
 
 training: Training | None = None
-"""What hooks report to; None until the process turns out to be a rank."""
+"""Receiver of the hooks' reports; None until the process turns out to be a rank."""
 probe: Probe | None = None
-"""What the script reports to; None until then too."""
+"""Receiver of the script's reports; None until then too."""
 forked = False
 """This process is a fork of a rank: it never gets a probe."""
 counts = Counts()
@@ -17,7 +17,7 @@ counts = Counts()
 
 
 def mine() -> Training | None:
-    """Return what hooks report to when the probe is on and the caller is the thread that trains."""
+    """Return the receiver of the hooks' reports if the probe is on and the caller is the training thread."""
     found = training
     if found is None:
         return None
@@ -26,7 +26,7 @@ def mine() -> Training | None:
 
 
 def switched_on() -> Training | None:
-    """Return what hooks report to when the probe is on, on any thread."""
+    """Return the receiver of the hooks' reports if the probe is on, on any thread."""
     found = training
     return found if found is not None and found.guard.enabled else None
 

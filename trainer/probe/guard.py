@@ -1,4 +1,4 @@
-"""Never harming the host: the probe's switch, and its own log of what went wrong. Standard library only."""
+"""Protects the training: the probe's switch, and its own log of errors. Standard library only."""
 
 import functools
 import os
@@ -27,7 +27,7 @@ class Guard:
         return self.thread == get_ident()
 
     def adopt_thread(self) -> None:
-        """Make the caller's thread the one that trains."""
+        """Make the caller's thread the training thread."""
         self.thread = get_ident()
 
     def disable(self, error: BaseException) -> None:
@@ -75,6 +75,6 @@ def log(text: str) -> None:
 
 
 def log_error(what: str, error: BaseException) -> None:
-    """Append one line about an exception: what failed, the error, and the innermost places it came from."""
+    """Append one line about an exception: the failed operation, the error, and its innermost frames."""
     places = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-4:]]
     log(f"{what}: {type(error).__name__}: {error} ({' < '.join(reversed(places))})".replace("\n", " "))

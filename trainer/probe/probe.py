@@ -1,4 +1,4 @@
-"""What code inside a rank may report to its probe, and ask of it: the recipe, scripts with ``ftmon.watch()``."""
+"""Interface of code inside a rank to its probe: the recipe, scripts with ``ftmon.watch()``."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -66,17 +66,17 @@ class Probe:
         checkpoint_at_end: bool = False,
         first_step: int = 0,
     ) -> None:
-        """Report how many optimizer updates the run means to make, and what it does between them.
+        """Report the planned number of optimizer updates, and the evaluations and checkpoints between them.
 
         Args:
             total_steps: optimizer updates, those before a resume included.
-            epochs: how many epochs they are.
-            output_dir: where checkpoints and the model go.
+            epochs: the number of epochs they are.
+            output_dir: folder of checkpoints and the model.
             evaluate_every: steps between two evaluations; 0: none.
             evaluate_at_end: there is one after the last step.
             checkpoint_every: steps between two checkpoints; 0: none.
             checkpoint_at_end: there is one after the last step.
-            first_step: steps taken before a resume.
+            first_step: steps done before a resume.
         """
         self._introduction.plan = Plan(
             self.rank,
@@ -95,7 +95,7 @@ class Probe:
     def micro_batch(
         self, tokens: int, label_tokens: int, pairs: int = 0, longest: int = 0, samples: int | None = None
     ) -> None:
-        """Report the exact counts of one micro-batch; they take the place of what hooks count for this step.
+        """Report the exact counts of one micro-batch; they replace the hooks' counts for this step.
 
         Args:
             tokens: tokens without padding.
@@ -130,7 +130,7 @@ class Probe:
             loss: mean over the label tokens of all ranks.
             name: the split or data set.
             label_tokens: labels of all ranks, each counted once.
-            seconds: how long it took.
+            seconds: its duration.
             best: no evaluation of this name had a lower loss before.
             metrics: other results by name.
             step: the last finished step; None: the one that the probe counts.
@@ -175,8 +175,8 @@ class Probe:
         """Report that a checkpoint could not be written, and that training continues; one rank does.
 
         Args:
-            path: where it would have been.
-            error: why.
+            path: its intended path.
+            error: the reason.
             kept: the newest complete checkpoint; empty: there is none.
             step: the last finished step; None: the one that the probe counts.
         """
@@ -200,7 +200,7 @@ class Probe:
     def activity(
         self, name: str, text: str = "", done: int = 0, total: int = 0, over: bool = False, seconds: float = 0.0
     ) -> None:
-        """Report what the run does besides its steps: at its beginning, now and then meanwhile, at its end.
+        """Report work of the run besides its steps: at its beginning, now and then meanwhile, at its end.
 
         Args:
             name: ``rehearsal``, ``evaluation``, ``checkpoint``, ``export``, ``data`` ...
@@ -216,7 +216,7 @@ class Probe:
 
     @contextmanager
     def rehearsal(self) -> Generator[None]:
-        """Let what happens in a ``with`` block be no training: its updates end no steps, and it is part of ``init``."""
+        """Exclude a ``with`` block from training: its updates end no steps, and it is part of ``init``."""
         before = self._phases.open("init") if self.guard.is_training_thread() and not self._state.rehearsing else None
         if before is None:
             yield

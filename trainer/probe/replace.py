@@ -1,4 +1,4 @@
-"""Replacing a function or method by one that calls it: the one way in which the probe changes another package."""
+"""Replaces a function or method by one that calls it: the only way in which the probe changes another package."""
 
 import functools
 from collections.abc import Callable

@@ -4,17 +4,17 @@ import time
 from collections.abc import Collection
 
 from ...protocol.text import gib
-from ..host.gpu_memory import GpuUse, look, look_until_free
+from ..host.gpu_memory import GpuUse, gpu_use, wait_until_free
 
 _SECONDS = 30.0
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _TOLERANCE = 512 << 20
 """What a device's memory in use may have risen by: contexts of other processes come and go."""
 
 
 def before() -> GpuUse | None:
     """Sample the GPUs before a run; None without NVML."""
-    return look(())
+    return gpu_use(())
 
 
 def still_held(earlier: GpuUse | None, pids: Collection[int], devices: Collection[int]) -> str:
@@ -27,7 +27,7 @@ def still_held(earlier: GpuUse | None, pids: Collection[int], devices: Collectio
     """
     if earlier is None:
         return ""
-    after = look_until_free(pids, _SECONDS)
+    after = wait_until_free(pids, _SECONDS)
     if after is not None and after.held:
         return "NVML still lists " + ", ".join(f"{gib(size)} of pid {pid}" for pid, size in after.held.items())
     deadline = time.monotonic() + _SECONDS
@@ -41,6 +41,6 @@ def still_held(earlier: GpuUse | None, pids: Collection[int], devices: Collectio
             break
         if time.monotonic() >= deadline:
             return ", ".join(f"GPU {device} has {gib(size)} more in use than before" for device, size in more.items())
-        time.sleep(_LOOK_SECONDS)
-        after = look(pids)
+        time.sleep(_POLL_SECONDS)
+        after = gpu_use(pids)
     return ""

@@ -1,1 +1,1 @@
-"""Why a process ended: judged from what it printed."""
+"""Death of a process: its cause, judged from its output."""

@@ -1,17 +1,17 @@
-"""Failures and deaths: the first one is the alert, what follows from it is its evidence.
+"""Detects failures and deaths: the first one is the alert, its consequences are evidence of it.
 
-- An exception that left the script's main thread raises ``failure`` with its traceback (``oom`` takes those of memory).
+- An exception that left the script's main thread raises ``failure`` with its traceback (one of memory: ``oom``).
   One that only reports a lost peer ("connection closed by peer", a broken communicator) waits 3 s for the peer's own
   death or failure, or the end of the job, and becomes part of that. Where that peer's script had ended without an
   error, it ended early, and that is the alert.
-- A process that is gone without a goodbye raises ``died``, with its exit code or signal in words and the last lines of
-  its log (those that arrive within 3 s too). After a failure of the same rank it only adds the exit status to that.
-- Within 60 s of the first trouble other ranks that end by SIGTERM, SIGINT, SIGKILL or SIGABRT, or for a lost peer, are
-  counted as what followed: DeepSpeed's and torchrun's launchers end all ranks of a node when one exits non-zero.
-- A launcher that ended before its ranks is an alert of its own, and what becomes of them follows from it: ftmon ends
-  what a job leaves behind, and its launcher writes ``left.json`` before.
-- A death that a person asked for (kill) is information about that rank, and so is the lost peer of the others; of a
-  whole run it is no alert at all.
+- A process that ended without a goodbye raises ``died``, with its exit code or signal in words and the last lines of
+  its log (lines of the next 3 s included). After a failure of the same rank it only adds the exit status to that.
+- Within 60 s of the first trouble, ranks that end by SIGTERM, SIGINT, SIGKILL or SIGABRT, or for a lost peer, count
+  as its consequences: DeepSpeed's and torchrun's launchers end all ranks of a node when one exits non-zero.
+- A launcher that ended before its ranks is an alert of its own, and later deaths of its ranks follow from it: ftmon
+  ends the processes a job leaves behind, and its launcher writes ``left.json`` before.
+- A death on request (kill) is information about that rank, and so is the lost peer of the others; the end of a
+  whole run on request is no alert.
 """
 
 from collections import deque
@@ -79,9 +79,9 @@ class DeathDetector:
         """Time, failure, and whether the end of another rank had been requested."""
         self._failed: dict[int, Matter] = {}
         self._died: set[int] = set()
-        """Ranks whose death was found."""
+        """Ranks whose death has been reported."""
         self._first: tuple[float, Matter] | None = None
-        """When trouble began, and what it was."""
+        """Time and matter of the first trouble."""
         self._followers: dict[int, Follower] = {}
         self._awaiting_logs: dict[int, tuple[float, Matter]] = {}
 
@@ -92,13 +92,13 @@ class DeathDetector:
             lines = self._logs[line.rank] = deque(maxlen=LOG_LINES)
         lines.append(line.text)
 
-    def left(self, t: float, code: int | None, count: int, processes: list[str]) -> list[Finding]:
-        """Record that the job's command ended before its ranks: their later deaths follow from that.
+    def job_ended_first(self, t: float, code: int | None, count: int, processes: list[str]) -> list[Finding]:
+        """Record that the job's command ended before its ranks; their later deaths follow from that.
 
         Args:
             t: seconds since the epoch.
             code: the command's exit status, negative for a signal; None: it never began.
-            count: how many processes it left.
+            count: processes that it left running.
             processes: the first of them: pid and name.
         """
         if self._recent(t):
@@ -129,7 +129,7 @@ class DeathDetector:
             return []
         return self._failure(t, failure)
 
-    def gone(
+    def process_gone(
         self,
         t: float,
         state: RankState,
@@ -144,8 +144,8 @@ class DeathDetector:
             t: seconds since the epoch.
             state: the rank's state.
             kill_asked: ranks whose end was requested.
-            kill: what is known of the kernel's part in it.
-            pressure: how full the host's memory was just before; None: not full, or not known.
+            kill: evidence that the kernel killed the process; None: none.
+            pressure: use of the host's memory just before; None: not full, or not known.
             alone: the run has no other rank.
         """
         rank, ended = state.rank, Ended(state.exit_code, state.signal)
@@ -168,7 +168,7 @@ class DeathDetector:
         return [finding, *self._release(t)]
 
     def tick(self, now: float, over: bool = False) -> list[Finding]:
-        """Let go of what was held back for long enough, or of everything because the job is over."""
+        """Report failures that were held back for long enough, or all of them when the job is over."""
         findings: list[Finding] = []
         while self._held and (over or now - self._held[0][0] > HELD_S):
             first, *rest = self._held
@@ -214,7 +214,7 @@ class DeathDetector:
         return [finding, *self._release(t)]
 
     def _ended_early(self, t: float, failure: Failure, early: dict[int, int]) -> list[Finding]:
-        """A rank lost its connection because others had ended before it."""
+        """Report that a rank lost its connection because others had ended before it."""
         steps = dict(sorted(early.items()))
         traceback = failure.traceback[-TRACEBACK_LIMIT:]
         finding = Finding(
@@ -254,6 +254,6 @@ class DeathDetector:
         return [added(matter, Followed(dict(self._followers)))]
 
     def _release(self, t: float) -> list[Finding]:
-        """Something primary has come up: what was held back followed from it."""
+        """Report the failures held back as consequences of a primary event that was just detected."""
         held, self._held = self._held, []
         return [found for _, failure, _ in held for found in self._followed(t, failure.rank, failure.error)]

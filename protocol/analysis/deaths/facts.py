@@ -24,11 +24,11 @@ class ScriptFailure(msgspec.Struct, frozen=True):
     log: list[str]
     """The rank's last lines."""
     peer_killed: bool = False
-    """It lost a peer whose end was asked for."""
+    """The lost peer was ended on request."""
 
 
 class EndedEarly(msgspec.Struct, frozen=True):
-    """Ranks whose script ended without an error while another one went on and lost the connection to them."""
+    """Ranks whose script ended without an error before another rank lost its connection to them."""
 
     last_steps: dict[int, int]
     """The last step of each rank that ended."""
@@ -72,14 +72,14 @@ class LauncherEnded(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """Added: how the process ended; both None: not known."""
+    """Added later: exit status of the process; both None: not known."""
 
     exit_code: int | None
     signal: int | None
 
     @property
     def is_known(self) -> bool:
-        """Whether anything is known of it."""
+        """Return whether the exit status is known."""
         return self.exit_code is not None or self.signal is not None
 
 
@@ -94,10 +94,10 @@ class Follower(msgspec.Struct, frozen=True):
 
     after_s: float
     events: list[Ended | str]
-    """Its exceptions and how it ended, in this order."""
+    """Its exceptions and its end, in this order."""
 
 
 class Followed(msgspec.Struct, frozen=True):
-    """Added: what followed from it, by rank."""
+    """Added later: consequences, by rank."""
 
     followers: dict[int, Follower]

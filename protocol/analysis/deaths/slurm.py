@@ -30,7 +30,7 @@ class SlurmWords:
         self._trouble = False
 
     def read(self, line: str) -> str:
-        """Return ``cancelled by SLURM: time limit`` where ``line`` says so; else an empty string."""
+        """Return ``cancelled by SLURM: time limit`` if ``line`` reports that; else an empty string."""
         if "srun: " not in line and "slurmstepd" not in line:
             return ""
         found = _CANCELLED.search(line)
@@ -43,7 +43,7 @@ class SlurmWords:
 
 
 def cancelled(lines: Iterable[str]) -> str:
-    """Return how SLURM ended the job that wrote these lines, as ``SlurmWords.read`` returns it; empty: it did not."""
+    """Return the reason why SLURM ended the job that wrote these lines (see ``SlurmWords.read``); empty: it did not."""
     words = SlurmWords()
     return next(filter(None, map(words.read, lines)), "")
 

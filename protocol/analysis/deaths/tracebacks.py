@@ -10,7 +10,7 @@ _BEGIN = "Traceback (most recent call last):"
 _TYPE = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (.*))?$")
 _FILE = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)$')
 _LAUNCHER_TYPES = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
-"""What a launcher raises because a process of its own failed: no cause."""
+"""Exceptions that a launcher raises because a process of its own failed: never the cause."""
 _IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _PORTS = (re.compile(r"\bport: ?(\d{2,5})\b"), re.compile(r":(\d{2,5})\b(?=[^\d]*(?:errno|\(|,|\.|$))"))
 _MESSAGE_LINES = 8
@@ -24,11 +24,11 @@ class RaisedException(msgspec.Struct, frozen=True):
     message: str
     """Its message; may have several lines."""
     file: str = ""
-    """Where it was raised."""
+    """File, line and function that raised it."""
     line: int = 0
     function: str = ""
     rank: int | None = None
-    """Of a line that torchrun marks with its rank."""
+    """Rank from torchrun's mark on the line."""
 
     @property
     def words(self) -> str:
@@ -40,7 +40,7 @@ class RaisedException(msgspec.Struct, frozen=True):
 def last_exception(lines: Iterable[str]) -> RaisedException | None:
     """Return the exception of the last traceback in ``lines``; one that only reports a failed child is passed over.
 
-    Where all report failed children the last of those is returned; None: there is no whole traceback.
+    If all report failed children, the last one is returned. None: no complete traceback.
     """
     found: list[RaisedException] = []
     following: RaisedException | None = None
@@ -71,7 +71,7 @@ def _exceptions(lines: Iterable[str]) -> Iterable[RaisedException]:
 
 
 def _read(body: list[str], rank: int | None) -> RaisedException | None:
-    """Read what follows a traceback's first line: frames are indented, the exception is not."""
+    """Parse the lines after a traceback's first one: frames are indented, the exception is not."""
     place: tuple[str, int, str] = ("", 0, "")
     for at, line in enumerate(body):
         frame = _FILE.match(line)
@@ -97,9 +97,9 @@ def _starts_something_else(line: str) -> bool:
 
 
 def address_in_use(text: str) -> int | None:
-    """Return the port of an error that says its address is in use: 0 where it does not name the port, None for others.
+    """Return the port of an "address in use" error: 0 if it names no port, None for other errors.
 
-    PyTorch says ``port: 29500, useIpv6: false, code: -98, name: EADDRINUSE``, its earlier versions
+    PyTorch writes ``port: 29500, useIpv6: false, code: -98, name: EADDRINUSE``, its earlier versions
     ``failed to bind to [::]:29500 (errno: 98 - Address already in use)``, Python ``[Errno 98] Address already in use``.
     """
     if not _IN_USE.search(text):

@@ -35,9 +35,9 @@ class Hub:
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.texts: list[str] = []
         self.facts: list[ProcessFact] = []
-        self.agents = Agents([self.socket], self._take, self.facts.append)
+        self.agents = Agents([self.socket], self._accept, self.facts.append)
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _accept(self, frames: list[bytes]) -> None:
         message = wire.decode_body(frames[1])
         assert isinstance(message, LogLine)
         self.texts.append(message.text)
@@ -182,7 +182,7 @@ def test_a_beat_introduces_the_host_measures_its_clock_and_tells_of_its_ranks(hu
     uplink.connect(hub.address)
 
     def beat_once() -> None:
-        uplink.say(beat(processes=[ProcessState(3, 12, 99, True, "S")]))
+        uplink.send_beat(beat(processes=[ProcessState(3, 12, 99, True, "S")]))
         hub.turn()
         uplink.receive()
 
@@ -206,7 +206,7 @@ def test_the_kernel_s_part_in_a_death_on_another_host_is_known_here_and_cannot_c
     kill = KernelKill(True, "the host's memory was exhausted", ["the kernel's log says so: it killed \x1b]0;x\x07py"])
     uplink.connect(hub.address)
     dead = ProcessState(3, 12, 99, False, "Z", None, 9, kill)
-    turning(hub, uplink, lambda: uplink.say(beat(processes=[dead])) or hub.agents.of(3))
+    turning(hub, uplink, lambda: uplink.send_beat(beat(processes=[dead])) or hub.agents.of(3))
     (fact,) = [agent.facts[3] for agent in hub.agents.all()]
     assert (fact.signal, fact.kernel_kill is not None and fact.kernel_kill.sure) == (9, True)
     assert fact.kernel_kill is not None
@@ -218,14 +218,14 @@ def test_a_host_that_is_not_heard_is_cut_off_until_it_is(
     hub: Hub, uplink: Uplink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uplink.connect(hub.address)
-    turning(hub, uplink, lambda: uplink.say(beat()) or hub.agents.all())
+    turning(hub, uplink, lambda: uplink.send_beat(beat()) or hub.agents.all())
     assert [state.state for state in hub.agents.tick()] == ["reachable"]
     monkeypatch.setattr(agents_module, "CUT_OFF_SECONDS", 0.3)
     (state,) = eventually(hub.agents.tick, "a change of its state")
     assert state.state == "cut off"
     assert time.time() - state.since > 0.3
     assert hub.agents.reachable() == []
-    turning(hub, uplink, lambda: uplink.say(beat()) or hub.agents.tick())
+    turning(hub, uplink, lambda: uplink.send_beat(beat()) or hub.agents.tick())
     assert [agent.state for agent in hub.agents.all()] == ["reachable"]
 
 
@@ -233,7 +233,7 @@ def test_a_host_that_is_cut_off_when_the_run_ends_is_told_once_it_is_back(
     hub: Hub, uplink: Uplink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def speak(leaving: bool = False) -> None:
-        uplink.say(beat(processes=[ProcessState(3, 12, 99, True, "S")], leaving=leaving))
+        uplink.send_beat(beat(processes=[ProcessState(3, 12, 99, True, "S")], leaving=leaving))
 
     uplink.connect(hub.address)
     turning(hub, uplink, lambda: speak() or hub.agents.all())
@@ -256,16 +256,16 @@ def test_a_host_that_is_cut_off_when_the_run_ends_is_told_once_it_is_back(
 
 def test_what_is_left_on_a_connection_that_a_newer_one_replaced_is_no_other_agent(hub: Hub, uplink: Uplink) -> None:
     uplink.connect(hub.address)
-    turning(hub, uplink, lambda: uplink.say(beat()) or hub.agents.all())
+    turning(hub, uplink, lambda: uplink.send_beat(beat()) or hub.agents.all())
     (known,) = hub.agents.all()
     for _ in range(50):
-        uplink.say(beat())
+        uplink.send_beat(beat())
     assert hub.socket.poll(5_000), "words that nobody has read yet"
     uplink.disconnect()
     uplink.connect(hub.address)
     assert uplink.socket is not None
     assert uplink.socket.poll(5_000, zmq.POLLOUT)
-    turning(hub, uplink, lambda: uplink.say(beat()) or uplink.connected)
+    turning(hub, uplink, lambda: uplink.send_beat(beat()) or uplink.connected)
     assert hub.agents.all() == [known]
     assert hub.agents.all()[0] is known
 
@@ -277,7 +277,7 @@ def test_an_agent_started_again_takes_the_place_of_the_one_before(hub: Hub) -> N
             frames = wire.encode("agent", 0, 1.0, AgentBeat("nodeb", pid, 70, "1", 1.0, boot_id="b"))
             agent = agents_module.Agent(f"agent-nodeb-{pid}-70".encode(), hub.socket, time.monotonic())
             hub.agents._by_identity[agent.identity] = agent
-            hub.agents._said(agent, frames)
+            hub.agents._receive_beat(agent, frames)
         assert [agent.identity for agent in hub.agents.all()] == [b"agent-nodeb-8-70"]
     finally:
         context.destroy(linger=0)
@@ -295,7 +295,7 @@ def test_a_hub_that_was_killed_before_it_could_confirm_what_it_had_recorded_is_f
 
     eventually(lambda: len(hub.texts) >= 3, "all taken, and nothing confirmed", each=take)
     assert uplink.waiting == 3
-    hub.agents = Agents([hub.socket], hub._take, hub.facts.append, hub.agents.taken())
+    hub.agents = Agents([hub.socket], hub._accept, hub.facts.append, hub.agents.received())
     uplink.connect(hub.address)  # anew: all that was not confirmed is said again
     put(uplink, "d")
     turning(hub, uplink, lambda: not uplink.waiting)
@@ -352,7 +352,7 @@ def test_a_hub_that_was_restarted_while_a_host_was_cut_off_knows_of_it(hub: Hub,
     hub.agents.tick()
     assert hub.agents.missed() == [known]
     uplink.connect(hub.address)
-    turning(hub, uplink, lambda: uplink.say(beat(processes=[ProcessState(3, 12, 99, True, "S")])) or uplink.over)
+    turning(hub, uplink, lambda: uplink.send_beat(beat(processes=[ProcessState(3, 12, 99, True, "S")])) or uplink.over)
     assert [agent.identity for agent in hub.agents.all()] == [NAME.encode()]
     assert [state.state for state in hub.agents.tick()] == ["reachable"]
 

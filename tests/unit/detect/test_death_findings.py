@@ -21,12 +21,12 @@ def test_a_death_is_found_with_how_the_process_ended_and_what_followed_from_it()
     deaths = DeathDetector(OomDetector())
     deaths.log(LogLine(1, 0.0, "err", "last words"))
     assert deaths.failure(10.0, Failure(0, 7, "backward", 10.0, LOST), set()) == [], "it waits for its cause"
-    found, follows = deaths.gone(10.5, gone(1, signal=11), set())
+    found, follows = deaths.process_gone(10.5, gone(1, signal=11), set())
     assert (found.matter, found.ranks, found.severity) == (Matter("died", 1), (1,), "error")
     assert found.facts == ProcessDeath(101, None, 11, "", ["last words"])
     assert (follows.matter, follows.state) == (found.matter, "added")
     assert follows.facts == Followed({0: Follower(0.0, [LOST])})
-    (later,) = deaths.gone(11.5, gone(0, code=1), set())
+    (later,) = deaths.process_gone(11.5, gone(0, code=1), set())
     assert later.facts == Followed({0: Follower(0.0, [LOST, Ended(1, None)])})
     assert [one.facts for one in deaths.tick(10.6 + HELD_S)] == [LastLog(["last words"])]
 
@@ -47,7 +47,7 @@ def test_memory_that_ran_out_is_one_matter_from_its_exception_to_the_next_step_o
         Matter("oom_failure", 0, "backward"),
         Uncaught("MemoryError: no", "Traceback"),
     )
-    (ended,) = deaths.gone(10.5, gone(0, code=1), set())
+    (ended,) = deaths.process_gone(10.5, gone(0, code=1), set())
     assert (ended.matter, ended.facts) == (found.matter, Ended(1, None))
     (over,) = oom.step(Step(0, 7, 0.0, 1, []))
     assert (over.matter, over.state, over.facts) == (found.matter, "resolved", Resolution("caught", 7))

@@ -339,7 +339,7 @@ def test_a_run_that_ends_before_its_dead_were_told_has_them_in_the_order_of_thei
 
 def test_a_launcher_that_ends_before_its_ranks_is_the_trouble_and_no_rank_is_blamed_for_being_ended(make_sim: Any):
     sim = a_run(make_sim, 2, cuda=False)
-    sim.sent += sim.detectors.left(sim.now, -9, 2, ["100 (python)", "101 (python)"])
+    sim.sent += sim.detectors.job_ended_first(sim.now, -9, 2, ["100 (python)", "101 (python)"])
     sim.fact(1, alive=False, signal=15)
     sim.fact(0, alive=False, signal=15)
     sim.wait(6)

@@ -121,7 +121,7 @@ def test_a_flood_of_lines_loses_its_middle_and_says_how_much(run: RunDir):
     assert found[0] == "line 0"
     assert found[-1] == "line 4999"
     assert found[len(found) // 2] == f"... {5000 - (len(found) - 1)} lines skipped"
-    assert len(found) <= log_tail.LINES_A_LOOK + 1
+    assert len(found) <= log_tail.LINES_A_POLL + 1
 
 
 def test_a_backlog_of_many_mebibytes_is_skipped_not_read(run: RunDir):

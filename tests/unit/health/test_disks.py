@@ -147,14 +147,14 @@ def test_the_run_the_ranks_and_their_open_files_say_where_to_look(tmp_path: Path
         tmp_path,
     )
     disks.note_output(0, "../out/not-yet")
-    message = disks.look(0.0)
+    message = disks.measure(0.0)
     assert message is not None
     found = {volume.path: volume.use for volume in message.volumes if volume.path.startswith(str(tmp_path))}
     assert found.pop(f"{folders['work']}/../out") == "output"
     expected = {"run": "run directory", "work": "working directory", "tmp": "TMPDIR", "checkpoints": "output"}
     assert found == {str(folders[name]): use for name, use in expected.items()}, "and not what is only read"
     assert message.volumes[0].free_bytes == 50 * 4096
-    assert disks.look(2.0) is None, "nothing changed"
+    assert disks.measure(2.0) is None, "nothing changed"
     free["now"] = 40
-    assert disks.look(4.0) is not None
-    assert disks.look(40.0) is not None, "and once in a while all the same"
+    assert disks.measure(4.0) is not None
+    assert disks.measure(40.0) is not None, "and once in a while all the same"

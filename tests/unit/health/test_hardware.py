@@ -119,17 +119,17 @@ def test_the_kernels_log_is_read_from_now_on(tmp_path: Path):
     log = tmp_path / "kmsg"
     log.write_text("4,1,1,-;" + LINE.format(13) + "\n")
     xids = Xids("n", str(log))
-    assert xids.look() == [], "what was there before is older than the run"
+    assert xids.poll() == [], "what was there before is older than the run"
     with log.open("a") as file:
         file.write("6,2,2,-;something else\n" + "4,3,3,-;" + LINE.format(79) + "\n")
-    (found,) = xids.look()
+    (found,) = xids.poll()
     assert (found.code, found.bus, found.host) == (79, "0000:3b:00", "n")
-    assert xids.look() == []
+    assert xids.poll() == []
     xids.close()
     assert read_xid("4,1,1,-;NVRM: loading", "n", 0.0) is None
 
 
 def test_without_log_or_driver_nothing_is_found(tmp_path: Path):
     xids = Xids("n", str(tmp_path / "none"))
-    assert xids.look() == []
+    assert xids.poll() == []
     xids.close()

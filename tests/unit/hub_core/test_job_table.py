@@ -56,7 +56,7 @@ class Driver:
             for hello in hellos:
                 step = step_of(hello.rank, number, peak + number, host_us)
                 if identity_of(hello) in self.table.aside:
-                    self.table.take(identity_of(hello), step)
+                    self.table.add(identity_of(hello), step)
                 elif self.table.step(identity_of(hello), step):
                     began.append(number)
                     self.table.follow(self.now)
@@ -66,7 +66,7 @@ class Driver:
     def finish(self, hellos: Sequence[Hello], step: int) -> None:
         """Let every rank end in order."""
         for hello in hellos:
-            self.table.take(identity_of(hello), Goodbye(rank=hello.rank, time=self.now, step=step, reason="finished"))
+            self.table.add(identity_of(hello), Goodbye(rank=hello.rank, time=self.now, step=step, reason="finished"))
             self.table.state(RankState(rank=hello.rank, state="finished", time=self.now, pid=hello.pid, exit_code=0))
             self.dead.add(hello.pid)
 
@@ -98,7 +98,7 @@ def test_each_start_of_a_driver_script_is_a_job_with_its_own_steps_and_peaks(dri
     first = driver.start(100, words=("--batch", "32"))
     driver.train(first, range(1, 7), peak=500)
     driver.finish(first, 6)
-    assert [job.state for job in driver.table.look(driver.now)] == ["finished"]
+    assert [job.state for job in driver.table.poll(driver.now)] == ["finished"]
     second = driver.start(200, words=("--batch", "16"))
     driver.train(second, range(1, 4), peak=200)
     assert figures(driver.described()) == [(1, "finished", 6, 506), (2, "training", 3, 203)]
@@ -123,19 +123,19 @@ def test_a_restart_by_torchrun_is_a_job_and_the_attempt_before_failed(driver: Dr
     first = driver.start(100)
     driver.train(first, range(1, 4))
     failure = Failure(rank=1, step=4, phase="forward", time=driver.now, error="RuntimeError: bad batch\nin a worker")
-    driver.table.take(identity_of(first[1]), failure)
+    driver.table.add(identity_of(first[1]), failure)
     for hello in reversed(first):
         driver.dead.add(hello.pid)
         state = RankState(rank=hello.rank, state="gone", time=driver.now, text="killed", pid=hello.pid, exit_code=1)
         driver.table.state(state)
-    driver.table.look(driver.now)
+    driver.table.poll(driver.now)
     # The agent that launches the second attempt is the same process.
     second = [structs.replace(hello, pid=hello.pid + 100, restart=1) for hello in first]
     for hello in second:
         driver.table.hello(hello, driver.now)
     driver.train(second, range(1, 6))
     driver.finish(second, 5)
-    driver.table.look(driver.now)
+    driver.table.poll(driver.now)
     jobs = driver.described()
     assert [(job.state, job.steps, job.restart) for job in jobs] == [("failed", 3, 0), ("finished", 5, 1)]
     assert jobs[0].text == "rank 1: RuntimeError: bad batch"
@@ -153,7 +153,7 @@ def test_a_job_that_runs_beside_another_is_counted_and_comes_into_the_stream_aft
     assert figures(driver.described()) == [(1, "training", 6, 106), (2, "training", 4, 304)]
     assert driver.table.next_aside() is None, "the job in the stream goes on"
     driver.finish(first, 6)
-    driver.table.look(driver.now)
+    driver.table.poll(driver.now)
     assert driver.table.next_aside() is driver.table.jobs[2]
     assert driver.table.aside == {identity_of(hello) for hello in first}
     assert [job.shown for job in driver.described()] == [True, True]
@@ -163,7 +163,7 @@ def test_a_job_beside_another_whose_processes_are_gone_has_ended(driver: Driver)
     driver.train(driver.start(100), range(1, 3))
     second = driver.start(200)
     driver.dead.update(hello.pid for hello in second)
-    told = {job.number: job for job in driver.table.look(driver.now)}
+    told = {job.number: job for job in driver.table.poll(driver.now)}
     assert (told[2].state, told[2].text) == ("ended", "its processes are gone")
 
 
@@ -175,7 +175,7 @@ def test_ranks_that_count_their_steps_anew_begin_a_job(driver: Driver) -> None:
     )
     assert figures(driver.described()) == [(1, "finished", 5, 505), (2, "training", 3, 203)]
     driver.finish(ranks, 3)
-    driver.table.look(driver.now)
+    driver.table.poll(driver.now)
     assert figures(driver.described()) == [(1, "finished", 5, 505), (2, "finished", 3, 203)]
 
 
@@ -218,7 +218,7 @@ def test_what_comes_after_the_last_step_counts_for_the_peaks(driver: Driver) -> 
     driver.train(ranks, range(1, 3))
     save = [PhaseRecord("save", 0, 10, Span(0, 0, 900 * MIB), Span(0, 0, 901 * MIB))]
     closing = Closing(rank=1, step=2, started=driver.now, host_us=10, phases=save)
-    driver.table.take(identity_of(ranks[1]), closing)
+    driver.table.add(identity_of(ranks[1]), closing)
     job = driver.described()[0]
     assert (job.steps, job.peak, job.reserved_peak) == (2, 900 * MIB, 901 * MIB)
     assert job.peak_rank is not None
@@ -231,8 +231,8 @@ def test_a_rank_that_never_reported_fails_its_job(driver: Driver) -> None:
     alone = Driver()
     alone.table.hello(ranks[0], alone.now)
     alone.finish(ranks[:1], 0)
-    assert [job for job in alone.table.look(alone.now) if job.ended is not None] == []
-    told = alone.table.look(alone.now + LATE_S)
+    assert [job for job in alone.table.poll(alone.now) if job.ended is not None] == []
+    told = alone.table.poll(alone.now + LATE_S)
     assert [(job.state, job.text) for job in told] == [("failed", "1 of 2 ranks never reported")]
 
 
@@ -241,32 +241,32 @@ def test_a_rank_that_reports_after_another_has_finished_is_of_the_same_job(drive
     alone = Driver()
     alone.table.hello(early, alone.now)
     alone.finish([early], 0)
-    alone.table.look(alone.now)
+    alone.table.poll(alone.now)
     assert not alone.table.hello(late, alone.now + 1.0).begins
     alone.finish([late], 0)
-    assert [(job.number, job.state) for job in alone.table.look(alone.now + 1.0)] == [(1, "finished")]
+    assert [(job.number, job.state) for job in alone.table.poll(alone.now + 1.0)] == [(1, "finished")]
 
 
 def test_a_job_that_steps_is_described_every_few_seconds_and_at_its_end(driver: Driver) -> None:
     ranks = driver.start(100)
     driver.table.describe(driver.table.jobs[1], driver.now)
     driver.train(ranks, range(1, 3))
-    assert driver.table.look(driver.now + REFRESH_S / 2) == []
-    assert [job.steps for job in driver.table.look(driver.now + REFRESH_S)] == [2]
-    assert driver.table.look(driver.now + 2 * REFRESH_S) == [], "nothing changed"
+    assert driver.table.poll(driver.now + REFRESH_S / 2) == []
+    assert [job.steps for job in driver.table.poll(driver.now + REFRESH_S)] == [2]
+    assert driver.table.poll(driver.now + 2 * REFRESH_S) == [], "nothing changed"
     driver.finish(ranks, 2)
-    assert [job.state for job in driver.table.look(driver.now + 2 * REFRESH_S)] == ["finished"]
+    assert [job.state for job in driver.table.poll(driver.now + 2 * REFRESH_S)] == ["finished"]
 
 
 def test_another_hub_between_two_jobs_begins_the_second_and_keeps_the_first(driver: Driver) -> None:
     first = driver.start(100)
     driver.train(first, range(1, 7), peak=500)
     driver.finish(first, 6)
-    driver.table.look(driver.now)
+    driver.table.poll(driver.now)
     before = driver.described()
     driver.restarted([*before, *first])
     assert driver.described() == before
-    assert driver.table.look(driver.now + 60) == []
+    assert driver.table.poll(driver.now + 60) == []
     second = driver.start(200)
     driver.train(second, range(1, 4), peak=200)
     assert figures(driver.described()) == [(1, "finished", 6, 506), (2, "training", 3, 203)]
@@ -288,14 +288,14 @@ def test_another_hub_goes_on_counting_a_job_where_the_first_left_off(driver: Dri
     assert (job.number, job.state, job.steps, job.step, job.step_us) == (1 + beside, "training", 6, 6, 10_000)
     assert job.allocated_peak == 501 * MIB
     driver.finish(ranks, 6)
-    assert (driver.table.look(driver.now)[-1].state, len(driver.table.jobs)) == ("finished", 1 + beside)
+    assert (driver.table.poll(driver.now)[-1].state, len(driver.table.jobs)) == ("finished", 1 + beside)
 
 
 def test_how_a_rank_ended_is_known_to_the_next_hub(driver: Driver) -> None:
     ranks = driver.start(100)
     driver.train(ranks, range(1, 3))
     driver.finish(ranks[:1], 2)
-    driver.table.take(
+    driver.table.add(
         identity_of(ranks[1]), Failure(rank=1, step=3, phase="forward", time=driver.now, error="ValueError: no labels")
     )
     driver.restarted([*driver.described(), *ranks])
@@ -303,7 +303,7 @@ def test_how_a_rank_ended_is_known_to_the_next_hub(driver: Driver) -> None:
     driver.table.state(
         RankState(rank=1, state="gone", time=driver.now, text="exit code 1", pid=ranks[1].pid, exit_code=1)
     )
-    told = driver.table.look(driver.now)
+    told = driver.table.poll(driver.now)
     assert [(job.state, job.text) for job in told] == [("failed", "rank 1: ValueError: no labels")]
     assert [(rank.state, rank.exit_code) for rank in told[0].ranks] == [("finished", 0), ("gone", 1)]
 
@@ -313,11 +313,11 @@ def test_which_rank_failed_first_is_known_to_the_next_hub(driver: Driver) -> Non
     driver.train(ranks, range(1, 3))
     for rank in (1, 0):
         failure = Failure(rank=rank, step=3, phase="forward", time=driver.now, error=f"ValueError: of rank {rank}")
-        driver.table.take(identity_of(ranks[rank]), failure)
+        driver.table.add(identity_of(ranks[rank]), failure)
     for hello in ranks:
         driver.table.state(RankState(rank=hello.rank, state="gone", time=driver.now, pid=hello.pid, exit_code=1))
         driver.dead.add(hello.pid)
-    (before,) = driver.table.look(driver.now)
+    (before,) = driver.table.poll(driver.now)
     assert (before.failed_rank, before.text) == (1, "rank 1: ValueError: of rank 1")
     driver.restarted([before, *ranks])
     assert driver.described() == [before]

@@ -58,7 +58,7 @@ def test_a_record_of_the_kernels_log_says_who_was_killed_and_for_whose_limit() -
 
 def test_a_process_that_the_log_names_was_surely_killed_by_the_kernel(root: Path) -> None:
     kills = KernelKills(root)
-    kills.look(PID, 0.0)
+    kills.record(PID, 0.0)
     log(root)
     found = kills.find(PID, 1.0)
     assert found is not None
@@ -72,9 +72,9 @@ def test_a_process_that_the_log_names_was_surely_killed_by_the_kernel(root: Path
 
 def test_a_count_that_rose_just_before_makes_it_probable_and_no_more(root: Path) -> None:
     kills = KernelKills(root)
-    kills.look(PID, 0.0)
+    kills.record(PID, 0.0)
     count(root, 1)
-    kills.look(PID, 1.0)  # large processes still live for a moment after the kernel killed them
+    kills.record(PID, 1.0)  # large processes still live for a moment after the kernel killed them
     found = kills.find(PID, 2.0)
     assert found is not None
     assert not found.sure
@@ -83,17 +83,17 @@ def test_a_count_that_rose_just_before_makes_it_probable_and_no_more(root: Path)
 
 def test_a_kill_long_ago_explains_nothing(root: Path) -> None:
     kills = KernelKills(root)
-    kills.look(PID, 0.0)
+    kills.record(PID, 0.0)
     count(root, 3)
-    kills.look(PID, 5.0)
+    kills.record(PID, 5.0)
     for second in range(6, int(RECENT_SECONDS) + 40):
-        kills.look(PID, float(second))
+        kills.record(PID, float(second))
     assert kills.find(PID, RECENT_SECONDS + 40.0) is None
 
 
 def test_a_sigkill_without_evidence_is_not_the_kernels(root: Path) -> None:
     kills = KernelKills(root)
-    kills.look(PID, 0.0)
+    kills.record(PID, 0.0)
     assert kills.find(PID, 1.0) is None
     (root / "dev/kmsg").write_text("6,1,1,-;something else\n")
     found = kills.find(PID, 1.0)

@@ -117,7 +117,7 @@ def test_a_mistake_in_one_batch_is_counted_and_does_not_end_the_recording(
 def test_what_a_sender_numbered_is_kept_with_what_it_said(path: Path):
     taken = {"a": 7}
     recorder = Recorder(Writer(path, RUN))
-    recorder.taken = lambda: dict(taken)
+    recorder.received = lambda: dict(taken)
     put(recorder, FRAMES[:10])
     recorder.commit()
     taken |= {"a": 9, "b": 1}

@@ -78,7 +78,7 @@ def test_cuda_that_comes_up_is_met_once_and_what_its_allocator_refuses_is_report
     training = Training(rank, introduction, trained, outbox, Pace(), Counts())
     tracker, phases, hold = training.tracker, training.phases, Hold(rank.options)
     reporter = OomReporter(rank, tracker, trained, outbox, hold, OomHistory(), PhaseMarks())
-    failures = AllocationFailures(rank, reporter, hold, phases.look_at_device)
+    failures = AllocationFailures(rank, reporter, hold, phases.check_device)
     phases.met_cuda = failures.watch_cuda
     phases.enter("data")
     assert (rank.device.info.kind, core.observer) == ("cpu", None)

@@ -184,7 +184,7 @@ def test_what_was_asked_and_not_begun_when_it_was_let_go_is_answered_too() -> No
         one.hold._leaving = True
     one.end()
     one.hold.tick()
-    assert told == ["console: the rank was let go"]
+    assert told == ["console: the rank was released"]
 
 
 @pytest.mark.parametrize("options", [{}, {"on_oom": "hold"}, {"allow_console": True}])

@@ -76,7 +76,7 @@ def test_waits_between_events_become_the_phases_waiting() -> None:
     ]
     notes = raw.Notes()
     notes.waits = [("backward", event(20.0), event(35.0)), ("backward", event(40.0), event(45.5))]
-    step = step_message.fold(raw.StepRaw(1, marks, 1.0, notes, 0, 7000), 0, lambda sample: sample, 0)
+    step = step_message.step_message(raw.StepRaw(1, marks, 1.0, notes, 0, 7000), 0, lambda sample: sample, 0)
     assert {record.name: record.waited_us for record in step.phases} == {"forward": None, "backward": 20_500}
     assert step.cpu_us == 7
     assert set(PHASES) >= {record.name for record in step.phases}

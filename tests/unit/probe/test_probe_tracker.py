@@ -1,7 +1,7 @@
 import pytest
 from ftmon.protocol.telemetry import Span
 from ftmon.trainer.probe.device.reading import Reading
-from ftmon.trainer.probe.link.step_message import fold
+from ftmon.trainer.probe.link.step_message import step_message
 from ftmon.trainer.probe.phases import tracker as tracker_module
 from ftmon.trainer.probe.phases.marks import Counts as Counted
 from ftmon.trainer.probe.phases.tracker import Counts, Tracker
@@ -54,7 +54,7 @@ def rig(clock):
         counts = Counts()
 
         def step(self):
-            return fold(self.steps[-1], 3, self.memory.read, 0)
+            return step_message(self.steps[-1], 3, self.memory.read, 0)
 
     rig = Rig()
     rig.steps = []

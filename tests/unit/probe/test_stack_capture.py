@@ -8,7 +8,7 @@ import pytest
 import torch
 from ftmon.protocol.memory import Cause
 from ftmon.trainer.probe.device.reading import Reading
-from ftmon.trainer.probe.link.step_message import fold
+from ftmon.trainer.probe.link.step_message import step_message
 from ftmon.trainer.probe.memory.history import Recording
 from ftmon.trainer.probe.memory.stack_capture import StackCapture
 from ftmon.trainer.probe.phases.pace import Pace
@@ -113,7 +113,7 @@ class Rig:
         if left:
             self.allocate(1000 + self.tracker.step, left, "remember")
         tracker.end_step()
-        self.stack_capture.note(fold(self.steps[-1], 3, self.memory.read, 0))
+        self.stack_capture.note(step_message(self.steps[-1], 3, self.memory.read, 0))
         self.stack_capture.tick()
 
     def _note(self, action: str, address: int, mib: int, frames: list[Any]) -> None:

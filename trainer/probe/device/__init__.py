@@ -1,1 +1,1 @@
-"""What a rank computes on: the device, its memory figures, its clock, and numbers on their way from it."""
+"""A rank's device: its memory figures, its clock, and numbers in transfer from it."""

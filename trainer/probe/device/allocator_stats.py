@@ -1,4 +1,4 @@
-"""The statistics of PyTorch's CUDA caching allocator, read where the allocator keeps them.
+"""Reads the statistics of PyTorch's CUDA caching allocator at their address in memory.
 
 ``torch._C._cuda_memoryStats`` builds a dictionary of some 40 others: 15 us in a tight loop on the host of an H100, 48
 at a phase boundary, where every cache is cold. To copy the kilobyte behind it and begin new peaks takes 9 us there. It
@@ -42,7 +42,7 @@ _PIECES: tuple[tuple[Place, ...], ...] = (
         *((name, "", "") for name in _CALLS),
     ),
 )
-"""What lies together in every known version, as 64-bit integers in this order."""
+"""Fields that are adjacent in every known version, as 64-bit integers in this order."""
 _GAP_BYTES = 128
 """Between two pieces, at most."""
 _POINTER = struct.Struct("P")
@@ -50,7 +50,7 @@ _WORD = _POINTER.size
 
 _LIBRARY, _ALLOCATOR = "libc10_cuda.so", "_ZN3c104cuda20CUDACachingAllocator9allocatorE"
 _ALLOCATOR_BYTES = 2**15
-"""How much of the allocator is searched for its vector: 67 mutexes and 67 tables, 8 KiB, come before it."""
+"""Bytes of the allocator searched for its vector: 67 mutexes and 67 tables, 8 KiB, come before it."""
 _DEVICE_BYTES = 2**14
 _PAGE = 4096
 
@@ -63,7 +63,7 @@ class Layout(NamedTuple):
     places: dict[Place, int]
 
     def reader(self) -> Callable[[], bytes]:
-        """Return a function that takes a sample: a copy of the integers."""
+        """Return a function that samples: it copies the integers."""
         block = (ctypes.c_char * (self.words * 8)).from_address(self.address)
         return memoryview(block).tobytes
 
@@ -75,14 +75,14 @@ class Layout(NamedTuple):
 
 
 def locate(stats: Stats, device: int, devices: int) -> Layout | None:
-    """Return where a device's statistics are; None where they are not found.
+    """Return the address of a device's statistics; None if it is not found.
 
-    To be called on the thread that trains, between its allocations.
+    Call it on the training thread, between its allocations.
 
     Args:
-        stats: PyTorch's own answer of this moment.
+        stats: PyTorch's own statistics of this moment.
         device: the device's index.
-        devices: how many the process sees.
+        devices: number of devices that the process sees.
     """
     try:
         library = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)

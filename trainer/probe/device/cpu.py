@@ -1,6 +1,6 @@
 """Memory of a rank without a GPU: glibc's own figures, and the kernel's high-water mark of the resident set.
 
-``allocated`` is what malloc has handed out (``uordblks + hblkhd`` of mallinfo2(3)), ``reserved`` what it holds
+``allocated`` is the memory that malloc has handed out (``uordblks + hblkhd`` of mallinfo2(3)), ``reserved`` its total
 (``arena + hblkhd``). glibc keeps no peak of either; the peak is that of the resident set, reset through
 ``/proc/self/clear_refs`` ("5", proc(5)).
 """
@@ -55,7 +55,7 @@ class CpuMemory:
             rusage.install()
             rusage.note(rusage.real_getrusage(resource.RUSAGE_SELF).ru_maxrss)
             os.pwrite(self._clear, b"5", 0)
-            # ru_maxrss never falls below the mark of what this process was before exec; the kernel keeps that apart.
+            # ru_maxrss never falls below the process's mark before exec; the kernel keeps that separately.
             inherited = rusage.real_getrusage(resource.RUSAGE_SELF).ru_maxrss
             self._floor_kib = inherited if inherited > _high_water_kib() + 1024 else 0
 
@@ -86,7 +86,7 @@ class CpuMemory:
         return info.uordblks + mapped, info.arena + mapped, resident, peak_kib * 1024
 
     def read(self, sample: tuple[int, int, int, int]) -> Reading:
-        """Give a sample its names."""
+        """Convert a sample to a ``Reading``."""
         allocated, reserved, resident, peak = sample
         return Reading(
             allocated=allocated,
@@ -123,12 +123,12 @@ class CpuMemory:
 
 
 def available_bytes() -> int:
-    """Return MemAvailable, what this host could still give, in bytes; 0 where /proc does not say."""
+    """Return MemAvailable, the memory this host could still provide, in bytes; 0 if /proc has no such line."""
     return _proc_kib("/proc/meminfo", "MemAvailable:") * 1024
 
 
 def total_bytes() -> int:
-    """Return the host's memory in bytes; 0 where /proc does not say."""
+    """Return the host's memory in bytes; 0 if /proc has no such line."""
     return _proc_kib("/proc/meminfo", "MemTotal:") * 1024
 
 

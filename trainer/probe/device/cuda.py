@@ -19,7 +19,7 @@ from .stats_source import Sample, StatsSource
 
 _READ = ("_cuda_memoryStats", "_accelerator_getDeviceStats")
 _RESET = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
-_FOLD_AT_LATEST = 4096
+_APPLY_AT_LATEST = 4096
 
 _UNKNOWN = {"all": {"current": -1, "peak": -1}}
 _FIGURES: list[Place] = [
@@ -37,7 +37,7 @@ _FIGURES: list[Place] = [
     ("num_alloc_retries", "", ""),
     ("num_ooms", "", ""),
 ]
-"""What a ``Reading`` has of them, in its order, but for the resident set after the first eight."""
+"""Statistics in a ``Reading``, in its order, without the resident set after the first eight."""
 
 Pick = Callable[[bytes], tuple[int, ...]]
 
@@ -49,32 +49,32 @@ class ScriptPeaks:
         self._samples: deque[Sample] = deque()
         self._places: list[Place] = []
         self._highest: list[int] = []
-        """Of the dictionaries, at each of those places."""
+        """Highest values of the dictionaries, at each of those places."""
         self._copied: Any = None
-        """Of the copies, at each place of their layout."""
+        """Highest values of the copies, at each place of their layout."""
         self._lock = threading.Lock()
 
     def note(self, sample: Sample) -> None:
         """Keep a sample taken just before the probe resets the peaks; the first is a dictionary."""
         self._samples.append(sample)
-        if len(self._samples) >= _FOLD_AT_LATEST:
-            self.fold()
+        if len(self._samples) >= _APPLY_AT_LATEST:
+            self.apply_samples()
 
     def restart(self) -> None:
-        """The script has reset its peaks: what was before counts no more."""
+        """Discard the earlier peaks: the script has reset them."""
         with self._lock:
             self._samples.clear()
             self._highest.clear()
             self._copied = None
 
     def raise_in(self, stats: Stats, layout: Layout | None = None) -> Stats:
-        """Raise every peak in a fresh ``stats`` to what it would be without the probe's resets; returns ``stats``.
+        """Raise every peak in a fresh ``stats`` to its value without the probe's resets; return ``stats``.
 
         Args:
             stats: PyTorch's dictionary.
             layout: of samples that are copies.
         """
-        self.fold()
+        self.apply_samples()
         highest = dict(zip(self._places, self._highest, strict=False))
         copied = self._copied
         if layout is not None and copied is not None:
@@ -87,7 +87,7 @@ class ScriptPeaks:
                 figures["peak"] = peak
         return stats
 
-    def fold(self) -> None:
+    def apply_samples(self) -> None:
         """Reduce the samples to their highest; the publisher does it now and then, to spare the training thread."""
         copies: list[bytes] = []
         with self._lock:
@@ -110,7 +110,7 @@ class CudaMemory:
     Args:
         core: the ``torch._C`` module.
         device: the device's index.
-        devices: how many the process sees.
+        devices: number of devices that the process sees.
         on_script_reset: called with the figures as they were, just before the script's own reset takes place.
     """
 
@@ -166,8 +166,8 @@ class CudaMemory:
         )
 
     def tidy(self) -> None:
-        """Do what the training thread has left undone; for the publisher."""
-        self._script.fold()
+        """Finish work that the training thread has deferred; for the publisher."""
+        self._script.apply_samples()
         self._source.check()
 
     def now(self) -> Reading:

@@ -1,4 +1,4 @@
-"""Whether a CUDA graph is being captured: what the probe recorded into one would be replayed for ever.
+"""Detects the capture of a CUDA graph: work that the probe recorded into one would be replayed for ever.
 
 Asking the stream costs 3 us at each phase boundary, where every cache is cold. Every capture from Python goes through
 ``torch.cuda.CUDAGraph``, so its two methods are wrapped once and asking is reading a number.
@@ -11,7 +11,7 @@ from .. import guard
 from ..replace import replace
 
 under_way = 0
-"""How many captures have begun and not ended."""
+"""Number of captures that have begun and not ended."""
 
 
 def install(torch: Any) -> None:

@@ -28,14 +28,14 @@ class Device:
         self.blank: Any = {}
         """The raw CUDA sample of a process that has allocated nothing yet."""
         self.settled = False
-        """Whether there is nothing left to find out, so that hooks stop asking."""
+        """Whether the device is final, so that hooks stop checking."""
         self.info = self._cpu_info()
 
     def settle(self, on_script_reset: Callable[[Any], None]) -> bool:
-        """Look whether the script has CUDA running; returns whether the back end changed.
+        """Check whether the script has CUDA running; return whether the back end changed.
 
         Args:
-            on_script_reset: given to the CUDA back end.
+            on_script_reset: passed to the CUDA back end.
         """
         import torch
 
@@ -78,7 +78,7 @@ class Device:
 
 
 def _memory_limit() -> int:
-    """Bytes this process may use: the host's memory, or less where a control group says so."""
+    """Memory that this process may use, in bytes: the host's, or a control group's lower limit."""
     total = total_bytes()
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -1,4 +1,4 @@
-"""Numbers that are still on the device: fetched without ever making the training thread wait.
+"""Fetches numbers from the device without ever blocking the training thread.
 
 A device tensor is copied into pinned host memory on the current stream, asynchronously and with no allocation on the
 device (so the script's peaks stay what they are); the publisher reads it once the step's last event has passed.
@@ -14,7 +14,7 @@ _NUMBERS = (int, float)
 
 
 def fetch(value: Any) -> Any:
-    """Begin to fetch a scalar: returns a float, a pinned tensor to be read later, or None for what is no scalar.
+    """Begin to fetch a scalar: return a float, a pinned tensor to be read later, or None if it is no scalar.
 
     Args:
         value: a Python number, or a tensor of one element on any device.
@@ -31,10 +31,10 @@ def fetch_count(mask: Any, later: bool = False) -> Any:
 
     Args:
         mask: of any shape, on any device.
-        later: leave the counting of a mask on the CPU to ``read_count``: nobody measures the host's memory here.
+        later: defer the counting of a mask on the CPU to ``read_count``: there the host's memory is not measured.
 
     Returns:
-        The count, or what ``read_count`` counts; None when the mask cannot be had.
+        The count, or the argument of ``read_count``; None if the mask cannot be read.
     """
     if mask.is_cuda:
         return pinned.fetch(mask)
@@ -42,7 +42,7 @@ def fetch_count(mask: Any, later: bool = False) -> Any:
 
 
 def read(value: Any) -> float | None:
-    """Read what ``fetch`` returned; the copy must have finished. None for nothing, or for what cannot be read."""
+    """Read a result of ``fetch``; the copy must have finished. None for None, or if it cannot be read."""
     if not isinstance(value, pinned.Fetched):
         return None if value is None else float(value)
     try:
@@ -50,19 +50,19 @@ def read(value: Any) -> float | None:
     except (TypeError, ValueError, RuntimeError):
         return None
     finally:
-        pinned.give_back(value)
+        pinned.recycle(value)
 
 
 def read_count(value: Any) -> int:
-    """Read what ``fetch_count`` returned; the copy must have finished."""
+    """Read a result of ``fetch_count``; the copy must have finished."""
     if isinstance(value, int):
         return value
     if not isinstance(value, pinned.Fetched):
         return _count(value)
     count = _count(value.tensor())
-    pinned.give_back(value)
+    pinned.recycle(value)
     return count
 
 
 def _count(mask: Any) -> int:
-    return int(numpy.count_nonzero(mask.detach().numpy()))  # a tenth of what a torch operator costs
+    return int(numpy.count_nonzero(mask.detach().numpy()))  # a tenth of the cost of a torch operator

@@ -39,13 +39,13 @@ class CudaEvents:
         return event
 
     def recycle(self, event: Any) -> None:
-        """Give back an event that nobody will read again."""
+        """Return an event to the pool once no reader is left."""
         if event is not None:
             self._free.append(event)
 
 
 def has_passed(event: Any) -> bool:
-    """Tell whether the device has come past an event, without waiting; None counts as passed.
+    """Return whether the device has passed an event, without waiting; None counts as passed.
 
     Raises:
         RuntimeError: the device is in an error state.

@@ -1,9 +1,9 @@
-"""Copies from the device into pinned host memory that the training thread pays little for.
+"""Copies from the device into pinned host memory, at low cost for the training thread.
 
 ``Tensor.copy_`` costs 29 us at a phase boundary, where every cache is cold, the driver's own call 16 us (measured on an
 H200). So the copy is the driver's, ``cuMemcpyDtoHAsync`` (CUDA Driver API, "Memory Management"), on the current stream,
-with nothing allocated on the device. The host's buffers are never given back to PyTorch: a copy that nobody read may
-still be on its way. They are used again instead, and there is a bound to what they take.
+with nothing allocated on the device. The host's buffers are never returned to PyTorch: an unread copy may
+still be in flight. They are reused instead, up to a limit of memory.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ class Fetched(NamedTuple):
     shape: Any
 
     def tensor(self) -> Any:
-        """Give the tensor on the host; the stream must have come past the copy."""
+        """Return the tensor on the host; the stream must have passed the copy."""
         return _view(self.buffer.tensor, self.dtype, self.shape)
 
 
@@ -78,8 +78,8 @@ def _fetch(tensor: Any, size: int, dtype: Any, shape: Any) -> Fetched | None:
     return Fetched(buffer, dtype, shape)
 
 
-def give_back(fetched: Fetched) -> None:
-    """Have a buffer used again, once what is in it has been read."""
+def recycle(fetched: Fetched) -> None:
+    """Reuse a buffer whose content has been read."""
     _free[fetched.buffer.size].append(fetched.buffer)
 
 
@@ -98,7 +98,7 @@ def _make(size: int) -> _Buffer | None:
 
 
 def _find_copy() -> Any:
-    """Give a function that has the driver copy a tensor into a buffer, and says whether it could."""
+    """Return a function that has the driver copy a tensor into a buffer, and returns whether it succeeded."""
     try:
         driver: Any = ctypes.CDLL("libcuda.so.1")
         copy: Any = driver.cuMemcpyDtoHAsync_v2

@@ -1,4 +1,4 @@
-"""What a memory back end says at one moment, the same for every back end."""
+"""Figures of a memory back end at one moment, the same for every back end."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -43,13 +43,13 @@ class MemoryBackend(Protocol):
     device_index: int
 
     def sample(self) -> Any:
-        """Take the figures of this moment, raw, and begin a new peak."""
+        """Sample the figures of this moment, raw, and begin a new peak."""
         ...
 
     def tidy(self) -> None:
-        """Do what the training thread has left undone."""
+        """Finish work that the training thread has deferred."""
         ...
 
     def read(self, sample: Any) -> Reading:
-        """Give a raw sample its names."""
+        """Convert a raw sample to a ``Reading``."""
         ...

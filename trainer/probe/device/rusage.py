@@ -1,7 +1,7 @@
-"""The script's own view of its peak memory on the CPU: ``resource.getrusage`` stays what it was without ftmon.
+"""Preserves the script's view of its peak memory on the CPU: ``resource.getrusage`` stays as without ftmon.
 
 The probe resets the kernel's resident high-water mark at every phase; ``ru_maxrss`` is that mark, so the highest one
-ever reset is put back into what the script reads.
+ever reset is put back into the values that the script reads.
 """
 
 import resource

@@ -11,20 +11,20 @@ SEARCH_EVERY = 8
 """Samples between two attempts to find the allocator's numbers, and to prove that they are the right ones."""
 ATTEMPTS = 12
 PROOFS = 3
-"""So many times they must equal PyTorch's dictionary before they take its place."""
+"""Number of times they must equal PyTorch's dictionary before they replace it."""
 CHECK_SECONDS = 20.0
-"""How often the publisher compares the two from then on."""
+"""Seconds between the publisher's comparisons of the two from then on."""
 
 Sample = Stats | bytes
 
 
 class StatsSource:
-    """Takes PyTorch's nested dictionary at first, a copy of the numbers behind it once those have been found.
+    """Samples PyTorch's nested dictionary at first, then copies the numbers behind it once they have been found.
 
     Args:
         official: PyTorch's own function for the statistics of a device.
         device: the device's index.
-        devices: how many the process sees.
+        devices: number of devices that the process sees.
     """
 
     def __init__(self, official: Callable[[int], Stats], device: int, devices: int) -> None:
@@ -59,7 +59,7 @@ class StatsSource:
         return self._official(self._device)
 
     def _take_searching(self) -> Stats:
-        """Return PyTorch's dictionary; at some samples, look where it comes from."""
+        """Return PyTorch's dictionary; at some samples, search for its source."""
         stats = self._official(self._device)
         self._taken += 1
         if self._taken % SEARCH_EVERY:

@@ -60,7 +60,7 @@ def callback_class() -> Any:
                 checkpoint_at_end=_strategy(args, "save") == "steps",
                 first_step=int(state.global_step),
             )
-            training.outbox.say_hello()
+            training.outbox.send_hello()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             """Save and end after this step when that was requested."""
@@ -71,7 +71,7 @@ def callback_class() -> Any:
             return control
 
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-            """Report what an evaluation came to."""
+            """Report the result of an evaluation."""
             probe = current()
             if probe is not None and metrics and state.is_world_process_zero:
                 self._report(probe, metrics, int(state.global_step))

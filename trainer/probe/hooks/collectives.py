@@ -48,7 +48,7 @@ POINT_TO_POINT = ("send", "recv", "batch_isend_irecv", "init_process_group")
 """These may block on another rank too: named while they run, not counted."""
 
 _SIZED = ("tensor", "input_tensor", "input", "output")
-"""The argument whose size is the collective's, by its name, the first that there is."""
+"""Argument whose size is the collective's, by name; the first that is present."""
 
 _owner = 0
 """The thread that is inside of a wrapped call; one at a time, as far as counting goes."""

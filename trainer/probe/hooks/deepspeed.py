@@ -61,14 +61,14 @@ def attach(engine: Any) -> None:
         trained.engine = weakref.ref(engine)
         trained.partitions = _partitions(engine, facts["zero_stage"], training.rank.world_size)
         know_model(training, engine.module)
-        training.phases.look_at_device()
-        training.outbox.say_hello()
+        training.phases.check_device()
+        training.outbox.send_hello()
     except Exception as error:
         training.guard.disable(error)
 
 
 def _partitions(engine: Any, zero_stage: int, world_size: int) -> int:
-    """Return over how many ranks ZeRO spreads what the engine's optimizer updates."""
+    """Return the number of ranks over which ZeRO partitions the optimizer's state."""
     if not zero_stage:
         return 1
     ranks = getattr(engine, "dp_world_size", None)

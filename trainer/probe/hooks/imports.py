@@ -55,7 +55,7 @@ def _tap(name: str, spec: ModuleSpec, action: Callable[[ModuleType], None]) -> N
         return
 
     def exec_module(module: ModuleType) -> None:
-        # The loader keeps its type, so resources and source look-ups go on working; the tap is for one use.
+        # The loader keeps its type, so that resources and source lookups still work; the wrapper is for one use.
         del loader.exec_module
         original(module)
         if _actions.pop(name, None) is not None:

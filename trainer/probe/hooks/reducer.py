@@ -1,4 +1,4 @@
-"""How long a rank waits inside DDP's reducer, which calls NCCL and gloo from C++ where no wrapper of a call sees it.
+"""Measures waits inside DDP's reducer, which calls NCCL and gloo from C++ where no wrapper of a call sees it.
 
 A hook on the loss queues a callback of the autograd engine. Callbacks run in the order in which they were queued, once
 the whole graph has been computed, and the reducer queues its own (the one that waits for its buckets) when its last
@@ -51,7 +51,7 @@ class _Backward:
             self.training.guard.disable(error)
 
     def over(self) -> None:
-        """Count what passed since as waiting; collectives called meanwhile have been counted by themselves."""
+        """Count the time since then as waiting; collectives called meanwhile are counted by themselves."""
         if not self.computed_ns:
             return
         counts = active.counts

@@ -132,7 +132,7 @@ def _tell_optimized(training: Training, optimizer: Any, frame: FrameType) -> Non
         if training.tracker.step:
             training.optimized.forget()
         training.introduction.facts.update(training.optimized.add(optimizer, frame))
-        training.outbox.say_hello()
+        training.outbox.send_hello()
     except Exception as error:
         training.guard.disable(error)
 
@@ -187,10 +187,10 @@ def _closure(original: Any) -> Callable[..., Any]:
 
 
 def _adopted() -> Training | None:
-    """Make this thread the one that trains, unless another one is known to: before the first update, the updating one.
+    """Make this thread the training thread, unless another one trains: before the first update, the updating one.
 
     Returns:
-        What hooks report to; None where another thread trains, or there is no probe.
+        Receiver of the hooks' reports; None if another thread trains, or there is no probe.
     """
     training = switched_on()
     if training is None or training.tracker.step or training.state.engine_steps:
@@ -217,7 +217,7 @@ def _clipping(original: Any) -> Callable[..., Any]:
 
 
 def scaling(original: Any) -> Callable[..., Any]:
-    """Make a wrapper of a method that scales a loss, its only argument: notes by how much."""
+    """Make a wrapper of a method that scales a loss, its only argument: it records the factor."""
 
     def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
         scaled = original(self, *args, **kwargs)
@@ -274,7 +274,7 @@ def _parallel_forward(framework: str) -> Callable[[Any], Callable[..., Any]]:
 
 
 def know_model(training: Training, model: Any) -> None:
-    """Keep which model is trained: its name and size for the hello, the model itself for what its memory is."""
+    """Register the trained model: its name and size for the hello, the model itself for its memory."""
     introduction, trained = training.introduction, training.trained
     introduction.facts.update(describe_model(model))
     introduction.facts["flops"] = model_flops(model)
@@ -306,7 +306,7 @@ def report_framework(framework: str, model: Any = None) -> None:
         training.introduction.facts["framework"] = framework
         if model is not None:
             know_model(training, model)
-        training.outbox.say_hello()
+        training.outbox.send_hello()
     except Exception as error:
         training.guard.disable(error)
 

@@ -55,7 +55,7 @@ def _making(original: Any) -> Callable[..., Any]:
 
 
 def add_callback(trainer: Any) -> None:
-    """Give a ``Trainer`` the callback, unless it has one."""
+    """Add the callback to a ``Trainer``, unless it has one."""
     from .callback import callback_class
 
     try:

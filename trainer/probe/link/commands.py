@@ -16,7 +16,7 @@ from ....protocol.errors import ProtocolError
 from ....protocol.telemetry import Stacks
 from ...host import activity, processes
 from .. import guard
-from ..memory.allocator import AllocatorWatch
+from ..memory.capture_scheduler import CaptureScheduler
 from ..memory.snapshots import Answer, Snapshots
 from ..memory.stack_capture import StackCapture
 from ..oom.hold import Hold
@@ -29,19 +29,19 @@ from .stack_dump import Dumper
 
 
 class Commands:
-    """Answers each command twice, as ``protocol.control`` says: accepted (or why not), then its result.
+    """Answers each command twice, as in ``protocol.control``: accepted (or the refusal), then its result.
 
     Args:
         rank: this rank.
         tracker: the phase machine.
-        pace: how long a step takes.
-        stop: takes a request to stop.
-        hold: whether the rank is held.
-        dumper: how its stacks are had from outside.
+        pace: usual time of a step.
+        stop: receives a request to stop.
+        hold: the rank's hold at an out-of-memory error.
+        dumper: lets other processes capture its stacks.
         snapshots: takes memory snapshots.
         stack_capture: records stacks of one phase.
-        allocator: looks closely at one step.
-        say_hello: has the rank introduce itself.
+        captures: captures one step.
+        send_hello: sends the rank's hello again.
         send: sends a message.
     """
 
@@ -55,8 +55,8 @@ class Commands:
         dumper: Dumper,
         snapshots: Snapshots,
         stack_capture: StackCapture,
-        allocator: AllocatorWatch,
-        say_hello: Callable[[], None],
+        captures: CaptureScheduler,
+        send_hello: Callable[[], None],
         send: Callable[[wire.Message], None],
     ) -> None:
         self._rank = rank
@@ -65,15 +65,15 @@ class Commands:
         self._stop_request = stop
         self._hold = hold
         self._dumper = dumper
-        self._say_hello = say_hello
+        self._send_hello = send_hello
         self._snapshots = snapshots
         self._stack_capture = stack_capture
-        self._allocator = allocator
+        self._captures = captures
         self._send = send
         self._answered = 0
 
-    def take(self, socket: Any) -> None:
-        """Carry out every command that has come."""
+    def receive(self, socket: Any) -> None:
+        """Execute every waiting command."""
         while True:
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -98,7 +98,7 @@ class Commands:
         }
         later: dict[str, Callable[[dict[str, Any], Answer], None]] = {
             "snapshot": lambda args, answer: self._snapshots.want(str(args.get("reason", "asked")), answer),
-            "compose": lambda args, answer: self._allocator.want(str(args.get("reason", "asked")), answer),
+            "compose": lambda args, answer: self._captures.want(str(args.get("reason", "asked")), answer),
             "arm": lambda args, answer: self._stack_capture.want(
                 str(args.get("phase", "")),
                 int(args.get("steps", 1)),
@@ -147,7 +147,7 @@ class Commands:
             guard.log("an answer found no room and was dropped")
 
     def _identify(self, _command: Command) -> tuple[bool, str, dict[str, Any]]:
-        self._say_hello()
+        self._send_hello()
         return True, "", {}
 
     def _stacks(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
@@ -164,7 +164,7 @@ class Commands:
             data["lock"] = locks.waits_for(training)
         if command.args.get("activity"):
             data["activity"] = list(
-                activity.look(os.getpid(), self._dumper.prepared, processes.table(), time.monotonic())
+                activity.measure(os.getpid(), self._dumper.prepared, processes.table(), time.monotonic())
             )
         if not command.args.get("quiet"):
             reason = str(command.args.get("reason", ""))
@@ -189,13 +189,13 @@ class Commands:
 def agree_on_step(path: Path, step: int, step_seconds: float) -> int:
     """Agree with the run's other ranks on the step to stop after; one that stops earlier would leave them hanging.
 
-    The first rank asked proposes, the others take what they find. Ranks are a few steps apart at the most, so the
+    The first rank asked proposes, the others adopt the proposal. Ranks are a few steps apart at the most, so the
     proposal lies a few steps and at least a second ahead.
 
     Args:
         path: the file of the run that holds the proposal.
         step: the last step this rank has finished.
-        step_seconds: how long a step takes.
+        step_seconds: time of a step.
     """
     ahead = 3 + math.ceil(1 / step_seconds) if step_seconds > 0 else 3
     proposal = path.with_name(f".{path.name}-{os.getpid()}")

@@ -1,7 +1,7 @@
-"""What collectives this rank has entered, for comparison with the others: read only when a stall is suspected.
+"""Collectives that this rank has entered, for comparison with other ranks: read only when a stall is suspected.
 
-PyTorch's flight recorder knows all of them, those that DDP issues from C++ too, and which have not been completed;
-where it has nothing (it is off, or knows no gloo), the probe's own count of calls serves.
+PyTorch's flight recorder has all of them, those that DDP issues from C++ too, and their completion;
+where it has none (it is off, or does not know gloo), the probe's own count of calls serves.
 """
 
 import json
@@ -12,20 +12,20 @@ from typing import Any
 from ..phases.tracker import Counts
 
 KEPT = 64
-"""Collectives told of each process group, the newest."""
+"""Newest collectives reported of each process group."""
 READ_SECONDS = 0.25
-"""The recorder asks the device whether events have passed. Should the driver not answer, nobody waits for it longer:
-the hub gives a rank half a second (``hub.stall_probe``), and what else the rank knows must be with it by then."""
+"""The recorder asks the device whether events have passed. If the driver does not answer, the wait ends after this:
+the hub waits half a second for a rank (``hub.stall_probe``), and its other evidence must arrive within that."""
 
 _reader: threading.Thread | None = None
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def calls(counts: Counts) -> dict[str, Any]:
-    """Tell which collectives were entered, as plain data for a message.
+    """Return the collectives that were entered, as plain data for a message.
 
     Returns:
-        ``source``: ``recorder`` or ``calls``; ``counted``: how many the probe counted of each group; ``ranks``: the
+        ``source``: ``recorder`` or ``calls``; ``counted``: the probe's count of each group; ``ranks``: the
         global ranks of each process group, by its name; ``recent``: (group, number within the group, name, elements,
         done) of the last collectives, oldest first, where done is None when it is not known.
     """
@@ -36,7 +36,7 @@ def calls(counts: Counts) -> dict[str, Any]:
 
 
 def members() -> dict[str, list[int]]:
-    """Give the global ranks of every process group this rank is in, by PyTorch's name for the group."""
+    """Return the global ranks of every process group of this rank, by PyTorch's name for the group."""
     core: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if core is None:
         return {}
@@ -57,7 +57,7 @@ def parse(trace: bytes | str) -> list[list[Any]]:
         name = str(entry.get("profiling_name", "")).rpartition(":")[2].lstrip("_")
         sizes = entry.get("input_sizes") or []
         size = _elements(sizes[0]) if len(sizes) == 1 else 0
-        # gloo's entries stay "scheduled" for good; "retired" tells for both.
+        # gloo's entries stay "scheduled" for good; "retired" is valid for both.
         done = bool(entry.get("retired")) or entry.get("state") == "completed"
         group: Any = entry.get("process_group") or [""]
         call = [str(group[0]), number, name, size, done]

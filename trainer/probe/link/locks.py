@@ -19,7 +19,7 @@ _FRAMES = 64
 
 
 def waits_for(thread: int) -> dict[str, Any]:
-    """Return what the thread with this identifier waits for, as plain data; empty where it waits for no lock file.
+    """Return the lock file that a thread waits for, as plain data; empty if it waits for none.
 
     Returns:
         ``path``; ``build``: it is a build's; and of a build's lock ``compiler``: one runs in its folder on this

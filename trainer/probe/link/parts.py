@@ -1,4 +1,4 @@
-"""What each of several engines or optimizers did in one step, from the notes of the step's parts."""
+"""Figures of each engine or optimizer in one step, from the notes of the step's parts."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from ..values.losses import LossNote, combine, read_losses
 
 
 def read_parts(notes: Notes) -> tuple[list[Update], Update]:
-    """Return what each one did, in the order of their first updates, and the one whose figures are the step's.
+    """Return the figures of each one, in the order of their first updates, and the one whose figures are the step's.
 
-    To be called once, as it reads what came from the device; ``notes.parts`` is not empty.
+    Call it once, as it reads values copied from the device; ``notes.parts`` is not empty.
     """
     losses = _share_out(notes.parts, [read_losses(part.notes.losses) for part in notes.parts])
     figures = [_figure(part.notes, own) for part, own in zip(notes.parts, losses, strict=True)]
@@ -37,7 +37,7 @@ def read_parts(notes: Notes) -> tuple[list[Update], Update]:
 
 
 def _share_out(parts: Sequence[PartNotes], losses: Sequence[list[LossNote]]) -> list[list[LossNote]]:
-    """Give each part the losses that are its own: they may all have been backpropagated before the first update."""
+    """Assign each part its own losses: they may all have been backpropagated before the first update."""
     found: list[list[LossNote]] = [[] for _ in parts]
     for place, own in enumerate(losses):
         for loss in own:

@@ -15,8 +15,8 @@ import zmq
 from ....protocol import sockets, wire
 from ....protocol.telemetry import Goodbye, Heartbeat
 from ..device.events import has_passed
-from ..memory.allocator import AllocatorWatch
 from ..memory.annotations import PhaseMarks
+from ..memory.capture_scheduler import CaptureScheduler
 from ..memory.history import Recording
 from ..memory.snapshots import Snapshots
 from ..memory.stack_capture import StackCapture
@@ -34,39 +34,39 @@ from . import run_files
 from .commands import Commands
 from .slow_facts import SlowFacts
 from .stack_dump import Dumper
-from .step_message import fold, fold_closing, without_device
+from .step_message import closing_message, step_message, without_device
 
 POLL_MS = 100
 STEPS_SECONDS = 0.25
-"""Between two times that finished steps are sent: a screen is painted as often. What is sent together costs less than
-one by one, with the caches cold each time: 870 us of CPU time a step of 90 ms on a slow host of an H200."""
+"""Interval of sending finished steps: a screen is redrawn as often. A batch costs less than single messages,
+each with cold caches: 870 us of CPU time a step of 90 ms on a slow host of an H200."""
 LAST_STEPS_SECONDS = 0.25
-"""How long the device has to come past the last steps, when the rank ends."""
+"""Time limit for the device to pass the last steps, when the rank ends."""
 YIELD_SECONDS = 0.0002
 BEAT_SECONDS = 1.0
 CHANGED_BEAT_SECONDS = 0.1
-"""Of silence, before a heartbeat says that something has changed."""
+"""Silence after which a heartbeat reports a change."""
 FLOWING_BEAT_SECONDS = 0.5
-"""Between two heartbeats where steps leave no such silence: a rank that can say no more was last heard of in a phase
-that it was in lately."""
+"""Interval of heartbeats while steps leave no such silence: the last message of a rank that falls silent
+then has a recent phase."""
 TEND_SECONDS = 1.0
 
 
 class Publisher(threading.Thread):
-    """Sends a rank's messages to the hub of its run, which may not be there yet, or not any more.
+    """Sends a rank's messages to the hub of its run, which may not exist yet, or not any more.
 
     Args:
         rank: this rank.
-        introduction: what its hello says.
-        trained: what it trains.
+        introduction: contents of its hello.
+        trained: engine, model and optimizer that it trains.
         tracker: the phase machine.
-        outbox: what the training thread hands over.
-        pace: how long a step takes, filled in here.
-        stop: takes a request to stop.
-        hold: whether the rank is held.
-        oom_history: what steps were like, filled in here.
+        outbox: items from the training thread.
+        pace: usual time of a step, filled in here.
+        stop: receives a request to stop.
+        hold: the rank's hold at an out-of-memory error.
+        oom_history: figures of earlier steps, filled in here.
         phase_marks: the phases of the last steps, filled in here.
-        ready: each returns messages that the device has come past.
+        ready: functions that return messages whose values the device has copied.
         last_iterator: returns the dataloader iterator that was fetched from last, while it lives.
     """
 
@@ -92,7 +92,7 @@ class Publisher(threading.Thread):
         self._introduction = introduction
         self._tracker = tracker
         self._outbox = outbox
-        self._steps = outbox.folding
+        self._steps = outbox.pending
         self._pace = pace
         self._hold = hold
         self._oom_history = oom_history
@@ -100,16 +100,16 @@ class Publisher(threading.Thread):
         self._ready = ready
         self._sequence = 0
         self._changes = 0.0
-        """What the latest heartbeat told of."""
+        """Changes that the latest heartbeat reported."""
         self._beaten = 0.0
         self._spoken = 0.0
-        """When the latest heartbeat, and the latest heartbeat or step, was sent."""
+        """Times of the latest heartbeat, and of the latest heartbeat or step."""
         self._tended = 0.0
         self._sent_steps = 0.0
         self._ending = threading.Event()
         self._flush_seconds = 0.0
         self._recording = recording = Recording()
-        self._allocator = AllocatorWatch(rank, tracker, trained, pace, recording, self.send)
+        self._captures = CaptureScheduler(rank, tracker, trained, pace, recording, self.send)
         self._snapshots = Snapshots(rank, tracker, phase_marks, pace, recording, self.send)
         self._stack_capture = StackCapture(rank, tracker, trained, pace, recording, self.send)
         self._dumper = Dumper(rank.run.logs / f"rank-{rank.rank}.stacks", rank.guard.thread)
@@ -122,15 +122,15 @@ class Publisher(threading.Thread):
             self._dumper,
             self._snapshots,
             self._stack_capture,
-            self._allocator,
-            outbox.say_hello,
+            self._captures,
+            outbox.send_hello,
             self.send,
         )
         self._slow_facts = SlowFacts(rank.rank, introduction, tracker, outbox, last_iterator)
         self._telemetry: Any = None
 
     def finish(self, seconds: float) -> None:
-        """Send what is left and end, within ``seconds``; called by the thread that ends the process."""
+        """Send the remaining messages and end, within ``seconds``; called by the thread that ends the process."""
         self._flush_seconds = seconds
         self._ending.set()
         self.join(seconds + 0.1)
@@ -145,7 +145,7 @@ class Publisher(threading.Thread):
             self.dropped += 1
 
     def run(self) -> None:
-        """Run until told to end."""
+        """Run until ``finish`` is called."""
         context: zmq.Context[Any] = zmq.Context()
         try:
             identity = self._rank.identity.encode()
@@ -161,7 +161,7 @@ class Publisher(threading.Thread):
         except Exception as error:
             self._rank.guard.disable(error)
         finally:
-            # Ends at once when everything is sent, after the linger when nobody takes it.
+            # Ends at once when everything is sent, after the linger when no peer receives it.
             context.term()
 
     def _work(self, ranks: Any) -> None:
@@ -169,7 +169,7 @@ class Publisher(threading.Thread):
         poller.register(ranks, zmq.POLLIN)
         while not self._ending.is_set():
             if poller.poll(POLL_MS):
-                self._commands.take(ranks)
+                self._commands.receive(ranks)
             self._drain()
             now = time.time()
             if self._steps and not 0 <= now - self._sent_steps < STEPS_SECONDS:
@@ -179,7 +179,7 @@ class Publisher(threading.Thread):
             self._slow_facts.note_steps()
             self._beat(now)
             self._rank.device.memory.tidy()
-            self._allocator.tick()
+            self._captures.tick()
             self._snapshots.tick()
             self._hold.tick()
             self._stack_capture.tick()
@@ -195,13 +195,13 @@ class Publisher(threading.Thread):
                 self.send(message)
 
     def _tend(self) -> None:
-        """See, once a second, that what may be lost is there: the agent, and the handler that writes stacks."""
+        """Check, once a second, what may be lost: the agent, and the handler that writes stacks."""
         run_files.tend()
         loader = self._slow_facts.loader()
         if loader is not None:
             self._introduction.facts["loader"] = loader
         if self._dumper.lost(self._rank.guard.thread) or loader is not None:
-            self.say_hello()
+            self.send_hello()
         compiles = self._slow_facts.compiles()
         if compiles is not None:
             self.send(compiles)
@@ -217,7 +217,7 @@ class Publisher(threading.Thread):
                 self._phase_marks.note(item.number, item.marks)
             elif item == "hello":
                 if not outbox or outbox[0] != "hello":
-                    self.say_hello()
+                    self.send_hello()
             else:
                 if isinstance(item, RestRaw | Goodbye):
                     self._send_last_steps()
@@ -226,7 +226,7 @@ class Publisher(threading.Thread):
                 else:
                     self.send(item)
 
-    def say_hello(self) -> None:
+    def send_hello(self) -> None:
         """Introduce the rank, with the plan when there is one."""
         introduction = self._introduction
         self.send(introduction.hello(self._dumper.install(self._rank.guard.thread)))
@@ -240,7 +240,7 @@ class Publisher(threading.Thread):
                     return
                 raw = self._steps.popleft()
             except RuntimeError:
-                # The device is in an error state: what it has not told by now it never will.
+                # The device is in an error state: figures missing by now never arrive.
                 raw = without_device(self._steps.popleft())
             self._send_step(raw)
             if self._steps:
@@ -248,7 +248,7 @@ class Publisher(threading.Thread):
                 time.sleep(YIELD_SECONDS)
 
     def _send_last_steps(self) -> None:
-        """Give the device a moment to pass the last events; what has not passed then goes without device figures."""
+        """Wait briefly for the device to pass the last events; steps it has not passed go without device figures."""
         deadline = time.monotonic() + LAST_STEPS_SECONDS
         while self._steps and time.monotonic() < deadline:
             self._send_steps()
@@ -257,26 +257,26 @@ class Publisher(threading.Thread):
         while self._steps:
             self._send_step(without_device(self._steps.popleft()))
         self._send_comparisons()
-        self._allocator.send_ready()
+        self._captures.send_ready()
 
     def _send_rest(self, raw: StepRaw) -> None:
-        """Send what came after the last step; called when the process ends."""
+        """Send the record after the last step; called when the process ends."""
         try:
             passed = has_passed(raw.marks[-1].event)
         except RuntimeError:
             passed = False
         read = self._rank.device.memory.read
-        closing = fold_closing(raw if passed else without_device(raw), self._rank.rank, read)
+        closing = closing_message(raw if passed else without_device(raw), self._rank.rank, read)
         if closing is not None:
             self.send(closing)
 
     def _send_step(self, raw: StepRaw) -> None:
         rank, device = self._rank.rank, self._rank.device
         dropped = self.dropped + self._outbox.overflowed
-        step = fold(raw, rank, device.memory.read, dropped, self._introduction.facts.get("flops"))
+        step = step_message(raw, rank, device.memory.read, dropped, self._introduction.facts.get("flops"))
         self.send(step)
         self._spoken = time.time()
-        self._allocator.note_sent(raw.number)
+        self._captures.note_sent(raw.number)
         self._stack_capture.note(step)
         self._oom_history.note(step)
         events = device.events
@@ -290,7 +290,7 @@ class Publisher(threading.Thread):
     def _beat(self, now: float) -> None:
         tracker, counts = self._tracker, self._tracker.counts
         progress = tracker.progress + counts.entered
-        changes = progress + self._hold.since  # a rank that is held, or let go, says so at once
+        changes = progress + self._hold.since  # a rank that is held, or released, reports at once
         quiet, since = now - self._spoken, now - self._beaten
         if changes == self._changes:
             if 0 <= quiet < BEAT_SECONDS:

@@ -1,4 +1,4 @@
-"""Where this host's files of a run are. On another host than the hub's that is a directory of its own, with an agent.
+"""Folder of this host's files of a run. On another host than the hub's that is a directory of its own, with an agent.
 
 Standard library only until it turns out that this is another host: every rank asks, and most are on the hub's.
 """
@@ -18,15 +18,15 @@ _agent: "subprocess.Popen[bytes] | None" = None
 
 
 def folder() -> str:
-    """Give the directory with this host's logs and sockets of the run; empty when there is no run."""
+    """Return the directory with this host's logs and sockets of the run; empty when there is no run."""
     return os.environ.get(PLACE_ENV) or os.environ.get(RUN_ENV, "")
 
 
 def settle() -> None:
-    """Find out whether the hub is on this host; where it is not, make a directory and see that an agent serves it.
+    """Check whether the hub is on this host; if it is not, make a directory and start an agent for it.
 
     Raises:
-        OSError: the directory cannot be made, or the file that tells cannot be read.
+        OSError: the directory cannot be made, or the run's file cannot be read.
         ValueError: that file is damaged.
         FtmonError: the directory is open to others.
     """
@@ -52,7 +52,7 @@ def tend() -> None:
 
 
 def start_agent() -> None:
-    """Start this host's agent unless it lives: it holds a lock, and the first rank to take that starts one."""
+    """Start this host's agent unless it lives: it holds a lock, and the first rank to acquire that starts one."""
     global _agent
     if _agent is not None:
         _agent.poll()  # it goes to the background by itself at once; here it is only buried
@@ -82,7 +82,7 @@ def _spawn(place: str, descriptor: int) -> "subprocess.Popen[bytes]":
 
 
 def _is_here(join: dict[str, Any]) -> bool:
-    """Tell whether this is the hub's host: containers share a boot, and cloud images a name, but hardly both."""
+    """Return whether this is the hub's host: containers share a boot, and cloud images a name, but hardly both."""
     if join.get("host") != socket.gethostname():
         return False
     try:

@@ -1,4 +1,4 @@
-"""What changes slowly and costs the training thread nothing: the publisher looks once a second.
+"""Reads slowly changing facts, once a second, on the publisher thread: they cost the training thread nothing.
 
 The DataLoader's settings are read off the iterator that the training thread fetched from last; compilations off the
 metrics that Dynamo keeps (``torch._dynamo.utils``), which is never imported from here.
@@ -20,13 +20,13 @@ _MOST = 32
 
 
 class SlowFacts:
-    """Reads them; for the publisher thread.
+    """Reads slowly changing facts; for the publisher thread.
 
     Args:
         rank: the rank's number.
         introduction: has the settings that were sent last.
         tracker: the phase machine.
-        outbox: knows how many steps are done.
+        outbox: has the number of steps done.
         last_iterator: returns the dataloader iterator that was fetched from last, while it lives.
     """
 
@@ -63,7 +63,7 @@ class SlowFacts:
             self._trained_since = time.time()
 
     def compiles(self) -> Compiles | None:
-        """Return what Dynamo has compiled since the last call; None: nothing."""
+        """Return Dynamo's compilations since the last call; None: none."""
         utils: Any = sys.modules.get("torch._dynamo.utils")
         kept = getattr(utils, "_compilation_metrics", None)
         if not kept:

@@ -1,8 +1,8 @@
-"""Letting this rank's stacks be had from outside while native code holds Python's lock.
+"""Lets other processes capture this rank's stacks while native code holds Python's lock.
 
 faulthandler can write all stacks from within a signal handler, without the lock. Its handler is put on a real-time
-signal that nobody uses, and that signal is sent to the publisher's thread alone, so no system call of the script is
-interrupted. Whoever sends it looks first whether the process still catches it and whether the file is still open
+signal that no library uses, and that signal is sent to the publisher's thread alone, so no system call of the script is
+interrupted. A sender first checks that the process still catches it and that the file is still open
 (``SelfDump``): the default action of such a signal is to end the process.
 """
 
@@ -16,7 +16,7 @@ from ....protocol.telemetry import SelfDump
 from .. import guard
 
 _FIRST, _LAST = 9, 24
-"""Offsets from SIGRTMIN. The lowest are taken by libraries now and then."""
+"""Offsets from SIGRTMIN. Some libraries use the lowest."""
 
 
 class Dumper:
@@ -34,7 +34,7 @@ class Dumper:
         self._signal = 0
         self._given_up = False
         self.prepared: SelfDump | None = None
-        """How the stacks are had from outside; None: not yet, or not at all."""
+        """Signal and file for capturing the stacks from outside; None: not yet, or not at all."""
 
     def install(self, training: int) -> SelfDump | None:
         """Register the handler as ``_install`` does; the result is kept."""
@@ -42,7 +42,7 @@ class Dumper:
         return self.prepared
 
     def _install(self, training: int) -> SelfDump | None:
-        """Register the handler (once more, should the script have taken the signal since); None where that fails.
+        """Register the handler (again if the script has replaced it); None if that fails.
 
         Args:
             training: the training thread, as ``threading.get_ident`` names it.
@@ -52,7 +52,7 @@ class Dumper:
             return None
         try:
             if self._descriptor < 0:
-                # Append: the hub reads what was added, and a rank that was started again does not overwrite it.
+                # Append: the hub reads the added bytes, and a rank that was restarted does not overwrite it.
                 self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             if not self._signal:
                 number = _free_signal()
@@ -73,7 +73,7 @@ class Dumper:
         )
 
     def lost(self, training: int) -> bool:
-        """Tell whether what ``install`` told no longer holds: it is to be called, and its result told, again.
+        """Return whether the result of ``install`` is out of date: call it, and send its result, again.
 
         The script may have put a handler of its own on the signal, or train in another thread.
         """
@@ -93,7 +93,7 @@ def _free_signal() -> int:
 
 
 def _is_caught(number: int) -> bool:
-    """Tell whether native code has put a handler on a signal, of which Python knows nothing."""
+    """Return whether native code has put a handler on a signal, unknown to Python."""
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, mask = line.partition(":")
         if name in ("SigCgt", "SigIgn") and int(mask, 16) >> (number - 1) & 1:

@@ -13,7 +13,7 @@ from .run_files import folder
 
 
 class SteadyFile(io.FileIO):
-    """A descriptor that takes every write. What the disk refuses is lost."""
+    """A descriptor that accepts every write. Bytes that the disk refuses are lost."""
 
     def write(self, data: Any, /) -> int:
         """Write, or drop the data; return its length."""
@@ -39,9 +39,9 @@ def steady_output() -> None:
 
 
 def make_steady(stream: Any, descriptor: int) -> None:
-    """Put a ``SteadyFile`` below a text stream that writes to ``descriptor``; others keep what they have.
+    """Put a ``SteadyFile`` below a text stream that writes to ``descriptor``; other streams stay as they are.
 
-    The stream stays the same object: loggers and progress bars hold on to it.
+    The stream stays the same object: loggers and progress bars keep references to it.
     """
     if type(stream) is not io.TextIOWrapper or stream.fileno() != descriptor:
         return

@@ -1,4 +1,4 @@
-"""From raw marks to a ``Step`` message: occurrences of a phase in all micro-steps become one record. Pure functions."""
+"""Makes ``Step`` messages from raw marks; occurrences of a phase in all micro-steps are one record. Pure functions."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ IDLE_BYTES = 16 * 2**20
 
 
 _FIGURES = (0, 2, 4, 6, 8)
-"""Where ``Reading`` has allocated, reserved, active, requested and resident; the peak of each is next to it."""
+"""Indexes in ``Reading`` of allocated, reserved, active, requested and resident; the peak of each is next to it."""
 
 
-class _Folded:
+class _Phase:
     """One phase under construction. ``figures``: start, end and peak of allocated, reserved, active and so on."""
 
     __slots__ = (
@@ -68,7 +68,7 @@ class _Folded:
         self.collective_ns += last.collective_ns - first.collective_ns
         for place, figure in zip(_FIGURES, self.figures, strict=True):
             figure[1] = now = end[place]
-            highest = end[place + 1]  # ifs, not max(): this is most of what the publisher does all day
+            highest = end[place + 1]  # ifs, not max(): this is most of the publisher's work
             if now > highest:
                 highest = now
             if start[place] > highest:
@@ -102,7 +102,7 @@ class _Folded:
         )
 
 
-def fold(
+def step_message(
     raw: StepRaw, rank: int, read: Callable[[Any], Reading], dropped: int, flops: ModelFlops | None = None
 ) -> Step:
     """Make a step's message. Its device events must have passed.
@@ -111,13 +111,13 @@ def fold(
     carries with a negative ``start_us``.
 
     Args:
-        raw: the step as handed over.
+        raw: the step from the training thread.
         rank: the rank.
         read: the memory back end's ``read``.
         dropped: messages this probe has dropped so far.
         flops: of the model; None where they are not known.
     """
-    times = _fold_marks(raw, read)
+    times = _phase_records(raw, read)
     host_us, notes, last = times.host_us, raw.notes, times.last
     updates, own = parts.read_parts(notes) if notes.parts else ([], None)
     if notes.counts:
@@ -171,12 +171,12 @@ def _flops(notes: Notes, tokens: int, flops: ModelFlops | None) -> float:
     return flops.of(tokens, causal_pairs_of_rows(tokens, rows), tokens // rows if rows else 0)
 
 
-def fold_closing(raw: StepRaw, rank: int, read: Callable[[Any], Reading]) -> Closing | None:
-    """Make the message of what a rank did after its last step, whose number ``raw`` has; None: nothing to speak of.
+def closing_message(raw: StepRaw, rank: int, read: Callable[[Any], Reading]) -> Closing | None:
+    """Make the message of a rank's phases after its last step, whose number ``raw`` has; None: nothing notable.
 
     Its device events must have passed.
     """
-    times = _fold_marks(raw, read)
+    times = _phase_records(raw, read)
     phases = [record for record in times.phases if record.name != "idle" or _moves(record)]
     if not phases:
         return None
@@ -191,20 +191,20 @@ class _Times(NamedTuple):
     last: Reading
 
 
-def _fold_marks(raw: StepRaw, read: Callable[[Any], Reading]) -> _Times:
+def _phase_records(raw: StepRaw, read: Callable[[Any], Reading]) -> _Times:
     marks = lend_events(raw.marks)
     figures = readings(marks, read)
     first = first_of_step(marks)
     origin = marks[first]
     host_us = (marks[-1].ns - origin.ns) // 1000
-    phases: dict[str, _Folded] = {}
+    phases: dict[str, _Phase] = {}
     start = 0
     for end in range(1, len(marks)):
         if marks[end].phase in ("", marks[start].phase) and end + 1 < len(marks):
             continue  # the same phase goes on
         name = marks[start].phase if start >= first else "init"
         if name not in phases:
-            phases[name] = _Folded(name, marks[start].ns, figures[start])
+            phases[name] = _Phase(name, marks[start].ns, figures[start])
         phases[name].add(marks[start : end + 1], figures[start : end + 1])
         start = end
     for name, begun, ended in raw.notes.waits:
@@ -217,7 +217,7 @@ def _fold_marks(raw: StepRaw, read: Callable[[Any], Reading]) -> _Times:
 
 
 def without_device(raw: StepRaw) -> StepRaw:
-    """Take out of a step what the device has not told: times, and numbers that were to be copied from it."""
+    """Remove from a step the values that the device has not delivered: times, and numbers copied from it."""
     notes = _notes_without_device(raw.notes)
     return raw._replace(marks=[mark._replace(event=None) for mark in raw.marks], notes=notes)
 

@@ -23,7 +23,7 @@ class Tee:
     def write(self, text: str) -> int:
         """Write as the stream does."""
         written = self._stream.write(text)
-        self._take(text)
+        self._add(text)
         return written
 
     def writelines(self, lines: Any) -> None:
@@ -34,8 +34,8 @@ class Tee:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _take(self, text: str) -> None:
-        # A progress bar goes back with \\r; only what stands at the end of a line is worth a line.
+    def _add(self, text: str) -> None:
+        # A progress bar goes back with \\r; only its last state on a line is sent.
         *whole, rest = (self._partial + text).split("\n")
         self._partial = rest.rsplit("\r", 1)[-1][-_LINE_LIMIT:]
         for line in whole:
@@ -45,11 +45,11 @@ class Tee:
 
 
 def tee_output(rank: int, send: Callable[[LogLine], None]) -> None:
-    """Have what this process prints through ``sys.stdout`` and ``sys.stderr`` sent as well.
+    """Also send everything this process prints through ``sys.stdout`` and ``sys.stderr``.
 
     Args:
         rank: the rank's number.
-        send: takes each line; never waits.
+        send: sends each line; never waits.
     """
     sys.stdout = Tee(sys.stdout, "out", rank, send)
     sys.stderr = Tee(sys.stderr, "err", rank, send)

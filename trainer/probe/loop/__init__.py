@@ -1,1 +1,1 @@
-"""What the training loop does, as hooks see it: micro-steps, updates, and the phases they are."""
+"""The training loop as hooks see it: micro-steps, updates, and their phases."""

@@ -35,14 +35,14 @@ class MicroSteps:
 
     Args:
         rank: this rank.
-        introduction: gets the data type in which autocast computes the forward.
-        trained: what the rank trains.
-        outbox: gets another hello once a forward was seen.
+        introduction: receives the data type in which autocast computes the forward.
+        trained: engine, model and optimizer that the rank trains.
+        outbox: receives another hello once a forward was seen.
         tracker: the phase machine.
-        phases: the way into it.
+        phases: moves between its phases.
         forwards: judges whether a forward is training.
         updaters: the engines and optimizers that update.
-        state: what is under way.
+        state: state of the training loop.
         batch_losses: compares losses of equal batches.
     """
 
@@ -105,7 +105,7 @@ class MicroSteps:
 
     @guarded
     def fetched(self, found: Any) -> None:
-        """A batch has come: without a forward hook, the forward begins now."""
+        """Record a batch: without a forward hook, the forward begins now."""
         tracker = self._tracker
         notes = tracker.notes
         if tracker.phase == "data":
@@ -124,12 +124,12 @@ class MicroSteps:
 
     @guarded
     def forwarding(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A model's forward begins.
+        """Record the begin of a model's forward.
 
         Args:
             module: the model, in its wrappers; None: a framework has reported that a micro-step begins.
-            args: what the forward is given.
-            kwargs: the same.
+            args: positional arguments of the forward.
+            kwargs: its keyword arguments.
         """
         tracker, state = self._tracker, self._state
         if self._batch_losses.current is not None:
@@ -170,10 +170,10 @@ class MicroSteps:
 
     @guarded
     def going_backward(self, loss: Any, scaled: bool = False, owner: Any = None) -> bool:
-        """A backward begins; returns whether it is an outermost one.
+        """Record the begin of a backward; return whether it is an outermost one.
 
         Args:
-            loss: what it starts from.
+            loss: tensor that it starts from.
             scaled: the losses are known to add up to the step's; otherwise their graphs are asked.
             owner: the engine whose backward it is.
         """
@@ -224,9 +224,9 @@ class MicroSteps:
         self._tracker.notes.trainer_losses.append(device_values.fetch(loss))
 
     def _see_forward(self) -> None:
-        """Note once whether autocast computes the forward, and in what."""
+        """Record once whether autocast computes the forward, and its data type."""
         self._seen_forward = True
         kind = self._device.info.kind
         enabled = torch.is_autocast_enabled(kind)
         self._introduction.forward_dtype = dtype_name(torch.get_autocast_dtype(kind)) if enabled else ""
-        self._outbox.say_hello()
+        self._outbox.send_hello()

@@ -33,7 +33,7 @@ class Phases:
         self._outbox = outbox
 
     def interrupt(self, phase: str) -> None:
-        """Move to a phase out of one that may have begun only just now."""
+        """Move to a phase from one that may have begun only just now."""
         if not self._device.settled:
             self.settle()
         self._tracker.interrupt(phase)
@@ -59,7 +59,7 @@ class Phases:
         self._tracker.close_scope(before)
 
     @guarded
-    def look_at_device(self) -> None:
+    def check_device(self) -> None:
         """Find out now whether the script has CUDA running."""
         if not self._device.settled:
             self.settle()
@@ -70,7 +70,7 @@ class Phases:
         if device.settle(self._note_script_reset):
             self._tracker.switch(device.memory, device.mark_event, device.blank)
             self.met_cuda()
-            self._outbox.say_hello()
+            self._outbox.send_hello()
 
     def _enter_unsettled(self, phase: str) -> None:
         if self._device.settled:

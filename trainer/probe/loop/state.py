@@ -24,18 +24,18 @@ class LoopState:
         self.in_backward = False
         self.in_update = False
         self.closures = 0
-        """Closures of the update under way that have not returned: what runs in one is no part of the update."""
+        """Closures of the update under way that have not returned: their work is no part of the update."""
         self.evaluations = 0
-        """How often the update under way has called its closure."""
+        """Number of calls of its closure by the update under way."""
         self.rehearsing = False
-        """What happens is a rehearsal: updates end no steps."""
+        """A rehearsal is under way: updates end no steps."""
         self.engine_steps = False
         """A DeepSpeed engine makes the updates, so a bare optimizer's step is a part of one."""
         self.making_engine = False
         """A DeepSpeed engine is being made: some optimizers step on zero gradients meanwhile."""
         self.forward_by = ""
-        """What reports where the forward begins (``engine``, ``trainer``, ``parallel``), so that ``data`` lasts until
-        then; empty: nothing does, and the forward is the time between a batch and its backward.
+        """Reporter of the forward's begin (``engine``, ``trainer``, ``parallel``), so that ``data`` lasts until
+        then; empty: none does, and the forward is the time between a batch and its backward.
         """
         self.sum_losses = False
         """The script is known to divide its micro-steps' losses itself."""

@@ -27,14 +27,14 @@ def _nothing(_error: BaseException) -> None:
 
 
 class Training:
-    """Puts the parts together that follow the training thread, and hands over its steps.
+    """Combines the parts that follow the training thread, and hands over its steps.
 
     Args:
         rank: this rank.
         introduction: the contents of its hello.
         trained: filled in by hooks.
-        outbox: gets finished steps.
-        pace: how long a step takes.
+        outbox: receives finished steps.
+        pace: usual time of a step.
         counts: the collective counters.
     """
 
@@ -76,7 +76,7 @@ class Training:
 
     @guarded
     def hand_over_rest(self) -> None:
-        """Hand over what came after the last step; the process is about to end."""
+        """Hand over the record after the last step; the process is about to end."""
         self.updaters.flush()
         self.outbox.hand_over(RestRaw(self.tracker.take_rest(measured=self.guard.is_training_thread())))
 
@@ -87,8 +87,8 @@ class Training:
             self.batch_losses.arm(raw.number, bool(self.state.forward_by) and self.updaters.is_sole)
 
     def _met_updater(self) -> None:
-        """Introduce what is trained, where several engines train."""
+        """Send the hello of the trained engines, where several train."""
         modules = [updater.module for updater in self.updaters.known if hasattr(updater, "module")]
         if len(modules) > 1:
             self.introduction.facts.update(describe_models(modules), flops=None)
-            self.outbox.say_hello()
+            self.outbox.send_hello()

@@ -20,12 +20,12 @@ class Updates:
 
     Args:
         guard: the probe's switch.
-        trained: what the rank trains.
+        trained: engine, model and optimizer that the rank trains.
         tracker: the phase machine.
-        phases: the way into it.
-        forwards: learns of optimizers.
+        phases: moves between its phases.
+        forwards: receives optimizers.
         updaters: ends steps.
-        state: what is under way.
+        state: state of the training loop.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Updates:
         self._since = 0
         self._depth = 0
 
-    # Who updates -------------------------------------------------------------------------------------------------
+    # Updaters ----------------------------------------------------------------------------------------------------
 
     @guarded
     def found_optimizer(self, optimizer: Any) -> None:
@@ -59,13 +59,13 @@ class Updates:
 
     @guarded
     def made_updater(self, updater: Any, drives: Sequence[Any] = ()) -> None:
-        """An optimizer or engine was made; ``drives`` are optimizers whose updates are parts of its own."""
+        """Register an optimizer or engine; the updates of ``drives``, optimizers, are parts of its own."""
         self._updaters.made(updater)
         self._updaters.belongs(drives)
 
     @guarded
     def exhausted(self) -> None:
-        """A dataloader has come to its end."""
+        """Record that a dataloader is exhausted."""
         self._updaters.exhausted()
 
     @guarded
@@ -113,7 +113,7 @@ class Updates:
 
     @guarded
     def open_closure(self) -> None:
-        """The update calls its closure: forward, backward and what else runs in it are phases of their own."""
+        """Record a call of the update's closure: forward, backward and other work in it are phases of their own."""
         state = self._state
         state.evaluations += 1
         state.closures += 1
@@ -135,7 +135,7 @@ class Updates:
 
     @guarded
     def note_grad_norm(self, norm: Any) -> None:
-        """The script has clipped its gradients, whose norm was ``norm``."""
+        """Record that the script has clipped its gradients, whose norm was ``norm``."""
         self._tracker.notes.grad_norm = device_values.fetch(norm)
 
     # A framework's update ----------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Updates:
 
     @guarded
     def end_rehearsal(self, before: str) -> None:
-        """What was no training is over; ``before`` is the phase it was opened in."""
+        """End a rehearsal; ``before`` is the phase it was opened in."""
         self._state.rehearsing = self._state.in_backward = False
         self._end()
         self._tracker.notes = Notes()
@@ -205,8 +205,8 @@ class Updates:
         tracker, state = self._tracker, self._state
         if by is not None and not state.rehearsing:
             self._updaters.begin(by)
-        # Most loops update right after their backward: without an "idle" between, a step has a mark less to take.
-        # Whoever looks closer at the step is told of every phase.
+        # Most loops update right after their backward: without an "idle" between, a step has one mark less.
+        # A capture of the step receives every phase.
         at_once = tracker.phase == "idle" and not tracker.watchers
         (self._phases.interrupt if at_once else self._phases.enter)("optimizer")
         state.in_update = True

@@ -34,10 +34,10 @@ class PhaseMarks:
         """Add the phases to a snapshot, those of the step under way last.
 
         Args:
-            found: what ``torch.cuda.memory._snapshot`` returned.
+            found: result of ``torch.cuda.memory._snapshot``.
             device: the rank's device.
             step: the step under way.
-            marks: what it has left so far; the last phase ends now.
+            marks: its marks so far; the last phase ends now.
         """
         offset_ns = time.time_ns() - time.perf_counter_ns()
         now = time.perf_counter_ns()

@@ -1,9 +1,9 @@
-"""PyTorch's recorder of allocations: switched between numbers, stacks and off, and left alone where the script uses it.
+"""Switches PyTorch's recorder of allocations between numbers, stacks and off; leaves it alone if the script uses it.
 
 The recorder is one per process and has one ring of entries a device. It is on all the time, numbers only (0.4 % of a
 55 ms step, measured on an H200); with Python stacks it costs 23 %, so these are recorded for single phases or steps.
 The ring's size is never changed without clearing it: PyTorch would then write past its end or out of order. An entry
-takes 150 bytes or so, and a ring that leaves the processor's caches costs half as much again (0.45 ms instead of 0.29
+uses 150 bytes or so, and a ring that leaves the processor's caches costs half as much again (0.45 ms instead of 0.29
 ms in steps of 4,330 entries, on an H200's host), so it is made to hold a step and a half.
 """
 
@@ -17,10 +17,10 @@ from typing import Any, Literal
 MIN_ENTRIES = 2_000
 MAX_ENTRIES = 25_000
 STEPS_KEPT = 1.5
-"""An allocation that fails in a step's last phase is explained by what the step allocated until then."""
+"""An allocation that fails in a step's last phase is explained by the step's allocations until then."""
 LONG_ENTRIES = 200_000
 STEP_ENTRIES = 100_000
-"""For every action of one step and what of its neighbours is recorded with it; a step has some 15,000."""
+"""For every action of one step and some of its neighbours'; a step has some 15,000."""
 
 Mode = Literal["off", "numbers", "stacks"]
 
@@ -34,15 +34,15 @@ class Recording:
     def __init__(self) -> None:
         self.mode: Mode = "off"
         self.cleared = 0
-        """How often the history was cleared: a reader of a span compares the counts at its two ends."""
+        """Number of times the history was cleared: a reader of a span compares the counts at its two ends."""
         self.by_script = False
         """The script has switched the recorder itself: it is the script's from then on."""
         self.keeps_history = False
-        """Whether this PyTorch can go between numbers and stacks without clearing the ring (its arguments tell)."""
+        """Whether this PyTorch can switch between numbers and stacks without clearing the ring (by its arguments)."""
         self.owner = ""
-        """Who has the recorder to itself for a while: stacks are recorded for one reader at a time."""
+        """Present exclusive user of the recorder: stacks are recorded for one reader at a time."""
         self.entries = 0
-        """How many entries the ring has room for."""
+        """Capacity of the ring, in entries."""
         self._usual = MAX_ENTRIES
         self._real: Callable[..., None] | None = None
         self._can_skip = False
@@ -57,11 +57,11 @@ class Recording:
             return True
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the recorder."""
         self.owner = ""
 
     def fit(self, entries: int) -> None:
-        """Learn how many entries a step leaves; rings for numbers are as large as that asks for from now on."""
+        """Adapt rings for numbers to the entries of a step, from now on."""
         self._usual = min(MAX_ENTRIES, max(MIN_ENTRIES, int(entries * STEPS_KEPT)))
 
     def numbers(self, *, whole: bool = False) -> bool:
@@ -82,9 +82,9 @@ class Recording:
         """Record with the Python stack of every allocation; False when the recorder is the script's.
 
         Args:
-            long: take a ring of ``LONG_ENTRIES`` instead of the usual one. Begins a new history; without it the history
-                goes on where PyTorch can do that (``keeps_history``).
-            frees: every action, with the stacks of what is freed as well.
+            long: use a ring of ``LONG_ENTRIES`` instead of the usual one. Begins a new history; without it the history
+                goes on if PyTorch can do that (``keeps_history``).
+            frees: record every action, frees with stacks as well.
         """
         options = {"context": "all", "stacks": "python"} if frees else {"context": "alloc", "stacks": "python"}
         if not frees:
@@ -92,7 +92,7 @@ class Recording:
         return self._switch("stacks", LONG_ENTRIES if long else MAX_ENTRIES, options, fresh=long)
 
     def off(self) -> bool:
-        """Record nothing and give up the history; False when the recorder is the script's."""
+        """Stop recording and discard the history; False when the recorder is the script's."""
         with self._lock:
             record = self._tap()
             if self.by_script:
@@ -108,12 +108,12 @@ class Recording:
         return traces[device] if device < len(traces) else []
 
     def snapshot(self) -> dict[str, Any]:
-        """Return segments and entries of all devices, as PyTorch gives them; holds the lock as ``read`` does."""
+        """Return segments and entries of all devices, in PyTorch's form; holds the lock as ``read`` does."""
         import torch
 
         core: Any = torch._C
         collects = gc.isenabled()
-        gc.disable()  # it would look through everything the script has, time and again, for what is no garbage
+        gc.disable()  # it would traverse all objects of the script, repeatedly, without garbage to find
         try:
             return core._cuda_memorySnapshot(None)
         finally:

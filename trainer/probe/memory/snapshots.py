@@ -1,4 +1,4 @@
-"""Memory snapshots on request: PyTorch's own, with the Python stacks of what a whole step allocated.
+"""Takes memory snapshots on request: PyTorch's own, with the Python stacks of one whole step's allocations.
 
 Stacks cost 23 % of a step (measured on an H200), so they are recorded only from the request until one whole step has
 passed. Writing the snapshot then blocks the training, for a second or so on a large model: it was requested.
@@ -38,7 +38,7 @@ class Snapshots:
         rank: this rank.
         tracker: the phase machine.
         phase_marks: the phases of the last steps, written into each snapshot.
-        pace: how long a step takes.
+        pace: usual time of a step.
         recording: PyTorch's recorder.
         send: sends a message.
     """
@@ -64,7 +64,7 @@ class Snapshots:
         """0: stacks are not being recorded yet; the recorder may still be in use elsewhere."""
 
     def want(self, reason: str, answer: Answer) -> None:
-        """Take a snapshot once a step has been recorded, or none comes; ``answer`` is called with the result."""
+        """Schedule a snapshot once a step has been recorded, or none comes; ``answer`` is called with the result."""
         if self._rank.device.memory.measure != "cuda":
             answer(False, "this rank computes on the CPU: there is no CUDA allocator here", {})
             return

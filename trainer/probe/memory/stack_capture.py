@@ -1,8 +1,8 @@
 """Captures stacks for one phase: switched on by the training thread where that phase begins, and off where it ends.
 
 Python stacks make an allocation dearer (23 % of a step where all have them, measured on an H200), so they are recorded
-for one phase of one step, after a spike or on request. The publisher then reads the trace and sends the ``Cause``. What
-it cost is measured: the phase's host time with stacks, beside its median over ordinary steps before.
+for one phase of one step, after a spike or on request. The publisher then reads the trace and sends the ``Cause``. The
+cost is measured: the phase's host time with stacks, beside its median over ordinary steps before.
 """
 
 import statistics
@@ -48,8 +48,8 @@ class StackCapture:
     Args:
         rank: this rank.
         tracker: the phase machine.
-        trained: what the rank trains.
-        pace: how long a step takes.
+        trained: engine, model and optimizer that the rank trains.
+        pace: usual time of a step.
         recording: PyTorch's recorder.
         send: sends a message.
     """
@@ -72,7 +72,7 @@ class StackCapture:
         self._usual: dict[str, deque[int]] = {}
         self._wants: list[_Want] = []
         self._now: _Want | None = None
-        """The one that has the recorder."""
+        """The request that has the recorder."""
         self._deadline = 0.0
         self._was_off = False
         self._step: Step | None = None
@@ -81,10 +81,10 @@ class StackCapture:
         """Record stacks for a phase of the next step.
 
         Args:
-            phase: which; empty for the whole step.
-            steps: of how many steps, 1 to ``MOST_STEPS``.
+            phase: the phase; empty for the whole step.
+            steps: number of steps, 1 to ``MOST_STEPS``.
             from_step: not before this step; 0 for the next one.
-            reason: one of ``REASONS``; with ``leak`` what stayed is looked for, not what came and went.
+            reason: one of ``REASONS``; ``leak`` searches for memory that stayed, the others for transients.
             answer: called with the result.
         """
         recording, tracker = self._recording, self._tracker
@@ -114,7 +114,7 @@ class StackCapture:
             self._keep(record.name, record.host_us)
 
     def tick(self) -> None:
-        """Read what an armed step has left, once that step's message has been sent; give up what never came."""
+        """Read the stacks of an armed step once its message has been sent; drop requests whose phase never came."""
         if not self._wants:
             return
         self._begin()
@@ -182,7 +182,7 @@ class StackCapture:
             notes.append(f"the trace holds the last {len(trace)} entries, and does not reach back to the beginning")
         if leak:
             borders = armed.borders
-            # What one step allocates for the next, a batch fetched ahead, is none: it is gone a step later.
+            # Memory that one step allocates for the next, a batch fetched ahead, is no leak: it is freed a step later.
             border = borders[-2][1] if len(borders) > 1 else borders[-1][1]
             blocks = blocks_left(trace, begin, border, borders[-1][1])
         else:

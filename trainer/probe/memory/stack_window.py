@@ -1,4 +1,4 @@
-"""What switches stacks on and off at the boundaries of one phase; runs on the training thread and costs it little."""
+"""Switches stacks on and off at the boundaries of one phase; runs on the training thread at low cost."""
 
 import time
 
@@ -9,7 +9,7 @@ from ..phases.tracker import Tracker
 from .history import Recording
 
 PATIENCE_STEPS = 24
-"""A phase that has not come in so many steps is not waited for any longer."""
+"""A phase that has not come in this many steps is given up."""
 
 
 class StackWindow:
@@ -19,7 +19,7 @@ class StackWindow:
         recording: the recorder.
         tracker: the phase machine.
         phase: whose allocations get stacks; empty for the whole step.
-        steps: in how many steps.
+        steps: number of steps.
         from_step: not before this step.
         long: with the long ring.
     """
@@ -54,7 +54,7 @@ class StackWindow:
             self.withdraw()
             return
         try:
-            self._look(ending, beginning)
+            self._on_boundary(ending, beginning)
         except Exception as error:
             self.failed = f"{type(error).__name__}: {error}"
             guard.log_error("switching stacks", error)
@@ -72,7 +72,7 @@ class StackWindow:
         spent = self._switch_ns // 1000 // max(1, len(self.borders))
         return (record.host_us if record is not None else 0) + spent
 
-    def _look(self, ending: str, beginning: str) -> None:
+    def _on_boundary(self, ending: str, beginning: str) -> None:
         if beginning == "end":
             self._end_step()
         elif self._began and self.phase:

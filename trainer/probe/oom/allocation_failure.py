@@ -1,7 +1,7 @@
 """Catches failing allocations at that very moment, reports them to the hub, and (``--on-oom hold``) waits there.
 
-On CUDA the allocator itself calls, in the thread whose allocation failed and before anything unwinds. On the CPU the
-exception is what there is: a hook sees it on its way up, while its traceback keeps the frames alive.
+On CUDA the allocator itself calls the handler, in the failing thread and before the stack unwinds. On the CPU the
+exception is the only source: a hook sees it on its way up, while its traceback keeps the frames alive.
 """
 
 import contextlib
@@ -32,30 +32,30 @@ _DRIVER_MESSAGE = re.compile(r"CUDA error: out of memory|CUDA driver error: out 
 
 
 class AllocationFailures:
-    """Notices allocations that fail, and holds the rank where that is wanted.
+    """Detects failing allocations, and holds the rank if requested.
 
     Args:
         rank: this rank.
         reporter: reports each of them.
-        hold: whether the rank is held.
-        look_at_device: finds out whether the script has CUDA running.
+        hold: the rank's hold at an out-of-memory error.
+        check_device: checks whether the script has CUDA running.
     """
 
     def __init__(
-        self, rank: RankContext, reporter: OomReporter, hold: Hold, look_at_device: Callable[[], object]
+        self, rank: RankContext, reporter: OomReporter, hold: Hold, check_device: Callable[[], object]
     ) -> None:
         self._rank = rank
         self._reporter = reporter
         self._hold = hold
-        self._look_at_device = look_at_device
+        self._look_at_device = check_device
         self._watching = False
-        """CUDA's allocator reports what fails."""
+        """CUDA's allocator reports failures."""
 
     def await_cuda(self) -> None:
-        """Have PyTorch's allocator report failures as soon as the script has CUDA running.
+        """Make PyTorch's allocator report failures as soon as the script has CUDA running.
 
         A model that does not fit fails before any hook sees the device: in ``from_pretrained`` under ``zero.Init``, in
-        ``deepspeed.initialize``. PyTorch calls what is queued here in the thread that initialises CUDA.
+        ``deepspeed.initialize``. PyTorch calls functions queued here in the thread that initialises CUDA.
         """
         import torch
 
@@ -72,7 +72,7 @@ class AllocationFailures:
         lazy_call(attach)
 
     def watch_cuda(self) -> None:
-        """Have PyTorch's allocator report every failing allocation (the script may catch the error and go on)."""
+        """Make PyTorch's allocator report every failing allocation (the script may catch the error and go on)."""
         if self._watching:
             return
         self._watching = True
@@ -168,7 +168,7 @@ def frames_to(frame: FrameType | None) -> list[FrameType]:
 def frames_of(trace: TracebackType | None) -> tuple[list[FrameType], list[int]]:
     """List the frames of a traceback, those above it included, outermost first, and the line each was at.
 
-    A frame that the exception has left may be elsewhere by now (in a ``finally``, say): its line is the traceback's.
+    A frame that the exception has left may have moved on by now (to a ``finally``, say): its line is the traceback's.
     """
     if trace is None:
         return [], []

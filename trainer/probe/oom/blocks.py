@@ -1,4 +1,4 @@
-"""What PyTorch's allocator held at the moment of a failure, read from its own snapshot: pieces, parts, stacks."""
+"""Memory in PyTorch's allocator at the moment of a failure, from its own snapshot: pieces, parts, stacks."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _FREE = "inactive"
 
 
 class Pieces(NamedTuple):
-    """Free memory within what is reserved, bytes."""
+    """Free memory within reserved segments, bytes."""
 
     free: int
     blocks: int
@@ -29,11 +29,11 @@ class Pieces(NamedTuple):
 
 
 def pieces(segments: Sequence[dict[str, Any]], requested: int, stream: int) -> Pieces:
-    """Add up what is free in ``segments`` (of one device), for a request of that many bytes on that stream.
+    """Add up the free memory in ``segments`` (of one device), for a request of ``requested`` bytes on ``stream``.
 
     Args:
-        segments: as ``torch.cuda.memory._snapshot`` gives them.
-        requested: the size that was sought: a small request seeks a segment of 2 MiB.
+        segments: from ``torch.cuda.memory._snapshot``.
+        requested: the requested size: a small request needs a segment of 2 MiB.
         stream: the CUDA stream's handle.
     """
     free = blocks = usable = largest = 0
@@ -58,7 +58,7 @@ def pieces(segments: Sequence[dict[str, Any]], requested: int, stream: int) -> P
 
 
 def uses(segments: Sequence[dict[str, Any]]) -> list[SegmentUse]:
-    """Return how each segment is used, largest first, at most ``SEGMENTS``."""
+    """Return the use of each segment, largest first, at most ``SEGMENTS``."""
     found: list[SegmentUse] = []
     for segment in sorted(segments, key=lambda segment: -segment["total_size"])[:SEGMENTS]:
         free = [block["size"] for block in segment["blocks"] if block["state"] == _FREE]
@@ -71,7 +71,7 @@ def uses(segments: Sequence[dict[str, Any]]) -> list[SegmentUse]:
 
 
 def holders(segments: Sequence[dict[str, Any]]) -> list[StackGroup]:
-    """Group what is allocated by allocating stack, most bytes first; empty where no stacks were recorded."""
+    """Group allocated bytes by allocating stack, most bytes first; empty if no stacks were recorded."""
     sums: dict[tuple[str, ...], list[int]] = {}
     for block in _allocated(segments):
         frames = block.get("frames") or ()
@@ -94,7 +94,7 @@ def parts(
     offset_ns: int,
     phase: str,
 ) -> tuple[dict[str, int], str]:
-    """Divide what is allocated into the parts of ``protocol.memory.PARTS``; they add up to it exactly.
+    """Divide the allocated bytes into the parts of ``protocol.memory.PARTS``; they add up to it exactly.
 
     A block with a known storage belongs to that storage's part. The others go by the phase in which they were
     allocated: in a forward, activations; in the phase that failed, its temporaries.
@@ -104,11 +104,11 @@ def parts(
         trace: its recorded entries, oldest first; empty where nothing was recorded.
         known: parts of the storages found by walking, by address.
         marks: of the step in the making.
-        offset_ns: what to add to a mark's time to get nanoseconds since the epoch.
+        offset_ns: offset from a mark's time to nanoseconds since the epoch.
         phase: the phase that failed.
 
     Returns:
-        Bytes by part, and what limits them in words.
+        Bytes by part, and the limits of their accuracy in words.
     """
     borders = [mark.ns + offset_ns for mark in marks]
     names: list[str] = []

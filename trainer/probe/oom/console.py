@@ -14,7 +14,7 @@ from ....protocol.text import gib
 from .console_tensors import TensorTable, find_tensors, storage_bytes
 
 OUTPUT_LIMIT = 64 * 1024
-"""Characters of output that one piece of code gives back."""
+"""Limit of the output that one piece of code returns, in characters."""
 _CUT = "\n... (cut)"
 
 HELP = """\
@@ -28,12 +28,12 @@ Any other Python runs in the frame: an expression is shown, names that are assig
 
 
 class Console:
-    """Runs code in frames; for the thread those frames belong to, or one on whose behalf they wait.
+    """Runs code in frames; for the thread those frames belong to, or one that works for it.
 
     Args:
         frames: outermost first.
         requested: bytes that could not be allocated.
-        device: the torch device they were asked of.
+        device: the torch device of the failed request.
     """
 
     def __init__(self, frames: list[FrameType], requested: int, device: Any) -> None:
@@ -53,7 +53,7 @@ class Console:
         return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
 
     def run(self, text: str) -> tuple[str, str]:
-        """Run code in the present frame; returns what it printed and showed, and the error in one line (or empty)."""
+        """Run code in the present frame; return its printed output and value, and the error in one line (or empty)."""
         output = _Output()
         failed = ""
         with output:
@@ -101,7 +101,7 @@ class Console:
             if frame is not None:
                 _write_back(frame)
 
-    # What the code may call.
+    # Functions for the code.
 
     def _helpers(self) -> dict[str, Any]:
         return {
@@ -186,7 +186,7 @@ class Console:
             found.untyped_storage().resize_(0)
         place[name] = None
         _write_back(frame)
-        for other in self._frames:  # callers often hold what they passed on
+        for other in self._frames:  # callers often keep references to their arguments
             names: Any = other.f_locals
             same = [known for known, value in list(names.items()) if value is found]
             for known in same:
@@ -209,13 +209,13 @@ class Console:
 
 
 def _write_back(frame: FrameType) -> None:
-    """Make what was written to ``f_locals`` the frame's own variables; Python 3.13 does so by itself (PEP 667)."""
+    """Make values written to ``f_locals`` the frame's own variables; Python 3.13 does so by itself (PEP 667)."""
     if sys.version_info < (3, 13):
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
 
 class _Output:
-    """Takes what this thread prints, up to a limit; other threads print where they always did."""
+    """Captures this thread's output, up to a limit; other threads print as before."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -249,5 +249,5 @@ class _Output:
         return False
 
     def text(self) -> str:
-        """Return what was kept."""
+        """Return the captured output."""
         return "".join(self._parts)

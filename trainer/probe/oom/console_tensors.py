@@ -38,7 +38,7 @@ class TensorTable:
 
 
 def storage_bytes(tensor: Any) -> int:
-    """Return the bytes of a tensor's whole storage; 0 for what is no tensor with one."""
+    """Return the bytes of a tensor's whole storage; 0 for other objects."""
     try:
         return int(tensor.untyped_storage().nbytes())
     except (AttributeError, RuntimeError, NotImplementedError):
@@ -57,10 +57,10 @@ def find_tensors(frames: Sequence[FrameType], device: Any, most: int, allocated:
     """Find the largest tensors on a device; each storage counts once.
 
     Args:
-        frames: whose local names to look for, outermost first.
+        frames: frames whose local names are searched, outermost first.
         device: the torch device.
-        most: how many to list.
-        allocated: bytes the allocator says are allocated; 0: not known.
+        most: length of the list.
+        allocated: allocated bytes by the allocator's figures; 0: not known.
     """
     import torch
 
@@ -71,7 +71,7 @@ def find_tensors(frames: Sequence[FrameType], device: Any, most: int, allocated:
             continue
         size = storage_bytes(value)
         address = _address(value) if size else 0
-        if not address:  # also the fake tensors of torch.compile, which take no memory
+        if not address:  # also the fake tensors of torch.compile, which use no memory
             continue
         names = named.get(id(value), [])
         known = found.get(address)

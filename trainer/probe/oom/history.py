@@ -1,4 +1,4 @@
-"""What the steps before were like, for the day an allocation fails; kept by the publisher, a few operations a step."""
+"""Figures of earlier steps, for the report of a failed allocation; kept by the publisher, a few operations a step."""
 
 import math
 
@@ -9,7 +9,7 @@ STARTS = 64
 
 
 class OomHistory:
-    """The largest batch and the highest peak so far, and how much was allocated as steps began."""
+    """The largest batch, the highest peak so far, and the allocated bytes as steps began."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0

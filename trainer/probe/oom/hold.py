@@ -1,7 +1,7 @@
-"""Holding a rank at an out-of-memory error: the failing thread waits, and runs what the console asks of it meanwhile.
+"""Holds a rank at an out-of-memory error: the failing thread waits, and runs the console's code meanwhile.
 
-The wait gives up the interpreter's lock, so the publisher goes on: heartbeats, commands, logs. What a console runs, the
-waiting thread runs itself, so that CUDA's device and stream are those of the failure.
+The wait releases the interpreter's lock, so the publisher goes on: heartbeats, commands, logs. The waiting
+thread itself runs a console's code, so that CUDA's device and stream are those of the failure.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from .console import Console
 Answer = Callable[[bool, str, dict[str, Any]], None]
 
 
-_LET_GO = "console: the rank was let go"
+_RELEASED = "console: the rank was released"
 
 
 class _Job(NamedTuple):
@@ -30,7 +30,7 @@ class _Job(NamedTuple):
 
 
 class Hold:
-    """Whether and how this rank is held. ``wait`` is for the failing thread, the rest for the publisher.
+    """The rank's hold. ``wait`` is for the failing thread, the rest for the publisher.
 
     Args:
         options: the run's options.
@@ -40,7 +40,7 @@ class Hold:
         self.wanted = options.on_oom == "hold"
         self.console_allowed = self.wanted and options.allow_console
         self.seconds = max(0.0, options.hold_timeout)
-        """It lets go by itself after this long; 0: never."""
+        """The hold ends by itself after this long; 0: never."""
         self.since = 0.0
         """Since when the rank is held, seconds since the epoch; 0: it is not."""
         self._thread = 0
@@ -53,7 +53,7 @@ class Hold:
 
     @property
     def here(self) -> bool:
-        """Whether the calling thread is the held one: what it allocates now, the console requested."""
+        """Whether the calling thread is the held one: its allocations now are the console's."""
         return bool(self.since) and self._thread == threading.get_ident()
 
     def wait(self, frames: list[FrameType], requested: int, device: Any) -> None:
@@ -81,7 +81,7 @@ class Hold:
             while not self._jobs.empty():
                 job = self._jobs.get()
                 if job is not None:
-                    self._answers.append((job.answer, False, _LET_GO, {}))
+                    self._answers.append((job.answer, False, _RELEASED, {}))
             frames.clear()
             self._entering.release()
 
@@ -91,13 +91,13 @@ class Hold:
             try:
                 job = self._jobs.get(timeout=max(0.0, deadline - time.monotonic()) if deadline else None)
             except queue.Empty:
-                guard.log(f"held for {duration(self.seconds)} (--hold-timeout): let go")
+                guard.log(f"held for {duration(self.seconds)} (--hold-timeout): released")
                 return
             if job is None or console is None:
                 return
             with self._lock:
                 if self._leaving:
-                    self._answers.append((job.answer, False, _LET_GO, {}))
+                    self._answers.append((job.answer, False, _RELEASED, {}))
                     return
                 self._busy = True
             try:
@@ -109,7 +109,7 @@ class Hold:
             self._answers.append((job.answer, True, "", {"output": output, "error": failed, "place": console.place}))
 
     def run(self, code: str, answer: Answer) -> str:
-        """Have the held thread run ``code``; returns why not, or an empty string."""
+        """Run ``code`` in the held thread; return the refusal, or an empty string."""
         if not self.console_allowed:
             return "console: this run was not started with --on-oom hold --allow-console"
         if not self.since:
@@ -120,7 +120,7 @@ class Hold:
         return ""
 
     def release(self) -> bool:
-        """Let the rank go, interrupting what a console is running; False when it is not held."""
+        """Release the rank, interrupting running code of a console; False when it is not held."""
         if not self.since:
             return False
         with self._lock:
@@ -132,7 +132,7 @@ class Hold:
         return True
 
     def tick(self) -> None:
-        """Give the answers that have come."""
+        """Deliver the pending answers."""
         while self._answers:
             answer, ok, text, data = self._answers.popleft()
             answer(ok, text, data)

@@ -1,4 +1,4 @@
-"""What becomes of the other ranks while one is held: how long they wait in a collective before they give up."""
+"""Effect of a hold on the other ranks: how long they wait in a collective before they give up."""
 
 import sys
 from typing import Any
@@ -7,7 +7,7 @@ from ....protocol.text import duration
 
 
 def peers(world_size: int) -> tuple[float, str]:
-    """Return the timeout of the default process group in seconds (0: not known), and what happens in words."""
+    """Return the timeout of the default process group in seconds (0: not known), and its effect in words."""
     if world_size < 2:
         return 0.0, "there are no other ranks"
     seconds, backend = _timeout()

@@ -76,10 +76,10 @@ class OomReporter:
     Args:
         rank: this rank.
         tracker: the phase machine.
-        trained: what the rank trains.
-        outbox: gets the reports.
-        hold: whether the rank is held.
-        history: of the steps before.
+        trained: engine, model and optimizer that the rank trains.
+        outbox: receives the reports.
+        hold: the rank's hold at an out-of-memory error.
+        history: figures of earlier steps.
         phase_marks: the phases of the last steps, written into each snapshot.
     """
 
@@ -251,7 +251,7 @@ class OomReporter:
         )
 
     def _storages(self, cuda_index: int | None) -> Any:
-        """Find what engine, model and optimizer hold on a device."""
+        """Return the storages of engine, model and optimizer on a device."""
         found = Storages(cuda_index)
         walk(self._roots(), found)
         return found
@@ -289,7 +289,7 @@ def stack_words(frames: Sequence[FrameType], lines: Sequence[int]) -> list[str]:
 
 
 def host_room() -> tuple[int, int, str]:
-    """Return what the host has available, what this process could get of it, and the limit in words (or empty)."""
+    """Return the host's available memory, this process's share of it, and the limit in words (or empty)."""
     available = available_bytes()
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:

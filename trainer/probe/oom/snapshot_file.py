@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 512 * 2**20
-"""Of one snapshot; beyond it the oldest entries of the trace are left out."""
+"""Limit of one snapshot; beyond it the oldest entries of the trace are left out."""
 SPARE_BYTES = 512 * 2**20
 """Room that is left on the disk for the run itself."""
 
@@ -18,12 +18,12 @@ def write_snapshot(folder: Path, rank: int, step: int, found: dict[str, Any]) ->
 
     Args:
         folder: the run's folder of snapshots.
-        rank: whose.
+        rank: the rank.
         step: the step in the making.
-        found: what ``torch.cuda.memory._snapshot`` returned; traces are cut in place where they are too long.
+        found: result of ``torch.cuda.memory._snapshot``; traces that are too long are cut in place.
 
     Returns:
-        The file (None when there is none), its bytes, and what is wrong in words; empty when nothing is.
+        The file (None when there is none), its bytes, and the problem in words; empty without one.
     """
     note = ""
     data = pickle.dumps(found, protocol=4)

@@ -1,4 +1,4 @@
-"""Whether a forward belongs to the training step or to an evaluation, judged as it begins.
+"""Judges, as a forward begins, whether it belongs to the training step or to an evaluation.
 
 A forward with gradients of a model in training mode is training. Otherwise:
 
@@ -7,7 +7,7 @@ A forward with gradients of a model in training mode is training. Otherwise:
 - A trained model in evaluation mode is an evaluation; in training mode without gradients (a LoRA policy that is its own
   reference, old log-probabilities) it is part of the step, unless it began between two steps.
 
-What is not certain is decided by what follows: a forward with gradients or a backward makes the stretch since the last
+Uncertain cases are decided by later events: a forward with gradients or a backward makes the stretch since the last
 fetch part of the training step, and another fetch from the same dataloader makes it an evaluation.
 """
 
@@ -36,7 +36,7 @@ def _nothing() -> None:
 
 
 class Seen(NamedTuple):
-    """What is known of a module whose forward was seen."""
+    """Facts of a module whose forward was seen."""
 
     inner: Any
     """Weak reference to the model inside its wrappers."""
@@ -45,7 +45,7 @@ class Seen(NamedTuple):
 
 
 class Forwards:
-    """Judges forwards and relabels the marks of a stretch once it is certain what it was.
+    """Judges forwards and relabels the marks of a stretch once its kind is certain.
 
     Args:
         tracker: the phase machine.
@@ -59,17 +59,17 @@ class Forwards:
         """Weak reference to the optimizer that was added last, or added again."""
         self._version = 0
         self._matched = False
-        """A module was found whose parameters a known optimizer updates."""
+        """A module whose parameters a known optimizer updates was found."""
         self._open: list[tuple[int, str]] = []
         """Undecided marks: index into ``_marks``, and the phase it has if the stretch is training (else ``eval``)."""
         self._marks: Any = None
         self._has_graph = False
         """The trained model went forward with gradients, and the backward is still to come."""
         self._trains_in_eval_mode = False
-        """A backward followed a forward in evaluation mode: the flag tells nothing here (frozen batch norms)."""
+        """A backward followed a forward in evaluation mode: the flag proves nothing here (frozen batch norms)."""
 
     def add_optimizer(self, optimizer: Any) -> None:
-        """Take in an optimizer: the models whose parameters it updates are trained."""
+        """Add an optimizer: the models whose parameters it updates are trained."""
         if self._latest() is optimizer:
             return  # a weak set makes a reference for each question
         self._latest = weakref.ref(optimizer)
@@ -133,7 +133,7 @@ class Forwards:
         return True
 
     def going_backward(self) -> bool:
-        """A backward begins: what is undecided was training; returns whether a stretch called ``eval`` became so."""
+        """Mark the undecided stretch as training, at a backward's begin; return whether an ``eval`` one became so."""
         self._has_graph = False
         if not self._open:
             return False
@@ -200,15 +200,15 @@ class Forwards:
     def _see(self, module: Any) -> Seen:
         seen = self._seen.get(module)
         if seen is None or seen.version != self._version:
-            seen = self._look_at(module)
+            seen = self._examine(module)
             self._seen[module] = seen
         return seen
 
-    def _look_at(self, module: Any) -> Seen:
+    def _examine(self, module: Any) -> Seen:
         matched = self._is_updated(module)
         if matched and not self._matched:
             self._matched = True
-            self._version += 1  # what only wanted gradients is judged anew
+            self._version += 1  # forwards that only missed gradients are judged again
         trained = matched or (not self._matched and any(each.requires_grad for each in module.parameters()))
         return Seen(weakref.ref(own_model(module)), trained, self._version)
 

@@ -1,4 +1,4 @@
-"""What the training thread hands over: raw marks and notes, made sense of on the publisher thread."""
+"""Raw marks and notes that the training thread hands over, interpreted on the publisher thread."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ class Mark(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What a training loop knows of one micro-batch."""
+    """Counts of one micro-batch, by the training loop."""
 
     tokens: int
     """Without padding."""
@@ -36,7 +36,7 @@ class Counts(NamedTuple):
 
 
 class Notes:
-    """What a step in the making has gathered. Numbers may still be on their way from the device (see ``values``)."""
+    """Notes of a step in the making. Numbers may still be in transfer from the device (see ``values``)."""
 
     __slots__ = (
         "accumulation",
@@ -68,13 +68,13 @@ class Notes:
 
     def __init__(self) -> None:
         self.losses: list[Any] = []
-        """What was backpropagated (``losses.LossNote``)."""
+        """Backpropagated losses (``losses.LossNote``)."""
         self.sum_losses = False
         """The script divides its micro-steps' losses itself, so they add up to the step's loss."""
         self.reported: list[Any] = []
         """Losses of micro-steps as the script reported them."""
         self.trainer_losses: list[Any] = []
-        """What a Trainer's ``training_step`` returned; they add up to the step's loss."""
+        """Results of a Trainer's ``training_step``; they add up to the step's loss."""
         self.accumulation = 0
         """Micro-steps that the engine divides losses by; 0: no engine does."""
         self.divisors: set[int] = set()
@@ -82,9 +82,9 @@ class Notes:
         self.fetches: dict[int, int] = {}
         """Batches fetched for training, by dataloader iterator."""
         self.parts: list[PartNotes] = []
-        """With several engines or optimizers: what each update of the step had of its own, in order."""
+        """With several engines or optimizers: the notes of each update of the step, in order."""
         self.first = 0
-        """The one of them whose figures are the step's."""
+        """The one whose figures are the step's."""
         self.labels: list[Any] = []
         """Label tensors of the micro-batches whose loss is a mean over them."""
         self.reported_loss: float | None = None
@@ -94,15 +94,15 @@ class Notes:
         self.overflow = False
         self.micro_steps = 0
         self.discarded = False
-        """Gradients were set to zero after a backward and before any update: what is backpropagated from here is the
-        same batch again (SAM's second pass), or another one instead where a batch is fetched."""
+        """Gradients were set to zero after a backward and before any update: the next backward is of the
+        same batch again (SAM's second pass), or of another one if a batch is fetched."""
         self.repeats = 0
         """Further evaluations of a closure (line search): of the same batch, so no micro-steps."""
         self.shape: list[int] = []
         self.counts: list[Counts] = []
-        """Of micro-batches whose loop counts them itself; they take the place of what hooks have counted."""
+        """Counts of micro-batches from the loop itself; they replace the hooks' counts."""
         self.flops: float | None = None
-        """FLOPs of the model, where the loop says so."""
+        """FLOPs of the model, as reported by the loop."""
         self.samples = 0
         self.padded_tokens = 0
         self.tokens: list[Any] = []
@@ -112,7 +112,7 @@ class Notes:
 
 
 class PartNotes(NamedTuple):
-    """What the part of a step that one of several engines or optimizers made has gathered."""
+    """Notes of the part of a step that one of several engines or optimizers made."""
 
     key: int
     """The ``id`` of the engine or optimizer."""
@@ -121,7 +121,7 @@ class PartNotes(NamedTuple):
 
 
 class RestRaw(NamedTuple):
-    """What the training thread did after its last step, for the record that closes a rank's; no update."""
+    """Phases of the training thread after its last step, for the record that closes a rank's; no update."""
 
     raw: "StepRaw"
 

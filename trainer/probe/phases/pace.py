@@ -1,4 +1,4 @@
-"""How long a step usually takes, of which a stop, an arming and every patience is a multiple."""
+"""Usual time of a step, the unit of a stop, an arming and every patience."""
 
 from collections import deque
 from statistics import median
@@ -15,6 +15,6 @@ class Pace:
         """Seconds a step; 0.0 before the first."""
 
     def note(self, seconds: float) -> None:
-        """A step took that long."""
+        """Record the time of a step."""
         self._seconds.append(seconds)
         self.usual = median(self._seconds)

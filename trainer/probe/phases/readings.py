@@ -10,7 +10,7 @@ from .marks import Mark
 def first_of_step(marks: list[Mark]) -> int:
     """Return the index of the mark a step is counted from: its first, or where start-up has ended.
 
-    What was saved or loaded during start-up is part of ``init``.
+    Checkpoints saved or loaded during start-up are part of ``init``.
     """
     starts = [place for place, mark in enumerate(marks[:-1]) if mark.phase == "init"]
     for place in range(starts[-1] + 1 if starts else 0, len(marks)):
@@ -20,7 +20,7 @@ def first_of_step(marks: list[Mark]) -> int:
 
 
 def lend_events(marks: list[Mark]) -> list[Mark]:
-    """Give marks that are a time alone the device event of the next mark: nothing is launched in between."""
+    """Set the device event of marks that are a time alone to that of the next mark: nothing is launched in between."""
     found = list(marks)
     for place in range(len(found) - 2, -1, -1):
         if found[place].memory is None:

@@ -1,9 +1,9 @@
-"""Which updates of several engines or optimizers make up one round of the training loop: one step of the run.
+"""Groups updates of several engines or optimizers into rounds of the training loop: one round is one step of the run.
 
-The order of updates does not tell: critic, critic, critic, actor may be a round with an inner loop over the critic, or
-three rounds of a loop in which the actor updates in every third. The code tells: every update has a place, the calls
-that led to it, and the loops of the frame in which the places of two updates part are known from its bytecode. Control
-that has jumped back is in the next round, unless it jumped within an inner loop that leaves another update out.
+The order of updates is no evidence: critic, critic, critic, actor may be a round with an inner loop over the critic,
+or three rounds of a loop in which the actor updates in every third. The code decides: every update has a place, the
+calls that led to it, and the loops of the frame in which the places of two updates part are known from its bytecode.
+Control that has jumped back is in the next round, unless it jumped within an inner loop that leaves another update out.
 """
 
 import dis
@@ -19,24 +19,24 @@ _KEPT_ROUNDS = 32
 """Different rounds that are remembered."""
 
 Site = tuple[tuple[CodeType, int], ...]
-"""Where an update is made: the code and the position in it (a byte offset) of every frame, the outermost first."""
+"""Place of an update: the code and the position in it (a byte offset) of every frame, the outermost first."""
 
 
 class Entry(NamedTuple):
     """One update."""
 
     key: int
-    """Who updated."""
+    """Key of the engine or optimizer that updated."""
     site: Site
     exhausted: bool = False
     """A dataloader came to its end between the update before and this one."""
 
 
 def call_site(frame: FrameType | None, skipped: tuple[str, ...] = ()) -> Site:
-    """Return the place of a call. Frames are not kept: they would keep what is in them.
+    """Return the place of a call. Frames are not kept: they would keep their variables alive.
 
     Args:
-        frame: where it was made.
+        frame: frame of the call.
         skipped: folders of libraries whose innermost frames do not count: there are loops in PyTorch's own ``step``.
     """
     found: list[tuple[CodeType, int]] = []
@@ -55,13 +55,13 @@ class Rounds:
     def __init__(self) -> None:
         self._sites: dict[int, list[Site]] = {}
         self._loose: set[int] = set()
-        """Who updates in an inner loop over data, where every update is a round."""
+        """Keys of those that update in an inner loop over data, where every update is a round."""
         self._closed: dict[tuple[int, ...], int] = {}
-        """Rounds so far, by who updated in them, and how often."""
+        """Number of rounds so far, by the set of keys that updated in them."""
 
     @property
     def known(self) -> int:
-        """How many have updated."""
+        """Number of engines or optimizers that have updated."""
         return len(self._sites)
 
     def note(self, entry: Entry) -> None:
@@ -93,13 +93,13 @@ class Rounds:
             self._closed[keys] = self._closed.get(keys, 0) + 1
 
     def is_whole(self, entries: Sequence[Entry]) -> bool:
-        """Tell whether a round is over with the update that ended just now, by those that were like it."""
+        """Return whether a round is over with the update that ended just now, by comparison with similar rounds."""
         keys = tuple(entry.key for entry in entries)
         longer = any(len(other) > len(keys) and other[: len(keys)] == keys for other in self._closed)
         return not longer and self._closed.get(keys, 0) >= 2
 
     def _begins(self, current: Sequence[Entry], entry: Entry) -> bool:
-        """Tell whether an update begins a new round after those of ``current``."""
+        """Return whether an update begins a new round after those of ``current``."""
         last = current[-1]
         parted = _part(last.site, entry.site)
         shared = _common_loops(last.site, entry.site)
@@ -112,7 +112,7 @@ class Rounds:
         return left_a_loop and not self._is_inner(last)
 
     def _is_inner(self, entry: Entry, second: Entry | None = None) -> bool:
-        """Tell whether updates are together in an inner loop: another's is outside of it, in a loop around both."""
+        """Return whether updates share an inner loop: another's is outside of it, in a loop around both."""
         both = (entry,) if second is None else (entry, second)
         if any(each.key in self._loose for each in both):
             return False

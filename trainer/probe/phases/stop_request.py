@@ -10,9 +10,9 @@ class StopRequest:
         self.heeded = False
         """The script asks whether it is to stop."""
         self.after: int | None = None
-        """The step to stop after; None: nobody wants it to."""
+        """The step to stop after; None: no stop is requested."""
 
     def is_due(self, step: int) -> bool:
-        """Tell whether to end after step ``step``; the script asks, so it heeds requests."""
+        """Return whether to end after step ``step``; the call shows that the script heeds requests."""
         self.heeded = True
         return self.after is not None and step >= self.after

@@ -15,20 +15,20 @@ from .marks import Mark, Notes, StepRaw
 
 FETCHING: frozenset[str] = frozenset(("data",))
 """Phases whose beginning is marked by its time alone: a sample of CUDA's figures costs 25 us, and those at the next
-full mark serve. What a script does to memory after its update, zero_grad above all, belongs to ``idle`` either way."""
+full mark serve. Memory that a script frees after its update, zero_grad above all, belongs to ``idle`` either way."""
 
 DRIVEN: frozenset[str] = frozenset(("data", "idle"))
 """The same where a framework drives the steps: between backward and update it does nothing to memory, and gradients are
 freed inside the update. So a step's first forward begins with the figures of the step's own beginning, unless
-something was measured in between: what the batch takes on the device counts into the forward."""
+something was measured in between: device memory of the batch counts into the forward."""
 
 
 RECENT = 400
-"""Collectives whose names and sizes are kept: what ranks that are stuck in different ones are compared by."""
+"""Number of collectives whose names and sizes are kept, to compare ranks that are stuck in different ones."""
 
 
 SLIVER_NS = 100_000
-"""A phase that lasted no longer before another one nested into it is not told apart from the one before it."""
+"""A phase that lasted no longer than this before another one nested into it is merged with the one before it."""
 
 
 _new: Any = tuple.__new__
@@ -49,7 +49,7 @@ class Counts:
         """The default process group's name; empty until it is needed."""
         self.group = ""
         """The process group of the collective that was entered last, how many of that group were entered, and the
-        elements of the tensor that was given to it."""
+        elements of its tensor argument."""
         self.sequence = 0
         self.size = 0
         self.groups: dict[str, int] = {}
@@ -58,7 +58,7 @@ class Counts:
         """The last collectives: group, number within it, name, elements."""
 
     def forget_groups(self) -> None:
-        """Begin anew: there is a new default group, and names of groups are given out again."""
+        """Reset: there is a new default group, and names of groups are assigned again."""
         self.world = ""
         self.groups.clear()
         self.recent.clear()
@@ -68,10 +68,10 @@ class Tracker:
     """Phases of the step in the making.
 
     Args:
-        memory: where memory figures come from.
+        memory: source of memory figures.
         mark_event: records a device event and returns it, or returns None.
         counts: the collective counters.
-        finish: takes each finished step.
+        finish: called with each finished step.
     """
 
     __slots__ = (
@@ -112,7 +112,7 @@ class Tracker:
         self.phase_ns = perf_counter_ns()
         self.progress = 1
         self.depth = 0
-        """How many explicit scopes are open: inside one, ``enter`` changes nothing."""
+        """Number of open explicit scopes: inside one, ``enter`` changes nothing."""
         self._ended_in_scope = False
         self.light = FETCHING
         """Phases whose beginning is marked by its time alone."""
@@ -123,8 +123,8 @@ class Tracker:
         """Collectives that had been entered when the step in the making began."""
         self.watchers: tuple[Callable[[str, str], None], ...] = ()
         """Called on the training thread at every phase boundary, after its mark, with the phase that ended and the one
-        that begins; the end of a step comes as (its last phase, ``end``). Empty in ordinary steps: whoever looks
-        closer at one step puts itself in, from any thread, and takes itself out again."""
+        that begins; the end of a step comes as (its last phase, ``end``). Empty in ordinary steps: a capture of one
+        step adds itself, from any thread, and removes itself again."""
         self.notes = Notes()
         self.sample: Any = None
         """The latest raw memory sample."""
@@ -137,7 +137,7 @@ class Tracker:
         self._move(phase)
 
     def open_scope(self, phase: str) -> str:
-        """Move to ``phase`` and stay there until the scope is closed; returns the phase to give to ``close_scope``."""
+        """Move to ``phase`` and stay there until the scope is closed; return the phase to pass to ``close_scope``."""
         before = self.phase
         if not self.depth and phase != before:
             self._move(phase)
@@ -152,13 +152,13 @@ class Tracker:
         if self._ended_in_scope:
             self._ended_in_scope, before = False, "idle"
         elif self.phase in ("generate", "eval") and before in ("init", "data"):
-            # A model that generates or is evaluated has started; what a script makes of a rollout is no loading.
+            # A model that generates or is evaluated has started; preparing a rollout's results is no loading.
             before = "idle"
         if self.phase != before:
             self._move(before)
 
     def rename(self, phase: str) -> None:
-        """Say that the phase that has already begun is really ``phase``."""
+        """Rename the phase that has already begun to ``phase``."""
         last = self.marks[-1]
         if last.phase:
             self.marks[-1] = last._replace(phase=phase)
@@ -166,7 +166,7 @@ class Tracker:
         self.progress += 1
 
     def relabel(self, index: int, phase: str) -> bool:
-        """Give a mark of the step in the making another phase; returns whether it had a different one."""
+        """Set the phase of a mark of the step in the making; return whether it had a different one."""
         mark = self.marks[index]
         if not mark.phase or mark.phase == phase:
             return False
@@ -182,7 +182,7 @@ class Tracker:
             self._move(phase)
 
     def interrupt(self, phase: str) -> None:
-        """Move to ``phase`` out of one that may have begun only just now: a sliver of that is no occurrence."""
+        """Move to ``phase`` from one that may have begun only just now: a sliver of that is no occurrence."""
         if self.depth or phase == self.phase:
             return
         marks = self.marks
@@ -201,7 +201,7 @@ class Tracker:
             watcher(before, phase)
 
     def note_reset(self, sample: Any) -> None:
-        """The script is about to reset its memory peaks: keep what they were for the phase under way."""
+        """Keep the memory peaks for the phase under way, as the script is about to reset them."""
         counts = self.counts
         self.marks.append(Mark("", perf_counter_ns(), sample, None, counts.entered, counts.host_ns))
 
@@ -215,7 +215,7 @@ class Tracker:
         self._finish(self.end_part())
 
     def end_part(self) -> StepRaw:
-        """Return what came since the last step or part as a step, and begin anew; the number stays what it was."""
+        """Return the marks since the last step or part as a step, and begin a new one; the number stays the same."""
         start = perf_counter_ns()
         after = self.phase if self.depth and self.phase not in STEP_PHASES else "idle"
         self._ended_in_scope = self.depth > 0
@@ -236,10 +236,10 @@ class Tracker:
         return _new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns if cpu_ns > 0 else 0))
 
     def take_rest(self, measured: bool) -> StepRaw:
-        """Return what came after the last step, as a step of that number; nothing is to follow.
+        """Return the marks after the last step, as a step of that number; nothing is to follow.
 
         Args:
-            measured: the caller is the training thread, which may ask for memory; otherwise the latest figures serve.
+            measured: the caller is the training thread, which may sample memory; otherwise the latest figures serve.
         """
         marks = list(self.marks)
         if measured:
@@ -277,7 +277,7 @@ class Tracker:
         self.cost_ns += perf_counter_ns() - start
 
     def _is_unmeasured(self) -> bool:
-        """Whether no figures were taken since the step before ended, and nobody needs exact ones."""
+        """Return whether no figures were sampled since the step before ended, and no watcher needs exact ones."""
         first = self.marks[0]
         return len(self.marks) <= 2 and first.memory is self.sample and first.phase == "idle" and not self.watchers
 

@@ -26,13 +26,13 @@ WAITED_NS = 30_000_000_000
 """So many updates of the first one, or for so long, are held back for the second to make its first: only then is it
 known which of them are one round."""
 WAITED_ROUNDS = 200
-"""Rounds that are not taken for over at once while there is an optimizer that has never updated."""
+"""Rounds that are not closed at once while there is an optimizer that has never updated."""
 
 _NOT_A_SITE = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 
 
 class _Part(NamedTuple):
-    """An update that has ended, and what the step had until then from the update before."""
+    """An update that has ended, and the step's marks since the update before."""
 
     entry: Entry
     raw: StepRaw
@@ -47,7 +47,7 @@ class Updaters:
 
         Args:
             tracker: the training thread's phases.
-            finish: takes each finished step.
+            finish: called with each finished step.
             met: called when one more of several has made its first update.
         """
         self._tracker = tracker
@@ -56,9 +56,9 @@ class Updaters:
         self._made: dict[int, Any] = {}
         """Weak references to optimizers and engines, by id."""
         self._names: dict[int, str] = {}
-        """What those are called that have updated while there were several."""
+        """Names of the engines or optimizers that have updated while there were several."""
         self._only = self._first = 0
-        """The one that makes all steps; the first that updated, whose figures are the steps' of several."""
+        """The one that makes all steps; with several, the first that updated, whose figures are the steps'."""
         self._several = False
         self._rounds: Rounds | None = None
         self._parts: list[_Part] = []
@@ -84,7 +84,7 @@ class Updaters:
     def made(self, updater: Any) -> None:
         """Learn of an optimizer or engine; two that live make steps rounds."""
         key = id(updater)
-        self._made[key] = weakref.ref(updater, lambda _: self._gone(key))
+        self._made[key] = weakref.ref(updater, lambda _: self._forget(key))
         if len(self._made) > 1 and self._rounds is None:
             self._rounds = Rounds()
 
@@ -95,13 +95,13 @@ class Updaters:
         if len(self._made) < 2 and not self._names and not self._parts:
             self._rounds = None
 
-    def _gone(self, key: int) -> None:
-        """Forget one that was freed, on whichever thread that happens: the next one may be found at its address."""
+    def _forget(self, key: int) -> None:
+        """Forget one that was freed, on whichever thread that happens: the next one may have its address."""
         self._made.pop(key, None)
         self._names.pop(key, None)
 
     def exhausted(self) -> None:
-        """Learn that a dataloader has come to its end."""
+        """Record that a dataloader is exhausted."""
         self._exhausted = True
 
     def begin(self, updater: Any) -> None:
@@ -149,7 +149,7 @@ class Updaters:
             self._close(len(self._parts))
 
     def flush(self) -> None:
-        """Finish what is held back; the process ends."""
+        """Finish the updates held back; the process ends."""
         if self._rounds is not None and self._parts:
             for group in self._rounds.split([part.entry for part in self._parts]):
                 self._close(len(group))
@@ -205,7 +205,7 @@ def _size(shape: list[int]) -> int:
 
 
 def _name_of(updater: Any, frame: FrameType | None) -> str:
-    """Return what the script calls an engine (by its model's class) or an optimizer (by its variable)."""
+    """Return the script's name for an engine (its model's class) or an optimizer (its variable)."""
     module = getattr(updater, "module", None)
     if isinstance(module, torch.nn.Module):
         return own_class(own_model(module)).__name__

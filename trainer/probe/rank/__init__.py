@@ -1,1 +1,1 @@
-"""Who this rank is: what it knows of itself, and what it trains."""
+"""Identity of this rank: its facts, and the model that it trains."""

@@ -1,4 +1,4 @@
-"""What is known of this rank and does not change."""
+"""Fixed facts of this rank."""
 
 import os
 import socket

@@ -18,7 +18,7 @@ class Introduction:
     """The contents of the rank's hello beside the rank itself, as they become known.
 
     Args:
-        rank: whose.
+        rank: the rank.
     """
 
     def __init__(self, rank: RankContext) -> None:
@@ -26,17 +26,17 @@ class Introduction:
         self.facts: dict[str, Any] = {"framework": "pytorch"}
         """Fields of ``Hello``."""
         self.parameter_dtype = ""
-        """``bf16``, ``fp16`` or ``fp32``: what the model's parameters are; empty while not known."""
+        """``bf16``, ``fp16`` or ``fp32``: data type of the model's parameters; empty while not known."""
         self.forward_dtype: str | None = None
-        """What autocast computed the first forward in, empty without it; None while no forward was seen."""
+        """Data type in which autocast computed the first forward, empty without it; None while no forward was seen."""
         self.plan: Plan | None = None
-        """What the script has planned; sent after each hello."""
+        """The script's plan; sent after each hello."""
 
     def hello(self, self_dump: SelfDump | None = None) -> Hello:
-        """Make the hello of this moment.
+        """Make the hello from the present facts.
 
         Args:
-            self_dump: how the rank's stacks are had from outside.
+            self_dump: signal and file for capturing the rank's stacks from outside.
         """
         rank = self._rank
         return Hello(
@@ -80,7 +80,7 @@ def _restart_count() -> int:
 
 
 def plain(value: Any) -> Any:
-    """Reduce a framework's configuration to what msgpack carries; what it does not becomes its ``str``."""
+    """Reduce a framework's configuration to types of msgpack; other values become their ``str``."""
     return msgspec.to_builtins(value, enc_hook=str, str_keys=True)
 
 

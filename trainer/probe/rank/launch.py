@@ -12,7 +12,7 @@ def launch_of_this_process() -> str:
     """Return the process that launched this host's ranks, ``PID-START_TICKS``; empty where /proc has it not.
 
     It is the nearest ancestor whose environment names no rank: between it and a rank there may be a wrapper for each
-    rank (``torchrun --no-python wrap.sh``, ``numactl``). What a rank sets for itself is not in ``/proc/PID/environ``.
+    rank (``torchrun --no-python wrap.sh``, ``numactl``). A rank's own changes are not in ``/proc/PID/environ``.
     """
     pid = os.getppid()
     try:

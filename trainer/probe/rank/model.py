@@ -56,7 +56,7 @@ def own_model(module: Any) -> Any:
 
 
 def _inside(module: Any) -> Any:
-    """Return what a wrapper wraps; None for what is no wrapper."""
+    """Return the model inside a wrapper; None if it is no wrapper."""
     kind = type(module)
     home = kind.__module__.split(".")[0]
     if kind.__name__ == "OptimizedModule":
@@ -84,7 +84,7 @@ def own_class(module: Any) -> type:
 
 def parameter_sizes(module: Any) -> Iterator[tuple[int, bool]]:
     """Return each parameter's full number of elements, and whether it is trained."""
-    # FSDP1 keeps flat shards: their handles know how large the whole is.
+    # FSDP1 keeps flat shards: their handles have the size of the whole.
     flat: dict[int, Any] = {}
     for each in module.modules() if "torch.distributed.fsdp" in sys.modules else ():
         handle = getattr(each, "_handle", None)

@@ -1,4 +1,4 @@
-"""What a process of a run is: a rank, a launcher of ranks, or neither. Standard library only, no side effects."""
+"""Classifies a process of a run: a rank, a launcher of ranks, or neither. Standard library only, no side effects."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ _LAUNCH_MODULES = (
 
 
 class Program(NamedTuple):
-    """What a Python command line runs: a ``script`` path, a ``module`` (-m), or neither (-c, interactive)."""
+    """Target of a Python command line: a ``script`` path, a ``module`` (-m), or neither (-c, interactive)."""
 
     script: str = ""
     module: str = ""

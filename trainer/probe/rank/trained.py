@@ -1,4 +1,4 @@
-"""What a rank trains: engine, model and optimizer, as hooks have found them."""
+"""Objects that a rank trains: engine, model and optimizer, as found by hooks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ def _nothing() -> None:
 
 
 class Trained:
-    """What this rank trains. Hooks fill it in on the training thread; any thread may read it."""
+    """Objects that this rank trains. Hooks set them on the training thread; any thread may read them."""
 
     __slots__ = ("engine", "model", "partitions", "primary", "shifts_labels")
 
@@ -21,6 +21,6 @@ class Trained:
         self.primary: Any = None
         """The optimizer whose updates are the steps, where no engine makes them."""
         self.partitions = 1
-        """Over how many ranks ZeRO spreads what the optimizer updates."""
+        """Number of ranks over which ZeRO partitions the optimizer's state."""
         self.shifts_labels = False
-        """The model predicts the next token from labels that are given unshifted."""
+        """The model predicts the next token from labels that are passed unshifted."""

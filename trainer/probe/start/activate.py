@@ -1,4 +1,4 @@
-"""The first thing in every Python process of a job: find out what it is, and wait for what a rank imports."""
+"""Runs first in every Python process of a job: determines its role, and waits for the imports of a rank."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from ..rank.roles import RANK_PID_ENV, decide, launcher_name, parse_program, par
 
 
 def begin() -> None:
-    """Act on what this process is; called from ``sitecustomize``, so it must stay quick and import little."""
+    """Act on the role of this process; called from ``sitecustomize``, so it must stay quick and import little."""
     steady_output()
     role = decide(sys.orig_argv, os.environ, os.getpid())
     if role == "refused":
@@ -69,7 +69,7 @@ def _on_torch(_module: ModuleType) -> None:
 
 
 def _on_dynamo(module: ModuleType) -> None:
-    """Keep the hooks out of ``torch.compile``: it would trace them, guard on their counters and compile anew."""
+    """Keep the hooks out of ``torch.compile``: it would trace them, guard on their counters and compile again."""
     module.add(str(__package__).rpartition(".")[0])
 
 

@@ -27,10 +27,10 @@ from . import ending
 
 
 def begin_rank(sends_logs: bool = False) -> Probe | None:
-    """Make this process's probe and start its publisher; returns the one that is there when there is one already.
+    """Make this process's probe and start its publisher; return the existing one if there is one already.
 
     Args:
-        sends_logs: what the process prints is sent as well; its output is not redirected.
+        sends_logs: also send the process's output, which is not redirected.
     """
     if active.probe is not None or active.forked:
         return active.probe
@@ -62,7 +62,7 @@ def _begin(rank: RankContext) -> Probe:
     tracker = training.tracker
     hold, history, phase_marks = Hold(rank.options), OomHistory(), PhaseMarks()
     reporter = OomReporter(rank, tracker, trained, outbox, hold, history, phase_marks)
-    failures = AllocationFailures(rank, reporter, hold, training.phases.look_at_device)
+    failures = AllocationFailures(rank, reporter, hold, training.phases.check_device)
     training.on_error, training.phases.met_cuda = failures.report, failures.watch_cuda
     publisher = Publisher(
         rank,
@@ -82,7 +82,7 @@ def _begin(rank: RankContext) -> Probe:
     probe = Probe(rank.rank, training, stop)
     active.training, active.probe = training, probe
     failures.await_cuda()
-    outbox.say_hello()
+    outbox.send_hello()
     publisher.start()
     if rank.sends_logs:
         tee_output(rank.rank, outbox.hand_over)

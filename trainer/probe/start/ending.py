@@ -1,4 +1,4 @@
-"""How a rank ends: its last words are sent, and the end is held up for half a second at the most."""
+"""Ends a rank: its last messages are sent, and the end is delayed by half a second at the most."""
 
 import atexit
 import os

@@ -29,7 +29,7 @@ def watch(target: Any = None, *, name: str | None = None, model: Any = None) -> 
 
     Args:
         target: a DeepSpeed engine or a PyTorch optimizer, whose updates are the steps; None: the first that steps.
-        name: what to call a new run (default: the script's name).
+        name: name of a new run (default: the script's name).
         model: the model, for its name and size, where ``target`` is an optimizer.
 
     Returns:
@@ -68,12 +68,12 @@ def _attach(target: Any, model: Any) -> None:
         training.trained.primary = target
         training.updates.found_optimizer(target)
         training.guard.adopt_thread()
-        training.phases.look_at_device()
+        training.phases.check_device()
     if model is not None:
         from ..hooks.torch import know_model
 
         know_model(training, model)
-    training.outbox.say_hello()
+    training.outbox.send_hello()
 
 
 def _join_run(name: str) -> RunDir:

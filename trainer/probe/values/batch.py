@@ -1,4 +1,4 @@
-"""What a batch is made of: its shape, samples, and tokens with and without the pads."""
+"""Reads a batch: its shape, samples, and tokens with and without padding."""
 
 import math
 from collections.abc import Mapping
@@ -30,10 +30,10 @@ def note(
         notes: the step's.
         found: a dataloader's batch, or ``(args, kwargs)`` of a forward.
         is_forward: which of the two.
-        later: leave the counting of a mask to the publisher.
-        fetched: the batch that the dataloader gave for this forward, where it is known: a mask of the same shape in it
+        later: defer the counting of a mask to the publisher.
+        fetched: the batch that the dataloader returned for this forward, if known: a mask of the same shape in it
             is the forward's before it went to the device, and need not be fetched from there.
-        shifted: the model is given unshifted labels and leaves out the first of each sequence, as causal ones do.
+        shifted: the model receives unshifted labels and leaves out the first of each sequence, as causal ones do.
     """
     ids, mask, is_tokens = _find_in_call(*found) if is_forward else _find(found)
     if ids is None:
@@ -64,7 +64,7 @@ def note(
         counted = device_values.fetch_count(mask, later)
         notes.tokens.append(padded if counted is None else counted)
     else:
-        notes.tokens.append(padded)  # no mask, or one that is no list of pads: every position counts
+        notes.tokens.append(padded)  # no mask, or one that is no padding mask: every position counts
 
 
 def count_labels(labels: Any) -> int:
@@ -97,7 +97,7 @@ def _find_in_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any
 def _find(value: Any) -> tuple[Any, Any, bool]:
     """Find (ids or first tensor, mask or None, whether it holds tokens)."""
     if isinstance(value, torch.Tensor):
-        return value, None, _looks_like_ids(value)
+        return value, None, _are_ids(value)
     if isinstance(value, _SEQUENCES):
         items: Any = value
     elif _is_mapping(value):
@@ -111,12 +111,12 @@ def _find(value: Any) -> tuple[Any, Any, bool]:
         return _NOTHING
     for item in items:
         if _is_tensor(item):
-            return item, None, _looks_like_ids(item)
+            return item, None, _are_ids(item)
     return _NOTHING
 
 
 def _is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
-    # Asking an abstract class takes several times as long.
+    # isinstance of an abstract class is several times as slow.
     return isinstance(value, dict) or (not isinstance(value, _NO_MAPPINGS) and isinstance(value, Mapping))
 
 
@@ -124,6 +124,6 @@ def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor)
 
 
-def _looks_like_ids(tensor: Any) -> bool:
+def _are_ids(tensor: Any) -> bool:
     """Return whether a tensor has whole numbers in two dimensions, [batch, sequence], and so counts as token ids."""
     return tensor.dim() == 2 and not tensor.is_floating_point()

@@ -1,7 +1,7 @@
 """Records the loss of one batch now and then, with a fingerprint of its inputs: equal inputs must give equal losses.
 
 After some updates, those after which parameters are compared (``replicas.due``), the next step's first micro-step is
-taken. Its inputs are what the dataloader gave, and what the models' forwards were called with until the backward: of
+recorded. Its inputs are the dataloader's batch and the arguments of the models' forwards until the backward: of
 tensors on the host a CRC-32, of those on a GPU two sums in double precision of the first ``MOST`` elements. The kernels
 are enqueued and read later; nothing waits. On all other steps ``BatchLosses.current`` is None. Not recorded where ranks
 may rightly differ: where a random number was drawn between the first forward and the backward (dropout), where the
@@ -29,7 +29,7 @@ from ..rank.trained import Trained
 from .replicas import due
 
 MOST = 1 << 14
-"""Elements of one tensor on a GPU that are summed; the copy in double precision takes 128 KiB, twice."""
+"""Elements of one tensor on a GPU that are summed; the copy in double precision uses 128 KiB, twice."""
 MOST_BYTES = 1 << 19
 """Bytes of one tensor on the host that are read at either end."""
 MOST_TENSORS = 32
@@ -65,7 +65,7 @@ class Comparison:
         self._cost_ns = 0
 
     def add(self, found: Any, is_forward: bool) -> None:
-        """Add what a dataloader gave, or what a forward is called with."""
+        """Add a dataloader's batch, or the arguments of a forward."""
         begun = perf_counter_ns()
         if is_forward:
             self._is_half = self._is_half or torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
@@ -78,7 +78,7 @@ class Comparison:
         self._cost_ns += perf_counter_ns() - begun
 
     def end(self, loss: Any) -> _Taken | None:
-        """Return what is to be sent; None where the losses of other ranks may differ from this one's."""
+        """Return the record to send; None if the losses of other ranks may differ from this one's."""
         begun = perf_counter_ns()
         drawn = self._randomness is None or self._randomness != _randomness(self._trained.model(), self._device)
         if drawn or not self._tensors or cuda_graphs.under_way:
@@ -117,7 +117,7 @@ class BatchLosses:
     Args:
         rank: this rank.
         tracker: the phase machine.
-        trained: what the rank trains.
+        trained: engine, model and optimizer that the rank trains.
     """
 
     def __init__(self, rank: RankContext, tracker: Tracker, trained: Trained) -> None:
@@ -161,7 +161,7 @@ class BatchLosses:
             self._give_up(error)
 
     def ready(self) -> list[BatchLoss]:
-        """Return those that the device has come past; for the publisher thread."""
+        """Return the comparisons whose values the device has copied; for the publisher thread."""
         found: list[BatchLoss] = []
         while self._taken:
             try:
@@ -176,7 +176,7 @@ class BatchLosses:
         inputs = f"{taken.crc:08x}"
         if taken.sums is not None:
             inputs += "".join(f" {value:.12g}" for value in taken.sums.tensor().tolist())
-            pinned.give_back(taken.sums)
+            pinned.recycle(taken.sums)
             inputs = f"{zlib.crc32(inputs.encode()):08x}{taken.crc:08x}"
         if self._rank.device.events is not None:
             self._rank.device.events.recycle(taken.event)
@@ -208,7 +208,7 @@ def _tensors(found: Any, depth: int) -> Iterator[Any]:
 
 
 def _randomness(model: Any, device: Device) -> Any:
-    """Return what changes when a random number is drawn; something that equals nothing where that cannot be seen."""
+    """Return a value that changes when a random number is drawn; one that equals nothing if that cannot be seen."""
     if _has_dropout(model):
         return float("nan")
     keys: Any = numpy.random.get_state()

@@ -135,7 +135,7 @@ def _constant(node: Any) -> Any:
 
 
 def _summed(node: Any, name: str) -> int:
-    """Return how many elements a reduction by sum took; 0 for other operations."""
+    """Return the number of elements that a reduction by sum covered; 0 for other operations."""
     try:
         if name in _SUMS:
             size = 1
@@ -160,7 +160,7 @@ def step_loss(notes: Notes) -> float | None:
 
 
 def read_losses(losses: Sequence[LossNote]) -> list[LossNote]:
-    """Return losses with plain numbers: divisors as factors, 0 for one that is not known. To be called once."""
+    """Return losses with plain numbers: divisors as factors, 0 for an unknown one. Call it once."""
     found: list[LossNote] = []
     for loss in losses:
         value = device_values.read(loss.value)
@@ -185,7 +185,7 @@ def combine(losses: Sequence[LossNote], notes: Notes) -> float | None:
     batches = micro_batches(_kinds(losses), notes)
     if notes.accumulation:
         return total / batches  # the engine divides, whatever the script has done before
-    # A loss whose graph was not read is taken to be divided as the others of its step are.
+    # A loss whose graph was not read counts as divided like the others of its step.
     known = [(loss.factors, loss.elements) for loss in losses if loss.factors is not None]
     factors, elements = [one for one, _ in known], [count for _, count in known]
     if batches < 2 or is_normalised(factors, elements, batches, notes.divisors):
@@ -203,7 +203,7 @@ def _kinds(losses: Sequence[LossNote]) -> list[tuple[str, ...]]:
 
 
 def micro_batches(kinds: Sequence[tuple[str, ...]], notes: Notes) -> int:
-    """Return over how many micro-batches the losses of these kinds go."""
+    """Return the number of micro-batches that the losses of these kinds cover."""
     if notes.accumulation:
         return min(notes.accumulation, len(kinds))
     alike = max(Counter(kinds).values())
@@ -214,7 +214,7 @@ def micro_batches(kinds: Sequence[tuple[str, ...]], notes: Notes) -> int:
 def is_normalised(
     factors: Sequence[tuple[float, ...]], elements: Sequence[int], batches: int, divisors: set[int]
 ) -> bool:
-    """Return whether the script divided its losses by what makes them add up to the step's.
+    """Return whether the script divided its losses so that they add up to the step's.
 
     Args:
         factors: of each loss, the constants it was multiplied by.
@@ -255,7 +255,7 @@ def _read_all(fetched: Sequence[Any]) -> list[float]:
 
 
 def without_device(losses: Sequence[LossNote], is_here: Callable[[Any], bool]) -> list[LossNote]:
-    """Return the losses whose numbers need no device any more."""
+    """Return the losses whose numbers are no longer on the device."""
     return [
         loss
         for loss in losses

@@ -68,7 +68,7 @@ def _matrices(model: Any, config: Any) -> Iterator[tuple[int, bool, bool]]:
 
 
 def _size(parameter: Any) -> int:
-    """Count a parameter's elements: of all shards under ZeRO-3, and of what 4-bit storage packs two into a byte."""
+    """Count a parameter's elements: of all shards under ZeRO-3, and both that 4-bit storage packs in a byte."""
     quantised = getattr(getattr(parameter, "quant_state", None), "shape", None)
     if quantised is not None:
         return int(torch.Size(quantised).numel())

@@ -1,14 +1,14 @@
-"""Checksums of replicated parameters: whether data-parallel ranks still hold the same ones.
+"""Checksums of replicated parameters: do data-parallel ranks still hold the same ones?
 
 After some updates (``due``) a few kernels are enqueued on the current stream, two for each of at most ``PER_CHECK``
 parameters: a sum and a norm in double precision. Nothing waits: the results are copied to pinned memory and read once
-the stream has come past them. Which parameters are taken depends on the step alone, so all ranks take the same; after
+the stream has passed them. The parameters depend on the step alone, so all ranks sum the same ones; after
 ``parameters / PER_CHECK`` checks all have had their turn.
 
 Memory: results are 512 bytes each in the allocator's small pool, and each reduction makes a copy of at most 512 KiB.
 All of it is allocated and freed between the end of a step and the next one's begin, where no peak is; reserved memory
 may grow by one small segment, 2 MiB, once. Where the training thread's cost is more than ``MOST_SHARE`` of the time of
-``EVERY`` steps, fewer parameters are taken; the step's ``probe_us`` has it in it.
+``EVERY`` steps, fewer parameters are summed; the step's ``probe_us`` includes it.
 
 Parameters that are not replicated are never touched: ZeRO-3, FSDP and tensor-parallel shards, pipeline stages, experts.
 """
@@ -35,8 +35,8 @@ EARLY_STEPS = 50
 EARLY_EVERY = 10
 EVERY = 50
 MOST = 1 << 16
-"""Elements of one parameter that are summed at one check; of a larger one each check takes the next part. PyTorch makes
-a copy in double precision of what it reduces to it (``make_reduction`` in ReduceOpsUtils.h): 512 KiB."""
+"""Elements of one parameter that are summed at one check; of a larger one each check sums the next part. PyTorch makes
+a double-precision copy of the reduced elements (``make_reduction`` in ReduceOpsUtils.h): 512 KiB."""
 MOST_SHARE = 0.003
 RENEW_CHECKS = 20
 _KEPT = 8
@@ -61,7 +61,7 @@ def note_parallel(module: Any) -> None:
 
 
 def due(step: int) -> bool:
-    """Return whether checksums are taken after this update, on every rank alike."""
+    """Return whether checksums are computed after this update, on every rank alike."""
     return step % EARLY_EVERY == 0 and (step <= EARLY_STEPS or step % EVERY == 0)
 
 
@@ -77,8 +77,8 @@ class Replicas:
     Args:
         rank: this rank.
         tracker: the phase machine.
-        trained: what the rank trains.
-        pace: how long a step takes.
+        trained: engine, model and optimizer that the rank trains.
+        pace: usual time of a step.
     """
 
     def __init__(self, rank: RankContext, tracker: Tracker, trained: Trained, pace: Pace) -> None:
@@ -112,7 +112,7 @@ class Replicas:
         self._tracker.cost_ns += perf_counter_ns() - start
 
     def ready(self) -> list[Checksum]:
-        """Return the checksums that the device has come past; for the publisher thread."""
+        """Return the checksums that the device has copied; for the publisher thread."""
         found: list[Checksum] = []
         while self._taken:
             try:
@@ -128,7 +128,7 @@ class Replicas:
         fetched = isinstance(taken.values, pinned.Fetched)
         values = (taken.values.tensor() if fetched else taken.values).tolist()
         if fetched:
-            pinned.give_back(taken.values)
+            pinned.recycle(taken.values)
         events = self._rank.device.events
         if events is not None:
             events.recycle(taken.event)
@@ -171,7 +171,7 @@ class Replicas:
 
 
 def _part(tensor: Any, name: str, number: int) -> tuple[Any, str]:
-    """Return what of a parameter is summed at this check, and its name; (None, name) where it cannot be cut."""
+    """Return the part of a parameter summed at this check, and its name; (None, name) if it cannot be cut."""
     size = tensor.numel()
     if size <= MOST:
         return tensor, name

@@ -1,4 +1,4 @@
-"""How large the model is that a rank computes with: what a transient's size is held against."""
+"""Sizes of the model that a rank computes with: a transient's size is compared with them."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,9 +12,9 @@ class ModelSizes(NamedTuple):
     parameter_bytes: int = 0
     """One copy of the parameters as the model computes with them (ZeRO-3: gathered)."""
     trainable: int = 0
-    """How many numbers this rank's optimizer updates (its partition under ZeRO)."""
+    """Return the number of elements this rank's optimizer updates (its partition under ZeRO)."""
     vocabulary: int = 0
-    """How many tokens the model knows."""
+    """Return the size of the model's vocabulary."""
 
 
 def model_sizes(trained: Trained) -> ModelSizes:

@@ -1,4 +1,4 @@
-"""How much of the host's allocated memory is resident: a page that was never written uses none."""
+"""Measures the resident part of the host's allocated memory: a page that was never written uses none."""
 
 import ctypes
 import functools
@@ -13,7 +13,7 @@ _SMALL = 16 * _PAGE
 
 
 def resident_bytes(held: dict[int, Held]) -> dict[str, int]:
-    """Sum up by part the bytes of storages that are in physical memory, as mincore(2) says.
+    """Return by part the bytes of storages that are in physical memory, by mincore(2).
 
     Args:
         held: the storages, by address.

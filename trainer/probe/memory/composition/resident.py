@@ -1,7 +1,7 @@
-"""The composition of a rank's peaks where it computes on the CPU: of its resident memory.
+"""Composition of a rank's peaks where it computes on the CPU: of its resident memory.
 
-There is no trace of malloc, so what is known is known at the phase's two ends: the storages that walking finds, as far
-as they are in physical memory, and what glibc has handed out. A phase's parts are those at the end where glibc had
+There is no trace of malloc, so only a phase's two ends are known: the storages that walking finds, as far
+as they are in physical memory, and glibc's allocated bytes. A phase's parts are those at the end where glibc had
 handed out more. Activations are what a forward left allocated beyond the storages that are known. The rest of the peak
 (code, libraries, freed memory that was kept, and what came and went in between) is ``unattributed``.
 """
@@ -26,7 +26,7 @@ NOTE = (
 
 
 class _Edge:
-    """What was known at one mark."""
+    """Known state at one mark."""
 
     def __init__(self, figure: Reading, walked: Walked) -> None:
         self.in_use = figure.allocated
@@ -66,7 +66,7 @@ def composition_on_cpu(capture: StepCapture, rank: int, read: Callable[[Any], Re
 def _compose(
     marks: list[StepMark], figures: list[Reading], walks: list[Walked], origin_us: int
 ) -> list[PhaseComposition]:
-    """Compose each phase's highest peak from what stood at its ends."""
+    """Compose each phase's highest peak from the memory at its ends."""
     walked = {walk.mark: walk for walk in walks}
     found: dict[str, PhaseComposition] = {}
     saved = 0
@@ -88,7 +88,7 @@ def _compose(
 
 
 def _parts(edge: _Edge, saved: int, peak: int) -> dict[str, int]:
-    """Fill the peak from what is surest to what is least sure."""
+    """Fill the peak from the surest part to the least sure."""
     parts: dict[str, int] = {}
     rest = peak
     for part, size in (*edge.resident.items(), ("activations", saved), ("other", max(0, edge.unknown - saved))):

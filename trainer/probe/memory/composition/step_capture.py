@@ -1,4 +1,4 @@
-"""Captures one step on the training thread: which storage held what, and when it was seen.
+"""Captures one step on the training thread: the storages, their parts, and when they were seen.
 
 At the step's phase boundaries the engine, the model and the optimizer are walked. Storages that exist only between
 boundaries are gradients that are reduced and dropped as they come, buckets, parameters that ZeRO-3 gathers and
@@ -21,7 +21,7 @@ from .storages import Held, Storages
 from .walk import Roots, walk, walk_buckets, walk_gradients
 
 MOST_GRADIENT_WALKS = 4
-"""Of the backwards of one step; what the others leave lies where the first ones' did, or was noted as it came."""
+"""Backwards of one step to walk in; storages of the others lie at the same addresses, or were recorded as they came."""
 
 
 class Sighting(NamedTuple):
@@ -48,11 +48,11 @@ class Walked(NamedTuple):
 class StepCapture:
     """Watches the tracker from the next step's beginning to its end; ``done`` then, and for the publisher to read.
 
-    The process's very first step it joins where its first phase begins.
+    It joins the process's very first step where its first phase begins.
 
     Args:
         tracker: the tracker; put the capture into its ``watchers``.
-        roots: makes what to walk, called on the training thread.
+        roots: returns the objects to walk, called on the training thread.
         cuda_index: the device; None: the host's memory.
         reason: why (``protocol.memory.Reason``).
     """
@@ -72,7 +72,7 @@ class StepCapture:
         self.hooked = True
         """False: compiled code runs here, which hooks would have compiled anew, so it went without."""
         self.offset_ns = 0
-        """What to add to a mark's time to get nanoseconds since the epoch."""
+        """Offset from a mark's time to nanoseconds since the epoch."""
         self.walk_ns = 0
         self._tracker = tracker
         self._make_roots = roots
@@ -101,7 +101,7 @@ class StepCapture:
                 self._begin()
         except Exception as error:
             self.failed = f"{type(error).__name__}: {error}"
-            guard.log_error("a closer look at a step", error)
+            guard.log_error("a step capture", error)
             self._finish()
         self.walk_ns += perf_counter_ns() - start
 
@@ -133,7 +133,7 @@ class StepCapture:
         elif beginning == "optimizer":
             self._glance(walk_gradients)
         if beginning == "backward" and self.hooked and self.on_cuda:
-            self._seen_buckets = False  # ZeRO takes new ones for every backward
+            self._seen_buckets = False  # ZeRO allocates new ones for every backward
             self._watch_modules()
         if beginning == "end":
             if self.on_cuda:
@@ -182,9 +182,9 @@ class StepCapture:
         resident = {} if self.on_cuda else resident_bytes(found.held)
         self.walks.append(Walked(now, len(self.marks) - 1, found.held, resident))
 
-    def _glance(self, look: Callable[[Roots, Storages], None]) -> None:
+    def _glance(self, walk_part: Callable[[Roots, Storages], None]) -> None:
         found, now = Storages(self._cuda_index), perf_counter_ns()
-        look(self._roots, found)
+        walk_part(self._roots, found)
         self.sightings += [Sighting(now, address, held.part) for address, held in found.held.items()]
 
     def _see(self, part: str, tensor: Any) -> None:
@@ -193,7 +193,7 @@ class StepCapture:
             if place is not None:
                 self.sightings.append(Sighting(perf_counter_ns(), place[0], part))
 
-    # What comes between boundaries -------------------------------------------------------------------------------
+    # Storages between boundaries ----------------------------------------------------------------------------------
 
     def _tap(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -244,7 +244,7 @@ class StepCapture:
         self._undo.append(lambda: vars(owner).pop(name, None))
 
     def _watch_modules(self) -> None:
-        """Note when modules go forward inside the backward: that is recomputation, and what it keeps is activations."""
+        """Record when modules run forward inside the backward: that is recomputation, which keeps activations."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
         def entering(*_: Any) -> None:
@@ -262,12 +262,12 @@ class StepCapture:
         self._undo_backward.append(register_module_forward_pre_hook(entering).remove)
         self._undo_backward.append(register_module_forward_hook(leaving, always_call=True).remove)
 
-    def _safely(self, look: Callable[..., None] | None, args: tuple[Any, ...] = ()) -> None:
-        if look is None:
+    def _safely(self, call: Callable[..., None] | None, args: tuple[Any, ...] = ()) -> None:
+        if call is None:
             return
         start = perf_counter_ns()
         try:
-            look(*args)
+            call(*args)
         except Exception as error:
             self.failed = f"{type(error).__name__}: {error}"
         self.walk_ns += perf_counter_ns() - start

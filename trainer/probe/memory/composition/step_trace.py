@@ -33,11 +33,11 @@ def step_trace(
 
     Args:
         capture: the finished one.
-        take: takes PyTorch's snapshot; called once, soon after the step.
+        take: returns PyTorch's snapshot; called once, soon after the step.
         device: the device's index.
         rank: the rank.
         read: the memory back end's ``read``.
-        room: how many entries the recorder's ring has room for.
+        room: capacity of the recorder's ring, in entries.
         reserved_before: bytes that were reserved at the last capture; 0 for the first.
     """
     start = time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""Storages of one device: where each lies, how large it is, and what it is for. A shared storage counts once."""
+"""Storages of one device: address, size and part of each. A shared storage counts once."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

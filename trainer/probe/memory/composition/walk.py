@@ -64,7 +64,7 @@ _OF_PARAMETER = {
 
 
 class Roots:
-    """What a walk begins from; each may be missing.
+    """Roots of a walk; each may be missing.
 
     Args:
         engine: a DeepSpeed engine.

@@ -1,6 +1,6 @@
-"""Schedules step captures: allocator events of one step, and what the peak of each phase consists of.
+"""Schedules step captures: allocator events of one step, and the composition of each phase's peak.
 
-A step in a few thousand is enough, and the others must not pay for it: the next capture comes only when the time of the
+One step in a few thousand is enough, at no cost to the others: the next capture starts only when the time of the
 last one, on the training thread and on this one, is less than ``TIME_SHARE`` of the time since, and later still where
 the hub has captures of many ranks to analyse. The first few steps are captured in any case, and so is the next one on
 request.
@@ -36,14 +36,14 @@ AFTER_FAILURE_SECONDS = 60.0
 REASONS = ("asked", "spike", "leak")
 
 
-class AllocatorWatch:
+class CaptureScheduler:
     """Captures steps of one rank; for the publisher thread.
 
     Args:
         rank: this rank.
         tracker: the phase machine.
-        trained: what is walked.
-        pace: how long a step takes.
+        trained: engine, model and optimizer, whose storages are walked.
+        pace: usual time of a step.
         recording: PyTorch's recorder.
         send: sends a message.
     """
@@ -72,7 +72,7 @@ class AllocatorWatch:
         self._reason: Any = ""
         self._answers: list[Answer] = []
         self._ready: list[StepTrace | Composition] = []
-        """What was found, until its step's own message, which waits for the device, has been sent."""
+        """Results that wait until their step's own message, which waits for the device, has been sent."""
         self._sent_step = 0
         """The last step whose own message has been sent."""
         self._deadline = 0.0
@@ -93,7 +93,7 @@ class AllocatorWatch:
         self._deadline = max(self._deadline, time.monotonic() + patience)
 
     def note_sent(self, step: int) -> None:
-        """The message of step ``step`` has been sent."""
+        """Record that the message of step ``step`` has been sent."""
         self._sent_step = step
 
     def tick(self) -> None:
@@ -104,11 +104,11 @@ class AllocatorWatch:
             self._wanted = False
             self._drop()
             self._answer(False, f"{type(error).__name__}: {error}")
-            guard.log_error("a closer look at a step", error)
+            guard.log_error("a step capture", error)
         self.send_ready()
 
     def send_ready(self) -> None:
-        """Send what was found in steps whose own messages have been sent."""
+        """Send the results of steps whose own messages have been sent."""
         while self._ready and self._ready[0].step <= self._sent_step:
             self._send(self._ready.pop(0))
 
@@ -165,13 +165,13 @@ class AllocatorWatch:
         if capture is None:
             return
         if capture.failed:
-            guard.log(f"a closer look at step {capture.step} failed: {capture.failed}")
+            guard.log(f"the capture of step {capture.step} failed: {capture.failed}")
             self._taken += 1
             self._next = time.monotonic() + AFTER_FAILURE_SECONDS
             self._answer(False, capture.failed)
             return
         if self._reason:
-            capture.reason = self._reason  # asked for while it was under way
+            capture.reason = self._reason  # requested while it was under way
         rank, read, entries = self._rank.rank, self._rank.device.memory.read, 0
         if cuda:
             if recording.cleared != self._cleared:

@@ -1,4 +1,4 @@
-"""The close looks at a rank's steps, on a simulated allocator and real clocks."""
+"""Step captures of a rank, on a simulated allocator and real clocks."""
 
 import time
 from types import SimpleNamespace
@@ -11,8 +11,8 @@ from ftmon.protocol.run_options import RunOptions
 from ftmon.protocol.step_trace import StepTrace
 from ftmon.protocol.telemetry import AllocatorEvents
 from ftmon.trainer.probe.device.reading import Reading
-from ftmon.trainer.probe.memory import allocator
-from ftmon.trainer.probe.memory.allocator import FIRST_STEPS, AllocatorWatch
+from ftmon.trainer.probe.memory import capture_scheduler
+from ftmon.trainer.probe.memory.capture_scheduler import FIRST_STEPS, CaptureScheduler
 from ftmon.trainer.probe.phases.pace import Pace
 from ftmon.trainer.probe.phases.tracker import Counts, Tracker
 from ftmon.trainer.probe.rank.trained import Trained
@@ -68,14 +68,14 @@ class Recorder:
 
 @pytest.fixture
 def rank(monkeypatch):
-    monkeypatch.setattr(allocator, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(capture_scheduler, "MIN_SECONDS", 0.0)
     device, sent = Device(), []
     tracker = Tracker(device, lambda: None, Counts(), lambda _: None)
     context = SimpleNamespace(device=SimpleNamespace(memory=device), rank=5, world_size=1, options=RunOptions())
     pace = Pace()
     pace.note(0.01)
     recorder = Recorder(device)
-    watch = AllocatorWatch(context, tracker, Trained(), pace, recorder, sent.append)
+    watch = CaptureScheduler(context, tracker, Trained(), pace, recorder, sent.append)
     watch.note_sent(1 << 62)
     device.alloc(30 * MIB)
 
@@ -107,7 +107,7 @@ def compositions(rank):
     return found(rank, Composition)
 
 
-def test_the_first_steps_are_looked_at_each_by_one_trace_that_serves_both_messages(rank):
+def test_the_first_steps_are_captured_each_by_one_trace_that_serves_both_messages(rank):
     for _ in range(10):
         rank.watch.tick()
         rank.step()
@@ -132,11 +132,11 @@ def test_the_first_steps_are_looked_at_each_by_one_trace_that_serves_both_messag
         "optimizer": 1,
     }
     assert rank.recorder.fitted == 2 * (51 + 1 + 1), "every allocation and free of a step"
-    assert rank.tracker.watchers == () or rank.watch._look in rank.tracker.watchers
+    assert rank.tracker.watchers == () or rank.watch._capture in rank.tracker.watchers
 
 
-def test_later_looks_wait_until_the_last_one_is_paid_for(rank, monkeypatch):
-    monkeypatch.setattr(allocator, "TIME_SHARE", 1e-9)
+def test_later_captures_wait_until_the_last_one_is_paid_for(rank, monkeypatch):
+    monkeypatch.setattr(capture_scheduler, "TIME_SHARE", 1e-9)
     for _ in range(20):
         rank.watch.tick()
         rank.step()
@@ -154,16 +154,16 @@ def test_later_looks_wait_until_the_last_one_is_paid_for(rank, monkeypatch):
     assert len(compositions(rank)) == FIRST_STEPS + 1
 
 
-def test_looks_are_rarer_where_the_hub_has_many_ranks_to_analyse(rank, monkeypatch):
-    monkeypatch.setattr(allocator, "TIME_SHARE", 1e9)
-    monkeypatch.setattr(allocator, "HUB_SECONDS", 1.0)
+def test_captures_are_rarer_where_the_hub_has_many_ranks_to_analyse(rank, monkeypatch):
+    monkeypatch.setattr(capture_scheduler, "TIME_SHARE", 1e9)
+    monkeypatch.setattr(capture_scheduler, "HUB_SECONDS", 1.0)
     for _ in range(20):
         rank.watch.tick()
         rank.step()
     assert len(compositions(rank)) == FIRST_STEPS
 
 
-def test_whoever_needs_the_recorder_gets_it_and_the_look_comes_later(rank):
+def test_another_user_of_the_recorder_gets_it_and_the_capture_comes_later(rank):
     rank.watch.tick()
     rank.step(during=lambda: setattr(rank.recorder, "owner", "arm"))
     rank.watch.tick()
@@ -189,7 +189,7 @@ def test_a_script_that_records_for_itself_is_left_alone_and_the_asker_is_told(ra
     assert rank.sent == []
 
 
-def test_with_events_off_a_rank_is_looked_at_when_asked_and_the_recorder_is_off_again(rank):
+def test_with_events_off_a_rank_is_captured_on_request_and_the_recorder_is_off_again(rank):
     rank.watch._wanted = False
     for _ in range(3):
         rank.watch.tick()
@@ -205,7 +205,7 @@ def test_with_events_off_a_rank_is_looked_at_when_asked_and_the_recorder_is_off_
 
 
 def test_an_asker_hears_when_no_step_ends(rank, monkeypatch):
-    monkeypatch.setattr(allocator, "PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(capture_scheduler, "PATIENCE_SECONDS", -1.0)
     answers = []
     rank.pace.usual = 0.0
     rank.watch.want("asked", lambda *answer: answers.append(answer))
