@@ -29,7 +29,7 @@ def rank_code(before: str = "", body: str = "") -> str:
     return RANK.replace("BEFORE", before).replace("BODY", body)
 
 
-def kill(run, targets, whole_run=False, number=None) -> Outcome:
+def kill(run, targets, whole_run=False, number=None, others=()) -> Outcome:
     outcomes: list[Outcome] = []
     finished = threading.Event()
 
@@ -37,7 +37,7 @@ def kill(run, targets, whole_run=False, number=None) -> Outcome:
         outcomes.append(outcome)
         finished.set()
 
-    Kill(run.path, targets, whole_run, [], [os.getpid()], number, False, done).start()
+    Kill(run.path, targets, whole_run, [], [os.getpid()], number, False, done, others).start()
     assert finished.wait(30)
     return outcomes[0]
 
@@ -81,6 +81,38 @@ def test_a_rank_and_its_worker_are_ended_whatever_it_does(run, spawn, code, ende
     assert outcome.data["signal"] == ended_by
     assert len(outcome.data["ended"]) == 2
     assert left_of(run) == []
+
+
+STARTS_ANOTHER = """
+other = subprocess.Popen([sys.executable, '-c', OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+pid, worker = other.stdout.readline().split()[:2]
+open(os.environ['WROTE'], 'w').write(pid + ' ' + worker)
+"""
+"""Rank 0 starts rank 1, as Lightning does, and so gives it its own mark."""
+OTHER = """
+import os, subprocess, sys, time
+os.environ['FTMON_RANK_PID'] = str(os.getpid())
+worker = subprocess.Popen([sys.executable, '-c', "import time; time.sleep(600)"])
+print(os.getpid(), worker.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_another_one_started_is_not_a_part_of_it_nor_the_other_way_round(run, spawn, tmp_path, number):
+    wrote = tmp_path / "pids"
+    code = rank_code(before=STARTS_ANOTHER).replace("OTHER", repr(OTHER), 1)
+    first = spawn(code, FTMON_RUN=str(run.path), WROTE=str(wrote))
+    pid, worker = map(int, wrote.read_text().split())
+    ticks = start_ticks(pid)
+    assert ticks
+    ranks = [target(first), Target(1, pid, ticks)]
+    theirs = [{p.pid for p in processes.marked(run.path, processes.table().values())} - {pid, worker}, {pid, worker}]
+    assert [len(each) for each in theirs] == [2, 2]
+    outcome = kill(run, [ranks[number]], number=signal.SIGKILL, others=[ranks[1 - number]])
+    assert set(outcome.data["ended"]) == theirs[number]
+    assert set(left_of(run)) == theirs[1 - number]
+    assert kill(run, ranks, whole_run=True).ok
 
 
 def test_a_stopped_rank_is_killed(run, spawn):

@@ -121,9 +121,11 @@ class Commands:
                 raise UsageError(f"an agent does not know {command.verb!r}")
 
     async def _kill(self, args: _KillArgs, number: signal.Signals | None) -> Outcome:
-        targets = [target for target in self._targets() if not args.ranks or target.rank in args.ranks]
+        known = self._targets()
+        targets = [target for target in known if not args.ranks or target.rank in args.ranks]
+        others, spared = set(known) - set(targets), [os.getpid()]
         self.kills_under_way += 1
-        outcome = await kill(self._run, targets, not args.ranks, [], [os.getpid()], number, args.on_gpu, self._post)
+        outcome = await kill(self._run, targets, not args.ranks, [], spared, number, args.on_gpu, self._post, others)
         self.kills_under_way -= 1
         return outcome
 

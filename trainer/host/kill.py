@@ -60,6 +60,8 @@ class Kill(threading.Thread):
         number: the signal to send, or None to escalate INT, TERM, KILL.
         on_gpu: ask NVML afterwards.
         done: called once, in this thread, with the outcome.
+        others: the ranks of this host that are not to end. A rank may have started them, and what they started is
+            theirs.
     """
 
     def __init__(
@@ -72,10 +74,12 @@ class Kill(threading.Thread):
         number: signal.Signals | None,
         on_gpu: bool,
         done: Callable[[Outcome], None],
+        others: Collection[Target] = (),
     ) -> None:
         super().__init__(name="kill", daemon=True)
         self._run_path = run
         self._targets = targets
+        self._others = list(others)
         self._whole_run = whole_run
         self._roots = roots
         self._spared = spared
@@ -111,16 +115,12 @@ class Kill(threading.Thread):
     def _find(self) -> list[Process]:
         """List the target's living processes; keep them, since a worker whose rank is gone has no ancestor here."""
         table = processes.table()
-        mains = {target.pid for target in self._mains(table)}
+        mains = {target.pid for target in self._alive(self._targets, table)}
         if self._whole_run:
             roots = {p.pid for p in processes.descendants(self._roots, _without(table, self._spared, self._roots))}
             found = processes.of_run(self._run_path, mains | roots, self._spared)
         else:
-            found = [table[pid] for pid in mains] + processes.descendants(mains, table)
-            for target in self._targets:
-                found += processes.marked(self._run_path, table.values(), target.pid)
-            away = [daemon for daemons in escaped(self._origins, table).values() for daemon in daemons]
-            found += [*away, *processes.descendants([daemon.pid for daemon in away], table)]
+            found = self._of_ranks(mains, table)
         for process in found:
             self._known[process.pid, process.start_ticks] = process
         living = {}
@@ -130,18 +130,30 @@ class Kill(threading.Thread):
                 living[key] = now
         return list(living.values())
 
-    def _mains(self, table: dict[int, Process]) -> list[Process]:
-        """List the ranks' own processes that live."""
-        found = [table.get(target.pid) for target in self._targets]
+    def _of_ranks(self, mains: set[int], table: dict[int, Process]) -> list[Process]:
+        """List the ranks' own processes (``mains``) and what they started, other ranks and theirs excepted."""
+        others = {process.pid for process in self._alive(self._others, table)}
+        others.update(process.pid for process in processes.descendants(others, table, apart=mains))
+        found = [table[pid] for pid in mains] + processes.descendants(mains, table, apart=others)
+        for target in self._targets:
+            found += processes.marked(self._run_path, table.values(), target.pid)
+        away = [daemon for daemons in escaped(self._origins, table).values() for daemon in daemons]
+        found += [*away, *processes.descendants([daemon.pid for daemon in away], table)]
+        return [process for process in found if process.pid not in others]
+
+    @staticmethod
+    def _alive(targets: Collection[Target], table: dict[int, Process]) -> list[Process]:
+        """List the ranks' own processes that are alive."""
+        found = [table.get(target.pid) for target in targets]
         return [
             process
-            for process, target in zip(found, self._targets, strict=True)
+            for process, target in zip(found, targets, strict=True)
             if process is not None and process.start_ticks == target.start_ticks and process.alive
         ]
 
     def _escalate(self, first: list[Process]) -> list[Process]:
         # INT goes to the ranks alone, as ctrl-c would: they can still tidy up, and their launcher sees them end.
-        mains = self._mains({process.pid: process for process in first})
+        mains = self._alive(self._targets, {process.pid: process for process in first})
         self._signal(mains or first, signal.SIGINT)
         left = self._wait(first, INT_SECONDS, stop_early=not self._whole_run)
         if left:
@@ -153,11 +165,13 @@ class Kill(threading.Thread):
         return left
 
     def _one_signal(self, first: list[Process], number: signal.Signals) -> list[Process]:
-        mains = self._mains({process.pid: process for process in first})
+        mains = self._alive(self._targets, {process.pid: process for process in first})
         everything = number is signal.SIGKILL or self._whole_run or not mains
         self._signal(first if everything else mains, number)
         left = self._wait(first, ONE_SIGNAL_SECONDS, stop_early=not everything)
-        if left and (number is signal.SIGKILL or not self._mains({process.pid: process for process in left})):
+        if left and (
+            number is signal.SIGKILL or not self._alive(self._targets, {process.pid: process for process in left})
+        ):
             left = sweep(self._find)  # the ranks are gone, and with them the parents that would end their children
         return left
 
@@ -167,7 +181,7 @@ class Kill(threading.Thread):
         while left and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             left = self._find()
-            if stop_early and not self._mains({process.pid: process for process in left}):
+            if stop_early and not self._alive(self._targets, {process.pid: process for process in left}):
                 break
         return left
 
@@ -252,6 +266,7 @@ def kill(
     number: signal.Signals | None,
     on_gpu: bool,
     post: Post,
+    others: Collection[Target] = (),
 ) -> Reply[Outcome]:
     """Start a ``Kill`` (see there); its outcome arrives in the main loop through ``post``."""
     reply: Reply[Outcome] = Reply()
@@ -259,7 +274,7 @@ def kill(
     def done(outcome: Outcome) -> None:
         post(lambda: reply.arrive(outcome))
 
-    Kill(run, targets, whole_run, roots, spared, number, on_gpu, done).start()
+    Kill(run, targets, whole_run, roots, spared, number, on_gpu, done, others).start()
     return reply
 
 

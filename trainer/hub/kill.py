@@ -93,7 +93,8 @@ class Kills:
 
     def _kill_here(self, targets: list[Target], whole_run: bool, number: signal.Signals | None) -> Reply[Outcome]:
         roots, spared = self.launcher_and_spared()
-        return kill(self._run.path, targets, whole_run, roots, spared, number, self._rank_hosts.on_gpu, self._post)
+        on_gpu, others = self._rank_hosts.on_gpu, set(self._rank_hosts.targets()) - set(targets)
+        return kill(self._run.path, targets, whole_run, roots, spared, number, on_gpu, self._post, others)
 
     def _kill_away(self, agents: list[Agent], ranks: list[int], number: signal.Signals | None) -> Reply[Answers]:
         args = {"ranks": ranks, "signal": number.name if number else "", "on_gpu": self._rank_hosts.on_gpu}

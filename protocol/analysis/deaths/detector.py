@@ -4,6 +4,8 @@
   One that only reports a lost peer ("connection closed by peer", a broken communicator) waits 3 s for the peer's own
   death or failure, or the end of the job, and becomes part of that. Where that peer's script had ended without an
   error, it ended early, and that is the alert.
+  Where its own process had ended before (in an earlier poll) another rank died of a signal that launchers send, the
+  lost peer is the alert, and that death is its consequence.
 - A process that ended without a goodbye raises ``died``, with its exit code or signal in words and the last lines of
   its log (lines of the next 3 s included). After a failure of the same rank it only adds the exit status to that.
 - Within 60 s of the first trouble, ranks that end by SIGTERM, SIGINT, SIGKILL or SIGABRT, or for a lost peer, count
@@ -77,6 +79,8 @@ class DeathDetector:
         self._logs: dict[int, deque[str]] = {}
         self._held: list[tuple[float, Failure, bool]] = []
         """Time, failure, and whether the end of another rank had been requested."""
+        self._held_gone: dict[int, float] = {}
+        """Ranks whose failure is held back: when the end of their process was detected."""
         self._failed: dict[int, Matter] = {}
         self._died: set[int] = set()
         """Ranks whose death has been reported."""
@@ -152,10 +156,17 @@ class DeathDetector:
         known = self._failed.get(rank)
         if known is not None:
             return [added(known, ended)]
-        if -1 in kill_asked or any(failure.rank == rank for _, failure, _ in self._held):
+        if -1 in kill_asked:
+            return []
+        if any(failure.rank == rank for _, failure, _ in self._held):
             # Its own failure, of a lost peer, is still held back: it is raised later, or becomes part of the peer's.
+            self._held_gone[rank] = t
             return []
         asked = rank in kill_asked
+        by_launcher = not asked and not _by_kernel(kill) and self._follows(state)
+        earlier = self._raise_earlier(t) if by_launcher else []
+        if earlier:
+            return [*earlier, *self._followed(t, rank, ended)]
         if rank not in self._died and not asked and not _by_kernel(kill) and self._recent(t) and self._follows(state):
             return self._followed(t, rank, ended)
         facts = ProcessDeath(
@@ -171,20 +182,25 @@ class DeathDetector:
         """Report failures that were held back for long enough, or all of them when the job is over."""
         findings: list[Finding] = []
         while self._held and (over or now - self._held[0][0] > HELD_S):
-            first, *rest = self._held
-            self._held = rest
-            _, failure, asked = first
-            early = {} if asked else dict(self._finished())
-            early.pop(failure.rank, None)
-            if early:
-                findings += self._ended_early(now, failure, early)
-            else:
-                findings += self._failure(now, failure, asked)
+            findings += self._raise_held(now, 0)
         for rank, (since, matter) in list(self._awaiting_logs.items()):
             if over or now - since > HELD_S:
                 del self._awaiting_logs[rank]
                 findings.append(added(matter, LastLog(self._log_of(rank))))
         return findings
+
+    def _raise_earlier(self, t: float) -> list[Finding]:
+        """Raise a failure held back whose process had ended before ``t``; empty where there is none."""
+        ended = [place for place, (_, failure, _) in enumerate(self._held) if self._held_gone.get(failure.rank, t) < t]
+        return self._raise_held(t, ended[0]) if ended else []
+
+    def _raise_held(self, t: float, place: int) -> list[Finding]:
+        """Raise one of the failures held back, by its place among them."""
+        _, failure, asked = self._held.pop(place)
+        self._held_gone.pop(failure.rank, None)
+        early = {} if asked else dict(self._finished())
+        early.pop(failure.rank, None)
+        return self._ended_early(t, failure, early) if early else self._failure(t, failure, asked)
 
     def restore(self, t: float, finding: Finding) -> None:
         """Restore a failure or death from the recording, found at ``t``."""
@@ -256,4 +272,5 @@ class DeathDetector:
     def _release(self, t: float) -> list[Finding]:
         """Report the failures held back as consequences of a primary event that was just detected."""
         held, self._held = self._held, []
+        self._held_gone.clear()
         return [found for _, failure, _ in held for found in self._followed(t, failure.rank, failure.error)]

@@ -31,6 +31,28 @@ def test_a_death_is_found_with_how_the_process_ended_and_what_followed_from_it()
     assert [one.facts for one in deaths.tick(10.6 + HELD_S)] == [LastLog(["last words"])]
 
 
+def test_a_rank_that_the_launcher_ends_after_one_that_lost_its_peer_follows_from_it():
+    deaths = DeathDetector(OomDetector())
+    deaths.failure(10.0, Failure(1, 7, "backward", 10.0, LOST), set())
+    assert deaths.process_gone(10.4, gone(1, code=1), set()) == []
+    found, follows = deaths.process_gone(10.8, gone(0, signal=15), set())
+    assert (found.matter, found.ranks, found.severity) == (Matter("failure", 1, "backward"), (1,), "error")
+    assert list(follows.facts.followers) == [0]
+    assert follows.facts.followers[0].events == [Ended(None, 15)]
+    assert deaths.tick(20.0) == []
+
+
+@pytest.mark.parametrize(("peer_gone_at", "signal"), [(10.8, 15), (None, 15), (10.4, 11)])
+def test_a_death_that_may_have_come_first_or_that_no_launcher_causes_is_the_alert(peer_gone_at: Any, signal: int):
+    deaths = DeathDetector(OomDetector())
+    deaths.failure(10.0, Failure(1, 7, "backward", 10.0, LOST), set())
+    if peer_gone_at is not None:
+        deaths.process_gone(peer_gone_at, gone(1, code=1), set())
+    found, follows = deaths.process_gone(10.8, gone(0, signal=signal), set())
+    assert (found.matter, found.severity) == (Matter("died", 0), "error")
+    assert list(follows.facts.followers) == [1]
+
+
 def test_ranks_that_ended_early_are_found_with_the_step_of_each():
     deaths = DeathDetector(OomDetector(), lambda: {2: 6, 1: 5})
     deaths.failure(10.0, Failure(0, 7, "backward", 10.0, LOST), set())
