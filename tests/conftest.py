@@ -35,7 +35,7 @@ gc.disable()
 INTEGRATION_SECONDS = 600
 """The timeout of an integration test: a fixture that trains many configurations takes a minute on two free cores."""
 INTEGRATION = Path(__file__).with_name("integration")
-WORKERS_PER_CORE = 3.5
+WORKERS_PER_CORE = 2.5
 """Half of the integration tests' time is spent waiting: for a patience to pass, for a process to end. Without them a
 worker a core is best, as each imports what the tests need: 10 s of processor time."""
 

@@ -173,7 +173,6 @@ class Publisher(threading.Thread):
             self._drain()
             now = time.time()
             if self._steps and not 0 <= now - self._sent_steps < STEPS_SECONDS:
-                self._sent_steps = now
                 self._send_steps()
             self._send_comparisons()
             self._slow_facts.note_steps()
@@ -234,6 +233,8 @@ class Publisher(threading.Thread):
             self.send(introduction.plan)
 
     def _send_steps(self) -> None:
+        """Send the steps that the device has come past."""
+        self._sent_steps = time.time()
         while self._steps:
             try:
                 if not has_passed(self._steps[0].marks[-1].event):
@@ -297,6 +298,7 @@ class Publisher(threading.Thread):
                 return
         elif (0 <= quiet < CHANGED_BEAT_SECONDS or self._steps) and 0 <= since < FLOWING_BEAT_SECONDS:
             return
+        self._send_steps()  # a step that came after this heartbeat would take the rank back to its end
         self._changes, self._spoken, self._beaten = changes, now, now
         reading = self._rank.device.memory.read(tracker.sample)
         self.send(
