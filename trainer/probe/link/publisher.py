@@ -106,6 +106,8 @@ class Publisher(threading.Thread):
         """Times of the latest heartbeat, and of the latest heartbeat or step."""
         self._tended = 0.0
         self._sent_steps = 0.0
+        self._closed = False
+        """What the rank did after its last step was sent: only its goodbye follows."""
         self._ending = threading.Event()
         self._flush_seconds = 0.0
         self._recording = recording = Recording()
@@ -170,13 +172,17 @@ class Publisher(threading.Thread):
         while not self._ending.is_set():
             if poller.poll(POLL_MS):
                 self._commands.receive(ranks)
-            self._drain()
             now = time.time()
-            if self._steps and not 0 <= now - self._sent_steps < STEPS_SECONDS:
+            beat = self._next_beat(now)
+            self._drain()
+            if beat is not None and not self._closed:
+                # A step that came after a later one's heartbeat would take the rank back to that step's end.
+                self._send_steps(below=beat.step)
+                self.send(beat)
+            elif self._steps and not 0 <= now - self._sent_steps < STEPS_SECONDS:
                 self._send_steps()
             self._send_comparisons()
             self._slow_facts.note_steps()
-            self._beat(now)
             self._rank.device.memory.tidy()
             self._captures.tick()
             self._snapshots.tick()
@@ -219,6 +225,7 @@ class Publisher(threading.Thread):
                     self.send_hello()
             else:
                 if isinstance(item, RestRaw | Goodbye):
+                    self._closed = True
                     self._send_last_steps()
                 if isinstance(item, RestRaw):
                     self._send_rest(item.raw)
@@ -232,10 +239,10 @@ class Publisher(threading.Thread):
         if introduction.plan is not None:
             self.send(introduction.plan)
 
-    def _send_steps(self) -> None:
-        """Send the steps that the device has come past."""
+    def _send_steps(self, below: int | None = None) -> None:
+        """Send the steps that the device has come past, or only those of a number below ``below``."""
         self._sent_steps = time.time()
-        while self._steps:
+        while self._steps and (below is None or self._steps[0].number < below):
             try:
                 if not has_passed(self._steps[0].marks[-1].event):
                     return
@@ -288,39 +295,37 @@ class Publisher(threading.Thread):
                 events.recycle(begun)
                 events.recycle(ended)
 
-    def _beat(self, now: float) -> None:
+    def _next_beat(self, now: float) -> Heartbeat | None:
+        """Return the heartbeat that is due; None where none is."""
         tracker, counts = self._tracker, self._tracker.counts
         progress = tracker.progress + counts.entered
         changes = progress + self._hold.since  # a rank that is held, or released, reports at once
         quiet, since = now - self._spoken, now - self._beaten
         if changes == self._changes:
             if 0 <= quiet < BEAT_SECONDS:
-                return
+                return None
         elif (0 <= quiet < CHANGED_BEAT_SECONDS or self._steps) and 0 <= since < FLOWING_BEAT_SECONDS:
-            return
-        self._send_steps()  # a step that came after this heartbeat would take the rank back to its end
+            return None
         self._changes, self._spoken, self._beaten = changes, now, now
         reading = self._rank.device.memory.read(tracker.sample)
-        self.send(
-            Heartbeat(
-                rank=self._rank.rank,
-                step=tracker.step + 1,
-                phase=tracker.phase,
-                phase_started=now - (time.perf_counter_ns() - tracker.phase_ns) / 1e9,
-                progress=progress,
-                time=now,
-                micro_step=tracker.notes.micro_steps + tracker.notes.repeats,
-                collectives=counts.entered,
-                collective=counts.in_flight,
-                last_collective=counts.last,
-                step_collectives=max(0, counts.entered - tracker.step_collectives),
-                group=counts.group,
-                group_sequence=counts.sequence,
-                size=counts.size,
-                allocated=reading.allocated,
-                reserved=reading.reserved,
-                resident=max(0, reading.resident),
-                dropped=self.dropped + self._outbox.overflowed,
-                held_since=self._hold.since,
-            )
+        return Heartbeat(
+            rank=self._rank.rank,
+            step=tracker.step + 1,
+            phase=tracker.phase,
+            phase_started=now - (time.perf_counter_ns() - tracker.phase_ns) / 1e9,
+            progress=progress,
+            time=now,
+            micro_step=tracker.notes.micro_steps + tracker.notes.repeats,
+            collectives=counts.entered,
+            collective=counts.in_flight,
+            last_collective=counts.last,
+            step_collectives=max(0, counts.entered - tracker.step_collectives),
+            group=counts.group,
+            group_sequence=counts.sequence,
+            size=counts.size,
+            allocated=reading.allocated,
+            reserved=reading.reserved,
+            resident=max(0, reading.resident),
+            dropped=self.dropped + self._outbox.overflowed,
+            held_since=self._hold.since,
         )
