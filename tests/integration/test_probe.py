@@ -254,32 +254,6 @@ def test_commands_are_answered_while_the_training_thread_is_busy_elsewhere(colle
     assert collector.of(Goodbye)[0].reason == "stopped"
 
 
-QUICK_LOOP = """
-import time, torch
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(100):
-    model(torch.ones(2, 8)).sum().backward()
-    time.sleep(0.03)
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
-def test_steps_are_sent_together_and_none_after_a_heartbeat_of_a_later_one(collector, tmp_path):
-    script = tmp_path / "quick.py"
-    script.write_text(QUICK_LOOP)
-    collector.start(BIN / "python", script).finish()
-    assert [step.step for step in collector.of(Step)] == list(range(1, 101))
-    beats, latest = 0, 0
-    for message in collector.messages:
-        if isinstance(message, Heartbeat):
-            beats, latest = beats + 1, message.step
-        elif isinstance(message, Step):
-            assert message.step >= latest
-    assert beats > 2
-
-
 def test_without_a_hub_a_rank_ends_within_a_second_of_its_last_line(tmp_path, monkeypatch):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
     collector = Collector(tmp_path / "home")

@@ -37,9 +37,6 @@ from .stack_dump import Dumper
 from .step_message import closing_message, step_message, without_device
 
 POLL_MS = 100
-STEPS_SECONDS = 0.25
-"""Interval of sending finished steps: a screen is redrawn as often. A batch costs less than single messages,
-each with cold caches: 870 us of CPU time a step of 90 ms on a slow host of an H200."""
 LAST_STEPS_SECONDS = 0.25
 """Time limit for the device to pass the last steps, when the rank ends."""
 YIELD_SECONDS = 0.0002
@@ -105,7 +102,6 @@ class Publisher(threading.Thread):
         self._spoken = 0.0
         """Times of the latest heartbeat, and of the latest heartbeat or step."""
         self._tended = 0.0
-        self._sent_steps = 0.0
         self._closed = False
         """What the rank did after its last step was sent: only its goodbye follows."""
         self._ending = threading.Event()
@@ -172,17 +168,14 @@ class Publisher(threading.Thread):
         while not self._ending.is_set():
             if poller.poll(POLL_MS):
                 self._commands.receive(ranks)
+            self._drain()
+            self._send_steps()
+            self._slow_facts.note_steps()
+            self._send_comparisons()
             now = time.time()
             beat = self._next_beat(now)
-            self._drain()
             if beat is not None and not self._closed:
-                # A step that came after a later one's heartbeat would take the rank back to that step's end.
-                self._send_steps(below=beat.step)
                 self.send(beat)
-            elif self._steps and not 0 <= now - self._sent_steps < STEPS_SECONDS:
-                self._send_steps()
-            self._send_comparisons()
-            self._slow_facts.note_steps()
             self._rank.device.memory.tidy()
             self._captures.tick()
             self._snapshots.tick()
@@ -239,10 +232,9 @@ class Publisher(threading.Thread):
         if introduction.plan is not None:
             self.send(introduction.plan)
 
-    def _send_steps(self, below: int | None = None) -> None:
-        """Send the steps that the device has come past, or only those of a number below ``below``."""
-        self._sent_steps = time.time()
-        while self._steps and (below is None or self._steps[0].number < below):
+    def _send_steps(self) -> None:
+        """Send the steps that the device has come past."""
+        while self._steps:
             try:
                 if not has_passed(self._steps[0].marks[-1].event):
                     return
@@ -304,7 +296,7 @@ class Publisher(threading.Thread):
         if changes == self._changes:
             if 0 <= quiet < BEAT_SECONDS:
                 return None
-        elif (0 <= quiet < CHANGED_BEAT_SECONDS or self._steps) and 0 <= since < FLOWING_BEAT_SECONDS:
+        elif 0 <= quiet < CHANGED_BEAT_SECONDS and 0 <= since < FLOWING_BEAT_SECONDS:
             return None
         self._changes, self._spoken, self._beaten = changes, now, now
         reading = self._rank.device.memory.read(tracker.sample)

@@ -58,7 +58,7 @@ class _Ending:
         leave_at_once = os._exit
 
         def leave_now(status: int) -> NoReturn:
-            # atexit does not run: without this the last steps, up to a third of a second of them, would be lost.
+            # atexit does not run: without this the last steps, up to a tenth of a second of them, would be lost.
             if os.getpid() == self._rank.process.pid:
                 self._note_exit(status)
                 self._exit_word = "os._exit"
