@@ -48,7 +48,7 @@ class Allocator:
         begin, length = ctypes.addressof(self.pointers), 8 * DEVICES
         self.words = (ctypes.c_uint64 * 1200)(*(draw.randrange(2**64) for _ in range(1200)))
         self.address = ctypes.addressof(self.words)
-        # Other vectors of as many bytes: one that leads nowhere, and one to objects without the struct.
+        # Two other vectors of this size: an unmapped address, and objects without the struct.
         self.words[40:43] = [64, 64 + length, 64 + length]
         self.words[90:93] = [self.address, self.address + length, 2**63]
         self.words[900:903] = [begin, begin + length, begin + length]

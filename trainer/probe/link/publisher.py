@@ -103,7 +103,7 @@ class Publisher(threading.Thread):
         """Times of the latest heartbeat, and of the latest heartbeat or step."""
         self._tended = 0.0
         self._closed = False
-        """What the rank did after its last step was sent: only its goodbye follows."""
+        """The closing messages have begun: no heartbeat follows."""
         self._ending = threading.Event()
         self._flush_seconds = 0.0
         self._recording = recording = Recording()
