@@ -196,6 +196,15 @@ def decode_body(frame: bytes) -> Message | None:
     return None
 
 
+def is_leap(gap: int) -> bool:
+    """Whether so many numbers are missing because a new hub took over the numbering, not because they were lost.
+
+    The new hub counts from the last number recorded plus ``RESTART_LEAP``. The numbers given after that one, those of
+    heartbeats and of messages not yet written, make the gap smaller.
+    """
+    return gap >= RESTART_LEAP // 2
+
+
 class LossCounter:
     """Counts, for each sender, the messages that its numbering shows were lost on the way."""
 
@@ -220,7 +229,7 @@ class LossCounter:
         if expected is None or seq <= expected:
             return 0
         gap = seq - expected
-        if gap >= RESTART_LEAP // 2:
+        if is_leap(gap):
             return 0
         self.lost[src] = self.lost.get(src, 0) + gap
         return gap

@@ -310,6 +310,34 @@ def test_a_dead_hub_is_said_and_a_new_one_is_taken_up(run: RunDir, process: Proc
         source.close()
 
 
+def test_after_a_restart_of_the_hub_the_steps_before_it_are_shown_to_early_and_late(
+    run: RunDir, process: ProcessId
+) -> None:
+    frames = now_frames(100)
+    hub = SmallHub(run, process)
+    sent = feed(hub, frames[:200])
+    early = LiveSource(run)
+    early.start()
+    pump(early, lambda: early.connection.state == "live")
+    for number in range(5):  # numbered, shown, and in no recording: the next hub counts from before them
+        hub.put(beat(number), frames[199].t)
+    pump(early, lambda: early.model.last_seq == sent[-1].seq + 5)
+    hub.close()
+    end(process)
+    pump(early, lambda: early.connection.state == "hub-gone")
+    with SmallHub(run) as second:
+        pump(early, lambda: early.connection.state == "live")
+        sent += feed(second, frames[200:])
+        pump(early, lambda: early.model.last_seq == sent[-1].seq)
+        late = LiveSource(run)
+        late.start()
+        pump(late, lambda: late.connection.state == "live" and late.model.last_seq == sent[-1].seq)
+        for source in (early, late):
+            for rank in source.model.ranks.values():
+                assert [step.step for step in rank.steps] == list(range(1, 101))
+            source.close()
+
+
 def test_a_hole_that_a_dying_hub_could_not_fill_is_filled_by_the_next(run: RunDir, process: ProcessId) -> None:
     frames = now_frames(200)
     with SmallHub(run, process) as hub:

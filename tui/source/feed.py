@@ -20,7 +20,7 @@ from ...protocol import wire
 from ...protocol.control import Accepted, Command, HubStats, Result
 from ...protocol.errors import FtmonError, ProtocolError
 from ...protocol.sockets import peer_socket
-from ...protocol.wire import RESTART_LEAP, Frame
+from ...protocol.wire import RESTART_LEAP, Frame, is_leap
 from ..model.run import RunInfo, RunModel
 from .base import Connection, ConnectionState
 from .endpoint import Endpoint, Hub
@@ -263,8 +263,8 @@ class Feed(threading.Thread):
                 self._unrecorded = bool(frame.message.recording_error)
 
     def _fill(self, history: History, after: int, before: int, missed: int) -> None:
-        if missed >= RESTART_LEAP:
-            missed -= RESTART_LEAP
+        if is_leap(missed):
+            missed = max(0, missed - RESTART_LEAP)
         if missed > _MAX_FETCHED:
             self._load(history)
             return

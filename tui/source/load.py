@@ -8,7 +8,7 @@ from math import ceil, floor
 
 from ...protocol.recording.results import RecordingInfo
 from ...protocol.telemetry import Checkpoint, Evaluation, Step
-from ...protocol.wire import Frame
+from ...protocol.wire import RESTART_LEAP, Frame
 from ..model.max_pyramid import Level
 from ..model.run import RunInfo, RunModel
 from .history import History
@@ -105,6 +105,12 @@ def _load(
     frames.update((frame.seq, frame) for frame in history.logs(before_seq=seq + 1, limit=LOG_LINES))
     go_on()
     tail = history.frames(begin, length, t)
+    if seq > RESTART_LEAP:
+        # The numbers go on far beyond those of an earlier hub, and some of the wanted ones may be before that leap.
+        across = max(seq - length - RESTART_LEAP, 0)
+        wide = history.frames(across, length, t)
+        if wide and tail and wide[-1].seq == tail[-1].seq:
+            begin, tail = across, wide
     go_on()
     frames.update((frame.seq, frame) for frame in tail)
     if begin:
