@@ -1,8 +1,7 @@
-"""``ftmon relay [RUN]``: pass a run's sockets on over standard input and output; what ``attach ssh://`` runs there."""
+"""``ftmon relay [RUN]``: report where a run's sockets are, and wait for its end; ``attach ssh://`` runs it there."""
 
 import os
-import socket
-import time
+import select
 from argparse import Namespace
 
 import msgspec
@@ -11,15 +10,14 @@ from ... import __version__
 from ...protocol import run_store, wire
 from ...protocol.errors import FtmonError, UsageError
 from ...protocol.rundir import RunDir
-from ..source.relayed import CHANNELS, Greeting
-from ..source.tunnel import Tunnel
+from ..source.ssh import CHANNELS, Greeting
 from .trainer_process import living_hub
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 def relay(arguments: Namespace) -> int:
-    """Relay a run until the other side leaves (status 1) or the run is over (status 0)."""
+    """Print the greeting; return 0 when the run is over, 1 when the other side has left."""
     run = run_store.find(arguments.run)
     end = run.read_exit()
     if end is not None:
@@ -36,38 +34,14 @@ def relay(arguments: Namespace) -> int:
         created=content.created,
         host=content.host,
         read_only=hub.read_only,
+        sockets={channel: run.ipc_address(channel).removeprefix("ipc://") for channel in CHANNELS},
     )
-    # A descriptor of its own, and standard output to nowhere: nothing that is printed may get between the frames.
-    sink, source = os.dup(1), os.dup(0)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.write(sink, msgspec.json.encode(greeting) + b"\n")
-    tunnel = Tunnel(source, sink, opener=lambda channel: _connect(run, channel))
-    tunnel.start()
-    while tunnel.is_alive():
-        tunnel.join(_LOOK_SECONDS)
-        if _is_over(run):
-            time.sleep(_LOOK_SECONDS)  # what the hub sent last is still on its way
-            tunnel.stop()
-            tunnel.join()
-            return 0
-    return 1
-
-
-def _connect(run: RunDir, channel: str) -> socket.socket:
-    """Connect to a channel of the run's hub.
-
-    Raises:
-        OSError: there is none now, or no such channel.
-    """
-    if channel not in CHANNELS:
-        raise OSError(f"{channel} is not relayed")
-    near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        near.connect(run.ipc_address(channel).removeprefix("ipc://"))
-    except OSError:
-        near.close()
-        raise
-    return near
+    print(msgspec.json.encode(greeting).decode(), flush=True)
+    while not _is_over(run):
+        readable, _, _ = select.select([0], [], [], _POLL_SECONDS)
+        if readable and not os.read(0, 4096):
+            return 1
+    return 0
 
 
 def _is_over(run: RunDir) -> bool:

@@ -8,19 +8,17 @@ from typing import NamedTuple
 
 from ...protocol.errors import FtmonError, UsageError
 from ..source.live import LiveSource
-from ..source.relayed import RelayedEndpoint, RelayError
+from ..source.ssh import SshCommand, SshEndpoint, SshError
 from .remote import watch_remote
 
 SSH_ENV = "FTMON_SSH"
-"""The ssh command with options of one's own, where it is not ``ssh``."""
+"""OpenSSH's client and options of one's own, where it is not ``ssh``."""
 REMOTE_ENV = "FTMON_REMOTE"
 """The ftmon there, where it is not on the PATH that ssh gives a command: ``~/venv/bin/ftmon``."""
 
 _URL = re.compile(
     r"ssh://(?:([^@/\s-][^@/\s]*)@)?(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]-][^\s:/@\[\]]*)(?::(\d{1,5}))?(?:/([^/\s]*))?/?"
 )
-_ALIVE = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
-_UNATTENDED = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _NOT_FOUND, _SSH_FAILED, _USAGE = 127, 255, 2
 
 
@@ -33,18 +31,18 @@ class Place(NamedTuple):
     run: str
 
 
-class RelayedSource(LiveSource):
-    """Follows a run through a relay; ``close`` ends that too."""
+class SshSource(LiveSource):
+    """Follows a run over ssh; ``close`` ends the connection too."""
 
-    def __init__(self, endpoint: RelayedEndpoint) -> None:
+    def __init__(self, endpoint: SshEndpoint) -> None:
         """The endpoint must be open."""
         super().__init__(endpoint=endpoint, info=endpoint.info)
-        self._relayed = endpoint
+        self._ssh = endpoint
 
     def close(self) -> None:
-        """End the threads, close the sockets, end the relay; the run goes on."""
+        """End the threads, close the sockets, end the connection; the run goes on."""
         super().close()
-        self._relayed.close()
+        self._ssh.close()
 
 
 def parse_place(text: str) -> Place:
@@ -59,32 +57,26 @@ def parse_place(text: str) -> Place:
     return Place(found[2].strip("[]"), found[1] or "", found[3] or "", found[4] or "")
 
 
-def commands(place: Place) -> tuple[list[str], list[str]]:
-    """Return the words of the first attempt, which may ask for a password, and those of later ones, which may not."""
-    ssh = shlex.split(os.environ.get(SSH_ENV) or "ssh")
+def command(place: Place) -> SshCommand:
+    """Return the words of the ssh to a run."""
     remote = f"{os.environ.get(REMOTE_ENV) or 'ftmon'} relay {shlex.quote(place.run) if place.run else ''}".strip()
-    target = [
-        *(("-p", place.port) if place.port else ()),
-        *(("-l", place.user) if place.user else ()),
-        "--",
-        place.host,
-    ]
-    return [*ssh, "-T", *_ALIVE, *target, remote], [*ssh, "-T", *_ALIVE, *_UNATTENDED, *target, remote]
+    port, user = ("-p", place.port) if place.port else (), ("-l", place.user) if place.user else ()
+    return SshCommand(shlex.split(os.environ.get(SSH_ENV) or "ssh"), [*port, *user, "--", place.host], remote)
 
 
 def attach_ssh(arguments: Namespace) -> int:
     """Watch a run of another host, in the app or in plain lines."""
     place = parse_place(arguments.run)
-    endpoint = RelayedEndpoint(*commands(place))
+    endpoint = SshEndpoint(command(place))
     try:
         endpoint.open()
-    except RelayError as error:
+    except SshError as error:
         endpoint.close()
         raise UsageError(_explain(place, error)) from None
     except FtmonError as error:
         endpoint.close()
         raise UsageError(f"{place.host}: {error}") from None
-    source = RelayedSource(endpoint)
+    source = SshSource(endpoint)
     try:
         return watch_remote(
             source,
@@ -103,8 +95,8 @@ def _address(place: Place, run_id: str) -> str:
     return f"ssh://{user}{host}{port}/{run_id or place.run}"
 
 
-def _explain(place: Place, error: RelayError) -> str:
-    """Return one line about why nothing was relayed."""
+def _explain(place: Place, error: SshError) -> str:
+    """Return one line about why there is no connection."""
     words = str(error).removeprefix("ftmon: ")
     if error.status == _NOT_FOUND:
         return (
@@ -114,5 +106,5 @@ def _explain(place: Place, error: RelayError) -> str:
     if error.status == _SSH_FAILED:
         return f"{place.host}: {words or 'ssh failed'}"
     if error.status == _USAGE and "invalid choice" in words:
-        return f"{place.host}: the ftmon there knows no relay; install the same version on both sides"
-    return f"{place.host}: {words or f'the relay ended with status {error.status}'}"
+        return f"{place.host}: the ftmon there knows no 'relay': install the same version on both sides"
+    return f"{place.host}: {words or f'ftmon relay ended with status {error.status}'}"

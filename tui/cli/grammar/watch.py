@@ -57,7 +57,10 @@ def _attach(commands: "Commands") -> None:
 
 def _relay(commands: "Commands") -> None:
     relay = add_command(
-        commands, "relay", "relay:relay", "pass a run on over stdin and stdout ('attach ssh://' runs it)"
+        commands,
+        "relay",
+        "relay:relay",
+        "report where a run's sockets are, and wait for its end ('attach ssh://' runs it)",
     )
     add_run(relay, optional=True)
 

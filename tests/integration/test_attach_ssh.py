@@ -1,11 +1,13 @@
-"""``ftmon attach ssh://``: a run seen, asked and killed through nothing but a relay's standard input and output."""
+"""``ftmon attach ssh://``: a run seen, asked and killed through OpenSSH's client and a real SSH server."""
 
 import contextlib
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -14,38 +16,25 @@ from eventually import eventually
 from ftmon.protocol.errors import UsageError
 from ftmon.protocol.telemetry import Step
 from ftmon.tui.cli.main import parse
-from ftmon.tui.cli.ssh import RelayedSource, attach_ssh, commands, parse_place
-from ftmon.tui.source.relayed import RelayedEndpoint
+from ftmon.tui.cli.ssh import SshSource, attach_ssh, command, parse_place
+from ftmon.tui.source.ssh import SshEndpoint
 from hub_client import App, fake_ranks, started
+from ssh_server import SshServer
 
-STAND_IN = """\
-#!/bin/sh
-while :; do
-  case "$1" in
-    -o|-p|-l) shift 2 ;;
-    --) shift; break ;;
-    *) shift ;;
-  esac
-done
-[ "$1" = nowhere ] && { echo "ssh: Could not resolve hostname nowhere: Name or service not known" >&2; exit 255; }
-shift
-echo "Welcome. You have mail."
-exec sh -c "$*"
-"""
+pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client")
 
 
-@pytest.fixture(autouse=True)
-def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for ssh that runs the command here; what it runs is real."""
-    program = tmp_path / "ssh"
-    program.write_text(STAND_IN)
-    program.chmod(0o755)
-    monkeypatch.setenv("FTMON_SSH", str(program))
-    monkeypatch.setenv("FTMON_REMOTE", f"{sys.executable} -m ftmon.tui.cli")
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SshServer]:
+    """An SSH server on a port of this host."""
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("FTMON_REMOTE", f"{sys.executable} -m ftmon.tui.cli")
+    with SshServer(tmp_path) as server:
+        monkeypatch.setenv("FTMON_SSH", server.client)
+        yield server
 
 
-def pumped(source: RelayedSource, condition: Callable[[], object]) -> None:
+def pumped(source: SshSource, condition: Callable[[], object]) -> None:
     eventually(condition, "what was to be shown", each=lambda: source.pump(0.05), state=lambda: source.connection)
 
 
@@ -58,13 +47,13 @@ def relays() -> list[psutil.Process]:
     return found
 
 
-def test_a_run_is_followed_commanded_and_found_again_over_ssh() -> None:
+def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer) -> None:
     with started(fake_ranks({"rank": 0, "rate": 20}, {"rank": 1, "rate": 20})) as run:
         with App(run) as app:
             app.wait_for(Step, lambda step: step.step > 5)
-        endpoint = RelayedEndpoint(*commands(parse_place(f"ssh://me@there:22/{run.id}")))
+        endpoint = SshEndpoint(command(parse_place(f"{server.url}/{run.id}")))
         assert endpoint.open().id == run.id
-        source = RelayedSource(endpoint)
+        source = SshSource(endpoint)
         source.start()
         try:
             pumped(source, lambda: len(source.model.ranks) == 2 and source.model.step > 5)
@@ -86,47 +75,55 @@ def test_a_run_is_followed_commanded_and_found_again_over_ssh() -> None:
             pumped(source, lambda: source.connection.state == "ended")
         finally:
             source.close()
-        assert not relays()
+        eventually(lambda: not relays(), "the end of the relay")
 
 
-def test_who_leaves_is_told_how_to_come_back_to_that_very_run() -> None:
+def test_who_leaves_is_told_how_to_come_back_to_that_very_run(server: SshServer) -> None:
     with started(fake_ranks({"rank": 0, "rate": 20})) as run:
         with App(run) as app:
             app.wait_for(Step, lambda step: step.step > 5)
-        words = [sys.executable, "-m", "ftmon.tui.cli", "attach", "--plain", "ssh://me@there:22"]
+        words = [sys.executable, "-m", "ftmon.tui.cli", "attach", "--plain", server.url]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as attached:
             assert attached.stdout is not None
             assert next(line for line in attached.stdout if " step " in line)
             attached.send_signal(signal.SIGINT)
             *_, last = attached.stdout
             assert attached.wait(20) == 130
-        assert last == f"{run.id} goes on; attach again: ftmon attach ssh://me@there:22/{run.id}\n"
+        assert last == f"{run.id} goes on; attach again: ftmon attach {server.url}/{run.id}\n"
+
+
+def test_a_server_that_does_not_forward_sockets_is_named(server: SshServer) -> None:
+    server.forwards = False
+    with started(fake_ranks({"rank": 0, "rate": 20})) as run:
+        with pytest.raises(UsageError, match="does not forward UNIX sockets; set 'AllowStreamLocalForwarding yes'"):
+            attach_ssh(parse(["attach", "--plain", f"{server.url}/{run.id}"]))
+        eventually(lambda: not relays(), "the end of the relay")
 
 
 @pytest.mark.parametrize(
     ("address", "remote", "words"),
     [
-        ("ssh://nowhere", "", "nowhere: ssh: Could not resolve hostname"),
-        ("ssh://there", "/no/such/ftmon", "no 'ftmon' there on the PATH of a command"),
-        ("ssh://there/none", "", "there: no runs in "),
-        ("ssh://there", """echo '{"ftmon":"9","protocol":[9,0],"id":"x"}'; cat; true""", "speaks protocol 9.0"),
-        ("ssh://there", "echo usage: invalid choice: >&2; exit 2 #", "knows no relay"),
+        ("ssh://127.0.0.1:1", "", "127.0.0.1: ssh: connect to host 127.0.0.1 port 1: Connection refused"),
+        ("URL", "/no/such/ftmon", "no 'ftmon' there on the PATH of a command"),
+        ("URL/none", "", "no runs in "),
+        ("URL", """echo '{"ftmon":"9","protocol":[9,0],"id":"x"}'; cat; true""", "speaks protocol 9.0"),
+        (
+            "URL",
+            """echo '{"ftmon":"0","protocol":[1,0],"id":"x"}'; cat; true""",
+            "of another version: install the same",
+        ),
+        ("URL", "echo usage: invalid choice: >&2; exit 2 #", "knows no 'relay'"),
         ("ssh://-oProxyCommand=x", "", "must be ssh://"),
         ("ssh://there:99999", "", "must be ssh://"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
-    address: str, remote: str, words: str, monkeypatch: pytest.MonkeyPatch
+    server: SshServer, address: str, remote: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if remote:
         monkeypatch.setenv("FTMON_REMOTE", remote)
-    with pytest.raises(UsageError, match=words.replace("[", r"\[").replace("(", r"\(")) as error:
-        attach_ssh(parse(["attach", "--plain", address]))
-    assert "\n" not in str(error.value)
-
-
-def test_nothing_is_left_of_a_relay_that_never_began(tmp_path: Path) -> None:
     before = set(os.listdir("/tmp"))
-    with pytest.raises(UsageError):
-        attach_ssh(parse(["attach", "--plain", "ssh://nowhere"]))
-    assert not [name for name in set(os.listdir("/tmp")) - before if name.startswith("ftmon-relay-")]
+    with pytest.raises(UsageError, match=re.escape(words)) as error:
+        attach_ssh(parse(["attach", "--plain", address.replace("URL", server.url)]))
+    assert "\n" not in str(error.value)
+    assert not [name for name in set(os.listdir("/tmp")) - before if name.startswith("ftmon-ssh-")]

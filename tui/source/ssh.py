@@ -1,0 +1,340 @@
+"""A run of another host over ssh: its hub's UNIX sockets, forwarded to local ones through one connection.
+
+``ssh HOST ftmon relay RUN`` reports where the sockets are and ends when the run is over. Through the same connection
+(OpenSSH's ``ControlMaster``), ``ssh -O forward -L`` forwards them. When the connection is lost, another is made.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from ...protocol import wire
+from ...protocol.errors import FtmonError, HubError, RecordingError
+from ...protocol.text import sanitize
+from ..model.run import RunInfo
+from .endpoint import Endpoint, Hub
+from .history import History
+
+CHANNELS = ("stream", "control", "query")
+"""What an app needs of a hub."""
+RETRY_SECONDS = 3.0
+HELLO_SECONDS = 20.0
+_FORWARD_SECONDS = 5.0
+"""Time for the hub's first byte to arrive through a forwarded socket."""
+_EXIT_SECONDS = 3.0
+_GREETING_LIMIT = 64 << 10
+"""A login shell may print this much before the relay's first line."""
+_ERRORS_LIMIT = 16 << 10
+_CHANNEL = "channel "
+"""What ssh reports of one forwarded connection begins with it; there is one whenever the hub is away."""
+_ALIVE = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
+_UNATTENDED = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+
+
+class Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The first line of ``ftmon relay``, in JSON."""
+
+    ftmon: str
+    """Version of ftmon there."""
+    protocol: tuple[int, int]
+    id: str
+    name: str = ""
+    kind: str = ""
+    command: list[str] = []
+    created: float = 0.0
+    host: str = ""
+    read_only: bool = False
+    sockets: dict[str, str] = {}
+    """Path of the hub's socket by channel."""
+
+
+class SshError(FtmonError):
+    """There is no connection: ssh or the program on the other host ended, or sockets are not forwarded."""
+
+    def __init__(self, text: str, status: int = 1) -> None:
+        """Keep the last line printed, and the exit status."""
+        super().__init__(text)
+        self.status = status
+
+
+class SshCommand(NamedTuple):
+    """Words of an ssh command."""
+
+    program: list[str]
+    """OpenSSH's client and options of the user's own."""
+    target: list[str]
+    """Options and the host."""
+    remote: str
+    """The command on the other host."""
+
+    def session(self, control: Path, unattended: bool) -> list[str]:
+        """Return the words that connect; an attended one may ask for a password."""
+        options = (*_ALIVE, *(_UNATTENDED if unattended else ()))
+        return [*self.program, "-T", "-M", "-S", str(control), *options, *self.target, self.remote]
+
+    def forward(self, control: Path, pairs: Iterable[tuple[Path, str]]) -> list[str]:
+        """Return the words that forward local sockets to remote ones through a session."""
+        forwards = [word for near, far in pairs for word in ("-L", f"{near}:{far}")]
+        return [*self.program, "-S", str(control), "-O", "forward", *forwards, *self.target]
+
+
+class Session:
+    """One ssh connection.
+
+    Args:
+        command: its words.
+        folder: where the local sockets are made.
+        unattended: it gives up after ``HELLO_SECONDS``, and asks for no password.
+
+    Raises:
+        SshError: there is none; the text is the last line printed.
+    """
+
+    def __init__(self, command: SshCommand, folder: Path, unattended: bool) -> None:
+        self.sockets = {channel: folder / f"{channel}.sock" for channel in CHANNELS}
+        control = folder / "control"
+        for path in (*self.sockets.values(), control):
+            path.unlink(missing_ok=True)  # of an earlier session
+        words = command.session(control, unattended)
+        try:
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        except OSError as error:
+            raise SshError(f"{words[0]}: {error.strerror}", 127) from None
+        self._errors = bytearray()
+        self._over = threading.Event()
+        self._reading = threading.Thread(target=self._read_errors, name="ssh-errors", daemon=True)
+        self._reading.start()
+        try:
+            self.greeting = self._greet(HELLO_SECONDS if unattended else None)
+            self._forward(command.forward(control, self._pairs()))
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+        threading.Thread(target=self._await_end, name="ssh", daemon=True).start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the connection stands."""
+        return not self._over.is_set()
+
+    @property
+    def ended_in_order(self) -> bool:
+        """Whether it ended because the run is over."""
+        return self._over.is_set() and self._process.poll() == 0
+
+    @property
+    def last_line(self) -> str:
+        """The last line that it printed as an error."""
+        return _last(line for line in _lines(self._errors) if not line.startswith(_CHANNEL))
+
+    def close(self) -> None:
+        """End it."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_EXIT_SECONDS)
+            return
+        self._process.kill()
+        self._process.wait()
+
+    def _pairs(self) -> list[tuple[Path, str]]:
+        far = self.greeting.sockets
+        if not far.keys() >= self.sockets.keys():
+            raise _other_version()
+        return [(near, far[channel]) for channel, near in self.sockets.items()]
+
+    def _greet(self, patience: float | None) -> Greeting:
+        timer = threading.Timer(patience, self._process.kill) if patience is not None else None
+        try:
+            if timer is not None:
+                timer.start()
+            return self._read_greeting()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _read_greeting(self) -> Greeting:
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        line, total = bytearray(), 0
+        while total < _GREETING_LIMIT:
+            byte = os.read(descriptor, 1)
+            if not byte:
+                break
+            total += 1
+            line += byte
+            if byte == b"\n":
+                if line.startswith(b'{"ftmon":'):
+                    return _decode_greeting(bytes(line))
+                line.clear()  # what a login shell printed
+        self._process.kill() if total >= _GREETING_LIMIT else None
+        status = self._process.wait()
+        self._reading.join(timeout=1)
+        raise SshError(self.last_line, status)
+
+    def _forward(self, words: Sequence[str]) -> None:
+        try:
+            done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=HELLO_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise SshError("ssh does not forward the hub's sockets: it gave no answer") from None
+        if done.returncode:
+            raise SshError(f"ssh does not forward the hub's sockets: {_last(_lines(done.stderr))}")
+        deadline = time.monotonic() + _FORWARD_SECONDS
+        while not _answers(self.sockets["query"]):
+            if time.monotonic() > deadline:
+                why = _last(line for line in _lines(self._errors) if line.startswith(_CHANNEL))
+                raise SshError(
+                    "its SSH server does not forward UNIX sockets; set 'AllowStreamLocalForwarding yes' in its "
+                    f"sshd_config, or attach to tcp:// ({why or 'no answer'})"
+                )
+            time.sleep(0.2)
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        with contextlib.suppress(OSError, ValueError):
+            while data := os.read(self._process.stderr.fileno(), 4096):
+                self._errors = (self._errors + data)[-_ERRORS_LIMIT:]
+
+    def _await_end(self) -> None:
+        """Note the end of the program on the other host; ssh itself stays while a connection is forwarded."""
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError, ValueError):
+            while os.read(self._process.stdout.fileno(), 4096):
+                pass
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_EXIT_SECONDS)
+        self._over.set()
+
+
+class SshEndpoint(Endpoint):
+    """Finds a run's hub over ssh. Make it, then ``open``."""
+
+    def __init__(self, command: SshCommand) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="ftmon-ssh-"))  # mkdtemp makes it 0700
+        super().__init__(addresses={})
+        self._command = command
+        self._session: Session | None = None
+        self._hub: Hub | None = None
+        self._next = 0.0
+        self._closed = False
+        self._trouble = ""
+        self.greeting: Greeting | None = None
+
+    def open(self) -> Greeting:
+        """Connect, and return the greeting.
+
+        Raises:
+            SshError: there is no connection.
+            HubError: the other side speaks another protocol.
+        """
+        return self._start(unattended=False)
+
+    @property
+    def info(self) -> RunInfo:
+        """The run's information from the greeting."""
+        found = self.greeting
+        if found is None:
+            return RunInfo()
+        return RunInfo(found.id, found.name, found.kind, found.command, found.created, found.host)
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no connection now; empty while there is one."""
+        if self._session is None or self._session.alive:
+            return self._trouble
+        words = self._session.last_line
+        return f"the connection is gone{f' ({words})' if words else ''}; another is tried"
+
+    def hub(self) -> Hub | None:
+        """Return the hub behind the connection; connects again, now and then, where that is gone."""
+        if self._session is not None and self._session.alive:
+            return self._hub
+        if self._closed or self.ended() or time.monotonic() < self._next:
+            return None
+        if self._session is not None:
+            self._trouble = self.trouble
+            self._session.close()
+            self._session = None
+        self._next = time.monotonic() + RETRY_SECONDS
+        try:
+            self._start(unattended=True)
+        except FtmonError as error:
+            self._trouble = f"no connection: {error}; it is tried again"
+            return None
+        return self._hub
+
+    def is_alive(self, hub: Hub) -> bool:
+        """Return whether the connection to that very hub stands."""
+        return hub is self._hub and self._session is not None and self._session.alive
+
+    def ended(self) -> bool:
+        """Return whether the run was reported to be over."""
+        return self._session is not None and self._session.ended_in_order
+
+    def open_recording(self) -> History:
+        """Refuse: it is on the other host."""
+        where = self.greeting.host if self.greeting is not None else "another host"
+        raise RecordingError(f"the recording is on {where}")
+
+    def close(self) -> None:
+        """End the connection and remove the sockets."""
+        self._closed = True
+        if self._session is not None:
+            self._session.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, unattended: bool) -> Greeting:
+        session = Session(self._command, self._folder, unattended)
+        found = session.greeting
+        self._session, self.greeting, self._trouble = session, found, ""
+        self._hub = Hub({name: f"ipc://{path}" for name, path in session.sockets.items()}, read_only=found.read_only)
+        return found
+
+
+def _answers(path: Path) -> bool:
+    """Return whether a hub sends its first byte, as ZeroMQ does unasked."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as near:
+        near.settimeout(_FORWARD_SECONDS)
+        try:
+            near.connect(str(path))
+            return bool(near.recv(1))
+        except OSError:
+            return False
+
+
+def _decode_greeting(line: bytes) -> Greeting:
+    try:
+        found = msgspec.json.decode(line, type=Greeting)
+    except (msgspec.MsgspecError, ValueError):
+        raise _other_version() from None
+    if found.protocol[0] != wire.VERSION[0]:
+        raise HubError(
+            f"ftmon {found.ftmon} there speaks protocol {found.protocol[0]}.{found.protocol[1]}, this one "
+            f"{wire.VERSION[0]}.{wire.VERSION[1]}: install the same version on both sides"
+        )
+    return found
+
+
+def _other_version() -> SshError:
+    return SshError("the ftmon there is of another version: install the same on both sides")
+
+
+def _lines(errors: bytes | bytearray) -> list[str]:
+    return [line.strip() for line in bytes(errors).decode("utf-8", "replace").splitlines() if line.strip()]
+
+
+def _last(lines: Iterable[str]) -> str:
+    found = [*lines]
+    return sanitize(found[-1], 300) if found else ""
