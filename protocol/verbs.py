@@ -150,6 +150,7 @@ class Look(Verb, frozen=True):
 
 
 ALL = (Kill, Stop, Stacks, Snapshot, Identify, Ping, Shutdown, Arm, Release, Console, Compose, Look)
+"""Every verb, in the order of docs/protocol.md."""
 HUB = (Kill, Stop, Stacks, Snapshot, Ping, Shutdown, Arm, Release, Console, Compose)
 """What a hub accepts from apps."""
 RANK = (Stop, Stacks, Snapshot, Identify, Ping, Arm, Release, Console, Compose)
