@@ -25,12 +25,6 @@ AlertKind = Literal[
     "health",
 ]
 
-VERBS = ("kill", "stop", "stacks", "snapshot", "identify", "ping", "shutdown", "arm", "release", "console", "compose")
-"""Every verb a command may carry. ``identify`` goes from hub to rank only; ``shutdown`` ends the hub alone."""
-
-READ_ONLY_VERBS = ("ping",)
-"""The verbs a read-only hub still answers."""
-
 
 class RankState(msgspec.Struct, tag="rank_state", frozen=True, omit_defaults=True):
     """The hub's judgement of one rank, sent when it changes."""
@@ -100,14 +94,11 @@ class HubStats(msgspec.Struct, tag="hub_stats", frozen=True, omit_defaults=True)
 
 
 class Command(msgspec.Struct, tag="command", frozen=True, omit_defaults=True):
-    """A request to act. ``id`` is unique to its sender; verbs are those of ``VERBS``."""
+    """A request to act. ``id`` is unique to its sender; made from a ``verbs.Verb``, and decoded to one."""
 
     id: str
     verb: str
     args: dict[str, Any] = {}
-    """``kill``: ranks (list, empty for the run), signal (INT, TERM, KILL or empty to escalate); ``stacks`` and
-    ``snapshot``: ranks; ``stop``: nothing; ``release``: ranks (empty for all that are held); ``console``: rank and
-    code."""
 
 
 class Accepted(msgspec.Struct, tag="accepted", frozen=True, omit_defaults=True):

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from eventually import eventually
+from ftmon.protocol import verbs
 from ftmon.protocol.errors import UsageError
 from ftmon.protocol.telemetry import Step
 from ftmon.tui.cli.main import parse
@@ -66,7 +67,7 @@ def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer)
             pumped(source, lambda: source.connection.state == "live")
             seen = source.model.leading_step
             pumped(source, lambda: source.model.leading_step > seen + 5)
-            sent = source.send("kill")
+            sent = source.send(verbs.Kill())
             pumped(source, lambda: source.commands[sent].result is not None)
             result = source.commands[sent].result
             assert result is not None

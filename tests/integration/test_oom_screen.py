@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from ftmon.protocol import verbs
 from ftmon.protocol.control import Accepted
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens.oom.captured import CapturedScreen, file_of, place_words
@@ -72,7 +73,7 @@ async def test_code_goes_to_the_held_rank_and_its_output_comes_back_harmless(tmp
         await pilot.press(*"x.shapf", "backspace", "e", "enter")
         await shown(pilot, lambda: source.commands, "the command")
         (record,) = source.commands.values()
-        assert (record.verb, record.args) == ("console", {"rank": 1, "code": "x.shape"})
+        assert record.verb == verbs.Console("x.shape", 1)
         source.answer(record.id, "torch.Size([4, 4736])\n\x1b[2J\x1b]0;owned\x07", "", place="model.py:143 forward")
         await shown(pilot, lambda: "torch.Size([4, 4736])" in text_of(app), "the output")
         assert "in model.py:143 forward" in text_of(app)
@@ -81,12 +82,12 @@ async def test_code_goes_to_the_held_rank_and_its_output_comes_back_harmless(tmp
         # A block is continued until an empty line, and the history brings it back.
         await pilot.press(*"for i in y:", "enter", "tab", *"i", "enter", "enter")
         await shown(pilot, lambda: len(source.commands) == 2, "the second command")
-        assert source.commands["1"].args["code"] == "for i in y:\n    i"
+        assert source.commands["1"].verb == verbs.Console("for i in y:\n    i", 1)
         source.commands["1"].accepted = Accepted("1", False, "what was asked before is still running")
         await shown(pilot, lambda: "refused: what was asked before" in text_of(app), "the refusal")
         await pilot.press("up", "up", "home", "delete", "enter")
         await shown(pilot, lambda: len(source.commands) == 3, "the third command")
-        assert source.commands["2"].args["code"] == ".shape"
+        assert source.commands["2"].verb == verbs.Console(".shape", 1)
         await pilot.press("escape")
         await shown(pilot, lambda: "what to try" in text_of(app), "the report")
 
@@ -125,7 +126,7 @@ async def test_letting_go_asks_first_and_its_default_is_no(tmp_path: Path) -> No
         assert not source.commands
         await pilot.press("r", "right", "enter")
         await shown(pilot, lambda: source.commands, "the command")
-        assert (source.commands["0"].verb, source.commands["0"].args) == ("release", {"ranks": [1]})
+        assert source.commands["0"].verb == verbs.Release([1])
 
 
 async def test_the_snapshot_of_that_moment_opens_in_the_explorer_and_escape_comes_back(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 from eventually import eventually
-from ftmon.protocol import run_store, sockets
+from ftmon.protocol import run_store, sockets, verbs
 from ftmon.protocol.control import Alert, HubStats
 from ftmon.protocol.process import ProcessId, start_ticks, this_process
 from ftmon.protocol.recording.reader import Reader
@@ -206,7 +206,7 @@ def test_a_command_gets_both_of_its_answers(run: RunDir) -> None:
         source = LiveSource(run)
         source.start()
         pump(source, lambda: source.can_command)
-        record = source.commands[source.send("stacks", {"ranks": [1]})]
+        record = source.commands[source.send(verbs.Stacks([1]))]
         # The result is published too, and that may come before both.
         pump(source, lambda: record.done and record.accepted is not None)
         assert hub.commands[0].args == {"ranks": [1]}
@@ -221,7 +221,7 @@ def test_a_command_gets_both_of_its_answers(run: RunDir) -> None:
 def test_without_a_hub_a_command_is_refused_in_words(run: RunDir) -> None:
     source = LiveSource(run)
     source.start()
-    record = source.commands[source.send("kill")]
+    record = source.commands[source.send(verbs.Kill())]
     pump(source, lambda: record.done)
     assert record.accepted is not None
     assert "hub is gone" in record.accepted.text

@@ -31,7 +31,7 @@ def shows(snap_compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 await pilot.press(key)
                 await pilot.pause(0.05)
                 for number, record in source.commands.items():
-                    if record.verb == "console" and record.result is None:
+                    if record.verb.name == "console" and record.result is None:
                         source.answer(number, waiting.pop(0), place="model.py:143 forward")
             app.pump()
             await pilot.pause(0.1)

@@ -34,6 +34,7 @@ from ftmon.protocol import (
     step_trace,
     telemetry,
     throughput,
+    verbs,
     wire,
 )
 from ftmon.protocol.recording import results
@@ -86,6 +87,7 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     results.MemoryColumn,
     results.StepPoint,
     results.TrainingPoint,
+    *(verb for verb in verbs.ALL if verb.__struct_fields__),
 )
 """What messages, files and answers consist of."""
 
@@ -96,6 +98,8 @@ _NAMES: Mapping[object, str] = {int: "int", float: "float", str: "str", bool: "b
 
 def heading(struct: type[msgspec.Struct]) -> str:
     """Return the heading under which a struct's table stands."""
+    if issubclass(struct, verbs.Verb):
+        return f"Arguments of `{verbs.name_of(struct)}`"
     tag = struct.__struct_config__.tag
     return f"`{tag}` ({struct.__name__})" if tag else struct.__name__
 

@@ -12,6 +12,7 @@ from ftmon.protocol.control import Accepted, Alert, RankState, Result
 from ftmon.protocol.oom import OomReport, RankMoment
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.telemetry import Oom
+from ftmon.protocol.verbs import Verb
 from ftmon.protocol.wire import Frame, Message
 from ftmon.tui.model import RunModel
 from ftmon.tui.source.base import CommandRecord, Connection
@@ -156,17 +157,17 @@ class HeldRun:
             self.model.apply(frame)
         return bool(frames)
 
-    def send(self, verb: str, args: dict[str, Any] | None = None) -> str:
+    def send(self, verb: Verb) -> str:
         """Keep a command."""
         number = str(len(self.commands))
-        self.commands[number] = CommandRecord(number, verb, args or {}, self.model.now)
+        self.commands[number] = CommandRecord(number, verb, self.model.now)
         return number
 
     def answer(self, number: str, output: str = "", error: str = "", **data: Any) -> None:
         """Answer a console's command as the hub does."""
         record = self.commands[number]
         record.accepted = Accepted(number, True)
-        record.result = Result(number, True, record.verb, "", {"output": output, "error": error, **data})
+        record.result = Result(number, True, record.verb.name, "", {"output": output, "error": error, **data})
 
     def close(self) -> None:
         """Nothing is open."""

@@ -2,16 +2,14 @@
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 
-from ...protocol import sockets, wire
+from ...protocol import sockets, verbs, wire
 from ...protocol.control import Accepted, Command, Result
 from ...protocol.errors import ProtocolError, UsageError
 from ...protocol.join import JoinFile
@@ -19,17 +17,9 @@ from ..host import flow
 from ..host.flow import Flow, Post
 from ..host.interrupt import interrupt_job, interrupt_ranks
 from ..host.kill import Outcome, Target, kill
-from ..host.rank_inspection import inspect_as_asked
+from ..host.rank_inspection import answer_look
 
 _ANSWERS_KEPT = 64
-
-
-class _KillArgs(msgspec.Struct):
-    """The arguments of ``kill``: no ranks means all of the run on this host; an empty signal escalates."""
-
-    ranks: list[int] = []
-    signal: str = ""
-    on_gpu: bool = False
 
 
 class Commands:
@@ -108,24 +98,22 @@ class Commands:
         Raises:
             UsageError: unknown verb, or invalid arguments.
         """
-        match command.verb:
-            case "kill":
-                return self._kill(*_kill_args(command.args))
-            case "stop":
+        match verbs.decode(command, verbs.AGENT):
+            case verbs.Kill() as verb:
+                return self._kill(verb)
+            case verbs.Stop():
                 return self._stop()
-            case "look":
-                return self._inspect(command.args)
-            case "ping":
+            case verbs.Look() as verb:
+                return self._inspect(verb)
+            case verbs.Ping():
                 return self._ping()
-            case _:
-                raise UsageError(f"an agent does not know {command.verb!r}")
 
-    async def _kill(self, args: _KillArgs, number: signal.Signals | None) -> Outcome:
-        known = self._targets()
-        targets = [target for target in known if not args.ranks or target.rank in args.ranks]
+    async def _kill(self, verb: verbs.Kill) -> Outcome:
+        ranks, known = verb.ranks, self._targets()
+        targets = [target for target in known if not ranks or target.rank in ranks]
         others, spared = set(known) - set(targets), [os.getpid()]
         self.kills_under_way += 1
-        outcome = await kill(self._run, targets, not args.ranks, [], spared, number, args.on_gpu, self._post, others)
+        outcome = await kill(self._run, targets, not ranks, [], spared, verb.number, verb.on_gpu, self._post, others)
         self.kills_under_way -= 1
         return outcome
 
@@ -137,9 +125,9 @@ class Commands:
         text = f"sent SIGINT to rank {ranks}" if told else "sent SIGINT to the job" if groups else "nothing was running"
         return Outcome(True, text, {"signalled": len(told) or len(groups)})
 
-    async def _inspect(self, args: dict[str, Any]) -> Outcome:
+    async def _inspect(self, verb: verbs.Look) -> Outcome:
         no_thread = Outcome(False, "this host has no thread to spare", {})
-        return await flow.in_thread(lambda: _inspected(args), self._post, "inspect", no_thread)
+        return await flow.in_thread(lambda: _inspected(verb), self._post, "inspect", no_thread)
 
     async def _ping(self) -> Outcome:
         return Outcome(True, "alive", {"pid": os.getpid()})
@@ -153,21 +141,8 @@ class Commands:
                 self.socket.send_multipart(wire.encode(self._identity, 0, time.time(), message), zmq.NOBLOCK)
 
 
-def _kill_args(given: dict[str, Any]) -> tuple[_KillArgs, signal.Signals | None]:
-    """Read the arguments of ``kill``; the signal is None for an escalation.
-
-    Raises:
-        UsageError: they are of another version, or name an unknown signal.
-    """
+def _inspected(verb: verbs.Look) -> Outcome:
     try:
-        args = msgspec.convert(given, _KillArgs)
-        return args, signal.Signals[f"SIG{args.signal.removeprefix('SIG')}"] if args.signal else None
-    except (msgspec.ValidationError, KeyError) as error:
-        raise UsageError(f"kill: {error}") from error
-
-
-def _inspected(args: dict[str, Any]) -> Outcome:
-    try:
-        return Outcome(True, "", inspect_as_asked(args))
-    except Exception as error:  # a process table that changes while it is read, or arguments of another version
+        return Outcome(True, "", answer_look(verb))
+    except Exception as error:  # a process table that changes while it is read
         return Outcome(False, f"{type(error).__name__}: {error}", {})

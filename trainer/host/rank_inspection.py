@@ -4,10 +4,8 @@ import time
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import msgspec
-
+from ...protocol import verbs
 from ...protocol.analysis.stalls.evidence import LockWait
-from ...protocol.telemetry import SelfDump
 from ...protocol.text import sanitize
 from . import activity, file_locks, processes, stack_dump, traffic
 from .activity import Activity
@@ -25,13 +23,6 @@ class Inspection(NamedTuple):
     activities: dict[int, Activity]
     locks: dict[int, LockWait] = {}  # noqa: RUF012
     """File locks that the kernel has blocked ranks of this host on, by rank."""
-
-
-class InspectArgs(msgspec.Struct):
-    """Arguments of the verb ``look``: the ranks to inspect, and which of them to signal."""
-
-    targets: list[tuple[int, int, int, SelfDump | None]] = []
-    silent: list[int] = []
 
 
 def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspection:
@@ -66,14 +57,9 @@ def _in_words(pid: int, holder: processes.Process | None) -> str:
     return f"pid {pid} ({sanitize(holder.name, 40)})" if holder is not None else ""
 
 
-def inspect_as_asked(args: dict[str, Any]) -> dict[str, Any]:
-    """Inspect ranks of this host as ``InspectArgs`` ask; return the data of the answer.
-
-    Raises:
-        msgspec.ValidationError: they are not that.
-    """
-    asked = msgspec.convert(args, InspectArgs)
-    seen = inspect_ranks([DumpTarget(*target) for target in asked.targets], asked.silent)
+def answer_look(look: verbs.Look) -> dict[str, Any]:
+    """Inspect ranks of this host; return the data of the answer."""
+    seen = inspect_ranks([DumpTarget(*target) for target in look.targets], look.silent)
     return {
         "stacks": {str(rank): text for rank, text in seen.stacks.items()},
         "why": {str(rank): text for rank, text in seen.why.items()},

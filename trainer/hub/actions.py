@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 
+from ...protocol import verbs
 from ...protocol.analysis.findings.requests import Action
 from ...protocol.control import Result
 from ...protocol.wire import Message
@@ -32,17 +33,17 @@ class Actions:
     def send(self, actions: Iterable[Action]) -> None:
         """Send the actions that detectors requested."""
         for action in actions:
-            if self._allowed(action.verb):
+            if self._allowed(action.verb.name):
                 self._sent += 1
                 flow.start(self._ask(f"hub-action-{self._sent}", action))
 
     async def _ask(self, number: str, action: Action) -> None:
-        answers = await self._link.ask(action.verb, action.ranks, ANSWER_SECONDS, action.args)
-        if action.verb == "stacks":
+        answers = await self._link.ask(action.verb, action.ranks, ANSWER_SECONDS)
+        if isinstance(action.verb, verbs.Stacks):
             self.answered(action, answers)
             return
         for rank in action.ranks:
             answer = answers.get(rank)
             ok, text = (answer.ok, answer.text) if answer is not None else (False, "no answer")
             data = {"asked_by": "hub", "why": action.why, "rank": rank}
-            self._emit(Result(number, ok, action.verb, f"rank {rank}: {text}", data, time.time()))
+            self._emit(Result(number, ok, action.verb.name, f"rank {rank}: {text}", data, time.time()))

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from ...protocol import wire
-from ...protocol.control import READ_ONLY_VERBS, VERBS, Accepted, Command, Result
+from ...protocol import verbs, wire
+from ...protocol.control import Accepted, Command, Result
 from ...protocol.errors import FtmonError, ProtocolError, UsageError
 from ...protocol.intent import write_intent
 from ...protocol.rundir import RunDir
-from ...protocol.telemetry import PHASES, Hello
+from ...protocol.telemetry import Hello
 from ...protocol.wire import UNREADABLE, Message
 from ..host import flow
 from ..host.flow import Flow
@@ -34,8 +34,6 @@ _SNAPSHOT_SECONDS = 60.0
 _STOP_SECONDS = 3.0
 _RELEASE_SECONDS = 3.0
 _CONSOLE_SECONDS = 60.0
-_CONSOLE_CODE = 100_000
-_SIGNALS = {"INT": signal.SIGINT, "TERM": signal.SIGTERM, "KILL": signal.SIGKILL}
 
 
 class Host(Protocol):
@@ -126,13 +124,15 @@ class Commands:
             return
         caller = _Caller(socket, identity, source, command)
         try:
-            self._check(command)
-            accepted, done = self._prepare(caller)
+            verb = verbs.decode(command, verbs.HUB)
+            if self._read_only and command.verb not in verbs.READ_ONLY:
+                raise UsageError(f"{command.verb}: this run was started with --read-only, its hub acts on nothing")
+            accepted, done = self._prepare(caller, verb)
         except FtmonError as error:
             caller.answer(Accepted(command.id, False, str(error)))
             return
         caller.answer(Accepted(command.id, True, accepted))
-        if command.verb not in READ_ONLY_VERBS:
+        if command.verb not in verbs.READ_ONLY:
             self._host.emit(command)
         flow.start(self._carry_out(caller, done))
 
@@ -148,74 +148,58 @@ class Commands:
         self._under_way -= 1
         result = Result(command.id, ok, command.verb, text, {**data, "asked_by": caller.source}, time.time())
         caller.answer(result)
-        if command.verb not in READ_ONLY_VERBS:
+        if command.verb not in verbs.READ_ONLY:
             self._host.emit(result)
         if command.verb == "shutdown":
             self._host.shut_down()
 
-    def _check(self, command: Command) -> None:
-        if command.verb not in VERBS or command.verb == "identify":
-            known = ", ".join(verb for verb in VERBS if verb != "identify")
-            raise UsageError(f"unknown command {command.verb!r}; this hub knows {known}")
-        if self._read_only and command.verb not in READ_ONLY_VERBS:
-            raise UsageError(f"{command.verb}: this run was started with --read-only, its hub acts on nothing")
-
-    def _prepare(self, caller: _Caller) -> tuple[str, Flow[Outcome]]:
-        """Check a command's arguments; return the acceptance text and the coroutine that executes it.
+    def _prepare(self, caller: _Caller, verb: verbs.Verb) -> tuple[str, Flow[Outcome]]:
+        """Check a command's ranks; return the acceptance text and the coroutine that executes it.
 
         Raises:
             UsageError: invalid arguments.
         """
-        command = caller.command
-        if command.verb == "kill":
-            return self._prepare_kill(caller)
-        if command.verb == "stop":
-            return "asking the ranks to stop", self._stop(caller)
-        if command.verb == "stacks":
-            ranks = self._ranks(command) or self._rank_hosts.ranks
-            return f"asking {len(ranks)} ranks", self._stacks(command, ranks)
-        if command.verb in ("snapshot", "arm", "compose"):
-            ranks = self._ranks(command) or self._rank_hosts.ranks
-            if command.verb == "arm":
-                check_arm(command.args)
-            return f"asking {len(ranks)} ranks", self._pass_on(command, ranks)
-        if command.verb == "release":
-            return "letting go", self._release(self._ranks(command))
-        if command.verb == "console":
-            return self._prepare_console(caller)
-        if command.verb == "shutdown":
-            return "the hub ends; the ranks go on", _at_once("the hub ends; the ranks go on unwatched", {})
-        return "alive", _at_once("alive", {"pid": os.getpid()})
+        match verb:
+            case verbs.Kill():
+                return self._prepare_kill(caller, verb)
+            case verbs.Stop():
+                return "asking the ranks to stop", self._stop(caller)
+            case verbs.Stacks():
+                ranks = self._ranks(verb) or self._rank_hosts.ranks
+                return f"asking {len(ranks)} ranks", self._stacks(verb, ranks)
+            case verbs.Snapshot() | verbs.Arm() | verbs.Compose():
+                ranks = self._ranks(verb) or self._rank_hosts.ranks
+                return f"asking {len(ranks)} ranks", self._pass_on(verb, ranks)
+            case verbs.Release():
+                return "letting go", self._release(self._ranks(verb))
+            case verbs.Console():
+                return self._prepare_console(caller, verb)
+            case verbs.Shutdown():
+                return "the hub ends; the ranks go on", _at_once("the hub ends; the ranks go on unwatched", {})
+            case _:
+                return "alive", _at_once("alive", {"pid": os.getpid()})
 
-    def _ranks(self, command: Command) -> list[int]:
-        """Read and check a command's ranks; empty means all."""
-        try:
-            ranks = msgspec.convert(command.args.get("ranks") or [], list[int])
-        except msgspec.ValidationError:
-            raise UsageError(f"{command.verb}: ranks must be a list of numbers") from None
-        unknown = [rank for rank in ranks if rank not in self._rank_hosts.ranks]
+    def _ranks(self, verb: verbs.OnRanks) -> list[int]:
+        """Return a command's ranks, which the run must have, sorted; empty means all."""
+        unknown = [rank for rank in verb.ranks if rank not in self._rank_hosts.ranks]
         if unknown:
-            raise UsageError(f"{command.verb}: no rank {unknown[0]}; the run has {_span(self._rank_hosts.ranks)}")
-        return sorted(set(ranks))
+            raise UsageError(f"{verb.name}: no rank {unknown[0]}; the run has {_span(self._rank_hosts.ranks)}")
+        return sorted(set(verb.ranks))
 
     # kill
 
-    def _prepare_kill(self, caller: _Caller) -> tuple[str, Flow[Outcome]]:
-        command = caller.command
-        ranks = self._ranks(command)
-        name = str(command.args.get("signal") or "").removeprefix("SIG")
-        if name and name not in _SIGNALS:
-            raise UsageError(f"kill: signal must be INT, TERM or KILL, not {name}")
+    def _prepare_kill(self, caller: _Caller, verb: verbs.Kill) -> tuple[str, Flow[Outcome]]:
+        ranks, number = self._ranks(verb), verb.number
         self._kills.check(ranks)
         what = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "the run"
-        how = f"with SIG{name}" if name else "with INT, then TERM, then KILL"
-        return f"saving stacks, then killing {what} {how}", self._kill(caller, ranks, _SIGNALS.get(name))
+        how = f"with {number.name}" if number else "with INT, then TERM, then KILL"
+        return f"saving stacks, then killing {what} {how}", self._kill(caller, ranks, number)
 
     async def _kill(self, caller: _Caller, ranks: list[int], number: signal.Signals | None) -> Outcome:
         with contextlib.suppress(OSError):  # a full disk must not keep anybody from killing
             write_intent(self._run, "kill", caller.source, ranks)
-        reason = {"reason": f"kill asked by {caller.source}"}
-        stacks = await self._stack_requests.collect(ranks or self._rank_hosts.ranks, STACKS_BEFORE_KILL_SECONDS, reason)
+        verb = verbs.Stacks(reason=f"kill asked by {caller.source}")
+        stacks = await self._stack_requests.collect(ranks or self._rank_hosts.ranks, STACKS_BEFORE_KILL_SECONDS, verb)
         outcome = await self._kills.kill(ranks, number)
         saved = sorted(rank for rank, answer in stacks.items() if answer.ok)
         return Outcome(outcome.ok, outcome.text, {**outcome.data, "stacks_saved": saved})
@@ -226,8 +210,8 @@ class Commands:
         with contextlib.suppress(OSError):
             write_intent(self._run, "stop", caller.source)
         # Ranks of one host agree on a last step through a file; those of several hosts receive it in the command.
-        args = {"step": self._host.last_step()} if self._rank_hosts.any_elsewhere else {}
-        answers = await self._link.ask("stop", self._rank_hosts.ranks, _STOP_SECONDS, args)
+        verb = verbs.Stop(self._host.last_step() if self._rank_hosts.any_elsewhere else 0)
+        answers = await self._link.ask(verb, self._rank_hosts.ranks, _STOP_SECONDS)
         agreed = sorted(rank for rank, answer in answers.items() if answer.ok)
         if not agreed:
             return await self._interrupt()
@@ -247,7 +231,7 @@ class Commands:
         self._interrupted = {target.pid for target in told}
         agents = self._kills.agents.reachable()
         peers = {agent.identity: place for place, agent in enumerate(agents)}
-        away = await self._link.ask_agents("stop", peers, _STOP_SECONDS)
+        away = await self._link.ask_agents(verbs.Stop(), peers, _STOP_SECONDS)
         there = interrupted_on(agents, away)
         if told or there:
             here = [f"sent SIGINT to {_span([t.rank for t in told])}"] if told else []
@@ -271,7 +255,7 @@ class Commands:
     # ranks held at an out-of-memory error
 
     async def _release(self, asked: list[int]) -> Outcome:
-        answers = await self._link.ask("release", asked or self._rank_hosts.ranks, _RELEASE_SECONDS)
+        answers = await self._link.ask(verbs.Release(), asked or self._rank_hosts.ranks, _RELEASE_SECONDS)
         released = sorted(rank for rank, answer in answers.items() if answer.ok)
         missing = [rank for rank in asked if rank not in released]
         text = f"{_span(released)} released" if released else "no rank is held"
@@ -279,20 +263,17 @@ class Commands:
             text += f"; {_span(missing)} not held, or without an answer"
         return Outcome(bool(released) and not missing, text, {"released": released})
 
-    def _prepare_console(self, caller: _Caller) -> tuple[str, Flow[Outcome]]:
+    def _prepare_console(self, caller: _Caller, verb: verbs.Console) -> tuple[str, Flow[Outcome]]:
         if caller.away:
             raise UsageError("console: not over TCP; attach on the run's host, or by ssh://")
         if not self._run.read_run().options.allow_console:
             raise UsageError("console: this run was not started with --allow-console")
-        rank, code = caller.command.args.get("rank"), caller.command.args.get("code")
-        if not isinstance(rank, int) or rank not in self._rank_hosts.ranks:
+        if verb.rank not in self._rank_hosts.ranks:
             raise UsageError(f"console: rank must be one of {_span(self._rank_hosts.ranks)}")
-        if not isinstance(code, str) or len(code) > _CONSOLE_CODE:
-            raise UsageError(f"console: code must be text of at most {_CONSOLE_CODE:,} characters")
-        return "running", self._run_code(rank, code)
+        return "running", self._run_code(verb.rank, verb.code)
 
     async def _run_code(self, rank: int, code: str) -> Outcome:
-        answers = await self._link.ask("console", [rank], _CONSOLE_SECONDS, {"code": code})
+        answers = await self._link.ask(verbs.Console(code), [rank], _CONSOLE_SECONDS)
         answer = answers.get(rank)
         if answer is None:
             text = (
@@ -303,14 +284,12 @@ class Commands:
 
     # the rest
 
-    async def _stacks(self, command: Command, ranks: list[int]) -> Outcome:
-        return _of_answers(
-            command.verb, ranks, await self._stack_requests.collect(ranks, _STACKS_SECONDS, command.args)
-        )
+    async def _stacks(self, verb: verbs.Stacks, ranks: list[int]) -> Outcome:
+        return _of_answers(verb.name, ranks, await self._stack_requests.collect(ranks, _STACKS_SECONDS, verb))
 
-    async def _pass_on(self, command: Command, ranks: list[int]) -> Outcome:
-        args = {key: value for key, value in command.args.items() if key != "ranks"}
-        return _of_answers(command.verb, ranks, await self._link.ask(command.verb, ranks, _SNAPSHOT_SECONDS, args))
+    async def _pass_on(self, verb: verbs.OnRanks, ranks: list[int]) -> Outcome:
+        to_rank = msgspec.structs.replace(verb, ranks=[])
+        return _of_answers(verb.name, ranks, await self._link.ask(to_rank, ranks, _SNAPSHOT_SECONDS))
 
 
 async def _at_once(text: str, data: dict[str, Any]) -> Outcome:
@@ -328,19 +307,6 @@ def _of_answers(verb: str, ranks: list[int], answers: Answers) -> Outcome:
     silent = sorted([*absent, *(rank for rank, answer in answers.items() if answer.data.pop("silent", False))])
     data = {"answers": {str(rank): answer.data for rank, answer in answers.items()}, "silent": silent}
     return Outcome(len(good) == len(ranks) > 0, "; ".join(sentences) or "no rank is known yet", data)
-
-
-def check_arm(args: dict[str, Any]) -> None:
-    """Check the arguments of ``arm``.
-
-    Raises:
-        UsageError: invalid arguments.
-    """
-    phase, steps = args.get("phase", ""), args.get("steps", 1)
-    if phase not in ("", *PHASES):
-        raise UsageError(f"arm: phase must be empty or one of {', '.join(PHASES)}, not {str(phase)[:40]!r}")
-    if not isinstance(steps, int) or not 1 <= steps <= 3:
-        raise UsageError("arm: steps must be 1, 2 or 3")
 
 
 def _id_of(body: bytes) -> str:

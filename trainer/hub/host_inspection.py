@@ -5,11 +5,12 @@ from collections.abc import Collection
 
 import msgspec
 
+from ...protocol import verbs
 from ...protocol.analysis.stalls.rank_tracker import RankTracker
 from ...protocol.control import Result
 from ..host.activity import Activity
 from ..host.flow import Post, in_thread
-from ..host.rank_inspection import InspectArgs, Inspection, inspect_ranks
+from ..host.rank_inspection import Inspection, inspect_ranks
 from ..host.stack_dump import DumpTarget
 from .agents import Agents
 from .rank_hosts import RankHosts
@@ -64,8 +65,7 @@ class HostInspection:
         facts = [fact for agent in agents for fact in agent.facts.values()]
         away = [self._target(fact.rank, fact.pid, fact.start_ticks) for fact in facts]
         asked = [(target.rank, target.pid, target.start_ticks, target.dump) for target in away]
-        args = msgspec.to_builtins(InspectArgs(asked, sorted(silent)))
-        return await self._link.ask_agents("look", peers, AWAY_SECONDS, args)
+        return await self._link.ask_agents(verbs.Look(asked, sorted(silent)), peers, AWAY_SECONDS)
 
     def targets(self) -> list[DumpTarget]:
         """List the ranks of this host, with their signals for writing stacks."""

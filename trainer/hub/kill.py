@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from ...protocol import verbs
 from ...protocol.control import Result
 from ...protocol.errors import UsageError
 from ...protocol.process import is_alive
@@ -97,17 +98,17 @@ class Kills:
         return kill(self._run.path, targets, whole_run, roots, spared, number, on_gpu, self._post, others)
 
     def _kill_away(self, agents: list[Agent], ranks: list[int], number: signal.Signals | None) -> Reply[Answers]:
-        args = {"ranks": ranks, "signal": number.name if number else "", "on_gpu": self._rank_hosts.on_gpu}
+        verb = verbs.Kill(ranks, number.name if number else "", self._rank_hosts.on_gpu)
         peers = {agent.identity: place for place, agent in enumerate(agents)}
         gone: Callable[[int], bool] = lambda place: agents[place].now.state != "reachable"  # noqa: E731
-        return self._link.ask_agents("kill", peers, _AGENT_SECONDS, args, gone)
+        return self._link.ask_agents(verb, peers, _AGENT_SECONDS, gone)
 
     def interrupt(self) -> bool:
         """Send INT to all ranks on all hosts; return whether any was there to receive it, as far as can be known."""
         told = interrupt_ranks(self._rank_hosts.targets())
         agents = self.agents.reachable()
         peers = {agent.identity: place for place, agent in enumerate(agents)}
-        self._link.ask_agents("stop", peers, _AGENT_SECONDS)
+        self._link.ask_agents(verbs.Stop(), peers, _AGENT_SECONDS)
         return bool(told or any(agent.alive for agent in agents))
 
     def launcher_and_spared(self) -> tuple[list[int], list[int]]:

@@ -20,10 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from ...protocol import verbs
 from ...protocol.analysis.stalls.proof import RankFacts, unproven
 from ...protocol.analysis.stalls.verdicts import Verdict
 from ...protocol.analysis.text.stalls import of_verdict
-from ...protocol.control import Command, Result
+from ...protocol.control import Result
 from ...protocol.intent import read_intent, write_intent
 from ...protocol.private_files import write_private
 from ...protocol.run_options import RunOptions
@@ -210,9 +211,9 @@ class Policy:
         self._why, self._cause = why, cause
         with contextlib.suppress(OSError):  # a full disk must not keep a hung run alive
             write_intent(self._run, option, "hub", why=why, cause=cause)
-        verb = "stop" if what == "stop" else "kill"
+        verb = verbs.Stop(reason=why) if what == "stop" else verbs.Kill(reason=why)
         self._analysis.alert("note", "error", f"ending the run ({option}): {why}", "on-hang", where.strip())
-        self._emit(Command("hub-policy", verb, {"reason": why}))
+        self._emit(verb.command("hub-policy"))
         if what == "stop":
             told = self._kills.interrupt()
             self._kill_at = now + (STOP_SECONDS if told else 0.0)

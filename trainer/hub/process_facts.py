@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ...protocol.control import Command
+from ...protocol import verbs
 from ...protocol.intent import read_intent
 from ...protocol.rundir import RunDir
 from ...protocol.wire import Message
@@ -43,7 +43,7 @@ class ProcessFacts:
         intent = None if self._signalled else read_intent(self._run)
         if intent is not None and intent.by_signal:
             self._signalled = True
-            self._emit(Command("launcher", "stop", {"reason": intent.text()}))
+            self._emit(verbs.Stop(reason=intent.text()).command("launcher"))
 
     def _note_leftovers(self) -> None:
         """Note that the job's command ended before its ranks: the launcher ends them, and no rank is to blame."""

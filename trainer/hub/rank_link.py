@@ -13,6 +13,7 @@ from ...protocol import wire
 from ...protocol.control import Accepted, Command, Result
 from ...protocol.errors import ProtocolError
 from ...protocol.telemetry import Hello
+from ...protocol.verbs import Identify, Verb
 from ..host.flow import Reply
 
 Answers = dict[int, Result]
@@ -78,32 +79,25 @@ class RankLink:
         if now - self._identified.get(sender, -_IDENTIFY_SECONDS) < _IDENTIFY_SECONDS:
             return
         self._identified[sender] = now
-        self._send(sender.encode(), Command(f"{self._name}-{next(self._numbers)}", "identify"))
+        self._send(sender.encode(), Identify().command(f"{self._name}-{next(self._numbers)}"))
 
-    def ask(
-        self,
-        verb: str,
-        ranks: Iterable[int],
-        timeout: float,
-        args: dict[str, Any] | None = None,
-    ) -> Reply[Answers]:
+    def ask(self, verb: Verb, ranks: Iterable[int], timeout: float) -> Reply[Answers]:
         """Send a command to ``ranks``; their answers arrive together, after ``timeout`` seconds at the latest."""
         known = {identity: rank for rank in ranks if (identity := self._identities.get(rank)) is not None}
-        return self._put(verb, known, timeout, args, None)
+        return self._put(verb, known, timeout, None)
 
     def ask_agents(
         self,
-        verb: str,
+        verb: Verb,
         agents: dict[bytes, int],
         timeout: float,
-        args: dict[str, Any] | None = None,
         left: Callable[[int], bool] = lambda _: False,
     ) -> Reply[Answers]:
         """Send a command to agents by their identities; the answers arrive under the numbers that stand for them.
 
         ``left`` returns whether such a number will get no answer any more.
         """
-        return self._put(verb, agents, timeout, args, left)
+        return self._put(verb, agents, timeout, left)
 
     def rename(self, before: bytes, now: bytes) -> None:
         """Ask an agent's successor in its place."""
@@ -114,15 +108,14 @@ class RankLink:
 
     def _put(
         self,
-        verb: str,
+        verb: Verb,
         peers: dict[bytes, int],
         timeout: float,
-        args: dict[str, Any] | None,
         left: Callable[[int], bool] | None,
     ) -> Reply[Answers]:
         reply: Reply[Answers] = Reply()
         number = f"{self._name}-{next(self._numbers)}"
-        command = Command(number, verb, args or {})
+        command = verb.command(number)
         now = time.monotonic()
         unsent = {identity for identity in peers if not self._send(identity, command)}
         young = {identity for identity in unsent if now - self._known_at.get(identity, now) < _CONNECTING_SECONDS}

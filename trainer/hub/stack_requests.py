@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
+from ...protocol import verbs
 from ...protocol.analysis.stalls.rank_tracker import RankTracker
 from ...protocol.control import Result
 from ...protocol.telemetry import Stacks
@@ -39,7 +39,7 @@ class StackRequests:
         self._stall_probe = stall_probe
         self._emit = emit
 
-    async def collect(self, ranks: list[int], seconds: float, args: dict[str, Any]) -> Answers:
+    async def collect(self, ranks: list[int], seconds: float, verb: verbs.Stacks) -> Answers:
         """Return the stacks of ``ranks``, as results by rank.
 
         A result that is not ok has the reason; a rank elsewhere may be absent.
@@ -47,10 +47,10 @@ class StackRequests:
         Args:
             ranks: the ranks.
             seconds: time limit for their answers before they are signalled.
-            args: ``reason``; ``native``: also read native frames with py-spy.
+            verb: ``reason``, and ``native`` to read native frames with py-spy too.
         """
-        reason = str(args.get("reason", ""))
-        answers = await self._link.ask("stacks", ranks, seconds, {"reason": reason} if reason else {})
+        reason = verb.reason
+        answers = await self._link.ask(verbs.Stacks(reason=reason), ranks, seconds)
         silent = [rank for rank in ranks if rank not in answers]
         if silent:
             seen = await self._inspection.inspect(silent)
@@ -58,7 +58,7 @@ class StackRequests:
                 if rank in seen.stacks or rank in seen.why:
                     answers[rank] = self._result(rank, seen)
                     self._record(rank, answers[rank], reason)
-        if args.get("native"):
+        if verb.native:
             native = await self._stall_probe.read_native(ranks, reason or "asked")
             for rank, (text, why) in native.items():
                 if rank in answers:

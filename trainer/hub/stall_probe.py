@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ...protocol import verbs
 from ...protocol.analysis.stalls import python_stacks
 from ...protocol.analysis.stalls.activity import Work
 from ...protocol.analysis.stalls.evidence import ASLEEP_S, NOWHERE, Evidence, LockWait, read_calls
@@ -138,16 +139,12 @@ class StallProbe:
     async def _probe(self) -> None:
         """Request stacks of all ranks, inspect those that do not answer, and assemble the evidence."""
         ranks = [rank for rank, tracked in self._tracker.ranks.items() if not tracked.ended and tracked.goodbye is None]
-        args = {
-            "calls": True,
-            "quiet": True,
-            "activity": self._rank_hosts.any_elsewhere,
-            "reason": "a stall is suspected",
-        }
+        elsewhere = self._rank_hosts.any_elsewhere
+        verb = verbs.Stacks(reason="a stall is suspected", calls=True, activity=elsewhere, quiet=True)
         seconds = AGAIN_SECONDS if self._unanswered else ANSWER_SECONDS
         self._under_way = True
         try:
-            answers = await self._link.ask("stacks", ranks, seconds, args)
+            answers = await self._link.ask(verb, ranks, seconds)
             silent = {rank for rank in ranks if rank not in answers}
             self._unanswered = bool(silent)
             self._found(answers, await self._inspection.inspect(silent))

@@ -3,9 +3,8 @@
 import shlex
 import sys
 from argparse import Namespace
-from typing import Any
 
-from ...protocol import run_store
+from ...protocol import run_store, verbs
 from ...protocol.errors import HubError
 from ...protocol.text import sanitize
 from .control import ask
@@ -17,8 +16,8 @@ def capture(arguments: Namespace) -> int:
     run = run_store.find(arguments.run)
     if run.read_exit() is not None:
         raise HubError(f"{run.id} has ended: its snapshots, if it has any, are in {run.snapshots}")
-    args: dict[str, Any] = {"ranks": sorted(set(arguments.rank)), "reason": "asked"}
-    result = ask(living_hub(run), "snapshot", args, on_accepted=lambda text: print(text, file=sys.stderr, flush=True))
+    verb = verbs.Snapshot(sorted(set(arguments.rank)))
+    result = ask(living_hub(run), verb, on_accepted=lambda text: print(text, file=sys.stderr, flush=True))
     answers = result.data.get("answers")
     paths = [
         answer["path"]

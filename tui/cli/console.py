@@ -5,7 +5,7 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from ...protocol import run_store
+from ...protocol import run_store, verbs
 from ...protocol.errors import FtmonError, HubError
 from ...protocol.rundir import HubFile
 from ...protocol.text import sanitize
@@ -54,13 +54,13 @@ def release(arguments: Namespace) -> int:
     if run.read_exit() is not None:
         print(f"{run.id} has ended; nothing of it is held")
         return 1
-    result = ask(living_hub(run), "release", {"ranks": sorted(set(arguments.rank))})
+    result = ask(living_hub(run), verbs.Release(sorted(set(arguments.rank))))
     print(sanitize(result.text))
     return 0 if result.ok else 1
 
 
 def _run(hub: HubFile, rank: int, code: str) -> int:
-    result = ask(hub, "console", {"rank": rank, "code": code}, result_seconds=_SECONDS)
+    result = ask(hub, verbs.Console(code, rank), result_seconds=_SECONDS)
     data: dict[str, Any] = result.data
     for line in str(data.get("output", "")).splitlines():
         print(sanitize(line, 100_000))

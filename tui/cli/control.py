@@ -8,10 +8,11 @@ from typing import Any
 import zmq
 
 from ...protocol import wire
-from ...protocol.control import Accepted, Command, Result
+from ...protocol.control import Accepted, Result
 from ...protocol.errors import HubError
 from ...protocol.rundir import HubFile
 from ...protocol.sockets import peer_socket
+from ...protocol.verbs import Verb
 
 ACCEPT_SECONDS = 10.0
 RESULT_SECONDS = 120.0
@@ -20,8 +21,7 @@ RESULT_SECONDS = 120.0
 
 def ask(
     hub: HubFile,
-    verb: str,
-    args: dict[str, Any] | None = None,
+    verb: Verb,
     *,
     on_accepted: Callable[[str], None] = lambda text: None,
     accept_seconds: float = ACCEPT_SECONDS,
@@ -31,8 +31,7 @@ def ask(
 
     Args:
         hub: the connection file of a living hub.
-        verb: one of ``control.VERBS``.
-        args: the verb's arguments.
+        verb: one of ``verbs.HUB``.
         on_accepted: called with the hub's words when it accepts.
         accept_seconds: how long the hub may take to accept.
         result_seconds: how long the result may take from then on.
@@ -40,7 +39,7 @@ def ask(
     Raises:
         HubError: the hub refused, or did not answer in time.
     """
-    command = Command(secrets.token_hex(8), verb, args or {})
+    command = verb.command(secrets.token_hex(8))
     context: zmq.Context[Any] = zmq.Context()
     socket = peer_socket(context, "control")
     try:

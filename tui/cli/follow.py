@@ -8,7 +8,7 @@ import traceback
 from collections import deque
 from contextlib import suppress
 
-from ...protocol import exits
+from ...protocol import exits, verbs
 from ...protocol.errors import HubError
 from ...protocol.notices import terminal_sequence
 from ...protocol.rundir import ExitFile, RunDir
@@ -185,7 +185,7 @@ class _Following:
             return
         _warn("stopping after this step; ctrl-c again kills the run" if first else "killing the run; again leaves it")
         if self._source.can_command:
-            self._source.send("stop" if first else "kill")
+            self._source.send(verbs.Stop() if first else verbs.Kill())
             return
         self._standing.send(signal.SIGINT)
 

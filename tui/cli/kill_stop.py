@@ -2,9 +2,8 @@
 
 import sys
 from argparse import Namespace
-from typing import Any
 
-from ...protocol import run_store
+from ...protocol import run_store, verbs
 from ...protocol.errors import FtmonError
 from ...protocol.rundir import RunDir
 from .control import ask
@@ -25,10 +24,7 @@ def kill(arguments: Namespace) -> int:
     if not _confirmed(run, arguments):
         print("nothing was killed")
         return 1
-    args: dict[str, Any] = {"ranks": sorted(set(arguments.rank))}
-    if arguments.signal:
-        args["signal"] = arguments.signal
-    return _act(run, "kill", args)
+    return _act(run, verbs.Kill(sorted(set(arguments.rank)), arguments.signal or ""))
 
 
 def stop(arguments: Namespace) -> int:
@@ -37,7 +33,7 @@ def stop(arguments: Namespace) -> int:
     if _is_over(run):
         print(f"{run.id} has ended already")
         return 0
-    return _act(run, "stop", {})
+    return _act(run, verbs.Stop())
 
 
 def _is_over(run: RunDir) -> bool:
@@ -58,17 +54,17 @@ def _confirmed(run: RunDir, arguments: Namespace) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _act(run: RunDir, verb: str, args: dict[str, Any]) -> int:
+def _act(run: RunDir, verb: verbs.Verb) -> int:
     """Send one command and print both of its answers."""
     try:
-        result = ask(living_hub(run), verb, args, on_accepted=_print_accepted)
+        result = ask(living_hub(run), verb, on_accepted=_print_accepted)
     except FtmonError:
         if not _is_over(run):  # the run may have ended while the hub was asked
             raise
         print(f"{run.id} has ended")
         return 0
     print(result.text)
-    if result.ok and verb == "kill" and not args["ranks"]:
+    if result.ok and isinstance(verb, verbs.Kill) and not verb.ranks:
         wait_for_end(run, _WRITTEN_SECONDS)  # so that the next command sees that it is over
     return 0 if result.ok else 1
 

@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from ...protocol import run_store
+from ...protocol import run_store, verbs
 from ...protocol.analysis.stalls import python_stacks
 from ...protocol.control import Result
 from ...protocol.errors import UsageError
@@ -38,10 +38,8 @@ def show_stacks(arguments: Namespace) -> int:
     run = run_store.find(arguments.run)
     if run.read_exit() is not None:
         return _show(recorded(run.recording, arguments.rank), arguments)
-    args: dict[str, Any] = {"ranks": sorted(set(arguments.rank)), "reason": "ftmon stacks"}
-    if arguments.native:
-        args["native"] = True
-    return _show(ask(living_hub(run), "stacks", args, result_seconds=_SECONDS), arguments)
+    verb = verbs.Stacks(sorted(set(arguments.rank)), "ftmon stacks", arguments.native)
+    return _show(ask(living_hub(run), verb, result_seconds=_SECONDS), arguments)
 
 
 def _show(result: Result, arguments: Namespace) -> int:

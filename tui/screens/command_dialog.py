@@ -1,7 +1,6 @@
 """A dialog that sends one command after yes, the default being no, and then shows what comes of it."""
 
-from typing import Any
-
+from ...protocol.verbs import Verb
 from ..source.base import CommandRecord
 from .dialog import Dialog
 
@@ -14,8 +13,8 @@ class CommandDialog(Dialog):
     sent = ""
     """The command's id; empty until it is sent."""
 
-    def command(self) -> tuple[str, dict[str, Any]] | None:
-        """Return verb and arguments for yes; None: not possible yet, and the reason was shown."""
+    def command(self) -> Verb | None:
+        """Return what to send for yes; None: not possible yet, and the reason was shown."""
         raise NotImplementedError
 
     @property
@@ -54,5 +53,5 @@ class CommandDialog(Dialog):
             return
         wanted = self.command()
         if wanted is not None:
-            self.sent = source.send(*wanted)
+            self.sent = source.send(wanted)
             self.paint()

@@ -1,9 +1,8 @@
 """Sends commands by one key from a screen: refused at once where impossible, else shown as answers come."""
 
-from typing import Any
-
 from ...protocol.control import Result
 from ...protocol.text import sanitize
+from ...protocol.verbs import Verb
 from ..source.base import CommandRecord
 from ..widgets.app_state import AppState
 
@@ -22,18 +21,18 @@ class CommandStatus:
         self._open: dict[str, str] = {}
         """Commands without a final answer, and the last text shown of each."""
 
-    def ask(self, verb: str, args: dict[str, Any], words: str) -> None:
+    def ask(self, verb: Verb, words: str) -> None:
         """Send a command; ``words`` is the text to show once it is accepted."""
         app_state, source = self._app_state, self._app_state.source
         if app_state.read_only:
-            app_state.say(f"read-only: {verb} is refused", "warning")
+            app_state.say(f"read-only: {verb.name} is refused", "warning")
         elif source is None or not source.can_command:
             replay = source is not None and source.transport.mode == "replay"
             app_state.say(
-                f"cannot {verb}: {'a replay has no processes' if replay else 'the run has no hub'}", "warning"
+                f"cannot {verb.name}: {'a replay has no processes' if replay else 'the run has no hub'}", "warning"
             )
         else:
-            number = source.send(verb, args)
+            number = source.send(verb)
             app_state.say(f"{words} ...")
             self._open[number] = ""
 
@@ -49,11 +48,11 @@ class CommandStatus:
         accepted, result = record.accepted, record.result
         if result is not None:
             del self._open[number]
-            words = result_words(record.verb, result)
+            words = result_words(record.verb.name, result)
             self._app_state.say(words, "good" if result.ok else "error")
         elif accepted is not None and not accepted.ok:
             del self._open[number]
-            self._app_state.say(f"{record.verb} refused: {sanitize(accepted.text, 200)}", "error")
+            self._app_state.say(f"{record.verb.name} refused: {sanitize(accepted.text, 200)}", "error")
 
 
 def result_words(verb: str, result: Result) -> str:

@@ -1,9 +1,10 @@
 """The dialog that ends ranks or the run: what, where, what follows; the default is no; afterwards, what came of it."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
+from ...protocol.verbs import Kill
 from ..source.base import CommandRecord
 from ..widgets.app_state import AppState
 from ..widgets.line import Line
@@ -53,13 +54,13 @@ class KillDialog(CommandDialog):
         """The cursor's place on the buttons."""
         return len(self.targets.ranks) + 2
 
-    def command(self) -> tuple[str, dict[str, Any]] | None:
+    def command(self) -> Kill | None:
         """Kill what is marked."""
         if not self.targets.any:
             self.app_state.say("nothing is marked: space marks a rank, a the whole run", "warning")
             return None
         self.targets.remember(self.app_state.model)
-        return "kill", {"ranks": self.targets.chosen, "signal": SIGNALS[self.signal]}
+        return Kill(self.targets.chosen, SIGNALS[self.signal])
 
     def lines(self, width: int, height: int) -> list[Line]:
         """Draw the question, or what comes of it."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from textual.binding import BindingType
 from textual.widget import Widget
 
+from ...protocol import verbs
 from ..model.cause import spike_alert, verdict_of
 from ..model.rank import RankModel
 from ..model.waterfall import next_phase, rank_bars
@@ -231,16 +232,15 @@ class MemoryScreen(MonitorScreen):
     def action_compose(self) -> None:
         """Request a capture of the next step."""
         rank = self.app_state.selected
-        self._asking.ask("compose", {"ranks": [rank]}, f"rank {rank}: the next step is captured")
+        self._asking.ask(verbs.Compose([rank]), f"rank {rank}: the next step is captured")
 
     def action_arm(self) -> None:
         """Have stacks recorded in the phase in view."""
         rank, phase = self.app_state.selected, self.phase
-        args = {"ranks": [rank], "phase": phase, "steps": 1, "reason": "asked"}
         where = f"the next step's {phase}" if phase else "the next step"
-        self._asking.ask("arm", args, f"rank {rank}: stacks are recorded in {where}")
+        self._asking.ask(verbs.Arm([rank], phase), f"rank {rank}: stacks are recorded in {where}")
 
     def action_take(self) -> None:
         """Have a memory snapshot written."""
         rank = self.app_state.selected
-        self._asking.ask("snapshot", {"ranks": [rank]}, f"rank {rank}: writing a memory snapshot")
+        self._asking.ask(verbs.Snapshot([rank]), f"rank {rank}: writing a memory snapshot")

@@ -6,6 +6,7 @@ from typing import ClassVar
 from textual.binding import BindingType
 from textual.widget import Widget
 
+from ...protocol import verbs
 from ...protocol.telemetry import Stacks
 from ..model.stacks import Row, rows
 from ..widgets.line import Line, cut
@@ -115,19 +116,19 @@ class StacksScreen(MonitorScreen):
 
     def action_again(self) -> None:
         """Ask all ranks."""
-        self._ask({"ranks": []})
+        self._ask(verbs.Stacks())
 
     def action_native(self) -> None:
         """Ask for native frames of the first rank of the group in view."""
         row = self.query_one(StackList).row()
         if row is not None:
             self.query_one(StackList).unfolded |= {row.ranks[0]}
-            self._ask({"ranks": [row.ranks[0]], "native": True})
+            self._ask(verbs.Stacks([row.ranks[0]], native=True))
 
-    def _ask(self, args: dict[str, object]) -> None:
+    def _ask(self, verb: verbs.Stacks) -> None:
         source, lines = self.app_state.source, self.query_one(StackList)
         if source is not None and source.can_command and not self.app_state.read_only:
-            source.send("stacks", args)
+            source.send(verb)
             lines.waiting = True
         elif lines.count() == 0:
             self.app_state.say("none were recorded, and there is no hub to ask", "warning")

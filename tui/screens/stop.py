@@ -1,9 +1,10 @@
 """The dialog that stops a run in order: the trainer saves a checkpoint and ends after the step."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
+from ...protocol.verbs import Stop
 from ..widgets.alert_lines import wrap
 from ..widgets.line import Line
 from .command_answers import answer_lines, button_line
@@ -22,9 +23,9 @@ class StopDialog(CommandDialog):
     ]
     WIDTH = 72
 
-    def command(self) -> tuple[str, dict[str, Any]]:
+    def command(self) -> Stop:
         """Stop the run."""
-        return "stop", {}
+        return Stop()
 
     def lines(self, width: int, height: int) -> list[Line]:
         """Draw question or progress."""

@@ -5,11 +5,12 @@ new frames to ``model`` within a time budget. So the model is only ever touched 
 no lock. ``model`` may be another object after a seek: take it from the source at every paint.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from ...protocol.control import Accepted, Result
+from ...protocol.verbs import Verb
 from ..model.run import RunModel
 from .transport import Transport
 
@@ -36,8 +37,7 @@ class CommandRecord:
     """A command that was sent, and its two answers as they come."""
 
     id: str
-    verb: str
-    args: dict[str, Any] = field(default_factory=dict[str, Any])
+    verb: Verb
     sent: float = 0.0
     accepted: Accepted | None = None
     result: Result | None = None
@@ -89,7 +89,7 @@ class Source(Protocol):
         """Apply new frames to the model, for at most ``budget_s``; True when something changed."""
         ...
 
-    def send(self, verb: str, args: dict[str, Any] | None = None) -> str:
+    def send(self, verb: Verb) -> str:
         """Send a command to the hub and return its id; its answers appear in ``commands``.
 
         Where there is no hub the record is refused at once, in words.

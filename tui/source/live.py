@@ -9,9 +9,10 @@ from typing import Any
 
 import zmq
 
-from ...protocol.control import Accepted, Command, Result
+from ...protocol.control import Accepted, Result
 from ...protocol.errors import FtmonError
 from ...protocol.rundir import RunDir
+from ...protocol.verbs import Verb
 from ..model.run import RunInfo, RunModel
 from .base import CommandRecord, Connection
 from .endpoint import Endpoint
@@ -122,10 +123,10 @@ class LiveSource:
         self._update_transport()
         return changed
 
-    def send(self, verb: str, args: dict[str, Any] | None = None) -> str:
+    def send(self, verb: Verb) -> str:
         """Send a command to the hub; its two answers appear in ``commands``."""
-        command = Command(secrets.token_hex(8), verb, args or {})
-        self._commands[command.id] = CommandRecord(command.id, verb, command.args, time.time())
+        command = verb.command(secrets.token_hex(8))
+        self._commands[command.id] = CommandRecord(command.id, verb, time.time())
         self._feed.send(command)
         return command.id
 

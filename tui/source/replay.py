@@ -4,12 +4,12 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ...protocol.control import Accepted
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.results import RecordingInfo
 from ...protocol.telemetry import Hello, Step
+from ...protocol.verbs import Verb
 from ..model.run import RunModel
 from .base import CommandRecord, Connection
 from .load import describe
@@ -113,11 +113,11 @@ class ReplaySource:
         """Fold what was read since the last call."""
         return self._playback.pump(budget_s)
 
-    def send(self, verb: str, args: dict[str, Any] | None = None) -> str:
+    def send(self, verb: Verb) -> str:
         """Refuse: nothing runs."""
         number = f"replay-{len(self._commands) + 1}"
         refusal = Accepted(number, False, "this is a recording: there is nothing to act on")
-        self._commands[number] = CommandRecord(number, verb, args or {}, time.time(), refusal)
+        self._commands[number] = CommandRecord(number, verb, time.time(), refusal)
         return number
 
     def close(self) -> None:

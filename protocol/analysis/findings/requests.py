@@ -6,8 +6,9 @@ its own at most ``PER_RANK`` times a run, each time after a longer pause unless 
 allocations leave no trace.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ... import verbs
 from ...telemetry import PHASES, Hello
 
 PER_RANK = 3
@@ -21,9 +22,8 @@ LEAK_STEPS = 3
 class Action(NamedTuple):
     """A command that a detector asks the hub to send."""
 
-    verb: str
+    verb: verbs.Verb
     ranks: tuple[int, ...]
-    args: dict[str, Any]
     why: str
 
 
@@ -88,15 +88,12 @@ class DiagnosticRequests:
         """A rank's memory grows: have it record what whole steps leave behind."""
         if rank in self._cuda and self._leak_asked < PER_RANK:
             self._leak_asked += 1
-            args = {"phase": "", "steps": LEAK_STEPS, "reason": "leak"}
-            self.add(Action("arm", (rank,), args, "memory that grows step over step"))
+            arm = verbs.Arm(steps=LEAK_STEPS, reason="leak")
+            self.add(Action(arm, (rank,), "memory that grows step over step"))
 
     def _arm(self, rank: int, phase: str, from_step: int, why: str) -> None:
-        args: dict[str, Any] = {"phase": phase, "steps": 1, "reason": "spike"}
-        if from_step:
-            args["from_step"] = from_step
-        self.add(Action("arm", (rank,), args, why))
-        self.add(Action("compose", (rank,), {"reason": "spike"}, why))
+        self.add(Action(verbs.Arm(phase=phase, from_step=from_step, reason="spike"), (rank,), why))
+        self.add(Action(verbs.Compose(reason="spike"), (rank,), why))
 
 
 def next_step(steps: list[int]) -> int:

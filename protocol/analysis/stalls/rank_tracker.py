@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from ... import verbs
 from ...control import Command, RankState, RankStateName, RunState, RunStateName
 from ...hosts import HostState
 from ...telemetry import Failure, Goodbye, Heartbeat, Hello, LogLine, Oom, Step
@@ -301,14 +302,15 @@ class RankTracker:
     def _command(self, t: float, command: Command) -> list[Message]:
         if command.verb not in ("kill", "stop"):
             return []
-        ranks: list[int] = command.args.get("ranks") or [] if command.verb == "kill" else []
+        verb = verbs.decode(command, (verbs.Kill, verbs.Stop))
+        ranks = verb.ranks if isinstance(verb, verbs.Kill) else []
         self.kill_asked.update(ranks or [-1])
         self._asked_at = t
         if ranks:
             return []
-        if command.verb == "stop":
-            return self._set_run("stopping", str(command.args.get("reason") or "stop at the next step"))
-        return self._set_run("stopping", f"kill ({command.args.get('signal') or 'INT, TERM, KILL'})")
+        if isinstance(verb, verbs.Stop):
+            return self._set_run("stopping", verb.reason or "stop at the next step")
+        return self._set_run("stopping", f"kill ({verb.signal or 'INT, TERM, KILL'})")
 
     def _log(self, t: float, line: LogLine) -> list[Message]:
         words = self._slurm.read(line.text) if line.rank == -1 else ""

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ... import verbs
 from ...control import Result
 from ...telemetry import DeviceSample, Hello, Step
 from ..findings import Finding
@@ -92,7 +93,7 @@ class SlowDetector:
         for rank in self._samples:
             if rank not in self._awaited:
                 self._awaited.add(rank)
-                self._asks.add(Action("stacks", (rank,), {"quiet": True}, "the line at which a rank is slow"))
+                self._asks.add(Action(verbs.Stacks(quiet=True), (rank,), "the line at which a rank is slow"))
 
     def stacks(self, asked: Iterable[int], answers: Mapping[int, Result]) -> list[Finding]:
         """Process sampled stacks of stragglers; names the line once there are enough samples."""

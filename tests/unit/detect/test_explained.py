@@ -4,6 +4,7 @@ import pytest
 from ftmon.protocol.analysis.findings.requests import DiagnosticRequests, next_step
 from ftmon.protocol.memory import Cause, StackGroup
 from ftmon.protocol.telemetry import PhaseRecord
+from ftmon.protocol.verbs import Arm
 
 MIB = 2**20
 GIB = 2**30
@@ -56,7 +57,7 @@ def test_a_steady_transient_is_explained_for_all_ranks_by_the_stacks_of_one(make
     sim.begin()
     sim.train(1, 10, lambda rank, step: [sim.phase("optimizer", 2 * GIB)])
     asked = sim.detectors.take_actions()
-    assert [(action.verb, action.ranks) for action in asked] == [("arm", (0,)), ("compose", (0,))]
+    assert [(action.verb.name, action.ranks) for action in asked] == [("arm", (0,)), ("compose", (0,))]
     sim.feed(cause(12, 2 * GIB, [ADAM]))
     sim.wait(6)
     (alert,) = sim.alerts("spike")
@@ -134,8 +135,8 @@ def test_a_spike_that_comes_regularly_is_caught_at_its_next_time_and_then_left_a
     for step in range(1, 160):
         sim.feed(sim.step(0, step, [sim.phase("optimizer", 10 * MIB + (step % 25 == 0) * 950 * MIB, ms=4.0)]))
         for action in sim.detectors.take_actions():
-            if action.verb == "arm":
-                asked.append((step, action.args.get("from_step", 0)))
+            if isinstance(action.verb, Arm):
+                asked.append((step, action.verb.from_step))
         sim.tick(0.05)
         if step == 27:
             sim.feed(cause(26, 12 * MIB, ["loop.py:31 main"]))

@@ -14,6 +14,7 @@ from ftmon.protocol.analysis.memory.trend import LIKELY, SURE, climbs, mann_kend
 from ftmon.protocol.control import Alert
 from ftmon.protocol.memory import Cause, StackGroup
 from ftmon.protocol.telemetry import DeviceInfo, Hello, PhaseRecord, Plan, Span, Step
+from ftmon.protocol.verbs import Arm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -199,7 +200,7 @@ def test_stacks_of_whole_steps_are_asked_for_and_give_the_place() -> None:
     run = Run()
     run.steps(100, lambda n: 20 * GIB + 8 * MIB * n)
     (asked,) = run.asks.take()
-    assert (asked.verb, asked.ranks, asked.args) == ("arm", (0,), {"phase": "", "steps": 3, "reason": "leak"})
+    assert (asked.verb, asked.ranks) == (Arm(steps=3, reason="leak"), (0,))
     groups = [StackGroup(16 * MIB, 2, ["/home/user/loop.py:55 main"], 8 * MIB, 16 * MIB)]
     cause = Cause(0, 103, "", 0.0, "leak", 16 * MIB, groups, armed_us=70_000, usual_us=55_000, read_us=20_000)
     run.sent += run.alerts.put(run.now, run.detector.cause(cause))

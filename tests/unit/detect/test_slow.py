@@ -2,6 +2,7 @@ import random
 from typing import Any
 
 import pytest
+from ftmon.protocol import verbs
 from ftmon.protocol.analysis.stalls.slow_devices import SlowDevices
 from ftmon.protocol.control import Result
 from ftmon.protocol.telemetry import DeviceInfo, DeviceSample, Hello, ProcessMemory
@@ -105,7 +106,7 @@ def test_a_slow_ranks_stack_is_sampled_a_few_times_and_its_line_named(make_sim: 
     sampled = 0
     for _ in range(40):
         for action in sim.detectors.take_actions():
-            assert (action.verb, action.ranks, action.args) == ("stacks", (1,), {"quiet": True})
+            assert (action.verb, action.ranks) == (verbs.Stacks(quiet=True), (1,))
             sampled += 1
             place = (44, "tokenize") if sampled % 4 else (51, "log")
             text = STACK.format(line=place[0], function=place[1])

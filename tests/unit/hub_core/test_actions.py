@@ -11,6 +11,7 @@ from ftmon.protocol import sockets, wire
 from ftmon.protocol.control import Accepted, Command, Result
 from ftmon.protocol.rundir import RunFile
 from ftmon.protocol.telemetry import DeviceInfo, Hello, PhaseRecord, Span, Step
+from ftmon.protocol.verbs import Stop
 from ftmon.trainer.hub import rank_link
 from ftmon.trainer.hub.actions import Actions
 from ftmon.trainer.hub.analysis import Analysis
@@ -63,7 +64,7 @@ def rig() -> Iterator[Rig]:
 def test_a_spike_has_the_rank_asked_and_its_answer_recorded(rig: Rig) -> None:
     rig.train()
     arm, compose = rig.received()
-    assert (arm.verb, arm.args) == ("arm", {"phase": "optimizer", "steps": 1, "reason": "spike"})
+    assert (arm.verb, arm.args) == ("arm", {"phase": "optimizer", "reason": "spike"})
     assert (compose.verb, compose.args) == ("compose", {"reason": "spike"})
     for message in (
         Accepted(arm.id, True),
@@ -105,7 +106,7 @@ def test_a_rank_whose_command_socket_comes_late_is_asked_all_the_same(
         link = RankLink([router])
         link.know(HELLO)
         answers: list[Any] = []
-        link.ask("stop", [0], 5.0).then(answers.append)
+        link.ask(Stop(), [0], 5.0).then(answers.append)
         assert answers == []
         rank = sockets.peer_socket(context, "ranks", identity_of(HELLO).encode())
         rank.connect("inproc://late")
@@ -122,7 +123,7 @@ def test_a_rank_whose_command_socket_comes_late_is_asked_all_the_same(
         rank.close(linger=0)
         monkeypatch.setattr(rank_link, "_CONNECTING_SECONDS", 0.0)
         while len(answers) < 2 and time.monotonic() < deadline:
-            link.ask("stop", [0], 5.0).then(answers.append)
+            link.ask(Stop(), [0], 5.0).then(answers.append)
             time.sleep(0.02)
         assert answers[1] == {}, "one that is gone holds nobody up"
     finally:

@@ -9,6 +9,7 @@ from ftmon.protocol.analysis.stalls.activity import Activity
 from ftmon.protocol.analysis.stalls.tracked_rank import TrackedRank
 from ftmon.protocol.control import Result
 from ftmon.protocol.rundir import RunDir
+from ftmon.protocol.verbs import Verb
 from ftmon.trainer.host.flow import Reply
 from ftmon.trainer.host.rank_inspection import Inspection
 from ftmon.trainer.hub.rank_link import Answers
@@ -29,7 +30,7 @@ class Bench:
         parts: Any = SimpleNamespace(any_elsewhere=False, ask=self._ask, inspect=self._see)
         self.stall_probe = StallProbe(run, self.tracker, parts, parts, parts, lambda _: None, lambda call: call())
 
-    def _ask(self, _verb: str, _ranks: list[int], _seconds: float, _args: Any) -> Reply[Answers]:
+    def _ask(self, _verb: Verb, _ranks: list[int], _seconds: float) -> Reply[Answers]:
         reply: Reply[Answers] = Reply()
         reply.arrive({0: Result("1", True, data={"text": STACKS, "calls": self.says})})
         return reply

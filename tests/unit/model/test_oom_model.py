@@ -7,6 +7,7 @@ import pytest
 from eventually import eventually
 from ftmon.protocol.control import Accepted, RankState, Result
 from ftmon.protocol.telemetry import Heartbeat
+from ftmon.protocol.verbs import Console
 from ftmon.protocol.wire import Frame, Message
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.console import MOST_LINES, ConsoleSession, is_complete
@@ -100,7 +101,7 @@ def test_a_replay_of_the_recording_shows_the_report(tmp_path: Path) -> None:
 def session_with(output: str, error: str = "", ok: bool = True, text: str = "") -> ConsoleSession:
     session = ConsoleSession(1)
     session.sent("a", "x", T)
-    record = CommandRecord("a", "console", {}, T, Accepted("a", True))
+    record = CommandRecord("a", Console("1"), T, Accepted("a", True))
     record.result = Result("a", ok, "console", text, {"output": output, "error": error, "place": "model.py:3 forward"})
     session.take({"a": record})
     return session
@@ -128,7 +129,7 @@ def test_a_refused_command_says_why_and_is_waited_for_no_more() -> None:
     session = ConsoleSession(1)
     session.sent("a", "x", T)
     assert session.waiting_since == T
-    session.take({"a": CommandRecord("a", "console", {}, T, Accepted("a", False, "read-only hub"))})
+    session.take({"a": CommandRecord("a", Console("1"), T, Accepted("a", False, "read-only hub"))})
     assert session.lines[-1].text == "refused: read-only hub"
     assert not session.waiting_since
 

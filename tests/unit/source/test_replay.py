@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from eventually import eventually
+from ftmon.protocol import verbs
 from ftmon.protocol.control import Alert
 from ftmon.protocol.errors import RecordingError
 from ftmon.protocol.telemetry import Hello
@@ -257,7 +258,7 @@ def test_a_place_that_is_not_there_moves_nothing_and_says_why(source: ReplaySour
 
 
 def test_a_recording_takes_no_commands(source: ReplaySource) -> None:
-    record = source.commands[source.send("kill", {"ranks": []})]
+    record = source.commands[source.send(verbs.Kill())]
     assert record.done
     assert record.accepted is not None
     assert not record.accepted.ok

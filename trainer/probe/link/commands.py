@@ -10,9 +10,9 @@ from typing import Any
 
 import zmq
 
-from ....protocol import wire
+from ....protocol import verbs, wire
 from ....protocol.control import Accepted, Command, Result
-from ....protocol.errors import ProtocolError
+from ....protocol.errors import ProtocolError, UsageError
 from ....protocol.telemetry import Stacks
 from ...host import activity, processes
 from .. import guard
@@ -89,48 +89,42 @@ class Commands:
                 self._act(socket, command)
 
     def _act(self, socket: Any, command: Command) -> None:
-        actions: dict[str, Callable[[Command], tuple[bool, str, dict[str, Any]]]] = {
-            "identify": self._identify,
-            "ping": lambda _: (True, "", {}),
-            "stacks": self._stacks,
-            "stop": self._stop,
-            "release": self._release,
-        }
-        later: dict[str, Callable[[dict[str, Any], Answer], None]] = {
-            "snapshot": lambda args, answer: self._snapshots.want(str(args.get("reason", "asked")), answer),
-            "compose": lambda args, answer: self._captures.want(str(args.get("reason", "asked")), answer),
-            "arm": lambda args, answer: self._stack_capture.want(
-                str(args.get("phase", "")),
-                int(args.get("steps", 1)),
-                int(args.get("from_step", 0)),
-                str(args.get("reason", "asked")),
-                answer,
-            ),
-        }
-        if command.verb in later:
-            self._answer(socket, Accepted(command.id, True))
-            answer = self._later(socket, command)
-            try:
-                later[command.verb](command.args, answer)
-            except Exception as error:
-                guard.log_error(command.verb, error)
-                answer(False, f"{type(error).__name__}: {error}", {})
+        answer = self._later(socket, command)
+        try:
+            verb = verbs.decode(command, verbs.RANK)
+        except UsageError as error:
+            self._answer(socket, Accepted(command.id, False, str(error)))
             return
-        if command.verb == "console":
-            refused = self._hold.run(str(command.args.get("code", "")), self._later(socket, command))
+        if isinstance(verb, verbs.Console):
+            refused = self._hold.run(verb.code, answer)
             self._answer(socket, Accepted(command.id, not refused, refused))
-            return
-        action = actions.get(command.verb)
-        if action is None:
-            self._answer(socket, Accepted(command.id, False, f"a rank does not know {command.verb!r}"))
             return
         self._answer(socket, Accepted(command.id, True))
         try:
-            ok, text, data = action(command)
+            self._carry_out(verb, answer)
         except Exception as error:
             guard.log_error(command.verb, error)
-            ok, text, data = False, f"{type(error).__name__}: {error}", {}
-        self._answer(socket, Result(command.id, ok, command.verb, text, data, time.time()))
+            answer(False, f"{type(error).__name__}: {error}", {})
+
+    def _carry_out(self, verb: verbs.Verb, answer: Answer) -> None:
+        match verb:
+            case verbs.Stop():
+                answer(*self._stop(verb))
+            case verbs.Stacks():
+                answer(*self._stacks(verb))
+            case verbs.Release():
+                answer(*self._release())
+            case verbs.Snapshot():
+                self._snapshots.want(verb.reason, answer)
+            case verbs.Compose():
+                self._captures.want(verb.reason, answer)
+            case verbs.Arm():
+                self._stack_capture.want(verb.phase, verb.steps, verb.from_step, verb.reason, answer)
+            case verbs.Identify():
+                self._send_hello()
+                answer(True, "", {})
+            case _:
+                answer(True, "", {})
 
     def _later(self, socket: Any, command: Command) -> Answer:
         def answer(ok: bool, text: str, data: dict[str, Any]) -> None:
@@ -146,11 +140,7 @@ class Commands:
         except zmq.Again:
             guard.log("an answer found no room and was dropped")
 
-    def _identify(self, _command: Command) -> tuple[bool, str, dict[str, Any]]:
-        self._send_hello()
-        return True, "", {}
-
-    def _stacks(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
+    def _stacks(self, verb: verbs.Stacks) -> tuple[bool, str, dict[str, Any]]:
         # In memory: a full disk must not keep anybody from seeing where a rank is.
         with open(os.memfd_create("ftmon-stacks"), "w+b") as file:
             faulthandler.dump_traceback(file, all_threads=True)
@@ -159,29 +149,26 @@ class Commands:
         training = self._rank.guard.thread
         thread = f"0x{training:016x}"
         data: dict[str, Any] = {"text": text, "thread": thread}
-        if command.args.get("calls"):
+        if verb.calls:
             data["calls"] = flight_recorder.calls(self._tracker.counts)
             data["lock"] = locks.waits_for(training)
-        if command.args.get("activity"):
+        if verb.activity:
             data["activity"] = list(
                 activity.measure(os.getpid(), self._dumper.prepared, processes.table(), time.monotonic())
             )
-        if not command.args.get("quiet"):
-            reason = str(command.args.get("reason", ""))
-            self._send(Stacks(self._rank.rank, time.time(), text, reason, thread, "probe"))
+        if not verb.quiet:
+            self._send(Stacks(self._rank.rank, time.time(), text, verb.reason, thread, "probe"))
         return True, "", data
 
-    def _release(self, _command: Command) -> tuple[bool, str, dict[str, Any]]:
+    def _release(self) -> tuple[bool, str, dict[str, Any]]:
         released = self._hold.release()
         return released, "released" if released else "this rank is not held", {}
 
-    def _stop(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
+    def _stop(self, verb: verbs.Stop) -> tuple[bool, str, dict[str, Any]]:
         request, done = self._stop_request, self._tracker.step
         if not request.heeded:
             return False, "the script does not ask whether to stop; it has to be interrupted", {}
-        step = command.args.get("step")
-        if not isinstance(step, int):
-            step = agree_on_step(self._rank.run.path / "stop-after", self._tracker.step, self._pace.usual)
+        step = verb.step or agree_on_step(self._rank.run.path / "stop-after", self._tracker.step, self._pace.usual)
         request.after = step if self._rank.world_size > 1 else done
         return True, f"will stop after step {max(request.after, done)}", {"step": request.after}
 

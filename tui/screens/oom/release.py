@@ -1,9 +1,10 @@
 """The dialog that releases held ranks: it states the consequences; the default is no."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
+from ....protocol.verbs import Release
 from ...model.held import held_cases
 from ...model.oom import OomCase
 from ...widgets.alert_lines import wrap
@@ -38,9 +39,9 @@ class ReleaseDialog(CommandDialog):
             return [self.case.oom.rank]
         return sorted({case.oom.rank for case in held_cases(self.app_state.model)} | {self.case.oom.rank})
 
-    def command(self) -> tuple[str, dict[str, Any]]:
+    def command(self) -> Release:
         """Release them."""
-        return "release", {"ranks": self.ranks}
+        return Release(self.ranks)
 
     def lines(self, width: int, height: int) -> list[Line]:
         """Draw question or progress."""

@@ -10,6 +10,7 @@ from textual.widget import Widget
 
 from ....protocol.errors import FtmonError
 from ....protocol.text import sanitize
+from ....protocol.verbs import Console
 from ...model.console import ConsoleSession
 from ...model.held import first_to_show, held_since
 from ...model.oom import CaseKey, OomCase
@@ -172,7 +173,7 @@ class OomScreen(MonitorScreen):
         if refusal := self._why_no_console(case):
             session.note(refusal, "error")
         else:
-            number = source.send("console", {"rank": case.oom.rank, "code": event.code})
+            number = source.send(Console(event.code, case.oom.rank))
             session.sent(number, event.code, time.time())
         self._output.back = 0
         self.tick()
