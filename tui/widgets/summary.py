@@ -80,7 +80,7 @@ def first_line(summary: Summary, width: int, theme: Theme) -> Line:
         (12, False, progress),
         (8, True, progress),
     ):
-        left = _name_and_state(summary, name_width, brief, theme)
+        left = _name_and_state(summary, name_width, width - right.width - 1 if brief else 0, theme)
         if left.width + right.width < width:
             break
     if summary.setup and left.width + right.width + len(summary.setup) + 8 < width:
@@ -88,17 +88,19 @@ def first_line(summary: Summary, width: int, theme: Theme) -> Line:
     return spread(left, right, width, base)
 
 
-def _name_and_state(summary: Summary, name_width: int, brief: bool, theme: Theme) -> Line:
+def _name_and_state(summary: Summary, name_width: int, room: int, theme: Theme) -> Line:
+    """Draw them; in so little ``room`` (columns; 0: there is enough) without the word of the state beside trouble."""
     base = theme.base
     left = Line(" ", base).add("ftmon", theme.style("accent", bold=True)).add("  ", base)
     left.add(cut(summary.name, name_width, theme.glyphs.ellipsis), theme.style(bold=True)).add("   ", base)
     glyph, tone = theme.state(summary.state)
     trouble = Line()
     if summary.connection:
-        trouble.add(f"{theme.glyphs.warning} {summary.connection}", theme.style("warning"))
+        words = f"{theme.glyphs.warning} {summary.connection}"
+        trouble.add(cut(words, room - left.width, theme.glyphs.ellipsis) if room else words, theme.style("warning"))
     elif summary.trouble:
         trouble.add(f"{theme.glyphs.error} {summary.trouble}", theme.style("error", bold=True))
-    if not brief or not trouble.width:
+    if not room or not trouble.width:
         left.add(f"{glyph} {summary.activity or summary.state}", theme.style(tone, bold=summary.state == "failed"))
         left.add("  " if trouble.width else "", base)
     return left.join(trouble)

@@ -148,6 +148,13 @@ def test_a_run_that_stands_says_so_in_place_of_the_time_left() -> None:
     assert "left" not in first.plain
 
 
+def test_a_long_word_on_the_connection_is_cut_before_the_step() -> None:
+    trouble = "no connection: its SSH server does not forward UNIX sockets; it is tried again"
+    first = summary_lines(Summary("llama3", step=18, total_steps=120, connection=trouble), 80, THEME)[0].plain
+    assert "no connection: its SSH server does" in first
+    assert first.rstrip().endswith("… step 18 / 120")
+
+
 def test_the_scrubber_marks_the_alerts_and_the_place() -> None:
     playback = Playback(0.0, 100.0, 50.0, playing=True, speed=4.0, step=812, live=True, marks=((90.0, "error"),))
     text = scrubber(playback, 80, THEME).plain
