@@ -72,14 +72,6 @@ def pieces(points: Points, tolerance: float = TOLERANCE) -> list[Piece]:
     return _envelope(lines, lengths[0], lengths[-1], tolerance * highest)
 
 
-def peak_at(curve: Sequence[Piece], x: float) -> float:
-    """Return the peak at a length, bytes; outside the curve the first and last piece go on."""
-    for piece in curve:
-        if x <= piece.end:
-            return piece.at(x)
-    return curve[-1].at(x)
-
-
 def fit_lines(values: Sequence[tuple[float, float]], tolerance: float) -> list[Line]:
     """Return straight lines that pass within ``tolerance`` of all points, in order, each as long as it can be.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.estimates.curve import Piece, peak_at, pieces, sample_curve
+from ftmon.protocol.analysis.estimates.curve import Piece, pieces, sample_curve
 from ftmon.protocol.analysis.text.curve import describe_curve
 
 MIB = 2**20
@@ -21,6 +21,11 @@ def points(one: dict[str, Any], without: int = 0) -> dict[int, dict[str, float]]
         for length, phases in one["peaks_mib"].items()
         if int(length) != without
     }
+
+
+def peak_at(curve: list[Piece], length: float) -> float:
+    """Return the peak at a length, bytes; beyond the curve its last piece goes on."""
+    return next((piece for piece in curve if length <= piece.end), curve[-1]).at(length)
 
 
 def phases(length: int) -> dict[str, float]:
