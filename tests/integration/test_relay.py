@@ -100,7 +100,7 @@ def test_who_leaves_is_told_how_to_come_back_to_that_very_run() -> None:
             attached.send_signal(signal.SIGINT)
             *_, last = attached.stdout
             assert attached.wait(20) == 130
-        assert last == f"{run.id} goes on; attach again: ftmon attach ssh://me@there:22/{run.id}\n"
+        assert last == f"{run.id} continues; attach again: ftmon attach ssh://me@there:22/{run.id}\n"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_who_leaves_is_told_how_to_come_back_to_that_very_run() -> None:
         ("ssh://there", "/no/such/ftmon", "no 'ftmon' there on the PATH of a command"),
         ("ssh://there/none", "", "there: no runs in "),
         ("ssh://there", """echo '{"ftmon":"9","protocol":[9,0],"id":"x"}'; cat; true""", "speaks protocol 9.0"),
-        ("ssh://there", "echo usage: invalid choice: >&2; exit 2 #", "knows no relay"),
+        ("ssh://there", "echo usage: invalid choice: >&2; exit 2 #", "has no command 'relay'"),
         ("ssh://-oProxyCommand=x", "", "must be ssh://"),
         ("ssh://there:99999", "", "must be ssh://"),
     ],

@@ -55,7 +55,7 @@ class Recorder(threading.Thread):
         since = self._since
         waits = 0.0 if since is None else time.monotonic() - since
         if waits > _STUCK_SECONDS:
-            return f"{self._writer.path}: the disk has taken nothing for {waits:.0f} s; recording goes on by itself"
+            return f"{self._writer.path}: the disk has taken nothing for {waits:.0f} s; recording resumes by itself"
         return self._writer.error
 
     @property

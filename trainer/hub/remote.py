@@ -18,7 +18,7 @@ _OF_AGENTS = (*sockets.AGENT_CHANNELS, "telemetry")
 
 
 class RemoteSockets:
-    """TCP sockets of a hub. If it cannot listen, ``problem`` has the reason, and the run goes on without.
+    """TCP sockets of a hub. If it cannot listen, ``problem`` has the reason, and the run continues without.
 
     Args:
         context: where to make the sockets.

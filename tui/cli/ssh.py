@@ -42,7 +42,7 @@ class RelayedSource(LiveSource):
         self._relayed = endpoint
 
     def close(self) -> None:
-        """End the threads, close the sockets, end the relay; the run goes on."""
+        """End the threads, close the sockets, end the relay; the run continues."""
         super().close()
         self._relayed.close()
 
@@ -114,5 +114,5 @@ def _explain(place: Place, error: RelayError) -> str:
     if error.status == _SSH_FAILED:
         return f"{place.host}: {words or 'ssh failed'}"
     if error.status == _USAGE and "invalid choice" in words:
-        return f"{place.host}: the ftmon there knows no relay; install the same version on both sides"
+        return f"{place.host}: the ftmon there has no command 'relay'; install the same version on both sides"
     return f"{place.host}: {words or f'the relay ended with status {error.status}'}"

@@ -1,6 +1,6 @@
 """Which part of a training's course a chart shows: its axis, its window and its cursor. Plain, without a terminal.
 
-Window and cursor are kept in steps, so they stay where they are when the axis changes or the run goes on.
+Window and cursor are kept in steps, so they stay where they are when the axis changes or the run continues.
 """
 
 from bisect import bisect_left, bisect_right
@@ -44,7 +44,7 @@ class ChartView:
         self.span: int | None = None
         """Steps in view; None: all."""
         self.end: int | None = None
-        """The last step in view; None: the newest, as the run goes on."""
+        """The last step in view; None: the newest, as the run continues."""
         self.cursor: int | None = None
         """The step whose figures are shown; None: the newest."""
         self.version = 0

@@ -130,7 +130,7 @@ class LiveSource:
         return command.id
 
     def close(self) -> None:
-        """End the threads and close the sockets; the run goes on."""
+        """End the threads and close the sockets; the run continues."""
         if self._closed:
             return
         self._closed = True

@@ -79,7 +79,7 @@ class Transport:
         return self.position >= self.last
 
     def toggle(self) -> None:
-        """Play or pause. Pausing a live view holds it while the run goes on; play again goes on from there."""
+        """Play or pause. Pausing a live view holds it while the run continues; play again goes on from there."""
         self.pause() if self.playing else self.play()
 
     def play(self) -> None:

@@ -25,7 +25,7 @@ def watch(target: Any = None, *, name: str | None = None, model: Any = None) -> 
 
     Under ``ftmon run`` the process is watched already and this adds nothing. Otherwise every rank of the job joins one
     new run, the first of them starts its hub, and ``ftmon`` in another terminal shows it. A failure is logged and never
-    raised: the training goes on unwatched.
+    raised: the training continues unwatched.
 
     Args:
         target: a DeepSpeed engine or a PyTorch optimizer, whose updates are the steps; None: the first that steps.

@@ -59,7 +59,7 @@ def add_start_options(parser: argparse.ArgumentParser) -> None:
         "--hold-timeout",
         type=seconds,
         metavar="SECONDS",
-        help="release a held rank after this long without a console command (default: never)",
+        help="release a held rank after this long (default: never)",
     )
     _add_hang_options(parser)
     _add_notify_options(parser)
