@@ -56,7 +56,7 @@ class OomCases:
     def __init__(self) -> None:
         self._cases: dict[CaseKey, OomCase] = {}
         self.version = 0
-        """Moves with every change."""
+        """Incremented with every change."""
 
     def __len__(self) -> int:
         return len(self._cases)

@@ -104,7 +104,7 @@ class RunState:
         """Hub time of the latest frame."""
         self.last_seq = 0
         self.version = 0
-        """Moves with every frame."""
+        """Incremented with every frame."""
         self.damaged = 0
         """Messages with figures that cannot be (an infinite time, a rank beyond all ranks); they are left out."""
         self._update_names: list[str] = []

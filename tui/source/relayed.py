@@ -1,7 +1,7 @@
-"""A run of another host through a program that relays it: ``ssh HOST ftmon relay RUN``, its pipes, and a new one of it.
+"""Connects to a run on another host through the pipes of a relay program, ``ssh HOST ftmon relay RUN``.
 
-Local sockets stand in for the hub's; each connection to them is carried to the hub's own (``tunnel``). When the program
-ends, another is started, so an ssh that drops is an interruption and no more.
+Local sockets represent the hub's; each connection to them is forwarded to the hub's socket (``tunnel``). If the program
+ends, it is started again, so that a dropped ssh connection is only an interruption.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from .history import History
 from .tunnel import Tunnel
 
 CHANNELS = ("stream", "control", "query")
-"""What an app needs of a hub."""
+"""The hub's channels that an app needs."""
 RETRY_SECONDS = 3.0
 HELLO_SECONDS = 20.0
 _GREETING_LIMIT = 64 << 10
-"""A login shell may print this much before the relay's first line."""
+"""Maximum bytes that a login shell may print before the relay's first line."""
 
 
 class Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -50,7 +50,7 @@ class Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RelayError(FtmonError):
-    """The relaying program ended before its greeting."""
+    """The relay program ended before its greeting."""
 
     def __init__(self, text: str, status: int = 1) -> None:
         """Keep the program's own words, and its exit status."""
@@ -59,12 +59,12 @@ class RelayError(FtmonError):
 
 
 class Relay:
-    """One relaying program under way.
+    """One running relay program.
 
     Args:
-        command: its words.
+        command: its command line.
         listeners: the local sockets, by channel.
-        patience: seconds to wait for its first line; None: for ever (a person may be typing a password).
+        patience: seconds to wait for its first line; None: no limit (the user may be typing a password).
 
     Raises:
         RelayError: it ended, or sent nothing in time; the text is its last output.
@@ -102,7 +102,7 @@ class Relay:
 
     @property
     def alive(self) -> bool:
-        """Whether it carries."""
+        """Whether it forwards connections."""
         return self._tunnel.is_alive() and self._process.poll() is None
 
     @property
@@ -153,11 +153,11 @@ class Relay:
 
 
 class RelayedEndpoint(Endpoint):
-    """Finds a run's hub through a relaying program. Make it, then ``open``.
+    """Locates a run's hub through a relay program. Create it, then call ``open``.
 
     Args:
-        command: the program's words; what another attempt adds stands in ``again``.
-        again: the words of a later attempt, when no password can be typed.
+        command: the program's command line.
+        again: the command line of later attempts, when no password can be typed.
     """
 
     def __init__(self, command: Sequence[str], again: Sequence[str]) -> None:
@@ -197,14 +197,14 @@ class RelayedEndpoint(Endpoint):
 
     @property
     def trouble(self) -> str:
-        """Why there is no relay now; empty while there is one."""
+        """Why there is no relay; empty if there is one."""
         if self._relay is None or self._relay.alive:
             return self._trouble
         words = self._relay.last_words
         return f"the connection is gone{f' ({words})' if words else ''}; another is tried"
 
     def hub(self) -> Hub | None:
-        """Return the hub behind the relay; starts another relay, now and then, where it is gone."""
+        """Return the hub behind the relay; restart the relay, at intervals, if it is gone."""
         if self._relay is not None and self._relay.alive:
             return self._hub
         if self._closed or self.ended() or time.monotonic() < self._next:
@@ -222,7 +222,7 @@ class RelayedEndpoint(Endpoint):
         return self._hub
 
     def is_alive(self, hub: Hub) -> bool:
-        """Return whether the relay to that very hub carries."""
+        """Return whether the relay to this hub works."""
         return hub is self._hub and self._relay is not None and self._relay.alive
 
     def ended(self) -> bool:

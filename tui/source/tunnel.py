@@ -1,8 +1,8 @@
 """Multiplexes connections over one pair of pipes: carries a run's sockets through an ssh without open ports.
 
-Bytes only; their meaning is up to the sockets at both ends. Frames are a kind, a connection's number and a length
-(``>BII``), then as many bytes. A side sends at most ``WINDOW`` bytes of a connection that the other has not written on
-yet, so that one without a reader holds up no other.
+Only bytes are forwarded; they are not interpreted. A frame is a kind, a connection's number and a length (``>BII``),
+followed by that many bytes. A side sends at most ``WINDOW`` bytes per connection that the other side has not written
+out yet, so that a connection without a reader does not block others.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ OPEN, DATA, CLOSE, CREDIT = range(4)
 WINDOW = 1 << 20
 _READ = 64 << 10
 _PIPE_LIMIT = 256 << 10
-"""Bytes that may wait for the pipe; little, because a small answer waits behind them."""
+"""Maximum bytes waiting for the pipe; small, because answers wait behind them."""
 _FRAME_LIMIT = WINDOW + _READ
 _HEAD = struct.Struct(">BII")
 _COUNT = struct.Struct(">I")
@@ -33,13 +33,13 @@ class _Connection:
 
 
 class Tunnel(threading.Thread):
-    """One end. Either end may be the one whose programs connect (``listeners``), the other then opens.
+    """One end of the tunnel. One end accepts connections (``listeners``), the other one opens them.
 
     Args:
         source: descriptor to read from; closed at the end.
         sink: descriptor to write to; closed at the end.
         listeners: bound sockets by channel; a connection to one is carried to the other end.
-        opener: makes the connection to a channel, when the other end asks for it; raises OSError where it cannot.
+        opener: opens the connection to a channel when the other end requests it; raises OSError on failure.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Tunnel(threading.Thread):
             self._wake.send(b"!")
 
     def run(self) -> None:
-        """Carry until a pipe closes or ``stop``."""
+        """Forward until a pipe closes or ``stop`` is called."""
         for descriptor in (self._source, self._sink):
             os.set_blocking(descriptor, False)
         for listener in self._listeners.values():
@@ -78,7 +78,7 @@ class Tunnel(threading.Thread):
             while not self._over:
                 self._wait()
         except (OSError, ValueError):
-            pass  # a pipe broke, or what comes through it is no tunnel's: either way it is over
+            pass  # the pipe is broken, or its data are not those of a tunnel
         finally:
             self._close()
 
@@ -107,7 +107,7 @@ class Tunnel(threading.Thread):
         self._write_pipe()
 
     def _wanted(self) -> dict[int | socket.socket, int]:
-        """List what is to be waited for."""
+        """List the descriptors to wait for."""
         wanted: dict[int | socket.socket, int] = {self._source: selectors.EVENT_READ, self._woken: selectors.EVENT_READ}
         if self._outgoing:
             wanted[self._sink] = selectors.EVENT_WRITE
