@@ -35,7 +35,7 @@ OWN: dict[int, str] = {
     NOT_STARTED: "the command or the run could not be started",
     LOST: "it is unknown how the training ended: the launcher was killed, or the machine went down",
     STOPPED: "ended on request before it was done: 'ftmon stop', 'ftmon kill', or S or k in the app",
-    LEFT: "ctrl-c left a run that did not end; it goes on",
+    LEFT: "ctrl-c left a run that did not end; it keeps running",
 }
 """What each code means; ``ftmon run --help`` and docs/guide.md print these."""
 

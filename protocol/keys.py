@@ -138,7 +138,7 @@ def disallow(public: str) -> None:
         raise UsageError(f"{public!r} is your own key; a hub of yours always lets you in")
     if public not in listed:
         hint = "" if _PUBLIC_KEY.fullmatch(public) else " (a public key has 40 characters)"
-        raise UsageError(f"{public!r} is not let in here, so nothing was removed{hint}; 'ftmon keys' lists who is")
+        raise UsageError(f"{public!r} is not allowed here, so nothing was removed{hint}; 'ftmon keys' lists who is")
     _write_allowed({key: remark for key, remark in listed.items() if key != public})
 
 

@@ -170,7 +170,7 @@ class FtmonApp(App[None]):
     # What keys do on every screen.
 
     def action_detach(self) -> None:
-        """Leave; the run goes on."""
+        """Leave; the run continues."""
         self.exit()
 
     def action_toggle_play(self) -> None:

@@ -104,7 +104,7 @@ class Scene:
     def wait_steps(self, more: int) -> None:
         """Wait until the training has done more steps."""
         before = steps_done(self.folder, 0)
-        self.wait(lambda: steps_done(self.folder, 0) >= before + more, 60, "the training goes on")
+        self.wait(lambda: steps_done(self.folder, 0) >= before + more, 60, "the training continues")
 
     def wait_quiet(self) -> None:
         """Wait until nothing is called a hang any more."""

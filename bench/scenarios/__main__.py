@@ -74,7 +74,7 @@ def main() -> int:
         worker.join()
     print(f"\n{table(known)}")
     if waiting.qsize():
-        print(f"\n{waiting.qsize()} scenes were not begun, as the time was over: the same command goes on with them")
+        print(f"\n{waiting.qsize()} scenes did not start within the time limit; the same command runs them")
     return 0
 
 

@@ -1,7 +1,7 @@
 """The table of remedies against causes of memory use, each with its condition and what it saves.
 
 Causes are the patterns of transients (``memory.stack_patterns``) and the verdicts on failed allocations (``OomKind``).
-Of the rows of one remedy the first whose condition holds is taken.
+If a remedy has several rows, the first row whose condition holds applies.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ _NO_OOM = Oom(0, 0, "", 0.0, 0, 0, 0, 0, 0)
 
 
 class Case(NamedTuple):
-    """The facts that conditions and savings are of. What is not known is empty."""
+    """Inputs of conditions and savings. Unknown values are empty."""
 
     kind: str
     """The verdict on a failed allocation."""
@@ -31,11 +31,11 @@ class Case(NamedTuple):
     """Bytes of the pattern."""
     oom: Oom
     sizes: dict[str, int]
-    """The figures that the verdict weighed, bytes."""
+    """Figures that the verdict is based on, bytes."""
     framework: str
     world: int
     stage: int
-    """Of ZeRO; 0 also without it."""
+    """ZeRO stage; 0 also without ZeRO."""
     gather: int
     """This and the next two: sizes of DeepSpeed's buckets, in numbers."""
     reduce: int
@@ -43,13 +43,13 @@ class Case(NamedTuple):
     offloads: bool
     """The optimizer's states are not on the device."""
     rows: int
-    """Of the batch."""
+    """Rows of the batch."""
     states: int
-    """Bytes of the optimizer's states with their fp32 copies; in Adam's first step those to come."""
+    """Bytes of the optimizer's states with their fp32 copies; in Adam's first step, of those to be created."""
     own_states: int
     """The same without the copies."""
     remarks: dict[str, str]
-    """Words for figures that may not be known."""
+    """Text for figures that may be unknown."""
 
     @property
     def on_gpu(self) -> bool:
@@ -108,13 +108,13 @@ def _beyond_limit(case: Case) -> int:
 # fmt: off
 TABLE = (
     # Against the patterns of transients.
-    Row("temporaries", 'optim="adamw_torch_fused" in the TrainingArguments takes none',
+    Row("temporaries", 'optim="adamw_torch_fused" in the TrainingArguments needs none',
         when=lambda case: case.framework == "transformers", frees=lambda case: case.size),
     Row("temporaries",
-        "fused=True in torch.optim.AdamW takes none, nor does DeepSpeed's FusedAdam "
+        "fused=True in torch.optim.AdamW needs none, nor does DeepSpeed's FusedAdam "
         '("optimizer": {{"type": "AdamW"}} without torch_adam)',
         when=lambda case: case.framework == "deepspeed", frees=lambda case: case.size),
-    Row("temporaries", "torch.optim.AdamW(..., fused=True) takes none", frees=lambda case: case.size),
+    Row("temporaries", "torch.optim.AdamW(..., fused=True) needs none", frees=lambda case: case.size),
     Row("gradient_upcast",
         "a smaller sub_group_size (now {sub_group:.0e}): the copy is made for one sub-group at a time",
         when=lambda case: case.stage == 3,
@@ -137,40 +137,40 @@ TABLE = (
     Row("reduce_bucket", "a smaller reduce_bucket_size: {smaller} in place of {reduce:.0e} numbers",
         frees=lambda case: _smaller(case.reduce, case.size)),
     Row("fp32_logits",
-        "a fused or chunked linear cross-entropy (Liger kernel; use_liger_kernel=True of a Trainer) never makes "
-        "them whole; a smaller micro-batch with more accumulation makes them smaller in proportion",
+        "a fused or chunked linear cross-entropy (Liger kernel; use_liger_kernel=True of a Trainer) never "
+        "materializes them; a smaller micro-batch with more accumulation makes them proportionally smaller",
         frees=lambda case: case.size),
     Row("first_step_states",
-        "they stay: a higher ZeRO stage divides them among the ranks, an 8-bit optimizer makes them smaller, "
-        "offload_optimizer moves them"),
+        "they stay allocated: a higher ZeRO stage divides them among the ranks, an 8-bit optimizer makes them "
+        "smaller, offload_optimizer moves them off the device"),
     Row("checkpoint_saving",
         "save less often, or without gathering the weights (stage3_gather_16bit_weights_on_model_save: false); a "
         "save that does not fit fails the run, so keep that much free"),
-    Row("recomputation", "it is what gradient checkpointing costs: checkpoint smaller pieces to make it smaller"),
-    Row("loss_scale_overflow", "nothing, while it is rare: the scale was lowered; bf16 needs no loss scale"),
+    Row("recomputation", "it is the cost of gradient checkpointing: checkpoint smaller pieces to make it smaller"),
+    Row("loss_scale_overflow", "nothing, if it is rare: the scale was lowered; bf16 needs no loss scale"),
     Row("longer_batch",
-        "cut at a max_length, group by length or pack, so that no batch is far longer than the others; gradient "
+        "truncate to a max_length, group by length or pack, so that no batch is far longer than the others; gradient "
         "checkpointing makes each position cheaper"),
     # After a failed allocation.
     Row("checkpointing",
-        "Gradient checkpointing: keep the inputs of the layers only and compute the rest again in the backward.",
+        "Gradient checkpointing: keep only the inputs of the layers and recompute the rest in the backward.",
         "model.gradient_checkpointing_enable()",
         lambda case: not case.oom.checkpointing, lambda case: case.oom.parts.get("activations", 0), "at most"),
     Row("micro_batch", "A smaller micro-batch, {half} instead of {rows}, with {more} times the accumulation steps.",
         _MICRO_BATCH, lambda case: case.rows > 1, _half, "about"),
     Row("micro_batch", "A smaller micro-batch, with more accumulation steps.", _MICRO_BATCH,
         lambda case: not case.rows),
-    Row("sequence", "Shorter sequences: bring batches of like length together{longest}.",
+    Row("sequence", "Shorter sequences: group batches by length{longest}.",
         when=_is_long, frees=lambda case: case.sizes.get("excess", 0), bound="about"),
     Row("chunked_loss",
         "Compute the loss in chunks, or fused with the last layer, so that the logits never exist as a whole "
-        "(Liger kernel, cut cross-entropy). The figure is of one copy of them.",
+        "(Liger kernel, cut cross-entropy). The figure is for one copy.",
         when=lambda case: case.kind == "logits" or case.oom.vocabulary > _LARGE_VOCABULARY,
         frees=_logits, bound="about"),
     Row("zero", "ZeRO stage {next_stage}: the {split} are split over the {world} ranks.",
         "zero_optimization.stage: {next_stage}",
         lambda case: case.world > 1 and case.stage < 3, _next_stage, "about"),
-    Row("offload", "Keep the optimizer's states in the host's memory; the update is computed there.",
+    Row("offload", "Keep the optimizer's states in host memory and compute the update there.",
         "zero_optimization.offload_optimizer.device: cpu",
         lambda case: case.on_gpu and not case.offloads, lambda case: case.states, "about"),
     Row("fused", "A fused optimizer updates in place, without temporaries.", "torch.optim.AdamW(..., fused=True)",
@@ -180,26 +180,26 @@ TABLE = (
         frees=lambda case: round(case.own_states * _STATES_8BIT), bound="about"),
     Row("buckets", "Smaller buckets{bucket}.",
         "zero_optimization.reduce_bucket_size, allgather_bucket_size, stage3_prefetch_bucket_size"),
-    Row("expandable_segments", "Let segments grow instead of lying apart, so that free memory is in one piece.",
+    Row("expandable_segments", "Expandable segments keep free memory in one piece.",
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         lambda case: case.on_gpu and not case.oom.expandable,
         lambda case: max(0, case.oom.usable_free_bytes - case.oom.largest_free_bytes), "at most"),
     Row("leak",
         "Find what the script keeps from step to step: losses or outputs that are not detached, lists of tensors, "
-        "caches. Recorded stacks name the line that allocated what stays.",
+        "caches. Recorded stacks name the line that allocated it.",
         when=lambda case: "leak" in case.sizes, frees=lambda case: case.sizes["leak"], bound="about"),
-    Row("processes", "End or move what else is on this device: {others}.",
+    Row("processes", "End or move the other processes on this device: {others}.",
         when=lambda case: "others" in case.sizes, frees=lambda case: case.sizes["others"], bound="about"),
     Row("outside",
-        "See what else takes device memory: other processes (nvidia-smi), NCCL channels and buffers, CUDA graphs, "
-        "libraries with allocators of their own.",
+        "Check what else uses device memory: other processes (nvidia-smi), NCCL channels and buffers, CUDA graphs, "
+        "libraries with their own allocators.",
         "NCCL_BUFFSIZE, NCCL_MAX_NCHANNELS",
         frees=lambda case: case.sizes.get("outside") or case.sizes.get("elsewhere", 0), bound="at most"),
-    Row("limit", "Raise the limit: ulimit -v, the control group's memory limit, or vm.overcommit_memory.",
+    Row("limit", "Raise the limit: ulimit -v, the cgroup's memory limit, or vm.overcommit_memory.",
         when=lambda case: not case.on_gpu),
     Row("limit", "Raise the limit on this process.", "torch.cuda.set_per_process_memory_fraction",
         frees=_beyond_limit, bound="at most"),
-    Row("request", "Look at the line that asks for it: it wants more than the device has."),
+    Row("request", "Check the line that allocates it: it requests more than the device has."),
     Row("device", "Use a device with more memory, more devices, a smaller model, or LoRA."),
     Row("checkpoint", "Save shards instead of a whole model.",
         "stage3_gather_16bit_weights_on_model_save: false"),
@@ -222,11 +222,11 @@ _ORDER: dict[str, tuple[str, ...]] = {
     "too_large": ("zero", "offload", "eight_bit", "device"),
     "unknown": ("expandable_segments", "micro_batch", "checkpointing", "zero", "offload"),
 }
-"""What to try after a failed allocation, by the verdict on it."""
+"""Remedies for a failed allocation in the order to try them, by verdict."""
 
 
 def remedies(oom: Oom, verdict: OomVerdict, around: OomContext = ALONE) -> list[Remedy]:
-    """List what to try, in the order a person should; what does not apply, or is done already, is left out."""
+    """List the remedies in the order to try them, without those that do not apply or are already in use."""
     names = _ORDER[verdict.kind]
     if verdict.kind == "too_large" and oom.requested_bytes > (oom.capacity_bytes or oom.device_total_bytes):
         names = ("request",)
@@ -236,7 +236,7 @@ def remedies(oom: Oom, verdict: OomVerdict, around: OomContext = ALONE) -> list[
 
 
 def remedy_of(pattern: str, size: int, hello: Hello | None) -> Remedy:
-    """Return the remedy against a pattern of ``size`` bytes; without a text where none is known."""
+    """Return the remedy for a pattern of ``size`` bytes; its text is empty if none is known."""
     name = "temporaries" if pattern in ("foreach_temporaries", "optimizer_temporaries") else pattern
     return next(iter(_choose([name], _case(OomContext(hello), size))), Remedy(pattern, ""))
 

@@ -90,7 +90,7 @@ def test_who_leaves_is_told_how_to_come_back_to_that_very_run(server: SshServer)
             attached.send_signal(signal.SIGINT)
             *_, last = attached.stdout
             assert attached.wait(20) == 130
-        assert last == f"{run.id} goes on; attach again: ftmon attach {server.url}/{run.id}\n"
+        assert last == f"{run.id} continues; attach again: ftmon attach {server.url}/{run.id}\n"
 
 
 def test_a_server_that_does_not_forward_sockets_is_named(server: SshServer) -> None:
@@ -113,7 +113,7 @@ def test_a_server_that_does_not_forward_sockets_is_named(server: SshServer) -> N
             """echo '{"ftmon":"0","protocol":[1,0],"id":"x"}'; cat; true""",
             "of another version: install the same",
         ),
-        ("URL", "echo usage: invalid choice: >&2; exit 2 #", "knows no 'relay'"),
+        ("URL", "echo usage: invalid choice: >&2; exit 2 #", "has no command 'relay'"),
         ("ssh://-oProxyCommand=x", "", "must be ssh://"),
         ("ssh://there:99999", "", "must be ssh://"),
     ],

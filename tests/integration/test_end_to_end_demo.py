@@ -50,7 +50,7 @@ def test_the_last_lines_say_where_model_and_recording_are(
 ) -> None:
     assert f"recording:  {run.recording}" in demo.stdout
     assert f"replay it:  ftmon replay {run.id}" in demo.stdout
-    assert f"talk to it: ftmon chat {run.id}" in demo.stdout
+    assert f"chat:       ftmon chat {run.id}" in demo.stdout
     (line,) = lines_with(demo.stdout, ["model:  "])
     assert (Path(line.split(":", 1)[1].strip()) / "config.json").exists()
 

@@ -87,7 +87,7 @@ def test_a_disk_that_was_full_for_a_while_costs_nothing(tmp_path: Path) -> None:
     errors, same, missing, error, lost, recorded, count = json.loads(done.stdout)
     told = [words for _, words in errors if words]
     assert told
-    assert all("the disk is full; free space there and recording goes on by itself" in words for words in told)
+    assert all("the disk is full; free space there and recording resumes by itself" in words for words in told)
     assert all(300 <= number <= 950 for number, words in errors if words)
     assert (same, missing, error, lost, recorded) == (True, "", "", 0, count)
 
@@ -179,7 +179,7 @@ def test_a_folder_that_is_not_there_yet_is_waited_for(
 ) -> None:
     monkeypatch.setattr(writer_module, "RETRY_S", 0.0)
     writer = Writer(tmp_path / "later" / "r.sqlite", RUN)
-    assert "unable to open database file; recording goes on by itself" in writer.error
+    assert "unable to open database file; recording resumes by itself" in writer.error
     for frame in frames[:100]:
         writer.append(frame.seq, frame.t, frame.message)
     writer.commit()

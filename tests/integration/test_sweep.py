@@ -156,7 +156,7 @@ def test_a_sweep_goes_on_without_its_screen_until_it_is_ended_there(home: Ftmon,
         command(terminal, PROGRAM, "sweep", str(path))
         wait_for(terminal, "sleeps: s=900", "1 / 3 done", "1 no steps", "running")
         terminal.press("q")
-        wait_for(terminal, "the sweep goes on")
+        wait_for(terminal, "the sweep continues")
         plan = read(results).plan
         assert plan is not None
         assert is_alive(plan.process)

@@ -38,7 +38,7 @@ def test_a_demo_from_its_first_step_to_its_kill(home: Ftmon, terminal: Terminal)
 
     terminal.press("q")
     wait_for(terminal, "attach again", run.id)
-    assert run.read_exit() is None, "training goes on without the app"
+    assert run.read_exit() is None, "training continues without the app"
 
     command(terminal, PROGRAM, "attach")
     wait_for(terminal, "rank 0", "rank 1", "training")

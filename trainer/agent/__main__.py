@@ -12,7 +12,7 @@ def main(argv: list[str]) -> int:
     if len(argv) != 3 or not argv[2].isdecimal():
         print("usage: python -m ftmon.trainer.agent PLACE JOIN-FILE LOCK-DESCRIPTOR", file=sys.stderr)
         return 2
-    # A launcher ends all descendants of its ranks; the agent must not be one of them.
+    # A launcher ends all descendants of its ranks: the agent must not be one.
     if os.fork():
         os._exit(0)
     from ...protocol.errors import FtmonError

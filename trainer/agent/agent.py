@@ -1,7 +1,7 @@
 """Per-host agent: forwards telemetry to the hub until it is recorded, and carries out the hub's commands.
 
-One process, one main loop. It makes no decisions. It ends when the run is over, or when no rank is left here and the
-hub stays away, and ends whatever of the run is left on its host.
+One process with one main loop; decisions are the hub's. When the run is over, or no rank is left here and the hub is
+unreachable, the agent ends the run's remaining processes on its host, and itself.
 """
 
 import contextlib
@@ -45,16 +45,16 @@ from .uplink import Uplink
 TICK_SECONDS = 0.25
 BEAT_SECONDS = 1.0
 ALONE_SECONDS = 60.0
-"""After this long without a rank here and without the hub, the run counts as over."""
+"""After this many seconds without a rank here and without the hub, the run counts as over."""
 FLUSH_SECONDS = 5.0
-"""Time limit, at its end, for confirmation of all messages."""
+"""Time limit at the agent's end for the confirmation of all messages."""
 _DRAIN = 512
 _RANK = re.compile(r"rank-(\d+)-(\d+)-(\d+)")
 _FAILURES = 100
 
 
 class Agent:
-    """One host's agent. Make it, then ``run`` it."""
+    """One host's agent: create it, then call ``run``."""
 
     def __init__(self, place: RunDir, join: JoinFile, join_path: Path) -> None:
         self._place = place
@@ -208,7 +208,7 @@ class Agent:
         return self._uplink.clock_offset or 0.0
 
     def _put(self, message: Message) -> None:
-        """Queue a message of the agent's own for the hub."""
+        """Queue one of the agent's own messages for the hub."""
         self._sequence += 1
         header, body = wire.encode(self._identity, self._sequence, time.time(), message)
         self._uplink.put(header, body)
@@ -239,7 +239,7 @@ class Agent:
         )
 
     def _found_way(self, address: str) -> None:
-        """Keep the address that the route found; called in its thread."""
+        """Store the address found by the route; called in its thread."""
         self._mailbox.post(lambda: self._connect(address))
 
     def _connect(self, address: str) -> None:
@@ -254,7 +254,7 @@ class Agent:
         self._next_beat = 0.0
 
     def _search_again(self) -> None:
-        """Search for the hub again; messages in flight are sent again."""
+        """Search for the hub again; unconfirmed messages are resent."""
         if not self._uplink.connected:
             self._route.avoid(self._address)
         self._uplink.disconnect()
@@ -303,7 +303,7 @@ class Agent:
 
     @property
     def _owes(self) -> bool:
-        """Whether kills are under way, or messages wait that can still reach the hub."""
+        """Return whether kills are in progress, or waiting messages can still reach the hub."""
         return bool(self._commands.kills_under_way or (self._uplink.connected and self._uplink.waiting))
 
     def _close(self) -> None:
@@ -322,7 +322,7 @@ class Agent:
             self._remove_traces()
 
     def _remove_traces(self) -> None:
-        """Remove sockets, the lock, and the key if it was placed here for this run alone."""
+        """Remove sockets, the lock, and the key if it was copied here for this run only."""
         for name in ("telemetry.sock", "ranks.sock", "agent.lock"):
             (self._place.socket_dir / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -338,7 +338,7 @@ def serve(place: str, join: str) -> int:
     """Run the agent of the directory ``place``, for the run of the join file ``join``.
 
     Raises:
-        FtmonError: either of them is damaged or open to others.
+        FtmonError: one of them is damaged or accessible to others.
     """
     folder = RunDir(place)
     folder.check()

@@ -11,10 +11,10 @@ from ...protocol.join import JoinFile
 
 
 class Proxies:
-    """A connection to the hub's ``ranks`` channel for each rank of this host, under that rank's own name.
+    """Connections to the hub's ``ranks`` channel, one per rank of this host, under that rank's identity.
 
     Args:
-        context: where to make sockets.
+        context: ZeroMQ context of the sockets.
         join: the hub's keys, and ours.
         ranks: the bound ROUTER that this host's ranks are connected to.
     """
@@ -27,18 +27,18 @@ class Proxies:
         self._by_name: dict[bytes, zmq.Socket[Any]] = {}
 
     def sockets(self) -> "Iterator[zmq.Socket[Any]]":
-        """List the sockets on which commands come."""
+        """List the sockets that receive commands."""
         return iter(self._by_name.values())
 
     def connect(self, address: str) -> None:
-        """Connect all again: after a cut the old connections may not know yet that they are dead."""
+        """Reconnect all: after a cut, old connections may not have noticed yet that they are dead."""
         self._address = address
         for name in list(self._by_name):
             self._by_name.pop(name).close(linger=0)
             self.add(name)
 
     def add(self, name: bytes) -> "zmq.Socket[Any] | None":
-        """Stand in for a rank from now on; None while there is no way to the hub."""
+        """Add a rank and return its socket; None while the hub is unreachable."""
         if not self._address or name in self._by_name:
             return self._by_name.get(name)
         socket = sockets.peer_socket(self._context, "ranks", name)
@@ -48,7 +48,7 @@ class Proxies:
         return socket
 
     def remove(self, name: bytes) -> None:
-        """Stand in for a rank no more: its process is gone."""
+        """Remove a rank whose process is gone."""
         socket = self._by_name.pop(name, None)
         if socket is not None:
             socket.close(linger=0)
@@ -59,7 +59,7 @@ class Proxies:
             with contextlib.suppress(zmq.Again):
                 while True:
                     frames = socket.recv_multipart(zmq.NOBLOCK)
-                    # EHOSTUNREACH, EAGAIN: it is gone or does not read; the hub's question runs into its deadline.
+                    # EHOSTUNREACH, EAGAIN: it is gone or does not read; the hub's command then reaches its deadline.
                     with contextlib.suppress(zmq.ZMQError):
                         self._ranks.send_multipart([name, *frames], zmq.NOBLOCK)
 

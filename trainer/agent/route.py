@@ -1,4 +1,4 @@
-"""Finds an address at which the hub answers. A thread, because trying takes seconds."""
+"""Finds an address at which the hub answers, in a thread, because connecting takes seconds."""
 
 import socket
 import threading
@@ -13,7 +13,7 @@ class Route(threading.Thread):
 
     Args:
         addresses: possible addresses of the hub, in order of preference.
-        port: a port on which it listens.
+        port: a port on which the hub listens.
         found: called, in this thread, with an address that accepted a connection.
     """
 
@@ -36,12 +36,12 @@ class Route(threading.Thread):
             self._addresses.append(address)
 
     def stop(self) -> None:
-        """End the thread, some seconds from now at the latest."""
+        """End the thread within some seconds."""
         self._ending.set()
         self._wanted.set()
 
     def run(self) -> None:
-        """Search when asked."""
+        """Search on request until stopped."""
         while True:
             self._wanted.wait()
             if self._ending.is_set():

@@ -1,7 +1,7 @@
 """At-least-once delivery to the hub: messages are numbered and kept until the hub has recorded them.
 
-While the link is cut messages wait here, up to a limit; then the oldest are dropped, which the hub sees by their
-senders' own numbering. Everything unconfirmed is sent again on a new connection, and the hub records each number once.
+While the link is cut, messages wait here up to a limit; then the oldest are dropped, which the hub detects from their
+senders' sequence numbers. On a new connection everything unconfirmed is resent, and the hub records each number once.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from ...protocol.join import JoinFile
 
 KEPT_BYTES = 64 << 20
 WINDOW = 4096
-"""Messages under way at most; the hub confirms four times a second."""
+"""Maximum number of messages in flight; the hub confirms four times a second."""
 SILENT_SECONDS = 3.0
-"""A connection without an answer for this long is closed: a cut link produces no error."""
+"""A connection without an answer for this many seconds is closed: a cut link produces no error."""
 _OVERHEAD = 200
 """Overhead of a message kept here, bytes."""
 
@@ -42,7 +42,7 @@ class Uplink:
         context: ZeroMQ context of the sockets.
         join: the hub's keys, and ours.
         identity: this agent's name.
-        kept_bytes: limit of waiting messages.
+        kept_bytes: limit of waiting messages, bytes.
     """
 
     def __init__(
@@ -59,24 +59,24 @@ class Uplink:
         self._heard = 0.0
         self._connected_at = 0.0
         self._moved_at = 0.0
-        """When something was confirmed, or first sent after all had been."""
+        """When a message was last confirmed, or the first one sent after all had been confirmed."""
         self._best_trip = float("inf")
         self.socket: zmq.Socket[Any] | None = None
         self.dropped = 0
         self.clock_offset: float | None = None
-        """Seconds to add to this host's clock to get the hub's."""
+        """Seconds to add to this host's clock to get the hub's time."""
         self.round_trip: float | None = None
         self.over: AgentAck | None = None
-        """The hub's word that the run is over."""
+        """The hub's message that the run is over."""
 
     @property
     def waiting(self) -> int:
-        """Messages not confirmed."""
+        """Number of unconfirmed messages."""
         return len(self._waiting) + len(self._flying)
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of them."""
+        """Size of the unconfirmed messages, bytes."""
         return self._bytes
 
     @property
@@ -86,7 +86,7 @@ class Uplink:
 
     @property
     def silent(self) -> bool:
-        """Whether the present connection has brought no answer, or no confirmation, for too long."""
+        """Whether the connection has received no answer, or no confirmation, for too long."""
         if self.socket is None:
             return False
         now = time.monotonic()
@@ -97,7 +97,7 @@ class Uplink:
         """Connect to the hub's ``agents`` channel again; everything unconfirmed is sent again."""
         self.disconnect()
         socket = sockets.peer_socket(self._context, "agents", self._identity.encode())
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a hub that is not there
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing while the hub is not connected
         sockets.secure_client(socket, self._join.pair, self._join.server_key)
         socket.connect(address)
         self.socket = socket
@@ -137,7 +137,7 @@ class Uplink:
                 self._flying.append(self._waiting.popleft())
 
     def send_beat(self, beat: AgentBeat) -> None:
-        """Send a heartbeat, unnumbered; one that cannot be sent now is dropped."""
+        """Send an unnumbered heartbeat; drop it if it cannot be sent now."""
         if self.socket is not None:
             with contextlib.suppress(zmq.Again):
                 self.socket.send_multipart(wire.encode(self._identity, 0, beat.time, beat), zmq.NOBLOCK)
@@ -170,12 +170,12 @@ class Uplink:
             self._learn_clock(ack)
 
     def _learn_clock(self, ack: AgentAck) -> None:
-        """Learn the clocks' difference from a beat and its answer: the quicker they were, the better it is known."""
+        """Estimate the clocks' difference from a heartbeat's answer; the fastest round trip is the most precise."""
         now = time.time()
         trip = now - ack.beat
         if not 0.0 <= trip < SILENT_SECONDS:
             return
-        # An old quick answer loses its worth as the clocks drift apart: it counts as slower by 1 % with each later one.
+        # Clocks drift: each later answer increases the stored round-trip time by 1 %, so that old ones lose weight.
         self._best_trip *= 1.01
         if trip <= max(self._best_trip, 0.0005):
             self._best_trip = trip

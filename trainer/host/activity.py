@@ -1,6 +1,6 @@
 """Reads the activity of a rank's process tree from proc(5) and sock_diag(7): ``Activity``.
 
-Judging two of them is ``protocol.analysis.stalls.activity``.
+``protocol.analysis.stalls.activity`` compares two of them.
 """
 
 import os
@@ -16,8 +16,8 @@ from .processes import Process
 __all__ = ["Activity", "measure", "wchan"]
 
 _OWN_THREADS = ("ZMQbg", "ftmon", "pt_", "gloo_", "NCCL")
-"""Threads of the monitor's sockets, of PyTorch's watchdogs and of communication libraries poll many times a second, and
-forward data of other ranks: that is no work of the script."""
+"""Threads of the monitor's sockets, of PyTorch's watchdogs and of communication libraries. They poll many times a
+second and forward data of other ranks, which is not work of the script."""
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -30,16 +30,16 @@ def measure(
     others: Iterable[int] = (),
     ranks: Iterable[int] = (),
 ) -> Activity:
-    """Read the totals of the process ``pid`` and everything below it.
+    """Return the totals of the process ``pid`` and its descendants.
 
     Args:
         pid: a rank's process.
-        dump: identifiers of its training thread and of the probe's own; None: the main thread, and unknown.
+        dump: ids of its training thread and of the probe's thread; None: unknown, the main thread is used.
         table: the process table (``processes.table``).
         now: ``time.monotonic``.
         sockets: ``traffic.by_socket``; None: read here.
-        others: further processes whose work counts as this rank's: daemons it started, holders of a lock it waits for.
-        ranks: processes of ranks: what one does is not the work of the rank that started it.
+        others: other processes whose work counts as this rank's: daemons it started, holders of a lock it waits for.
+        ranks: processes of ranks, whose work does not count for the rank that started them.
     """
     sockets = traffic.by_socket() if sockets is None else sockets
     training = dump.training if dump is not None else pid
@@ -75,7 +75,7 @@ def measure(
 
 
 def wchan(pid: int, thread: int) -> str:
-    """Name the kernel function a thread waits in; empty where that may not be read, or it waits in none."""
+    """Return the kernel function in which a thread waits; empty if it waits in none, or if it is not readable."""
     try:
         return Path(f"/proc/{pid}/task/{thread}/wchan").read_text().strip().strip("0")
     except OSError:
@@ -92,7 +92,7 @@ def _switches(pid: int, thread: int) -> int:
 
 class _Threads(NamedTuple):
     state: str
-    """The training thread's."""
+    """State of the training thread."""
     seconds: float
     io_bytes: int
     chars: int
@@ -100,7 +100,7 @@ class _Threads(NamedTuple):
 
 
 def _threads(pid: int, training: int, own: int) -> _Threads:
-    """Add up the work of one process's threads; those that do no work of the script are left out."""
+    """Return the summed work of one process's threads, without those in ``_OWN_THREADS``."""
     state, ticks, moved, chars, waits = "", 0, 0, 0, False
     try:
         threads = os.listdir(f"/proc/{pid}/task")
@@ -128,7 +128,7 @@ def _threads(pid: int, training: int, own: int) -> _Threads:
 
 
 def _io(path: Path) -> tuple[int, int]:
-    """Return the bytes a thread moved from and to disks, and through read(2) and write(2); 0 where not readable."""
+    """Return the bytes that a thread moved from and to disks, and by read(2) and write(2); 0 if not readable."""
     try:
         text = path.read_text()
     except OSError:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 
 def memory_hierarchies(pid: int | str, root: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield (a process's memory control group, the mount it is below), for either version of control groups.
+    """Yield (directory of a process's memory cgroup, its mount point), for cgroup version 2 and 1.
 
-    In a container the group's path may be the host's, which does not exist here: the mount itself is then the group.
+    In a container the group's path may be that on the host, which does not exist here: then the mount is the group.
 
     Args:
         pid: the process, or ``self``.
-        root: where the kernel's files are; another place only in tests.
+        root: directory of the kernel's files; differs only in tests.
     """
     try:
         lines = (root / f"proc/{pid}/cgroup").read_text().splitlines()

@@ -1,9 +1,9 @@
-"""Finds processes that finished runs left on this host, by the mark in their environment, and ends them.
+"""Finds processes that finished runs left on this host, by an environment variable, and ends them.
 
-``python -m ftmon.trainer.host.cleanup [--yes] [--json] [--elsewhere]``. A process is an orphan when it carries the mark
-of a run whose launcher and hub are both gone, or whose directory is. A run of another host may be cut off and come
-back: where its hub does not answer, its processes here are listed, and ended only on request. Processes that may belong
-to a watched run are left alone.
+``python -m ftmon.trainer.host.cleanup [--yes] [--json] [--elsewhere]``. A process is an orphan if its environment names
+a run whose launcher and hub are both gone, or whose directory is gone. A run of another host may only be disconnected:
+if its hub does not answer, its processes here are listed, but ended only on request. Processes that may belong to a
+watched run are spared.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from .terminate import sweep
 
 _MARK = f"{RUN_ENV}=".encode()
 _JOINED = f"{JOIN_ENV}=".encode()
-"""A process that joined another host's run carries the mark of a directory there."""
+"""A process that joined another host's run has the path of a directory on that host in its environment."""
 _SETTLED_SECONDS = 60.0
-"""This long after its end, a run's other hosts have ended their leftover processes."""
+"""Seconds after a run's end in which its other hosts end their leftover processes."""
 _ANSWER_SECONDS = 2.0
 
 
@@ -51,13 +51,13 @@ class Orphan(msgspec.Struct, frozen=True):
     why: str
     """State of that run, in words."""
     gpu_bytes: int
-    """GPU memory it holds, as NVML lists it; 0 where it lists none."""
+    """GPU memory that it holds according to NVML; 0 if not listed."""
     sure: bool = True
-    """False: it belongs to a run of another host that does not answer, which may only be cut off."""
+    """False: it belongs to a run of another host that does not answer but may only be disconnected."""
 
     @property
     def line(self) -> str:
-        """One line about it."""
+        """A line of text about it."""
         held = f", holds {gib(self.gpu_bytes)} of GPU memory" if self.gpu_bytes else ""
         state = {"T": ", stopped", "t": ", traced", "D": ", in uninterruptible sleep"}.get(self.state, "")
         run = sanitize(Path(self.run).name, 120)
@@ -109,18 +109,18 @@ def find() -> list[Orphan]:
 
 
 class OrphanReason(NamedTuple):
-    """Why a run's processes are orphans, in words; empty where they are not, or where that is unknown."""
+    """Why a run's processes are orphans, in words; empty if they are not, or if it is unknown."""
 
     why: str
     sure: bool = True
 
 
 def orphan_reason(run: RunDir, join: str = "") -> OrphanReason:
-    """Return the state of a run.
+    """Return why a run's processes are orphans.
 
     Args:
-        run: its directory, which is on another host or gone where there is none here.
-        join: the join file, where the run is one of several hosts.
+        run: the run's directory; if it does not exist here, it is on another host or was removed.
+        join: the join file, if the run has several hosts.
     """
     if join and not (run.path / "run.json").exists():
         return _elsewhere(join)
@@ -141,7 +141,7 @@ def orphan_reason(run: RunDir, join: str = "") -> OrphanReason:
 
 
 def _elsewhere(path: str) -> OrphanReason:
-    """Return the state of a run of another host, as far as this host can know."""
+    """Return the same for a run of another host, as far as it is known here."""
     try:
         join = read_join(Path(path))
     except FtmonError:
@@ -153,7 +153,7 @@ def _elsewhere(path: str) -> OrphanReason:
 
 
 def end(orphans: Sequence[Orphan]) -> list[str]:
-    """End orphans, TERM first and then KILL; return a line about each that is left."""
+    """End orphans by TERM, then KILL; return a line about each one left."""
     wanted = {(orphan.pid, orphan.start_ticks) for orphan in orphans}
 
     def living() -> list[Process]:
@@ -200,7 +200,7 @@ def _confirmed() -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``python -m ftmon.trainer.host.cleanup``; return 0 when nothing is left, else 1."""
+    """Run ``python -m ftmon.trainer.host.cleanup``; return 0 if no orphan is left, else 1."""
     parser = argparse.ArgumentParser(prog="python -m ftmon.trainer.host.cleanup", description=__doc__)
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--json", action="store_true", help="list them, and end nothing")

@@ -1,6 +1,6 @@
-"""Samples this host's devices beside the hub's main loop: GPUs through NVML where there are any, and the host always.
+"""Samples this host's devices in a thread: its GPUs through NVML, if any, and the host itself.
 
-NVML calls last milliseconds, and tens of them while a driver is busy, so a thread of its own makes them.
+NVML calls take milliseconds, and tens of milliseconds while the driver is busy, too long for the hub's main loop.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from .load import HostLoad
 from .nvml import Nvml
 
 RETRY_SECONDS = 30.0
-"""After NVML failed, or where there is none, it is tried again this often: a driver may come back."""
+"""Seconds between attempts to open NVML after it failed, since the driver may recover."""
 HEALTH_SECONDS = 10.0
 """Seconds between queries of faults and links: they change slowly, and PCIe counters occupy a driver for some time."""
 HEALTH_SENT_SECONDS = 60.0
-"""Unchanged ones are sent this often."""
+"""Seconds after which unchanged faults and links are sent again."""
 _KEPT = 4096
-"""Samples kept for a main loop that does not ask; the oldest go first."""
+"""Maximum number of samples kept between polls; the oldest are dropped first."""
 
 
 class DeviceSampler(threading.Thread):
@@ -48,7 +48,7 @@ class DeviceSampler(threading.Thread):
         self._nvml: Nvml | None = None
         self._retry_at = 0.0
         self.problem = ""
-        """Why no GPU is sampled, in NVML's words; empty while all is well."""
+        """NVML's error, if no GPU can be sampled; empty otherwise."""
 
     def poll(self) -> list[DeviceSample | DeviceHealth]:
         """Return the samples since the last call, oldest first; never waits."""
@@ -71,7 +71,7 @@ class DeviceSampler(threading.Thread):
         while not self._ending.is_set():
             self._samples.extend(self._sample(load))
             self._samples.extend(self._sample_health())
-            # Samples keep to a beat; one that lasts longer than the interval skips beats instead of bunching them.
+            # Fixed schedule: a sample longer than the interval skips turns instead of delaying later ones.
             due = max(due + self._interval_s, time.monotonic())
             self._ending.wait(due - time.monotonic())
         if self._nvml is not None:
@@ -81,18 +81,18 @@ class DeviceSampler(threading.Thread):
         try:
             pids = self._rank_pids()
         except RuntimeError:
-            # The main loop changed its table while it was being read; the next beat sees it whole.
+            # The main loop changed its table while it was read; the next sample reads it again.
             pids = {}
         rank_of = {pid: rank for rank, pid in pids.items()}
         now = time.time()
         samples = self._sample_gpus(now, rank_of)
-        # A file in /proc can vanish between two reads; the next beat brings the host again.
+        # A file in /proc can vanish between two reads; the next sample includes the host again.
         with contextlib.suppress(OSError):
             samples.append(load.sample(self._host, now, rank_of))
         return samples
 
     def _sample_health(self) -> list[DeviceHealth]:
-        """Query faults and links where that is due; return those that changed or are due."""
+        """Query faults and links if due; return those that changed or must be repeated."""
         if self._nvml is None or time.monotonic() < self._health_due:
             return []
         self._health_due = time.monotonic() + HEALTH_SECONDS

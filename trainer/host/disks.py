@@ -1,8 +1,8 @@
 """Measures free space on the file systems that a run uses on this host, found from its ranks' open files.
 
 Directories: the run's own, each rank's working directory, ``TMPDIR``, ``/dev/shm``, the output directory that a rank
-announced, and those of files that a rank has open for writing (a checkpoint under way). Of one file system one is
-shown.
+announced, and those of files that a rank has open for writing (a checkpoint being saved). One directory is reported per
+file system.
 """
 
 import os
@@ -18,9 +18,9 @@ from ...protocol.text import sanitize
 SEARCH_SECONDS = 10.0
 """Seconds between searches for directories; free space is read at every call of ``measure``."""
 SEND_SECONDS = 30.0
-"""Unchanged figures are sent this often."""
+"""Seconds after which unchanged figures are sent again."""
 CHANGED_SHARE = 0.0005
-"""Share of a volume's size: a smaller change waits for its turn."""
+"""Share of a volume's size; smaller changes are not sent at once."""
 MOST_VOLUMES = 16
 MOST_FILES = 512
 _NO_DISKS = ("/proc/", "/sys/", "/dev/")
@@ -38,7 +38,7 @@ class Disks:
         run: the run's directory on this host.
         rank_pids: returns the pid of each of the run's ranks on this host.
         statvfs: ``os.statvfs``; replaceable in tests.
-        root: where ``proc`` is; another place only in tests.
+        root: parent directory of ``proc``; differs only in tests.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Disks:
         self._root = root
         self._outputs: dict[int, str] = {}
         self._volumes: dict[int, Place] = {}
-        """By device number."""
+        """Directory and use, by device number."""
         self._searched = -SEARCH_SECONDS
         self._sent: dict[str, int] = {}
         self._sent_at = -SEND_SECONDS
@@ -70,7 +70,7 @@ class Disks:
         """Return free space, or None while it has not changed enough.
 
         Args:
-            now: monotonic seconds; only tests pass it.
+            now: ``time.monotonic``; passed only by tests.
         """
         now = time.monotonic() if now is None else now
         if now - self._searched >= SEARCH_SECONDS:
@@ -109,7 +109,7 @@ class Disks:
     def _places(self) -> Iterator[Place]:
         try:
             pids = dict(self._rank_pids())
-        except RuntimeError:  # the table changed while it was being read
+        except RuntimeError:  # the table changed while it was read
             pids = {}
         for rank, path in list(self._outputs.items()):
             cwd = self._link(pids.get(rank, 0), "cwd")
@@ -160,7 +160,7 @@ class Disks:
 
 
 def _existing(path: str) -> str:
-    """Return the nearest directory above that exists: an output directory is made when the first checkpoint is."""
+    """Return the nearest existing parent: an output directory is created with the first checkpoint."""
     while not os.path.isdir(path) and len(path) > 1:
         path = os.path.dirname(path)
     return path

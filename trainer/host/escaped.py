@@ -1,8 +1,8 @@
-"""Processes a rank started that no longer descend from it: daemons that forked twice, workers whose parent died.
+"""Finds a rank's processes that no longer descend from it: daemons that forked twice, workers of a dead parent.
 
-Three marks lead back to the rank: its pid in their environment (``RANK_PID_ENV``, for what it started with exec), an
-environment of the run with the same program image (a fork without exec keeps the address of the stack, which the kernel
-draws at random for each exec), and descent from such a process.
+They are attributed to the rank by one of: its pid in their environment (``RANK_PID_ENV``, after an exec); the run's
+environment with the same stack address (kept by a fork without exec; the kernel randomizes it for each exec); descent
+from such a process.
 """
 
 import os
@@ -14,21 +14,21 @@ from . import processes
 from .processes import RANK_PID_ENV, Process
 
 _START_STACK = 25
-"""Field 28 of /proc/PID/stat, counted behind the name."""
+"""Index of field 28 of /proc/PID/stat in the fields after the name."""
 
 
 class Origin(NamedTuple):
-    """Marks that identify the children of one rank's process; to be read while it lives."""
+    """Properties that identify the children of one rank's process; read while it lives."""
 
     rank: int
     pid: int
     start_ticks: int
     image: int
-    """Address of its stack; 0: not known, or shared with its parent, and so no mark of this rank."""
+    """Address of its stack; 0: unknown, or shared with its parent and thus not specific to this rank."""
 
 
 def origin(rank: int, pid: int, table: Mapping[int, Process]) -> Origin | None:
-    """Read the marks of a rank's children; None when the process is gone."""
+    """Return what identifies a rank's children; None if the process is gone."""
     process = table.get(pid)
     if process is None:
         return None
@@ -41,7 +41,7 @@ def origin(rank: int, pid: int, table: Mapping[int, Process]) -> Origin | None:
 def escaped(
     origins: Iterable[Origin], table: Mapping[int, Process], known: Mapping[tuple[int, int], int] | None = None
 ) -> dict[int, list[Process]]:
-    """Return, by rank, the living processes that the ranks started and that do not descend from them any more.
+    """Return, by rank, the living processes that the ranks started and that no longer descend from them.
 
     Args:
         origins: the ranks.

@@ -16,13 +16,13 @@ class LockWaiter(NamedTuple):
 
     pid: int
     holder: int
-    """Pid of the holder; 0 or less where the kernel does not name one."""
+    """Pid of the holder; 0 or less if the kernel does not name one."""
     path: str
-    """The locked file; empty where it could not be found among the process's descriptors."""
+    """The locked file; empty if it was not found among the process's descriptors."""
 
 
 def blocked(table: Mapping[int, Process], locks: str | None = None) -> dict[int, LockWaiter]:
-    """Return, by pid, the processes that wait for a lock held by another one.
+    """Return, by pid, the processes that wait for a lock held by another process.
 
     Args:
         table: the process table.

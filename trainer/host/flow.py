@@ -1,8 +1,8 @@
 """Coroutines of a main loop (the hub's, an agent's) that wait for replies, without a second loop.
 
-A coroutine runs until it awaits a ``Reply``, and goes on in the call that brings the reply: an answer of a rank
-(``RankLink``), the end of a thread's work (``in_thread``). All of that is called by the main loop, so no lock is
-needed, and telemetry is drained in between.
+A coroutine runs until it awaits a ``Reply``, and resumes in the call that sets the reply: an answer of a rank
+(``RankLink``) or the end of a thread's work (``in_thread``). The main loop makes these calls, so no lock is needed, and
+telemetry is received in between.
 """
 
 import threading
@@ -17,7 +17,7 @@ Post = Callable[[Callable[[], object]], None]
 
 
 class Reply(Generic[T]):
-    """A value that arrives once. Main loop only. One coroutine may await it, or one call be made with it."""
+    """A value that is set once. Main loop only. Either one coroutine awaits it, or one function is called with it."""
 
     def __init__(self) -> None:
         self._arrived = False
@@ -25,13 +25,13 @@ class Reply(Generic[T]):
         self._next: Callable[[T], object] | None = None
 
     def arrive(self, value: T) -> None:
-        """Set the value; the coroutine that awaits it goes on now."""
+        """Set the value and resume the coroutine that awaits it."""
         self._arrived, self._value = True, value
         if self._next is not None:
             self._next(value)
 
     def then(self, call: Callable[[T], object]) -> None:
-        """Make a call with the value once it is there."""
+        """Call a function with the value once it is set."""
         self._next = call
         if self._arrived:
             call(self._value)
@@ -44,10 +44,10 @@ class Reply(Generic[T]):
 
 
 def start(flow: Flow[object]) -> None:
-    """Run a coroutine as far as it goes now; the rest follows as its replies arrive.
+    """Run a coroutine until it first waits; the rest runs as its replies arrive.
 
     Raises:
-        Exception: its own, until it first waits; after that it is raised in the call that brings the reply.
+        Exception: raised by the coroutine before it first waits; later ones are raised in the call that sets the reply.
     """
     try:
         reply = flow.send(None)
@@ -57,12 +57,12 @@ def start(flow: Flow[object]) -> None:
 
 
 def in_thread(work: Callable[[], T], post: Post, name: str, otherwise: T) -> Reply[T]:
-    """Do blocking work in a thread of its own; return the reply that its result arrives in.
+    """Do blocking work in a new thread; return the reply for its result.
 
     Args:
         work: the work.
-        post: has the main loop make a call.
-        name: the thread's.
+        post: schedules a call in the main loop.
+        name: name of the thread.
         otherwise: the result if the work fails, or if no thread can be started.
     """
     reply: Reply[T] = Reply()

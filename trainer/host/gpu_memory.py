@@ -1,7 +1,7 @@
-"""Checks that GPU memory is free after a kill: by NVML's list of processes, and by the devices' totals.
+"""Checks that GPU memory is free after a kill, from NVML's list of processes and from the devices' totals.
 
-In a container NVML may list the pids of another namespace, or none at all. So the processes are looked up before the
-kill too: if they were not found then, their absence afterwards proves nothing, and the devices' totals decide.
+In a container NVML may list the pids of another namespace, or none. The processes are therefore also searched before
+the kill: if they were not found then, their absence afterwards proves nothing, and the devices' totals decide.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ class GpuUse(NamedTuple):
     """One sample of all GPUs of this host."""
 
     held: dict[int, int]
-    """Bytes held by those of the asked pids that NVML lists."""
+    """Bytes held by each requested pid that NVML lists."""
     used: dict[int, int]
     """Memory in use on each GPU, by all processes."""
     devices: frozenset[int] = frozenset()
@@ -63,13 +63,13 @@ def wait_until_free(pids: Collection[int], seconds: float) -> GpuUse | None:
 
 
 def verdict(before: GpuUse | None, after: GpuUse | None) -> tuple[bool, str]:
-    """Judge a kill by the samples before and after: whether memory is known to be still held, and the text."""
+    """Return whether memory is known to be still held after a kill, from samples before and after, and the text."""
     if before is None or after is None:
         return False, "NVML cannot tell whether GPU memory is free"
     if after.held:
         listed = ", ".join(f"{gib(size)} of pid {pid}" for pid, size in after.held.items())
         return True, f"NVML still lists {listed}"
-    # Other GPUs belong to other people: a process that starts there meanwhile would count against a kill that worked.
+    # Other GPUs are excluded: a process of another user that starts there would make a successful kill look failed.
     theirs = before.devices or before.used.keys()
     was, now = (sum(look.used.get(device, 0) for device in theirs) for look in (before, after))
     fell = f"the GPUs' memory in use went from {gib(was)} to {gib(now)}"

@@ -11,7 +11,7 @@ from ..host.kill import Target
 
 
 def interrupt_ranks(targets: Iterable[Target]) -> list[Target]:
-    """Send INT to each target that lives; return those that got it."""
+    """Send INT to each living target; return those that received it."""
     return [target for target in targets if _interrupt(target)]
 
 
@@ -19,8 +19,8 @@ def interrupt_job(run: Path, roots: list[int], spared: Collection[int]) -> list[
     """Send INT to all process groups of the run on this host; return them.
 
     Args:
-        run: the run directory's path, the mark of its processes.
-        roots: pids below which everything belongs to the run; their own groups are left alone.
+        run: the run directory's path, found in its processes' environment.
+        roots: pids whose descendants all belong to the run; their own groups are spared.
         spared: pids never to touch.
     """
     groups: list[int] = []

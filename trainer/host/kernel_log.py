@@ -1,4 +1,4 @@
-"""Finds out whether the kernel killed a process for memory: by its control group's count, and by the kernel log.
+"""Determines whether the kernel's OOM killer killed a process, from its cgroup's counter and the kernel log.
 
 A SIGKILL alone proves nothing. Evidence is a kernel log line that names the pid, or a control group's count of
 out-of-memory kills that rose just before the process died. Formats: Linux's mm/oom_kill.c (``Killed process``), cgroup
@@ -17,10 +17,10 @@ from ...protocol.text import gib, sanitize
 from .cgroups import memory_hierarchies
 
 RECENT_SECONDS = 30.0
-"""A large process dies slowly: a kill this long before its death still explains it."""
+"""Maximum seconds between the kill and the death of a process; large processes die slowly."""
 _COUNTS_KEPT = 16
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
-"""PROC_PID_INIT_INO: only there are the kernel log's pids those that /proc shows."""
+"""PROC_PID_INIT_INO: pids in the kernel log match those of /proc only in this namespace."""
 
 _KILLED = re.compile(
     r"(?P<scope>Memory cgroup out of memory|Out of memory)[^:]*: Killed process (?P<pid>\d+)(?:, UID \d+,)? "
@@ -36,13 +36,13 @@ class LogKill(NamedTuple):
     resident_bytes: int
     """Anonymous resident memory."""
     of_group: bool
-    """A control group's limit was reached; otherwise the host's memory was."""
+    """Whether a cgroup's limit was reached; otherwise the host's memory was exhausted."""
     at: float
     """Seconds since boot."""
 
 
 def read_kill(record: str) -> LogKill | None:
-    """Read one record of ``/dev/kmsg`` (``priority,number,microseconds,flags;text``); None when it is no kill."""
+    """Parse one record of ``/dev/kmsg`` (``priority,number,microseconds,flags;text``); None if it is not a kill."""
     head, _, text = record.partition(";")
     found = _KILLED.search(text)
     if found is None:
@@ -54,7 +54,7 @@ def read_kill(record: str) -> LogKill | None:
 
 
 def kill_count(group: Path) -> int | None:
-    """Return the number of a control group's processes that the kernel killed for memory; None: unknown."""
+    """Return the number of a cgroup's processes killed by the OOM killer; None: unknown."""
     for name in ("memory.events", "memory.oom_control"):
         try:
             lines = (group / name).read_text().splitlines()
@@ -68,7 +68,7 @@ def kill_count(group: Path) -> int | None:
 
 
 def memory_groups(pid: int, root: Path = Path("/")) -> list[Path]:
-    """List the control groups that count the memory of a process: its own, of either version."""
+    """List the cgroups that account for the memory of a process, of version 2 and 1."""
     found: list[Path] = []
     for own, mount in memory_hierarchies(pid, root):
         found += [group for group in (own, mount) if kill_count(group) is not None][:1]
@@ -76,10 +76,10 @@ def memory_groups(pid: int, root: Path = Path("/")) -> list[Path]:
 
 
 class KernelKills:
-    """Counts kills while processes live, and finds evidence when one has died. One thread.
+    """Records kill counters while processes live, and finds evidence once one has died. Use it from one thread.
 
     Args:
-        root: where the kernel's files are; another place only in tests.
+        root: directory of the kernel's files; differs only in tests.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -89,7 +89,7 @@ class KernelKills:
         self._resident: dict[int, int] = {}
 
     def record(self, pid: int, now: float) -> None:
-        """Record a living process's control group, its counts and the process's size; about once a second.
+        """Record a living process's cgroup, its counters and the process's size; about once a second.
 
         Args:
             pid: the process.
@@ -105,9 +105,9 @@ class KernelKills:
             self._resident[pid] = size
 
     def find(self, pid: int, now: float) -> KernelKill | None:
-        """Find evidence that the kernel killed a process that has just died by SIGKILL; None: there is none.
+        """Return evidence that the kernel killed a process that has just died by SIGKILL; None: there is none.
 
-        Where the kernel's log can be read and does not name the process, that is evidence too: against it.
+        A readable kernel log that does not name the process is evidence against a kill.
         """
         groups = memory_groups(pid, self._root) or self._groups.pop(pid, [])
         resident = self._resident.pop(pid, 0)
@@ -128,7 +128,7 @@ class KernelKills:
         return KernelKill(False, "", ["the kernel's log names no kill of it for memory"]) if readable else None
 
     def forget(self, pid: int) -> None:
-        """A process is no longer watched."""
+        """Stop recording a process."""
         self._groups.pop(pid, None)
         self._resident.pop(pid, None)
 
@@ -143,11 +143,11 @@ class KernelKills:
         return known[0][1], count
 
     def _from_log(self, pid: int) -> tuple[bool, LogKill | None]:
-        """Return whether the kernel's log could be read with this host's pids, and the kill of that pid in it."""
+        """Return whether the kernel log could be read with this host's pids, and the kill of that pid in it."""
         records = _log_records(self._root) if _pids_are_the_kernels(self._root) else []
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         kills = [kill for record in records if (kill := read_kill(record)) is not None]
-        # The log's clock stands still in suspend and may drift; a pid is not used again that soon.
+        # The log's clock stops during suspend and may drift; a pid is not reused that soon.
         near = [kill for kill in kills if kill.pid == pid and (not kill.at or abs(now - kill.at) < 600)]
         return bool(records), near[-1] if near else None
 
@@ -160,7 +160,7 @@ def _pids_are_the_kernels(root: Path) -> bool:
 
 
 def _log_records(root: Path) -> list[str]:
-    """Read the kernel's log from its beginning; empty where this user may not."""
+    """Return the kernel log from its beginning; empty without permission."""
     try:
         descriptor = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -1,7 +1,7 @@
 """Kills ranks, or a whole run, and verifies it: signals in steps, to processes known by pid and start time.
 
-A thread of its own. It reads the process table again before each step, because a dying rank may leave new workers, and
-ends only when no process is left or its time is up.
+Runs in a separate thread. It reads the process table again before each step, because a dying rank may leave new
+workers, and ends only when no process is left or its time limit is reached.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from .terminate import sweep
 INT_SECONDS = 2.0
 TERM_SECONDS = 3.0
 KILL_SECONDS = 8.0
-"""Time limit of each step of an escalation; the last is that of the whole kill."""
+"""Time limits of the steps of an escalation; the last one is for the whole kill."""
 ONE_SIGNAL_SECONDS = 8.0
 """Time to wait after a single signal that the user chose."""
 _GPU_SECONDS = 5.0
@@ -49,19 +49,18 @@ class Outcome(NamedTuple):
 
 
 class Kill(threading.Thread):
-    """One kill under way.
+    """One kill.
 
     Args:
-        run: the run directory's path, the mark of its processes.
+        run: the run directory's path, found in its processes' environment.
         targets: the ranks to end; for the whole run, all ranks known on this host.
-        whole_run: also end the job's launchers and everything that carries the run's mark.
-        roots: for the whole run, pids below which everything belongs to it (the launcher).
-        spared: pids never to touch: hub and launcher.
+        whole_run: also end the job's launchers and all processes with the run in their environment.
+        roots: for the whole run, pids whose descendants all belong to it (the launcher).
+        spared: pids never to signal: hub and launcher.
         number: the signal to send, or None to escalate INT, TERM, KILL.
-        on_gpu: ask NVML afterwards.
+        on_gpu: whether to query NVML afterwards.
         done: called once, in this thread, with the outcome.
-        others: the ranks of this host that are not to end. A rank may have started them, and what they started is
-            theirs.
+        others: the ranks of this host to spare, with their children, even if a target started them.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Kill(threading.Thread):
         self._done = done
         self._known: dict[tuple[int, int], Process] = {}
         self._origins: list[Origin] = []
-        """Marks of processes that the ranks started, read before the first signal."""
+        """What identifies processes started by the ranks, read before the first signal."""
         self._last_signal: signal.Signals | None = None
         self._refused: set[int] = set()
         self._gpus_before: GpuUse | None = None
@@ -113,7 +112,7 @@ class Kill(threading.Thread):
         return self._report(left, time.monotonic() - begun)
 
     def _find(self) -> list[Process]:
-        """List the target's living processes; keep them, since a worker whose rank is gone has no ancestor here."""
+        """List and remember the targets' living processes: a worker whose rank is gone has no ancestor here."""
         table = processes.table()
         mains = {target.pid for target in self._alive(self._targets, table)}
         if self._whole_run:
@@ -131,7 +130,7 @@ class Kill(threading.Thread):
         return list(living.values())
 
     def _of_ranks(self, mains: set[int], table: dict[int, Process]) -> list[Process]:
-        """List the ranks' own processes (``mains``) and what they started, other ranks and theirs excepted."""
+        """List the ranks' own processes (``mains``) and their children, except for other ranks and their children."""
         others = {process.pid for process in self._alive(self._others, table)}
         others.update(process.pid for process in processes.descendants(others, table, apart=mains))
         found = [table[pid] for pid in mains] + processes.descendants(mains, table, apart=others)
@@ -152,7 +151,7 @@ class Kill(threading.Thread):
         ]
 
     def _escalate(self, first: list[Process]) -> list[Process]:
-        # INT goes to the ranks alone, as ctrl-c would: they can still tidy up, and their launcher sees them end.
+        # INT goes to the ranks only: they can clean up, and their launcher sees them end.
         mains = self._alive(self._targets, {process.pid: process for process in first})
         self._signal(mains or first, signal.SIGINT)
         left = self._wait(first, INT_SECONDS, stop_early=not self._whole_run)
@@ -176,7 +175,7 @@ class Kill(threading.Thread):
         return left
 
     def _wait(self, left: list[Process], seconds: float, stop_early: bool = False) -> list[Process]:
-        """Wait until no process is left, or (``stop_early``) no rank is; return those left."""
+        """Wait until no process, or with ``stop_early`` no rank, is left; return those left."""
         deadline = time.monotonic() + seconds
         while left and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -226,9 +225,9 @@ class Kill(threading.Thread):
         return Outcome(not left and not held, "; ".join(sentences), data)
 
     def _unattributed(self) -> list[Process]:
-        """List daemons with another environment, which some rank of this run left behind; which one is unknown.
+        """List daemons with another environment that an unknown rank of this run left behind.
 
-        The run's launcher is the subreaper of its host, so that they are its children, though it did not start them.
+        They are children of the run's launcher, which did not start them, because it is a subreaper.
         """
         table = processes.table()
         launchers = [pid for pid in self._spared if pid in table and processes.runs_module(pid, _LAUNCHER)]
@@ -268,7 +267,7 @@ def kill(
     post: Post,
     others: Collection[Target] = (),
 ) -> Reply[Outcome]:
-    """Start a ``Kill`` (see there); its outcome arrives in the main loop through ``post``."""
+    """Start a ``Kill``; return the reply for its outcome, which is set in the main loop through ``post``."""
     reply: Reply[Outcome] = Reply()
 
     def done(outcome: Outcome) -> None:
@@ -283,5 +282,5 @@ def _count(ended: list[Process]) -> str:
 
 
 def _without(table: dict[int, Process], spared: Collection[int], roots: Collection[int]) -> dict[int, Process]:
-    """Cut the spared processes (but not the roots) out of the table, so that nothing below them is found."""
+    """Return the table without the spared processes (except the roots), so that their descendants are not found."""
     return {pid: process for pid, process in table.items() if pid in roots or pid not in spared}

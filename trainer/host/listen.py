@@ -9,7 +9,7 @@ from ...protocol.sockets import CHANNELS
 
 
 class Listen(NamedTuple):
-    """Address to listen on. ``port`` is the first of ``len(CHANNELS)`` consecutive ones."""
+    """Address to listen on. ``port`` is the first of ``len(CHANNELS)`` consecutive ports."""
 
     host: str
     port: int
@@ -24,7 +24,7 @@ def parse_listen(text: str) -> Listen:
     """Read ``HOST:PORT``; HOST is an address of this host, a name of it, or empty for every interface.
 
     Raises:
-        UsageError: it is not of that form.
+        UsageError: ``text`` does not have that form.
     """
     host, separator, port_text = text.rpartition(":")
     host = host.strip("[]") or "0.0.0.0"

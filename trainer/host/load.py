@@ -1,4 +1,4 @@
-"""The host itself as a device: memory under its control group's limit, busy CPU, and the ranks' resident memory."""
+"""Samples the host itself as a device: memory under its cgroup's limit, busy CPU, and the ranks' resident memory."""
 
 import os
 import platform
@@ -11,21 +11,21 @@ from ...protocol.text import sanitize
 from .cgroups import memory_hierarchies
 
 _UNLIMITED = 1 << 60
-"""Control groups of version 1 write a number near 2^63 for "no limit"."""
+"""Cgroup version 1 writes a number near 2^63 for "no limit"."""
 
 
 class HostLoad:
     """Samples this host. Not thread-safe; use it from one thread.
 
     Args:
-        root: Where the kernel's files are; another place only in tests.
+        root: Directory of the kernel's files; differs only in tests.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._name = _cpu_name(root)
         self._group = memory_group(root)
-        psutil.cpu_percent(None)  # the first call only starts the measuring
+        psutil.cpu_percent(None)  # the first call only starts the measurement
 
     def sample(self, host: str, now: float, rank_of: dict[int, int]) -> DeviceSample:
         """Sample the host.
@@ -54,7 +54,7 @@ class HostLoad:
 
 
 def memory_group(root: Path) -> Path | None:
-    """Find the directory of the control group, ours or one above, with the tightest memory limit; None without one."""
+    """Return the directory of our cgroup, or its ancestor, with the lowest memory limit; None without a limit."""
     tightest: tuple[int, Path] | None = None
     for own, mount in memory_hierarchies("self", root):
         for group in [own, *own.parents]:
@@ -67,7 +67,7 @@ def memory_group(root: Path) -> Path | None:
 
 
 def group_memory(group: Path) -> tuple[int, int] | None:
-    """Return (used, limit) bytes of a control group, file cache that can be dropped at once not counted as used."""
+    """Return (used, limit) bytes of a cgroup; file cache that can be dropped at once does not count as used."""
     limit = _limit(group)
     if limit is None:
         return None
@@ -94,7 +94,7 @@ def _number(path: Path) -> int | None:
 
 
 def _droppable(group: Path) -> int:
-    """Bytes of ``inactive_file`` (total_inactive_file in version 1, where a group's own count leaves children out)."""
+    """Return bytes of ``inactive_file`` (``total_inactive_file`` in version 1, which includes child groups)."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:

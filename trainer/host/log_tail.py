@@ -1,10 +1,10 @@
-"""The run's log files as lines: each rank's own output and the launcher's, read as they grow.
+"""Reads the run's log files as they grow: each rank's output and the launcher's.
 
-- Only whole lines; an unfinished line is returned as it is after 2 s.
-- A progress bar (text after carriage returns) counts by its last state: at most every 5 s while it moves, and at its
-  end. Several bars below each other count as one.
-- A line is cut at 4,096 characters. Beyond 200 lines a file and poll, the middle is left out and counted; beyond 4 MiB
-  the beginning is. A rank that prints a gigabyte must not stop the monitor.
+- Returns whole lines; an unfinished line is returned after 2 s.
+- Of a progress bar (text after carriage returns), only the last state is returned: at most every 5 s while it moves,
+  and at its end. Several bars below each other count as one.
+- A line is cut at 4,096 characters. Of more than 200 lines per file and poll, the middle is omitted and counted; of
+  more than 4 MiB, the beginning. A rank that prints a gigabyte must not stop the monitor.
 - A file that shrank or was replaced is read from its beginning.
 """
 
@@ -34,13 +34,13 @@ _SEARCHED = 1 << 20
 
 _UP = b"\x1b[A"
 _ROW_BELOW = re.compile(rb"(\n+)\r([^\n]*?)((?:\x1b\[A)+)")
-"""One of several progress bars below each other (tqdm's ``position``): down, its state, and up again."""
+"""One of several progress bars below each other (tqdm's ``position``): line feeds, its state, and cursor up."""
 _RANK_LOG = re.compile(r"rank-(\d+)\.(out|err)\Z")
 Stream = Literal["out", "err", "launcher"]
 
 
 class _File:
-    """One file being read: where we are, and the line that has not ended yet."""
+    """One file being read: the offset, and the unfinished line."""
 
     def __init__(self, path: Path, rank: int, stream: Stream, offset: int) -> None:
         self.path = path
@@ -50,15 +50,15 @@ class _File:
         self.inode = 0
         self.partial = b""
         self.bar = False
-        """The partial line is the state of a progress bar."""
+        """Whether the unfinished line is the state of a progress bar."""
         self.skipping = False
-        """Inside a line that is skipped as too long, until its end."""
+        """Whether the rest of a line that is too long is being skipped."""
         self.grew_at = 0.0
         self.bar_at = 0.0
         self.last_bar = ""
 
     def grow(self, now: float, quota: int) -> list[str]:
-        """Read the added bytes; return the lines, at most ``quota``, with a note of those left out."""
+        """Read the added bytes; return at most ``quota`` lines, with a note of the number omitted."""
         try:
             info = os.stat(self.path)
         except OSError:
@@ -82,7 +82,7 @@ class _File:
         return lines + _thinned(self._split(data, now), quota)
 
     def rest(self) -> list[str]:
-        """Return the line that never ended, if there is one: nothing more will come."""
+        """Return the unfinished line, if any, at the end of the run."""
         text, self.partial = self._text(self.partial), b""
         return [text] if text and text != self.last_bar else []
 
@@ -117,7 +117,7 @@ class _File:
             if not self.skipping:
                 lines.append(self._text(last))
             last, self.skipping = b"", True
-        # Of a bar only the visible part is kept: the last state, or the one being written over it.
+        # Only the visible part of a bar is kept: the last state, or the one being written over it.
         states = last.split(b"\r")
         self.bar = len(states) > 1
         self.partial = b"\r".join(states[-2:])
@@ -153,12 +153,12 @@ class _File:
 
 
 class LogTail:
-    """Reads the log files of one run as they grow. Keeps nothing on disk; call it from one thread.
+    """Reads the log files of one run as they grow. Stores nothing on disk; call it from one thread.
 
     Args:
         run: The run's directory.
-        offsets: Where to begin, in bytes, by file name; files not named are read from their beginning. After a hub
-            restart ``offsets_after`` gives them.
+        offsets: Start offsets in bytes, by file name; other files are read from their beginning. After a hub restart
+            ``offsets_after`` returns them.
     """
 
     def __init__(self, run: RunDir, offsets: dict[str, int] | None = None) -> None:
@@ -171,7 +171,7 @@ class LogTail:
         """Return the lines written since the last call, stamped with the time of reading; never waits.
 
         Args:
-            last: no more writes follow: return unfinished lines as well.
+            last: whether this is the last call; then unfinished lines are returned too.
         """
         clock = time.monotonic()
         if last or clock >= self._scan_at:
@@ -202,10 +202,10 @@ class LogTail:
 
 
 def offsets_after(run: RunDir, recorded: Iterable[LogLine]) -> dict[str, int]:
-    """Find where reading continues after a hub restart: in each file behind the last recorded line.
+    """Return the offsets at which reading continues after a hub restart: after the last recorded line of each file.
 
-    A file without recorded lines is read from its beginning. Where the last recorded line is not found in the file's
-    last MiB (it was a bar's state, or cut) reading continues at the file's end: a gap is better than a line twice.
+    A file without recorded lines is read from its beginning. If the last recorded line is not found in the file's last
+    MiB (it was a bar's state, or cut), reading continues at the file's end: a gap is better than duplicate lines.
 
     Args:
         run: The run's directory.
@@ -240,7 +240,7 @@ def _behind(path: Path, text: str) -> int:
 
 
 def _on_one_line(found: "re.Match[bytes]") -> bytes:
-    """Join a bar in a row below to the bar above it, as one more state."""
+    """Convert a bar in a row below into another state of the bar above it."""
     down, state, up = found.groups()
     return b"\r" + state if len(down) * len(_UP) == len(up) else found[0]
 
@@ -255,7 +255,7 @@ def _rank_and_stream(name: str) -> tuple[int, Stream] | None:
 
 
 def _thinned(lines: list[str], quota: int) -> list[str]:
-    """Drop the middle of too many lines, and add a line with their number."""
+    """Replace the middle of too many lines by a line with their number."""
     if len(lines) <= quota:
         return lines
     half = quota // 2

@@ -1,4 +1,4 @@
-"""A background process: yields the processor, the disk and memory to everything else, and ends with its parent."""
+"""Makes this process a background process: low CPU and disk priority, first to be OOM-killed, ends with its parent."""
 
 import contextlib
 import ctypes
@@ -13,7 +13,7 @@ _IOPRIO_IDLE = 3 << 13
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent (by pid) ends; at once if that has ended already."""
+    """Ask the kernel to kill this process when its parent (by pid) ends; exit at once if the parent has ended."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
@@ -24,7 +24,7 @@ def lower_priority(idle: bool = True) -> None:
     """Lower this process's CPU and disk priority, and make it the first to be killed when memory runs out.
 
     Args:
-        idle: True: the idle class; False: only a low priority, as a person waits for it.
+        idle: True: the idle class; False: only a low priority, because a user waits for the result.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -41,6 +41,6 @@ def lower_priority(idle: bool = True) -> None:
 
 
 def _lower_priority(niceness: int) -> None:
-    """Set the niceness, even if the parent has a priority of its own; never below the present one."""
+    """Raise the niceness, also if the parent has set one; never lower it."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))

@@ -1,4 +1,4 @@
-"""Handing work from the hub's helper threads to its main loop, which alone touches the stream and the sockets."""
+"""Hands calls from helper threads to the main loop, which alone uses the stream and the sockets."""
 
 import os
 from collections import deque
@@ -17,7 +17,7 @@ class Mailbox:
         return self._descriptor
 
     def post(self, call: Callable[[], object]) -> None:
-        """Schedule ``call`` in the main loop, soon. Any thread may post."""
+        """Schedule ``call`` in the main loop; any thread."""
         self._calls.append(call)
         os.eventfd_write(self._descriptor, 1)
 

@@ -12,7 +12,7 @@ from ...protocol.text import sanitize
 
 T = TypeVar("T")
 
-# nvml.h, nvmlClocksEventReasons: bit, and a word for it. Idle is no throttling.
+# nvml.h, nvmlClocksEventReasons: bit and name. Idle is not throttling.
 _REASONS = (
     (0x2, "application clocks"),
     (0x4, "power cap"),
@@ -37,7 +37,7 @@ class Nvml:
         self._handles: list[Any] = []
         self._names: list[tuple[str, str]] = []
         for index in range(pynvml.nvmlDeviceGetCount()):
-            # A GPU that fell off the bus has no handle; the others are watched all the same.
+            # A GPU that fell off the bus has no handle; the others are still watched.
             handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
             self._handles.append(handle)
             name = _text(_ask(pynvml.nvmlDeviceGetName, handle)) if handle is not None else ""
@@ -55,8 +55,8 @@ class Nvml:
         Args:
             host: Name of this host, for the samples.
             now: Seconds since the epoch, for the samples.
-            rank_of: The run's ranks by pid, as this process sees pids. Where NVML lives in another pid namespace (some
-                containers) its pids match none of them, and its processes keep rank None.
+            rank_of: The run's ranks by pid in this namespace. If NVML reports pids of another namespace (in some
+                containers), none match, and its processes have rank None.
 
         Raises:
             pynvml.NVMLError: no device answers any more.
@@ -75,7 +75,7 @@ class Nvml:
         return samples
 
     def health(self, host: str, now: float) -> list[DeviceHealth]:
-        """Read faults and links of every GPU that has a handle; None where NVML has no value."""
+        """Return faults and links of every GPU with a handle; values that NVML does not provide are None."""
         return [
             _health(index, handle, self._names[index][1], host, now)
             for index, handle in enumerate(self._handles)
@@ -134,19 +134,19 @@ def _errors(handle: Any, kind: int) -> int | None:
 
 
 def _links(handle: Any) -> int | None:
-    """Count the NVLinks that are up; None for a card without any."""
+    """Return the number of NVLinks that are up; None for a card without NVLink."""
     states = [_ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)]
     known = [state for state in states if state is not None]
     return sum(map(bool, known)) if known else None
 
 
 def reasons_in_words(mask: int) -> list[str]:
-    """Return the names of NVML's clock event (throttle) reasons; none for an idle GPU."""
+    """Return the names of NVML's clock event (throttle) reasons; empty for an idle GPU."""
     return [word for bit, word in _REASONS if mask & bit]
 
 
 def _ask(function: Callable[..., T], *args: Any) -> T | None:
-    """Call NVML; None where this device, driver or library does not support the question."""
+    """Call NVML; return None if this device, driver or library does not support the query."""
     try:
         return function(*args)
     except (pynvml.NVMLError, AttributeError, ValueError):
@@ -160,8 +160,7 @@ def _text(value: str | bytes | None) -> str:
 def _memory(handle: Any) -> tuple[int, int]:
     """Return (used, total) bytes as nvidia-smi shows them.
 
-    The first version of the call counts memory that the driver reserves for itself as used; the second does not, and
-    nvidia-smi's ``Used`` is the second's.
+    Version 1 of the call counts memory reserved by the driver as used; version 2, like nvidia-smi's ``Used``, does not.
     """
     memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
     if memory is None:

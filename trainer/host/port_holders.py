@@ -9,26 +9,26 @@ _COMMAND_LIMIT = 200
 
 
 class PortHolder(NamedTuple):
-    """A listening socket, and its process as far as it may be known."""
+    """A listening socket, and its process if it can be inspected."""
 
     port: int
     uid: int
     user: str
-    """The socket's owner; the number where it has no name."""
+    """The socket's owner: user name, or the uid if it has no name."""
     pid: int
-    """0: its process cannot be inspected (another user's, or another container's)."""
+    """0: its process cannot be inspected (of another user or container)."""
     command: str
 
     @property
     def words(self) -> str:
-        """Name it: ``python train.py (pid 4711, user anna)``, or ``a process of user anna``."""
+        """Return its name: ``python train.py (pid 4711, user anna)``, or ``a process of user anna``."""
         if self.pid:
             return f"{self.command or 'a process'} (pid {self.pid}, user {self.user})"
         return f"a process of user {self.user} that may not be looked into (as root: ss -ltnp)"
 
 
 def holder_of(port: int) -> PortHolder | None:
-    """Return the process that listens on ``port``; None: none does now, or it cannot be read."""
+    """Return the process that listens on ``port``; None if there is none, or if it cannot be read."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for uid, inode in _listening(table, port):
             pid, command = _process_with(inode)

@@ -1,7 +1,7 @@
-"""Processes of a run, read from /proc: descendants, processes with the run's mark, and signals that cannot miss.
+"""Processes of a run, from /proc: descendants, processes with the run in their environment, and race-free signals.
 
-A process is always named by its pid together with its start time (``Process``): a pid alone may have been reused by the
-time a signal is sent. Everything here is Linux (proc(5), pidfd_open(2)).
+A process is identified by its pid together with its start time (``Process``), because a pid may have been reused by the
+time a signal is sent. Linux only (proc(5), pidfd_open(2)).
 """
 
 import contextlib
@@ -17,16 +17,16 @@ from ...protocol.environment import RANK_PID_ENV as RANK_PID_ENV
 from ...protocol.environment import RUN_ENV
 
 _GET_INFO = 0xC040FF0B
-"""PIDFD_GET_INFO of linux/pidfd.h: ``_IOWR(0xFF, 11, struct pidfd_info)``, of the 64 bytes that it had at first."""
+"""PIDFD_GET_INFO of linux/pidfd.h: ``_IOWR(0xFF, 11, struct pidfd_info)``, in its first version of 64 bytes."""
 _INFO_EXIT = 1 << 3
 """PIDFD_INFO_EXIT, Linux 6.15: exit status of a process that has been reaped."""
 _INFO_BYTES = 64
 _EXIT_CODE_AT = 60
 _AGENT = "ftmon.trainer.agent"
-"""Not part of a run: an agent of "another host" may share our pids (a container, say)."""
+"""Agents are not part of a run: an agent of "another host" may share our pid namespace, as with containers."""
 _KILLS_KEPT = 4096
 _killed: dict[tuple[int, int], None] = {}
-"""Pid and start time of processes that were sent SIGKILL, the last ones."""
+"""Pid and start time of the processes that were sent SIGKILL most recently."""
 
 
 class Process(NamedTuple):
@@ -40,12 +40,12 @@ class Process(NamedTuple):
     """``R``, ``S``, ``D`` (uninterruptible), ``T`` (stopped), ``t`` (traced), ``Z`` (zombie), ``X``."""
     start_ticks: int
     wait_status: int
-    """While a zombie: its status as wait(2) gives it; else 0."""
+    """Its status in wait(2)'s format while it is a zombie; else 0."""
     name: str
 
     @property
     def alive(self) -> bool:
-        """False for a zombie: it runs no more and holds nothing but its exit status."""
+        """False for a zombie, which only keeps its exit status."""
         return self.state not in "ZX"
 
 
@@ -69,13 +69,13 @@ def read(pid: int) -> Process | None:
 
 
 def same(process: Process) -> Process | None:
-    """Read the process again; None when it is gone or its pid now names another one."""
+    """Read the process again; None if it is gone or its pid was reused."""
     now = read(process.pid)
     return now if now is not None and now.start_ticks == process.start_ticks else None
 
 
 def table() -> dict[int, Process]:
-    """Read the whole process table, by pid; zombies are in it."""
+    """Return the whole process table, by pid, including zombies."""
     found: dict[int, Process] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -91,7 +91,7 @@ def descendants(roots: Iterable[int], processes: dict[int, Process], apart: Iter
     Args:
         roots: process ids.
         processes: the process table.
-        apart: pids that belong to nobody's tree but their own, with what is below them: other ranks.
+        apart: pids to exclude with their descendants, such as other ranks.
     """
     children: dict[int, list[Process]] = {}
     for process in processes.values():
@@ -109,7 +109,7 @@ def descendants(roots: Iterable[int], processes: dict[int, Process], apart: Iter
 
 
 def environment_of(pid: int) -> list[bytes]:
-    """Return the ``NAME=value`` strings a process was started with; empty when they may not be read."""
+    """Return the ``NAME=value`` strings with which a process was started; empty if not readable."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -117,7 +117,7 @@ def environment_of(pid: int) -> list[bytes]:
 
 
 def marked(run: Path, processes: Iterable[Process], rank_pid: int | None = None) -> list[Process]:
-    """Return the processes whose environment marks them as part of ``run`` (and to the rank with ``rank_pid``)."""
+    """Return the processes whose environment names ``run`` (and, if given, the rank ``rank_pid``)."""
     wanted = os.fsencode(f"{RUN_ENV}={run}")
     rank = None if rank_pid is None else os.fsencode(f"{RANK_PID_ENV}={rank_pid}")
     found: list[Process] = []
@@ -131,10 +131,10 @@ def marked(run: Path, processes: Iterable[Process], rank_pid: int | None = None)
 
 
 def of_run(run: Path, roots: Iterable[int], spared: Collection[int]) -> list[Process]:
-    """List every living process of a run: below ``roots``, or carrying the run's mark. ``spared`` pids are left out.
+    """List every living process of a run: descendants of ``roots``, or with the run in its environment.
 
-    ``roots`` are included unless spared. Descendants of a marked process are included too: they may have
-    been started with an environment of their own. Agents of the hub are left out: they end by themselves.
+    ``roots`` are included, ``spared`` pids are not. Descendants of a process found by its environment are included too,
+    because they may have been started with another environment. Agents are excluded: they end by themselves.
     """
     processes = table()
     start = {pid for pid in roots if pid in processes}
@@ -146,7 +146,7 @@ def of_run(run: Path, roots: Iterable[int], spared: Collection[int]) -> list[Pro
 
 
 def runs_module(pid: int, module: str) -> bool:
-    """Return whether a process was started as ``python -m MODULE``; False where it is gone."""
+    """Return whether a process was started as ``python -m MODULE``; False if it is gone."""
     try:
         return module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -154,9 +154,9 @@ def runs_module(pid: int, module: str) -> bool:
 
 
 def send_signal(process: Process, number: signal.Signals) -> bool:
-    """Signal exactly this process; False when it is gone (or its pid belongs to another).
+    """Signal exactly this process; return False if it is gone (or its pid was reused).
 
-    Goes through a pidfd, so the pid cannot be reused between check and signal.
+    Uses a pidfd, so that the pid cannot be reused between check and signal.
 
     Raises:
         PermissionError: the process belongs to another user.
@@ -184,7 +184,7 @@ def send_signal(process: Process, number: signal.Signals) -> bool:
 
 
 def was_killed(pid: int, start_ticks: int) -> bool:
-    """Return whether this process (of ours) sent that one SIGKILL: how it ended is known, whoever reaped it first."""
+    """Return whether SIGKILL was sent to it from here, so that its ending is known whichever process reaped it."""
     return (pid, start_ticks) in _killed
 
 
@@ -199,12 +199,14 @@ def status_of_reaped(pidfd: int) -> int | None:
     """Ask the kernel for the wait(2) status of a process that its parent has reaped.
 
     Args:
-        pidfd: opened while the process was there (pidfd_open(2)).
+        pidfd: opened while the process existed (pidfd_open(2)).
 
     Returns:
-        None when it has not been reaped, or the kernel is older than 6.15 and forgets.
+        None if it has not been reaped, or if the kernel is older than 6.15.
     """
-    info = bytearray(_INFO_BYTES)  # begins with the mask: requested fields, then the returned ones
+    info = bytearray(
+        _INFO_BYTES
+    )  # starts with the mask of requested fields; the kernel returns the provided ones there
     struct.pack_into("=Q", info, 0, _INFO_EXIT)
     with contextlib.suppress(OSError):
         fcntl.ioctl(pidfd, _GET_INFO, info)
@@ -221,7 +223,7 @@ def exit_of(wait_status: int) -> tuple[int | None, int | None]:
 
 
 def signal_name(number: int) -> str:
-    """Name a signal, ``SIGKILL``; a number unknown here stays a number."""
+    """Return a signal's name, such as ``SIGKILL``; its number if it has no name here."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""Inspects ranks of this host without their help: their processes' activity, and their stacks by a signal."""
+"""Inspects ranks of this host without their cooperation: their processes' activity, and their stacks by a signal."""
 
 import time
 from collections.abc import Collection
@@ -19,14 +19,14 @@ class Inspection(NamedTuple):
     stacks: dict[int, str]
     """Stacks of the signalled ranks that wrote them."""
     why: dict[int, str]
-    """Reasons of those that did not."""
+    """Reasons for the signalled ranks that did not."""
     activities: dict[int, Activity]
     locks: dict[int, LockWait] = {}  # noqa: RUF012
-    """File locks that the kernel has blocked ranks of this host on, by rank."""
+    """File locks that ranks of this host wait for, by rank."""
 
 
 def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspection:
-    """Read the activity of this host's ranks, and signal the silent ones to write their stacks. Blocks for seconds."""
+    """Return the activity of this host's ranks and the stacks of the silent ones. Blocks for seconds."""
     signalled = [target for target in targets if target.rank in silent]
     stacks = stack_dump.by_signal(signalled)
     why = {target.rank: why_silent(target) for target in signalled if target.rank not in stacks}
@@ -68,7 +68,7 @@ def answer_look(look: verbs.Look) -> dict[str, Any]:
 
 
 def why_silent(target: DumpTarget) -> str:
-    """Return why a rank's stacks could not be had, from its process."""
+    """Return why a rank's stacks could not be captured, judged from its process."""
     process = processes.read(target.pid)
     if process is None or process.start_ticks != target.start_ticks or not process.alive:
         return "its process is gone"

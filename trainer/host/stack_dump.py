@@ -1,7 +1,7 @@
 """Dumps stacks of a rank that cannot answer: by a signal to faulthandler, and native frames by py-spy.
 
-The signal's default action ends a process, so it is sent only to a process that is known by pid and start time, that
-catches the signal now, and that still has the file open that it announced (``SelfDump``).
+The signal's default action ends a process. It is therefore sent only if the process has the known pid and start time,
+currently catches the signal, and still has the announced file open (``SelfDump``).
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from . import processes
 from .processes import Process
 
 WRITE_SECONDS = 1.0
-"""Time limit of a handler from the signal to the last line."""
+"""Time limit for the handler, from the signal to the last line written."""
 PY_SPY_SECONDS = 20.0
 _POLL_SECONDS = 0.02
 _LARGEST = 1 << 20
 
 
 class DumpTarget(NamedTuple):
-    """A rank that is to write its stacks."""
+    """A rank to signal."""
 
     rank: int
     pid: int
@@ -35,9 +35,9 @@ class DumpTarget(NamedTuple):
 
 
 def by_signal(targets: Iterable[DumpTarget]) -> dict[int, str]:
-    """Signal ranks to write their stacks, and return these; a rank that may not be signalled is left out.
+    """Signal ranks to write their stacks, and return the stacks; ranks that must not be signalled are omitted.
 
-    Waits up to ``WRITE_SECONDS`` for all of them together; for a thread that may.
+    Blocks for up to ``WRITE_SECONDS`` for all of them together; not for use in a main loop.
     """
     waiting: dict[int, tuple[Path, int]] = {}
     for target in targets:
@@ -52,7 +52,7 @@ def by_signal(targets: Iterable[DumpTarget]) -> dict[int, str]:
         time.sleep(_POLL_SECONDS)
         for rank, (path, size) in list(waiting.items()):
             text = _added(path, size)
-            # faulthandler writes line by line: it is done when nothing more comes.
+            # faulthandler writes line by line: it is done when the file stops growing.
             if text and text == found.get(rank):
                 del waiting[rank]
             found[rank] = text
@@ -60,7 +60,7 @@ def by_signal(targets: Iterable[DumpTarget]) -> dict[int, str]:
 
 
 def may_signal(target: DumpTarget) -> bool:
-    """Return whether that very process would catch the signal with faulthandler's handler, and still has its file."""
+    """Return whether the process is the same, catches the signal, and still has the announced file open."""
     dump = target.dump
     process = processes.read(target.pid)
     if dump is None or process is None or process.start_ticks != target.start_ticks or process.state not in "RS":
@@ -75,15 +75,15 @@ def may_signal(target: DumpTarget) -> bool:
 
 
 def py_spy() -> str:
-    """Return the path of py-spy; empty where it is not installed."""
+    """Return the path of py-spy; empty if it is not installed."""
     return shutil.which("py-spy") or ""
 
 
 def native(process: Process) -> tuple[str, str]:
-    """Read a process's stacks with py-spy, native frames included, where it may.
+    """Read a process's stacks with py-spy, including native frames, if permitted. The process is paused meanwhile.
 
     Returns:
-        The stacks, or an empty string and why not. The process stands still meanwhile.
+        The stacks, or an empty string and the reason.
     """
     program = py_spy()
     if not program:

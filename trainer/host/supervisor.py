@@ -1,6 +1,6 @@
-"""Watches the ranks' processes on this host: alive, stopped, dead, and their exit status.
+"""Watches the ranks' processes on this host: alive, stopped or dead, and their exit status.
 
-A thread of its own waits on pidfds, so a death is noticed at once, while the process is still a zombie and
+A thread waits on pidfds, so that a death is noticed at once, while the process is still a zombie and
 ``/proc/PID/stat`` has its exit status (field 52). Five times a second it reads the processes' states.
 """
 
@@ -20,7 +20,7 @@ from .kernel_log import KernelKills
 
 _POLL_SECONDS = 0.2
 _REPEAT_SECONDS = 1.0
-"""A fact is repeated this often though nothing changed: it stays fresh."""
+"""Seconds after which an unchanged fact is repeated, so that it counts as current."""
 
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)\)?.*\(pid:\s*(\d+)\)")
 _PID_EXITS = re.compile(r"[Pp]rocess (\d+) exits successfully")
@@ -42,7 +42,7 @@ class Supervisor(threading.Thread):
     """Yields facts about watched processes. ``watch``, ``read_words`` and ``poll`` are called by the main loop.
 
     Args:
-        notify: called, in this thread, when a process stopped, went on or died: the main loop should ``poll`` now.
+        notify: called in this thread when a process stopped, continued or died; the main loop should then ``poll``.
     """
 
     def __init__(self, notify: Callable[[], object]) -> None:
@@ -58,7 +58,7 @@ class Supervisor(threading.Thread):
         self._ending = threading.Event()
 
     def watch(self, rank: int, pid: int, start_ticks: int) -> None:
-        """Begin to watch the process of ``rank``, in place of an earlier one of that rank."""
+        """Watch the process of ``rank``, replacing an earlier process of that rank."""
         with self._lock:
             old = self._watched.get(rank)
             if old is not None and (old.pid, old.start_ticks) == (pid, start_ticks):
@@ -73,7 +73,7 @@ class Supervisor(threading.Thread):
         os.eventfd_write(self._wakeup, 1)
 
     def read_words(self, text: str) -> None:
-        """Read a process's exit status from a launcher's log line, if it was reaped before it could be read."""
+        """Read an exit status from a launcher's log line, for processes reaped before it could be read."""
         found = _TORCHRUN_EXIT.search(text)
         if found:
             code, pid = int(found.group(1)), int(found.group(2))
@@ -122,10 +122,9 @@ class Supervisor(threading.Thread):
                 self._check(ready)
 
     def _check(self, ready: set[int]) -> None:
-        """Read every process, those with a signalled death first: others found dead died after them.
+        """Read every process, those whose pidfd signalled first: others found dead died after them.
 
-        All are read before details of any: details take time, in which a parent may end and reap the
-        other processes.
+        All are read before the details of any: details take time, in which a parent may end and reap the others.
         """
         living = [watched for watched in self._watched.values() if watched.fact is None or watched.fact.alive]
         seen: list[tuple[float, _Watched, processes.Process | None]] = []

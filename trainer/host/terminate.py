@@ -1,4 +1,4 @@
-"""Ending a set of processes for certain: TERM, then KILL, again and again until none of them is left."""
+"""Ends a set of processes: TERM, then KILL, repeatedly until none is left."""
 
 import contextlib
 import signal
@@ -19,16 +19,16 @@ def sweep(
     term_seconds: float = _TERM_SECONDS,
     kill_seconds: float = _KILL_SECONDS,
 ) -> list[Process]:
-    """End all processes that ``find`` returns, calling it again each time: a process may start others until it is dead.
+    """End all processes that ``find`` returns, calling it repeatedly, because a process may start others until it dies.
 
     Args:
-        find: lists the living processes that should not be.
+        find: lists the living processes to end.
         on_wait: called between polls (the launcher reaps its children there).
-        term_seconds: how long after TERM before KILL; 0 starts with KILL.
-        kill_seconds: how long to go on after that.
+        term_seconds: seconds between TERM and KILL; 0 starts with KILL.
+        kill_seconds: seconds to continue after that.
 
     Returns:
-        Processes still alive: in uninterruptible sleep (state D), as a rule.
+        Processes still alive, usually in uninterruptible sleep (state D).
     """
     begun = time.monotonic()
     told: set[tuple[int, int]] = set()

@@ -1,4 +1,4 @@
-"""Bytes that TCP connections have sent and received, per socket, from the kernel's sock_diag(7) interface.
+"""Reads the bytes sent and received per TCP connection from the kernel's sock_diag(7) interface.
 
 ``/proc/PID/io`` counts read(2) and write(2) only; bytes of send(2) and recv(2), as Python's sockets use, are
 counted by the connection itself (``struct tcp_info`` of linux/tcp.h). No privileges are needed.
@@ -25,7 +25,7 @@ _LARGEST_REPLY = 1 << 18
 
 
 def by_socket() -> dict[int, int]:
-    """Return, by socket inode, the bytes acknowledged plus received; empty where the kernel does not report them.
+    """Return, by socket inode, the bytes acknowledged plus received; empty if the kernel does not report them.
 
     Covers the connections of the caller's network namespace.
     """
@@ -37,7 +37,7 @@ def by_socket() -> dict[int, int]:
 
 
 def of_process(pid: int, sockets: Mapping[int, int]) -> int:
-    """Return the bytes of all TCP connections a process has open; 0 where its descriptors may not be read."""
+    """Return the bytes of all TCP connections that a process has open; 0 if its descriptors are not readable."""
     if not sockets:
         return 0
     total = 0

@@ -1,4 +1,4 @@
-"""A thread for checks that may block: a statvfs of a dead network disk must not delay the hub or GPU samples."""
+"""Runs checks that may block in a thread: statvfs of a dead network disk must not delay the hub or GPU samples."""
 
 import contextlib
 import sys
@@ -17,12 +17,12 @@ _KEPT = 1024
 
 
 class HostWatch(threading.Thread):
-    """Watches this host's disks and its driver's errors; ``start`` it, ``poll`` it, ``close`` it.
+    """Watches this host's disks and the GPU driver's errors; ``start`` it, ``poll`` it, ``close`` it.
 
     Args:
         host: name of this host, for the messages.
         run: the run's directory on this host.
-        rank_pids: gives the pid of each of the run's ranks on this host; called from this thread.
+        rank_pids: returns the pid of each of the run's ranks on this host; called from this thread.
     """
 
     def __init__(self, host: str, run: Path, rank_pids: Callable[[], dict[int, int]]) -> None:

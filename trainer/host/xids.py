@@ -1,7 +1,7 @@
-"""Errors that NVIDIA's driver reports (XIDs): from the kernel's log where it may be read, else from NVML's events.
+"""Reads errors of NVIDIA's driver (XIDs) from the kernel log if permitted, else from NVML's events.
 
-The log's lines are ``NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus.`` Records that
-are there when the watch begins are older than the run and are passed over.
+The log's lines are ``NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus.`` Records
+already in the log at the start are older than the run and are ignored.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from ...protocol.text import sanitize
 
 _LINE = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)[^)]*\): (?P<code>\d+)")
 _MOST = 256
-"""Records read by one call."""
+"""Maximum number of records read per call."""
 
 
 def read_xid(record: str, host: str, now: float) -> Xid | None:
-    """Read one record of ``/dev/kmsg`` (or a bare line of the log); None when it is no XID."""
+    """Parse one record of ``/dev/kmsg`` (or a plain log line); None if it is not an XID."""
     text = record.split(";", 1)[-1].split("\n", 1)[0]
     found = _LINE.search(text)
     if found is None:
@@ -30,11 +30,11 @@ def read_xid(record: str, host: str, now: float) -> Xid | None:
 
 
 class Xids:
-    """Watches for XIDs. For one thread; ``close`` it.
+    """Watches for XIDs. Use it from one thread, and ``close`` it.
 
     Args:
         host: name of this host, for the messages.
-        log: the kernel's log; another file only in tests.
+        log: the kernel log; differs only in tests.
     """
 
     def __init__(self, host: str, log: str = "/dev/kmsg") -> None:
@@ -91,7 +91,7 @@ class Xids:
         except pynvml.NVMLError:
             return
         for index in range(_count()):
-            # A consumer card may not offer the event; the others are watched all the same.
+            # A consumer card may not support the event; the others are still watched.
             with contextlib.suppress(pynvml.NVMLError):
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
                 pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)

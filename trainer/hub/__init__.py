@@ -1,1 +1,1 @@
-"""The hub of a run: intake, stream, recorder and control."""
+"""The hub of a run: receives, records and publishes telemetry, and executes commands."""

@@ -1,4 +1,4 @@
-"""Sends the actions that detectors request: commands of the hub, recorded with their results like any other."""
+"""Sends the actions that detectors request as commands of the hub, and records them with their results."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ class Actions:
     """Sends actions and records their results. Main loop only.
 
     Args:
-        link: the line to the ranks.
+        link: sends commands to the ranks.
         emit: appends a message to the stream.
         allowed: returns whether a verb may be sent in this run.
     """
@@ -28,7 +28,7 @@ class Actions:
         self._allowed = allowed
         self._sent = 0
         self.answered: Callable[[Action, Answers], None] = lambda action, answers: None
-        """Receives the stacks that a detector requested: they are samples, and not recorded."""
+        """Called with the stacks that a detector requested; they are samples and not recorded."""
 
     def send(self, actions: Iterable[Action]) -> None:
         """Send the actions that detectors requested."""

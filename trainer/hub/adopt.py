@@ -45,7 +45,7 @@ class EarlierHistory(NamedTuple):
     """Recording of an earlier hub of this run."""
 
     frames: list[Frame]
-    """The fewest frames that restore its state; empty without an earlier hub."""
+    """The minimal frames that restore its state; empty without an earlier hub."""
     log_offsets: dict[str, int]
     """Offset at which to continue in each log file, in bytes."""
 
@@ -69,7 +69,7 @@ def read_history(run: RunDir) -> EarlierHistory:
 
 
 def of_the_last_job(frames: list[Frame]) -> list[Frame]:
-    """Drop messages about ranks of jobs before the last one in the stream; alerts of all jobs stay."""
+    """Drop messages about ranks of jobs before the last one in the stream; alerts of all jobs are kept."""
     began: dict[int, int] = {}
     for frame in frames:
         job = frame.message
@@ -80,7 +80,7 @@ def of_the_last_job(frames: list[Frame]) -> list[Frame]:
 
 
 def open_recording(run: RunDir, file: RunFile) -> tuple[Writer, str]:
-    """Open the recording; one that cannot be continued is renamed, and a sentence about that is returned."""
+    """Open the recording, or rename it and return a warning if it cannot be continued."""
     try:
         return Writer(run.recording, file), ""
     except RecordingError as error:
@@ -93,7 +93,7 @@ def open_recording(run: RunDir, file: RunFile) -> tuple[Writer, str]:
 
 
 def already_over(run: RunDir) -> bool:
-    """Return whether the run has ended and its recording holds the end, so that no hub is needed."""
+    """Return whether the run has ended and its recording contains the end, so that no hub is needed."""
     if run.read_exit() is None:
         return False
     try:

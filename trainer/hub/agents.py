@@ -21,14 +21,14 @@ from ...protocol.text import sanitize
 from ...protocol.wire import Message
 
 CUT_OFF_SECONDS = 5.0
-"""An agent sends a beat every second; after this much silence its host is cut off."""
+"""Seconds of silence after which a host counts as cut off; an agent sends a heartbeat every second."""
 BACK_SECONDS = 600.0
 """Seconds after a run's end that the hub waits for a host that was cut off: only the hub can end its agent."""
 _NAMELESS = b"\0"
-"""Prefix of the identity that ZeroMQ gives a connection whose name a newer one of the same agent has taken. Messages
-still in flight on it are ignored; the agent sends again those that count."""
+"""Prefix of the identity that ZeroMQ assigns to a connection replaced by a newer one of the same agent. Messages still
+in flight on it are ignored; the agent resends unconfirmed ones."""
 _PAUSE_SECONDS = 2.0
-"""Ticks farther apart than this mean that the hub itself paused: no host is cut off for that."""
+"""Ticks farther apart than this mean that the hub itself paused: hosts are not cut off because of it."""
 _OFFSET_STEP = 0.05
 """A clock offset is reported again when it has changed by this many seconds."""
 
@@ -49,10 +49,10 @@ class Agent:
         self.facts: dict[int, ProcessFact] = {}
         self.reported: HostState | None = None
         self.restored = False
-        """Known from an earlier hub; not heard by this one."""
+        """Whether it is known only from an earlier hub."""
         self.successor: Agent | None = None
         self.missed = False
-        """It was unreachable at the run's end, and its host had living ranks at the last report."""
+        """Whether it was unreachable at the run's end while its host had living ranks at the last report."""
 
     @property
     def host(self) -> str:
@@ -61,12 +61,12 @@ class Agent:
 
     @property
     def now(self) -> "Agent":
-        """The agent of its host at present: itself, or the one that was started after it."""
+        """The current agent of its host: itself, or the agent that replaced it."""
         return self if self.successor is None else self.successor.now
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks there, as far as their processes are known."""
+        """The host's ranks whose processes are known."""
         return sorted(self.facts)
 
     @property
@@ -105,7 +105,7 @@ class Agents:
         sockets: bound ROUTERs.
         accept: called with each forwarded message (header and body frames), once.
         fact: called with an agent's report of a rank's process.
-        recorded: highest sequence number of each agent that an earlier hub recorded, as returned by ``received``.
+        recorded: highest recorded sequence number per agent from an earlier hub, as returned by ``received``.
     """
 
     def __init__(
@@ -123,12 +123,12 @@ class Agents:
         self._ticked = time.monotonic()
         self._over_grace: float | None = None
         self.replaced: Callable[[bytes, bytes], object] = lambda _before, _now: None
-        """Called when one agent takes another's place, with both identities."""
+        """Called with both identities when one agent replaces another."""
         self.speaking: Agent | None = None
         """Sender of the message being accepted."""
 
     def restore(self, history: Iterable[Message]) -> None:
-        """Restore the hosts that an earlier hub knew: each counts as cut off unless its agent is heard in time."""
+        """Restore the hosts of an earlier hub; each counts as cut off unless its agent reports in time."""
         messages = list(history)
         hellos = {message.rank: message for message in messages if isinstance(message, Hello)}
         states = {message.rank: message.state for message in messages if isinstance(message, RankState)}
@@ -155,19 +155,19 @@ class Agents:
             }
 
     def all(self) -> list[Agent]:
-        """List the agents that have introduced themselves and not left."""
+        """List the agents that have registered and not left."""
         return [agent for agent in self._by_identity.values() if agent.beat is not None and agent.state != "left"]
 
     def reachable(self) -> list[Agent]:
-        """List the agents that send beats."""
+        """List the agents that send heartbeats."""
         return [agent for agent in self.all() if agent.state == "reachable" and not agent.restored]
 
     def missed(self) -> list[Agent]:
-        """List the agents that have not left since and may not know that the run is over."""
+        """List the agents that may not have received the run's end."""
         return [agent for agent in self.all() if agent.missed]
 
     def of(self, rank: int) -> Agent | None:
-        """Find the agent of a rank; None when it has none (it runs on the hub's own host)."""
+        """Return the agent of a rank; None if it runs on the hub's own host."""
         return next((agent for agent in self.all() if rank in agent.facts), None)
 
     @property
@@ -200,7 +200,7 @@ class Agents:
         return {who: agent.number for who, agent in self._by_identity.items() if agent.number > agent.confirmed}
 
     def received(self) -> dict[str, int]:
-        """Return the same by names that a recording can hold, so that the next hub accepts no message twice."""
+        """Return the same with names that a recording can store, so that the next hub accepts no message twice."""
         return {who.hex(): number for who, number in self.unconfirmed().items()}
 
     def confirm(self, numbers: dict[bytes, int]) -> None:
@@ -237,7 +237,7 @@ class Agents:
         return changed
 
     def run_is_over(self, grace: float) -> None:
-        """Make every agent end its host's processes after ``grace`` seconds, and then itself."""
+        """Instruct every agent to end its host's processes after ``grace`` seconds, and then itself."""
         if self._over_grace is None:
             self._over_grace = grace
             for agent in self.all():
@@ -282,7 +282,7 @@ class Agents:
         self._answer(agent, beat.time)
 
     def _replace_earlier(self, agent: Agent, beat: AgentBeat) -> None:
-        """Forget an agent of the same host that this one was started in place of."""
+        """Forget the agent of the same host that this one replaces."""
         for identity, other in list(self._by_identity.items()):
             known = other.beat
             if other is agent or known is None or known.host != beat.host:

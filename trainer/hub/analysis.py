@@ -1,6 +1,6 @@
-"""Analysis of the stream: rank states, the run's state, alerts. Its failures never reach the stream.
+"""Analyses the stream: rank states, the run's state, alerts. Its failures never reach the stream.
 
-Conclusions are messages too; they go into the stream. Tracker and detectors know their own and are not fed them.
+Its conclusions are messages of the stream too; they are not fed back to the tracker and the detectors.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from ...protocol.wire import Frame, Message
 from .rank_link import Answers
 
 _TRACEBACKS = 20
-"""So many of its own failures are written to the hub's log in full."""
+"""Number of its own failures that are logged with a traceback."""
 
 
 class Analysis:
@@ -72,7 +72,7 @@ class Analysis:
         self._guard(lambda: self._conclude(self.tracker.fact(fact)))
 
     def tick(self, now: float) -> None:
-        """Run the detectors that depend on time: silence is evidence too."""
+        """Run the detectors that depend on time, such as those for silent ranks."""
         self._guard(lambda: self._conclude(self.tracker.tick(now)))
         self._guard(lambda: self._conclude(self._detectors.tick(now)))
 
@@ -81,7 +81,7 @@ class Analysis:
         self._guard(lambda: self._conclude(self._detectors.stacks(time.time(), action, answers)))
 
     def begin_job(self) -> None:
-        """Judge the end of each rank of the job in the stream; later messages belong to the next job."""
+        """Judge how each rank of the current job ended; later messages belong to the next job."""
         now = time.time()
         self._guard(lambda: self._conclude(self.tracker.close_job(now)))
         self._guard(lambda: self._conclude(self._detectors.tick(now)))
@@ -89,7 +89,7 @@ class Analysis:
         self._guard(self.tracker.begin_job)
 
     def follow_on(self) -> None:
-        """Start again with another training in the same processes; the ranks keep their state."""
+        """Reset for another training in the same processes; the ranks keep their state."""
         self._guard(lambda: self._conclude(self._detectors.begin_job(time.time())))
 
     def job_ended_first(self, left: LeftoversFile) -> None:
@@ -116,12 +116,12 @@ class Analysis:
         )
 
     def resolve(self, kind: AlertKind, rule: str, text: str = "") -> None:
-        """Note that a matter of the hub's own ended."""
+        """Resolve an alert of the hub's own."""
         self._guard(lambda: self._conclude(self._store.resolve(time.time(), (kind, None, "", rule), text)))
 
     def _conclude(self, messages: Iterable[Message]) -> None:
         for message in messages:
-            # A rank's texts may add up to more than a message holds: then it is dropped.
+            # A rank's texts may exceed the size limit of a message: then the message is dropped.
             with contextlib.suppress(OverflowError, ProtocolError):
                 wire.decode_body(wire.encode_body(message))
                 self._emit(message)
@@ -136,7 +136,7 @@ class Analysis:
             self._failed()
 
     def _failed(self) -> None:
-        """A detector's mistake costs its verdict and nothing else."""
+        """Log an exception of a detector: only its verdict is lost."""
         self._failures += 1
         if self._failures <= _TRACEBACKS:
             traceback.print_exc(file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The hub's bound sockets: one a channel on this host, and one more each when the run listens on TCP."""
+"""The hub's bound sockets: one per channel on this host, and another one each if the run listens on TCP."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from ...protocol.rundir import RunDir
 from .remote import RemoteSockets
 
 _LINGER_MS = 500
-"""Linger at the hub's end for data still owed to apps: the end of the stream, and answers."""
+"""Time limit at the hub's end for data not yet sent to apps: the end of the stream, and answers."""
 
 
 class Channels:
@@ -23,7 +23,7 @@ class Channels:
 
     def __init__(self, run: RunDir, listen: str) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
-        # Where the hub shares a core with ZeroMQ's own thread, that thread need not interrupt it for every message.
+        # If the hub shares a core with ZeroMQ's I/O thread, that thread need not interrupt it for every message.
         self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
         self._run = run
         self.addresses = {channel: run.ipc_address(channel) for channel in sockets.CHANNELS}
@@ -31,12 +31,12 @@ class Channels:
         self.remote = RemoteSockets(self._context, run, listen)
 
     def of(self, channel: str) -> "list[zmq.Socket[Any]]":
-        """Return a channel's local socket and, when the run listens on TCP, the other one."""
+        """Return a channel's local socket and, if the run listens on TCP, its TCP socket."""
         remote = self.remote.sockets.get(channel)
         return [self._local[channel]] + ([remote] if remote is not None else [])
 
     def close(self) -> None:
-        """Close what is still open, and remove the sockets' files."""
+        """Close the open sockets, and remove their files."""
         self.remote.close()
         for channel, socket in self._local.items():
             if not socket.closed:

@@ -10,10 +10,10 @@ from .stream import Stream
 
 
 class Commits:
-    """Commits the stream. Main loop only, but for ``then_set``.
+    """Commits the stream. Main loop only, except ``then_set``.
 
     Args:
-        stream: what is committed.
+        stream: the stream to commit.
         agents: receive confirmations of their recorded messages.
         analysis: raises alerts.
         report: reports the hub's own figures.
@@ -37,17 +37,17 @@ class Commits:
         self._post = post
         self._last_recorded = last_recorded
         self._unreported = False
-        """Messages were lost between two hubs, and that is in no report yet."""
+        """Whether messages lost between two hubs are not reported yet."""
         self._disk_trouble = False
         self._disk_notice = ""
 
     def missed(self, count: int) -> None:
-        """Record the loss of ``count`` messages that an earlier hub had received, or was about to receive."""
+        """Record the loss of ``count`` messages that an earlier hub had received or that were in flight to it."""
         self._stream.recorder.lose(count, self._last_recorded, time.time(), "a hub ended before it had recorded them")
         self._unreported = True
 
     def commit(self) -> None:
-        """Commit what was appended since the last call."""
+        """Commit the messages appended since the last call."""
         self._report_missed()
         numbers = self._agents.unconfirmed()
         self._stream.commit((lambda: self._post(lambda: self._agents.confirm(numbers))) if numbers else None)
@@ -61,7 +61,7 @@ class Commits:
             self._report()
 
     def commit_when_due(self) -> None:
-        """Commit when so much is uncommitted that it should not wait for the next tick."""
+        """Commit at once if too many messages are uncommitted to wait for the next tick."""
         if self._stream.commit_due:
             self.commit()
 
@@ -75,7 +75,7 @@ class Commits:
         self._post(commit)
 
     def _report_missed(self) -> None:
-        """Report a loss in the transaction that records it: this hub, too, may be killed at any moment."""
+        """Report a loss in the transaction that records it, since this hub too may be killed at any moment."""
         if self._unreported:
             self._unreported = False
             self._report()

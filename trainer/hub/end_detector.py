@@ -25,7 +25,7 @@ _LAUNCHER_START_SECONDS = 15.0
 _WATCH_START_SECONDS = 60.0
 """Time that a run without a launcher may go without any rank."""
 _SILENCE_SECONDS = 30.0
-"""Ranks without a visible process, because they run elsewhere, count as over after this much silence."""
+"""Ranks on other hosts without an agent count as ended after this many seconds of silence."""
 _LOG_TAIL_LINES = 20
 _TRACEBACK_LINES = 400
 
@@ -46,16 +46,16 @@ class EndDetector:
         self._failure: Failure | None = None
         """The first failure that a rank reported."""
         self.stepped = False
-        """Some rank has finished a step."""
+        """Whether some rank has finished a step."""
         self._resumed = False
-        """Some rank began after steps of an earlier run."""
+        """Whether some rank resumed after steps of an earlier run."""
 
     @property
     def _all_said_goodbye(self) -> bool:
         return bool(self._hellos) and self._hellos <= self._goodbyes.keys()
 
     def note(self, message: Message) -> None:
-        """Record a message of the stream (the caller notes steps itself, for speed)."""
+        """Record a message of the stream (for speed, the caller records steps itself)."""
         if isinstance(message, Hello):
             self._hellos.add(message.rank)
             self._goodbyes.pop(message.rank, None)
@@ -75,12 +75,12 @@ class EndDetector:
         self._failure = None
 
     def poll(self, ranks_alive: int, ranks_elsewhere: bool, received: int) -> ExitFile | None:
-        """Return the run's end, or None while it goes on.
+        """Return the run's end, or None while it is running.
 
         Args:
             ranks_alive: ranks with a living process on this host.
-            ranks_elsewhere: some ranks have no visible process; they count as alive while they send messages.
-            received: messages received so far.
+            ranks_elsewhere: whether some ranks have no visible process; they count as alive while they send messages.
+            received: number of messages received so far.
         """
         found = self._run.read_exit()
         if found is not None:
@@ -121,7 +121,7 @@ class EndDetector:
             state, text, cause = "failed", "its processes are gone", "lost"
         if self._kind != "watch":
             text += "; the launcher died before it could tell the exit status"
-        # Only a goodbye proves that a rank came to its end; killed ranks send none.
+        # Only a goodbye proves that a rank's script ended; killed ranks send none.
         killed = intent is not None and (intent.verb == "kill" or bool(intent.cause))
         found = ExitFile(0 if clean and not killed else 1, now, state, text, cause)
         with contextlib.suppress(OSError):  # a full disk; the recording lacks it, the apps receive it
@@ -131,7 +131,7 @@ class EndDetector:
     def before_first_step(self, end: ExitFile) -> tuple[str, str, list[str]] | None:
         """Return why a run ended without a step: title, text, last lines of its output.
 
-        None when there were steps, or an earlier run had completed them all.
+        None if there were steps, or if an earlier run had completed them all.
         """
         if self.stepped or (self._resumed and end.state == "finished"):
             return None
@@ -154,7 +154,7 @@ class EndDetector:
         return f"ended without a recorded step: {what}", f"{what}: {why} ({end.text}){remedy}", last
 
     def _error(self) -> tuple[str, str]:
-        """Return the error that ended the job before its first step, and the same with its rank and place."""
+        """Return the error that ended the job before its first step, without and with its rank and location."""
         raised = self.raised()
         if raised is not None:
             where = f", raised at {raised.file}:{raised.line} in {raised.function}" if raised.file else ""
@@ -164,9 +164,9 @@ class EndDetector:
         return ("", "") if failed is None else (failed.error, f"rank {failed.rank}: {failed.error}")
 
     def raised(self) -> RaisedException | None:
-        """Return the exception that ended the job, from the output of ranks and launcher; None: not found there.
+        """Return the exception that ended the job, from the output of ranks and launcher; None if there is none.
 
-        If several ranks raised, the one whose output ended first: the others fail because it is gone.
+        If several ranks raised one, the rank whose output ended first counts: the others fail because it is gone.
         """
         logs = sorted(self._run.logs.glob("rank-*.err"), key=_changed)
         for path in (*logs, self._run.logs / "launcher.log"):

@@ -1,7 +1,7 @@
-"""History for apps: queries are answered in a thread of their own, with a reader of their own.
+"""Answers the apps' history queries in a separate thread with its own reader.
 
-A query sees everything that was published before it came: the main loop commits first. So an app that subscribes and
-then asks misses nothing in between.
+The main loop commits before a query is answered, so that the answer contains everything published before the query. An
+app that subscribes first and then queries misses nothing.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ QUERIES = frozenset(RESULTS)
 """The methods of ``Reader`` that a peer may call by name."""
 
 MOST = 5_000
-"""Frames, points or columns in one answer, whatever was asked for; the app asks for the rest after the last of them."""
+"""Maximum frames, points or columns in one answer; the app requests the rest with another query."""
 
 _COMMIT_SECONDS = 1.0
 _POLL_MS = 500
@@ -81,13 +81,13 @@ class HistoryServer(threading.Thread):
         return info.st_dev, info.st_ino
 
     def _close_reader(self) -> None:
-        """Open the recording again for the next question."""
+        """Close the reader; the next query opens the recording again."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
 
     def _serve(self, socket: "zmq.Socket[Any]") -> None:
-        """Answer what is waiting on one socket, after one commit for all of it."""
+        """Answer the waiting queries of one socket, after one commit for all of them."""
         waiting: list[list[bytes]] = []
         with contextlib.suppress(zmq.Again):
             while len(waiting) < 64:
@@ -97,7 +97,7 @@ class HistoryServer(threading.Thread):
         committed.wait(_COMMIT_SECONDS)
         for frames in waiting:
             answer = self._answer(frames)
-            # The app may have gone meanwhile (EHOSTUNREACH), or not read for long (EAGAIN).
+            # The app may have gone (EHOSTUNREACH), or not have read for long (EAGAIN).
             with contextlib.suppress(zmq.ZMQError):
                 socket.send_multipart([frames[0], *wire.encode("hub", 0, time.time(), answer)], zmq.NOBLOCK)
 
@@ -134,6 +134,6 @@ class HistoryServer(threading.Thread):
 
 
 def _bounded(args: dict[str, Any]) -> dict[str, Any]:
-    """Keep what a question asks for within one answer."""
+    """Limit a query's arguments to the size of one answer."""
     asked = {name: args[name] for name in ("limit", "columns") if isinstance(args.get(name), int)}
     return args | {name: number if 0 <= number <= MOST else MOST for name, number in asked.items()}

@@ -17,7 +17,7 @@ from .rank_hosts import RankHosts
 from .rank_link import Answers, RankLink
 
 AWAY_SECONDS = 3.0
-"""Time limit for an agent's answer; a rank has ``stack_dump.WRITE_SECONDS`` of that to write its stacks."""
+"""Time limit for an agent's answer, including ``stack_dump.WRITE_SECONDS`` for a rank to write its stacks."""
 
 
 class HostInspection:
@@ -26,7 +26,7 @@ class HostInspection:
     Args:
         tracker: knows each rank's signal for writing its stacks.
         rank_hosts: which ranks run on this host.
-        link: the line to the agents.
+        link: sends commands to the agents.
         agents: the agents of other hosts.
         post: schedules a call in the main loop; any thread.
     """

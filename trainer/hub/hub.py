@@ -1,4 +1,4 @@
-"""The hub of a run: one process, one main loop over its sockets, and nothing in it that could make a rank wait."""
+"""The hub of a run: one process with one main loop over its sockets; it never makes a rank wait."""
 
 import gc
 import os
@@ -65,7 +65,7 @@ _DRAIN = 512
 
 
 class Hub:
-    """Everything of one hub. Make it, then ``run`` it."""
+    """One hub: create it, then call ``run``."""
 
     def __init__(self, run: RunDir) -> None:
         self._run_dir = run
@@ -135,7 +135,7 @@ class Hub:
         if self._notifier is not None:
             self._notifier.start()
         self._announced = self._announce()
-        # Nothing made so far becomes garbage, and the rest dies by reference count: collections are rare on purpose.
+        # Objects created so far never become garbage, and others are freed by reference count: collect rarely.
         gc.collect()
         gc.freeze()
         gc.set_threshold(100_000, 20, 20)
@@ -157,7 +157,7 @@ class Hub:
         self._mailbox.post(call)
 
     def shut_down(self) -> None:
-        """End soon; the ranks go on."""
+        """End the hub soon; the ranks continue."""
         self._loop.stop()
 
     def last_step(self) -> int:
@@ -349,7 +349,7 @@ class Hub:
         return True
 
     def _adopt(self, history: list[Frame], moved: str) -> None:
-        """Go on where an earlier hub of this run ended."""
+        """Continue where an earlier hub of this run ended."""
         self._jobs.restore(frame.message for frame in history)
         known = of_the_last_job(history)
         for frame in known:
@@ -377,13 +377,13 @@ class Hub:
             self._analysis.alert("note", "error", "not listening for other hosts", "listen", problem)
 
     def _may_ask(self, verb: str) -> bool:
-        """Return whether the hub may ask ranks for something by itself."""
+        """Return whether the hub may send commands to ranks on its own initiative."""
         if verb in ("arm", "compose") and not self._file.options.allocator_events:
             return False
         return not self._read_only
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        # Not 0: the signal did not ask the hub to stay away, and the launcher starts another.
+        # Not 0: the hub was not asked to end for good, so the launcher starts another one.
         self._status = 128 + number
         self._loop.stop()
 

@@ -1,4 +1,4 @@
-"""Receives telemetry from the ranks: decodes each once, counts lost, unknown and refused ones, passes on the rest."""
+"""Receives telemetry from the ranks: decodes each message once; counts lost, unknown and refused messages."""
 
 import contextlib
 import heapq
@@ -38,12 +38,11 @@ _NOT_FROM_RANKS = frozenset(
 
 MAX_SENDERS = 4 * MAX_RANKS
 MAX_OTHERS = 64
-"""Each process of a rank is a sender of its own; so many of them are listened to in the life of a hub, and so many
-that call themselves something else."""
+"""Maximum senders in the lifetime of a hub: ``MAX_SENDERS`` processes of ranks, ``MAX_OTHERS`` others."""
 LOSSES_LISTED = 1_000
 
 _NOBLOCK = int(zmq.NOBLOCK)
-"""A plain number: pyzmq handles an enumeration's member much slower."""
+"""A plain int: pyzmq handles an enum member much slower."""
 
 _OF_RANK = re.compile(r"rank-(\d{1,9})-\d+-\d+")
 
@@ -53,11 +52,11 @@ class Intake:
 
     Args:
         accept: called with each good message: message, time received, sender, body bytes.
-        refuse: called with a sender and a sentence the first time that sender is refused.
-        known: the highest sequence number of each sender that an earlier hub has recorded, empty for a run's first hub:
-            every other sender's numbering begins at 1. None: not known, and the first message of each sender sets it.
-        missed: called with the number of messages that an earlier hub had received, or that were on their way to it,
-            and that are in no recording; once for each sender.
+        refuse: called with a sender and the reason, the first time that sender is refused.
+        known: highest recorded sequence number per sender from an earlier hub; empty for a run's first hub. Other
+            senders start at 1. None: unknown; the first message of each sender sets it.
+        missed: called once per sender with the number of messages that an earlier hub had received, or that were in
+            flight to it, but that are not recorded.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Intake:
         self._missed = missed
         self._loss = LossCounter()
         self._seen: dict[str, int | None] = {}
-        """Senders of messages, and the rank each may send for; None: any."""
+        """By sender: the rank that it may send messages for; None: any."""
         self._others = 0
         self._reported: set[str] = set()
         self._says_dropped: dict[str, int] = {}
@@ -83,7 +82,7 @@ class Intake:
 
     @property
     def lost(self) -> dict[str, int]:
-        """Messages known lost, by sender: gaps in its numbering plus those it reports as dropped before numbering."""
+        """Lost messages by sender: gaps in its numbering plus those it reports as dropped before numbering."""
         total = dict(self._loss.lost)
         for sender, dropped in self._says_dropped.items():
             total[sender] = total.get(sender, 0) + dropped
@@ -154,7 +153,7 @@ class Intake:
         self._accept(message, now, sender, frames[1])
 
     def _meet(self, header: Header) -> bool:
-        """Note a sender; False when it is not to be listened to."""
+        """Register a sender; False if its messages are refused."""
         found = _OF_RANK.fullmatch(header.src)
         rank = int(found.group(1)) if found else None
         if len(self._seen) >= MAX_SENDERS or (rank is None and self._others >= MAX_OTHERS):
@@ -179,8 +178,8 @@ class Intake:
 def _receive(socket: "zmq.Socket[Any]") -> list[bytes]:
     """Receive one message as ``recv_multipart`` does, in half of its time.
 
-    That asks the socket after each frame whether there is another, which costs more than receiving it; a frame that
-    is received without copying knows. Raises ``zmq.Again`` where nothing waits.
+    ``recv_multipart`` queries the socket for more frames after each one, which costs more than receiving it; a frame
+    received without copying has that flag. Raises ``zmq.Again`` if no message waits.
     """
     frame = socket.recv(_NOBLOCK, copy=False)
     frames = [frame.bytes]

@@ -1,4 +1,4 @@
-"""The figures of one job, counted from its ranks' telemetry: steps, peaks by phase, losses, step times, ends."""
+"""Figures of one job, accumulated from its ranks' telemetry: steps, peaks by phase, losses, step times, ends."""
 
 from dataclasses import dataclass, field
 from math import isfinite
@@ -36,26 +36,26 @@ class RankTally:
     loss: float | None = None
     phases: dict[str, _PhaseTally] = field(default_factory=dict[str, _PhaseTally])
     goodbye: str = ""
-    """The reason of its goodbye; empty before it."""
+    """The reason in its ``Goodbye``; empty before that."""
     failure: str = ""
     state: RankState | None = None
-    """Its last state, where the hub judged it."""
+    """Its last state as judged by the hub, if any."""
 
     @property
     def ended(self) -> bool:
-        """True when nothing more is to come of it."""
+        """Whether no further messages of it are expected."""
         judged = self.state is not None and self.state.state in ("gone", "finished")
         return judged or (self.state is None and bool(self.goodbye))
 
     @property
     def succeeded(self) -> bool:
-        """True when it ended in order."""
+        """Whether it ended without an error."""
         if self.state is not None and self.state.state in ("gone", "finished"):
             return self.state.state == "finished"
         return self.goodbye in ("finished", "stopped")
 
     def restarts(self, step: Step) -> bool:
-        """Return whether this process counts its steps from the first again: it trains once more."""
+        """Return whether this process counts its steps from 1 again, because it trains once more."""
         return self.steps > 1 and step.step <= self.first < self.step
 
     def add_step(self, step: Step) -> None:
@@ -70,7 +70,7 @@ class RankTally:
         self._add_phases(step)
 
     def close(self, closing: Closing) -> None:
-        """Count the phases after the last step: a final evaluation, a final save."""
+        """Count the phases after the last step, such as a final evaluation or save."""
         self._add_phases(closing)
 
     def _add_phases(self, step: Step | Closing) -> None:
@@ -92,7 +92,7 @@ class RankTally:
                 phase.resident, phase.step = resident.peak, step.step
 
     def message(self) -> JobRank:
-        """Describe it."""
+        """Return the message about this rank."""
         hello, state = self.hello, self.state
         return JobRank(
             rank=hello.rank,
@@ -115,9 +115,9 @@ class JobTally:
     """One job: its ranks by number, and its state.
 
     Args:
-        number: 1 for the run's first job.
-        started: when its first rank reported, seconds since the epoch.
-        shown: its telemetry is in the stream.
+        number: number of the job, 1 for the run's first.
+        started: time at which its first rank reported, seconds since the epoch.
+        shown: whether its telemetry is in the stream.
     """
 
     def __init__(self, number: int, started: float, shown: bool) -> None:
@@ -127,33 +127,33 @@ class JobTally:
         self.ranks: dict[int, RankTally] = {}
         self.ended: float | None = None
         self.version = 0
-        """Moves with every change."""
+        """Incremented with every change."""
         self.followed = False
-        """Its processes have begun another training."""
+        """Whether its processes have begun another training."""
         self._first_to_fail: int | None = None
 
     @property
     def world_size(self) -> int:
-        """World size, as its ranks report it."""
+        """World size as reported by its ranks."""
         return max((rank.hello.world_size for rank in self.ranks.values()), default=0)
 
     @property
     def stepped(self) -> bool:
-        """Some rank has finished a step."""
+        """Whether some rank has finished a step."""
         return any(rank.steps for rank in self.ranks.values())
 
     @property
     def all_ended(self) -> bool:
-        """Nothing more is to come of any rank that reported."""
+        """Whether all ranks that reported have ended."""
         return bool(self.ranks) and all(rank.ended for rank in self.ranks.values())
 
     @property
     def may_grow(self) -> bool:
-        """Ranks that have not reported yet may still come: not all did, and those that did have ended in order."""
+        """Whether further ranks may still report: some have not, and those that did ended without an error."""
         return len(self.ranks) < self.world_size and all(rank.succeeded for rank in self.ranks.values())
 
     def join(self, hello: Hello) -> None:
-        """Note a rank's introduction, or a later one of the same process."""
+        """Register a rank's ``Hello``, or a later one of the same process."""
         known = self.ranks.get(hello.rank)
         if known is not None and (known.hello.pid, known.hello.start_ticks) == (hello.pid, hello.start_ticks):
             known.hello = hello
@@ -177,7 +177,7 @@ class JobTally:
             self.version += 1
 
     def goodbye(self, goodbye: Goodbye) -> None:
-        """Note that a rank ends in order."""
+        """Record a rank's ``Goodbye``."""
         rank = self.ranks.get(goodbye.rank)
         if rank is not None:
             rank.goodbye = goodbye.reason
@@ -186,7 +186,7 @@ class JobTally:
             self.version += 1
 
     def failure(self, failure: Failure) -> None:
-        """Note the exception that ended a rank's script."""
+        """Record the exception that ended a rank's script."""
         self._failed(failure.rank, failure.error)
 
     def state(self, state: RankState) -> None:
@@ -200,13 +200,13 @@ class JobTally:
         self.version += 1
 
     def close(self, now: float) -> None:
-        """Note that its processes are gone."""
+        """Record that its processes are gone."""
         if self.ended is None:
             self.ended = now
             self.version += 1
 
     def message(self, now: float) -> Job:
-        """Describe the job as it stands."""
+        """Return the message about the job's current state."""
         ranks = [self.ranks[number] for number in sorted(self.ranks)]
         losses = [rank.loss for rank in ranks if rank.loss is not None]
         made = max(ranks, key=lambda rank: rank.steps, default=None)
@@ -238,7 +238,7 @@ class JobTally:
 
         Args:
             job: its last recorded state.
-            hellos: known introductions, by pid and start time; other ranks get the values of the job.
+            hellos: known ``Hello`` messages, by pid and start time; other ranks get the values of the job.
         """
         self.ended = job.ended
         for known in job.ranks:
@@ -256,7 +256,7 @@ class JobTally:
         if self._first_to_fail is None:
             ended = (rank for rank, tally in self.ranks.items() if tally.failure or tally.ended)
             self._first_to_fail = next((rank for rank in ended if not self.ranks[rank].succeeded), None)
-        # Its processes went on to another training: it finished, though none of them has ended.
+        # Its processes have begun another training: the job finished, although none of them has ended.
         self.followed = job.state == "finished" and not self.all_ended
 
     def _failed(self, rank: int, error: str) -> None:
@@ -287,7 +287,7 @@ class JobTally:
 
 
 def _hello_of(job: Job, rank: JobRank) -> Hello:
-    """Stand in for an introduction that the recording has no longer, or never had (a job beside another)."""
+    """Return a substitute for a ``Hello`` that the recording no longer has, or never had (a concurrent job)."""
     return Hello(
         rank=rank.rank,
         local_rank=rank.rank,
@@ -323,7 +323,7 @@ def _restore_end(tally: RankTally, known: JobRank, time: float) -> None:
 
 
 def _mean_us(rank: RankTally) -> int:
-    """Return the mean host time of a step, without the first one: it loads kernels and makes the optimizer's states."""
+    """Return the mean host time of a step, us, without the first: it loads kernels and creates optimizer states."""
     if rank.steps > 1:
         return (rank.host_us - rank.first_us) // (rank.steps - 1)
     return rank.host_us

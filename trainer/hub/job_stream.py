@@ -1,4 +1,4 @@
-"""Selects the job in the stream: begins a job, excludes one that runs beside it, goes on to the next training.
+"""Selects the job whose messages are in the stream: starts a job, excludes concurrent ones, starts the next training.
 
 ``JobTable`` maps processes to jobs; this module applies the result to the rest of the hub.
 """
@@ -25,11 +25,11 @@ class JobStream:
     Args:
         analysis: is reset for each job.
         rank_hosts: forgets the ranks of the job before.
-        end_detector: the same.
-        ports: the same.
+        end_detector: is reset for each job.
+        ports: is reset for each job.
         emit: appends a message to the stream, and analyses it.
-        meet: registers the introduction of a rank that is in the stream.
-        settle: collects the facts of the processes so far.
+        meet: registers the ``Hello`` of a rank in the stream.
+        settle: collects the facts about the processes so far.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class JobStream:
         self._jobs.restore(messages)
 
     def join(self, hello: Hello, t: float) -> bool:
-        """Find the job of a rank that introduced itself; False when that job is kept out of the stream."""
+        """Assign a rank's ``Hello`` to a job; False if that job is kept out of the stream."""
         joined = self._jobs.hello(hello, t)
         if joined.begins:
             self._begin(joined.job)
@@ -72,13 +72,13 @@ class JobStream:
         return not joined.aside
 
     def step(self, sender: str, step: Step, t: float) -> None:
-        """Count a step; begin the next job where the same processes have begun another training with it."""
+        """Count a step; start the next job if the step is the first of another training in the same processes."""
         if self._jobs.step(sender, step) and len(self._jobs.jobs) < MOST_JOBS:
             self._follow_on(t)
             self._jobs.step(sender, step)
 
     def tick(self) -> None:
-        """Describe jobs again, and bring one into the stream that ran beside one which has ended."""
+        """Emit changed jobs; if the job in the stream has ended, switch to a concurrent one."""
         for told in self._jobs.poll(time.time()):
             self._emit(told)
             if not told.shown and told.state == "failed":
@@ -92,12 +92,12 @@ class JobStream:
             self._introduce(following)
 
     def close(self) -> None:
-        """Describe all jobs once more: the run is over."""
+        """Emit all jobs at the end of the run."""
         for job in self._jobs.close(time.time()):
             self._emit(job)
 
     def _begin(self, job: JobTally) -> None:
-        """Bring a job into the stream, in place of the one before."""
+        """Switch the stream to a job."""
         if job.number > 1 or self._jobs.shown is not job:
             self._settle()
             self._analysis.begin_job()
@@ -108,7 +108,7 @@ class JobStream:
         self._emit(self._jobs.describe(job, time.time()))
 
     def _follow_on(self, t: float) -> None:
-        """Begin the job of another training in the same processes."""
+        """Start the job of another training in the same processes."""
         job = self._jobs.follow(t)
         self._analysis.follow_on()
         self._describe_others(job, t)
@@ -121,7 +121,7 @@ class JobStream:
                 self._emit(told)
 
     def _introduce(self, job: JobTally) -> None:
-        """Put the introductions of a job's ranks into the stream once more."""
+        """Append the ``Hello`` messages of a job's ranks to the stream again."""
         for rank in job.ranks.values():
             self._meet(rank.hello)
             self._emit(rank.hello)
@@ -141,7 +141,7 @@ class JobStream:
         )
 
     def _lives(self, hello: Hello) -> bool:
-        """Return whether a rank's process lives: by /proc on this host, by its agent's report elsewhere."""
+        """Return whether a rank's process lives: from /proc on this host, from its agent's report on others."""
         if hello.host == socket.gethostname():
             return is_alive(ProcessId(hello.pid, hello.start_ticks))
         tracked = self._analysis.tracker.ranks.get(hello.rank)

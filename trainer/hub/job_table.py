@@ -1,21 +1,20 @@
 """Maps each process of a run to its job, and selects the job in the stream.
 
-A **job** is one process group of ranks. A rank's introduction (``Hello``) belongs to a job that has begun when
+A **job** is one process group of ranks. A rank's ``Hello`` belongs to an existing job if
 
-- it is the introduction of a process the job knows; or
-- the job has no rank of that number, has the same world size and restart count, and its ranks on that host were
-  launched by the same process (``Hello.launch``; unknown matches any), and it goes on, or was launched by that process;
-  a rank that starts the others of its host (Lightning's ``devices=2`` without a launcher) is launched as they are;
-- or the job's process of that rank is gone while others of it live, launched by the same process: one rank was started
-  again alone.
+- the job already has that process; or
+- the job has no rank of that number, has the same world size and restart count, its ranks on that host were launched by
+  the same process (``Hello.launch``; unknown matches any), and the job is running or was launched by that process. A
+  rank that starts the other ranks of its host (Lightning's ``devices=2`` without a launcher) counts as launched like
+  them; or
+- the job's process of that rank is gone while others of it live, launched by the same process: a single rank was
+  restarted.
 
-Any other introduction begins a job. It takes the place of the one before in the stream, whose processes have ended;
-where a process of that one with the same rank still lives, the two run at the same time. Then the later one is counted
-(``JobTally``) and kept out of the stream, whose ranks, steps and charts it would be mixed with. It comes into the
-stream when the job there has ended.
+Any other ``Hello`` starts a job, which replaces the previous one in the stream. If a process of the previous job with
+the same rank still lives, the two jobs run concurrently. Then the later one is counted (``JobTally``) but kept out of
+the stream, where its ranks, steps and charts would be mixed with the other's, until the job there has ended.
 
-Processes that begin to count their steps from the first one again (a loop over configurations in one script) begin a
-job too.
+Processes that count their steps from 1 again (a loop over configurations in one script) start a job too.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,31 +28,31 @@ from .job_figures import JobTally
 from .rank_link import identity_of
 
 REFRESH_S = 4.0
-"""A job that steps is described again after this long; later where it has many ranks."""
+"""Seconds between messages about a job that makes steps; longer for jobs with many ranks."""
 LATE_S = 30.0
-"""Time that ranks which never reported may still come after all others have finished: without collectives one
-rank is through with its steps before another has imported its libraries."""
+"""Seconds after the end of all other ranks in which a rank may still report: without collectives, one rank may finish
+before another has imported its libraries."""
 RANKS_A_SECOND = 16
 MOST_JOBS = 10_000
-"""Jobs of one run that are counted apart; later ranks count to the last one."""
+"""Maximum number of jobs per run; later ranks count towards the last one."""
 
 
 @dataclass(slots=True)
 class JobMatch:
-    """The job that a process belongs to, and whether it begins it."""
+    """The job of a process, and whether the process starts it."""
 
     job: JobTally
     begins: bool = False
-    """It is the first of its job, which is now in the stream."""
+    """Whether it is the first process of its job, which is now in the stream."""
     aside: bool = False
-    """Its job runs at the same time as the one in the stream."""
+    """Whether its job runs concurrently with the one in the stream."""
     first_aside: bool = False
-    """And it is the first of that job."""
+    """Whether it is the first process of that concurrent job."""
     others: list[str] = field(default_factory=list[str])
 
 
 class JobTable:
-    """All jobs of a run. ``lives`` returns whether the process of a Hello lives, as far as is known."""
+    """All jobs of a run. ``lives`` returns whether the process of a ``Hello`` is known to live."""
 
     def __init__(self, lives: Callable[[Hello], bool]) -> None:
         self._lives = lives
@@ -64,14 +63,14 @@ class JobTable:
         """Senders whose messages are kept out of the stream."""
         self._of: dict[str, JobTally] = {}
         self._renamed: dict[str, Hello] = {}
-        """By sender: an introduction with another model, whose steps will show whether it begins a job."""
+        """By sender: a ``Hello`` with another model; the next steps show whether it starts a job."""
         self._reported: dict[int, tuple[int, float]] = {}
-        """By job: its version and the time when it was described last."""
+        """By job: the version and time of the last message about it."""
         self._all_ended: dict[int, float] = {}
-        """By job: when all its ranks were first seen to have ended."""
+        """By job: when all its ranks were first found to have ended."""
 
     def hello(self, hello: Hello, now: float) -> JobMatch:
-        """Find, or begin, the job of a process that introduced itself."""
+        """Return the job of a ``Hello``, or start one."""
         sender = identity_of(hello)
         known = self._of.get(sender)
         if known is not None:
@@ -102,7 +101,7 @@ class JobTable:
             self.aside.add(sender)
             return JobMatch(job, aside=True, first_aside=True)
         if before is not None:
-            # Their last messages may arrive later than this, and belong to them.
+            # Their last messages may arrive later, and belong to them.
             self.aside.update(sender for sender, owner in self._of.items() if owner is before)
         self.shown = job
         return JobMatch(job, begins=True)
@@ -122,7 +121,7 @@ class JobTable:
             job.failure(message)
 
     def step(self, sender: str, step: Step) -> bool:
-        """Count a step; True when it is the first of another training that the same processes have begun."""
+        """Count a step; True if it is the first of another training in the same processes."""
         job = self._of.get(sender)
         rank = job.ranks.get(step.rank) if job is not None else None
         if job is None or rank is None or (job is self.shown and rank.restarts(step)):
@@ -135,7 +134,7 @@ class JobTable:
         return False
 
     def follow(self, now: float) -> JobTally:
-        """Begin the job of another training in the processes of the one in the stream."""
+        """Start the job of another training in the processes of the current one."""
         before = self.shown
         assert before is not None
         job = JobTally(len(self.jobs) + 1, now, shown=True)
@@ -149,7 +148,7 @@ class JobTable:
         return job
 
     def state(self, state: RankState) -> None:
-        """Record a state of a rank of the job in the stream, or of an earlier one (its exit status came late)."""
+        """Record a rank's state in the current job, or in an earlier one (if its exit status arrived late)."""
         jobs = [] if self.shown is None else [self.shown, *reversed(self.jobs.values())]
         for job in jobs:
             rank = job.ranks.get(state.rank)
@@ -165,7 +164,7 @@ class JobTable:
         return [found for job in self.jobs.values() if (found := self._due(job, now)) is not None]
 
     def next_aside(self) -> JobTally | None:
-        """Bring a job that still goes on into the stream when the one there has ended; None: there is none."""
+        """Return a running job to switch to, if the job in the stream has ended; None if there is none."""
         if self.shown is None or self.shown.ended is None:
             return None
         job = next((job for job in self.jobs.values() if not job.shown and job.ended is None), None)
@@ -179,12 +178,12 @@ class JobTable:
         return job
 
     def describe(self, job: JobTally, now: float) -> Job:
-        """Describe a job now."""
+        """Return the message about a job, and count it as sent."""
         self._reported[job.number] = job.version, now
         return job.message(now)
 
     def close(self, now: float) -> list[Job]:
-        """Note the end of the run: no job goes on."""
+        """Close all jobs at the end of the run."""
         for job in self.jobs.values():
             job.close(now)
         return [
@@ -194,7 +193,7 @@ class JobTable:
         ]
 
     def restore(self, messages: Iterable[Message]) -> None:
-        """Restore the jobs of an earlier hub: the last tally of each, and the latest introductions."""
+        """Restore the jobs of an earlier hub from their last messages and the latest ``Hello`` messages."""
         known = list(messages)
         hellos = {(hello.pid, hello.start_ticks): hello for hello in known if isinstance(hello, Hello)}
         for number, job in sorted({job.number: job for job in known if isinstance(job, Job)}.items()):
@@ -212,7 +211,7 @@ class JobTable:
                 self.shown = tally
 
     def _is_over(self, job: JobTally, now: float) -> bool:
-        """Return whether all ranks of a job have ended, and no others are to come."""
+        """Return whether all ranks of a job have ended, and no others are expected."""
         if not job.all_ended:
             self._all_ended.pop(job.number, None)
             return False
@@ -256,7 +255,7 @@ class JobTable:
 
 
 def _launched_together(one: Hello, other: Hello) -> bool:
-    """Whether the same process of a host launched both ranks, or one of them launched the other."""
+    """Return whether one process launched both ranks, or one of the ranks launched the other."""
     if not one.launch or not other.launch:
         return False
     return one.launch == other.launch or one.launch == _process(other) or other.launch == _process(one)

@@ -1,4 +1,4 @@
-"""Kills wherever the ranks run: here with signals, on other hosts through their agents, and one outcome of it all."""
+"""Kills ranks on all hosts, here with signals, on other hosts through their agents, and merges the outcomes."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ class Kills:
     Args:
         run: the run.
         rank_hosts: which ranks run here.
-        link: the line to the agents.
+        link: sends commands to the agents.
         agents: the agents of other hosts.
         post: schedules a call in the main loop; any thread.
         left: called in the main loop with the pids of this host that a kill could not end.
@@ -104,7 +104,7 @@ class Kills:
         return self._link.ask_agents(verb, peers, _AGENT_SECONDS, gone)
 
     def interrupt(self) -> bool:
-        """Send INT to all ranks on all hosts; return whether any was there to receive it, as far as can be known."""
+        """Send INT to all ranks on all hosts; return whether any rank is known to have received it."""
         told = interrupt_ranks(self._rank_hosts.targets())
         agents = self.agents.reachable()
         peers = {agent.identity: place for place, agent in enumerate(agents)}
@@ -112,7 +112,7 @@ class Kills:
         return bool(told or any(agent.alive for agent in agents))
 
     def launcher_and_spared(self) -> tuple[list[int], list[int]]:
-        """Return the launcher's pid, when it lives, and the pids that no kill touches."""
+        """Return the launcher's pid, if it lives, and the pids that a kill must spare."""
         launcher = self._run.read_run().launcher
         roots = [launcher.pid] if launcher is not None and is_alive(launcher) else []
         return roots, [*roots, os.getpid()]
@@ -138,7 +138,7 @@ def _outcome_of(result: Result | None, agent: Agent) -> Outcome:
 
 
 def _together(parts: dict[str, Outcome]) -> Outcome:
-    """Make one outcome of those of all hosts; this host has no name in it."""
+    """Merge the outcomes of all hosts; this host is not named in the result."""
     if set(parts) <= {""}:
         return parts.get("") or Outcome(True, "nothing of it was running any more", {})
     data: dict[str, Any] = {"ended": [], "left": [], "ranks": [], "seconds": 0.0, "signal": "", "hosts": {}}

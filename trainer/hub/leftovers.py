@@ -1,8 +1,8 @@
 """Reports processes that a kill could not end, and watches them until they are gone.
 
-One in uninterruptible sleep (D) waits for the kernel, a dead disk or file server, and no signal reaches it before that
-returns. The hub stays for ``STAY_SECONDS`` after the run's end to report their end; ``ftmon cleanup`` finds them
-later.
+A process in uninterruptible sleep (state D) waits for the kernel, a dead disk or a file server, and receives no signal
+until that call returns. The hub stays for ``STAY_SECONDS`` after the run's end to report their end; ``ftmon cleanup``
+finds them later.
 """
 
 import time
@@ -38,7 +38,7 @@ class Leftovers:
         self._searched = False
 
     def note(self, pids: Sequence[int]) -> None:
-        """Watch the processes that a kill left over and that no signal reaches now."""
+        """Watch processes that a kill could not end."""
         found = [process for pid in pids if (process := processes.read(pid)) is not None]
         self._add([process for process in found if process.state == "D"])
 

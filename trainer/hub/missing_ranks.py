@@ -1,11 +1,11 @@
-"""Detects ranks of the world size that never report: on several hosts, mostly an agent without a connection."""
+"""Detects ranks that never report; with several hosts, the usual cause is an agent without a connection."""
 
 from ...protocol.text import sanitize
 from .analysis import Analysis
 from .rank_hosts import RankHosts
 
 PATIENCE_SECONDS = 60.0
-"""After the first rank the last may come this much later: hosts start at different speeds."""
+"""Maximum delay between the first and the last rank's report; hosts start at different speeds."""
 
 
 class MissingRanks:
@@ -13,8 +13,8 @@ class MissingRanks:
 
     Args:
         analysis: raises and resolves it.
-        rank_hosts: the ranks that were heard.
-        listen: address where the hub listens for other hosts; empty: it does not, and no note is raised.
+        rank_hosts: the ranks that have reported.
+        listen: address on which the hub listens for other hosts; empty: none, and nothing is raised.
     """
 
     def __init__(self, analysis: Analysis, rank_hosts: RankHosts, listen: str) -> None:

@@ -1,7 +1,7 @@
-"""Sends notices of a run: runs a command, posts to a webhook, shows a desktop notification.
+"""Sends notifications of a run: runs a command, posts to a webhook, shows a desktop notification.
 
-A thread delivers, so that a slow server does not delay the hub. A target that fails is tried again twice, then
-given up for that notice, which the hub's log records.
+A thread delivers them, so that a slow server does not delay the hub. After two failed retries, the notification is
+dropped for that target, and the failure is logged.
 """
 
 import json
@@ -41,7 +41,7 @@ class Notifier(threading.Thread):
         notify: targets and their events.
         run: the run's identifier.
         host: this host's name.
-        failed: called, from this thread, with the target (without an address's path: it may be secret) and the reason.
+        failed: called, from this thread, with the target (without a URL's path, which may be secret) and the reason.
     """
 
     def __init__(self, notify: Notify, run: str, host: str, failed: Callable[[str, str], object]) -> None:

@@ -1,4 +1,4 @@
-"""Reports of out-of-memory errors as files of the run: readable without the recording, and whatever becomes of it."""
+"""Writes reports of out-of-memory errors as files of the run, which are readable without the recording."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from ...protocol.rundir import RunDir
 
 
 def keeper(run: RunDir) -> Callable[[OomReport], OomReport]:
-    """Return a writer of reports into the run's ``oom/``; it returns the path, empty if the disk is full."""
+    """Return a function that writes a report into the run's ``oom/`` and returns its path; empty on a full disk."""
 
     def keep(report: OomReport) -> OomReport:
         stamp = time.strftime("%H%M%S", time.localtime(report.time))

@@ -1,14 +1,12 @@
 """Acts on hangs without a person present: ``--on-hang`` and ``--exit-timeout``.
 
-- A verdict that has stood for ``--hang-grace`` (30 s) is acted on once: ``stacks`` writes the stacks of all ranks to a
-  file of the run, ``stop`` interrupts the ranks as ctrl-c does and kills what has not ended 60 s later, ``kill`` kills.
-  These two need proof that no progress can come any more (``protocol.analysis.stalls.proof``).
-  Ranks that are held at an out-of-memory error do not hang, and neither does a run all of whose ranks are stopped by a
-  signal: it was paused.
-- Once a rank has finished, the rest of the run may go on for ``--exit-timeout`` after the last progress of any rank,
-  or the last work of its processes
-  (in evaluation and checkpointing as long as that phase may last), then it is killed. The training was complete, so
-  this is reported apart from a hang.
+- A verdict that has lasted ``--hang-grace`` (30 s) triggers one action: ``stacks`` writes the stacks of all ranks to a
+  file of the run, ``stop`` interrupts the ranks as ctrl-c does and kills those left 60 s later, ``kill`` kills.
+  ``stop`` and ``kill`` need proof that no further progress is possible (``protocol.analysis.stalls.proof``). Ranks held
+  at an out-of-memory error do not hang, and a run whose ranks are all stopped by a signal is paused, not hung.
+- Once a rank has finished, the other ranks are killed after ``--exit-timeout`` without progress of any rank or work of
+  its processes (in evaluation and checkpointing, after that phase's time limit). The training was complete, so this is
+  reported separately from a hang.
 
 Stacks are saved first in every case.
 """
@@ -40,7 +38,7 @@ from .stall_probe import StallProbe
 STOP_SECONDS = 60.0
 """Time that interrupted ranks may take to end before they are killed."""
 SURE_SECONDS = 3.0
-"""A time that is over must have been over for this long by the hub's own clock."""
+"""A time limit must have been exceeded for this long by the hub's own clock."""
 _LONG_PHASES = ("eval", "generate", "checkpoint")
 
 Cause = Literal["hang", "hang-at-exit"]
@@ -52,7 +50,7 @@ class Policy:
     Args:
         run: the run.
         options: the run's options.
-        analysis: holds the tracker, whose verdict is acted on, and raises alerts.
+        analysis: has the tracker with the verdicts, and raises alerts.
         stall_probe: captures the stacks.
         kills: kills.
         rank_hosts: which ranks run on this host.
@@ -80,10 +78,10 @@ class Policy:
         self._rank_hosts = rank_hosts
         self._emit = emit
         self._standing: tuple[object, float] | None = None
-        """The verdict that stands, by its kind and those named, and since when."""
+        """The current verdict, by its kind and named ranks, and when it began."""
         self._acted: object = None
         self._spared: object = None
-        """The verdict whose missing proof has been reported."""
+        """The verdict for which missing proof has been reported."""
         self._kill_at: float | None = None
         self._killed = False
         self._why = ""
@@ -91,7 +89,7 @@ class Policy:
         self._quiet_since: float | None = None
 
     def tick(self, now: float) -> None:
-        """Act when it is time; ``now`` is ``time.monotonic``."""
+        """Act if an action is due; ``now`` is ``time.monotonic``."""
         if self._killed or self._being_ended():
             return
         if self._kill_at is not None:
@@ -103,7 +101,7 @@ class Policy:
             self._check_exit(now)
 
     def _being_ended(self) -> bool:
-        """Return whether the run's end was requested, or has come."""
+        """Return whether the run's end was requested, or the run has ended."""
         state = self._tracker.run_state
         if state is not None and state.state in ("finished", "failed", "stopped"):
             return True
@@ -149,7 +147,7 @@ class Policy:
         return unproven(verdict.kind, verdict.sure, verdict.waiting, verdict.hung, verdict.age, facts)
 
     def _report_unproven(self, matter: object, verdict: Verdict, missing: str) -> None:
-        """Report, once for each verdict, the proof that is missing for an action after the grace."""
+        """Report, once per verdict, which proof is missing for an action after the grace period."""
         if self._spared == matter:
             return
         self._spared = matter
@@ -163,7 +161,7 @@ class Policy:
         states = {rank: t.state.state for rank, t in self._tracker.ranks.items() if t.state is not None}
         held = bool(verdict.hung) and all(states.get(rank) == "held" for rank in verdict.hung)
         paused = bool(states) and all(state in ("stopped", "finished", "gone") for state in states.values())
-        # A host that is cut off is no hang: the state of its ranks is unknown, and they may still run.
+        # A host that is cut off does not prove a hang: the state of its ranks is unknown, and they may be running.
         return held or paused or verdict.kind == "unreachable"
 
     def _check_exit(self, now: float) -> None:
@@ -187,8 +185,8 @@ class Policy:
         if quiet < patience:
             self._quiet_since = None
             return
-        # A clock that jumped, or a hub that was frozen or restarted, finds everything late at once: nobody is killed
-        # for that.
+        # After a clock jump, or when the hub was frozen or restarted, all limits seem exceeded at once: that must not
+        # kill a run.
         if self._quiet_since is None:
             self._quiet_since = now
         if now - self._quiet_since < min(SURE_SECONDS, patience):

@@ -1,6 +1,6 @@
-"""The hub's one loop: reads what is readable, control before data, and ticks four times a second.
+"""The hub's main loop: handles readable sockets, control before data, and ticks four times a second.
 
-Telemetry is drained by a plain call of this loop (20,000 messages a second), and so is everything else.
+All handlers are plain function calls of this loop; telemetry reaches 20,000 messages a second.
 """
 
 import sys
@@ -14,7 +14,7 @@ import zmq
 TICK_SECONDS = 0.25
 _FAILURES = 100
 _FAILURES_SECONDS = 20.0
-"""A hub with this many failures of its own within this time ends: a new one may do better."""
+"""A hub with too many failures of its own within this many seconds ends, so that a new one is started."""
 
 
 class PollLoop:
@@ -38,7 +38,7 @@ class PollLoop:
         self._over = False
 
     def add(self, source: Any, handler: Callable[[], object]) -> None:
-        """Call ``handler`` when ``source`` (a socket or a descriptor) is readable; those added first come first."""
+        """Call ``handler`` when ``source`` (a socket or a descriptor) is readable; sources added first come first."""
         self._handlers[source] = handler
 
     def stop(self) -> None:
@@ -49,7 +49,7 @@ class PollLoop:
         """Serve until stopped.
 
         Raises:
-            Exception: a handler's, once there have been too many in a short time.
+            Exception: a handler's exception, after too many of them in a short time.
         """
         poller = zmq.Poller()
         for source in self._handlers:

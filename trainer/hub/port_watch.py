@@ -10,7 +10,7 @@ from ...protocol.text import sanitize
 from ..host.port_holders import PortHolder, holder_of
 
 _UNCAUGHT = re.compile(r"^(?:\[rank\d+\]: ?)?(?:[\w.]+\.)?\w*(?:Error|Exception): ")
-"""The line of a traceback that has the exception: warnings of a port that PyTorch then has by IPv4 have none."""
+"""The line of a traceback with the exception. PyTorch's warning before it falls back to IPv4 has no such line."""
 DEFAULT_PORT = 29500
 SEARCH_SECONDS = 2.0
 
@@ -25,11 +25,11 @@ class PortWatch:
         self._threads: list[threading.Thread] = []
 
     def begin_job(self) -> None:
-        """Report again a port that a later job does not get either."""
+        """Forget reported ports, so that a later job's failure is reported again."""
         self._reported.clear()
 
     def note(self, message: Failure | LogLine) -> None:
-        """Check the end of a rank's script, or a line of output; a thread finds the port's holder."""
+        """Check a rank's failure, or a line of output; a thread finds the process that holds the port."""
         text = message.error if isinstance(message, Failure) else message.text
         if isinstance(message, LogLine) and not _UNCAUGHT.match(text):
             return

@@ -1,4 +1,4 @@
-"""Predicts a run of ftmon's own trainer beside it, in a process that uses only resources the run leaves idle."""
+"""Predicts the memory of a run of ftmon's trainer in a background process that uses only idle resources."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ class PredictionProcess:
 
     Args:
         run: the run.
-        file: its ``run.json``; ``predict`` of its options: whether to predict.
+        file: its ``run.json``; the option ``predict`` enables the prediction.
         emit: appends the message to the stream.
     """
 
@@ -37,7 +37,7 @@ class PredictionProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._until = 0.0
         self._on_cpu = False
-        """No rank has reported a GPU."""
+        """Whether no rank has reported a GPU."""
         self._done = file.kind not in _OWN or not file.options.predict or not run.config.is_file()
 
     def restore(self, messages: Iterable[Message]) -> None:
@@ -46,11 +46,11 @@ class PredictionProcess:
             self._done = True
 
     def hello(self, hello: Hello) -> None:
-        """Begin, with the first rank."""
+        """Start the prediction at the first rank's ``Hello``."""
         if self._done or self._process is not None:
             return
         if hello.device.kind == "cpu":
-            # Of a rank on a GPU too, until its script has begun to use it.
+            # Also for a rank on a GPU, until its script has begun to use it.
             self._on_cpu = True
             return
         command = [sys.executable, "-P", "-m", "ftmon.trainer.predict.live", str(self._run.path)]
@@ -69,7 +69,7 @@ class PredictionProcess:
         self._until = time.monotonic() + _LONGEST_SECONDS
 
     def tick(self, stepped: bool = False) -> None:
-        """Send the prediction once it is there; ``stepped``: a rank has finished a step."""
+        """Emit the prediction once it is available; ``stepped``: whether a rank has finished a step."""
         if self._process is None:
             if stepped and self._on_cpu and not self._done:
                 self._end(_ON_CPU)

@@ -1,4 +1,4 @@
-"""Facts of the run's processes from outside: their ends, and the launcher's records of the job."""
+"""Collects facts about the run's processes: their ends, and the launcher's records of the job."""
 
 from collections.abc import Callable
 
@@ -11,12 +11,12 @@ from .analysis import Analysis
 
 
 class ProcessFacts:
-    """Passes facts to the analysis, requests before deaths: a requested end blames no rank. Main loop only.
+    """Passes facts to the analysis, requests before deaths: no rank is blamed for a requested end. Main loop only.
 
     Args:
-        run: has the launcher's files.
+        run: the run, with the launcher's files.
         supervisor: watches the ranks' processes.
-        analysis: gets the facts.
+        analysis: receives the facts.
         emit: appends a message to the stream, and analyses it.
     """
 
@@ -39,14 +39,14 @@ class ProcessFacts:
             self._analysis.fact(fact)
 
     def _note_signal(self) -> None:
-        """Put it into the stream when the launcher was signalled to end the run: no rank is to blame then."""
+        """Append a message if the launcher was signalled to end the run: then no rank is the cause."""
         intent = None if self._signalled else read_intent(self._run)
         if intent is not None and intent.by_signal:
             self._signalled = True
             self._emit(verbs.Stop(reason=intent.text()).command("launcher"))
 
     def _note_leftovers(self) -> None:
-        """Note that the job's command ended before its ranks: the launcher ends them, and no rank is to blame."""
+        """Report that the job's command ended before its ranks: the launcher ends them, and no rank is the cause."""
         left = None if self._leftovers_noted else self._run.read_leftovers()
         if left is not None:
             self._leftovers_noted = True

@@ -1,4 +1,4 @@
-"""Which ranks there are, and which of them run on this host: those that no agent of another host speaks for."""
+"""Tracks the run's ranks and which of them run on this host: those whose messages no agent forwards."""
 
 import socket
 
@@ -16,10 +16,10 @@ class RankHosts:
         self._away: set[int] = set()
         """Ranks whose messages an agent forwards."""
         self.senders: set[str] = set()
-        """Senders' names of the processes that have introduced themselves."""
+        """Sender names of the processes that have sent ``Hello``."""
 
     def know(self, hello: Hello, away: bool = False) -> None:
-        """Note a rank's introduction, and whether an agent passed it on; a later one of the same rank replaces it."""
+        """Record a rank's ``Hello``, replacing an earlier one, and whether an agent forwarded it."""
         self._hellos[hello.rank] = hello
         (self._away.add if away else self._away.discard)(hello.rank)
         self.senders.add(identity_of(hello))
@@ -36,7 +36,7 @@ class RankHosts:
 
     @property
     def world_size(self) -> int:
-        """World size, as the known ranks report it; 0 before the first."""
+        """World size as reported by the known ranks; 0 before the first."""
         return max((hello.world_size for hello in self._hellos.values()), default=0)
 
     @property
@@ -50,7 +50,7 @@ class RankHosts:
         return any(not self._is_here(hello) for hello in self._hellos.values())
 
     def target(self, rank: int) -> Target | None:
-        """Return a rank's process when it is one of this host, else None."""
+        """Return a rank's process if it runs on this host, else None."""
         hello = self._hellos.get(rank)
         if hello is None or not self._is_here(hello):
             return None
@@ -66,5 +66,5 @@ class RankHosts:
         return self._hellos[rank].host
 
     def _is_here(self, hello: Hello) -> bool:
-        # After a restart of the hub the ranks of its history have sent nothing yet: then their host's name decides.
+        # After a restart of the hub, ranks of its history have sent nothing yet: then their host's name decides.
         return hello.rank not in self._away and hello.host == self._host

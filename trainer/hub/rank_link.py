@@ -1,4 +1,4 @@
-"""The line to the ranks: commands to their control threads, and the answers, each with a deadline."""
+"""Sends commands to the ranks' control threads, and receives the answers, each with a deadline."""
 
 import contextlib
 import itertools
@@ -20,13 +20,13 @@ Answers = dict[int, Result]
 """Results by rank; a rank that did not answer in time is absent."""
 
 _CONNECTING_SECONDS = 10.0
-"""A rank's hello may arrive before its command socket connects: for this long after it, an unreachable rank is
-tried again until the question's time is up. Later on it is gone. An agent connects anew after every cut: it is tried
-again always."""
+"""A rank's ``Hello`` may arrive before its command socket connects: for this many seconds after it, commands to an
+unreachable rank are retried until their deadline. Later, the rank counts as gone. Commands to agents are always
+retried, because agents reconnect after a cut."""
 
 _AGAIN_SECONDS = 1.0
-"""Interval for asking an agent again: where its connection was new, the question may have gone to the old one. An
-agent executes a repeated command once."""
+"""Interval for resending a command to an agent: the first may have gone to an old connection. An agent executes a
+repeated command once."""
 _IDENTIFY_SECONDS = 1.0
 """Minimum interval between requests for a sender's introduction."""
 
@@ -44,7 +44,7 @@ class _Ask:
         self.answers: Answers = {}
         self.command = Command("", "")
         self.unsent: set[bytes] = set()
-        """Peers waited for that could not be reached yet."""
+        """Awaited peers that were not reachable yet."""
         self.left: Callable[[int], bool] | None = None
         self.asked = time.monotonic()
 
@@ -58,7 +58,7 @@ class RankLink:
         self._asks: dict[str, _Ask] = {}
         self._numbers = itertools.count(1)
         self._name = f"hub-{secrets.token_hex(3)}"
-        """No other hub of the run asks by the same numbers."""
+        """Prefix of command ids, different for each hub of the run."""
         self._identified: dict[str, float] = {}
         self._known_at: dict[bytes, float] = {}
 
@@ -68,13 +68,13 @@ class RankLink:
         return bool(self._asks)
 
     def know(self, hello: Hello) -> None:
-        """Note where a rank is to be reached."""
+        """Record the identity under which a rank is reachable."""
         identity = identity_of(hello).encode()
         self._identities[hello.rank] = identity
         self._known_at.setdefault(identity, time.monotonic())
 
     def identify(self, sender: str) -> None:
-        """Ask an unknown sender to introduce itself (again)."""
+        """Ask an unknown sender to send its ``Hello`` (again)."""
         now = time.monotonic()
         if now - self._identified.get(sender, -_IDENTIFY_SECONDS) < _IDENTIFY_SECONDS:
             return
@@ -93,14 +93,14 @@ class RankLink:
         timeout: float,
         left: Callable[[int], bool] = lambda _: False,
     ) -> Reply[Answers]:
-        """Send a command to agents by their identities; the answers arrive under the numbers that stand for them.
+        """Send a command to agents by their identities; answers arrive under the number assigned to each.
 
-        ``left`` returns whether such a number will get no answer any more.
+        ``left`` returns whether an agent of that number has left and will not answer.
         """
         return self._put(verb, agents, timeout, left)
 
     def rename(self, before: bytes, now: bytes) -> None:
-        """Ask an agent's successor in its place."""
+        """Redirect pending commands from an agent to its successor."""
         for ask in self._asks.values():
             if before in ask.waiting:
                 ask.waiting[now] = ask.waiting.pop(before)
@@ -139,7 +139,7 @@ class RankLink:
                     self._answer(frames[0], wire.decode_body(frames[2]))
 
     def expire(self) -> None:
-        """Send the questions to ranks that are reachable now, and close the questions whose time is up."""
+        """Send pending commands to ranks that are now reachable, and close commands whose deadline has passed."""
         now = time.monotonic()
         for ask in self._asks.values():
             if ask.left is not None:

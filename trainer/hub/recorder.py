@@ -1,8 +1,8 @@
-"""Writes the stream to disk in a thread of its own, so that a slow disk never blocks the hub.
+"""Writes the stream to disk in a separate thread, so that a slow disk never blocks the hub.
 
-SQLite waits for the disk now and then, also where a commit only appends to the write-ahead log: the first write into a
-log that was folded into the file begins it anew, and makes its header durable first. And a network file system, or a
-disk under other load, may delay any write.
+SQLite waits for the disk from time to time, even if a commit only appends to the write-ahead log: the first write after
+a checkpoint restarts the log, and syncs its header first. A network file system, or a disk under other load, may delay
+any write.
 """
 
 import sys
@@ -22,10 +22,9 @@ _CLOSE_SECONDS = 60.0
 
 
 class Recorder(threading.Thread):
-    """Makes ``writer`` write, at each ``commit``, the messages appended, in a thread of its own.
+    """Makes ``writer`` write the appended messages at each ``commit``, in its own thread.
 
-    While the disk accepts nothing, rows are held and thinned out as the writer does with a disk that refuses
-    (``Batch.let_go``).
+    While the disk accepts no writes, rows are held and thinned out (``Batch.let_go``), as after disk errors.
 
     Args:
         writer: the recording.
@@ -40,22 +39,22 @@ class Recorder(threading.Thread):
         self._last = False
         self._work = threading.Event()
         self._since: float | None = None
-        """When the commit that is under way began, monotonic."""
+        """Start of the current commit, ``time.monotonic``."""
         self.received: Callable[[], dict[str, int]] = dict
-        """Asked at each commit: the numbers of ``Writer.note_taken``."""
+        """Called at each commit for the numbers of ``Writer.note_taken``."""
         self.heard: Callable[[], dict[str, int]] = dict
-        """Asked at each commit: the numbers of ``Writer.note_heard``."""
+        """Called at each commit for the numbers of ``Writer.note_heard``."""
         self.bytes = 0
         """Size of the recording on disk."""
         self.start()
 
     @property
     def error(self) -> str:
-        """Why nothing is being recorded; empty while all is well."""
+        """Why nothing is being recorded; empty if there is no error."""
         since = self._since
         waits = 0.0 if since is None else time.monotonic() - since
         if waits > _STUCK_SECONDS:
-            return f"{self._writer.path}: the disk has taken nothing for {waits:.0f} s; recording goes on by itself"
+            return f"{self._writer.path}: the disk has taken nothing for {waits:.0f} s; recording resumes by itself"
         return self._writer.error
 
     @property
@@ -80,7 +79,7 @@ class Recorder(threading.Thread):
         """Write the appended messages. Returns at once.
 
         Args:
-            then: called when they are on disk, or held back because the disk refuses them; in the recorder's thread.
+            then: called in the recorder's thread once they are on disk, or held back because of a disk error.
         """
         self._hand_over(then, last=False)
 
@@ -105,7 +104,7 @@ class Recorder(threading.Thread):
             try:
                 self._writer.write(batch)
                 self.bytes = self._writer.bytes
-            except Exception:  # a mistake here costs a batch, not the recording
+            except Exception:  # an error here loses one batch, not the recording
                 traceback.print_exc(file=sys.stderr)
             self._since = None
             for call in then:

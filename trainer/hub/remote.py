@@ -1,7 +1,7 @@
-"""The hub's TCP side (``--listen``): every channel once more, encrypted, for those on the allow-list only.
+"""The hub's TCP sockets (``--listen``): a second, encrypted socket per channel for clients on the allow-list.
 
-CURVE belongs to a socket, not to an address, so each channel has a second socket besides the local one. Apps and agents
-are let in by different keys: an agent's opens the agents' channels alone, and an app's opens all but those.
+CURVE is a property of a socket, not of an address, so each channel needs a second socket. Apps and agents have
+different keys: an agent's key opens only the agents' channels, an app's key all others.
 """
 
 from typing import Any
@@ -14,16 +14,16 @@ from ...protocol.rundir import RunDir
 from ..host.listen import parse_listen
 
 _OF_AGENTS = (*sockets.AGENT_CHANNELS, "telemetry")
-"""Channels for agents' keys alone: a client that may watch may not send for a rank."""
+"""Channels for agents' keys only: an app must not be able to send messages for a rank."""
 
 
 class RemoteSockets:
-    """TCP sockets of a hub. If it cannot listen, ``problem`` has the reason, and the run goes on without.
+    """TCP sockets of a hub. If it cannot listen, ``problem`` has the reason, and the run continues without.
 
     Args:
-        context: where to make the sockets.
-        run: holds the hub's key pair.
-        listen: ``HOST:PORT``, or empty: then there are no such sockets.
+        context: ZeroMQ context of the sockets.
+        run: the run, with the hub's key pair.
+        listen: ``HOST:PORT``; empty: no TCP sockets.
     """
 
     def __init__(self, context: "zmq.Context[Any]", run: RunDir, listen: str) -> None:

@@ -1,6 +1,6 @@
-"""Sequence from the end of the job to the end of the hub: receive the rest, publish the end, wait for apps.
+"""Sequence from the end of the job to the end of the hub: receive remaining messages, publish the end, wait for apps.
 
-``EndDetector`` finds whether and how the run ended; ``RunEnd`` decides when the hub may leave.
+``EndDetector`` finds whether and how the run ended; ``RunEnd`` decides when the hub may exit.
 """
 
 from collections.abc import Callable
@@ -9,23 +9,23 @@ from ...protocol.rundir import ExitFile
 from .agents import BACK_SECONDS, Agents
 
 LINGER_SECONDS = 3.0
-"""Time that the hub stays after the end, so that apps receive it and can ask for the rest."""
+"""Seconds that the hub stays after the end, so that apps receive it and can query the rest."""
 SETTLE_SECONDS = 1.25
 """Delay after a failure, so that the ranks' deaths are judged in their order before the end is published."""
 AGENTS_END_SECONDS = 10.0
-"""Time limit for agents to end their hosts' processes and send the rest, when a run did not finish."""
+"""Time limit for agents to end their hosts' processes and send their last messages, if a run did not finish."""
 AGENTS_FINISH_SECONDS = 45.0
-"""The same when it has finished: on another host a job of its own may still be saving."""
+"""The same if the run finished: another host's part of the job may still be saving."""
 
 
 class RunEnd:
     """Ends a run in steps. Main loop only.
 
     Args:
-        agents: receive the run's end, and may send the rest.
-        poll: returns the job's end, or None while it goes on.
+        agents: receive the run's end, and may send remaining messages.
+        poll: returns the job's end, or None while it is running.
         finish: receives the messages in flight, then appends the end; called once.
-        busy: returns whether work is under way for which the hub should stay (``time.monotonic``).
+        busy: returns whether the hub should stay because of work in progress; its argument is ``time.monotonic``.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RunEnd:
         self._leave_at: float | None = None
 
     def tick(self, now: float) -> bool:
-        """Go on with the end where there is one; True when the hub may leave. ``now`` is ``time.monotonic``."""
+        """Advance the sequence once the run has ended; True if the hub may exit. ``now`` is ``time.monotonic``."""
         if self._end is None:
             self._end = self._poll()
             if self._end is not None:

@@ -1,4 +1,4 @@
-"""Stacks on request: of ranks that answer, and of those that cannot, with why where there are none."""
+"""Collects stacks on request, also of ranks that cannot answer, or the reason why there are none."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class StackRequests:
 
     Args:
         tracker: knows each rank's signal for writing its stacks.
-        link: the line to the ranks.
+        link: sends commands to the ranks.
         inspection: inspects ranks that do not answer.
         stall_probe: reads native frames.
         emit: appends a message to the stream.
@@ -42,7 +42,7 @@ class StackRequests:
     async def collect(self, ranks: list[int], seconds: float, verb: verbs.Stacks) -> Answers:
         """Return the stacks of ``ranks``, as results by rank.
 
-        A result that is not ok has the reason; a rank elsewhere may be absent.
+        A result that is not ok has the reason; ranks of other hosts may be missing.
 
         Args:
             ranks: the ranks.
@@ -66,7 +66,7 @@ class StackRequests:
         return answers
 
     def _record(self, rank: int, answer: Result, reason: str) -> None:
-        """Put stacks that a signal made a rank write into the stream."""
+        """Append to the stream the stacks that a rank wrote after a signal."""
         if answer.ok:
             text, thread = str(answer.data["text"]), str(answer.data["thread"])
             self._emit(Stacks(rank, time.time(), text, reason, thread, "signal"))

@@ -1,7 +1,7 @@
-"""Captures evidence of the ranks while a stall is suspected: stacks, collectives, processes; again until it ends.
+"""Captures evidence about the ranks repeatedly while a stall is suspected: stacks, collectives, processes.
 
-The ranks are asked; one that does not answer is signalled to write its stacks. Nothing is
-recorded unless a verdict follows: then the stacks it rests on are saved first.
+Ranks are asked for their stacks; a rank that does not answer is signalled to write them. Nothing is recorded unless a
+verdict follows: then the stacks it is based on are saved first.
 """
 
 import contextlib
@@ -34,41 +34,41 @@ from .rank_link import Answers, RankLink
 
 ANSWER_SECONDS = 1.0
 AGAIN_SECONDS = 0.5
-"""Time limit for ranks' answers; the second one once a rank did not answer."""
+"""Time limits for ranks' answers: at first, and after a rank has not answered."""
 PROBE_SECONDS = 0.75
 QUICK_PROBES = 8
 LONGEST_SECONDS = 4.0
 LONGEST_MANY_SECONDS = 15.0
 MANY_RANKS = 64
-"""Probes come quickly at first, then after pauses that double up to this; the second one with more ranks than that."""
+"""Pauses between probes double up to ``LONGEST_SECONDS``; with more ranks than this, ``LONGEST_MANY_SECONDS``."""
 WORK_KEPT_SECONDS = 8.0
-"""So long after it was seen at work a rank counts as working."""
+"""Seconds for which a rank counts as working after it was found at work."""
 DEVICE_BUSY_PERCENT = 5.0
 DEVICE_FRESH_SECONDS = 3.0
-"""Percent of use in the latest sample above which a device computes for its rank."""
+"""A device counts as computing for its rank above this utilization, in a sample at most this many seconds old."""
 SAVED_RANKS = 64
-"""Stacks of more ranks are not saved with a verdict: those named first."""
+"""Maximum number of ranks whose stacks are saved with a verdict, those it names first."""
 NATIVE_RANKS = 2
-"""Number of the named ranks that py-spy reads too, which stops them for a moment."""
+"""Number of named ranks that py-spy reads too; it pauses them for a moment."""
 
 
 class _Seen(NamedTuple):
     frames: tuple[Frame, ...]
     first: Activity
-    """When it was first seen asleep at these frames."""
+    """When it was first found asleep in these frames."""
     last: Activity
     quiet: Activity
-    """Since when its process tree has done nothing."""
+    """Start of the idle time of its process tree."""
     worked: float
-    """When it was last seen at work, on this host's ``time.monotonic``; minus infinity: not since the stall began."""
+    """When it was last found at work, ``time.monotonic`` of this host; minus infinity: not since the stall began."""
     work: Work
-    """At what."""
+    """The work that it was found doing."""
     slept: bool
-    """It has been seen asleep since its last progress."""
+    """Whether it has been found asleep since its last progress."""
     restless: bool
-    """And has woken up since."""
+    """Whether it has woken up since."""
     moved: float
-    """Its last progress then."""
+    """Time of its last progress at that point."""
 
 
 class StallProbe:
@@ -78,7 +78,7 @@ class StallProbe:
         run: the run.
         tracker: suspects stalls, and receives the evidence.
         rank_hosts: which ranks run on this host.
-        link: the line to the ranks.
+        link: sends commands to the ranks.
         inspection: inspects ranks that do not answer.
         emit: appends a message to the stream.
         post: schedules a call in the main loop; any thread.
@@ -103,7 +103,7 @@ class StallProbe:
         self._post = post
         self._under_way = False
         self._unanswered = False
-        """A rank did not answer the last probe."""
+        """Whether a rank did not answer the last probe."""
         self._probes = 0
         self._next = 0.0
         self._seen: dict[int, _Seen] = {}
@@ -112,7 +112,7 @@ class StallProbe:
         self._utilization: dict[int, tuple[float, float]] = {}
         """Percent of time that the rank's device computed, and when that was received."""
         self.worked_at: dict[int, float] = {}
-        """Time when ranks were last seen at work, seconds since the epoch; of those probed in this stall."""
+        """When ranks were last found at work, seconds since the epoch; only ranks probed in this stall."""
 
     def sample(self, sample: DeviceSample) -> None:
         """Record the use of the ranks' devices."""
@@ -122,7 +122,7 @@ class StallProbe:
                     self._utilization[process.rank] = sample.utilization_percent, time.monotonic()
 
     def tick(self) -> None:
-        """Start a probe when one is due; save the stacks that a new verdict rests on."""
+        """Start a probe if one is due; save the stacks that a new verdict is based on."""
         if not self._tracker.suspected:
             self._probes, self._saved = 0, None
             self._seen.clear()
@@ -199,7 +199,7 @@ class StallProbe:
     def _compare(
         self, rank: int, frames: tuple[Frame, ...], place: Place, action: Activity | None, moved: float
     ) -> _Seen | None:
-        """Put an observation beside the earlier ones of this standstill; None where there is none."""
+        """Compare an observation with the earlier ones of this stall; None if there are none."""
         before = self._seen.get(rank)
         if action is None:
             self._seen.pop(rank, None)
@@ -238,7 +238,7 @@ class StallProbe:
     # Saving.
 
     def _save(self, verdict: Verdict) -> None:
-        """Append the stacks to the stream, those of ``ranks`` first, and request native ones of these."""
+        """Append the stacks to the stream, those of ``ranks`` first, and request native stacks of ``ranks``."""
         why = of_verdict(verdict).title
         first = [*verdict.hung, *verdict.waiting]
         order = list(dict.fromkeys([*first, *sorted(self._stacks)]))
@@ -254,10 +254,10 @@ class StallProbe:
 
         Args:
             ranks: the ranks.
-            reason: why.
+            reason: why they are read.
 
         Returns:
-            For each rank its stacks, or an empty string and why not.
+            For each rank its stacks, or an empty string and the reason.
         """
         targets = [target for target in self._rank_hosts.targets() if target.rank in ranks]
 
@@ -283,7 +283,7 @@ class StallProbe:
         return dict(self._stacks)
 
     def grouped(self) -> list[str]:
-        """Return where the ranks are, those with the same stack in one line."""
+        """Return the ranks' positions, one line per distinct stack."""
         groups = python_stacks.group({rank: (one.text, one.thread) for rank, one in self._stacks.items()})
         return [f"{ranks_in_words(one.ranks)}: {one.place.text or 'no stack'}" for one in groups]
 

@@ -10,7 +10,7 @@ from .trace_analysis import TraceAnalysis
 
 
 class Stats:
-    """Makes ``HubStats`` messages."""
+    """Builds ``HubStats`` messages."""
 
     def __init__(self, intake: Intake, stream: Stream, traces: TraceAnalysis) -> None:
         self._intake = intake
@@ -21,7 +21,7 @@ class Stats:
         self._cpu = time.process_time()
 
     def measure(self) -> HubStats:
-        """Sum up now; the CPU share is that since the last call."""
+        """Return the current figures; the CPU share covers the time since the last call."""
         wall, cpu = time.monotonic(), time.process_time()
         share = 100.0 * (cpu - self._cpu) / max(wall - self._wall, 1e-6)
         self._wall, self._cpu = wall, cpu

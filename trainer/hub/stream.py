@@ -1,4 +1,4 @@
-"""The one stream of a run: each message gets the next number, is recorded, and is published to every app.
+"""The stream of a run: each message gets the next sequence number, is recorded, and is published to every app.
 
 The main loop calls ``flush`` before it waits, and ``commit`` a few times a second.
 """
@@ -35,7 +35,7 @@ class Stream:
 
     @property
     def commit_due(self) -> bool:
-        """True when so much is uncommitted that it should not wait for the next regular commit."""
+        """Whether too many messages are uncommitted to wait for the next regular commit."""
         return self._waiting >= _ENOUGH_ROWS
 
     def put(self, message: Message, t: float, body: bytes | None = None) -> int:
@@ -47,7 +47,7 @@ class Stream:
             body: the encoded message as received, published unchanged; None: encoded here.
         """
         self.seq = seq = self.seq + 1
-        if type(message) is not Heartbeat:  # they only fill silence; the recording does without
+        if type(message) is not Heartbeat:  # the recording does not need heartbeats
             self._recorder.append(seq, t, message)
             self._waiting += 1
         if body is None:
@@ -61,8 +61,8 @@ class Stream:
     def flush(self) -> None:
         """Publish the messages appended since the last call.
 
-        In bursts, because each send may wake ZeroMQ's own thread: one by one, between other work, it is woken for every
-        message and writes every message alone, which took a quarter of the hub's time.
+        In bursts, because each send may wake ZeroMQ's I/O thread: with single sends between other work, it woke up and
+        wrote for every message, which took a quarter of the hub's time.
         """
         if not self._outbox:
             return
@@ -72,7 +72,7 @@ class Stream:
             send = socket.send
             flags = more
             for frame in frames:
-                # A PUB never blocks: it drops messages for a slow app alone; sequence numbers show the gap.
+                # A PUB socket never blocks: it drops messages for slow apps only, and sequence numbers show the gap.
                 send(frame, flags)
                 flags ^= more
 

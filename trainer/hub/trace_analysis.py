@@ -1,4 +1,4 @@
-"""Traces of captured steps on their way through the hub: analysed by a process of their own, one after the other."""
+"""Analyses traces of captured steps one by one in a worker process."""
 
 import contextlib
 import queue
@@ -20,7 +20,7 @@ from .trace_worker import Found, read_frame, write_frame
 _MOST_BYTES = 64 << 20
 """Maximum bytes of waiting traces; further ones are dropped and counted."""
 _LONGEST_SECONDS = 60.0
-"""A trace that takes longer ends its worker process, and is dropped."""
+"""Time limit per trace, seconds; a trace that takes longer is dropped and its worker process ended."""
 
 
 class _Waiting(NamedTuple):
@@ -30,7 +30,7 @@ class _Waiting(NamedTuple):
 
 
 class TraceAnalysis:
-    """Has a worker process analyse traces, without delaying the main loop.
+    """Runs the worker process that analyses traces, without delaying the main loop.
 
     Args:
         emit: appends a result to the stream; called in the main loop.
@@ -56,8 +56,8 @@ class TraceAnalysis:
         """Queue a trace for analysis. Main loop only.
 
         Args:
-            sender: its rank's process.
-            body: a ``StepTrace`` as it came.
+            sender: the process of its rank.
+            body: an encoded ``StepTrace`` as received.
         """
         if self._bytes + len(body) > _MOST_BYTES:
             self.dropped += 1
@@ -69,7 +69,7 @@ class TraceAnalysis:
             self._thread.start()
 
     def forget(self) -> None:
-        """Discard the results of earlier traces: another job begins. Main loop only."""
+        """Discard the results of earlier traces because another job begins. Main loop only."""
         self._era += 1
 
     def settle(self, seconds: float) -> None:

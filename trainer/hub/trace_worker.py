@@ -1,7 +1,7 @@
-"""The hub's worker: reads traces of captured steps on its standard input, writes the messages found on its output.
+"""The hub's worker: reads traces of captured steps from standard input, writes the resulting messages to its output.
 
-Each way a frame is its length (4 bytes, the low one first) and so many bytes: a ``StepTrace`` as its rank encoded it;
-back, a ``Found``. At the end of its input, which is the end of the hub, it ends.
+In both directions a frame is its length (4 bytes, little-endian) and that many bytes: a ``StepTrace`` as encoded by its
+rank, and a ``Found`` in return. The worker ends at the end of its input, that is, when the hub ends.
 """
 
 import os
@@ -29,7 +29,7 @@ class Found(msgspec.Struct, frozen=True):
 
     messages: list[AllocatorEvents | Composition] = []
     error: str = ""
-    """Why there is nothing; empty otherwise."""
+    """Why there is no result; empty otherwise."""
 
 
 def write_frame(file: IO[bytes], data: bytes) -> None:
@@ -43,7 +43,7 @@ def write_frame(file: IO[bytes], data: bytes) -> None:
 
 
 def read_frame(file: IO[bytes]) -> bytes | None:
-    """Read one frame; None at the end of the file, also in the middle of a frame."""
+    """Read one frame; None at the end of the file, also if it ends within a frame."""
     head = file.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -53,7 +53,7 @@ def read_frame(file: IO[bytes]) -> bytes | None:
 
 
 def find(body: bytes) -> Found:
-    """Find the messages in an encoded ``StepTrace``."""
+    """Return the messages computed from an encoded ``StepTrace``."""
     try:
         trace = wire.decode_body(body)
         if not isinstance(trace, StepTrace):

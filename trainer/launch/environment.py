@@ -17,13 +17,13 @@ INJECT_DIR = Path(__file__).resolve().parent.parent / "probe" / "inject"
 _FLIGHT_RECORDER_NAME, _FLIGHT_RECORDER_OLD_NAME = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _FLIGHT_RECORDER_ENTRIES = "2000"
 _RENAMED_IN = (2, 9)
-"""PyTorch from this version on knows the new name, and warns of the old one."""
+"""First PyTorch version with the new name; it warns about the old one."""
 
 _DEEPSPEED_FILE_ENV = "DS_ENV_FILE"
 
 
 def job_environment(run: RunDir, base: Mapping[str, str]) -> dict[str, str]:
-    """Make the environment of a run's job out of the launcher's own (``base``)."""
+    """Return the environment of a run's job, based on the launcher's own (``base``)."""
     environment = _watched(str(run.path), base)
     if join_path(run).exists():
         environment[JOIN_ENV] = str(join_path(run))
@@ -33,7 +33,7 @@ def job_environment(run: RunDir, base: Mapping[str, str]) -> dict[str, str]:
 
 
 def joined_environment(path: Path, join: JoinFile, base: Mapping[str, str]) -> dict[str, str]:
-    """Make the environment of a further host's part of a run's job; ``path`` is where ``join`` was read from."""
+    """Return the environment of a run's job on a further host; ``path`` is the file of ``join``."""
     return {**_watched(join.run, base), JOIN_ENV: str(path)}
 
 
@@ -47,7 +47,7 @@ def _watched(run: str, base: Mapping[str, str]) -> dict[str, str]:
 
 
 def flight_recorder(torch: tuple[int, int] | None) -> dict[str, str]:
-    """Turn PyTorch's record of recent collectives on, under the name (or, version unknown, names) that it goes by."""
+    """Return the variables that enable PyTorch's flight recorder; both spellings if the version is unknown."""
     names = [_FLIGHT_RECORDER_NAME] if torch is None or torch >= _RENAMED_IN else []
     if torch is None or torch < _RENAMED_IN:
         names.append(_FLIGHT_RECORDER_OLD_NAME)
@@ -64,7 +64,7 @@ def _torch_version() -> tuple[int, int] | None:
 
 
 def _deepspeed_exports(run: RunDir, environment: Mapping[str, str], base: Mapping[str, str]) -> Path:
-    """Write the lines DeepSpeed exports to other hosts: the person's own ``.deepspeed_env`` files, and ours.
+    """Write the lines DeepSpeed exports to other hosts: those of the user's ``.deepspeed_env`` files, and ftmon's.
 
     DeepSpeed's runner passes on only a few prefixes of the environment, plus every line of this file.
     """

@@ -1,4 +1,4 @@
-"""Keeping a hub alive beside a job: start it, and start another when it dies."""
+"""Keeps a hub running during a job: starts it, and starts another one if it dies."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from ...protocol.spawn import spawn_hub
 _FIRST_DELAY_SECONDS = 0.2
 _LONGEST_DELAY_SECONDS = 30.0
 _HEALTHY_SECONDS = 60.0
-"""A hub that lived this long died of something new: the next one starts at once again."""
+"""After a hub has run this long, the delay before the next start is reset."""
 
 
 class HubKeeper:
@@ -24,7 +24,7 @@ class HubKeeper:
         self._delay = _FIRST_DELAY_SECONDS
         self._next_start = 0.0
         self._failed = False
-        """The last start came to nothing."""
+        """The last start failed."""
         self.dismissed = False
 
     @property
@@ -34,7 +34,7 @@ class HubKeeper:
 
     @property
     def alive(self) -> bool:
-        """Whether the hub's process runs."""
+        """Whether the hub's process is running."""
         return not self._failed and self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
@@ -44,12 +44,12 @@ class HubKeeper:
         try:
             with self._log() as log:
                 self._process = spawn_hub(self._run, log)
-        except OSError as error:  # no memory or no process for it; the job goes on without
+        except OSError as error:  # no memory or no process for it; the job continues without
             self._failed = True
-            print(f"ftmon: the hub cannot be started: {error.strerror}; it is tried again", flush=True)
+            print(f"ftmon: the hub cannot be started: {error.strerror}; retrying", flush=True)
 
     def tend(self) -> float | None:
-        """Replace a dead hub when due; return the seconds until the next call (None: none needed)."""
+        """Replace a dead hub when due; return the seconds until the next call (None: no further call is needed)."""
         if self.dismissed or (self._process is None and not self._failed):
             return None
         status = -1 if self._failed or self._process is None else self._process.poll()
@@ -73,7 +73,7 @@ class HubKeeper:
     def _log(self) -> BinaryIO:
         try:
             return (self._run.logs / "hub.log").open("ab")
-        except OSError:  # the run directory was removed, or the disk is full: the job goes on without a log
+        except OSError:  # the run directory was removed, or the disk is full: the job continues without a log
             return open(os.devnull, "ab")
 
     def note_reaped(self, pid: int, status: int) -> bool:

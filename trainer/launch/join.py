@@ -21,7 +21,7 @@ from ...protocol.sockets import CHANNELS
 from ..host.listen import Listen, check_free, parse_listen
 
 SSH_ENV = "FTMON_SSH"
-"""The ssh command, where it is not ``ssh``."""
+"""Environment variable with the ssh command (default: ``ssh``)."""
 
 _FIRST_PORT = 7420
 _BLOCKS = 200
@@ -29,10 +29,10 @@ _PUSH_SECONDS = 20.0
 
 
 def free_listen() -> str:
-    """Choose where a hub can listen for other hosts: every interface, and the first ports that are free.
+    """Return an address on which a hub can listen for other hosts: all interfaces, and the first free ports.
 
     Raises:
-        UsageError: none is.
+        UsageError: no ports are free.
     """
     for block in range(_BLOCKS):
         port = _FIRST_PORT + block * len(CHANNELS)
@@ -76,10 +76,10 @@ def push(run: RunDir, hosts: MultiHost, environ: Mapping[str, str]) -> list[str]
     Args:
         run: the run.
         hosts: its hosts.
-        environ: ``FTMON_SSH`` names another ssh.
+        environ: environment; ``FTMON_SSH`` selects another ssh command.
 
     Returns:
-        A line for each host, or for all of a SLURM job's, whose copy failed.
+        A line for each host whose copy failed; for SLURM, one line for all nodes of the job.
     """
     path = join_path(run)
     content = encode_join(msgspec.structs.replace(read_join(path), pushed=True))
@@ -111,7 +111,7 @@ def push(run: RunDir, hosts: MultiHost, environ: Mapping[str, str]) -> list[str]
 
 
 def _ways(hosts: MultiHost, script: str, environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the commands that run a script on the other hosts, by the text for a failure."""
+    """Return the commands that run a script on the other hosts, by the error text for each."""
     if hosts.slurm_nodes:
         # A step beside the job's own, one task on each node; srun copies its standard input to all of them.
         nodes = hosts.slurm_nodes
@@ -131,7 +131,7 @@ def _ways(hosts: MultiHost, script: str, environ: Mapping[str, str]) -> dict[str
 
 
 def _addresses(host: str) -> list[str]:
-    """List where a hub that listens on ``host`` can be reached from elsewhere, the likeliest first."""
+    """List the addresses at which other hosts can reach a hub that listens on ``host``, the most likely first."""
     if host not in ("0.0.0.0", "::"):
         return [host]
     found = [_outward_address()]
@@ -143,7 +143,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _outward_address() -> str:
-    """Return the address of the interface that packets to the world leave by; none is sent to find out."""
+    """Return the address of the interface with the default route; connecting a UDP socket sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -1,8 +1,8 @@
 """The launcher of a run: starts the hub and the job, restarts a dead hub, and records the job's end.
 
 ``python -m ftmon.trainer.launch RUNDIR`` is detached from any terminal. It is the subreaper of everything the job
-starts, so a dataloader worker whose rank was killed becomes its child and is found by the sweep. Signals are passed on
-to the job. A run that is tied to the command that started it is ended, as by SIGTERM, when that process is gone.
+starts, so a dataloader worker whose rank was killed becomes its child and is found by the sweep. Signals are forwarded
+to the job. A run that is tied to the command that started it is ended, as by SIGTERM, when that command is gone.
 """
 
 import argparse
@@ -50,8 +50,8 @@ class Launcher:
 
     Args:
         run: the run.
-        starter: the line to the command that started it, where one waits for it.
-        stdin: the job reads this process's standard input.
+        starter: connection to the command that started it, if that command waits for the run.
+        stdin: whether the job reads this process's standard input.
     """
 
     def __init__(self, run: RunDir, starter: LauncherEnd | None = None, stdin: bool = False) -> None:
@@ -63,9 +63,9 @@ class Launcher:
         self._status: int | None = None
         self._requests = Requests()
         self._interrupts = 0
-        """Number of SIGINTs passed on."""
+        """Number of SIGINTs forwarded."""
         self._intent: Intent | None = None
-        """The request to end, where ``intent.json`` could not be written."""
+        """The request to end, kept here in case ``intent.json`` cannot be written."""
         self._grace = 0.0
         self._kill_at: float | None = None
         self._reap_at: float | None = None
@@ -92,7 +92,7 @@ class Launcher:
                 self._check_starter()
                 self._pass_on()
                 self._kill_when_due()
-            except Exception:  # whatever it is, the job goes on, and its end must be waited for
+            except Exception:  # on any error the launcher must still wait for the job's end
                 traceback.print_exc()
                 time.sleep(_TROUBLE_SECONDS)
         left = self._clear_leftovers()
@@ -117,7 +117,7 @@ class Launcher:
             print(f"ftmon: {problem}; ranks there are not watched unless the run's directory is shared", flush=True)
 
     def _start_job(self, command: list[str], cwd: str, environment: dict[str, str], nohup: bool) -> str:
-        """Start the job; return why it could not be, or an empty string."""
+        """Start the job; return the error text, or an empty string."""
         try:
             self._job = subprocess.Popen(
                 command,
@@ -162,7 +162,7 @@ class Launcher:
                 pass
 
     def _reap(self, at_once: bool = False) -> None:
-        """Collect dead children, a moment after the first was seen."""
+        """Reap dead children, ``_REAP_AFTER_SECONDS`` after the first was seen."""
         now = time.monotonic()
         if self._reap_at is None:
             with contextlib.suppress(ChildProcessError):
@@ -186,7 +186,7 @@ class Launcher:
             self._starter.say(word)
 
     def _check_starter(self) -> None:
-        """End a run that is tied to a command that is gone: no process would wait for it, or end it."""
+        """End the run if the command it is tied to is gone: no other process would wait for it or end it."""
         if self._starter is None or not self._starter.open or not self._starter.lost():
             return
         print("ftmon: the command that started the run is gone; ending the run", flush=True)
@@ -196,10 +196,10 @@ class Launcher:
             self._kill_after_grace()
 
     def _pass_on(self) -> None:
-        """Pass signals on to the job as they came.
+        """Forward received signals to the job.
 
-        SIGINT goes to its process group, as a terminal's ctrl-c would; a second one adds TERM to all of the run, a
-        third KILL. After SIGTERM the run has its grace.
+        SIGINT goes to its process group, as a terminal's ctrl-c would; a second one also sends TERM to all processes
+        of the run, a third KILL. After SIGTERM the run has its grace period.
         """
         if self._job is None:
             return
@@ -220,7 +220,7 @@ class Launcher:
                 self._signal_all(signal.SIGTERM if self._interrupts == 2 else signal.SIGKILL)
 
     def _intend(self, number: signal.Signals, why: str = "") -> None:
-        """Record why the job ends; an earlier request stands, unless it was a SIGHUP that the job outlived."""
+        """Record why the job ends; an earlier request is kept, unless it was a SIGHUP that the job survived."""
         earlier = read_intent(self._run) or self._intent
         if earlier is not None and earlier.verb != signal.SIGHUP.name:
             return
@@ -229,7 +229,7 @@ class Launcher:
             write_intent(self._run, number.name, LAUNCHER, why=why)
 
     def _signal_job(self, number: signal.Signals) -> None:
-        # Not reaped before its status is known, so its pid cannot be another's.
+        # The job is not reaped before its status is known, so its pid cannot have been reused.
         if self._job is not None and self._status is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._job.pid, number)
@@ -243,7 +243,7 @@ class Launcher:
         self._kill_at = time.monotonic() + self._grace
 
     def _kill_when_due(self) -> None:
-        """Kill all of the run once its grace is over, again and again until the job is gone."""
+        """Kill all processes of the run once its grace period is over, repeatedly until the job is gone."""
         now = time.monotonic()
         if self._kill_at is None or now < self._kill_at or self._status is not None:
             return
@@ -252,7 +252,7 @@ class Launcher:
         self._signal_all(signal.SIGKILL)
 
     def _members(self) -> list[processes.Process]:
-        """List the run's living processes: every descendant but the hub, and all that carry the run's mark."""
+        """List the run's living processes: descendants except the hub, and all with the run's environment variable."""
         me = os.getpid()
         hub = self._run.living_hub()
         spared = {me, *([self._hub.pid] if self._hub.pid else []), *([hub.process.pid] if hub else [])}
@@ -262,8 +262,8 @@ class Launcher:
     def _clear_leftovers(self) -> list[processes.Process]:
         """End the processes that the job left running; return those that could not be ended.
 
-        A wrapper script dies of SIGTERM at once while the ranks below it may still be saving: they get the rest of the
-        grace.
+        A wrapper script dies of SIGTERM at once while its ranks may still be saving: they get the rest of the grace
+        period.
         """
         deadline = time.monotonic() + _LEFTOVER_GRACE_SECONDS
         members = self._members()
@@ -295,7 +295,7 @@ class Launcher:
         intent = read_intent(self._run) or self._intent
         if intent is not None and not intent.explains(code, now):
             intent = None
-        # A signal to the launcher is SLURM's too, where it ends all that the job has started.
+        # SLURM signals the launcher too when it ends all processes of a job.
         may_be_slurm = code != 0 and (intent is None or intent.by == LAUNCHER)
         by_slurm = cancelled_in(self._run.logs / "launcher.log") if may_be_slurm else ""
         cause = "not-started" if problem else ""
@@ -316,7 +316,7 @@ class Launcher:
 
 @contextlib.contextmanager
 def _disk_trouble(name: str) -> Generator[None]:
-    """Continue without a file that cannot be written to a full disk."""
+    """Report, and otherwise ignore, a file that cannot be written."""
     try:
         yield
     except OSError as error:
@@ -332,7 +332,7 @@ def _how_it_ended(code: int) -> str:
 
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:
-    """Only wake the main loop."""
+    """Do nothing: the signal itself wakes the main loop."""
 
 
 def _become_subreaper() -> None:
@@ -342,12 +342,12 @@ def _become_subreaper() -> None:
 
 
 def _ignore_hangup() -> None:
-    """Start the job as nohup would have."""
+    """Ignore SIGHUP in the job, as nohup does."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def _let_go_of_stdin() -> None:
-    """Leave standard input to the job alone: its writer must see it closed when the job closes it."""
+    """Close the launcher's copy of standard input, so that its writer gets EPIPE once the job closes it."""
     with contextlib.suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)

@@ -16,7 +16,7 @@ _DEFAULT_HOSTFILE = "/job/hostfile"
 
 
 def find_hosts(command: Sequence[str], environ: Mapping[str, str], folder: str | Path = ".") -> MultiHost | None:
-    """Return the hosts that ``command`` trains on; None where there is no sign of several.
+    """Return the hosts that ``command`` trains on; None if nothing indicates several.
 
     Args:
         command: the job's words.
@@ -71,7 +71,7 @@ def _slurm(environ: Mapping[str, str]) -> MultiHost | None:
 
 
 def _read_hostfile(path: Path) -> list[str]:
-    """List a hostfile's hosts; a file that cannot be read is the launcher's to complain of."""
+    """List a hostfile's hosts; empty if it cannot be read, since the job's launcher reports that itself."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError):
@@ -81,7 +81,7 @@ def _read_hostfile(path: Path) -> list[str]:
 
 
 def _own(words: list[str]) -> list[str]:
-    """Cut a launcher's words off where the script's begin."""
+    """Return a launcher's own arguments, without the script and its arguments."""
     for place, word in enumerate(words):
         if re.search(r"\.(py|sh)$", word):
             return words[:place]

@@ -1,7 +1,7 @@
-"""Starting a run: make its directory, leave a detached launcher behind, and print where the run is.
+"""Starts a run: creates its directory, starts a detached launcher, and prints the directory.
 
 ``python -m ftmon.trainer.launch.start`` reads a ``StartRequest`` (JSON) of kind ``run`` on standard input and prints
-one JSON line, ``{"run": "<run directory>"}``. ``... join JOIN.json -- COMMAND`` becomes a command that is a part of
+one JSON line, ``{"run": "<run directory>"}``. ``... join JOIN.json -- COMMAND`` replaces itself by a command that joins
 another host's run.
 """
 
@@ -46,16 +46,16 @@ def start_run(request: StartRequest, name: str, command: Sequence[str], config: 
     """Create a run directory and start the run's launcher, detached from this process and its terminal.
 
     Args:
-        request: kind, options and notices of the run. For a command that trains on several hosts an address to listen
-            on is chosen where its options have none.
+        request: kind, options and notifications of the run. If the command trains on several hosts and the options
+            have no address to listen on, one is chosen.
         name: the run's name; it becomes part of its identifier.
         command: the job, as for exec.
         config: text kept as the run's ``config.yaml``.
 
     Raises:
-        UsageError: the command does not exist, the options make no sense, or the address to listen on is not one or
-            is in use.
-        RunDirError: the run directory cannot be made.
+        UsageError: the command does not exist, the options are invalid, or the address to listen on is invalid or
+            in use.
+        RunDirError: the run directory cannot be created.
     """
     check_request(request)
     check_command(command)
@@ -96,7 +96,7 @@ def check_command(command: Sequence[str]) -> None:
 
     Raises:
         UsageError: there is none.
-        StartError: no such program, or one that is not executable.
+        StartError: the program does not exist or is not executable.
     """
     if not command:
         raise UsageError("no command: write it after --, as in 'ftmon run -- deepspeed train.py'")
@@ -112,7 +112,7 @@ def spawn_launcher(run: RunDir, line: int | None = None, stdin: int | None = Non
 
     Args:
         run: the run.
-        line: descriptor of the launcher's end of the line to the command that started the run.
+        line: descriptor of the launcher's end of the connection to the command that started the run.
         stdin: descriptor of the job's standard input.
     """
     words = [str(run.path)]

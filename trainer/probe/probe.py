@@ -17,7 +17,7 @@ from .phases.stop_request import StopRequest
 class Probe:
     """One rank's probe as its script sees it; there is at most one in a process (``api.current()``).
 
-    An error in here switches the probe off with one line in ``logs/probe.log``; the training goes on.
+    An error in here switches the probe off with one line in ``logs/probe.log``; the training continues.
 
     Args:
         rank: the rank's number.

@@ -87,7 +87,7 @@ class Lines:
                 self._say(line)
         for line in [*found, *result_lines(rows, plan)]:
             self._say(line)
-        missing = f"; {ended.not_run} runs are missing, the same command goes on" if ended.not_run else ""
+        missing = f"; {ended.not_run} runs are missing, the same command resumes it" if ended.not_run else ""
         why = f": {ended.text}" if ended.text else ""
         self._say(f"{ENDS[ended.reason]}{why}: {counts_text(verdicts(rows))}{missing}")
 

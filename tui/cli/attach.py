@@ -36,7 +36,7 @@ def choose(arguments: Namespace) -> int:
 
 
 def attach(arguments: Namespace) -> int:
-    """Watch a run of this user, or one of another host: over ssh, or one that listens."""
+    """Watch a run of this user, or a run on another host over ssh:// or tcp://."""
     if arguments.run is not None and arguments.run.startswith("tcp://"):
         from .remote import attach_remote
 

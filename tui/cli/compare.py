@@ -23,8 +23,8 @@ def show_comparison(arguments: Namespace) -> int:
     found = compare_loaded(before, after, arguments.gate)
     if arguments.gate is not None and not any(_is_gated(one) for one in found):
         raise UsageError(
-            f"nothing to compare: {before.name} and {after.name} have no measured steps in common; of a run, --warm-up "
-            f"leaves out the first {arguments.warm_up}"
+            f"nothing to compare: {before.name} and {after.name} have no measured steps in common; --warm-up excludes "
+            f"the first {arguments.warm_up} steps of a run"
         )
     if arguments.json:
         print_json({"gate": arguments.gate, "comparisons": found})
@@ -34,7 +34,7 @@ def show_comparison(arguments: Namespace) -> int:
             for line in comparison_lines(one, arguments.gate):
                 print(sanitize(line, 400))
         if len(shown) < len(found):
-            print(f"not shown, alike within their noise: {len(found) - len(shown)} of {len(found)}; --json has them")
+            print(f"not shown, equal within their noise: {len(found) - len(shown)} of {len(found)}; --json has them")
         if len(found) > 1:
             print(summary_line(found, arguments.gate))
     return int(any(one.regressions for one in found))
@@ -56,7 +56,7 @@ def compare_loaded(before: Loaded, after: Loaded, gate: float | None) -> list[Co
     """
     if before.of_sweep != after.of_sweep:
         sweep, run = (before, after) if before.of_sweep else (after, before)
-        raise UsageError(f"{sweep.name} is a sweep and {run.name} is a run: compare two of a kind")
+        raise UsageError(f"{sweep.name} is a sweep and {run.name} is a run: compare two runs or two sweeps")
     keys = [key for key in before.sides if key in after.sides]
     if not keys:
         raise UsageError(f"{before.name} and {after.name} have no configuration in common: their axes or values differ")

@@ -52,7 +52,7 @@ def release(arguments: Namespace) -> int:
     """Release held ranks; status 1 when none was held."""
     run = run_store.find(arguments.run)
     if run.read_exit() is not None:
-        print(f"{run.id} has ended; nothing of it is held")
+        print(f"{run.id} has ended; no rank is held")
         return 1
     result = ask(living_hub(run), verbs.Release(sorted(set(arguments.rank))))
     print(sanitize(result.text))

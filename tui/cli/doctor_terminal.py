@@ -22,7 +22,7 @@ def terminal_checks(environ: Mapping[str, str] = os.environ) -> Iterator[Check]:
     if not terminal.is_terminal():
         yield Check("terminal", "ok", "none here: commands print plain lines")
     elif reason := terminal.why_no_app(environ):
-        yield Check("terminal", "warning", reason, "enlarge the window, or set TERM to what the terminal is")
+        yield Check("terminal", "warning", reason, "enlarge the window, or set TERM to the terminal's type")
     else:
         columns, lines = os.get_terminal_size(sys.stdout.fileno())
         inside = terminal.multiplexer(environ)
@@ -46,7 +46,7 @@ def _colour_check(environ: Mapping[str, str]) -> Check:
     if found == "16" and not terminal.why_no_app(environ):
         inside = terminal.multiplexer(environ)
         remedy = "set TERM=xterm-256color" if not inside else f"in {inside}, set default-terminal to {inside}-256color"
-        return Check("colours", "warning", "16: shades of the memory graph fall together", remedy)
+        return Check("colours", "warning", "16: shades of the memory graph look the same", remedy)
     return Check("colours", "ok", found)
 
 

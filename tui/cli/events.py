@@ -120,7 +120,7 @@ def event_lines(events: AllocatorEvents) -> Iterator[str]:
         )
         counts = f"{row.allocations:,} allocations, {gib(row.allocated_bytes)}, largest {gib(row.largest)}"
         yield f"{head} {sanitize(row.name, 16):<9} {counts}{speed}{grown}"
-    more = [f"{events.retries} retries: the allocator's cache was flushed"] if events.retries else []
+    more = [f"{events.retries} retries, each after the allocator freed its cache"] if events.retries else []
     if events.reserved_bytes:
         share = max(0.0, 1 - events.allocated_bytes / events.reserved_bytes)
         more.append(

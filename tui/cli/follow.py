@@ -158,7 +158,9 @@ class _Following:
             if not self._owned or isinstance(error, HubError):
                 raise
             self._narrates = False
-            _warn(f"the run goes on, and is not shown any more: {''.join(traceback.format_exception(error)).rstrip()}")
+            _warn(
+                f"the run continues, and is not shown any more: {''.join(traceback.format_exception(error)).rstrip()}"
+            )
 
     def _left(self) -> bool:
         """Act on the signals that came; True when the person wants no more of it."""

@@ -19,7 +19,7 @@ def kill(arguments: Namespace) -> int:
     """End a run, or some of its ranks; status 0 only when nothing of what was named is left."""
     run = run_store.find(arguments.run)
     if _is_over(run):
-        print(f"{run.id} has ended already; nothing of it is left")
+        print(f"{run.id} has ended already; no process of it is left")
         return 0
     if not _confirmed(run, arguments):
         print("nothing was killed")

@@ -21,7 +21,7 @@ from .printable import print_json
 from .recordings import check_rank, opened
 
 _LABEL = 24
-_CPU_NOTE = "on a CPU a peak is of the resident set; nothing is reserved there"
+_CPU_NOTE = "on a CPU, peaks are of the resident set; there is no reserved memory"
 
 
 def show_memory(arguments: Namespace) -> int:

@@ -57,7 +57,7 @@ def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_printed
 
 def attach_line(run_id: str, words: Sequence[str] = ()) -> str:
     """Return the line about a run that continues: ``ftmon attach`` with these words, or its id alone."""
-    return f"{run_id} goes on; attach again: ftmon attach {shlex.join(words or [run_id])}"
+    return f"{run_id} continues; attach again: ftmon attach {shlex.join(words or [run_id])}"
 
 
 def _results(run: RunDir, output: Path) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _results(run: RunDir, output: Path) -> Iterator[str]:
     if any((model / name).exists() for name in ("config.json", "adapter_config.json")):
         yield f"model:      {model}"
         # A run that is not the trainer's own has no configuration to find its model by.
-        yield f"talk to it: ftmon chat {shlex.quote(run.id if run.config.exists() else str(model))}"
+        yield f"chat:       ftmon chat {shlex.quote(run.id if run.config.exists() else str(model))}"
     try:
         newest = output / "checkpoints" / (output / "checkpoints" / "latest").read_text().strip()
     except OSError:

@@ -53,7 +53,7 @@ def words(arguments: Namespace) -> list[str]:
 def _check_command(arguments: Namespace) -> None:
     """Refuse options beside a command whose values come from the script."""
     if arguments.config or arguments.model:
-        raise UsageError(f"predict takes {arguments.config or '--model'} or a command after '--', not both")
+        raise UsageError(f"predict accepts {arguments.config or '--model'} or a command after '--', not both")
     if arguments.data:
         raise UsageError("--data needs CONFIG.yaml, which names the data set")
     for name in ("deepspeed", "lora_rank", "optimizer"):

@@ -132,8 +132,8 @@ def _tell(source: LiveSource, arguments: Namespace, no_answer: Callable[[], Usag
 def _no_answer(address: str) -> UsageError:
     own = keys.client_pair().public
     return UsageError(
-        f"{address}: no answer in {CONNECT_SECONDS:.0f} s: is the address right, the key that hub's, are you let in? "
-        f"On that host: ftmon keys --allow='{own}'"
+        f"{address}: no answer in {CONNECT_SECONDS:.0f} s: check the address and the hub's key; your own key must be "
+        f"allowed on that host: ftmon keys --allow='{own}'"
     )
 
 
@@ -154,7 +154,7 @@ def manage_keys(arguments: Namespace) -> int:
     own = keys.client_pair().public
     print(f"your public key, to be allowed on the host of a run:\n  {own}")
     others = {key: remark for key, remark in keys.allowed().items() if key != own}
-    print("let in here, besides you:" if others else "no other key is allowed here", file=sys.stdout)
+    print("other keys allowed here:" if others else "no other key is allowed here", file=sys.stdout)
     for key, remark in others.items():
         print(f"  {key}  {sanitize(remark)}".rstrip())
     return 0

@@ -32,7 +32,7 @@ def _device(replay: Replay, top: int) -> Iterator[str]:
         yield "no history was recorded: torch.cuda.memory._record_memory_history() before the part of interest"
     of = replay.allocations
     if of.unsure_bytes:
-        yield f"{of.unsure} blocks from before the window have no exact size; figures may be {gib(of.unsure_bytes)} low"
+        yield f"{of.unsure} blocks older than the trace have no exact size; figures may be {gib(of.unsure_bytes)} low"
     if of.lost:
         yield f"{of.lost:,} frees are missing from the trace, which has gaps"
     if (oom := find_oom(replay)) is not None:
@@ -64,7 +64,7 @@ def _tree(root: Node, most: int) -> Iterator[str]:
     if root.bytes and not root.children:
         yield f"  {gib(root.bytes):>12} {root.blocks:>7,}  no stacks were recorded"
     if waiting:
-        yield f"  {'':>12} {'':>7}  and {len(waiting):,} branches more (--top shows more)"
+        yield f"  {'':>12} {'':>7}  and {len(waiting):,} more branches (--top shows more)"
 
 
 def difference_lines(before: list[Replay], after: list[Replay], top: int) -> list[str]:

@@ -40,7 +40,7 @@ class SshSource(LiveSource):
         self._ssh = endpoint
 
     def close(self) -> None:
-        """End the threads, close the sockets, end the connection; the run goes on."""
+        """End the threads, close the sockets, end the connection; the run continues."""
         super().close()
         self._ssh.close()
 
@@ -106,5 +106,5 @@ def _explain(place: Place, error: SshError) -> str:
     if error.status == _SSH_FAILED:
         return f"{place.host}: {words or 'ssh failed'}"
     if error.status == _USAGE and "invalid choice" in words:
-        return f"{place.host}: the ftmon there knows no 'relay': install the same version on both sides"
+        return f"{place.host}: the ftmon there has no command 'relay'; install the same version on both sides"
     return f"{place.host}: {words or f'ftmon relay ended with status {error.status}'}"

@@ -1,6 +1,6 @@
 """State of a run for the command that follows it: by the line to the launcher, else by the run directory.
 
-Nothing here raises because the run directory was removed, moved or made unreadable: the run goes on without it.
+Nothing here raises because the run directory was removed, moved or made unreadable: the run continues without it.
 """
 
 import contextlib

@@ -36,7 +36,7 @@ def train(arguments: Namespace) -> int:
     if arguments.print_config:
         return print_config()
     if arguments.config is None:
-        raise UsageError("train needs CONFIG.yaml; 'ftmon train --print-config' writes one to start from")
+        raise UsageError("train needs CONFIG.yaml; 'ftmon train --print-config' prints a template")
     push = [f"output.push={arguments.push}"] if arguments.push else []
     request = _request("train", arguments, config=arguments.config, overrides=[*arguments.overrides, *push])
     return _start_and_watch(arguments, request)

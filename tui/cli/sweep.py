@@ -21,7 +21,7 @@ SWEEP = "ftmon.trainer.sweep"
 def sweep(arguments: Namespace) -> int:
     """Run a sweep: status 0 where every run has its row, 1 where it ended before, 2 for a file that cannot be used.
 
-    In a terminal it opens the app, and the sweep goes on when that is left; else its lines are printed.
+    In a terminal it opens the app, and the sweep continues when that is left; else its lines are printed.
 
     Raises:
         StartFailedError: the sweep refused its file.
@@ -49,7 +49,7 @@ def _in_app(arguments: Namespace) -> int:
     model = run_sweep_app(path, ascii_only=arguments.ascii or terminal.wants_ascii())
     model.refresh()
     if model.results is None or model.results.end is None:
-        print(f"the sweep goes on; 'ftmon sweep {arguments.sweep}' shows it again, and its rows are in {path}")
+        print(f"the sweep continues; 'ftmon sweep {arguments.sweep}' shows it again, and its rows are in {path}")
         return 0
     plan = model.results.plan
     for line in [*aligned(table(pool(model.rows), plan.columns if plan else ())), *result_lines(model.rows, plan)]:

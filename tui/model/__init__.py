@@ -1,4 +1,4 @@
-"""The state the screens draw: a plain fold over messages. No Textual, no sockets, no files but ``runs``."""
+"""The state that the screens draw: a fold over messages, without Textual, sockets or files (except ``runs``)."""
 
 from .run import RunInfo, RunModel
 

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from ...protocol.control import Alert, Severity
 
 CAPACITY = 2_000
-"""Alerts kept; the hub raises 40 a minute at the most. Beyond it the least recently updated one goes."""
+"""Maximum number of alerts kept, then the least recently updated one is dropped; the hub raises at most 40 a minute."""
 
 SEVERITIES: dict[Severity, int] = {"info": 0, "warning": 1, "error": 2}
 
 
 class AlertHistory:
-    """All alerts of a run as they stand."""
+    """The latest state of all alerts of a run."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, Alert] = {}
@@ -39,16 +39,16 @@ class AlertHistory:
         return sorted(self._by_id.values(), key=lambda alert: (alert.time, alert.id), reverse=True)
 
     def unresolved(self) -> list[Alert]:
-        """List what still stands: the most severe first, and of one severity the newest."""
+        """List the unresolved alerts by severity, then the newest first."""
         standing = [alert for alert in self._by_id.values() if alert.resolved is None]
         return sorted(standing, key=lambda alert: (SEVERITIES[alert.severity], alert.time, alert.id), reverse=True)
 
     def of_rank(self, rank: int) -> list[Alert]:
-        """List the alerts that speak of a rank, the newest first."""
+        """List the alerts about a rank, the newest first."""
         return [alert for alert in self.newest_first() if alert.rank == rank or rank in alert.ranks]
 
     def counts(self) -> dict[Severity, int]:
-        """Count what still stands, by severity."""
+        """Count the unresolved alerts by severity."""
         found: dict[Severity, int] = {"info": 0, "warning": 0, "error": 0}
         for alert in self._by_id.values():
             if alert.resolved is None:

@@ -1,4 +1,4 @@
-"""Will it fit: the highest peak over the ranks against what their devices hold."""
+"""Judges whether a run fits: the highest peak over the ranks relative to their devices' capacity."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ TIGHT_FRACTION = 0.92
 """Above this share of the device a run is called tight: fragmentation alone can then end it."""
 
 STEADY_STEPS = 2
-"""Steps after which a peak speaks for the run: the first optimizer step creates Adam's states."""
+"""Steps after which a peak is representative: the first optimizer step creates Adam's states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,14 @@ class Fit:
     rank: int | None = None
     peak_bytes: int = 0
     reserved_bytes: int = 0
-    """Highest reserved bytes of that rank: what the device must really give."""
+    """Highest reserved bytes of that rank: what the device must provide."""
     capacity_bytes: int = 0
     phase: str = ""
     step: int = 0
 
     @property
     def free_bytes(self) -> int:
-        """What the peak leaves of the device."""
+        """Device memory that the peak leaves free."""
         return self.capacity_bytes - self.peak_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""What is known of the code that a spike came from, in words: the stacks, and what the hub made of them."""
+"""Text about the code that caused a spike: its stacks, and the hub's verdict on them."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -18,25 +18,25 @@ _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<name>.*)")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the hub made of a spike."""
+    """The hub's verdict on a spike."""
 
     pattern: str = ""
-    """Such as ``foreach temporaries``; empty where it cannot tell."""
+    """Such as ``foreach temporaries``; empty if unknown."""
     where: str = ""
     remedy: str = ""
-    """What a person would try."""
+    """What to try."""
     saves_bytes: int = 0
 
 
 def split_frame(frame: str) -> tuple[str, str, str]:
-    """Return file, line and function of ``file:line function``; a frame of another form is all function."""
+    """Return file, line and function of ``file:line function``; text of another form counts as the function."""
     text = sanitize(frame, 1000)
     found = _FRAME.fullmatch(text)
     return (found["file"], found["line"], found["name"]) if found is not None else ("", "", text[:400])
 
 
 def frame_parts(frame: str) -> tuple[str, str]:
-    """Split ``file:line function`` into ``function  file:line`` and the package it belongs to (empty: one's own)."""
+    """Split ``file:line function`` into ``function  file:line`` and its package (empty: user code)."""
     filename, line, name = split_frame(frame)
     if not filename:
         return name, ""
@@ -45,12 +45,12 @@ def frame_parts(frame: str) -> tuple[str, str]:
 
 
 def innermost(group: StackGroup) -> str:
-    """Name the innermost function of a group's stack; a frame of another form whole, empty without a stack."""
+    """Return the innermost function of a group's stack; empty without a stack."""
     return split_frame(group.frames[-1])[2] if group.frames else ""
 
 
 def group_parts(group: StackGroup) -> tuple[str, str]:
-    """Name where a group was allocated: the innermost call, and the innermost of one's own code (empty: the same)."""
+    """Return where a group was allocated: the innermost call, and the innermost in user code (empty: the same)."""
     frames = [frame_parts(frame) for frame in group.frames]
     if not frames:
         return "allocated by native code", ""
@@ -59,13 +59,13 @@ def group_parts(group: StackGroup) -> tuple[str, str]:
 
 
 def shown_bytes(cause: Cause, group: StackGroup) -> int:
-    """Return what a group adds to what is explained: what came and went, or of a leak and of what stayed all of it."""
+    """Return the bytes of a group that count as explained: the transient part, or for leaks and growth all of it."""
     passing = group.bytes - group.kept_bytes
     return group.bytes if cause.reason == "leak" or passing <= 0 else passing
 
 
 def evidence_words(cause: Cause) -> str:
-    """Return how much of it has stacks, and what recording them cost."""
+    """Return text about the share that has stacks, and the cost of recording them."""
     parts: list[str] = []
     if cause.transient_bytes > 0:
         share = min(1.0, max(0.0, cause.attributed_bytes / cause.transient_bytes))
@@ -77,7 +77,7 @@ def evidence_words(cause: Cause) -> str:
 
 
 CAUSE_EVIDENCE = ("stacks", "mend", "saves_bytes", "armed_us", "usual_us", "read_us")
-"""Evidence of an alert that is shown as its cause, besides keys that begin with ``cause_``."""
+"""Keys of an alert's evidence that are shown as its cause, in addition to those starting with ``cause_``."""
 
 
 def other_evidence(alert: Alert) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def other_evidence(alert: Alert) -> dict[str, Any]:
 
 
 def cause_of_alert(alert: Alert, causes: Mapping[int, Mapping[str, Cause]]) -> Cause | None:
-    """Find the cause that an alert's stacks are of, among the last causes by rank and phase."""
+    """Return the cause of an alert's stacks among the last causes by rank and phase."""
     if alert.kind not in ("spike", "leak"):
         return None
     told = alert.evidence.get("cause_rank")
@@ -100,7 +100,7 @@ def cause_of_alert(alert: Alert, causes: Mapping[int, Mapping[str, Cause]]) -> C
 
 
 def spike_alert(alerts: Iterable[Alert], rank: int, phase: str) -> Alert | None:
-    """Find the alert that speaks of a rank's spikes in a phase: one with a verdict first, then the newest."""
+    """Return the alert about a rank's spikes in a phase: preferably one with a verdict, then the newest."""
     found = [
         alert
         for alert in alerts
@@ -112,7 +112,7 @@ def spike_alert(alerts: Iterable[Alert], rank: int, phase: str) -> Alert | None:
 
 
 def verdict_of(alert: Alert | None) -> Verdict | None:
-    """Return the hub's verdict from an alert's evidence; None where there is none."""
+    """Return the hub's verdict from an alert's evidence; None if there is none."""
     evidence = alert.evidence if alert is not None else {}
     pattern, remedy = _text(evidence.get("cause_pattern")), _text(evidence.get("mend"))
     saves = evidence.get("saves_bytes")
@@ -123,7 +123,7 @@ def verdict_of(alert: Alert | None) -> Verdict | None:
 
 
 def verdict_words(verdict: Verdict) -> list[str]:
-    """Return what it is, and what to try."""
+    """Return a verdict's text, with what to try."""
     where = f", in {verdict.where}" if verdict.where else ""
     found = [f"{verdict.pattern}{where}"] if verdict.pattern else []
     if verdict.remedy:
@@ -133,7 +133,7 @@ def verdict_words(verdict: Verdict) -> list[str]:
 
 
 def evidence_groups(alert: Alert) -> list[StackGroup]:
-    """Read the stacks among an alert's evidence; none where it has none that can be read."""
+    """Return the stacks in an alert's evidence; empty if there are none or they are invalid."""
     try:
         return msgspec.convert(alert.evidence.get("stacks") or [], list[StackGroup])
     except msgspec.ValidationError:

@@ -1,6 +1,6 @@
-"""Which part of a training's course a chart shows: its axis, its window and its cursor. Plain, without a terminal.
+"""The view of a training chart: its axis, its window and its cursor, without a terminal.
 
-Window and cursor are kept in steps, so they stay where they are when the axis changes or the run goes on.
+Window and cursor are kept in steps, so they stay where they are when the axis changes or the run continues.
 """
 
 from bisect import bisect_left, bisect_right
@@ -13,7 +13,7 @@ Axis = Literal["steps", "tokens", "time"]
 AXES: tuple[Axis, ...] = ("steps", "tokens", "time")
 
 SMOOTHINGS: tuple[int | None, ...] = (None, 10, 30, 100, 300, 1)
-"""Steps the loss is smoothed over; None: a part of the run that suits it; 1: it is not smoothed."""
+"""Number of steps over which the loss is smoothed; None: depends on the length of the run; 1: no smoothing."""
 
 _FIFTIETH = 50
 _MOST_SMOOTHED = 1000
@@ -26,14 +26,14 @@ FIGURES = ("lr", "grad_norm", "tokens_per_second", "mfu", "data_share")
 
 
 def x_of(moment: HistoryPoint, axis: Axis, begun: float) -> float:
-    """Return where a moment is on an axis: its step, tokens so far, or seconds since ``begun``."""
+    """Return a moment's coordinate on an axis: its step, tokens so far, or seconds since ``begun``."""
     if axis == "steps":
         return float(moment.step)
     return moment.tokens if axis == "tokens" else max(0.0, moment.t - begun)
 
 
 class ChartView:
-    """What a person has chosen to see; nothing of the run itself."""
+    """The user's choices; without data of the run."""
 
     def __init__(self) -> None:
         self.axis: Axis = "steps"
@@ -44,7 +44,7 @@ class ChartView:
         self.span: int | None = None
         """Steps in view; None: all."""
         self.end: int | None = None
-        """The last step in view; None: the newest, as the run goes on."""
+        """The last step in view; None: the newest, as the run continues."""
         self.cursor: int | None = None
         """The step whose figures are shown; None: the newest."""
         self.version = 0
@@ -58,7 +58,7 @@ class ChartView:
         return moments[first : bisect_right(moments, last, key=lambda moment: moment.step)]
 
     def at_cursor(self, moments: Sequence[HistoryPoint]) -> int | None:
-        """Return the index of the moment whose figures are to be shown; None without any."""
+        """Return the index of the moment whose figures are shown; None without moments."""
         if not moments:
             return None
         if self.cursor is None:
@@ -81,7 +81,7 @@ class ChartView:
         self.version += 1
 
     def smoothed_steps(self, steps: int) -> int:
-        """Return the steps to smooth over in a run of so many; 1: none."""
+        """Return the number of steps to smooth over in a run of that length; 1: no smoothing."""
         return self.smoothing or max(5, min(_MOST_SMOOTHED, steps // _FIFTIETH))
 
     def whole(self) -> None:
@@ -121,7 +121,7 @@ class ChartView:
         self.version += 1
 
     def move(self, direction: int, moments: Sequence[HistoryPoint], columns: int, begun: float) -> None:
-        """Move the cursor to the next column of the chart that has a moment; the window goes along."""
+        """Move the cursor to the next column of the chart that has a moment; the window follows."""
         at = self.at_cursor(moments)
         if at is None:
             return
@@ -153,7 +153,7 @@ class ChartView:
             self.end = None if end >= last else end
 
     def follow(self) -> None:
-        """Show the newest step, and go on with the run."""
+        """Show the newest step, and follow the run."""
         self.cursor = self.end = None
         self.version += 1
 
@@ -173,10 +173,10 @@ def column_of(x: float, low: float, high: float, columns: int) -> int:
 
 
 def value_range(values: Sequence[float], floor: bool = False) -> tuple[float, float]:
-    """Return the lowest and highest value to draw: single values far above the rest do not flatten them.
+    """Return the lowest and highest value to draw, without outliers that would flatten the curve.
 
-    What is more than three times as far above the median as nine tenths of all are is beyond the range. With ``floor``
-    the range begins at zero, unless all values are in the upper half of it.
+    Values farther above the median than three times the distance of the 90th percentile are cut off. With ``floor`` the
+    range begins at zero, unless all values are in the upper half of it.
     """
     known = sorted(values)
     if not known:

@@ -1,4 +1,4 @@
-"""A console session with one rank: what was typed, what came back, and the lines typed before; plain."""
+"""A console session with one rank: typed code, its output, and the input history."""
 
 import codeop
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from ...protocol.control import Accepted, Result
 from ...protocol.text import sanitize
 
 MOST_LINES = 5000
-"""Lines of output that are kept; the oldest go first."""
+"""Maximum number of output lines kept; the oldest are dropped first."""
 
 Kind = Literal["in", "out", "error", "note"]
 
 
 class SentCommand(Protocol):
-    """A command that was sent, and its answers as they come."""
+    """A sent command and its answers, once received."""
 
     @property
     def accepted(self) -> Accepted | None: ...  # noqa: D102
@@ -25,14 +25,14 @@ class SentCommand(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConsoleLine:
-    """One line of the session, fit for a terminal."""
+    """One line of the session, safe for a terminal."""
 
     kind: Kind
     text: str
 
 
 class ConsoleSession:
-    """The session with one rank. What a rank prints is untrusted: it is made harmless here, line by line."""
+    """The session with one rank. A rank's output is untrusted and is sanitized here, line by line."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -48,7 +48,7 @@ class ConsoleSession:
 
     @property
     def waiting_since(self) -> float:
-        """When the code was sent whose result has not come yet; 0 when nothing is waited for."""
+        """When the code was sent whose result is pending; 0 if none is."""
         return min(self._waiting.values(), default=0.0)
 
     def sent(self, number: str, code: str, now: float) -> None:
@@ -101,7 +101,7 @@ class ConsoleSession:
         self.version += 1
 
     def recall(self, direction: int, now: str) -> str:
-        """Go back (-1) or forth (1) through what was typed before; past the newest is what was being typed."""
+        """Go back (-1) or forward (1) in the input history; after the newest entry is the current input."""
         if not self.history:
             return now
         if self._from_history is None:
@@ -116,7 +116,7 @@ class ConsoleSession:
 
 
 def is_complete(code: str) -> bool:
-    """Return whether Python would run this now: not in the middle of a bracket or a block. What is wrong is complete.
+    """Return whether Python would run this now, outside brackets and blocks; code with errors counts as complete.
 
     The code is compiled here and never run; the rank compiles it again.
     """

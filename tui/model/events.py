@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from ...protocol.telemetry import PHASES, AllocatorEvents, Step
 
 KEPT = 240
-"""Sampled steps kept."""
+"""Maximum number of sampled steps kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseRates:
-    """What the allocator did in one phase of a sampled step; rates are over the phase's own time."""
+    """Allocator activity in one phase of a sampled step; rates are per second of the phase."""
 
     name: str
     allocations: int
@@ -22,11 +22,11 @@ class PhaseRates:
     largest: int
     """The largest single allocation, bytes."""
     segments: int
-    """cudaMalloc calls less cudaFree calls."""
+    """cudaMalloc calls minus cudaFree calls."""
     segment_bytes: int
     """Growth of reserved memory."""
     allocations_per_second: float | None
-    """None where the phase's time is not known."""
+    """None if the phase's duration is unknown."""
     bytes_per_second: float | None
 
 
@@ -44,7 +44,7 @@ class AllocatorHistory:
         self.retries: int | None = None
         """cudaMalloc retries, each a flush of the allocator's cache, since the process began; None before a step."""
         self.retry_steps: deque[tuple[int, int]] = deque(maxlen=64)
-        """Steps in which there were retries, and how many, as far back as every step was folded."""
+        """Steps with retries and their number, since every step was folded."""
         self.version = 0
         self._step = 0
 
@@ -52,7 +52,7 @@ class AllocatorHistory:
         """Fold a finished step."""
         before, self.retries = self.retries, step.retries
         follows, self._step = step.step == self._step + 1, step.step
-        # Between steps that are apart (after a seek) it is not known in which one they were.
+        # If steps are missing in between (after a seek), it is unknown in which step the retries occurred.
         if before is not None and step.retries > before and follows:
             self.retry_steps.append((step.step, step.retries - before))
             self.version += 1
@@ -72,7 +72,7 @@ class AllocatorHistory:
 
     @property
     def samples(self) -> list[AllocatorEvents]:
-        """All samples up to this state, oldest first, ``KEPT`` at the most."""
+        """All samples up to this state, oldest first, at most ``KEPT``."""
         recent = list(self._recent)
         if not self._past or not recent:
             return recent
@@ -86,21 +86,21 @@ def allocations(events: AllocatorEvents) -> int:
 
 
 def allocated_bytes(events: AllocatorEvents) -> int:
-    """Add up the bytes allocated in a sampled step, whether or not they were freed again."""
+    """Return the bytes allocated in a sampled step, including those freed again."""
     return sum(phase.allocated_bytes for phase in events.phases)
 
 
 def segment_bytes(events: AllocatorEvents) -> int:
-    """Return how reserved memory grew in a sampled step."""
+    """Return the growth of reserved memory in a sampled step, bytes."""
     return sum(phase.segment_bytes for phase in events.phases)
 
 
 def phase_rates(events: AllocatorEvents, steps: Iterable[Step]) -> list[PhaseRates]:
-    """Return what the allocator did in each phase of a sampled step, in the order phases run.
+    """Return the allocator activity in each phase of a sampled step, in the order of phases.
 
     Args:
         events: the sample.
-        steps: the rank's recent steps; for a probe that does not send the phases' times with the sample.
+        steps: the rank's recent steps, for probes that do not send phase durations with the sample.
     """
     order = {name: index for index, name in enumerate(PHASES)}
     step = next((step for step in steps if step.step == events.step), None)

@@ -1,4 +1,4 @@
-"""Ranks that wait at an out-of-memory error: which, since when, and which error to show first."""
+"""Ranks held at an out-of-memory error: which ones, since when, and which error to show first."""
 
 from ...protocol.text import duration
 from .oom import CaseKey, OomCase
@@ -6,7 +6,7 @@ from .run import RunModel
 
 
 def held_since(model: RunModel, case: OomCase) -> float:
-    """Return since when the rank waits at this very error, seconds since the epoch; 0: it does not."""
+    """Return when the rank began to wait at this error, seconds since the epoch; 0 if it does not."""
     rank = model.ranks.get(case.oom.rank)
     latest = model.ooms.of_rank(case.oom.rank)
     if rank is None or not case.oom.held or latest is None or latest.key != case.key:
@@ -26,9 +26,9 @@ def held_cases(model: RunModel) -> list[OomCase]:
 
 
 def first_to_show(model: RunModel, rank: int | None = None) -> OomCase | None:
-    """Return the error to show first: that rank's, else one that is held, else the first of the latest.
+    """Return the error to show first: that rank's, else that of a held rank, else the first of the latest group.
 
-    When one rank fails, others often follow within moments: the first of them is the one to look at.
+    When one rank fails, others often follow within seconds; the first one is the most informative.
     """
     if rank is not None and (found := model.ooms.of_rank(rank)) is not None:
         return found
@@ -42,7 +42,7 @@ def first_to_show(model: RunModel, rank: int | None = None) -> OomCase | None:
 
 
 _TOGETHER_S = 120.0
-"""Errors of several ranks within this belong together."""
+"""Errors of several ranks within this many seconds form a group."""
 
 
 class HeldWatch:
@@ -52,14 +52,14 @@ class HeldWatch:
         self._told: set[CaseKey] = set()
 
     def fresh(self, model: RunModel) -> OomCase | None:
-        """Return an unreported error at which a rank waits; others that wait too count as reported."""
+        """Return an unreported error at which a rank waits; all others then count as reported."""
         cases = [case for case in held_cases(model) if case.key not in self._told]
         self._told.update(case.key for case in cases)
         return cases[0] if cases else None
 
 
 def hold_words(model: RunModel, case: OomCase) -> list[str]:
-    """Return what being held means here: until when, and what becomes of the other ranks."""
+    """Return text about the hold: until when it lasts, and the state of the other ranks."""
     since, oom = held_since(model, case), case.oom
     if not since:
         return []

@@ -11,7 +11,7 @@ from ...protocol.text import sanitize
 
 _WORDS_LIMIT = 120
 _RANK_OPTIONS = ("--local_rank=", "--local-rank=")
-"""What a launcher adds to the command line of each rank."""
+"""Options that a launcher adds to the command line of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class JobRow:
 
     number: int
     words: str
-    """What of its command line differs from that of the other jobs; of a single job, its script."""
+    """The words of its command line that differ from other jobs; for a single job, its script."""
     state: str
     text: str
     """Why it failed."""
@@ -35,17 +35,17 @@ class JobRow:
     allocated_peak: int
     reserved_peak: int
     seconds: float
-    """How long it ran, or has run so far."""
+    """Duration so far, seconds."""
     shown: bool
 
     @property
     def outcome(self) -> str:
-        """The state in a word; ``oom`` where memory ran out."""
+        """The state in a word; ``oom`` if memory ran out."""
         return "oom" if self.state == "failed" and is_oom(self.text) else self.state
 
 
 def job_rows(jobs: Mapping[int, Job], now: float) -> list[JobRow]:
-    """Make the table's rows, by number; ``now`` is what a job that goes on has run until."""
+    """Return the table's rows, by number; ``now`` is the end of running jobs for their duration."""
     words = differing_words([job.argv for job in jobs.values()])
     return [_row(job, told, now) for job, told in zip(jobs.values(), words, strict=True)]
 
@@ -75,9 +75,9 @@ def _row(job: Job, words: str, now: float) -> JobRow:
 
 
 def differing_words(commands: Sequence[Sequence[str]]) -> list[str]:
-    """Return, for each command line, the words that not all of them have, an option's value with its option.
+    """Return, for each command line, the words that not all of them share, option values with their options.
 
-    Where nothing differs, or there is but one, it is the script's name.
+    If nothing differs, or there is only one, it is the script's name.
     """
     commands = [[word for word in command if not word.startswith(_RANK_OPTIONS)] for command in commands]
     sets = [set(command[1:]) for command in commands]
@@ -100,7 +100,7 @@ def _told(command: Sequence[str], common: Collection[str], several: bool) -> str
 
 
 def phases_of(rank: JobRank) -> list[JobPhase]:
-    """List a rank's phases in the order they are drawn."""
+    """List a rank's phases in drawing order."""
     order = {name: at for at, name in enumerate(PHASES)}
     return sorted(rank.phases, key=lambda phase: order.get(phase.name, len(order)))
 

@@ -7,12 +7,12 @@ from ...protocol.telemetry import LogLine
 
 CAPACITY = 10_000
 LONGEST = 4_096
-"""Characters kept of a line: as many as are ever shown."""
+"""Maximum number of characters kept and shown per line."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """A log line with its place in the stream. Rank -1 is the launcher."""
+    """A log line with its sequence number. Rank -1 is the launcher."""
 
     seq: int
     time: float
@@ -32,12 +32,12 @@ class LogHistory:
         return len(self._entries)
 
     def put(self, seq: int, line: LogLine) -> None:
-        """Add a line; the oldest goes when the ring is full."""
+        """Add a line, dropping the oldest if the ring is full."""
         self._entries.append(LogEntry(seq, line.time, line.rank, line.stream, line.text[:LONGEST]))
         self.version += 1
 
     def after(self, seq: int) -> list[tuple[int, LogEntry]]:
-        """List the lines that came after number ``seq`` of the stream, with their numbers, oldest first."""
+        """List the lines after sequence number ``seq``, with their numbers, oldest first."""
         found: list[tuple[int, LogEntry]] = []
         for entry in reversed(self._entries):
             if entry.seq <= seq:

@@ -4,10 +4,10 @@ EMPTY = -1
 """A column, or a figure of it, without data."""
 
 KEEP = 512
-"""Columns a level keeps at the least; it grows to twice that before the oldest half goes."""
+"""Minimum number of columns that a level keeps; at twice that number the oldest half is dropped."""
 
 RATIO = 4
-"""How much coarser each level is than the one below."""
+"""Ratio of the spans of two adjacent levels."""
 
 
 class Level:

@@ -1,4 +1,4 @@
-"""What explains one rank's memory: what its peaks are made of, where spikes came from, and which phase leads."""
+"""Explanations of one rank's memory: composition of its peaks, causes of spikes, and the phase with the peak."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from .peak_phase import PeakRanking, rank_phases
 
 
 class RankMemory:
-    """The explanations of one rank's memory, folded. ``version`` moves with every change that can be seen."""
+    """The explanations of one rank's memory. ``version`` is incremented with every visible change."""
 
     __slots__ = ("_lead", "_past", "_peaks", "_step", "causes", "highest", "latest", "version")
 
@@ -17,7 +17,7 @@ class RankMemory:
         self.latest: Composition | None = None
         """The last analysed step."""
         self.highest: Composition | None = None
-        """The one with the highest peak so far."""
+        """The analysed step with the highest peak so far."""
         self.causes: dict[str, Cause] = {}
         """The last cause found for each phase."""
         self.version = 0
@@ -35,7 +35,7 @@ class RankMemory:
             self.version += 1
 
     def on_composition(self, composition: Composition) -> None:
-        """Fold what a step's peaks are made of; they come in any order after a seek."""
+        """Fold a composition; after a seek they arrive in any order."""
         if self.latest is None or composition.step >= self.latest.step:
             self.latest = composition
         if self.highest is None or highest_bytes(composition) > highest_bytes(self.highest):
@@ -43,7 +43,7 @@ class RankMemory:
         self.version += 1
 
     def on_cause(self, cause: Cause) -> None:
-        """Fold which code a transient came from."""
+        """Fold the cause of a transient."""
         known = self.causes.get(cause.phase)
         if known is None or cause.step >= known.step:
             self.causes[cause.phase] = cause
@@ -61,14 +61,14 @@ class RankMemory:
 
     @property
     def ranking(self) -> PeakRanking | None:
-        """Which phase makes the peak of the run so far; None before the first step."""
+        """Ranking of the phases by their peaks so far; None before the first step."""
         if self._lead[0] != self.version:
             self._lead = (self.version, rank_phases(self.marks))
         return self._lead[1]
 
     @property
     def cause(self) -> Cause | None:
-        """The cause of the largest transient that is known."""
+        """The cause of the largest transient with a known cause."""
         return max(self.causes.values(), key=lambda cause: cause.transient_bytes, default=None)
 
 

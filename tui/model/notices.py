@@ -1,4 +1,4 @@
-"""The notices that the terminal showing a run is to give."""
+"""Notifications that are given by the terminal showing a run."""
 
 import time
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from .run import RunModel
 
 
 class TerminalNotices:
-    """Finds events of a run that are worth a notice; earlier ones are not notified."""
+    """Finds events of a run to notify of, from its creation on."""
 
     def __init__(self, run: RunDir) -> None:
         notify = read_notify(run)
@@ -20,7 +20,7 @@ class TerminalNotices:
         self._version = 0
 
     def fresh(self, model: RunModel) -> Iterator[Notice]:
-        """Yield the notices, mostly none, that the model asks for since the last call."""
+        """Yield the notifications for changes of the model since the last call."""
         if self._notices is None:
             return
         if model.alerts.version != self._version:

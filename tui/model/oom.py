@@ -1,7 +1,7 @@
-"""The out-of-memory errors of a run: what the rank measured, what the hub made of it, and whether the rank still waits.
+"""The out-of-memory errors of a run: the rank's figures, the hub's verdict, and whether the rank is held.
 
-A plain fold, live or replayed. Where no hub has judged an error (an older recording, a hub that was gone), the same
-rules are applied here to the rank's own numbers.
+A fold over messages, live or replayed. If no hub has judged an error (an older recording, or no hub at that time), the
+same rules are applied here to the rank's figures.
 """
 
 from collections.abc import Iterator
@@ -19,24 +19,24 @@ CaseKey = tuple[int, float]
 """Rank, and time by that rank's clock: identifies an error."""
 
 MOST_CASES = 64
-"""A script may catch its errors and go on for hours; the oldest are forgotten first."""
+"""Maximum number of errors kept, the oldest are dropped first: a script may catch errors for hours."""
 
 
 @dataclass(frozen=True)
 class OomCase:
-    """One error; with a report as soon as there is one."""
+    """One error, with its report once received."""
 
     oom: Oom
     report: OomReport | None = None
 
     @property
     def key(self) -> CaseKey:
-        """What it is found by."""
+        """Key that identifies the error."""
         return self.oom.rank, self.oom.time
 
     @cached_property
     def verdict(self) -> OomVerdict:
-        """Why there was no memory."""
+        """Why the allocation failed."""
         return self.report.verdict if self.report is not None else explain(self.oom, OomContext())
 
     @cached_property
@@ -46,7 +46,7 @@ class OomCase:
 
     @property
     def ranks(self) -> list[RankMoment]:
-        """All ranks at that moment; empty where they were not recorded."""
+        """All ranks at that moment; empty if not recorded."""
         return self.report.ranks if self.report is not None else []
 
 
@@ -56,7 +56,7 @@ class OomCases:
     def __init__(self) -> None:
         self._cases: dict[CaseKey, OomCase] = {}
         self.version = 0
-        """Moves with every change."""
+        """Incremented with every change."""
 
     def __len__(self) -> int:
         return len(self._cases)
@@ -65,13 +65,13 @@ class OomCases:
         return iter(self._cases.values())
 
     def put(self, oom: Oom) -> None:
-        """Add an error; a known one stays as it is."""
+        """Add an error; a known error is not changed."""
         key = oom.rank, oom.time
         if key not in self._cases:
             self._add(OomCase(oom))
 
     def report(self, report: OomReport) -> None:
-        """Add what the hub made of an error, or a later word on it."""
+        """Add the hub's report on an error, or an update of it."""
         self._add(OomCase(report.oom, report))
 
     def _add(self, case: OomCase) -> None:
@@ -94,7 +94,7 @@ class OomCases:
 
 
 def numbers(oom: Oom) -> list[tuple[str, int, str]]:
-    """List the figures of that moment: what each is, bytes, and a remark."""
+    """List the figures at that moment: name, bytes, and a remark."""
     host = oom.measure != "cuda"
     where = "host" if host else "device"
     total = oom.capacity_bytes or oom.device_total_bytes

@@ -1,7 +1,7 @@
-"""Finds the phase with a rank's peak, by how much it leads, and how that depends on the batch's length and on the step.
+"""Finds the phase with a rank's peak, its lead over other phases, and the dependence on batch length and step.
 
-This explains a curve that is flat and then rises: while batches are short, a phase leads whose peak does not depend on
-them (an optimizer step, say); from some length on, one leads whose peak does.
+This explains a curve that is flat and then rises: with short batches, the highest phase is one whose peak does not
+depend on the batch (such as the optimizer step); from some length on, it is a phase whose peak does.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ from ...protocol.recording.phase_peaks import PeakMark, bucket_of
 from ...protocol.text import gib, sanitize
 
 FLAT_SHARE = 0.01
-"""A phase whose peaks differ by less than this over all lengths does not depend on them."""
+"""A phase whose peaks differ by less than this share over all lengths does not depend on the length."""
 
 STEADY_SHARE = 0.7
 """A peak grows with the batch when at least this share of the next longer batches has a higher one."""
@@ -20,55 +20,55 @@ STEADY_SHARE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Below some length one phase leads, above it another."""
+    """A batch length at which the phase with the highest peak changes."""
 
     below: str
     above: str
     last_below: PeakMark
-    """The longest batch at which ``below`` still led."""
+    """The longest batch at which ``below`` had the highest peak."""
     first_above: PeakMark
     size: float
     """Elements of a batch at which both peaks would be equal, by a line between the two."""
     ahead: bool = False
-    """No batch was so long yet: it follows from how the peaks grew, and ``first_above`` is the longest batch."""
+    """Whether the length is extrapolated: no batch was that long yet, and ``first_above`` is the longest batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeakRanking:
-    """The standing of a rank's phases; the highest first."""
+    """A rank's phases ranked by their peaks, the highest first."""
 
     standing: tuple[PeakMark, ...]
     """The highest mark of each phase."""
     crossing: Crossing | None = None
     slopes: dict[str, float] | None = None
-    """Bytes an element of the batch, by phase, over the longest batches; 0 for a phase whose peak is the same at every
-    length it led at, or at every one. None with one length."""
+    """Bytes per element of the batch, by phase, over the longest batches; 0 for a phase with the same peak at every
+    length at which it was highest, or at every length. None if there is only one length."""
     changes: tuple[tuple[int, str], ...] = ()
-    """Step and phase each time another phase began to make the run's peak; the first is the first step's."""
+    """Step and phase of each change of the phase with the run's peak, including the first step."""
 
     @property
     def first(self) -> PeakMark:
-        """The phase that makes the run's peak."""
+        """The phase with the run's peak."""
         return self.standing[0]
 
     @property
     def next(self) -> PeakMark | None:
-        """The phase that comes after it."""
+        """The phase with the second highest peak."""
         return self.standing[1] if len(self.standing) > 1 else None
 
     @property
     def by(self) -> int:
-        """Bytes by which the first leads."""
+        """Bytes by which the first phase exceeds the second."""
         return self.first.bytes - self.standing[1].bytes if len(self.standing) > 1 else self.first.bytes
 
 
 def phase_words(phase: str) -> str:
-    """Call a phase as in a sentence: ``the optimizer step``, ``backward``."""
+    """Return a phase's name for a sentence: ``the optimizer step``, ``backward``."""
     return {"optimizer": "the optimizer step", "data": "data loading"}.get(phase) or sanitize(phase, 20)
 
 
 def rank_phases(marks: Iterable[PeakMark]) -> PeakRanking | None:
-    """Judge the marks of one rank; None without any."""
+    """Return the ranking from the marks of one rank; None without marks."""
     known = list(marks)
     if not known:
         return None
@@ -85,8 +85,8 @@ def rank_phases(marks: Iterable[PeakMark]) -> PeakRanking | None:
 def _by_size(marks: Sequence[PeakMark]) -> list[dict[str, PeakMark]]:
     """Return the highest mark of each phase for each size of batch, by size.
 
-    A size that only the very first step had is left out: that step creates the optimizer's states, before which every
-    phase is lower than ever after.
+    A size that only the first step had is excluded: before that step creates the optimizer's states, all phases are
+    lower than later.
     """
     first = min(mark.step for mark in marks)
     found: dict[int, dict[str, PeakMark]] = {}
@@ -105,7 +105,7 @@ def _top(phases: dict[str, PeakMark]) -> PeakMark:
 
 
 def _crossing(sizes: list[dict[str, PeakMark]]) -> Crossing | None:
-    """Find the one size at which the lead passes from one phase to another; None when it never or often does."""
+    """Return the size at which the highest phase changes; None if it never changes, or changes several times."""
     leaders = [_top(phases).phase for phases in sizes]
     turns = [at for at in range(1, len(leaders)) if leaders[at] != leaders[at - 1]]
     if not turns and len(sizes) > 1:
@@ -124,7 +124,7 @@ def _crossing(sizes: list[dict[str, PeakMark]]) -> Crossing | None:
 
 
 def _crossing_ahead(sizes: list[dict[str, PeakMark]]) -> Crossing | None:
-    """Find where a phase that grows with the batch would pass the one that leads, within 8 times the longest batch."""
+    """Return where a growing phase would exceed the highest one, up to 8 times the longest batch; None if nowhere."""
     leader = _top(sizes[-1])
     found: Crossing | None = None
     for phase, mark in sizes[-1].items():
@@ -151,7 +151,7 @@ def _slopes(sizes: list[dict[str, PeakMark]], crossing: Crossing | None) -> dict
 
 
 def _slope(sizes: Sequence[dict[str, PeakMark]], phase: str) -> float:
-    """Give bytes an element of the batch; 0 where the peaks are alike, or rise and fall as they like."""
+    """Return bytes per element of the batch; 0 if the peaks are equal, or do not grow steadily."""
     marks = [phases[phase] for phases in sizes if phase in phases]
     if len(marks) < 2 or marks[-1].size <= marks[0].size:
         return 0.0
@@ -163,7 +163,7 @@ def _slope(sizes: Sequence[dict[str, PeakMark]], phase: str) -> float:
 
 
 def _changes(marks: Sequence[PeakMark]) -> tuple[tuple[int, str], ...]:
-    """Walk the marks by step and note when another phase began to make the run's peak."""
+    """Return the steps at which the phase with the run's peak changed."""
     found: list[tuple[int, str]] = []
     top = 0
     ordered = sorted(marks, key=lambda mark: mark.step)
@@ -229,7 +229,7 @@ def _between(crossing: Crossing) -> bool:
 
 
 def _near(crossing: Crossing) -> str:
-    """Name the size at which two peaks are equal: by length where only that differs, else in tokens."""
+    """Return text for the size at which two peaks are equal: a length if only that differs, else tokens."""
     low, high = crossing.last_below, crossing.first_above
     if len(low.shape) > 1 and low.shape[:-1] == high.shape[:-1]:
         return f"length {crossing.size * low.shape[-1] / low.size:,.0f}"
@@ -237,7 +237,7 @@ def _near(crossing: Crossing) -> str:
 
 
 def _namer(marks: Sequence[PeakMark]) -> Callable[[PeakMark], str]:
-    """Call a batch by its length where only that differs, else by its shape."""
+    """Return a function that names a batch by its length if only that differs, else by its shape."""
     if len({tuple(mark.shape[:-1]) for mark in marks}) == 1 and len(marks[0].shape) > 1:
         return lambda mark: f"length {mark.shape[-1]:,}"
     return lambda mark: "batches of " + " x ".join(f"{count:,}" for count in mark.shape)

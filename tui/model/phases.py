@@ -1,4 +1,4 @@
-"""What a step's phases come to: the shares of its time, and the rows of the phase table."""
+"""Figures of a step's phases: the shares of its time, and the rows of the phase table."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ SHARE_NAMES: tuple[str, ...] = (*(name for name in PHASES if name in _OWN_SHARE)
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How a step's time divides; fractions that add up to 1 (all 0 when nothing is known)."""
+    """Shares of a step's time; fractions that add up to 1 (all 0 if unknown)."""
 
     clock: Literal["device", "host"]
-    """Which clock: the device's where every step has it, else the host's."""
+    """The device's clock if every step has device times, else the host's."""
     step_ms: float
-    """Mean length of the steps these shares are of, milliseconds."""
+    """Mean duration of these steps, milliseconds."""
     parts: dict[str, float]
     """Fraction of the step for each name of ``SHARE_NAMES``. On the device's clock collectives run inside the phases'
     kernels and cannot be separated from them, so ``wait`` is 0 there.
@@ -26,10 +26,10 @@ class Shares:
 
 
 def shares(steps: Iterable[Step]) -> Shares:
-    """Divide the time of these steps into phases: on device time when all of them have it, else on host time.
+    """Return the shares of these steps' phases, in device time if all steps have it, else in host time.
 
-    On host time the seconds inside collective calls come off their phase and are ``wait``. The record of ``init`` that
-    the first step carries lies before that step and is left out.
+    In host time, time inside collective calls is subtracted from its phase and counted as ``wait``. The record of
+    ``init`` in the first step is excluded, because it lies before that step.
     """
     chosen = list(steps)
     clock: Literal["device", "host"] = "device" if chosen and all(_on_device(step) for step in chosen) else "host"
@@ -67,15 +67,15 @@ class PhaseRow:
     device_ms: float | None
     """None on the CPU, or while events were not read."""
     count: int
-    """Occurrences folded into it: micro-steps."""
+    """Number of occurrences (micro-steps)."""
     allocated: Span
     reserved: Span
     resident: Span | None
     """Resident set size; None on CUDA."""
     growth: int
-    """Bytes that stayed, of the figure whose peak is a true high-water mark."""
+    """Bytes that stayed allocated, of the figure with exact peaks (allocated on CUDA, resident on the CPU)."""
     transient: int
-    """Bytes that came and went, of the same figure."""
+    """Bytes freed within the phase, of the same figure."""
     peak: int
     """That figure's peak."""
     collective_ms: float
@@ -86,7 +86,7 @@ class PhaseRow:
 
 
 def row(record: PhaseRecord) -> PhaseRow:
-    """Make the table's row of one phase."""
+    """Return the table's row of one phase."""
     true = record.peak_span
     return PhaseRow(
         name=record.name,
@@ -108,5 +108,5 @@ def row(record: PhaseRecord) -> PhaseRow:
 
 
 def rows(step: Step | None) -> list[PhaseRow]:
-    """Make the phase table of a step, in the order the phases ran."""
+    """Return the phase table of a step, in the order the phases ran."""
     return [] if step is None else [row(record) for record in sorted(step.phases, key=lambda each: each.start_us)]

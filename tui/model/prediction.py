@@ -1,4 +1,4 @@
-"""A rank's measured peaks beside the predicted ones."""
+"""Compares a rank's measured peaks with the predicted ones."""
 
 from msgspec.structs import replace
 
@@ -11,7 +11,7 @@ from .rank import RankModel
 from .run import RunModel
 
 _STEADY_STEPS = 2
-"""The first step begins without the optimizer's states: a prediction is of those after it."""
+"""Predictions apply from this step on: the first step begins without the optimizer's states."""
 
 
 def comparable(rank: RankModel, prediction: Prediction | None) -> bool:
@@ -20,7 +20,7 @@ def comparable(rank: RankModel, prediction: Prediction | None) -> bool:
 
 
 def compared_phases(rank: RankModel, prediction: Prediction | None) -> list[Compared]:
-    """Return the highest peak of each phase beside its prediction, in the order phases run; empty without one."""
+    """Return the highest peak of each phase with its prediction, in the order of phases; empty without a prediction."""
     if prediction is None or not comparable(rank, prediction):
         return []
     ranking = rank.memory.ranking
@@ -32,14 +32,14 @@ def compared_phases(rank: RankModel, prediction: Prediction | None) -> list[Comp
 def predicted_phase(
     rank: RankModel, prediction: Prediction | None, composition: Composition | None, step: int, phase: str
 ) -> PredictedPhase | None:
-    """Return the prediction for one phase of one step; None where there is none, or the step's batch is not known.
+    """Return the prediction for one phase of one step; None if there is none, or if the step's batch is unknown.
 
     Args:
-        rank: whose step it is.
-        prediction: of the run.
-        composition: of the step, where it was analysed.
-        step: its number.
-        phase: its phase.
+        rank: the rank.
+        prediction: the run's prediction.
+        composition: the step's composition, if it was analysed.
+        step: number of the step.
+        phase: the phase.
     """
     if prediction is None or not comparable(rank, prediction):
         return None
@@ -51,7 +51,7 @@ def predicted_phase(
 
 
 def highest_prediction(model: RunModel) -> Compared | None:
-    """Return the phase that makes the run's highest peak beside its prediction; None where there is none."""
+    """Return the phase with the run's highest peak, with its prediction; None if there is none."""
     peak, prediction = model.peak, model.prediction
     rank = model.ranks.get(peak.rank) if peak is not None else None
     if peak is None or rank is None or prediction is None or not comparable(rank, prediction):
@@ -68,7 +68,7 @@ def _of_mark(rank: RankModel, prediction: Prediction, mark: PeakMark) -> Compare
         return found
     taken = [_of_composition(rank, prediction, one, mark.phase) for one in (rank.memory.highest, rank.memory.latest)]
     of_itself = next((one for one in taken if one is not None and one.measured_bytes == mark.bytes), None)
-    # Of another step, too: what a prediction lacks with one batch it lacks with all.
+    # The composition of another step will do: a prediction's error does not depend on the batch.
     best = of_itself or max(filter(None, taken), key=lambda one: one.by_bytes * found.by_bytes, default=None)
     if best is None or not best.parts or best.by_bytes * found.by_bytes < 0:
         return found
@@ -76,7 +76,7 @@ def _of_mark(rank: RankModel, prediction: Prediction, mark: PeakMark) -> Compare
 
 
 def _of_composition(rank: RankModel, prediction: Prediction, taken: Composition | None, phase: str) -> Compared | None:
-    """Return a phase of an analysed step beside the prediction; None where there is none."""
+    """Return a phase of an analysed step with its prediction; None if there is none."""
     if taken is None or taken.measure != "cuda" or taken.step < _STEADY_STEPS:
         return None
     peak = next((one for one in taken.phases if one.name == phase), None)
@@ -87,7 +87,7 @@ def _of_composition(rank: RankModel, prediction: Prediction, taken: Composition 
 
 
 def _elements(rank: RankModel, step: int) -> int:
-    """Return the size of a step's largest micro-batch; 0 where it is not known."""
+    """Return the number of elements of a step's largest micro-batch; 0 if unknown."""
     for one in rank.steps:
         if one.step == step:
             return size_of(one.batch_shape)

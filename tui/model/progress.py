@@ -1,17 +1,17 @@
-"""How far a run is, in a few words: its epoch, and what it does besides its steps."""
+"""Text about a run's progress: its epoch, and its activity besides steps."""
 
 from ...protocol.telemetry import EarlyStop
 from ...protocol.text import sanitize
 from .run import RunModel
 
 _ACTIVITY_SECONDS = 1.0
-"""A phase that no message has announced is named in the summary once it lasts this long."""
+"""Seconds after which a phase without an ``activity`` message is named in the summary."""
 
 _PHASE_ACTIVITIES = {"eval": "evaluation", "checkpoint": "checkpoint"}
 
 
 def activity_words(model: RunModel) -> str:
-    """Name what the run does besides its steps, and how far it is; empty while it trains, or not at all."""
+    """Return the run's activity besides steps, with its progress; empty while it trains, or after its end."""
     if model.state not in ("starting", "training"):
         return ""
     activity = model.training.activity
@@ -27,14 +27,14 @@ def activity_words(model: RunModel) -> str:
 
 
 def epoch_words(model: RunModel) -> str:
-    """Write the epochs that are done, of those that are planned: ``1.25 / 3``; empty where they are not known."""
+    """Return completed and planned epochs: ``1.25 / 3``; empty if unknown."""
     if model.epoch is None or model.plan is None or not model.plan.epochs:
         return ""
     return f"{model.epoch:.2f} / {model.plan.epochs:.4g}"
 
 
 def early_stop_words(stop: EarlyStop) -> str:
-    """Write why a training ended before its planned end: ``stopped early at step 14: no lower loss in ...``."""
+    """Return why a training ended before its planned end: ``stopped early at step 14: no lower loss in ...``."""
     words = f"stopped early at step {stop.step:,}: no lower loss in {stop.evaluations:,} evaluation"
     words += "s" if stop.evaluations != 1 else ""
     if stop.best_loss is not None:

@@ -23,15 +23,15 @@ from .series import StepSeries
 from .timeline import EMPTY, Timeline
 
 RECENT_STEPS = 240
-"""Steps kept whole for tables and charts."""
+"""Number of steps kept in full for tables and charts."""
 
 SHARE_STEPS = 8
-"""Steps that phase shares are averaged over, so that the bar is calm."""
+"""Number of steps over which phase shares are averaged, so that the bar is steady."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The highest memory of a run so far: of the figure whose peak is a true high-water mark."""
+    """The highest memory of a run so far (allocated on CUDA, resident on the CPU)."""
 
     bytes: int
     phase: str
@@ -40,7 +40,7 @@ class Peak:
     """When the phase began, seconds since the epoch, on the rank's clock."""
     rank: int
     after: bool = False
-    """It came after ``step``, the last one of the rank: in a final evaluation, a save, an export."""
+    """Whether it was after ``step``, the last one of the rank: in a final evaluation, a save, an export."""
 
     @property
     def place(self) -> str:
@@ -49,7 +49,7 @@ class Peak:
 
 
 class RankModel:
-    """What is known of one rank. Attributes are plain; ``version`` moves with every change."""
+    """State of one rank; ``version`` is incremented with every change."""
 
     def __init__(self, rank: int, keep_steps: int = RECENT_STEPS) -> None:
         self.rank = rank
@@ -66,7 +66,7 @@ class RankModel:
         self.last: Step | None = None
         """The last finished step."""
         self.closing: Closing | None = None
-        """What it did after its last step, once it has ended."""
+        """Its record of the time after its last step, once it has ended."""
         self.steps: deque[Step] = deque(maxlen=keep_steps)
         """Recent finished steps, oldest first."""
         self.peak: Peak | None = None
@@ -77,16 +77,16 @@ class RankModel:
         self.step_ms = StepSeries()
         """Host time of each step, milliseconds, over the whole run."""
         self.memory = RankMemory()
-        """What its peaks are made of, and why."""
+        """Explanations of its memory."""
         self.allocator = AllocatorHistory()
-        """What the allocator did in the sampled steps."""
+        """Allocator activity in the sampled steps."""
         self.oom: Oom | None = None
         self.failure: Failure | None = None
         self.goodbye: Goodbye | None = None
         self.stacks: Stacks | None = None
-        """The latest as faulthandler writes them."""
+        """The latest stacks, as written by faulthandler."""
         self.native_stacks: Stacks | None = None
-        """The latest that py-spy read."""
+        """The latest stacks read by py-spy."""
         self.snapshots: deque[SnapshotTaken] = deque(maxlen=50)
         self.allocated_bytes = 0
         """Latest known allocated bytes."""
@@ -110,7 +110,7 @@ class RankModel:
 
     @property
     def phase(self) -> str:
-        """The phase it is in by its latest heartbeat; empty when not known."""
+        """Its phase in the latest heartbeat; empty if unknown."""
         return self.beat.phase if self.beat else ""
 
     @property
@@ -120,7 +120,7 @@ class RankModel:
 
     @property
     def capacity_bytes(self) -> int:
-        """Memory of its device: what a memory graph is scaled to; 0 before its hello."""
+        """Memory of its device, the scale of memory graphs; 0 before its ``Hello``."""
         return self.hello.device.capacity_bytes if self.hello else 0
 
     @property
@@ -130,7 +130,7 @@ class RankModel:
 
     @property
     def alive(self) -> bool:
-        """Whether its process is still there, as far as the hub knows."""
+        """Whether its process lives according to the hub."""
         return self.state not in ("gone", "finished")
 
     @property
@@ -145,7 +145,7 @@ class RankModel:
         return rows(self.last)
 
     def begin_job(self, now: float) -> None:
-        """Begin anew with another job of the run; the memory over time and the snapshots are kept."""
+        """Reset for another job of the run; memory over time and snapshots are kept."""
         self.state, self.state_text, self.state_since = "starting", "", now
         self.exit_code = self.signal = None
         self.hello = None
@@ -166,7 +166,7 @@ class RankModel:
             return False
         started = step.started + self.clock_offset
         highest = self.peak.bytes if self.peak is not None else -1
-        # Most steps lie in one column, which then needs one look; this runs for every step of every rank.
+        # Fast path, since this runs for every step of every rank: most steps lie in one column.
         column = int(started)
         at_once = column == int(started + step.host_us * 1e-6)
         allocated_peak = reserved_peak = resident_peak = EMPTY
@@ -207,7 +207,7 @@ class RankModel:
         return True
 
     def on_closing(self, closing: Closing) -> None:
-        """Fold what the rank did after its last step: it counts as memory, and as no step."""
+        """Fold the rank's record after its last step; it counts for memory but not as a step."""
         started = closing.started + self.clock_offset
         for record in closing.phases:
             allocated, reserved, resident = record.allocated, record.reserved, record.resident
@@ -222,7 +222,7 @@ class RankModel:
         self.version += 1
 
     def on_hello(self, hello: Hello) -> None:
-        """Fold a hello; one of another process begins the rank anew, its history kept."""
+        """Fold a ``Hello``; that of a new process resets the rank but keeps its history."""
         before = self.hello
         if before is not None and (before.pid, before.start_ticks) != (hello.pid, hello.start_ticks):
             self.state, self.state_text, self.state_since = "starting", "", hello.time
@@ -244,7 +244,7 @@ class RankModel:
         self.version += 1
 
     def on_state(self, state: RankState) -> None:
-        """Fold the hub's judgement."""
+        """Fold a state determined by the hub."""
         self.state = state.state
         self.state_text = state.text
         self.state_since = state.since or state.time
@@ -261,7 +261,7 @@ class RankModel:
         self.version += 1
 
     def remember_step(self, step: Step) -> None:
-        """Put back one of the steps forgotten."""
+        """Restore one of the dropped steps."""
         self.steps.append(step)
         self.step_ms.add(step.step, step.host_us / 1000)
         self.version += 1

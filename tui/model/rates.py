@@ -1,4 +1,4 @@
-"""How fast a run goes, from the recent steps of its ranks; a run that stands still does not keep its old speed."""
+"""Speed of a run from the recent steps of its ranks; it decreases while the run makes no progress."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ RATE_STEPS = 20
 """Steps a rate is measured over."""
 
 _PATIENCE = 3.0
-"""A step may last this many times the recent mean before the silence counts as standing still."""
+"""A step may take this many times the recent mean before the run counts as stalled."""
 
 _DELIVERY_SECONDS = 2.0
-"""A silence as short as this is none: steps are sent, recorded and shown in batches."""
+"""Delays up to this are ignored: steps are sent, recorded and shown in batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Speed over the recent steps, without evaluations and checkpoints; all 0 while nothing is known."""
+    """Speed over the recent steps, without evaluations and checkpoints; all 0 while unknown."""
 
     steps_per_second: float = 0.0
     seconds_per_step: float = 0.0
-    """Mean time from one step's end to the next; not stretched by a stall, so that time left stays sane."""
+    """Mean time between the ends of two steps; a stall does not increase it, so that time left stays realistic."""
     tokens_per_second: float = 0.0
     """Of all ranks together."""
     flops_per_second: float = 0.0
-    """Of the model on all ranks together; 0 unless every one knows them."""
+    """Model FLOP/s of all ranks together; 0 unless known for every rank."""
 
 
 def rates(ranks: Iterable[RankModel], now: float, *, rests: bool = False) -> Rates:
@@ -34,8 +34,8 @@ def rates(ranks: Iterable[RankModel], now: float, *, rests: bool = False) -> Rat
 
     Args:
         ranks: ranks of one job.
-        now: hub time; a rank from which no step has come for long is slow.
-        rests: no step is due (the last one is done, or the run evaluates, saves or exports), so silence is none.
+        now: hub time; a rank without a recent step counts as slow.
+        rests: no step is due (the last one is done, or the run evaluates, saves or exports), so ``now`` is ignored.
     """
     slowest = 0.0
     seconds = 0.0

@@ -1,4 +1,4 @@
-"""A run's state as a plain fold over the frames of its one stream, live or replayed."""
+"""A run's state as a fold over the frames of its stream, live or replayed."""
 
 from collections.abc import Callable
 from math import isfinite
@@ -19,23 +19,23 @@ from .training import Training
 
 _MOST_DEVICES = 4_096
 _FAR_FUTURE = 1e11
-"""No time of a message is beyond it, in seconds since the epoch."""
+"""Upper bound of valid times, seconds since the epoch."""
 
 _ALL_STEPS = 20_000
-"""Recent steps kept whole, of all ranks together (some 40 MB)."""
+"""Maximum number of steps kept in full for all ranks together (about 40 MB)."""
 
 KEPT_JOBS = 64
-"""Jobs whose losses are kept."""
+"""Maximum number of jobs whose losses are kept."""
 
 MARKED_ALERTS = ("spike", "hang", "oom", "died", "growth", "slow", "failure")
 """Kinds of alert that are marked in the timelines of their ranks."""
 
 
 class RunModel(RunState):
-    """A run's state that changes by frames: ``apply`` folds one; nothing here knows where frames come from."""
+    """A run's state, changed by ``apply`` with each frame, independent of the frames' source."""
 
     def apply(self, frame: Frame) -> bool:
-        """Fold one frame; False when it was already in (its number is not above the last one's)."""
+        """Fold one frame; False if it was already applied (its number is not above the last one's)."""
         seq = frame.seq
         if seq <= self.last_seq:
             return False
@@ -58,15 +58,15 @@ class RunModel(RunState):
         return True
 
     def tick(self, now: float) -> None:
-        """Move this state's time on without a frame: a live clock, or a replay's position."""
+        """Advance this state's time without a frame: to a live clock, or a replay's position."""
         if now > self.now:
             self.now = now
 
     def rank(self, rank: int) -> RankModel:
-        """Return the state of a rank, making it on the first message.
+        """Return the state of a rank, created on the first message.
 
         Raises:
-            ValueError: it is no rank.
+            ValueError: it is not a valid rank.
         """
         found = self.ranks.get(rank)
         if found is None:
@@ -120,7 +120,7 @@ class RunModel(RunState):
             self.job = job.number
 
     def _begin_job(self, job: jobs.Job) -> None:
-        """Begin anew with a job; what is of the run and its hosts stays."""
+        """Reset for a new job; the state of the run and its hosts is kept."""
         self.job_losses[self.job] = self.losses
         while len(self.job_losses) > KEPT_JOBS:
             del self.job_losses[next(iter(self.job_losses))]

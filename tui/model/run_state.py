@@ -1,4 +1,4 @@
-"""The state of a run, and the figures that follow from it: progress, speed, losses, peaks."""
+"""The state of a run, and figures derived from it: progress, speed, losses, peaks."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,18 +19,18 @@ DeviceKey = tuple[str, str, int]
 """Host, kind (``gpu`` or ``host``) and index."""
 
 FEWEST_STEPS = 40
-"""Recent steps of each rank that are kept whole at the least."""
+"""Minimum number of recent steps kept in full per rank."""
 
 _NEAR_STEPS = 4
-"""Steps that ranks of one training may be apart for a moment."""
+"""Maximum difference in steps between ranks of one training that are in step."""
 
 _STANDING = ("hung", "stopped", "gone", "unreachable", "held")
-"""States of a rank in which the run does not go on, however fast it was."""
+"""States of a rank in which the run makes no progress."""
 
 
 @dataclass(slots=True)
 class RunInfo:
-    """What is known of a run besides its state; filled from its directory, its recording and its ranks' hellos."""
+    """Information about a run besides its state, from its directory, recording and ranks' ``Hello`` messages."""
 
     id: str = ""
     name: str = ""
@@ -63,7 +63,7 @@ def mean_loss(losses: Sequence[tuple[float, int]]) -> float | None:
 
 
 class RunState:
-    """Everything the screens draw of a run, and what follows from it; ``RunModel`` changes it."""
+    """Everything the screens draw of a run, and derived figures; ``RunModel`` changes it."""
 
     def __init__(self, info: RunInfo | None = None) -> None:
         self.info = info or RunInfo()
@@ -85,34 +85,34 @@ class RunState:
         self.hosts: dict[str, hosts.HostState] = {}
         """The run's other hosts, by name."""
         self.results: deque[control.Result] = deque(maxlen=100)
-        """What commands came to, newest last."""
+        """Results of commands, newest last."""
         self.losses = StepSeries()
         """Mean over ranks of each step's loss, weighted by label tokens where they are known, over the whole job."""
         self.training = Training()
-        """The course of the job, its evaluations and checkpoints."""
+        """Training figures of the job over its steps, its evaluations and checkpoints."""
         self.job = 0
-        """The number of the job that ranks, steps, losses and peaks are of; 0 where the hub reports none."""
+        """Number of the job of ranks, steps, losses and peaks; 0 if the hub reports no jobs."""
         self.jobs: dict[int, jobs.Job] = {}
-        """How each job of the run stands, by number."""
+        """The latest state of each job, by number."""
         self.job_losses: dict[int, StepSeries] = {}
-        """The losses of the jobs before, the last ones, by number."""
+        """Losses of previous jobs (the latest ones), by number."""
         self.first_t = 0.0
         """Hub time of the first frame; 0 before any."""
         self.now = 0.0
-        """The time this state is of, seconds since the epoch: the latest frame's, or later (see ``tick``)."""
+        """Time of this state, seconds since the epoch: the latest frame's, or later (see ``tick``)."""
         self.last_t = 0.0
         """Hub time of the latest frame."""
         self.last_seq = 0
         self.version = 0
-        """Moves with every frame."""
+        """Incremented with every frame."""
         self.damaged = 0
-        """Messages with figures that cannot be (an infinite time, a rank beyond all ranks); they are left out."""
+        """Number of ignored messages with impossible figures (an infinite time, a rank out of range)."""
         self._update_names: list[str] = []
         """Engines or optimizers that share the steps, in the order of their first messages."""
         self._by_uuid: dict[str, DeviceKey] = {}
 
     def device_of(self, rank: RankModel) -> telemetry.DeviceSample | None:
-        """Find the latest sample of a rank's device: by uuid, else by host and index; of the host for a CPU rank."""
+        """Return the latest sample of a rank's device, by uuid, else by host and index; the host's for a CPU rank."""
         hello = rank.hello
         if hello is None:
             return None
@@ -125,7 +125,7 @@ class RunState:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run: by the hellos, or as many as have sent messages."""
+        """Number of ranks: from ``Hello`` messages, or the number of ranks that have sent messages."""
         return max(self.info.world_size, len(self.ranks))
 
     @property
@@ -135,7 +135,7 @@ class RunState:
 
     @property
     def _first_step(self) -> int:
-        """Steps before a resume."""
+        """Number of steps before a resume."""
         return self.plan.first_step if self.plan else 0
 
     @property
@@ -150,14 +150,14 @@ class RunState:
 
     @property
     def complete_step(self) -> int:
-        """The last step that all living ranks have finished; one far behind the others is not waited for."""
+        """The last step that all living ranks have finished, except those far behind the others."""
         leading = self.leading_step
         near = [rank.step for rank in self.ranks.values() if rank.alive and leading - rank.step <= _NEAR_STEPS]
         return min(near, default=leading)
 
     @property
     def moments(self) -> list[HistoryPoint]:
-        """The course of the job, up to the last complete step: a later one is not yet the mean of all ranks."""
+        """Training figures up to the last complete step; later ones are not yet means over all ranks."""
         found = self.training.course.moments(self.world_size, self.peak_flops)
         complete, count = self.complete_step, len(found)
         while count and found[count - 1].first_step > complete:
@@ -176,7 +176,7 @@ class RunState:
 
     @property
     def rests(self) -> bool:
-        """Whether no step is due, as all are done or the run does something else, and no rank is in trouble."""
+        """Whether no step is due, because all are done or the run has another activity, and no rank is in trouble."""
         done = bool(self.total_steps) and self.reported_step >= (self.total_steps or 0)
         return self.ended or (
             (done or self.no_step_follows or self.training.activity is not None) and not self._is_standing
@@ -184,17 +184,17 @@ class RunState:
 
     @property
     def _is_standing(self) -> bool:
-        """Whether a rank keeps the run from going on."""
+        """Whether a rank blocks the run."""
         return any(rank.state in _STANDING for rank in self.ranks.values())
 
     @property
     def no_step_follows(self) -> bool:
-        """Whether no step follows, whatever was planned."""
+        """Whether no further step follows, regardless of the plan."""
         return self.ended or self.training.early_stop is not None
 
     @property
     def seconds_left(self) -> float | None:
-        """Time to the planned end at the recent speed; None without a plan or a speed, or when it does not go on."""
+        """Seconds to the planned end at the recent speed; None without plan or speed, or if the run is blocked."""
         if not self.total_steps or self.no_step_follows or self._is_standing:
             return None
         pace = self.rates.seconds_per_step
@@ -206,27 +206,27 @@ class RunState:
         return left * (pace + self._pause_per_step())
 
     def _pause_per_step(self) -> float:
-        """Return the seconds a step of evaluations and checkpoints, over the recent steps of one rank."""
+        """Return the seconds per step spent on evaluations and checkpoints, over the recent steps of one rank."""
         steps = next((rank.steps for rank in self.ranks.values() if rank.steps), ())
         return sum(step.host_us - step.training_us for step in steps) / 1e6 / len(steps) if steps else 0.0
 
     @property
     def epoch(self) -> float | None:
-        """Epochs that are done; None where the plan has no number of epochs."""
+        """Completed epochs; None if the plan has no number of epochs."""
         if self.plan is None or not self.plan.epochs or not self.plan.total_steps:
             return None
         return self.plan.epochs * self.step / self.plan.total_steps
 
     @property
     def peak_flops(self) -> float | None:
-        """Data-sheet peak of a rank's device, FLOP/s, the mean over ranks; None unless it is known of all."""
+        """Data-sheet peak of a rank's device, FLOP/s, mean over ranks; None unless known for all."""
         peaks = [rank.peak_flops for rank in self.ranks.values()]
         known = [peak for peak in peaks if peak is not None]
         return sum(known) / len(known) if known and len(known) == len(peaks) else None
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation over the recent steps of all ranks; None where it is not known."""
+        """Model FLOPs utilisation over the recent steps of all ranks; None if unknown."""
         peak, flops = self.peak_flops, self.rates.flops_per_second
         return flops / (peak * len(self.ranks)) if peak and flops else None
 
@@ -237,14 +237,14 @@ class RunState:
 
     @property
     def loss(self) -> float | None:
-        """The loss of the last step that the ranks have in common: its mean over them; None: not reported."""
+        """Mean loss over ranks of the last common step; None: not reported."""
         return mean_loss(
             [(step.loss, step.label_tokens) for step in self._at_step(self._common_number()) if step.loss is not None]
         )
 
     @property
     def losses_by_name(self) -> dict[str, float]:
-        """The latest loss of each engine or optimizer, its mean over ranks; empty where one alone trains."""
+        """The latest loss of each engine or optimizer, mean over ranks; empty if only one trains."""
         found: dict[str, float] = {}
         newest = self._common_number() if self._update_names else 0
         for number in range(newest, max(0, newest - FEWEST_STEPS), -1):
@@ -258,13 +258,13 @@ class RunState:
         return {name: found[name] for name in self._update_names if name in found}
 
     def _common_number(self) -> int:
-        """Return the last step that the ranks have in common; ranks that are far behind do not count. 0: none."""
+        """Return the last step common to all ranks except those far behind; 0: none."""
         lasts = [rank.last.step for rank in self.ranks.values() if rank.last is not None]
         lead = max(lasts, default=0)
         return min((step for step in lasts if lead - step < FEWEST_STEPS), default=0)
 
     def _at_step(self, number: int) -> Iterator[telemetry.Step]:
-        """Yield a recent step as each rank had it."""
+        """Yield each rank's record of a recent step."""
         for rank in self.ranks.values():
             step = next((step for step in reversed(rank.steps) if step.step <= number), rank.last)
             if step is not None and step.step == number:
@@ -301,11 +301,11 @@ class RunState:
         return len(self.jobs) > 1
 
     def losses_of(self, job: int) -> StepSeries | None:
-        """Return the losses of a job, as far as they are known."""
+        """Return the known losses of a job."""
         return self.losses if job == self.job else self.job_losses.get(job)
 
     def rank_states(self) -> dict[control.RankStateName, int]:
-        """Count the ranks in each state; states no rank is in are left out."""
+        """Count the ranks in each state; states without ranks are omitted."""
         counts: dict[control.RankStateName, int] = {}
         for rank in self.ranks.values():
             counts[rank.state] = counts.get(rank.state, 0) + 1

@@ -1,4 +1,4 @@
-"""The runs of this user on this host, live and recorded, as a list; fast enough to be read every second."""
+"""Lists the runs of this user on this host, live and recorded; fast enough to be called every second."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from ...protocol.recording.results import RecordingInfo
 from ...protocol.rundir import RunDir
 
 OPEN_STATES = ("", "starting", "training", "stopping")
-"""States of a run without a recorded end; with no hub and no launcher alive it is ``lost``."""
+"""States of a run without a recorded end; if neither hub nor launcher is alive, it is ``lost``."""
 
 
 class RunEntry(msgspec.Struct, frozen=True):
@@ -24,9 +24,9 @@ class RunEntry(msgspec.Struct, frozen=True):
     kind: str
     """``demo``, ``train``, ``run`` or ``watch``."""
     state: str
-    """The run's state, or ``lost``: it ended unseen."""
+    """The run's state, or ``lost``: its end was not recorded."""
     live: bool
-    """Its hub, or its launcher, lives on this host."""
+    """Whether its hub or launcher lives on this host."""
     created: float
     ended: float | None
     """When it ended, or last sent a message; None while live."""
@@ -36,26 +36,26 @@ class RunEntry(msgspec.Struct, frozen=True):
     step: int
     exit_code: int | None
     recording: str
-    """Path of the recording; empty while there is none."""
+    """Path of the recording; empty if there is none."""
     recording_bytes: int
     problem: str
-    """Why its recording cannot be read; empty when it can, or when there is none yet."""
+    """Why its recording cannot be read; empty if it can, or if there is none yet."""
     missing: str
-    """What is missing of the recording."""
+    """Missing parts of the recording, in words."""
 
     def duration_s(self, now: float) -> float:
-        """How long it has run, or did."""
+        """Duration of the run so far, seconds."""
         return max(0.0, (now if self.ended is None else self.ended) - self.created)
 
 
 class RunList:
-    """Lists runs; what a recording holds is read again only when its file has changed."""
+    """Lists runs; a recording is read again only after its file has changed."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[int, int], RecordingInfo | None, str]] = {}
 
     def entries(self) -> list[RunEntry]:
-        """List the runs, the newest first; one that is made or removed at this moment is skipped."""
+        """List the runs, the newest first; runs being created or removed are skipped."""
         return list(self._entries())
 
     def entry(self, run: RunDir) -> RunEntry:
@@ -112,11 +112,11 @@ class RunList:
 
 
 def recorded_entry(path: Path, info: RecordingInfo | None = None) -> RunEntry:
-    """Describe a run by its recording alone, which may have been copied from anywhere.
+    """Return the entry of a run from its recording alone, which may be untrusted.
 
     Args:
         path: the recording.
-        info: what it holds, where that was read already.
+        info: its description, if already read.
 
     Raises:
         RecordingError: the recording cannot be read.
@@ -155,12 +155,12 @@ def _read_info(run: RunDir) -> tuple[RecordingInfo | None, str]:
 
 
 def _size(run: RunDir) -> int:
-    """Bytes of the recording, with what is still in its write-ahead log."""
+    """Return the bytes of the recording including its write-ahead log."""
     return sum(size for _, size in _files(run))
 
 
 def _stamp(run: RunDir) -> tuple[int, int]:
-    """Something that changes whenever the recording does."""
+    """Return a value that changes whenever the recording does."""
     return max((changed for changed, _ in _files(run)), default=0), _size(run)
 
 

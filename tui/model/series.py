@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 CAPACITY = 1024
-"""Buckets kept at the most."""
+"""Maximum number of buckets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One bucket: ``steps`` steps from ``step`` on, with the mean and the extremes of what was added for them."""
+    """One bucket: ``steps`` steps from ``step`` on, with the mean and the extremes of their values."""
 
     step: int
     steps: int
@@ -16,7 +16,7 @@ class Point:
     low: float
     high: float
     count: int
-    """Values in it: steps times ranks."""
+    """Number of values: steps times ranks."""
 
 
 class StepSeries:
@@ -26,7 +26,7 @@ class StepSeries:
 
     def __init__(self) -> None:
         self.per = 1
-        """Steps a bucket holds."""
+        """Steps per bucket."""
         self.version = 0
         self._first = 0
         self._sums: list[float] = []
@@ -43,7 +43,7 @@ class StepSeries:
         return next(((self._first + at) * self.per for at, count in enumerate(self._counts) if count), None)
 
     def add(self, step: int, value: float) -> None:
-        """Add one rank's value for one step; not-a-number and infinities are left out of means by the caller."""
+        """Add one rank's value for one step; the caller excludes NaN and infinities."""
         self.add_pooled(step, value, value, value, 1)
 
     def add_pooled(self, step: int, mean: float, low: float, high: float, count: int) -> None:
@@ -62,7 +62,7 @@ class StepSeries:
     def adopt(self, past: "StepSeries", before: int) -> None:
         """Prepend the steps of ``past`` before ``before`` to those known here (which are not older).
 
-        ``past`` stays as it is. A bucket of it that reaches to ``before`` or beyond is left out.
+        ``past`` is not changed. Its buckets that reach to ``before`` or beyond are omitted.
         """
         own = self.points()
         keep = max(0, before // past.per - past._first)
@@ -119,7 +119,7 @@ class StepSeries:
         return step // self.per - low
 
     def _halve(self) -> None:
-        """Merge neighbours, so that every bucket holds twice the steps."""
+        """Merge adjacent buckets, doubling the steps per bucket."""
         infinite = float("inf")
         if self._first % 2:
             self._sums.insert(0, 0.0)

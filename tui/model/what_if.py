@@ -52,7 +52,7 @@ class WhatIf:
     """Why there is no answer."""
     answer: Answer | None = None
     version: int = 0
-    """Moves with every change."""
+    """Incremented with every change."""
 
 
 def capacity_of(oom: Oom) -> int:

@@ -87,10 +87,10 @@ class AlertsScreen(MonitorScreen):
 
     NAME = "alerts"
     WHAT = (
-        "What ftmon found: spikes, hangs, slow ranks, out-of-memory errors, ranks that died. Below the list stands the "
-        "selected alert with its evidence: the figures it was judged by. Enter goes to the rank it speaks of, or of a "
-        "spike shows all of the code that allocated it, and m goes from there to where the memory goes; "
-        "j moves a replay (or the view of a live run) to the moment it was raised."
+        "Alerts: spikes, hangs, slow ranks, out-of-memory errors, dead ranks. Below the list is the selected alert "
+        "with its evidence, the figures it is based on. Enter opens its rank or, for a spike, the full stacks that "
+        "allocated it; m opens the memory screen of its rank and phase; j moves a replay (or the view of a live run) "
+        "to the moment it was raised."
     )
     LEGEND = ("alerts",)
     TITLE_LINES = 1
@@ -100,8 +100,8 @@ class AlertsScreen(MonitorScreen):
         key("down", "move(1)", "down", "the alert below", show=False),
         key("pageup", "page(-1)", "page up", "scroll the evidence up", show=False),
         key("pagedown", "page(1)", "page down", "scroll the evidence down", show=False),
-        key("enter", "open_alert", "open", "open the rank the alert speaks of; of a spike, its cause in full"),
-        key("m", "memory", "memory", "where the memory of the rank and phase it speaks of goes"),
+        key("enter", "open_alert", "open", "open the alert's rank; for a spike, its full stacks"),
+        key("m", "memory", "memory", "the memory of the alert's rank and phase"),
         key("j", "jump", "jump there", "go to the moment it was raised"),
         key("slash", "filter", "filter", "show only alerts that contain a text"),
         key("l", "app.logs", "logs", "the output of all ranks"),
@@ -162,7 +162,7 @@ class AlertsScreen(MonitorScreen):
         rank = alert.rank if alert.rank is not None else next(iter(alert.ranks), None)
         rank = told if rank is None and isinstance(told, int) else rank
         if rank is None:
-            self.app_state.say("this alert speaks of no single rank")
+            self.app_state.say("this alert is not about a single rank")
             return False
         self.app_state.select(rank)
         return True

@@ -28,7 +28,7 @@ def key(keys: str, action: str, label: str, what: str, show: bool = True, bar: s
 
 
 COMMON_KEYS: list[BindingType] = [
-    key("space", "app.toggle_play", "pause", "hold the view, or play on (the run itself goes on)"),
+    key("space", "app.toggle_play", "pause", "pause or resume the view (the run itself continues)"),
     key("left_square_bracket", "app.step(-1)", "step back", "one step back", show=False),
     key("right_square_bracket", "app.step(1)", "step", "one step forward", bar="[ ]"),
     key("left_curly_bracket", "app.skip(-10)", "10 s back", "ten seconds back", show=False),
@@ -47,7 +47,7 @@ COMMON_KEYS: list[BindingType] = [
     key("R", "app.runs", "runs", "the list of live and recorded runs", show=False),
     key("ctrl+p", "app.command_palette", "commands", "every action by name", show=False),
     key("question_mark", "app.help", "help", "explain this screen, its signs and keys"),
-    key("q", "app.detach", "detach", "leave; the training goes on"),
+    key("q", "app.detach", "detach", "leave; the training continues"),
 ]
 
 

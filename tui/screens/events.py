@@ -21,7 +21,7 @@ class EventsCanvas(Canvas):
     """The whole of the screen between summary and keys."""
 
     def key(self) -> object:
-        """Change with the sampled steps; and with every step, for what every step tells."""
+        """Change with each sampled step, and with each step for the figures that every step has."""
         model = self.app_state.model
         rank = model.ranks.get(self.app_state.selected)
         if rank is None:
@@ -55,8 +55,8 @@ class EventsCanvas(Canvas):
         if source is not None and source.transport.mode == "replay":
             return "No step was sampled up to here."
         return (
-            "No step is sampled yet. The probe reads the allocator's own trace of a step now and then (numbers only, "
-            "within its budget); a run started with --no-allocator-events has none."
+            "No step is sampled yet. The probe reads the allocator's own trace of some steps (numbers only, within "
+            "its time budget); a run started with --no-allocator-events has none."
         )
 
 
@@ -66,10 +66,10 @@ class EventsScreen(MonitorScreen):
     NAME = "events"
     WHAT = (
         "What PyTorch's CUDA allocator does, from its own trace of sampled steps: blocks and bytes allocated in each "
-        "phase and a second of it, the largest single allocation, and by how much reserved memory grew. The graphs go "
-        "over the sampled steps. 'unused of reserved' goes over the whole run: what is reserved and was not allocated "
-        "at the peaks, rounding and fragmentation mostly. A retry means that the device was full, and the allocator "
-        "gave its cache back and waited for the device before it tried again."
+        "phase and per second of it, the largest single allocation, and the growth of reserved memory. The graphs "
+        "cover the sampled steps. 'unused of reserved' covers the whole run: memory reserved but not allocated at the "
+        "peaks, mostly rounding and fragmentation. A retry means that the device was full: the allocator freed its "
+        "cache and waited for the device before it tried again."
     )
     TITLE_LINES = 1
     BINDINGS: ClassVar[list[BindingType]] = [

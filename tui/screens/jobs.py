@@ -78,11 +78,11 @@ class JobsScreen(MonitorScreen):
 
     NAME = "jobs"
     WHAT = (
-        "The jobs of the run: one process group of ranks each. A driver script that starts deepspeed or torchrun once "
-        "per configuration has one per start, torchrun --max-restarts one per attempt. A line has the words of the "
-        "command that not all jobs have, the mean step time without the first step, the mean of the last losses, and "
-        "the highest peak of any rank; oom is a job that ran out of memory. Below is the selected job: why it failed, "
-        "its loss, and each rank's highest memory by phase. All other screens show the job that is in bold."
+        "The jobs of the run: each is one process group of ranks. A driver script that starts deepspeed or torchrun "
+        "once per configuration has one job per start, torchrun --max-restarts one per attempt. Each line shows the "
+        "words in which the jobs' commands differ, the mean step time without the first step, the mean of the last "
+        "losses, and the highest peak of any rank; oom marks a job that ran out of memory. Below is the selected job: "
+        "why it failed, its loss, and each rank's highest memory by phase. All other screens show the job in bold."
     )
     TITLE_LINES = 1
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -92,7 +92,7 @@ class KillDialog(CommandDialog):
         theme, model = self.theme, self.app_state.model
         lines = [Line(f"killing {self.targets.words}", theme.base), *answer_lines(record, model, width, theme), Line()]
         lines += self.targets.aftermath(model, width, theme)
-        word = "escape: close" if record.done else "escape: close (the kill goes on)"
+        word = "escape: close" if record.done else "escape: close (the kill continues)"
         return [*lines, Line(), Line(word, theme.style("dim"))]
 
     def action_move(self, delta: int) -> None:

@@ -180,18 +180,18 @@ def what_follows(targets: Targets, model: RunModel, signal: str, width: int, the
 
 def _consequence(targets: Targets, model: RunModel) -> str:
     if not targets.any:
-        return "Nothing is marked: nothing would be ended."
+        return "Nothing is marked: no process would be ended."
     if targets.whole:
-        return "The run ends here and now; what was not saved in a checkpoint is lost."
+        return "The run ends immediately; progress since its last checkpoint is lost."
     hosts = {rank.hello.host for rank in _ranks(model, targets.marked) if rank.hello}
     same = [rank.rank for rank in model.ranks.values() if rank.hello and rank.hello.host in hosts and rank.alive]
     if model.info.framework == "deepspeed" or model.info.kind in ("demo", "train"):
         where = f" on {', '.join(sorted(hosts)[:3])}" if hosts else ""
         return (
             f"When a rank ends, DeepSpeed's launcher ends every rank of its node: all {len(same)}{where}. The others "
-            "cannot go on without them, so the run ends."
+            "cannot continue without them, so the run ends."
         )
-    return "The other ranks wait in their next collective for ever, or their launcher ends them: the run is over."
+    return "The other ranks wait in their next collective forever, or their launcher ends them: the run is over."
 
 
 def _ranks(model: RunModel, numbers: set[int]) -> list[RankModel]:

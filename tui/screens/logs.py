@@ -69,7 +69,7 @@ class LogsScreen(MonitorScreen):
 
     NAME = "logs"
     WHAT = (
-        "What the ranks and the launcher printed, oldest first. Left and right choose whose; / filters by text. The "
+        "Output of the ranks and the launcher, oldest first. Left and right select a rank; / filters by text. The "
         "view follows the end until you scroll up; f follows again."
     )
     TITLE_LINES = 1

@@ -97,7 +97,7 @@ class MemoryCanvas(Canvas):
             return "No step was analysed up to here: the recording has no composition of this rank yet."
         if self._can_ask:
             return (
-                "Not analysed yet. The probe captures one of the first steps, then one now and then, and one "
+                "Not analysed yet. The probe captures one of the first steps, then one from time to time, and one "
                 "after a spike; c captures the next step."
             )
         return "Not analysed yet. The probe captures one of the first steps, then one now and then."
@@ -128,13 +128,12 @@ class MemoryScreen(MonitorScreen):
 
     NAME = "memory"
     WHAT = (
-        "Where the highest memory of a step comes from. Each bar begins where the one above it ends: what PyTorch has "
-        "allocated at the peak of the phase in view, by what it is for, then what is reserved and not used, what the "
-        "process holds outside PyTorch, and other processes. 'not attributed' is what the evidence does not reach, "
-        "'unexplained' what the device counts as used and none of the rows holds. Below stands which phase makes the "
-        "run's peak, at which batch lengths, and the code that allocated the last spike. Of a run of ftmon's own "
-        "trainer on GPUs the column 'predicted' has what a dry run of its configuration takes with batches of that "
-        "length. v shows all ranks together."
+        "The composition of a step's memory peak. Each bar begins where the one above it ends: memory allocated by "
+        "PyTorch at the peak of the selected phase, by purpose, then memory reserved but unused, memory of the process "
+        "outside PyTorch, and other processes. 'not attributed' is allocated memory of unknown purpose, 'unexplained' "
+        "is memory that the device reports as used and no row covers. Below: the phase that sets the run's peak, at "
+        "which batch lengths, and the code that allocated the last spike. For runs of ftmon's trainer on GPUs, the "
+        "column 'predicted' shows a dry run of the configuration at that batch length. v shows all ranks."
     )
     LEGEND = ("parts",)
     TITLE_LINES = 1
@@ -145,14 +144,14 @@ class MemoryScreen(MonitorScreen):
         key("up", "rank(-1)", "previous", "the rank before", show=False),
         key("v", "view", "ranks", "one rank's waterfall, or the bars of all ranks side by side"),
         key("c", "compose", "parts", "capture the next step of this rank"),
-        key("x", "arm", "stacks", "record Python stacks in the phase in view at the next step"),
+        key("x", "arm", "stacks", "record Python stacks of the selected phase at the next step"),
         key("t", "take", "snapshot", "write a memory snapshot of this rank into the run's folder"),
         key("down", "rank(1)", "rank", "the next rank"),
         key("h", "highest", "highest", "the analysed step with the highest peak, or the latest"),
         key("enter", "unfold", "all stacks", "all stacks of the cause with all frames, or the first ones", show=False),
         key("pageup", "page(-1)", "page up", "scroll up", show=False),
         key("pagedown", "page(1)", "page down", "scroll down", show=False),
-        key("e", "app.events", "events", "what the allocator does, as it does it"),
+        key("e", "app.events", "events", "what the allocator does, by phase"),
         key("a", "app.alerts", "alerts", "all alerts, each with its evidence", show=False),
     ]
 

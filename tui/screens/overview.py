@@ -16,9 +16,9 @@ class OverviewScreen(MonitorScreen):
 
     NAME = "overview"
     WHAT = (
-        "Every rank of the run: a card each while they fit, then a line each, then a heat map with a cell each. The "
-        "top lines say whether it trains, how far it is and how near the highest memory peak came to what the device "
-        "holds. A rank in trouble says what it is doing in place of its power draw. The foot has the latest alerts."
+        "Every rank of the run: as cards while they fit, else as lines, else as cells of a heat map. The top lines "
+        "show the run's state and progress, and the highest memory peak relative to the device's capacity. A rank in "
+        "trouble shows its state instead of its power draw. The bottom lines show the latest alerts."
     )
     LEGEND = ("graph", "phases", "states", "alerts", "heat")
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -28,7 +28,7 @@ class OverviewScreen(MonitorScreen):
         key("m", "app.memory", "memory", "where the memory of a step's peak goes"),
         key("l", "app.logs", "logs", "the output of all ranks"),
         key("s", "app.stacks", "stacks", "where every rank is: Python stacks, equal ones together"),
-        key("e", "app.events", "events", "what the allocator does, as it does it", show=False),
+        key("e", "app.events", "events", "what the allocator does, by phase", show=False),
         key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
         key("S", "app.stop", "stop", "save a checkpoint and end the run; asks first", show=False),
         key("z", "zoom", "zoom", "scale graphs to the device's capacity, or to the run's highest peak"),

@@ -117,8 +117,8 @@ class RankScreen(MonitorScreen):
     NAME = "rank"
     WHAT = (
         "One rank: its last step phase by phase, with the memory at the start and the end of each phase and its peak. "
-        "Growth is what stayed (the first optimizer step creates Adam's states), transient is what came and went. "
-        "The charts show the recent steps. Left and right go to the neighbouring ranks."
+        "Growth is memory that stays allocated (the first optimizer step creates Adam's states), transient is memory "
+        "freed within the phase. The charts show recent steps. Left and right select the neighbouring ranks."
     )
     LEGEND = ("phases", "states")
     TITLE_LINES = 1
@@ -133,7 +133,7 @@ class RankScreen(MonitorScreen):
         key("m", "app.memory", "memory", "where the memory of a step's peak goes"),
         key("l", "app.logs", "logs", "the output of all ranks"),
         key("s", "app.stacks", "stacks", "where every rank is: Python stacks, equal ones together"),
-        key("e", "app.events", "events", "what the allocator does, as it does it", show=False),
+        key("e", "app.events", "events", "what the allocator does, by phase", show=False),
         key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
         key("S", "app.stop", "stop", "save a checkpoint and end the run; asks first", show=False),
     ]

@@ -110,8 +110,8 @@ class RunsScreen(MonitorScreen):
 
     NAME = "runs"
     WHAT = (
-        "The runs of this user on this host, the newest first. A live run is opened as it goes on; one that is over is "
-        "opened as a replay. lost: its end was not recorded."
+        "The runs of this user on this host, the newest first. A live run opens at its live end, an ended run as a "
+        "replay. lost: the end of the run was not recorded."
     )
     HIDDEN = NEED_A_RUN
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -88,14 +88,14 @@ class StacksScreen(MonitorScreen):
     WHAT = (
         "Where the training thread of each rank is, the innermost call first; ranks at the same place are one group, "
         "the largest first. Enter shows all threads of a group's first rank. A rank answers even when its training "
-        "thread is stuck; one that holds Python's lock in native code is made to write its stacks by a signal. s asks "
-        "again; t has py-spy read native frames too, where it is installed and allowed."
+        "thread is stuck; a rank that holds the GIL in native code writes its stacks on a signal. s requests new "
+        "stacks; t reads native frames with py-spy, if it is installed and allowed."
     )
     TITLE_LINES = 1
     BINDINGS: ClassVar[list[BindingType]] = [
         key("escape", "app.back", "back", "back to the overview"),
-        key("s", "again", "again", "ask for the stacks of all ranks again"),
-        key("enter", "unfold", "all threads", "all threads of this group's first rank, or only the ones that train"),
+        key("s", "again", "again", "request the stacks of all ranks again"),
+        key("enter", "unfold", "all threads", "all threads of this group's first rank, or only the training threads"),
         key("t", "native", "native", "native frames of this group's first rank, by py-spy"),
         key("left", "group(-1)", "group before", "the group before", show=False),
         key("right", "group(1)", "next group", "the group after"),

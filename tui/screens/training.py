@@ -59,23 +59,23 @@ class TrainingScreen(MonitorScreen):
 
     NAME = "training"
     WHAT = (
-        "The course of the training. Above, the loss: of each step (dots), smoothed by a moving average without the "
-        "bias of its beginning, and of evaluations. Below, one of: learning rate, gradient norm, tokens a second, MFU, "
-        "share of the step waiting for data. The head names the step whose figures the titles show: the newest, or the "
-        "cursor's. Under the loss are marked alerts and checkpoints. Long runs are drawn in buckets of several steps: "
-        "means, and the lowest and highest of them. MFU counts the FLOPs that the model needs, not what is computed "
-        "again, against the data sheet; evaluations and checkpoints count for neither speed nor MFU."
+        "The training over time. Top: the loss of each step (dots), smoothed by a bias-corrected moving average, and "
+        "of evaluations. Bottom: learning rate, gradient norm, tokens/s, MFU, or the share of the step spent waiting "
+        "for data. Titles show figures of the step named in the head: the newest, or the cursor's. Alerts and "
+        "checkpoints are marked under the loss. Long runs are drawn in buckets of several steps: mean, lowest and "
+        "highest value. MFU counts the model's FLOPs, without recomputation, relative to the data sheet; evaluations "
+        "and checkpoints are excluded from speed and MFU."
     )
     LEGEND = ("training", "alerts")
     TITLE_LINES = 2
     BINDINGS: ClassVar[list[BindingType]] = [
         key("escape", "app.back", "back", "back to the overview"),
-        key("left", "cursor(-1)", "cursor", "the cursor one column back", bar="← →"),
+        key("left", "cursor(-1)", "cursor", "move the cursor one column back", bar="← →"),
         key(
             "right",
             "cursor(1)",
             "cursor on",
-            "the cursor one column on; beyond the newest step it follows the run",
+            "move the cursor one column forward; beyond the newest step it follows the run",
             False,
         ),
         key("up,comma", "zoom(1)", "zoom", "show half as many steps, around the cursor", bar="↑ ↓"),

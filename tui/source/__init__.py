@@ -1,1 +1,1 @@
-"""Where a run comes from: a live hub or a recording, behind one interface (``base.Source``)."""
+"""Sources of a run's messages, a live hub or a recording, behind one interface (``base.Source``)."""

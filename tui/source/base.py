@@ -1,8 +1,8 @@
 """The interface of sources of a run, live or replayed, for the screens.
 
-A source has threads of its own that gather frames. The terminal's thread calls ``pump`` before it paints: that applies
-new frames to ``model`` within a time budget. So the model is only ever touched by the thread that draws it, and needs
-no lock. ``model`` may be another object after a seek: take it from the source at every paint.
+A source receives frames in its own threads. The terminal's thread calls ``pump`` before it paints, which applies new
+frames to ``model`` within a time budget. Thus only the drawing thread uses the model, and no lock is needed. ``model``
+may be another object after a seek: read it from the source at every paint.
 """
 
 from dataclasses import dataclass
@@ -15,26 +15,26 @@ from ..model.run import RunModel
 from .transport import Transport
 
 ConnectionState = Literal["connecting", "live", "hub-gone", "ended", "replay"]
-"""``hub-gone``: the ranks train on unobserved; a new hub is awaited. ``ended``: the run is over, and its recording is
-shown. ``replay``: a recording was opened.
+"""``hub-gone``: the ranks continue unwatched, and a new hub is awaited. ``ended``: the run is over, and its recording
+is shown. ``replay``: a recording was opened.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How a source stands with its run."""
+    """State of a source's connection to its run."""
 
     state: ConnectionState
     text: str = ""
-    """One line for a person: what is the matter, or empty."""
+    """A line of text about a problem, or empty."""
     since: float = 0.0
     lost: int = 0
-    """Frames of the stream that were missed here and are not in the recording either (heartbeats never are)."""
+    """Number of frames missed here that are not in the recording either (heartbeats never are)."""
 
 
 @dataclass(slots=True)
 class CommandRecord:
-    """A command that was sent, and its two answers as they come."""
+    """A sent command and its two answers, once received."""
 
     id: str
     verb: Verb
@@ -44,12 +44,12 @@ class CommandRecord:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will come: it was refused, or there is a result."""
+        """Whether it is complete: it was refused, or its result was received."""
         return self.result is not None or (self.accepted is not None and not self.accepted.ok)
 
 
 class Source(Protocol):
-    """Live or replayed, the same to the screens."""
+    """A live or replayed run; the screens do not distinguish them."""
 
     @property
     def model(self) -> RunModel:
@@ -63,7 +63,7 @@ class Source(Protocol):
 
     @property
     def connection(self) -> Connection:
-        """How things stand with the run."""
+        """State of the connection to the run."""
         ...
 
     @property
@@ -73,7 +73,7 @@ class Source(Protocol):
 
     @property
     def folder(self) -> Path | None:
-        """The run's directory, where it is on this host: what lies in it can be opened."""
+        """The run's directory if it is on this host, so that its files can be opened; else None."""
         ...
 
     @property
@@ -82,7 +82,7 @@ class Source(Protocol):
         ...
 
     def start(self) -> None:
-        """Begin to gather; call once."""
+        """Start to receive; call once."""
         ...
 
     def pump(self, budget_s: float = 0.05) -> bool:
@@ -92,7 +92,7 @@ class Source(Protocol):
     def send(self, verb: Verb) -> str:
         """Send a command to the hub and return its id; its answers appear in ``commands``.
 
-        Where there is no hub the record is refused at once, in words.
+        Without a hub the record is refused at once, with the reason.
         """
         ...
 

@@ -18,19 +18,19 @@ _MOST_BYTES = 64 << 20
 
 
 class _Progress(msgspec.Struct):
-    """A line that the process writes before each dry run; any other line is an error's text."""
+    """A line that the process writes before each dry run; other lines are error messages."""
 
     predicting: str
 
 
 class DryRuns:
-    """Predicts in a process of its own, which ends with this one.
+    """Predicts in a separate process, which ends with this one.
 
     Args:
         config: the configuration, YAML.
         words: options of ``ftmon predict``.
         environment: variables of the run that change its memory.
-        cwd: where paths of the configuration begin; None: here.
+        cwd: base directory of relative paths in the configuration; None: the current directory.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DryRuns:
 
     @property
     def running(self) -> bool:
-        """Whether the answer is still to come."""
+        """Whether the answer has not been received yet."""
         return self.found.state == "running"
 
     def poll(self) -> bool:
@@ -102,7 +102,7 @@ class DryRuns:
                 self.found.done.append(sanitize(progress.predicting, 80))
                 self.found.version += 1
             elif line.strip():
-                # The file is a copy: a person knows it by its name.
+                # The file is a temporary copy: show the original name instead.
                 self._last = sanitize(line.removeprefix("ftmon: ").replace(f"{self._folder.name}/", ""), 400)
         return bool(whole)
 

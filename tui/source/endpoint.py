@@ -1,4 +1,4 @@
-"""Where a run's hub is: by its run directory on this host, or by addresses alone."""
+"""Locates a run's hub, by its run directory on this host or by addresses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from .history import History
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """A hub to connect to; another process at the same addresses is another hub."""
+    """A hub to connect to; a different process at the same addresses is a different hub."""
 
     addresses: Mapping[str, str]
     process: ProcessId | None = None
@@ -20,7 +20,7 @@ class Hub:
 
 
 class Endpoint:
-    """Finds a run's hub, checks whether it is alive, and opens the recording where that is local."""
+    """Finds a run's hub, checks whether it is alive, and opens the recording if it is local."""
 
     def __init__(self, run: RunDir | None = None, addresses: Mapping[str, str] | None = None) -> None:
         """Give a run directory of this host, or the channels' addresses (``sockets.CHANNELS``) elsewhere."""
@@ -36,11 +36,11 @@ class Endpoint:
 
     @property
     def trouble(self) -> str:
-        """Why no hub is found, where it is not that the hub is gone; else empty."""
+        """Why no hub is found, if the reason is not that the hub is gone; else empty."""
         return ""
 
     def hub(self) -> Hub | None:
-        """Return the living hub, or None while there is none."""
+        """Return the living hub, or None if there is none."""
         if self._run is None:
             assert self._addresses is not None
             return Hub(self._addresses)
@@ -52,13 +52,13 @@ class Endpoint:
         return Hub(found.addresses, found.process, found.read_only) if found else None
 
     def is_alive(self, hub: Hub) -> bool:
-        """Return whether that very hub is alive; True for a hub elsewhere, of which it is not known."""
+        """Return whether this hub process is alive; True for a hub on another host, where it is unknown."""
         return hub.process is None or is_alive(hub.process)
 
     def ended(self) -> bool:
         """Return whether the run is over and no process would start a hub any more.
 
-        A launcher outlives its job until a hub has recorded the end, also one that came up after it.
+        A launcher outlives its job until a hub has recorded the end, even if that hub starts after the end.
         """
         if self._run is None:
             return False

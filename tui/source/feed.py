@@ -1,8 +1,8 @@
-"""A live run's frames: the thread that subscribes, fetches what was before and between, and survives its hub.
+"""Receives a live run's frames in a thread: subscribes, fetches missing frames, and reconnects to a new hub.
 
-Joining: subscribe first, then ask for the state as recorded; the hub commits before it answers, so what was published
-before the question is in the answer, and what comes after it is in the subscription. Numbers that are in both are
-dropped by the model. A hole in the numbering (the slow joiner's at first, or a queue that overflowed) is asked for.
+Joining: subscribe first, then query the recorded state. The hub commits before it answers, so everything published
+before the query is in the answer, and everything after it in the subscription; the model drops duplicates. Gaps in the
+numbering (before the subscription takes effect, or after a queue overflow) are fetched with queries.
 """
 
 import contextlib
@@ -33,26 +33,26 @@ _LOOK_S = 0.5
 """Seconds between checks of the hub's process."""
 
 _SILENCE_S = 15.0
-"""A hub that sends nothing for this long is gone, where its process cannot be checked."""
+"""Seconds of silence after which a hub counts as gone, if its process cannot be checked."""
 
 _FETCH = 2000
-"""Frames asked for at once."""
+"""Frames per query."""
 
 _MAX_FETCHED = 40_000
-"""A hole larger than this is not fetched: the state is loaded anew."""
+"""A gap of more frames is not fetched: the state is reloaded."""
 
 _GONE = "the hub is gone; the ranks train on, and a new hub is awaited"
 _MAX_BATCH = 500
 _MOST_WAITING = 40
-"""Batches not yet folded. Beyond it the rest stays in ZeroMQ's queue; what that drops is seen by its numbers, and asked
-for or loaded anew."""
+"""Maximum number of batches not yet folded. Further messages stay in ZeroMQ's queue; if it overflows, the gap is
+fetched or the state reloaded."""
 _PAUSE_S = 0.02
 _CONNECT_MS = 1000
 
 
 @dataclass(slots=True)
 class Arrival:
-    """What the feed hands to the screen."""
+    """A batch that the feed passes to the screen's thread."""
 
     frames: list[Frame] = field(default_factory=list[Frame])
     model: RunModel | None = None
@@ -62,19 +62,19 @@ class Arrival:
 
 
 class Feed(threading.Thread):
-    """Gathers a live run's frames into ``arrivals``.
+    """Receives a live run's frames into ``arrivals``.
 
     Args:
         context: the ZeroMQ context for all sockets.
-        endpoint: where the run's hub is to be found.
-        info: what is known of the run beforehand.
+        endpoint: locates the run's hub.
+        info: information about the run, if known.
     """
 
     def __init__(self, context: "zmq.Context[Any]", endpoint: Endpoint, info: RunInfo) -> None:
         super().__init__(name="feed", daemon=True)
         self.arrivals: deque[Arrival] = deque()
         self.hub: Hub | None = None
-        """The hub it is joined to; None while there is none."""
+        """The connected hub; None if there is none."""
         self._context = context
         self._endpoint = endpoint
         self._info = info
@@ -89,7 +89,7 @@ class Feed(threading.Thread):
         self._unrecorded = False
         """Whether the hub last reported that it could not record."""
         self._pooled = False
-        """What was loaded is not the whole stream: older history is to be read, pooled."""
+        """Whether only a part of the stream was loaded, so that older history must be read pooled."""
 
     def close(self) -> None:
         """End the thread; safe to call twice."""
@@ -104,10 +104,10 @@ class Feed(threading.Thread):
         self._nudge()
 
     def run(self) -> None:
-        """Follow the run from hub to hub, until it is over or the source is closed."""
+        """Follow the run, also across hub restarts, until it is over or the source is closed."""
         try:
             self._follow_all()
-        except Exception as error:  # a thread dies unseen: the screen must show it
+        except Exception as error:  # otherwise the thread would die unnoticed: the screen must show it
             if not self._closing.is_set():
                 self._tell("hub-gone", f"the run cannot be followed any more: {type(error).__name__}: {error}")
 
@@ -135,15 +135,15 @@ class Feed(threading.Thread):
             self.arrivals.append(Arrival(connection=Connection(state, text, time.time(), self._lost)))
 
     def _tell_gone(self, text: str) -> None:
-        """Report that there is no hub to follow, unless the run is over."""
+        """Report that the hub is gone, unless the run is over."""
         if not self._closing.is_set() and not self._endpoint.ended():
             self._tell("hub-gone" if self._joined else "connecting", text)
 
     def _follow(self, hub: Hub) -> None:
-        """Stay with one hub until it is gone."""
+        """Follow one hub until it is gone."""
         stream = peer_socket(self._context, "stream")
         control = peer_socket(self._context, "control")
-        # A kill for a hub that has gone must not wait and reach the next one.
+        # A kill command for a hub that is gone must not be queued and reach the next one.
         control.setsockopt(zmq.IMMEDIATE, 1)
         history = RemoteReader(self._context, hub.addresses["query"], cancelled=lambda: self._is_over(hub))
         try:
@@ -167,7 +167,7 @@ class Feed(threading.Thread):
         return self._closing.is_set() or not self._endpoint.is_alive(hub)
 
     def _join(self, history: History) -> None:
-        """Load the run's recorded state, or only its new part when there was a hub before this one."""
+        """Load the run's recorded state, or only the new part if an earlier hub was followed before."""
         if self._joined:
             self._fetch(history, None)
         else:
@@ -245,7 +245,7 @@ class Feed(threading.Thread):
                 self._flush(frames)
                 frames = []
                 self._fill(history, self._last_seq, header.seq, missed)
-            # Advance only after the gap is filled, so that the next hub can be asked if this one dies.
+            # Advance only after the gap is filled, so that the next hub can be queried if this one dies.
             self._last_seq = max(self._last_seq, header.seq)
             try:
                 message = wire.decode_body(parts[1])
@@ -270,7 +270,7 @@ class Feed(threading.Thread):
             return
         unrecorded = self._unrecorded
         left = missed - self._fetch(history, before, after)
-        # What a hub that records leaves out are heartbeats, and those only fill silence.
+        # The only frames missing from a recording are heartbeats, which are not needed later.
         if left > 0 and (unrecorded or self._unrecorded):
             self._lost += left
             self._tell("live")
@@ -320,7 +320,7 @@ class Feed(threading.Thread):
         self.arrivals.append(Arrival(answer=Accepted(command.id, False, text)))
 
     def _finish(self) -> None:
-        """The run and its hub are over: what is shown ends with what the recording has."""
+        """Complete the shown state from the recording after the run and its hub have ended."""
         history: History | None = None
         text = ""
         try:
@@ -342,6 +342,6 @@ class Feed(threading.Thread):
         self._serve_nobody()
 
     def _serve_nobody(self) -> None:
-        """Go on refusing commands, until closed."""
+        """Refuse commands until closed."""
         while not self._closing.wait(_LOOK_S):
             self._refuse_commands()

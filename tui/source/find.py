@@ -1,4 +1,4 @@
-"""The recording that a word on the command line means."""
+"""Finds the recording that a command-line argument refers to."""
 
 import os
 from pathlib import Path
@@ -8,11 +8,11 @@ from ...protocol.errors import RunNotFoundError
 from ...protocol.rundir import RunDir
 
 _SUFFIXES = (".sqlite", ".csv", ".tsv", ".jsonl", ".json", ".yaml", ".yml")
-"""Of files that a word on the command line may name."""
+"""Suffixes of files that a command-line argument may name."""
 
 
 def recording_file(name: str) -> Path | None:
-    """Return the recording that a word names as a file or as a directory that holds one; None where it is neither."""
+    """Return the recording for the path of a file or of its directory; None if it is neither."""
     path = Path(name)
     try:
         if path.is_dir():
@@ -23,7 +23,7 @@ def recording_file(name: str) -> Path | None:
 
 
 def find_recording(name: str) -> Path:
-    """Find the recording that a file, a run directory or a run's name means.
+    """Return the recording of a file, a run directory or a run's name.
 
     Raises:
         RunNotFoundError: it is neither, or several runs match.

@@ -1,4 +1,4 @@
-"""Where the past of a run is read from: its recording, opened here or asked for over the hub's query channel."""
+"""Interface to a run's history: its recording, opened here or queried through the hub."""
 
 from typing import Protocol
 
@@ -9,10 +9,10 @@ from ...protocol.wire import Frame
 
 
 class History(Protocol):
-    """What ``protocol.recording.Reader`` and ``RemoteReader`` both offer; see the former for each method."""
+    """The methods common to ``protocol.recording.Reader``, which documents them, and ``RemoteReader``."""
 
     def info(self) -> RecordingInfo:
-        """Describe the recording as it is now."""
+        """Return the current description of the recording."""
         ...
 
     def frames(self, after_seq: int, limit: int, until_t: float | None = None) -> list[Frame]:
@@ -20,7 +20,7 @@ class History(Protocol):
         ...
 
     def state_at(self, t: float) -> list[Frame]:
-        """Read the fewest frames that give the state at ``t``."""
+        """Read the minimal frames for the state at ``t``."""
         ...
 
     def memory(self, t0: float, t1: float, columns: int) -> list[MemoryColumn]:
@@ -32,11 +32,11 @@ class History(Protocol):
         ...
 
     def training(self, rank: int, t0: float, t1: float, limit: int) -> list[TrainingPoint]:
-        """Read what a rank's steps came to as training, pooled when there are more than ``limit``."""
+        """Read a rank's training figures by step, pooled if there are more than ``limit``."""
         ...
 
     def alerts(self, t0: float | None = None, t1: float | None = None) -> list[Alert]:
-        """Read alerts as they stood last."""
+        """Read the last state of each alert."""
         ...
 
     def logs(
@@ -46,7 +46,7 @@ class History(Protocol):
         ...
 
     def marks(self) -> list[PeakMark]:
-        """Read the steps in which a phase came higher than before, of all ranks."""
+        """Read the steps in which a phase reached a new peak, for all ranks."""
         ...
 
     def sampled(self, kind: str, rank: int, limit: int = 240) -> list[Frame]:
@@ -54,7 +54,7 @@ class History(Protocol):
         ...
 
     def jobs(self) -> list[Frame]:
-        """Read how each job stood last."""
+        """Read the last state of each job."""
         ...
 
     def step_time(self, step: int) -> float | None:

@@ -1,4 +1,4 @@
-"""A run that is going on, as a source: its live end, and by the same controls its past."""
+"""A running run as a source: its live end and, with the same controls, its past."""
 
 import secrets
 import threading
@@ -24,19 +24,19 @@ from .remote import RemoteReader
 from .transport import AlertMark, Request, Transport
 
 ANSWER_S = 10.0
-"""A hub that has not accepted a command by then is not going to."""
+"""Seconds after which a command that the hub has not accepted counts as failed."""
 
 
 class LiveSource:
     """Follows a run.
 
-    Live messages are applied all the time, also while the past is shown, so the return to them is immediate.
+    Live messages are applied continuously, also while the past is shown, so that returning to the end is immediate.
 
     Args:
         run: the run's directory on this host; or
         addresses: the hub's channels (``sockets.CHANNELS``), when it is elsewhere; or
-        endpoint: another way to find the hub.
-        info: what is known of the run beforehand, where there is no directory.
+        endpoint: another way to locate the hub.
+        info: information about the run, if there is no directory.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class LiveSource:
 
     @property
     def connection(self) -> Connection:
-        """How things stand with the hub."""
+        """State of the connection to the hub."""
         return self._connection
 
     @property
@@ -97,7 +97,7 @@ class LiveSource:
         return hub is not None and not hub.read_only
 
     def start(self) -> None:
-        """Begin to follow."""
+        """Start to follow the run."""
         self._feed.start()
 
     def pump(self, budget_s: float = 0.05) -> bool:
@@ -131,7 +131,7 @@ class LiveSource:
         return command.id
 
     def close(self) -> None:
-        """End the threads and close the sockets; the run goes on."""
+        """End the threads and close the sockets; the run continues."""
         if self._closed:
             return
         self._closed = True
@@ -159,7 +159,7 @@ class LiveSource:
             record.result = answer
 
     def _fold(self, arrival: Arrival, deadline: float) -> bool:
-        """Fold an arrival's frames; False when time ran out, with the rest left in it."""
+        """Fold the frames of an arrival; False if time ran out and frames are left in it."""
         for done, frame in enumerate(arrival.frames, 1):
             self._live.apply(frame)
             message = frame.message
@@ -196,7 +196,7 @@ class LiveSource:
             transport.marks = sorted(marks, key=lambda mark: (mark.time, mark.alert_id))
 
     def _request(self, request: Request) -> None:
-        """Carry out a key of the transport: anything but playing on leaves the live end for the past."""
+        """Execute a request of the transport; all except ``play`` leave the live end."""
         if request.kind == "live":
             self._to_live()
             return

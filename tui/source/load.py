@@ -1,4 +1,4 @@
-"""The state of a run at any time, from its recording: what a seek and a late join show."""
+"""Loads the state of a run at any time from its recording, for seeks and late joins."""
 
 import copy
 import gc
@@ -15,15 +15,15 @@ from .history import History
 from .overview import Overview, fine_begin, read_memory
 
 TAIL_FRAMES = 1200
-"""Numbers of the stream before the time sought that are folded whole, at the most: recent steps, recent memory."""
+"""Maximum number of frames before the requested time that are folded individually, for recent steps and memory."""
 
 QUICK_TAIL = 400
 QUICK_TAIL_A_RANK = 40
-"""The same for a seek, which is to be quick: at the least, and for each rank."""
+"""The same for a quick seek, per rank (at least)."""
 
 LOG_LINES = 300
 FINE_SECONDS = 112
-"""Seconds before the time sought whose memory is read second by second."""
+"""Seconds before the requested time for which memory is read second by second."""
 
 
 def describe(info: RecordingInfo) -> RunInfo:
@@ -39,7 +39,7 @@ def describe(info: RecordingInfo) -> RunInfo:
 
 
 class Superseded(Exception):  # noqa: N818 - no error: the state is not needed any more
-    """Something else is to be loaded instead."""
+    """Loading was cancelled by another request."""
 
 
 def load(
@@ -51,15 +51,15 @@ def load(
     quick: bool = False,
     superseded: Callable[[], bool] = lambda: False,
 ) -> RunModel:
-    """Build the state at hub time ``t``: of everything exactly as if all had been folded, but recent steps and logs.
+    """Return the state at hub time ``t``, equal to that after folding all frames, except for steps and logs.
 
-    Those reach back ``TAIL_FRAMES`` (less when it is to be ``quick``) and ``LOG_LINES``; older memory and step times
-    come pooled, from ``overview`` when it is there. ``superseded`` is asked now and then; True gives the loading up.
+    Recent steps reach back ``TAIL_FRAMES`` (fewer if ``quick``) and logs ``LOG_LINES``; older memory and step times are
+    pooled, from ``overview`` if available. ``superseded`` is polled; True cancels the loading.
 
     Raises:
-        Superseded: the loading was given up.
+        Superseded: the loading was cancelled.
         RecordingError: the recording cannot be read.
-        HubError: the hub, asked for it, does not answer.
+        HubError: the hub does not answer.
     """
     with _without_collections():
         return _load(history, t, info, overview, quick, superseded)
@@ -69,8 +69,8 @@ def load(
 def _without_collections() -> Generator[None, None, None]:
     """Pause the garbage collector.
 
-    A load makes tens of thousands of objects, all of which stay. Traversing them, and all others, again and again takes
-    as long as the load itself.
+    A load creates tens of thousands of objects that are all kept. Traversing these and all others repeatedly takes as
+    long as the load itself.
     """
     if not gc.isenabled():
         yield
@@ -106,7 +106,7 @@ def _load(
     go_on()
     tail = history.frames(begin, length, t)
     if seq > RESTART_LEAP:
-        # The numbers go on far beyond those of an earlier hub, and some of the wanted ones may be before that leap.
+        # The sequence numbers jump after a hub restart, and some of the wanted frames may be before that jump.
         across = max(seq - length - RESTART_LEAP, 0)
         wide = history.frames(across, length, t)
         if wide and tail and wide[-1].seq == tail[-1].seq:
@@ -116,7 +116,7 @@ def _load(
     if begin:
         _load_memory(history, tail[0].t if tail else t, t, model, overview)
         go_on()
-    # Charts and rates need steps without gaps; of older ones (the run's peak) only the results are kept.
+    # Charts and rates need steps without gaps; of older steps only results, such as the run's peak, are kept.
     fold(model, (frames[number] for number in sorted(frames) if number <= begin))
     job, older = model.job, {number: rank.last for number, rank in model.ranks.items()}
     for rank in model.ranks.values():
@@ -141,13 +141,13 @@ def fold(model: RunModel, frames: Iterable[Frame]) -> None:
 
 
 def adopt(model: RunModel, overview: Overview, until: float | None = None, now: float | None = None) -> None:
-    """Give a model the run's past.
+    """Add the run's past to a model.
 
     Args:
-        model: gets memory before ``until``, or before what it has; and steps before those it knows.
-        overview: the whole run, copied from.
+        model: receives memory before ``until``, or before its own, and steps before its own.
+        overview: the whole run, from which parts are copied.
         until: seconds since the epoch.
-        now: the model's time, where the run is known beyond it: a rank without memory gets it up to then.
+        now: the model's time, if the overview reaches beyond it: a rank without memory receives it up to then.
     """
     for rank, past in overview.memory.items():
         timeline = model.rank(rank).timeline
@@ -159,7 +159,7 @@ def adopt(model: RunModel, overview: Overview, until: float | None = None, now: 
 
 
 def adopt_steps(model: RunModel, overview: Overview) -> None:
-    """Give a model the step times, losses and explanations of the steps before those it knows."""
+    """Add to a model the step times, losses and explanations of the steps before its own."""
     firsts: list[int] = []
     curves = overview.of(model.job)
     for number, rank in model.ranks.items():
@@ -187,7 +187,7 @@ def adopt_steps(model: RunModel, overview: Overview) -> None:
 
 
 def _load_memory(history: History, told: float, t: float, model: RunModel, overview: Overview | None) -> None:
-    """Load the memory before ``told``, where the frames begin that reach to ``t``: by the second, and older pooled."""
+    """Load the memory before ``told``, the start of the folded frames: by the second, and pooled before that."""
     span = overview.span if overview is not None else 1
     fine = fine_begin(told, FINE_SECONDS, span)
     if overview is not None:

@@ -1,4 +1,4 @@
-"""A whole run at a coarse resolution, read once, so that a seek has the run's past to show at once."""
+"""Reads a whole run once at a coarse resolution, so that a seek can show the run's past at once."""
 
 import contextlib
 from collections.abc import Callable
@@ -18,26 +18,26 @@ from .history import History
 
 MAX_COLUMNS = 512
 MAX_CELLS = 40_000
-"""Columns of all ranks together: with many ranks each gets fewer."""
+"""Maximum number of columns of all ranks together; with many ranks each has fewer."""
 
 MAX_SAMPLES = 3_000
 FEWEST_SAMPLES = 8
-"""Sampled steps of all ranks together; with so many ranks that each would get fewer than those, none are read."""
+"""Sampled steps: the maximum of all ranks together, and the minimum per rank, below which none are read."""
 
 SERIES_POINTS = 512
 FEWEST_RANKS = 4
 JOBS_READ = 16
-"""Jobs whose curves are read, and the ranks of each at the least."""
+"""Maximum number of jobs whose curves are read, and the minimum number of ranks per job."""
 
 COURSE_POINTS = 2048
 COURSE_RANKS = 4
-"""Points of a training's course that are read, and of how many ranks: the others are assumed to be alike."""
+"""Number of training points read, and of ranks: the other ranks are assumed to be similar."""
 
 RESULTS_READ = 1000
-"""Evaluations, and checkpoints, that are read; of more, so many are spread evenly over the recording."""
+"""Maximum number of evaluations, and of checkpoints, that are read, spread evenly over the recording."""
 
 SERIES_RANKS = 64
-"""Ranks whose step times are read; beyond, only the recent steps are charted."""
+"""Maximum number of ranks whose step times are read; for others, only recent steps are charted."""
 
 
 _RESULT_KINDS = ("evaluation", "checkpoint")
@@ -75,18 +75,18 @@ class Overview:
         self.curves: dict[int, Curves] = {}
         """By job; a run without jobs has one part, under 0."""
         self.marks: dict[int, list[PeakMark]] = {}
-        """By rank: where a phase came higher than before."""
+        """By rank: the steps in which a phase reached a new peak."""
         self.events: dict[int, list[AllocatorEvents]] = {}
         """By rank: sampled steps, by step."""
 
 
 def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[], bool] = lambda: False) -> Overview:
-    """Read the overview of a recording as it is now, which may take a second on a long one.
+    """Read the overview of a recording; takes up to a second for a long one.
 
     Args:
-        history: where to read.
-        info: what it holds.
-        cancelled: asked between reads; True ends it with what there is.
+        history: the history to read.
+        info: the description of the recording.
+        cancelled: polled between reads; True returns what was read so far.
     """
     end = info.last_t
     overview = Overview(info.first_t, end, len(info.ranks))

@@ -1,4 +1,4 @@
-"""Moving through a recording: a thread that reads ahead of the screen, and plays, seeks and steps as it is asked."""
+"""Plays a recording: a thread that reads ahead of the screen, and plays, seeks and steps on request."""
 
 import queue
 import threading
@@ -20,30 +20,30 @@ from .seek import alert_time, marks
 from .transport import AlertMark, Request, Transport, next_speed
 
 TICK_S = 0.1
-"""How often a playing position moves."""
+"""Seconds between moves of a playing position."""
 
 MAX_FRAMES = 3000
-"""Playing on by more frames than this is a seek: the screen would not keep up with folding them."""
+"""Playing over more frames at once becomes a seek, because the screen could not fold them in time."""
 
 SEEK_FRAMES = 1000
-"""A move by more numbers of the stream than this is a seek: that is quicker than to read and fold them."""
+"""A move over more frames becomes a seek, which is faster than reading and folding them."""
 
 _REST_S = 0.4
-"""A view that rests this long after a seek gets the recent steps that the seek left out."""
+"""Seconds without a request after a seek before the recent steps that it omitted are loaded."""
 
 _MAX_WAITING = 4
-"""Batches the screen may be behind before playing waits for it."""
+"""Maximum number of batches not yet folded by the screen; then playing waits."""
 
 
 @dataclass(slots=True)
 class _Update:
-    """What the thread hands to the screen: a new model or more frames, and where that is."""
+    """An update from the thread to the screen: a new model or more frames, and the position."""
 
     position: float
     playing: bool
     speed: float
     handled: int
-    """Requests carried out so far."""
+    """Number of requests executed so far."""
     model: RunModel | None = None
     frames: list[Frame] = field(default_factory=list[Frame])
     overview: Overview | None = None
@@ -57,14 +57,13 @@ class Playback:
     """Plays a history into a model.
 
     Args:
-        open_history: opens the history, in the thread that uses it; gets a function that is true once the result is not
-        needed any more.
-        info: what is known of the run, for the models to start from.
-        transport: whose figures to keep, and whose requests come to ``request``.
-        start: where to begin, seconds since the epoch; None for the beginning.
-        live_end: for the past of a live run, the time of the live end; reaching it ends the playing (see
-            ``reached_live``).
-        model: what to show until something was read.
+        open_history: opens the history, in the thread that uses it; its argument returns True once the result is no
+            longer needed.
+        info: initial information about the run for the models.
+        transport: the transport to update; its requests are passed to ``request``.
+        start: start position, seconds since the epoch; None for the beginning.
+        live_end: for the past of a live run, the time of the live end; playing ends there (see ``reached_live``).
+        model: the model to show until something was read.
     """
 
     def __init__(
@@ -78,9 +77,9 @@ class Playback:
     ) -> None:
         self.model = model or RunModel(info)
         self.reached_live = False
-        """A live run's past was played up to the live end."""
+        """Whether a live run's past was played up to the live end."""
         self.error = ""
-        """Why the history cannot be read; empty while it can."""
+        """Why the history cannot be read; empty otherwise."""
         self._open = open_history
         self._info = info
         self._transport = transport
@@ -92,7 +91,7 @@ class Playback:
         self._sent = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="playback", daemon=True)
-        # Below: of the playback's own thread.
+        # The attributes below are used by the playback's thread only.
         self._position = -1.0 if start is None else start
         self._playing = False
         self._speed = 1.0
@@ -100,7 +99,7 @@ class Playback:
         self._step = model.leading_step if model else 0
         self._loaded = False
         self._quick = False
-        """What is shown came of a quick seek, with few recent steps."""
+        """Whether the shown state is from a quick seek, with few recent steps."""
         self._first = self._last = 0.0
         self._overview: Overview | None = None
         self._new_overview: Overview | None = None
@@ -132,7 +131,7 @@ class Playback:
         while self._showing is not None or self._updates:
             try:
                 update = self._showing or self._updates.popleft()
-            except IndexError:  # the thread has just dropped what a seek made stale
+            except IndexError:  # the thread has just dropped updates made stale by a seek
                 break
             self._showing = update
             self._show(update)
@@ -197,7 +196,7 @@ class Playback:
         threading.Thread(target=self._read_overview, name="overview", daemon=True).start()
 
     def _read_overview(self) -> None:
-        """Read the whole run coarsely, over a connection of this thread's own, and hand it to the playback's."""
+        """Read the whole run coarsely, over this thread's own connection, and pass it to the playback's thread."""
         history: History | None = None
         try:
             history = self._open(self._closing.is_set)
@@ -237,7 +236,7 @@ class Playback:
             moved_at = now
 
     def _take(self, wait: float | None) -> list[Request]:
-        """Wait for requests, and return all there are, so that a held key costs one seek and not twenty."""
+        """Wait for requests and return all that are waiting, so that a held key costs a single seek."""
         found: list[Request] = []
         try:
             request = self._requests.get(timeout=wait)
@@ -272,7 +271,7 @@ class Playback:
         self._put(span=(self._first, self._last), message=message)
 
     def _target(self, history: History, request: Request, position: float) -> float | None:
-        """Where a request leads, or None when it moves nothing; sets playing and speed."""
+        """Return the target of a request, or None if it does not move; sets playing and speed."""
         if request.kind == "overview":
             self._overview = self._new_overview
             if self._loaded:
@@ -328,7 +327,7 @@ class Playback:
             self._go(history, target)
 
     def _go(self, history: History, target: float) -> None:
-        """Move to a time: by folding what lies between when that is little and ahead, else by a seek."""
+        """Move to a time, by folding the frames in between if they are few and ahead, else by a seek."""
         if target < self._position or not self._loaded:
             self._position = target
             self._load(history)
@@ -350,7 +349,7 @@ class Playback:
         self._take_over(model)
 
     def _complete(self, history: History) -> None:
-        """Load what a quick seek left out; the next request gives it up, and need not wait."""
+        """Load the steps omitted by a quick seek; the next request cancels it."""
         self._quick = False  # also when it cannot be read: once is enough
         try:
             model = load(
@@ -396,7 +395,7 @@ class Playback:
 
 
 def _neighbour(known: list[AlertMark], position: float, direction: int, at_alert: int | None) -> AlertMark | None:
-    """The next or previous mark; ``at_alert`` is the one shown, whose own time may lie before the position."""
+    """Return the next or previous mark; ``at_alert`` is the shown one, whose time may be before the position."""
     here = next((index for index, mark in enumerate(known) if mark.alert_id == at_alert), None)
     if here is not None:
         index = here + direction

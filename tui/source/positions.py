@@ -1,4 +1,4 @@
-"""Places in a recording as a person types them: ``812``, ``12:03:10``, ``+90s``, ``50%``."""
+"""Parses positions in a recording as typed by a user: ``812``, ``12:03:10``, ``+90s``, ``50%``."""
 
 import re
 import time
@@ -27,14 +27,14 @@ def parse(text: str, position: float, first: float, last: float) -> Position:
     """Parse a position that was typed into "go to".
 
     Args:
-        text: what was typed; ``step 812`` and ``#812`` mean the step too. A time of day is local, of the day that puts
-            it into the recording, nearest to the position.
+        text: the typed text; ``step 812`` and ``#812`` are steps too. A time of day is local, on the day within the
+            recording that is nearest to the position.
         position: the time shown, seconds since the epoch.
         first: the recording's first time.
         last: the recording's last time.
 
     Raises:
-        UsageError: it is none of those; the text says what can be typed.
+        UsageError: the text has none of those forms; the message lists them.
     """
     typed = text.strip().lower()
     step = re.fullmatch(r"(?:step|#)?\s*(\d[\d,_]*)", typed)

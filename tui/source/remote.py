@@ -1,4 +1,4 @@
-"""History asked for over the hub's query channel, with the same methods as the recording's own reader."""
+"""Reads a run's history through the hub's query channel, with the methods of the recording's reader."""
 
 import secrets
 import time
@@ -16,7 +16,7 @@ from ...protocol.sockets import peer_socket
 from ...protocol.wire import Frame
 
 TIMEOUT_S = 10.0
-"""Seconds that an answer may take; a hub on a slow disk needs that."""
+"""Time limit of an answer, seconds; a hub on a slow disk needs that long."""
 
 _POLL_MS = 50
 
@@ -25,10 +25,10 @@ class RemoteReader:
     """A ``Reader`` at the other end of a query socket. Use it from one thread.
 
     Args:
-        context: the ZeroMQ context to make the socket in.
-        address: the hub's query channel.
-        timeout_s: how long an answer may take.
-        cancelled: asked now and then while waiting; True gives up.
+        context: the ZeroMQ context of the socket.
+        address: address of the hub's query channel.
+        timeout_s: time limit of an answer, seconds.
+        cancelled: polled while waiting; True cancels the query.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RemoteReader:
         self._asked = 0
 
     def info(self) -> RecordingInfo:
-        """Describe the recording as it is now."""
+        """Return the current description of the recording."""
         return self._ask("info")
 
     def frames(self, after_seq: int, limit: int, until_t: float | None = None) -> list[Frame]:
@@ -54,7 +54,7 @@ class RemoteReader:
         return self._ask("frames", after_seq=after_seq, limit=limit, until_t=until_t)
 
     def state_at(self, t: float) -> list[Frame]:
-        """Read the fewest frames that give the state at hub time ``t``."""
+        """Read the minimal frames for the state at hub time ``t``."""
         return self._ask("state_at", t=t)
 
     def memory(self, t0: float, t1: float, columns: int) -> list[MemoryColumn]:
@@ -66,11 +66,11 @@ class RemoteReader:
         return self._ask("series", rank=rank, t0=t0, t1=t1, limit=limit)
 
     def training(self, rank: int, t0: float, t1: float, limit: int) -> list[TrainingPoint]:
-        """Read what a rank's steps came to as training, pooled when there are more than ``limit``."""
+        """Read a rank's training figures by step, pooled if there are more than ``limit``."""
         return self._ask("training", rank=rank, t0=t0, t1=t1, limit=limit)
 
     def alerts(self, t0: float | None = None, t1: float | None = None) -> list[Alert]:
-        """Read alerts as they stood last."""
+        """Read the last state of each alert."""
         return self._ask("alerts", t0=t0, t1=t1)
 
     def logs(
@@ -80,7 +80,7 @@ class RemoteReader:
         return self._ask("logs", before_seq=before_seq, rank=rank, text=text, limit=limit)
 
     def marks(self) -> list[PeakMark]:
-        """Read the steps in which a phase came higher than before, of all ranks."""
+        """Read the steps in which a phase reached a new peak, for all ranks."""
         return self._ask("marks")
 
     def sampled(self, kind: str, rank: int, limit: int = 240) -> list[Frame]:
@@ -88,7 +88,7 @@ class RemoteReader:
         return self._ask("sampled", kind=kind, rank=rank, limit=limit)
 
     def jobs(self) -> list[Frame]:
-        """Read how each job stood last."""
+        """Read the last state of each job."""
         return self._ask("jobs")
 
     def step_time(self, step: int) -> float | None:
@@ -106,12 +106,12 @@ class RemoteReader:
             self._socket = None
 
     def _ask(self, name: str, **args: Any) -> Any:
-        """Ask, and decode the answer.
+        """Send a query and return the decoded answer.
 
         Raises:
             HubError: no answer came in time.
-            RecordingError: the hub answered why it cannot.
-            ProtocolError: the hub answered something else.
+            RecordingError: the hub answered with an error.
+            ProtocolError: the answer is invalid.
         """
         self._asked += 1
         query = Query(f"{secrets.token_hex(4)}-{self._asked}", name, args)
@@ -124,7 +124,7 @@ class RemoteReader:
             self.close()
             raise HubError(f"the hub cannot be asked: {error.strerror}") from None
         except HubError:
-            self.close()  # the answer may still come, and must not meet a later question
+            self.close()  # a late answer must not be taken for that of a later query
             raise
         if not answer.ok:
             raise RecordingError(answer.error)
@@ -133,7 +133,7 @@ class RemoteReader:
     def _connect(self) -> None:
         if self._socket is None:
             self._socket = peer_socket(self._context, "query")
-            # A question to a hub that is gone must not wait in a queue and reach the next one.
+            # A query to a hub that is gone must not be queued and reach the next one.
             self._socket.setsockopt(zmq.IMMEDIATE, 1)
             self._socket.connect(self._address)
 

@@ -17,7 +17,7 @@ from .playback import Playback
 from .transport import Request, Transport
 
 _LOOKED_AT = 64
-"""Messages read at once in search of the first ranks'."""
+"""Messages per read when searching for the first ranks' messages."""
 
 _TOGETHER_S = 1.0
 """Ranks whose first messages are within this of each other started together."""
@@ -43,10 +43,10 @@ class ReplaySource:
 
     Args:
         path: the recording file.
-        start: where to begin, seconds since the epoch; None for the first ranks' first messages (before that nothing is
-        shown; seeking to the beginning stays possible).
-        at_end: begin at its end instead.
-        play: begin playing at once.
+        start: start position, seconds since the epoch; None for the first ranks' first messages (nothing is shown
+            before them; seeking to the beginning remains possible).
+        at_end: start at its end instead.
+        play: start playing at once.
 
     Raises:
         RecordingError: the file is missing, or is not a recording this version can read.
@@ -84,7 +84,7 @@ class ReplaySource:
 
     @property
     def connection(self) -> Connection:
-        """``replay``, with what is missing of the recording, if anything."""
+        """``replay``, with a note of missing parts of the recording, if any."""
         left_out = next((reader.left_out for reader in self._readers if reader.left_out), "")
         return Connection("replay", self._playback.error or self._missing or left_out, self._since)
 
@@ -95,7 +95,7 @@ class ReplaySource:
 
     @property
     def folder(self) -> Path | None:
-        """Where the recording lies: what the run wrote lies beside it."""
+        """The recording's directory, which may have other files of the run."""
         return self._path.parent
 
     @property
@@ -114,7 +114,7 @@ class ReplaySource:
         return self._playback.pump(budget_s)
 
     def send(self, verb: Verb) -> str:
-        """Refuse: nothing runs."""
+        """Refuse the command: a replay has no hub."""
         number = f"replay-{len(self._commands) + 1}"
         refusal = Accepted(number, False, "this is a recording: there is nothing to act on")
         self._commands[number] = CommandRecord(number, verb, time.time(), refusal)

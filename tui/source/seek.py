@@ -1,11 +1,11 @@
-"""Alerts as places to go to."""
+"""Finds the times of alerts, to seek to them."""
 
 from ...protocol.control import Alert
 from .history import History
 from .transport import AlertMark
 
 _LATEST_S = 60.0
-"""How long after the time it speaks of an alert may have been raised."""
+"""Maximum seconds between an alert's own time and its first message."""
 
 _FIRST_BATCH = 128
 """Frames searched at first; most alerts are raised within a second."""
@@ -20,7 +20,7 @@ def marks(history: History) -> list[AlertMark]:
 
 
 def alert_time(history: History, mark: AlertMark) -> float:
-    """Return when an alert was raised: hub time of its first message, which comes after the time it speaks of."""
+    """Return when an alert was raised: hub time of its first message, which is later than the alert's own time."""
     after = max(history.seq_at(mark.time) - 1, 0)
     batch = _FIRST_BATCH
     while frames := history.frames(after, batch, mark.time + _LATEST_S):

@@ -12,15 +12,15 @@ def open_replays(
     choose: Callable[[list[int]], list[int]] = list,
     meanwhile: Callable[[], object] | None = None,
 ) -> list[Replay]:
-    """Read a snapshot and replay its devices; quicker than one after the other: they need its stacks last.
+    """Read a snapshot and replay its devices concurrently, which is faster, since a replay needs the stacks last.
 
     Args:
         path: the file.
-        choose: is given the devices there are, and returns those that are wanted; what it raises is passed on.
-        meanwhile: is called while the file is being read.
+        choose: called with the snapshot's devices; returns those to replay. Its exceptions are propagated.
+        meanwhile: called while the file is being read.
 
     Raises:
-        SnapshotError: one line that says what is wrong with the file.
+        SnapshotError: one line about the error in the file.
     """
     with SnapshotReading(Path(path)) as reading:
         if meanwhile is not None:

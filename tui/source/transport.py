@@ -1,6 +1,6 @@
 """Play, pause, speed and seek: one set of controls over a recording and over the past of a live run.
 
-A transport holds figures to draw and turns keys into requests; ``Playback`` carries them out on a thread of its own.
+A transport has the figures to draw and turns keys into requests, which ``Playback`` executes in its own thread.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ RequestKind = Literal["play", "pause", "speed", "faster", "time", "step", "skip"
 
 
 def next_speed(speed: float, *, up: bool) -> float:
-    """Return the playing speed after this one, or before it; the last of them stays."""
+    """Return the next higher or lower playing speed; unchanged at the limits."""
     if up:
         return next((each for each in SPEEDS if each > speed), SPEEDS[-1])
     return next((each for each in reversed(SPEEDS) if each < speed), SPEEDS[0])
@@ -27,7 +27,7 @@ def next_speed(speed: float, *, up: bool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Something a person asked of the transport: ``number`` and ``text`` as the kind needs them."""
+    """A user's request to the transport; the use of ``number`` and ``text`` depends on the kind."""
 
     kind: RequestKind
     number: float = 0.0
@@ -62,14 +62,14 @@ class Transport:
         self.marks: list[AlertMark] = []
         """Every alert of the whole recording, by time (of a live run: up to now)."""
         self.message = ""
-        """Why the latest request did nothing (``no step 99999: the last is 812``); empty when it did."""
+        """Why the latest request had no effect (``no step 99999: the last is 812``); empty if it had one."""
         self.seeking = False
-        """Whether a request is under way."""
+        """Whether a request is in progress."""
         self._request = request
 
     @property
     def fraction(self) -> float:
-        """Where the position is between first (0) and last (1)."""
+        """Position between first (0) and last (1)."""
         length = self.last - self.first
         return min(1.0, max(0.0, (self.position - self.first) / length)) if length > 0 else 1.0
 
@@ -79,11 +79,11 @@ class Transport:
         return self.position >= self.last
 
     def toggle(self) -> None:
-        """Play or pause. Pausing a live view holds it while the run goes on; play again goes on from there."""
+        """Play or pause. Pausing a live view freezes it while the run continues; playing resumes from there."""
         self.pause() if self.playing else self.play()
 
     def play(self) -> None:
-        """Play on at the present speed; from the beginning when at a recording's end."""
+        """Play at the current speed; from the beginning if at a recording's end."""
         self._ask(Request("play"))
 
     def pause(self) -> None:

@@ -13,12 +13,12 @@ STATE_WORDS = {
     "starting": "its process is up, no step is finished yet",
     "training": "it makes progress",
     "waiting": "it is in a collective that others have not entered",
-    "hung": "no progress for longer than this phase ever took",
+    "hung": "no progress for longer than the phase's time limit",
     "held": "waits at an out-of-memory error (--on-oom hold)",
     "stopped": "the process is stopped (SIGSTOP)",
     "gone": "there is no process any more",
-    "unreachable": "nothing is heard from its host",
-    "finished": "it ended in order",
+    "unreachable": "no messages arrive from its host",
+    "finished": "it ended without an error",
 }
 
 PHASE_WORDS = {
@@ -76,9 +76,9 @@ def alert_legend(theme: Theme) -> list[Line]:
     """Explain the severities."""
     lines = [_head("alerts", theme)]
     for severity, words in (
-        ("error", "the run is held up or ends"),
-        ("warning", "look at it"),
-        ("info", "for the record"),
+        ("error", "the run is blocked or ends"),
+        ("warning", "needs attention"),
+        ("info", "for information"),
     ):
         glyph, tone = theme.severity(severity)
         lines.append(Line(f"  {glyph}   ", theme.style(tone)).add(words, theme.style("dim")))
@@ -104,7 +104,7 @@ PART_WORDS = {
     "activations": "saved in a forward for its backward",
     "temporaries": "allocated and freed within the phase",
     "other": "held by PyTorch, of no known use",
-    "unattributed": "what the evidence does not reach",
+    "unattributed": "allocated, of unknown purpose",
     "unused": "reserved by the allocator, not allocated",
 }
 """What the parts of a memory peak are."""
@@ -112,7 +112,7 @@ PART_WORDS = {
 
 def part_legend(theme: Theme) -> list[Line]:
     """Explain the parts of a memory peak by their colours (in stacked bars without colour: by their letters)."""
-    lines = [_head("what a peak is made of", theme)]
+    lines = [_head("composition of a peak", theme)]
     for name, words in PART_WORDS.items():
         sample = PART_FILLS.get(name, "?") * 2 if theme.plain_graphs else "  "
         line = Line("  ", theme.base).add(sample, theme.style("on_color", theme.part(name)))

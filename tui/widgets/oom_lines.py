@@ -62,7 +62,7 @@ def report_lines(
 def _meaning(case: OomCase, model: RunModel, acts: bool, asked: WhatIf, width: int, theme: Theme) -> list[Line]:
     """Draw the reason, the present state, and the remedies."""
     lines = [Line(" " + row, theme.base) for row in wrap(case.verdict.text, min(width, _MOST_WIDE) - 2)]
-    sure = "the numbers leave no other reading" if case.verdict.sure else "the likeliest reading of the numbers"
+    sure = "certain from the figures" if case.verdict.sure else "most likely from the figures"
     lines.append(Line(f" {sure}", theme.style("dim")))
     if held := hold_words(model, case):
         lines += [Line(), _head(f"{theme.glyphs.states['held']} held", theme, "error")]

@@ -18,7 +18,7 @@ class Playback:
     speed: float
     step: int = 0
     live: bool = False
-    """The run goes on: the bar shows the way back to it."""
+    """The run continues: the bar shows the way back to it."""
     seeking: bool = False
     marks: tuple[tuple[float, str], ...] = ()
     """(time, severity) of every alert."""

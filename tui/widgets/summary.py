@@ -32,7 +32,7 @@ class Summary:
     """Epochs that are done and planned, where there is room: ``1.25 / 3``."""
     seconds_left: float | None = None
     stalled_seconds: int | None = None
-    """How long ranks have kept the run from going on; None while it goes on."""
+    """Seconds for which ranks have blocked the run; None while it makes progress."""
     ended: str = ""
     """How the run ended, once it has."""
     loss: float | None = None

@@ -159,7 +159,7 @@ def _loss_pane(scene: _Scene, rows: int) -> list[Line]:
     losses = [each.loss for each, _ in shown if each.loss is not None]
     title = _loss_title(scene)
     if not raw_y and not losses:
-        return [title, *_unknown(scene, rows, "the script does not show a loss")]
+        return [title, *_unknown(scene, rows, "the script reports no loss")]
     levels = [value for _, value in line] + losses
     low, high = value_range(raw_y + losses)
     low, high = min([low, *levels]), max([high, *levels])
@@ -260,7 +260,7 @@ def _why_unknown(model: RunModel, name: str) -> str:
             return "the data-sheet peak of this device, or its data type, is not known"
         return "the FLOPs of this model are not known"
     return {"tokens_per_second": "the script's batches hold no tokens that can be counted"}.get(
-        name, "the script does not show it"
+        name, "the script does not report it"
     )
 
 

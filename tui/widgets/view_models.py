@@ -199,7 +199,7 @@ def trouble_words(model: RunModel) -> str:
 
 
 def stalled_seconds(model: RunModel) -> int | None:
-    """Return for how long ranks in trouble have kept a run from going on, whole seconds; None while it goes on."""
+    """Return how long ranks in trouble have blocked a run, in whole seconds; None while it makes progress."""
     since = [rank.state_since for rank in model.ranks.values() if rank.state in TROUBLE]
     return floor(max(0.0, model.now - min(since))) if since and not model.ended else None
 

@@ -1,1 +1,1 @@
-"""Death of a process: its cause, judged from its output."""
+"""Failures and deaths of processes, and their causes."""

@@ -1,19 +1,18 @@
-"""Detects failures and deaths: the first one is the alert, its consequences are evidence of it.
+"""Detects failures and deaths: the first one raises the alert, its consequences are added to the evidence.
 
-- An exception that left the script's main thread raises ``failure`` with its traceback (one of memory: ``oom``).
-  One that only reports a lost peer ("connection closed by peer", a broken communicator) waits 3 s for the peer's own
-  death or failure, or the end of the job, and becomes part of that. Where that peer's script had ended without an
-  error, it ended early, and that is the alert.
-  Where its own process had ended before (in an earlier poll) another rank died of a signal that launchers send, the
-  lost peer is the alert, and that death is its consequence.
-- A process that ended without a goodbye raises ``died``, with its exit code or signal in words and the last lines of
-  its log (lines of the next 3 s included). After a failure of the same rank it only adds the exit status to that.
-- Within 60 s of the first trouble, ranks that end by SIGTERM, SIGINT, SIGKILL or SIGABRT, or for a lost peer, count
-  as its consequences: DeepSpeed's and torchrun's launchers end all ranks of a node when one exits non-zero.
-- A launcher that ended before its ranks is an alert of its own, and later deaths of its ranks follow from it: ftmon
-  ends the processes a job leaves behind, and its launcher writes ``left.json`` before.
-- A death on request (kill) is information about that rank, and so is the lost peer of the others; the end of a
-  whole run on request is no alert.
+- An uncaught exception in the script's main thread raises ``failure`` with its traceback (``oom`` if out of memory).
+- An exception that only reports a lost peer ("connection closed by peer", a broken communicator) is held back for 3 s.
+  If the peer dies or fails, or the job ends, it becomes part of that alert. If the peer's script had ended without an
+  error, the alert is that the peer ended early. If this rank's process ended in an earlier poll than another rank that
+  died of a signal sent by launchers, the lost peer is the alert, and that death its consequence.
+- A process that ended without sending ``Goodbye`` raises ``died``, with its exit code or signal and the last lines of
+  its log (including those of the next 3 s). After a failure of the same rank, only its exit status is added.
+- Within 60 s of the first alert, ranks that end by SIGTERM, SIGINT, SIGKILL or SIGABRT, or by a lost peer, count as
+  its consequences: DeepSpeed's and torchrun's launchers end all ranks of a node when one exits with an error.
+- A launcher that ended before its ranks raises an alert, and later deaths of its ranks are consequences: ftmon ends
+  the processes that a job leaves behind, after its launcher has written ``left.json``.
+- A requested death (kill) is information about that rank, and so is the lost peer of the others. The requested end of
+  a whole run raises no alert.
 """
 
 from collections import deque
@@ -80,7 +79,7 @@ class DeathDetector:
         self._held: list[tuple[float, Failure, bool]] = []
         """Time, failure, and whether the end of another rank had been requested."""
         self._held_gone: dict[int, float] = {}
-        """Ranks whose failure is held back: when the end of their process was detected."""
+        """Ranks whose failure is held back, with the time at which the end of their process was detected."""
         self._failed: dict[int, Matter] = {}
         self._died: set[int] = set()
         """Ranks whose death has been reported."""
@@ -101,9 +100,9 @@ class DeathDetector:
 
         Args:
             t: seconds since the epoch.
-            code: the command's exit status, negative for a signal; None: it never began.
-            count: processes that it left running.
-            processes: the first of them: pid and name.
+            code: the command's exit status, negative for a signal; None: it was never started.
+            count: number of processes left running.
+            processes: pid and name of the first ones.
         """
         if self._recent(t):
             return []
@@ -113,7 +112,7 @@ class DeathDetector:
         return [finding, *self._release(t)]
 
     def trouble(self, t: float, matter: Matter) -> None:
-        """Note that a finding, perhaps another detector's (out of memory), may be where the trouble began."""
+        """Register a finding, possibly of another detector (out of memory), as a candidate for the first trouble."""
         if self._first is None or t - self._first[0] > CONSEQUENCE_S:
             self._first = (t, matter)
             self._followers = {}
@@ -148,9 +147,9 @@ class DeathDetector:
             t: seconds since the epoch.
             state: the rank's state.
             kill_asked: ranks whose end was requested.
-            kill: evidence that the kernel killed the process; None: none.
-            pressure: use of the host's memory just before; None: not full, or not known.
-            alone: the run has no other rank.
+            kill: evidence that the kernel killed the process; None: there is none.
+            pressure: use of the host's memory just before; None: not full, or unknown.
+            alone: whether the run has no other rank.
         """
         rank, ended = state.rank, Ended(state.exit_code, state.signal)
         known = self._failed.get(rank)
@@ -159,7 +158,7 @@ class DeathDetector:
         if -1 in kill_asked:
             return []
         if any(failure.rank == rank for _, failure, _ in self._held):
-            # Its own failure, of a lost peer, is still held back: it is raised later, or becomes part of the peer's.
+            # Its own failure (a lost peer) is still held back: it is raised later, or becomes part of the peer's alert.
             self._held_gone[rank] = t
             return []
         asked = rank in kill_asked
@@ -179,7 +178,7 @@ class DeathDetector:
         return [finding, *self._release(t)]
 
     def tick(self, now: float, over: bool = False) -> list[Finding]:
-        """Report failures that were held back for long enough, or all of them when the job is over."""
+        """Return failures held back for long enough, or all of them when the job is over."""
         findings: list[Finding] = []
         while self._held and (over or now - self._held[0][0] > HELD_S):
             findings += self._raise_held(now, 0)
@@ -190,12 +189,12 @@ class DeathDetector:
         return findings
 
     def _raise_earlier(self, t: float) -> list[Finding]:
-        """Raise a failure held back whose process had ended before ``t``; empty where there is none."""
+        """Raise a failure held back whose process ended before ``t``; empty if there is none."""
         ended = [place for place, (_, failure, _) in enumerate(self._held) if self._held_gone.get(failure.rank, t) < t]
         return self._raise_held(t, ended[0]) if ended else []
 
     def _raise_held(self, t: float, place: int) -> list[Finding]:
-        """Raise one of the failures held back, by its place among them."""
+        """Raise one of the failures held back, by its index."""
         _, failure, asked = self._held.pop(place)
         self._held_gone.pop(failure.rank, None)
         early = {} if asked else dict(self._finished())

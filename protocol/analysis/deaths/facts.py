@@ -1,4 +1,4 @@
-"""Facts of failures and deaths; ``analysis.text`` has the words."""
+"""Facts of failures and deaths; ``analysis.text`` puts them into words."""
 
 import msgspec
 
@@ -13,18 +13,18 @@ class HostPressure(msgspec.Struct, frozen=True):
     used_bytes: int
     total_bytes: int
     rank_bytes: int
-    """Held by the rank itself."""
+    """Memory of the rank itself."""
 
 
 class ScriptFailure(msgspec.Struct, frozen=True):
-    """An exception that left a script."""
+    """An uncaught exception of a script."""
 
     error: str
     traceback: str
     log: list[str]
     """The rank's last lines."""
     peer_killed: bool = False
-    """The lost peer was ended on request."""
+    """Whether the lost peer was ended on request."""
 
 
 class EndedEarly(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class EndedEarly(msgspec.Struct, frozen=True):
 
 
 class ProcessDeath(msgspec.Struct, frozen=True):
-    """A process that is gone without a goodbye."""
+    """A process that ended without sending ``Goodbye``."""
 
     pid: int
     exit_code: int | None
@@ -49,11 +49,11 @@ class ProcessDeath(msgspec.Struct, frozen=True):
     """The rank's state."""
     log: list[str]
     asked: bool = False
-    """A person asked for it."""
+    """Whether its end was requested."""
     kernel_kill: KernelKill | None = None
     pressure: HostPressure | None = None
     alone: bool = False
-    """There is no other rank."""
+    """Whether the run has no other rank."""
 
     @property
     def by_signal(self) -> int | None:
@@ -65,14 +65,14 @@ class LauncherEnded(msgspec.Struct, frozen=True):
     """A job's command that ended before its ranks."""
 
     exit_code: int | None
-    """Negative for a signal; None: it never began."""
+    """Negative for a signal; None: it was never started."""
     left: int
-    """Processes that it left behind."""
+    """Number of processes that it left running."""
     processes: list[str]
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """Added later: exit status of the process; both None: not known."""
+    """Added later: exit status of the process; both None: unknown."""
 
     exit_code: int | None
     signal: int | None
@@ -90,11 +90,11 @@ class LastLog(msgspec.Struct, frozen=True):
 
 
 class Follower(msgspec.Struct, frozen=True):
-    """A rank that failed or ended because of the trouble of another one."""
+    """A rank that failed or ended because another rank did."""
 
     after_s: float
     events: list[Ended | str]
-    """Its exceptions and its end, in this order."""
+    """Its exceptions, then its end."""
 
 
 class Followed(msgspec.Struct, frozen=True):

@@ -1,11 +1,12 @@
-"""SLURM's notice in a job's output that it ends the job: cancelled by a person, or out of time.
+"""Finds SLURM's notice in a job's output that the job was cancelled or reached its time limit.
 
-The line is slurmstepd's (``_handle_signal_container`` of its ``req.c``), passed on by srun; old ones name no node::
+slurmstepd writes the line (``_handle_signal_container`` of its ``req.c``), and srun forwards it; old versions name no
+node::
 
     slurmstepd: error: *** STEP 5.0 ON node1 CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT ***
 
-Without a reason it is a person's ``scancel``, or srun ending the other tasks after one has failed; then srun has
-reported that task before. A failed node is no request, and is ignored here.
+Without a reason it is a user's ``scancel``, or srun ending the other tasks after a failure that it has reported
+before. A failed node is not a request to end, and is ignored here.
 """
 
 import os
@@ -43,13 +44,13 @@ class SlurmWords:
 
 
 def cancelled(lines: Iterable[str]) -> str:
-    """Return the reason why SLURM ended the job that wrote these lines (see ``SlurmWords.read``); empty: it did not."""
+    """Return why SLURM ended the job that wrote these lines (see ``SlurmWords.read``); empty if it did not."""
     words = SlurmWords()
     return next(filter(None, map(words.read, lines)), "")
 
 
 def cancelled_in(log: Path) -> str:
-    """Return the same of the end of a file, its last 64 KiB; empty also where it cannot be read."""
+    """Return the same for the last 64 KiB of a file; empty also if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _ENOUGH_BYTES))

@@ -10,7 +10,7 @@ _BEGIN = "Traceback (most recent call last):"
 _TYPE = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (.*))?$")
 _FILE = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)$')
 _LAUNCHER_TYPES = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
-"""Exceptions that a launcher raises because a process of its own failed: never the cause."""
+"""Exceptions that a launcher raises because one of its processes failed; never the cause."""
 _IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _PORTS = (re.compile(r"\bport: ?(\d{2,5})\b"), re.compile(r":(\d{2,5})\b(?=[^\d]*(?:errno|\(|,|\.|$))"))
 _MESSAGE_LINES = 8
@@ -38,9 +38,9 @@ class RaisedException(msgspec.Struct, frozen=True):
 
 
 def last_exception(lines: Iterable[str]) -> RaisedException | None:
-    """Return the exception of the last traceback in ``lines``; one that only reports a failed child is passed over.
+    """Return the exception of the last traceback in ``lines``, except for those that only report a failed child.
 
-    If all report failed children, the last one is returned. None: no complete traceback.
+    If all report failed children, the last exception is returned. None: there is no complete traceback.
     """
     found: list[RaisedException] = []
     following: RaisedException | None = None
@@ -53,7 +53,7 @@ def last_exception(lines: Iterable[str]) -> RaisedException | None:
 
 
 def _exceptions(lines: Iterable[str]) -> Iterable[RaisedException]:
-    """Yield the exception of each traceback, by the rank that printed it: ranks write into each other's."""
+    """Yield the exception of each traceback; lines of different ranks may be interleaved."""
     opened: dict[int | None, list[str]] = {}
     for text in lines:
         match = _PREFIX.match(text)

@@ -1,4 +1,4 @@
-"""Checkpoints that could not be written: the run goes on, and what it does since the last complete one is not safe.
+"""Checkpoints that could not be written: the run continues, and what it does since the last complete one is not safe.
 
 Raised at the first that failed, updated at each further one, resolved by the next that is complete.
 """

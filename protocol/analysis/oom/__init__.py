@@ -1,1 +1,1 @@
-"""Why an allocation failed, and what would make it fit."""
+"""Explains failed allocations: why they failed, and what would make them fit."""

@@ -21,7 +21,7 @@ class Uncaught(msgspec.Struct, frozen=True):
 
 
 class Released(msgspec.Struct, frozen=True):
-    """Added: a rank that was held at its error is held no more."""
+    """Added later: a rank held at its error was released."""
 
 
 def is_oom(error: str) -> bool:
@@ -31,19 +31,19 @@ def is_oom(error: str) -> bool:
 
 
 class OomDetector:
-    """Finds ranks that are out of memory; one that caught the error and steps on resolves its own finding."""
+    """Finds ranks that are out of memory; a later step of the rank resolves the finding."""
 
     def __init__(self) -> None:
         self._standing: dict[int, tuple[Matter, int]] = {}
-        """For each rank that ran out of memory: what was found, and the step in which it did."""
+        """By rank that ran out of memory: its finding, and the step in which it happened."""
         self._held: set[int] = set()
 
     def oom(self, report: OomReport) -> list[Finding]:
-        """Process the report of one failed allocation: it holds the finding's facts."""
+        """Process the report of one failed allocation; the report has the finding's facts."""
         return self._found("oom", report.rank, report.step, report.phase, report)
 
     def held(self, rank: int, held: bool) -> list[Finding]:
-        """Note that a rank is held at its out-of-memory error, or was let go."""
+        """Record that a rank is held at its out-of-memory error, or was released."""
         matter = self.standing(rank)
         if held:
             self._held.add(rank)
@@ -53,7 +53,7 @@ class OomDetector:
         return [added(matter, Released())]
 
     def failure(self, failure: Failure) -> list[Finding] | None:
-        """Return the finding of an out-of-memory failure; None: the failure is another one."""
+        """Return the finding of an out-of-memory failure; None for other failures."""
         if not is_oom(failure.error):
             return None
         facts = Uncaught(failure.error, failure.traceback[-TRACEBACK_LIMIT:])
@@ -63,18 +63,18 @@ class OomDetector:
         return self._found("oom_failure", failure.rank, failure.step, failure.phase, facts)
 
     def step(self, step: Step) -> list[Finding]:
-        """A step of a rank that ran out of memory before: its script caught the error and went on."""
+        """Resolve the finding of a rank that makes a step: its script caught the error and continued."""
         if not self._standing:
             return []
         known = self._standing.get(step.rank)
-        # A step from before it may come in later: steps wait for their device times.
+        # Steps from before the error may arrive later, because they wait for their device times.
         if known is None or step.step < known[1]:
             return []
         del self._standing[step.rank]
         return [resolved(known[0], Resolution("caught", step.step))]
 
     def standing(self, rank: int) -> Matter | None:
-        """Return what was found of a rank that is out of memory, or None."""
+        """Return the finding of a rank that is out of memory, or None."""
         known = self._standing.get(rank)
         return known[0] if known is not None else None
 

@@ -1,7 +1,7 @@
-"""Reads an out-of-memory error from a memory snapshot: what ``ftmon oom FILE`` explains.
+"""Reads an out-of-memory error from a memory snapshot, for ``ftmon oom FILE``.
 
-A snapshot knows the request, what was free, every block and its stack; it knows neither step, phase and batch nor what
-else is on the device. A phase is taken from the failing stack, where that shows one.
+A snapshot has the request, the free memory, and every block with its stack. It lacks step, phase, batch, and other
+users of the device. The phase is derived from the failing stack, if possible.
 """
 
 from ...blocks import SegmentUse, StackGroup
@@ -27,7 +27,7 @@ _PHASES = (
 
 
 def report_of(snapshot: Snapshot, replays: list[Replay]) -> OomReport | None:
-    """Report the last out-of-memory error of a snapshot; None when there was none.
+    """Return a report of the last out-of-memory error of a snapshot; None if there was none.
 
     Args:
         snapshot: the snapshot.
@@ -61,7 +61,7 @@ def oom_of(snapshot: Snapshot, replay: Replay) -> Oom | None:
         time=replay.time_of(found.entry) / 1e6,
         requested_bytes=found.requested_bytes,
         device_free_bytes=found.device_free_bytes,
-        # What else is on the device, a snapshot does not know: it is at least this large.
+        # Other users of the device are unknown: its capacity is at least this large.
         device_total_bytes=found.device_free_bytes + found.reserved_bytes,
         allocated_bytes=found.allocated_bytes,
         reserved_bytes=found.reserved_bytes,

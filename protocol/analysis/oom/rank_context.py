@@ -1,4 +1,4 @@
-"""Latest state of every rank and processes on its device: kept for the moment an allocation fails."""
+"""Keeps the latest state of every rank and of its device's processes, for reports of failed allocations."""
 
 import msgspec
 
@@ -27,7 +27,7 @@ class LatestByRank:
         self._hosts: dict[str, DeviceSample] = {}
 
     def hello(self, hello: Hello) -> None:
-        """Learn which device is a rank's; what a process before it did counts no more."""
+        """Record a rank's device, and forget the state of an earlier process of that rank."""
         known = self._hellos.get(hello.rank)
         if known is not None and (known.pid, known.start_ticks) != (hello.pid, hello.start_ticks):
             self._beats.pop(hello.rank, None)
@@ -35,7 +35,7 @@ class LatestByRank:
         self._hellos[hello.rank] = hello
 
     def beat(self, beat: Heartbeat) -> None:
-        """Keep where a rank is."""
+        """Keep a rank's current phase and step."""
         self._beats[beat.rank] = beat
 
     def step(self, step: Step) -> None:
@@ -50,13 +50,13 @@ class LatestByRank:
             self._hosts[sample.host] = sample
 
     def report(self, t: float, oom: Oom, states: dict[int, RankState]) -> OomReport:
-        """Report a failed allocation, with all ranks as they are known at ``t``."""
+        """Return the report of a failed allocation, with the state of all ranks at ``t``."""
         hello = self._hellos.get(oom.rank)
         if hello is not None and not oom.capacity_bytes:  # of a probe that did not report the device
             oom = msgspec.structs.replace(oom, measure=hello.memory_measure)
         sample = self._device_of(hello, oom.measure) if hello is not None else None
         processes = _largest(sample)
-        # On a host any process may use what is there; on a device only those that compute on it are listed.
+        # Any process may use host memory; for a device, only the processes that compute on it are listed.
         around = OomContext(hello, processes if oom.measure == "cuda" else ())
         verdict = explain(oom, around)
         ranks = sorted(self._hellos.keys() | self._beats.keys() | states.keys())[:_RANKS]
@@ -74,7 +74,7 @@ class LatestByRank:
         )
 
     def pressure(self, t: float, rank: int) -> HostPressure | None:
-        """Return how full the memory of a rank's host was just before ``t``; None where it was not, or not known."""
+        """Return the use of a rank's host memory just before ``t``; None if it was not full, or unknown."""
         hello = self._hellos.get(rank)
         sample = self._hosts.get(hello.host) if hello is not None else None
         if sample is None or t - sample.time > _FRESH_S or sample.used_bytes < _FULL * sample.total_bytes:

@@ -1,14 +1,14 @@
-"""Why an allocation failed, judged from the numbers of that moment; "cannot tell" is a verdict. Pure functions.
+"""Judges why an allocation failed, from the figures at that moment; "cannot tell" is a verdict too. Pure functions.
 
-A cause counts only if the request would have fitted without it. Where several would do, the one that holds most is the
-verdict, and the others are named beside it. In this order:
+A cause counts only if the request would have fitted without it. If several causes qualify, the one that holds the most
+memory is the verdict, and the others are listed with it. Checked in this order:
 
-1. A request larger than the whole device is **too_large**; one that the host could have served fell to a **limit**.
-2. What can be measured against the request: **fragmentation** (free in reserved memory, but in pieces), another process
-   (**other_process**), this process **outside** of PyTorch's allocator, a **leak** (the steps begin with ever more),
-   a **longer_batch** than any before (by how much more is allocated than at any peak before).
-3. What the failing phase and stack show: **logits**, **buckets**, **optimizer_states**, **optimizer_temporaries**,
-   **checkpoint**, **activations**.
+1. A request larger than the whole device is **too_large**; a request for which memory was free hit a **limit**.
+2. Causes whose size is measured: **fragmentation** (reserved memory is free, but in pieces), **other_process**, memory
+   of this process **outside** PyTorch's allocator, a **leak** (memory at the start of steps keeps growing), a
+   **longer_batch** than any before (allocated memory in excess of any earlier peak).
+3. Causes that the failing phase and stack show: **logits**, **buckets**, **optimizer_states**,
+   **optimizer_temporaries**, **checkpoint**, **activations**.
 4. Parameters, gradients and optimizer states that fill the device by themselves: **too_large**. Else **unknown**.
 """
 
@@ -29,11 +29,11 @@ FITTING = ("parameters", "gradients", "optimizer_states", "master_copies", "part
 _SEGMENT = 2 * 2**20
 """The allocator asks the driver for multiples of this, and reports that size when it fails."""
 _PART_OF_DEVICE = 0.05
-"""Memory of others, or outside, matters from this share of the device on."""
+"""Memory of other processes, or outside the allocator, counts from this share of the device."""
 _PIECES = 0.02
-"""Less than this share of the device in pieces is not why it is full."""
+"""Free pieces of less than this share of the device are not the cause."""
 _OUTSIDE_USUAL = 2 * 2**30
-"""A CUDA context and NCCL's buffers take this much without anything being wrong."""
+"""Usual size of a CUDA context and NCCL's buffers."""
 _RISING = 0.8
 _LEAST_STEPS = 8
 
@@ -43,7 +43,7 @@ _BUCKETS = (
     "partition_grads", "get_flat_partition",
 )  # fmt: skip
 _ADAM = ("adamw", "adam", "fusedadam", "nadam", "radam", "lamb", "fusedlamb")
-"""Optimizers that keep two numbers for each one that they update."""
+"""Optimizers that keep two numbers per updated parameter."""
 
 
 class OomContext(NamedTuple):
@@ -51,23 +51,23 @@ class OomContext(NamedTuple):
 
     hello: Hello | None = None
     processes: Sequence[ProcessMemory] = ()
-    """Who held memory of the device, by its latest sample."""
+    """Processes with memory on the device, from its latest sample."""
     to_come: int = 0
-    """Bytes that the optimizer still had to allocate for its states, from a snapshot; 0: not known."""
+    """Bytes that the optimizer still had to allocate for its states, from a snapshot; 0: unknown."""
 
 
 ALONE = OomContext()
 
 
 class Outside(NamedTuple):
-    """Memory of the device that PyTorch's allocator in the failing rank does not hold; None: not known."""
+    """Used memory of the device outside the failing rank's PyTorch allocator; None: unknown."""
 
     elsewhere: int
     """All of it."""
     others: int | None
-    """Of other processes."""
+    """Memory of other processes."""
     own: int | None
-    """Of the failing rank's process: CUDA context, NCCL, libraries."""
+    """Memory of the failing rank's process: CUDA context, NCCL, libraries."""
 
 
 class Judgement(msgspec.Struct, frozen=True):
@@ -75,13 +75,13 @@ class Judgement(msgspec.Struct, frozen=True):
 
     kind: OomKind
     also: list[OomKind]
-    """What else would have made the request fit."""
+    """Other causes without which the request would have fitted."""
     sure: bool
-    """The numbers leave no other reading."""
+    """Whether the figures admit no other cause."""
     short_bytes: int
-    """What was missing for the request."""
+    """Bytes missing for the request."""
     figures: dict[str, int]
-    """The figures weighed, as ``facts`` returns them."""
+    """The figures used, as returned by ``facts``."""
 
 
 def judge(oom: Oom, around: OomContext = ALONE) -> Judgement:
@@ -97,7 +97,7 @@ def shortage(oom: Oom) -> int:
 
 
 def facts(oom: Oom, around: OomContext) -> dict[str, int]:
-    """Return the figures that the judgement weighs, bytes: those that are known and not 0."""
+    """Return the figures for the judgement, in bytes: those that are known and not 0."""
     outside = outside_of(oom, around)
     growth = steady_growth(oom.starts)
     found = {
@@ -127,10 +127,10 @@ def outside_of(oom: Oom, around: OomContext) -> Outside:
 
 
 def steady_growth(starts: Sequence[int]) -> int | None:
-    """Return by how much memory at the beginning of the steps has grown, where it grew steadily; else None.
+    """Return the growth of memory at the start of steps, in bytes, if it grew steadily; else None.
 
-    Steady: over at least 8 steps, the first two (optimizer states, caches) left out, four in five begin with more than
-    the one before, and no fall takes back a quarter of what was gained.
+    Steady: over at least 8 steps without the first two (optimizer states, caches), four in five start with more memory
+    than the step before, and no decrease is as large as a quarter of the growth.
     """
     later = list(starts[2:])
     if len(later) < _LEAST_STEPS:
@@ -144,9 +144,9 @@ def steady_growth(starts: Sequence[int]) -> int | None:
 
 
 def pending_states(oom: Oom) -> int:
-    """Estimate what an Adam's first step still had to allocate for its states, bytes: at the least; 0: not known.
+    """Return a lower bound of the bytes that Adam's first step still had to allocate for states; 0: unknown.
 
-    Two numbers for each that is updated, as wide as the parameters are, less what was made of them.
+    Adam keeps two numbers per updated parameter, in the parameters' data type; states created so far are subtracted.
     """
     is_adam = oom.optimizer_class.lower() in _ADAM
     if oom.phase != "optimizer" or not is_adam or not oom.trainable or "optimizer_states" not in oom.parts:
@@ -156,7 +156,7 @@ def pending_states(oom: Oom) -> int:
 
 
 def elements(shape: Sequence[int]) -> int:
-    """Return how many elements a batch of that shape has; 0 for none known."""
+    """Return the number of elements of a batch of that shape; 0 if unknown."""
     return math.prod(shape) if shape else 0
 
 
@@ -166,14 +166,14 @@ def is_longer(oom: Oom) -> bool:
 
 
 def excess_of_batch(oom: Oom) -> int:
-    """Return by how much a batch larger than any before exceeds the highest peak so far, bytes; 0 where it is none."""
+    """Return by how many bytes a batch larger than any before exceeds the highest peak; 0 if it is not larger."""
     if not is_longer(oom) or oom.phase not in ("forward", "backward", "eval") or oom.peak_bytes <= 0:
         return 0
     return max(0, oom.allocated_bytes + oom.requested_bytes - oom.peak_bytes)
 
 
 def logits_bytes(oom: Oom) -> int:
-    """Return the size of the fp32 logits of the batch where the request is of that size (or of bf16 ones); else 0."""
+    """Return the size of the batch's fp32 logits in bytes if the request has that size (or that in bf16); else 0."""
     if len(oom.batch_shape) != 2 or oom.vocabulary <= 0:
         return 0
     rows, length = oom.batch_shape
@@ -190,7 +190,7 @@ def _rounded(size: int) -> int:
 
 
 def _kind(oom: Oom, found: dict[str, int], short: int) -> tuple[OomKind, list[OomKind], bool]:
-    """Return the verdict, what else would have made the request fit, and whether it is sure."""
+    """Return the verdict, other causes without which the request would have fitted, and whether it is certain."""
     capacity = oom.capacity_bytes or oom.device_total_bytes
     if not capacity or (not oom.requested_bytes and not oom.allocated_bytes):
         return "unknown", [], False
@@ -211,7 +211,7 @@ def _kind(oom: Oom, found: dict[str, int], short: int) -> tuple[OomKind, list[Oo
         weights["fragmentation"] = _unused(oom)  # the pieces are unknown, but one piece would have been enough
     elif oom.largest_free_bytes < oom.requested_bytes and found.get("fragmented", 0) >= max(short, _PIECES * capacity):
         weights["fragmentation"] = found["fragmented"]  # with what the driver had left it would have been enough
-    # Where the device had room, the process's own limit refused the request: memory of others is not the cause.
+    # If the device had room, the process's own limit refused it: other processes are not the cause.
     if not (oom.limit and oom.device_free_bytes >= oom.requested_bytes):
         weights |= _beside_allocator(found, short, capacity)
     if found.get("leak", 0) >= max(short, 1):
@@ -240,7 +240,7 @@ def _kind(oom: Oom, found: dict[str, int], short: int) -> tuple[OomKind, list[Oo
 
 
 def _beside_allocator(found: dict[str, int], short: int, capacity: int) -> dict[OomKind, int]:
-    """Return the memory that other processes, or this one outside of PyTorch, hold where it would have sufficed."""
+    """Return the memory of other processes, or of this one outside PyTorch, if it would have sufficed."""
     weights: dict[OomKind, int] = {}
     if found.get("others", 0) >= max(short, _PART_OF_DEVICE * capacity):
         weights["other_process"] = found["others"]

@@ -1,1 +1,1 @@
-"""Hangs: how long a phase may last, whether a process tree works, and what proves that a wait cannot end."""
+"""Hangs and stragglers: time limits of phases, activity of process trees, verdicts, proof that a wait cannot end."""

@@ -1,27 +1,27 @@
-"""Whether a process tree worked between two observations: processor time, reads, writes, network, new processes.
+"""Determines whether a process tree worked between two observations: CPU time, reads, writes, network, new processes.
 
-Every figure is a running total, so the difference of two observations is what happened in between. Rates have
-thresholds, because threads of libraries wake up and exchange keep-alives in a process that otherwise does nothing.
+Every figure is a running total, so the difference of two observations is the work in between. Rates have thresholds,
+because library threads wake up and exchange keep-alives in an otherwise idle process.
 """
 
 from typing import Literal, NamedTuple
 
 BUSY_SHARE = 0.03
-"""More processor time than this share of one core is work."""
+"""CPU time above this share of one core is work."""
 BUSY_SECONDS = 0.03
-"""And more than this: the clock ticks in hundredths."""
+"""Minimum CPU time that counts as work; the clock has a resolution of 0.01 s."""
 CHARS_PER_SECOND = 8192.0
-"""More than this through read(2) and write(2) is work; a logging service that reads /proc does less."""
+"""Bytes/s through read(2) and write(2) above this are work; a logging service that reads /proc does less."""
 TRAFFIC_PER_SECOND = 1024.0
-"""More than this sent and received is work; keep-alives are less."""
+"""Bytes/s sent and received above this are work; keep-alives are less."""
 SPARE_BYTES = 4096.0
 POLLS_PER_SECOND = 0.25
-"""PyTorch's dataloader wakes up every five seconds to see whether its worker lives: that is no work."""
+"""Wake-ups/s up to this are not work: PyTorch's dataloader checks every five seconds whether its worker lives."""
 SPARE_WAKES = 0.5
 
 Work = Literal["", "computes", "disk", "works"]
-"""Nothing; only the rank's own processor time; a thread waits for a disk, which moves nothing; reads, writes, network,
-processes below it or the training thread's wake-ups."""
+"""Empty: no work. ``computes``: only the rank's own CPU time. ``disk``: a thread waits for a disk that transfers
+nothing. ``works``: reads, writes, network, child processes, or wake-ups of the training thread."""
 
 
 class Activity(NamedTuple):
@@ -32,32 +32,32 @@ class Activity(NamedTuple):
     state: str
     """The training thread's state letter of proc(5); empty: gone."""
     wchan: str
-    """The kernel function the training thread waits in; empty: it may not be read, or it runs."""
+    """The kernel function in which the training thread waits; empty: not readable, or it runs."""
     cpu_seconds: float
-    """Of the process itself, without the threads of monitor and communication libraries."""
+    """CPU time of the process itself, without threads of the monitor and of communication libraries."""
     io_bytes: int
-    """Bytes that went to or came from disks."""
+    """Bytes written to and read from disks."""
     on_disk: bool
-    """A thread is in uninterruptible sleep (D), most likely for a disk."""
+    """Whether a thread is in uninterruptible sleep (D), usually waiting for a disk."""
     switches: int = 0
-    """Context switches of the training thread: it woke up and went to sleep again."""
+    """Context switches of the training thread."""
     below_seconds: float = 0.0
-    """Processor time of the descendants."""
+    """CPU time of the descendants."""
     chars: int = 0
-    """Bytes passed to read(2) and write(2), pipes and files in memory included."""
+    """Bytes passed to read(2) and write(2), including pipes and files in memory."""
     traffic: int = 0
-    """Bytes that TCP connections of the tree have had acknowledged and received."""
+    """Bytes acknowledged and received on the TCP connections of the tree."""
     processes: int = 1
-    """Living processes of the tree."""
+    """Number of living processes of the tree."""
     newest: int = 0
     """Start time of its youngest process, in ticks since boot."""
 
     def work_since(self, before: "Activity", *, polls: bool = False) -> Work:
-        """Return what was done between an earlier observation and this one.
+        """Return the kind of work done between an earlier observation and this one.
 
         Args:
-            before: the earlier one.
-            polls: the training thread waits in a library call that wakes up regularly by itself.
+            before: the earlier observation.
+            polls: whether the training thread waits in a library call that wakes up regularly by itself.
         """
         passed = max(0.0, self.time - before.time)
         wakes = self.switches - before.switches

@@ -1,9 +1,9 @@
-"""Compares the ranks' collectives: who waits for whom, and in what the calls differ.
+"""Compares the ranks' collectives: which rank waits for which, and how the calls differ.
 
-Rank *r* waits in a collective of a group for every member of the group that has entered fewer of that group's.
-Following these arrows from the ranks that wait leads to ranks that do not wait: those hold the others up. Where the
-arrows only form a circle, no rank can ever go on: a deadlock of groups. Members that entered a collective of the same
-number by another name, or with a tensor of another size, differ: a mismatch.
+A rank in a collective of a group waits for every member that has entered fewer collectives of that group. These edges
+form a graph; followed from the waiting ranks, they lead to ranks that do not wait, which block the others. If they only
+form a cycle, no rank can continue: a deadlock of groups. Members that entered the collective of the same sequence
+number under another name, or with a tensor of another size, are a mismatch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,12 +24,12 @@ SAME_SIZE = frozenset(
         "reduce_scatter_base",
     )
 )
-"""Collectives to which every rank must give a tensor of the same size."""
+"""Collectives that require a tensor of the same size from every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Ranks that entered the collective of one number of one group differently."""
+    """Ranks that entered the same collective (group and sequence number) differently."""
 
     group: str
     number: int
@@ -38,7 +38,7 @@ class Difference:
     """True: the same collective with tensors of different sizes."""
 
     def odd_ones(self) -> tuple[int, ...]:
-        """Name the ranks that differ from most others; empty when there is no clear majority."""
+        """Return the ranks that differ from the majority; empty if there is no clear majority."""
         ways: dict[tuple[str, int], list[int]] = {}
         for rank, call in self.calls.items():
             ways.setdefault((call.name, call.size if self.shapes else 0), []).append(rank)
@@ -50,7 +50,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The collective that a rank waits in, and for which ranks."""
+    """The collective in which a rank waits, and the ranks for which it waits."""
 
     call: Call
     blockers: frozenset[int]
@@ -58,7 +58,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """All arrows."""
+    """All edges of the wait graph."""
 
     of: dict[int, list[Wait]]
     roots: tuple[int, ...]
@@ -66,12 +66,12 @@ class Waits:
 
     @property
     def circle(self) -> bool:
-        """Ranks that wait for each other in a circle."""
+        """Ranks that wait for each other in a cycle."""
         return bool(self.of) and not self.roots
 
 
 def difference(views: Sequence[RankView]) -> Difference | None:
-    """Find the first collective that members of a group entered differently; None when all agree as far as known."""
+    """Return the first collective that members of a group entered differently; None if no difference is known."""
     known = [view for view in views if view.evidence is not None and view.evidence.calls.recent]
     sources = {view.evidence.calls.source for view in known if view.evidence is not None}
     if len(known) < 2 or len(sources) != 1:
@@ -84,17 +84,17 @@ def difference(views: Sequence[RankView]) -> Difference | None:
         names = {call.name for call in calls.values()}
         sizes = {call.size for call in calls.values()}
         shapes = len(names) == 1 and len(sizes) > 1 and names <= SAME_SIZE and 0 not in sizes
-        # Calls that all of them have finished were no obstacle.
+        # Calls that all of them have finished do not matter.
         if (len(names) > 1 or shapes) and not all(call.done for call in calls.values()):
             return Difference(group, number, calls, shapes)
     return None
 
 
 def waits(views: Sequence[RankView]) -> Waits | None:
-    """Find who waits for whom; None where the members of the groups are not known.
+    """Return the wait graph; None if the members of the groups are unknown.
 
     Args:
-        views: the ranks that have not finished, those that are stopped, gone or silent too.
+        views: the ranks that have not finished, including stopped, gone and silent ones.
     """
     members = all_members(view.evidence for view in views)
     if not members:
@@ -112,10 +112,10 @@ def waits(views: Sequence[RankView]) -> Waits | None:
 
 
 def skipped(waiting: RankView, others: Sequence[RankView], steps: int) -> tuple[Call, tuple[int, ...]] | None:
-    """Find ranks that finished ``steps`` steps while ``waiting`` stood in a collective that they never entered.
+    """Find ranks that finished ``steps`` steps while ``waiting`` waited in a collective that they never entered.
 
     Returns:
-        The collective and those ranks; None where every rank it waits for may still come.
+        The collective and those ranks; None if every awaited rank may still enter it.
     """
     mine = waiting.evidence
     if mine is None:
@@ -137,7 +137,7 @@ def skipped(waiting: RankView, others: Sequence[RankView], steps: int) -> tuple[
 
 
 def _open(view: RankView) -> list[Call]:
-    """List the collectives a rank has entered and, as far as known, not left: one of each group."""
+    """List the collectives that a rank has entered and is not known to have left, one per group."""
     if view.inside:
         return [Call(view.group, _number(view), view.inside, view.size, False)] if view.group else []
     if view.evidence is None:
@@ -147,12 +147,12 @@ def _open(view: RankView) -> list[Call]:
         if call.done is False:
             first.setdefault(call.group, call)
         elif call.done is None:
-            first[call.group] = call  # not known: the last one may be
+            first[call.group] = call  # unknown: the last one may be open
     return list(first.values())
 
 
 def _number(view: RankView) -> int:
-    """Number the collective a rank is inside of as its evidence numbers them, so that it compares with the others'."""
+    """Return the current collective's number in the numbering of the rank's evidence, comparable between ranks."""
     calls = view.evidence.calls if view.evidence is not None else None
     return calls.last(view.group) if calls is not None and calls.recent else view.group_sequence
 
@@ -175,7 +175,7 @@ def _behind(other: RankView, view: RankView, call: Call) -> bool:
     mine, theirs = view.evidence, other.evidence
     if mine is not None and theirs is not None and theirs.by == "probe" and mine.calls.source == theirs.calls.source:
         return theirs.calls.last(call.group) < call.number
-    # One of them could not answer: its last heartbeat is compared with the other's own count.
+    # One of them did not answer: its last heartbeat is compared with the other's own count.
     counted = mine.calls.counted.get(call.group, 0) if mine is not None else 0
     if view.inside and view.group == call.group:
         counted = view.group_sequence

@@ -1,4 +1,4 @@
-"""Evidence of a rank when a stall is suspected: plain facts, each with its time; nothing is concluded here."""
+"""Evidence about a rank when a stall is suspected: plain facts, without conclusions."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from .activity import Work
 from .python_stacks import Frame, Place
 
 ASLEEP_S = 2.5
-"""A thread seen asleep at the same line for this long, in an idle process, counts as asleep."""
+"""A thread found asleep at the same line for this many seconds, in an idle process, counts as asleep."""
 
 NOWHERE = Place("", "", "")
 
@@ -21,25 +21,25 @@ class Call(NamedTuple):
     group: str
     """PyTorch's name for the process group."""
     number: int
-    """Its number within the group: the same one on every rank of the group."""
+    """Its sequence number within the group, equal on all ranks of the group."""
     name: str
     size: int
-    """Elements of its tensor; 0: none, or not known."""
+    """Elements of its tensor; 0: none, or unknown."""
     done: bool | None
-    """None: not known."""
+    """None: unknown."""
 
 
 class Collective(NamedTuple):
     """A collective that a verdict is about."""
 
     name: str
-    """Empty: ranks call it by different names."""
+    """Empty: its name differs between ranks."""
     number: int | None
-    """None: not known."""
+    """None: unknown."""
     ranks: tuple[int, ...] = ()
-    """Of its group; empty: all, or not known."""
+    """Ranks of its group; empty: all, or unknown."""
     group: str = ""
-    """PyTorch's name for the group, where there are several."""
+    """PyTorch's name for the group, if there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Calls:
     source: str = ""
     """``recorder``: PyTorch's flight recorder; ``calls``: the probe's count. Their numbers differ by a constant."""
     recent: tuple[Call, ...] = ()
-    """The last ones of each group, oldest first."""
+    """The latest calls of each group, oldest first."""
     counted: Mapping[str, int] = field(default_factory=dict[str, int])
-    """How many the probe counted, by group."""
+    """Number of calls counted by the probe, by group."""
     members: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     """The ranks of each group."""
 
@@ -66,13 +66,13 @@ class LockWait:
 
     path: str
     build: bool = False
-    """It is PyTorch's lock around the build of an extension."""
+    """Whether it is PyTorch's lock for the build of an extension."""
     compiler: bool = False
-    """Of a build lock: a compiler runs on that host."""
+    """For a build lock: whether a compiler runs on that host."""
     idle_s: float = 0.0
-    """Of a build lock: seconds since a file beside it changed."""
+    """For a build lock: seconds since a file in its directory changed."""
     holder: str = ""
-    """Who holds it, in words; empty: not known."""
+    """The process that holds it, in words; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,30 +82,29 @@ class Evidence:
     taken: float
     """Seconds since the epoch on the hub's clock."""
     by: Literal["", "probe", "signal"] = ""
-    """How its stacks were had: its probe answered; or native code held Python's lock and a signal had them written;
-    empty: not at all."""
+    """Source of its stacks: its probe's answer; or a signal, because native code held the GIL; empty: no stacks."""
     frames: tuple[Frame, ...] = ()
     """The training thread, innermost first."""
     place: Place = NOWHERE
     asleep: float = 0.0
     """Seconds for which the training thread is known to have slept at this line while the process did nothing."""
     restless: bool = False
-    """It has slept and woken up again since its last progress: it waits in small pieces, as a loop of retries does."""
+    """Whether it has slept and woken up since its last progress, as in a loop of retries."""
     work: Work = ""
-    """What its process tree was found to do lately."""
+    """Recent work of its process tree."""
     quiet: float | None = None
-    """Seconds for which its process tree is known to have done nothing; None: not known."""
+    """Seconds for which its process tree is known to have been idle; None: unknown."""
     lock: "LockWait | None" = None
     """The file lock it waits for."""
     process: str = ""
     """The training thread's state in /proc: R, S, D, T ...; empty: not on this host."""
     wchan: str = ""
-    """The kernel function it waits in, where that may be read."""
+    """The kernel function in which it waits, if readable."""
     utilization: float | None = None
-    """Percent of time its device ran a kernel, lately; None: no device, or not known."""
+    """Recent share of time in which its device ran a kernel, percent; None: no device, or unknown."""
     calls: Calls = field(default_factory=Calls)
     steps: int = 0
-    """Optimizer steps the hub had seen of it then."""
+    """Optimizer steps that the hub had received from it at that time."""
 
     @property
     def is_asleep(self) -> bool:
@@ -114,7 +113,7 @@ class Evidence:
 
 
 def read_calls(data: Any) -> Calls:
-    """Read a rank's answer about its collectives; an empty one where it makes no sense."""
+    """Decode a rank's answer about its collectives; return an empty one if it is invalid."""
     try:
         answer = msgspec.convert(data or {}, _Answer)
     except msgspec.ValidationError:
@@ -124,7 +123,7 @@ def read_calls(data: Any) -> Calls:
 
 
 def all_members(evidences: Iterable[Evidence | None]) -> dict[str, tuple[int, ...]]:
-    """Put together what the ranks know of their process groups."""
+    """Merge the ranks' information about their process groups."""
     found: dict[str, tuple[int, ...]] = {}
     for evidence in evidences:
         if evidence is not None:

@@ -1,8 +1,8 @@
 """Finds hangs: a verdict of the tracker that persists, stopped ranks, unreachable ranks.
 
-A verdict is raised when it was the same at two checks in a row. While it stands its text is updated every 15 s, and as
-soon as the ranks have been inspected; when it ends the alert is resolved. A rank stopped by a signal has an alert of
-its own at once: ranks that wait for it are that alert's evidence, not another hang.
+A verdict is raised if it is the same at two consecutive checks. While it lasts, its text is updated every 15 s and once
+the ranks have been inspected; when it ends, the alert is resolved. A rank stopped by a signal raises a separate alert
+at once: ranks that wait for it are evidence of that alert, not another hang.
 """
 
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ class Since:
 
 @dataclass(frozen=True, slots=True)
 class HangFacts(Since):
-    """A verdict that stands."""
+    """A persisting verdict."""
 
     verdict: Verdict
     found: Mapping[int, Evidence]
-    """What inspecting the ranks found, by rank."""
+    """Evidence from the inspection of the ranks, by rank."""
     launcher: str
-    """How the run's launcher is, in a word."""
+    """State of the run's launcher, one word."""
 
 
 class StoppedFacts(msgspec.Struct, frozen=True):
@@ -44,18 +44,18 @@ class StoppedFacts(msgspec.Struct, frozen=True):
 
     pid: int
     traced: bool
-    """By a debugger."""
+    """Whether a debugger stopped it."""
 
 
 class UnreachableFacts(msgspec.Struct, frozen=True):
     """Ranks that are unreachable."""
 
     state: str
-    """State of the latest one; empty: others of those found before are left."""
+    """State of the latest rank; empty: only earlier ones are left."""
 
 
 class WaitingRanks(msgspec.Struct, frozen=True):
-    """Addition: the ranks that wait for a stopped or held one."""
+    """Added later: the ranks that wait for a stopped or held rank."""
 
     waiting: tuple[int, ...]
 
@@ -71,12 +71,12 @@ class HangDetector:
         self._since = 0.0
         self._stopped: dict[int, Matter] = {}
         self._held: dict[int, Matter] = {}
-        """Ranks that are held at an out-of-memory error, with its finding: what waits for one is no hang."""
+        """Ranks held at an out-of-memory error, with its finding: waiting for them is not a hang."""
         self._unreachable: set[int] = set()
         self._found: Mapping[int, Evidence] = {}
         self._launcher = ""
         self._looked = False
-        """The finding as returned last includes what inspecting the ranks found."""
+        """Whether the finding returned last includes the evidence of an inspection."""
 
     def tick(
         self,
@@ -86,14 +86,14 @@ class HangDetector:
         found: Mapping[int, Evidence] | None = None,
         launcher: str = "",
     ) -> list[Finding]:
-        """Compare the present verdict with what was raised.
+        """Compare the current verdict with the raised one; return new findings.
 
         Args:
             now: seconds since the epoch.
-            verdict: the judge's.
-            run_over: the run has ended, or is about to.
-            found: what inspecting the ranks found, by rank.
-            launcher: how the run's launcher is, in a word.
+            verdict: the judge's verdict.
+            run_over: whether the run has ended, or is about to.
+            found: evidence from the inspection of the ranks, by rank.
+            launcher: state of the run's launcher, one word.
         """
         self._found = found or {}
         self._launcher = launcher
@@ -116,18 +116,18 @@ class HangDetector:
         return [self._raise(now, verdict)] if looked or now - self._raised_at >= REFRESH_S else []
 
     def held(self, rank: int, matter: Matter | None) -> None:
-        """Note that a rank is held at that out-of-memory error; None: not any more."""
+        """Record that a rank is held at that out-of-memory error; None: it was released."""
         if matter is None:
             self._held.pop(rank, None)
         else:
             self._held[rank] = matter
 
     def state(self, state: RankState, traced: bool = False) -> list[Finding]:
-        """Process a rank's new state: stopped and unreachable ones are findings, until they are not.
+        """Process a rank's new state; stopped and unreachable ranks are findings.
 
         Args:
             state: the state.
-            traced: where it is stopped, a debugger did it.
+            traced: for a stopped rank, whether a debugger stopped it.
         """
         rank = state.rank
         findings: list[Finding] = []

@@ -1,38 +1,39 @@
-"""Decides which ranks hold the others up: a pure function of what is known of every rank; "cannot tell" is an answer.
+"""Decides which ranks block the others: a pure function of the state of every rank. "Cannot tell" is a verdict too.
 
-``judge`` returns a verdict or None from views, one a rank. Its rules, in this order:
+``judge`` returns a verdict or None from the views of all ranks. Its rules, in this order:
 
-1. No rank is past its own limit (``progress.limit``), stopped, gone or silent: no verdict. Ranks that were seen to wait
-   for ``WAITED_S`` in a collective that a silent one has not entered are held up by that one. Where all have fallen
-   silent, without progress for ``STOOD_S`` when they were heard last, their last reports are compared: ranks behind the
-   furthest in a group's collectives are named, as likely only. While a rank's host is cut off no rank is named: the
-   others wait for a host that is **unreachable**.
-2. Some ranks sit inside a collective call past their limit (a blocking backend such as gloo shows that): - ranks
-   outside of it that are stopped, gone, silent or past their *own* limit have not entered it: they are **hung**, those
-   inside **wait**. Sure, unless a count says that such a rank had entered it already. - ranks outside that still move,
-   or that are within their limit (a long evaluation or checkpoint): no verdict yet. - ranks outside that have finished
-   several steps since, without entering it, **ran ahead**: they skip collectives. - all inside the same one: **cannot
-   tell** (network, or the collective itself). Inside different ones at the same count: **mismatch**, without a name. At
-   different counts: cannot tell, and the laggards are listed.
-3. No rank is inside (NCCL returns at once; the host blocks later). Counts of collectives entered decide: ranks behind
-   the furthest are **hung**, the furthest ones **wait**; only the lowest count is named. Equal counts, or counts that
-   cannot be compared (ranks enter different numbers of collectives a step): a rank that is stuck while others move is
-   hung by itself; otherwise **cannot tell**. A run of one rank names that rank. Where no collective is counted at all
-   (DDP's own reducer runs in C++): ranks that are in data or forward while all others are in backward or the optimizer
-   of the same micro-step, or beyond, are named, as likely only.
-4. Some ranks have finished and others live on past ``EXIT_LIMIT_S`` (or their limit, in eval and checkpoint):
-   a **hang at exit**, whatever the counts say. ``EXIT_SURE_S`` is enough where a rank sits in a collective of a group
-   with a finished rank in it, or where its process sleeps after its goodbye or after the end of its script.
+1. No rank has exceeded its limit (``progress.limit``) or is stopped, gone or silent: no verdict. Ranks known to have
+   waited ``WAITED_S`` in a collective that a silent rank has not entered are blocked by that rank. If all ranks are
+   silent and had made no progress for ``STOOD_S`` at their last reports, those reports are compared: ranks behind the
+   others in a group's collectives are named, as likely only. While a rank's host is cut off no rank is named: the
+   others wait for an **unreachable** host.
+2. Some ranks have exceeded their limit inside a collective call (visible with blocking backends such as gloo):
 
-5. Every rank waits for an extension's build lock, or in a collective for one that does, and no compiler runs: a stale
-   **lock**, at once.
+   - Ranks outside that are stopped, gone, silent or past their *own* limit have not entered it: they are **hung**,
+     those inside **wait**. Certain, unless a count shows that such a rank had entered it.
+   - Ranks outside that make progress or are within their limit (a long evaluation or checkpoint): no verdict yet.
+   - Ranks outside that have finished several steps since without entering it **ran ahead**: they skip collectives.
+   - All ranks inside the same collective: **cannot tell** (the network, or the collective itself). Inside different
+     ones at the same count: **mismatch**, without naming a rank. At different counts: cannot tell; the ranks with
+     lower counts are listed.
+3. No rank is inside a call (NCCL returns at once; the host blocks later). The counts of entered collectives decide:
+   ranks with the highest count **wait**, those with the lowest are **hung**. If the counts are equal or not comparable
+   (ranks enter different numbers of collectives per step), a rank that is stuck while others make progress is hung by
+   itself; otherwise **cannot tell**. In a run of one rank, that rank is named. If no collective is counted (DDP's
+   reducer runs in C++), ranks in data or forward while all others are in backward or the optimizer of the same
+   micro-step, or further, are named, as likely only.
+4. Some ranks have finished and others live on for more than ``EXIT_LIMIT_S`` (in eval and checkpoint, their limit): a
+   **hang at exit**, regardless of the counts. ``EXIT_SURE_S`` suffices if a rank is in a collective of a group with a
+   finished rank, or if its process sleeps after its goodbye or after the end of its script.
+5. Every rank waits for an extension's build lock, or in a collective for a rank that does, and no compiler runs: a
+   stale **lock**, at once.
 
-A rank found asleep has a shorter limit, which counts only where others wait for it.
+A rank found asleep has a shorter limit, which applies only if others wait for it.
 
-Where the ranks have been inspected (``RankView.evidence``), the comparison of their collectives (``collective_calls``)
-goes before rules 2 and 3: a collective entered differently is a **mismatch**; following who waits for whom leads to the
-ranks that are hung, or in a circle to a **deadlock**. And where counts do not separate, ranks asleep in code of their
-own, while every other one sits in a collective, in a backward or in a wait for its device, are named as likely.
+If the ranks have been inspected (``RankView.evidence``), the comparison of their collectives (``collective_calls``)
+precedes rules 2 and 3: a collective entered differently is a **mismatch**; the wait graph leads to the hung ranks, or
+its cycle is a **deadlock**. If counts do not decide, ranks asleep in user code while all others are in a collective, in
+a backward or in a wait for their device are named as likely.
 """
 
 from typing import Literal
@@ -64,31 +65,31 @@ from .verdicts import (
 __all__ = ["EXIT_LIMIT_S", "EXIT_SURE_S", "EXIT_WORKING_S", "MOVING_S", "Verdict", "judge"]
 
 EXIT_LIMIT_S = 30.0
-"""After other ranks have finished, a rank may live on this long without progress."""
+"""After other ranks have finished, a rank may live on for this many seconds without progress."""
 
 EXIT_SURE_S = 12.0
-"""The same where it is certain that the rank waits for a finished one, or that its process sleeps after its goodbye."""
+"""The same if it is certain that the rank waits for a finished one, or that its process sleeps after its goodbye."""
 
 EXIT_WORKING_S = 300.0
-"""The same where its process tree still works: an upload or a last evaluation."""
+"""The same if its process tree still works, as in an upload or a last evaluation."""
 
 AHEAD_STEPS = 3
-"""A rank that finished so many steps while another waited for it in a collective will not enter that one."""
+"""A rank that finished this many steps while another waited for it in a collective will not enter that collective."""
 
 LOCK_IDLE_S = 10.0
-"""A build whose files were not written for this long, with no compiler running, is over."""
+"""A build whose files have not been written for this many seconds, without a running compiler, is over."""
 
 POINT_TO_POINT = frozenset(("send", "recv", "batch_isend_irecv"))
-"""Calls that wait for one other rank; which one is not known."""
+"""Calls that wait for one other rank; which one is unknown."""
 
 WAITED_S = 10.0
-"""Ranks must have waited this long for a silent rank, whatever the limit of the phase they wait in."""
+"""Minimum wait for a silent rank, in seconds, regardless of the limit of the waiting ranks' phase."""
 
 STOOD_S = 2.0
-"""Ranks without progress for this long when they were heard last had stopped training before they fell silent."""
+"""Ranks without progress for this many seconds at their last report had stopped training before they became silent."""
 
 MOVING_S = 3.0
-"""Progress within this many seconds proves that a rank moves."""
+"""A rank with progress within this many seconds is not stuck."""
 
 
 def judge(views: list[RankView]) -> Verdict | None:
@@ -99,7 +100,7 @@ def judge(views: list[RankView]) -> Verdict | None:
     ending = finished or any(view.phase == "exit" for view in living)
     if ending and living and (at_exit := _hang_at_exit(living, finished)) is not None:
         return at_exit
-    # A rank that finished cannot enter anything any more; while its peers still move that is an ordinary end.
+    # A finished rank enters no more collectives; while its peers make progress, that is an ordinary end.
     if ending:
         return None
     present = [view for view in views if not view.finished]
@@ -117,7 +118,7 @@ def judge(views: list[RankView]) -> Verdict | None:
 
 
 def _build_lock(present: list[RankView]) -> Verdict | None:
-    """Name the lock of an extension's build that every rank waits for although no process builds."""
+    """Return a verdict if every rank waits for the lock of an extension's build that no process runs."""
     waiting = [view for view in present if _at_build_lock(view) is not None]
     if not waiting:
         return None
@@ -137,7 +138,7 @@ def _at_build_lock(view: RankView) -> LockWait | None:
 
 
 def _run_ahead(present: list[RankView]) -> Verdict | None:
-    """Name ranks that go on stepping while others wait in a collective that these have never entered."""
+    """Return a verdict on ranks that keep making steps while others wait in a collective that they never entered."""
     standing = [view for view in present if view.age > MOVING_S]
     if len(standing) == len(present) or any(view.absent for view in present):
         return None
@@ -153,7 +154,7 @@ def _run_ahead(present: list[RankView]) -> Verdict | None:
 
 
 def _held_up_by_silence(present: list[RankView]) -> Verdict | None:
-    """Name silent ranks that others were found to wait for, though these may stay where they are for long."""
+    """Return a verdict on silent ranks that others are known to wait for, even within the others' limits."""
     if any(view.absent == "cut off" for view in present):
         return None
     graph = waits(present)
@@ -161,7 +162,7 @@ def _held_up_by_silence(present: list[RankView]) -> Verdict | None:
         return None
     views = by_rank(present)
     roots, waiting = [views[rank] for rank in graph.roots], [views[rank] for rank in sorted(graph.of)]
-    # A call that may be over already is no wait.
+    # A call that may have finished is not a wait.
     open_calls = [wait.call.done is False for waits_of in graph.of.values() for wait in waits_of]
     if any(root.absent != "silent" for root in roots) or not all(open_calls) or min(v.age for v in waiting) <= WAITED_S:
         return None
@@ -173,7 +174,7 @@ def _held_up_by_silence(present: list[RankView]) -> Verdict | None:
 
 
 def _silent_together(present: list[RankView]) -> Verdict | None:
-    """Name the ranks that were behind by the last words of all, where all stood still and then fell silent."""
+    """Return a verdict on the ranks behind according to the last reports, if all stalled and then became silent."""
     if len(present) < 2 or any(view.absent != "silent" or view.stood_s <= STOOD_S for view in present):
         return None
     if any(view.age <= (view.limit if view.phase in LONG_PHASES else WAITED_S) for view in present):
@@ -188,7 +189,7 @@ def _silent_together(present: list[RankView]) -> Verdict | None:
 
 
 def _held_up_in(graph: Waits) -> Call:
-    """Return a collective call in which a rank waits for a rank that itself waits in no call."""
+    """Return a collective call in which a rank waits for a rank that does not wait in a call itself."""
     roots = set(graph.roots)
     return next(wait.call for rank in sorted(graph.of) for wait in graph.of[rank] if wait.blockers & roots)
 
@@ -238,7 +239,7 @@ def _exit_limit(view: RankView, finished_peers: set[int]) -> float:
 
 
 def _by_calls(stuck: list[RankView], present: list[RankView]) -> "Verdict | Literal['cannot say'] | None":
-    """Judge by comparing the ranks' collectives, where those were inspected."""
+    """Judge by comparing the collectives of inspected ranks."""
     age = max(view.age for view in stuck)
     if any(view.absent == "cut off" for view in present):
         return "cannot say"
@@ -262,8 +263,8 @@ def _by_calls(stuck: list[RankView], present: list[RankView]) -> "Verdict | Lite
     if len(late) < len(roots):
         return None  # who is awaited may be at work
     if any(view.inside and not view.absent for view in late):
-        # It is in what is no collective, a recv that nobody sends to; or in one that the others have left already,
-        # and then it is the network, or the collective itself.
+        # It is in a recv without a sender, which is not a collective; or in a collective that the others have left,
+        # so that the cause is the network or the collective itself.
         apart = all(view.inside in POINT_TO_POINT for view in late)
         return crossed(late, waiting, graph, age) if apart else "cannot say"
     call = _held_up_in(graph)
@@ -273,7 +274,7 @@ def _by_calls(stuck: list[RankView], present: list[RankView]) -> "Verdict | Lite
 
 
 def _by_place(present: list[RankView], age: float) -> Verdict | None:
-    """Name ranks that sleep in code of their own while every other one sits where it waits for others."""
+    """Return a verdict on ranks asleep in user code while every other rank waits for others."""
     elsewhere, others = [], []
     for view in present:
         doing = view.evidence.place.doing if view.evidence is not None else ""
@@ -333,7 +334,7 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
         behind = [view for view in present if counts.place(view) == lowest]
         late = [view for view in behind if view.absent or view.stuck]
         if not late or len(late) < len(behind) or any(view.age <= MOVING_S and not view.absent for view in ahead):
-            # Those behind still move or may take their time, or those ahead do not wait at all.
+            # Ranks behind still make progress or are within their limit, or ranks ahead do not wait.
             return alone(late, age) if late and len(still) == len(late) else None
         top = max(ahead, key=counts.place)
         return missing(ahead, late, Collective(top.last_collective or "collective", top.collectives), age)
@@ -355,7 +356,7 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
 
 
 def _has_entered(view: RankView, top: RankView, counts: Counts) -> bool:
-    """Return whether a rank's last word was that it had entered the collective that ``top`` waits in."""
+    """Return whether a rank last reported having entered the collective in which ``top`` waits."""
     if view.absent in ("stopped", "held", "gone"):
         return False
     if view.absent == "silent" and view.evidence is not None and has_stacks(view):
@@ -366,5 +367,5 @@ def _has_entered(view: RankView, top: RankView, counts: Counts) -> bool:
 
 
 def _place(view: RankView) -> tuple[int, int, int]:
-    """Where a rank is in the order of an ordinary step."""
+    """Return a rank's position in the order of an ordinary step."""
     return view.step, view.micro_step, STEP_PHASES.index(view.phase)

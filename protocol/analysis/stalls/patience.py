@@ -1,7 +1,7 @@
-"""How many seconds without progress each phase allows: the one table of the hub, the tests and the guide.
+"""Time limits of each phase: the table used by the hub, the tests and the guide.
 
-A rank's limit is ``max(row, LIMIT_FACTOR x usual longest of that phase on that rank)``. Which column holds depends on
-what the rank's process tree was found to do, see ``Row``.
+A rank's limit, in seconds without progress, is ``max(row, LIMIT_FACTOR x usual longest of that phase on that rank)``.
+The column depends on the activity of the rank's process tree, see ``Row``.
 """
 
 from typing import NamedTuple
@@ -21,32 +21,32 @@ __all__ = [
 ]
 
 LIMIT_FACTOR = 5.0
-"""Five times the usual longest duration of a phase is past any ordinary variation of it."""
+"""Multiple of a phase's usual longest duration that exceeds its ordinary variation."""
 EARLY_STEPS = 3
 """Steps whose durations include compilation, warm-up and the first touch of memory."""
 REGULAR_STEPS = 20
-"""After so many steps the usual longest duration is known well enough to trust the short limits of ``asleep_s``."""
+"""After this many steps the usual longest duration is known well enough for the short limits of ``asleep_s``."""
 UNSETTLED_ASLEEP_S = {"idle": 9.0}
 """Lower bounds of ``asleep_s``, by phase, before ``REGULAR_STEPS`` steps have been seen; 5 s for the others. Between
 steps a script's own pauses vary most."""
 ACTION_FLOOR_S = 30.0
-"""No process is ended before its tree did nothing for this long, whatever its phase."""
+"""No process is ended before its tree was idle for this many seconds, regardless of its phase."""
 ALONE_ACTION_S = 300.0
-"""The same where no other rank is known to wait for it: a single process may wait for work done elsewhere."""
+"""The same if no other rank is known to wait for it: a single process may wait for work done elsewhere."""
 
 
 class Row(NamedTuple):
-    """Patience in one phase, in seconds without progress of the training thread."""
+    """Time limits of one phase, in seconds without progress of the training thread."""
 
     phase: str
     title: str
-    """The phase in the guide's words."""
+    """Name of the phase in the guide."""
     computing_s: float
-    """Limit where the rank computes, or where it is not known what it does."""
+    """Limit if the rank computes, or if its activity is unknown."""
     working_s: float
-    """Limit while its process tree reads, writes, sends, receives, compiles, or computes in a child."""
+    """Limit while its process tree reads, writes, sends, receives or compiles, or a child computes."""
     asleep_s: float
-    """Limit where it sleeps at one line, nothing is under way in its process tree, and other ranks wait for it."""
+    """Limit if it sleeps at one line, its process tree is idle, and other ranks wait for it."""
 
 
 ROWS = (
@@ -63,21 +63,21 @@ ROWS = (
     Row("first", "first step", 300.0, 300.0, 9.0),
     Row("init", "start-up", 300.0, 300.0, 20.0),
 )
-"""Floors of the limits. ``early`` and ``first`` are lower bounds for every phase of those steps; ``init`` holds until a
-first step's phase has begun, and between phases before that: scripts sleep there to let ranks begin in turn."""
+"""Lower bounds of the limits. ``early`` and ``first`` apply to every phase of those steps; ``init`` applies until the
+first phase of the first step, also between phases before that, where scripts sleep to start ranks in turn."""
 
 _BY_PHASE = {row.phase: row for row in ROWS}
 _UNKNOWN = Row("", "", 60.0, 300.0, 10.0)
 
 
 def row_of(phase: str, *, within_step: bool, steps_seen: int, has_stepped: bool) -> Row:
-    """Return the row that holds: a phase's own, raised to those of the first steps while they last.
+    """Return the applicable row: the phase's own, raised to the lower bounds of the first steps.
 
     Args:
-        phase: the phase the rank is in.
-        within_step: it is ``idle`` between the phases of one step.
-        steps_seen: optimizer steps the hub has seen of this rank.
-        has_stepped: it has finished a step, seen or not.
+        phase: the rank's phase.
+        within_step: whether it is ``idle`` between the phases of one step.
+        steps_seen: optimizer steps that the hub has received from this rank.
+        has_stepped: whether it has finished a step, received or not.
     """
     row = _BY_PHASE.get("within step" if phase == "idle" and within_step else phase, _UNKNOWN)
     unsettled = UNSETTLED_ASLEEP_S.get(row.phase, 5.0) if steps_seen < REGULAR_STEPS else 0.0
@@ -90,17 +90,17 @@ def row_of(phase: str, *, within_step: bool, steps_seen: int, has_stepped: bool)
 
 
 def action_patience(computing_s: float, *, awaited: bool) -> float:
-    """Return how many seconds a rank's process tree must have done nothing before the run may be ended for it.
+    """Return for how many seconds a rank's process tree must have been idle before the run may be ended.
 
     Args:
         computing_s: the rank's limit in its phase.
-        awaited: other ranks are blocked in a collective that it has to enter.
+        awaited: whether other ranks are blocked in a collective that it must enter.
     """
     return max(computing_s, ACTION_FLOOR_S if awaited else ALONE_ACTION_S)
 
 
 def as_markdown() -> list[str]:
-    """Return the guide's table, a line each."""
+    """Return the lines of the guide's table."""
     lines = [
         "| phase | computes, or not known | reads, writes, sends, compiles | asleep, others wait for it "
         "| `--on-hang`: nothing done for |",

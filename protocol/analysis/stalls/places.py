@@ -1,4 +1,4 @@
-"""At which line a straggler spends its excess, from samples of its training thread's stack."""
+"""Finds the line at which a straggler spends its excess time, from samples of its training thread's stack."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ _IN_BACKWARD = ("backward",)
 
 
 def usual_place(places: Sequence[Place], slow_at: str, share: float) -> str:
-    """Return the line where the thread was seen most, outside of collectives; empty where no line stands out.
+    """Return the most frequent line of the samples outside collectives; empty if none stands out.
 
     Args:
-        places: of the samples, taken at moments that are independent of the steps.
-        slow_at: the phase it is slow at: a sample inside ``backward`` is no evidence for another phase.
-        share: of a step, the excess: a line that holds it is seen in about as many samples.
+        places: positions of the samples, which are taken independently of the steps.
+        slow_at: the slow phase: a sample inside ``backward`` is not evidence for another phase.
+        share: the excess as a share of a step: the responsible line is in about that share of the samples.
     """
     other = () if slow_at in ("backward", "everywhere") else _IN_BACKWARD
     seen = Counter(place.text for place in places if place.text and place.doing not in (*_WAITING, *other))

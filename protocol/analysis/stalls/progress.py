@@ -1,27 +1,27 @@
-"""Progress of each rank, and how long its present phase may last before a stall is suspected.
+"""Tracks each rank's progress, and how long its current phase may last before a stall is suspected.
 
-The rule, stated: a rank is *stuck* when the hub has seen no progress of its training thread (a step, a phase change, a
-collective) for longer than ``limit``::
+A rank is *stuck* if the hub has received no progress of its training thread (a step, a phase change, a collective) for
+longer than ``limit``::
 
     limit(phase) = max(floor(phase), 5 x usual longest of that phase on that rank)
 
 - The usual longest is a decaying maximum: ``m = max(min(d, max(2 m, 1 s)), 0.98 m)`` for each new duration ``d``, and
-  ``m = d`` for the first. One outlier at most doubles it, so a stall that resolved does not disable the rule, and a few
-  long ones in a row raise the limit. The first step does not count: it compiles and warms up.
-- The floors are the table of ``protocol.analysis.stalls.patience``: one column where the rank computes or nothing is
-  known of it, a longer one while its process tree reads, writes, sends, receives or compiles (``working_limit``), and a
-  short one where its training thread sleeps at one line and nothing is under way (``asleep_limit``), which holds only
-  while other ranks wait for it.
+  ``m = d`` for the first. A single outlier at most doubles it, so a resolved stall does not disable the rule, and a few
+  long durations in a row raise the limit. The first step does not count: it compiles and warms up.
+- The floors are the table of ``protocol.analysis.stalls.patience``: one column if the rank computes or its activity is
+  unknown, a longer one while its process tree reads, writes, sends, receives or compiles (``working_limit``), and a
+  short one if its training thread sleeps at one line and its process tree is idle (``asleep_limit``), which applies
+  only while other ranks wait for it.
 
 A stall is *suspected* after ``suspect_after`` seconds: then the ranks' stacks, processes and collectives are inspected,
 without a verdict yet.
 
-Time in which the hub itself did not run does not count against any rank (``shift``), except for heartbeats that a rank
-sent meanwhile and that report no progress. So a hub that is interrupted again and again still finds who hangs, and no
-rank is accused after its whole host slept.
+Time in which the hub itself did not run is discounted for all ranks (``shift``), except if a rank's heartbeats of that
+time report no progress. A hub that is interrupted repeatedly thus still finds hung ranks, and no rank is blamed after
+its whole host was suspended.
 
 Durations of ordinary phases come from steps (mean of a phase's occurrences); those of eval, checkpoint, idle and data
-also from heartbeats, as the time from one phase's start to the next one's, where no step came in between.
+also from heartbeats, as the time between the starts of two phases without a step in between.
 """
 
 from ...telemetry import Heartbeat, PhaseRecord, Step
@@ -34,11 +34,11 @@ FORGET = 0.98
 OUTLIER_FACTOR = 2.0
 OUTLIER_FLOOR_S = 1.0
 LONG_PHASES = ("init", "eval", "generate", "checkpoint")
-"""Phases that may last long, and be spent in native code that holds Python's lock."""
+"""Phases that may take long in native code that holds the GIL."""
 WITNESS_S = 2.0
-"""Two heartbeats in a row count for at most this much of the time between them; they come every second."""
+"""Maximum seconds without progress that two consecutive heartbeats prove; they are sent every second."""
 SILENT_S = 5.0
-"""A rank not heard from for this long is silent: its figures are old, and nothing is concluded from them alone."""
+"""A rank without messages for this many seconds is silent: its outdated figures alone are no evidence."""
 
 
 def _clipped(seconds: float, known: float) -> float:
@@ -46,7 +46,7 @@ def _clipped(seconds: float, known: float) -> float:
 
 
 class RankProgress:
-    """One rank's progress as the hub saw it. Times are seconds on the hub's clock."""
+    """One rank's progress as received by the hub. Times are seconds on the hub's clock."""
 
     __slots__ = (
         "_beaten",
@@ -79,17 +79,17 @@ class RankProgress:
         self.moved_at = now
         self.progress = -1
         self.step = 1
-        """The step in the making."""
+        """Number of the unfinished step."""
         self.steps_seen = 0
         self.step_seconds = 0.0
         """Host time of the last finished step; 0 before the first."""
         self.has_stepped = False
         self.peer_steps = 0
-        """Steps that a silent rank has finished at least, because it was met in later ones by the ranks that wait for
-        it; 0 for a rank that speaks for itself."""
+        """Lower bound of the finished steps of a silent rank, from collectives of later steps in which other ranks met
+        it; 0 for a rank that reports itself."""
         self.phase = "init"
         self.phase_started = 0.0
-        """Start of the phase in the latest heartbeat; 0 once a step came after it: its end is unknown."""
+        """Start of the phase in the latest heartbeat; 0 after a later step, since then its end is unknown."""
         self.micro_step = 0
         self.collective = ""
         self.last_collective = ""
@@ -104,9 +104,9 @@ class RankProgress:
         self._beaten = 0.0
         """When the latest heartbeat was sent, on the rank's clock."""
         self._stood = 0.0
-        """Seconds without progress, as the rank's own heartbeats witness since it moved."""
+        """Seconds without progress since the last progress, as proven by the rank's own heartbeats."""
         self._unforgiven = 0.0
-        """When it was seen to move last, before any time was forgiven; 0: none was since."""
+        """Time of its last progress before any time was discounted; 0: none was discounted since."""
 
     def step_done(self, t: float, step: Step) -> None:
         """Process a finished step that the hub received at ``t``."""
@@ -128,7 +128,7 @@ class RankProgress:
             if phase.count > 1:
                 seconds /= phase.count
             known = usual.get(name, 0.0)
-            # The ordinary cases, a duration below the forgetting maximum or a short one, cost a few comparisons.
+            # The ordinary cases, a duration below the decaying maximum or a short one, cost a few comparisons.
             decayed = known * FORGET
             if seconds <= decayed:
                 usual[name] = decayed
@@ -162,8 +162,8 @@ class RankProgress:
         self.size = beat.size
 
     def _learn(self, phase: str, seconds: float) -> None:
-        # Heartbeats are sampled, so the difference may hold short phases in between; for the long ones that only
-        # heartbeats tell of (and for gaps between steps) that is close enough, and it errs towards patience.
+        # Heartbeats are sampled, so the difference may include short phases; for long phases, which only
+        # heartbeats report, and for gaps between steps, that is precise enough and makes the limit longer.
         if phase in ("forward", "backward", "optimizer", "init") or not self.has_stepped:
             return
         known = self.usual_max.get(phase, 0.0)
@@ -178,9 +178,9 @@ class RankProgress:
         )
 
     def _phase_is_stale(self) -> bool:
-        """Return whether the rank went silent, and has left the phase with a long limit in which it was last heard.
+        """Return whether the rank became silent, and has left the phase with a long limit that it last reported.
 
-        Native code that holds Python's lock right after the start keeps the rank from sending its finished steps.
+        Native code that holds the GIL right after the start keeps the rank from sending its finished steps.
         """
         if not self.peer_steps or self.micro_step or self.phase not in ("init", "idle"):
             return False
@@ -190,15 +190,15 @@ class RankProgress:
         return LIMIT_FACTOR * self.usual_max.get(self.phase, 0.0)
 
     def limit(self) -> float:
-        """Return how many seconds without progress this rank's present phase allows (the rule of this module)."""
+        """Return the limit of this rank's current phase, in seconds without progress (see this module's docstring)."""
         return max(self._row().computing_s, self._learned())
 
     def working_limit(self) -> float:
-        """Return the same for a rank whose process tree was found at work."""
+        """Return the limit for a rank whose process tree works, in seconds."""
         return max(self._row().working_s, self._learned())
 
     def asleep_limit(self) -> float:
-        """Return the same for a rank that was found asleep while others wait for it."""
+        """Return the limit for a rank found asleep while others wait for it, in seconds."""
         return max(self._row().asleep_s, self._learned())
 
     def suspect_after(self) -> float:
@@ -208,15 +208,15 @@ class RankProgress:
         return max(floor, SUSPECT_FACTOR * self.usual_max.get(self.phase, 0.0))
 
     def age(self, now: float) -> float:
-        """Return the seconds since progress was last seen; never negative."""
+        """Return the seconds since its last progress; never negative."""
         return max(0.0, now - self.moved_at)
 
     def silence(self, now: float) -> float:
-        """Return the seconds since anything was heard; never negative."""
+        """Return the seconds since its last message; never negative."""
         return max(0.0, now - self.heard_at)
 
     def moved(self, t: float) -> None:
-        """Note progress at ``t``, or forgive what was before."""
+        """Record progress at ``t``, or discount the time before it."""
         self.heard_at = self.moved_at = t
         self._stood = self._unforgiven = 0.0
         self.peer_steps = 0

@@ -1,7 +1,7 @@
-"""Whether a verdict on a stall is proof enough to end the run: that nothing can come any more.
+"""Decides whether a verdict on a stall is sufficient proof to end the run: that no progress is possible.
 
-Suspicion is enough for an alert. Ending a run needs both: other ranks are blocked in a collective that the named ranks
-must enter (or cannot match), and the named ranks' process trees have done nothing for the whole patience.
+An alert needs only suspicion. Ending a run needs both: other ranks are blocked in a collective that the named ranks
+must enter (or that cannot match), and the named ranks' process trees have been idle for their phase's time limit.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,28 +10,28 @@ from typing import NamedTuple
 from .patience import ACTION_FLOOR_S, ALONE_ACTION_S, action_patience
 
 _STRUCTURAL = ("mismatch", "deadlock", "ahead", "lock")
-"""Verdicts that prove that the collectives concerned cannot complete, whatever the ranks do."""
+"""Verdicts that prove by themselves that the collectives concerned cannot complete."""
 
 
 class RankFacts(NamedTuple):
     """Facts of one rank."""
 
     patience: float
-    """Seconds that its phase allows it while it computes."""
+    """Time limit of its phase while it computes, seconds."""
     quiet: float | None = None
-    """Seconds for which its process tree is known to have done nothing; None: not known."""
+    """Seconds for which its process tree is known to have been idle; None: unknown."""
     gone: bool = False
-    """Its process is gone."""
+    """Whether its process is gone."""
     network: bool = False
-    """Its training thread waits for an answer from the network, which work elsewhere may still send."""
+    """Whether its training thread waits for an answer from the network, which may still arrive."""
     blocked: bool = False
-    """It waits in a collective or for its device."""
+    """Whether it waits in a collective or for its device."""
 
 
 def unproven(
     kind: str, sure: bool, waiting: Sequence[int], hung: Sequence[int], age: float, ranks: Mapping[int, RankFacts]
 ) -> str:
-    """Return what is missing to end the run for a verdict; empty when nothing is.
+    """Return what proof is missing to end the run for a verdict; empty if it is complete.
 
     Args:
         kind: the verdict's kind.
@@ -39,7 +39,7 @@ def unproven(
         waiting: the ranks that wait for others.
         hung: the ranks named.
         age: seconds since the last progress of those concerned.
-        ranks: what is known of the living ranks.
+        ranks: facts of the living ranks.
     """
     if kind in _STRUCTURAL:
         return "" if age >= ACTION_FLOOR_S else f"it has not stood for {ACTION_FLOOR_S:.0f} s"
@@ -61,7 +61,7 @@ def _first(reasons: Iterable[str]) -> str:
 
 
 def _still(rank: int, ranks: Mapping[int, RankFacts], *, awaited: bool) -> str:
-    """Return what a rank's processes may still do; empty: nothing."""
+    """Return what work a rank's processes may still be doing; empty: none."""
     facts = ranks.get(rank)
     if facts is None:
         return f"nothing is known of rank {rank}"

@@ -1,8 +1,7 @@
 """Parses Python stacks as ``faulthandler`` writes them, summarises them, and groups ranks with equal ones.
 
-Nothing here interprets more than file, line and function. What a stack *means* (it waits for a batch, it is inside of a
-collective) is recognised by names of PyTorch's and Python's own that have been stable for years; everything else is
-shown as the innermost line of the script.
+Only file, line and function are used. What a thread does (waits for a batch, is inside a collective) is recognised by
+names in PyTorch and Python that have been stable for years; otherwise the innermost line of the script is shown.
 """
 
 import re
@@ -15,7 +14,7 @@ from ...text import sanitize
 Doing = Literal[
     "collective", "data", "backward", "saving", "device", "compiling", "network", "exiting", "waiting", "code", ""
 ]
-"""What a thread is doing, from its Python frames; empty: it has none."""
+"""Activity of a thread, from its Python frames; empty: it has none."""
 
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-fA-F]+)")
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+|\?\?\?)(?: in (.*))?$')
@@ -28,7 +27,7 @@ _BELOW_CALLER = (
     "/torch/utils/_contextlib.py",
     "/torch/nn/modules/module.py",
 )
-"""Frames between a collective and the code that asked for it."""
+"""Frames between a collective and the code that called it."""
 _INNER = frozenset(
     ("wrapper", "call", "decorate_context", "_call_impl", "_wrapped_call_impl", "wrapped_fn", "log_wrapper")
 )
@@ -37,7 +36,7 @@ _ENDINGS = (
     ("/concurrent/futures/thread.py", "_python_exit"),
     ("/multiprocessing/util.py", "_exit_function"),
 )
-"""Where the interpreter waits for threads and children once the script itself is over."""
+"""Functions in which the interpreter waits for threads and children after the script has ended."""
 
 _COMPILERS = (
     "/torch/_dynamo/convert_frame.py",
@@ -46,9 +45,9 @@ _COMPILERS = (
     "/torch/_functorch/_aot_autograd/graph_capture.py",
     "/triton/compiler/",
 )
-"""In the stack only while a function is compiled, not while the compiled one runs."""
+"""Files that are in the stack only while a function is compiled, not while the compiled one runs."""
 _COMPILED = ("/torch/_inductor/output_code.py", "/torch/_inductor/utils.py", "/torch/_inductor/runtime/")
-"""Those of inductor's own files in which a compiled function runs."""
+"""Inductor's files in which a compiled function runs."""
 _NETWORK = ("/urllib3/", "/http/client.py", "/httpcore/", "/aiohttp/", "/botocore/", "/grpc/", "/paramiko/")
 _NETWORK_INNER = ("/socket.py", "/ssl.py")
 _NETWORK_FRAMES = 8
@@ -75,13 +74,13 @@ class Thread(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Position of a thread, as text, and what that means."""
+    """Position of a thread, as text, and its activity there."""
 
     doing: Doing
     words: str
-    """``next() of the dataloader``, ``all_gather``, ``time_step``: the innermost thing that has a meaning."""
+    """Innermost known activity or function: ``next() of the dataloader``, ``all_gather``, ``time_step``."""
     at: str
-    """``train.py:52 in main``: the innermost line of the code that asked for it; empty when there is none."""
+    """Innermost line of the calling code, ``train.py:52 in main``; empty if there is none."""
 
     @property
     def text(self) -> str:
@@ -98,7 +97,7 @@ class Group(NamedTuple):
 
 
 def parse(text: str) -> list[Thread]:
-    """Read the stacks of all threads, as ``faulthandler.dump_traceback`` writes them; other lines are passed over."""
+    """Parse the stacks of all threads, as ``faulthandler.dump_traceback`` writes them; other lines are ignored."""
     threads: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         head = _THREAD.match(line)
@@ -113,7 +112,7 @@ def parse(text: str) -> list[Thread]:
 
 
 def training_thread(threads: Sequence[Thread], name: str = "") -> Thread | None:
-    """Pick the thread that trains: the one called ``name``, else the main one, which faulthandler writes last."""
+    """Return the training thread: the thread ``name``, else the main thread, which faulthandler writes last."""
     for thread in threads:
         if name and _number(thread.name) == _number(name):
             return thread
@@ -121,12 +120,12 @@ def training_thread(threads: Sequence[Thread], name: str = "") -> Thread | None:
 
 
 def visible(frames: Iterable[Frame]) -> tuple[Frame, ...]:
-    """Leave out ftmon's own frames: its wrappers stand in every stack and explain nothing."""
+    """Return the frames without ftmon's own: its wrappers are in every stack."""
     return tuple(frame for frame in frames if not is_probe(frame.file))
 
 
 def where(frames: Sequence[Frame]) -> Place:
-    """Return where a thread is, from its frames (innermost first)."""
+    """Return the position of a thread, from its frames (innermost first)."""
     frames = visible(frames)
     if not frames:
         return Place("", "", "")
@@ -166,7 +165,7 @@ def where(frames: Sequence[Frame]) -> Place:
 
 
 def _number(name: str) -> int | str:
-    """Return a thread's identifier as a number, whatever zeros it is written with; what is no number as it is."""
+    """Return a thread's identifier without leading zeros; unchanged if it is not a number."""
     try:
         return int(name, 16)
     except ValueError:
@@ -193,7 +192,7 @@ def _path(frame: Frame) -> str:
 
 
 def _caller(frames: Sequence[Frame], index: int) -> Frame | None:
-    """Find who asked for a collective: the first frame outside of PyTorch's and DeepSpeed's own layers of calls."""
+    """Return the caller of a collective: the first frame outside PyTorch's and DeepSpeed's communication layers."""
     for frame in frames[index + 1 :]:
         if not any(part in _path(frame) for part in _BELOW_CALLER) and frame.function not in _INNER:
             return frame
@@ -201,7 +200,7 @@ def _caller(frames: Sequence[Frame], index: int) -> Frame | None:
 
 
 def _script(frames: Sequence[Frame], index: int) -> Frame | None:
-    """Find the innermost frame of the script itself, which no library is; else the first frame outside of PyTorch."""
+    """Return the innermost frame of the script; without one, the innermost frame outside PyTorch."""
     rest = frames[index + 1 :]
     return next((frame for frame in rest if not library_of(frame.file)), rest[0] if rest else None)
 

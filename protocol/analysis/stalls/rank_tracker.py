@@ -1,21 +1,21 @@
 """Derives the states of ranks and run from messages and process facts.
 
-Rank states, and what each is concluded from:
+Rank states and their conditions:
 
-- ``starting``: a Hello was seen, and no step, no phase but ``init``.
-- ``training``: it moves, or stands for less time than its phase allows.
-- ``waiting``: inside a collective call for longer than 4 s and 1.5 times its phase's usual longest; or the judge
+- ``starting``: a ``Hello`` was received, but no step and no phase other than ``init``.
+- ``training``: it makes progress, or has made none for less time than its phase allows.
+- ``waiting``: inside a collective call for more than 4 s and 1.5 times its phase's usual longest; or the judge
   (``stalls.judge``) finds that it waits for others.
-- ``hung``: the judge named it, or its process outlived its goodbye by 30 s; or its end was requested and its process
-  has been in uninterruptible sleep for 3 s.
-- ``stopped``: /proc says T or t (SIGSTOP, or a debugger).
-- ``gone``: its process is gone without a goodbye.
-- ``finished``: it sent a goodbye, or ended with exit code 0.
-- ``unreachable``: nothing received for 15 s and nothing known of its process, or for 30 s although its process lives;
-  or its host is cut off, and then nothing else is concluded.
+- ``hung``: the judge named it; or its process outlived its ``Goodbye`` by 30 s; or its end was requested and its
+  process has been in uninterruptible sleep for 3 s.
+- ``stopped``: /proc shows state T or t (SIGSTOP, or a debugger).
+- ``gone``: its process is gone without a ``Goodbye``.
+- ``finished``: it sent a ``Goodbye``, or ended with exit code 0.
+- ``unreachable``: no message for 15 s and its process unknown, or for 30 s although its process lives; or its host is
+  cut off, which overrides all other states.
 
-Time in which the hub did not run (it was frozen, or the clock jumped) does not count against a rank, except for the
-rank's own heartbeats of that time.
+Time in which the hub did not run (it was frozen, or the clock jumped) is discounted for all ranks, except if a rank's
+own heartbeats of that time report no progress.
 """
 
 from collections import deque
@@ -45,38 +45,38 @@ WAIT_FACTOR = 1.5
 UNREACHABLE_S = 15.0
 UNREACHABLE_ALIVE_S = 30.0
 GOODBYE_GRACE_S = 1.0
-"""A process may be seen dead before its last message is read; so long is waited for it."""
+"""Seconds to wait for the last message of a dead process, which may arrive after its death was detected."""
 UNKILLABLE_S = 3.0
-"""A process whose end was asked for and that is in uninterruptible sleep for so long waits for the kernel."""
+"""Seconds of uninterruptible sleep after which a process whose end was requested counts as stuck in the kernel."""
 UNKILLABLE = "in uninterruptible sleep: the kill could not end it, it ends when the kernel returns"
 PAUSE_S = 5.0
-"""Ticks farther apart than this: the hub itself was not looking."""
+"""If ticks are farther apart than this, the hub itself did not run in between."""
 
 
 class RankTracker:
-    """Turns messages and process facts into rank states and the run's state. Keeps no clock of its own.
+    """Derives rank states and the run's state from messages and process facts. It reads no clock itself.
 
-    Feed it every message of the stream before the detectors get it (its own messages may be among them; they are
-    passed over), every process fact (about once a second and rank), and tick it about twice a second. What it returns
-    is to be published and recorded.
+    Feed it every message of the stream before the detectors (its own messages are ignored) and every process fact
+    (about once a second per rank), and call ``tick`` about twice a second. The caller publishes and records the
+    returned messages.
 
     Args:
-        has_launcher: A launcher will report how the job ended (``ended``); without one the run ends with its last rank.
+        has_launcher: Whether a launcher will report the job's end (``ended``); else the run ends with its last rank.
     """
 
     def __init__(self, *, has_launcher: bool = True) -> None:
         self.ranks: dict[int, TrackedRank] = {}
         self.verdict: Verdict | None = None
-        """The judge's present verdict; None while there is no stall."""
+        """The judge's current verdict; None if there is no stall."""
         self.suspected = False
-        """Some rank shows no progress for long enough to inspect all of them (``stalls.progress``)."""
+        """Whether a rank has made no progress for long enough to inspect all ranks (``stalls.progress``)."""
         self.run_state: RunState | None = None
         self.launcher = ""
         """State of the run's launcher at the last check: ``alive``, ``stopped``, ``gone``; empty: there is none."""
         self.stepped = False
-        """Some rank has finished an optimizer step."""
+        """Whether some rank has finished an optimizer step."""
         self.kill_asked: set[int] = set()
-        """Ranks that were asked to end, by a person or a job scheduler; ``-1`` means the whole run."""
+        """Ranks whose end was requested, by a user or a job scheduler; ``-1`` means the whole run."""
         self.now = 0.0
         self._has_launcher = has_launcher
         self._last_tick: float | None = None
@@ -136,7 +136,7 @@ class RankTracker:
         return []
 
     def tick(self, now: float) -> list[Message]:
-        """Judge anew at ``now``; return the states that changed."""
+        """Judge all ranks at ``now``; return the states that changed."""
         messages: list[Message] = []
         if self._last_tick is not None:
             gap = now - self._last_tick
@@ -166,7 +166,7 @@ class RankTracker:
         self.verdict = judge(views) if still else None
         self.suspected = any(tracked.suspect(now) for tracked in self.ranks.values())
         if self.verdict is not None and self.verdict.kind == "exit" and now - self._asked_at < EXIT_LIMIT_S:
-            self.verdict = None  # they were asked to end, and may take their time
+            self.verdict = None  # their end was requested; they may still be ending
         by_rank = {view.rank: view for view in views}
         for tracked in still:
             messages += self._still_state(tracked, by_rank[tracked.rank], now)
@@ -175,7 +175,7 @@ class RankTracker:
         return messages
 
     def ended(self, now: float, state: RunStateName, exit_code: int | None, text: str = "") -> list[Message]:
-        """Note how the whole job ended (``exit.json``): ``finished``, ``failed`` or ``stopped``."""
+        """Record how the whole job ended (``exit.json``): ``finished``, ``failed`` or ``stopped``."""
         self.now = now
         self.verdict = None
         self.suspected = False
@@ -186,7 +186,7 @@ class RankTracker:
         return messages + self._set_run(state, text, exit_code)
 
     def close_job(self, now: float) -> list[Message]:
-        """Judge, without waiting for more to come, how the ranks ended whose job another one has followed."""
+        """Judge at once how the ranks of a job ended, because another job follows."""
         self.now = now
         messages: list[Message] = []
         for tracked in by_death(self.ranks.values(), now):
@@ -198,7 +198,7 @@ class RankTracker:
         return messages
 
     def begin_job(self) -> None:
-        """Forget the ranks of the job before; what was asked of the whole run stands."""
+        """Forget the ranks of the previous job; requests to end the whole run are kept."""
         self.ranks.clear()
         self.verdict = None
         self.suspected = False
@@ -215,12 +215,12 @@ class RankTracker:
                 self.run_state = message
             else:
                 self.feed(frame.seq, frame.t, message)
-            # The first tick sees the gap to this time and discounts it for all ranks.
+            # The first tick finds the gap since this time and discounts it for all ranks.
             self._last_tick = frame.t
         self._changes.clear()
 
     def found(self) -> dict[int, Evidence]:
-        """Return what the last inspection found about ranks without progress since."""
+        """Return the evidence of the last inspection, for ranks without progress since then."""
         return {
             rank: tracked.evidence
             for rank, tracked in self.ranks.items()
@@ -255,7 +255,7 @@ class RankTracker:
         state = tracked.state
         held = state is not None and state.state == "held"
         if held != bool(beat.held_since) and not tracked.ended:
-            # A rank held at an out-of-memory error does not move, and hangs no more than one at a breakpoint.
+            # A rank held at an out-of-memory error makes no progress, but does not hang, as at a breakpoint.
             words = f"at an out-of-memory error in {beat.phase}: waits to be released"
             return self._set(tracked, "held", words) if beat.held_since else self._let_go(tracked)
         if state is not None and (state.state == "training" or progress.progress == before):
@@ -337,7 +337,7 @@ class RankTracker:
         return messages
 
     def step_in(self, seconds: float) -> int:
-        """Name a step that all ranks will be in or before for ``seconds`` to come, by the speed they have now."""
+        """Return a step that no rank will have passed ``seconds`` from now, at the current step times."""
         living = [tracked.progress for tracked in self.ranks.values() if not tracked.ended]
         fastest = min((progress.step_seconds for progress in living if progress.step_seconds > 0), default=1.0)
         return max((progress.step for progress in living), default=1) + 3 + ceil(seconds / fastest)
@@ -361,7 +361,7 @@ class RankTracker:
         return messages
 
     def _withstands(self, tracked: TrackedRank) -> list[Message]:
-        """Note that a rank whose end was asked for is in the kernel, where no signal reaches it."""
+        """Record whether a rank whose end was requested is stuck in the kernel, where no signal reaches it."""
         if tracked.stuck_since is None:
             tracked.stuck_since = self.now
         if self.now - tracked.stuck_since < UNKILLABLE_S:
@@ -378,9 +378,9 @@ class RankTracker:
         return []
 
     def _credit_silent(self, still: list[TrackedRank], now: float) -> None:
-        """Credit ranks that send nothing with the steps that those who wait for them have made.
+        """Credit silent ranks with the steps of the ranks that wait for them.
 
-        A finished step that had collectives was met by every rank: a silent one has finished all steps before it.
+        Every rank took part in a finished step with collectives: a silent rank has finished all steps before it.
         """
         waiting = [
             each.progress
@@ -394,7 +394,7 @@ class RankTracker:
                 progress.peer_steps = max(progress.peer_steps, met)
 
     def _still_state(self, tracked: TrackedRank, view: RankView, now: float) -> list[Message]:
-        """Find the state of a rank that shows no progress at present."""
+        """Return the state of a rank without current progress."""
         state = tracked.state.state if tracked.state is not None else "starting"
         if state in ("stopped", "held") or tracked.cut_off or tracked.stuck_since is not None:
             return []

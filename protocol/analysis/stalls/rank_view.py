@@ -1,4 +1,4 @@
-"""One rank as the judge of stalls sees it, and how far ranks are in the sequence of their collectives."""
+"""The judge's view of one rank, and the ranks' positions in the sequence of their collectives."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from .evidence import Collective, Evidence
 Absence = Literal["", "stopped", "held", "gone", "silent", "cut off"]
 
 LOCK_ASLEEP_S = 4.5
-"""Limit of a rank that is blocked on a file lock in the kernel while both it and the lock's holder are idle."""
+"""Limit in seconds for a rank blocked on a file lock in the kernel while both it and the lock's holder are idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """One rank as the judge sees it. Seconds are ages at the moment of judging."""
+    """The judge's view of one rank. Seconds are ages at the time of judging."""
 
     rank: int
     step: int
@@ -22,54 +22,54 @@ class RankView:
     age: float
     """Seconds without progress."""
     limit: float
-    """How many seconds without progress its phase allows."""
+    """Limit of its phase, in seconds without progress."""
     inside: str = ""
-    """The collective it has entered and not left; empty outside of one."""
+    """The collective that it has entered and not left; empty outside of one."""
     last_collective: str = ""
     collectives: int = 0
     step_collectives: int = 0
     micro_step: int = 0
     per_step: int = -1
-    """Collectives it entered in its last finished step; -1 when not known."""
+    """Number of collectives entered in its last finished step; -1: unknown."""
     absent: Absence = ""
     finished: bool = False
     group: str = ""
-    """The process group of the collective it is in, or was in last."""
+    """The process group of its current or last collective."""
     group_sequence: int = 0
-    """How many of that group it has entered, as its probe counts."""
+    """Number of that group's collectives that it has entered, as counted by its probe."""
     size: int = 0
     stood_s: float = 0.0
     """Seconds without progress in its last report."""
     asleep_limit: float = float("inf")
-    """How many seconds without progress its phase allows a rank that is found asleep."""
+    """Limit in seconds if it is found asleep."""
     working_limit: float = 0.0
-    """The same for a rank whose process tree is found at work; never less than ``limit``."""
+    """Limit in seconds if its process tree works; never less than ``limit``."""
     latest: Evidence | None = None
-    """What the last inspection found, including before its last progress."""
+    """Evidence of the last inspection, also from before its last progress."""
     steps_then: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Optimizer steps that every rank had made shortly after this one's last progress."""
+    """Optimizer steps of every rank shortly after this rank's last progress."""
     evidence: Evidence | None = None
-    """What an inspection found since its last progress; None: not inspected."""
+    """Evidence of an inspection since its last progress; None: not inspected."""
 
     @property
     def works(self) -> bool:
-        """Its process tree was found to read, write, send, receive or compile since its last progress."""
+        """Whether its process tree was found to read, write, send, receive or compile since its last progress."""
         found = self.evidence
         return found is not None and (found.work == "works" or found.place.doing == "compiling")
 
     @property
     def patience(self) -> float:
-        """Seconds without progress that its phase allows it, asleep or not."""
+        """Limit of its phase in seconds without progress, given its activity."""
         return max(self.limit, self.working_limit) if self.works else self.limit
 
     @property
     def overdue(self) -> bool:
-        """Past the patience of its phase, whether or not others wait for it."""
+        """Whether it exceeds ``patience``, regardless of whether others wait for it."""
         return not self.finished and self.age > self.patience
 
     @property
     def stuck(self) -> bool:
-        """Past its own limit, which is a shorter one for a rank that was found asleep."""
+        """Whether it exceeds its own limit, which is shorter for a rank found asleep."""
         if self.finished:
             return False
         found = self.evidence
@@ -81,22 +81,22 @@ class RankView:
 
     @property
     def call(self) -> Collective:
-        """The collective it is inside of, with its count; before the first one only the name."""
+        """Its current collective, with its count; only the name before the first one."""
         return Collective(self.inside, self.collectives or None)
 
 
 class Counts:
-    """Makes the collective counts of ranks comparable, where they are.
+    """Compares the collective counts of ranks, if they are comparable.
 
-    A rank's place is its step and the collectives entered within it where ranks report that, else its total.
+    A rank's position is its step and the collectives entered within it, if ranks report that, else its total count.
     """
 
     def __init__(self, views: Sequence[RankView]) -> None:
         per_step = {view.per_step for view in views if view.per_step >= 0}
         self._within_step = any(view.step_collectives for view in views)
         self.comparable = len(per_step) <= 1 and any(view.collectives for view in views)
-        """Counts mean the same on every rank: all entered equally many in their last step, where that is known."""
+        """Whether counts are comparable: all ranks entered equally many collectives in their last step, if known."""
 
     def place(self, view: RankView) -> tuple[int, int]:
-        """Return where a rank is in the sequence of collectives; the larger, the further."""
+        """Return a rank's position in the sequence of collectives; larger is further."""
         return (view.step, view.step_collectives) if self._within_step else (0, view.collectives)

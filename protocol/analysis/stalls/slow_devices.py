@@ -1,17 +1,17 @@
-"""Reasons, by NVML, why a rank's device is slow at computing: throttling, lower clocks, other processes."""
+"""Finds reasons in NVML's samples why a rank's device computes slowly: throttling, lower clocks, other processes."""
 
 from typing import Any, NamedTuple
 
 from ...telemetry import DeviceSample, Hello
 
 CLOCK_SHARE = 0.92
-"""An SM clock below this share of the other ranks' is a reason."""
+"""An SM clock below this share of the other ranks' clocks is a reason."""
 _NO_REASON = ("application clocks", "sync boost", "display clocks")
-"""Limits that a person set on purpose."""
+"""Limits set by a user on purpose."""
 
 
 class SlowDeviceReason(NamedTuple):
-    """Why a device is slow: a few words (empty: nothing is seen), and the figures."""
+    """Why a device is slow: a clause (empty: no reason found), and the figures."""
 
     words: str
     evidence: dict[str, Any]
@@ -26,7 +26,7 @@ class SlowDevices:
         self._by_index: dict[tuple[str, int], DeviceSample] = {}
 
     def hello(self, hello: Hello) -> None:
-        """Learn which device a rank computes on."""
+        """Record the device of a rank."""
         if hello.device.kind == "cuda":
             self._devices[hello.rank] = hello.host, hello.device.uuid, hello.device.index
 
@@ -45,7 +45,7 @@ class SlowDevices:
         reasons = [reason for reason in mine.throttle_reasons if reason not in _NO_REASON]
         evidence: dict[str, Any] = {"device": f"{mine.host} GPU {mine.index}", "throttle_reasons": reasons}
         others = [one for other in self._devices if other != rank and (one := self._of(other)) is not None]
-        # Where all are held down alike, that is no reason why this one is slower.
+        # A limit that applies to all devices does not explain why this one is slower.
         own = [reason for reason in reasons if not all(reason in one.throttle_reasons for one in others) or not others]
         if own:
             words.append(f"throttled: {', '.join(own)}")

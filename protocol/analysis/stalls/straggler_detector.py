@@ -1,6 +1,6 @@
-"""Finds stragglers (``stragglers``), what hinders their devices, and the line at which they are slow.
+"""Finds stragglers (``stragglers``), reasons for slow devices, and the line of code at which a rank is slow.
 
-A straggler's stack is sampled for a while after it was found, to name the line.
+After a straggler was found, its stack is sampled for some time to name the line.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,24 +21,24 @@ from .stragglers import StragglerFacts, StragglerFinding, Stragglers
 from .work import work_of
 
 _NOT_THE_DEVICE = ("data", "idle")
-"""Phases in which a slow device is no reason."""
+"""Phases that a slow device does not explain."""
 
 
 class SlowRankFacts(msgspec.Struct, frozen=True):
-    """A straggler, with what else is known of it."""
+    """A straggler with its reasons."""
 
     straggler: StragglerFacts
     hindrance: str = ""
-    """What slows its device down, in a few words; empty: nothing is seen."""
+    """What slows down its device, a clause; empty: no reason found."""
     device: dict[str, Any] = {}
-    """The figures of that."""
+    """Figures of the device."""
     line: str = ""
-    """Where its training thread was seen most; empty: not known yet."""
+    """The most frequent line of its training thread; empty: unknown yet."""
     samples: int = 0
 
 
 class SlowDetector:
-    """Feeds steps to the judge of stragglers."""
+    """Passes steps to ``Stragglers``, and adds reasons and lines to its findings."""
 
     def __init__(self, asks: DiagnosticRequests) -> None:
         self._asks = asks
@@ -47,17 +47,17 @@ class SlowDetector:
         self._samples: dict[int, list[python_stacks.Place]] = {}
         """Sampled lines of each straggler that is being located."""
         self._awaited: set[int] = set()
-        """Ranks that have been asked and have not answered."""
+        """Ranks whose samples have been requested and have not arrived."""
         self._judge = Stragglers()
         self._processes: dict[int, tuple[str, int, int, int]] = {}
         self._hindered = SlowDevices()
 
     def sample(self, sample: DeviceSample) -> None:
-        """Note the state of a device: a slow one is slow for a reason."""
+        """Record a sample of a device, as a possible reason for slowness."""
         self._hindered.sample(sample)
 
     def hello(self, hello: Hello) -> list[Finding]:
-        """Learn of a rank; a new process under a known rank's number, or a new world size, begins everything anew."""
+        """Register a rank; a new process of a known rank, or a new world size, resets all comparisons."""
         self._hindered.hello(hello)
         process = (hello.host, hello.pid, hello.start_ticks, hello.world_size)
         known = self._processes.get(hello.rank)
@@ -73,7 +73,7 @@ class SlowDetector:
         return findings
 
     def drop(self, rank: int) -> list[Finding]:
-        """Compare with a rank no more: it ended."""
+        """Stop comparing with a rank that ended; return its resolved findings."""
         self._processes.pop(rank, None)
         ended = self._judge.remove(rank)
         return self._findings([ended] if ended is not None else [], "rank_ended")

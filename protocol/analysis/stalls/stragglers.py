@@ -1,22 +1,22 @@
-"""Stragglers: the rank that works while the others wait for it, found from each rank's own work (``work``).
+"""Finds stragglers, ranks that work while the others wait for them, from each rank's own work (``work``).
 
-Steps are gathered into blocks of at least ``BLOCK_US``; a long step is one alone. In a block a rank's excess is the
-median over its steps of its own work minus the median of the other ranks'. A block counts against a rank when
+Steps are grouped into blocks of at least ``BLOCK_US``; a longer step is a block by itself. A rank's excess in a block
+is the median over its steps of its own work minus the median of the other ranks' work. A block counts against a rank if
 
-- the excess is ``EXCESS_SHARE`` of the step and ``EXCESS_US`` at least, and its own work ``RATIO`` times the others';
-- the others waited longer than it, by half of the excess at least: then the figures support that they wait for it.
-  Ranks whose waiting cannot be seen, or that are not in step with each other, are not compared;
-- no rank waited less than it, by half of the excess: of two slow ranks the others wait for the slower one.
+- the excess is at least ``EXCESS_SHARE`` of the step and ``EXCESS_US``, and its own work ``RATIO`` times the others';
+- the others waited longer than it by at least half of the excess, so that the figures show that they wait for it. Ranks
+  whose waiting is not measurable, or that are not in step with each other, are not compared;
+- no rank waited less than it by half of the excess: with two slow ranks, the others wait for the slower one.
 
-It is a straggler when ``FAST_BLOCKS`` blocks in a row count against it, with excesses that are alike and own work
-``FAST_RATIO`` times the others', and it was hardly ever as much faster than they before; or when all but one of
-``LONG_BLOCKS`` count. Ranks that draw batches of any length at random hardly ever reach either: the sign of the excess
-is a coin's. It is over when all but one of ``FAST_BLOCKS`` blocks are fine, or less than half of ``LONG_BLOCKS`` count.
-After each end the long window doubles, up to ``LONGEST_BLOCKS``, and after the second there is no shorter one: ranks
-that are slow by turns raise a handful of alerts in a long run.
+It is a straggler if ``FAST_BLOCKS`` consecutive blocks count against it, with similar excesses and own work
+``FAST_RATIO`` times the others', and it was rarely that much faster than them before; or if all but one of
+``LONG_BLOCKS`` count. Ranks with batches of random length rarely reach either condition, because the sign of their
+excess is random. The finding is resolved if all but one of ``FAST_BLOCKS`` blocks do not count, or less than half of
+``LONG_BLOCKS`` do. After each end the long window doubles, up to ``LONGEST_BLOCKS``, and after the second end the short
+condition no longer applies, so that ranks that are slow by turns raise only a few alerts in a long run.
 
-Ranks with different numbers of micro-steps are compared by the work of one micro-step too, and the smaller excess
-counts: more micro-steps are not slowness.
+Ranks with different numbers of micro-steps are also compared by the work of one micro-step, and the smaller excess
+counts, because more micro-steps are not slowness.
 """
 
 from collections import deque
@@ -31,23 +31,23 @@ from .work import Work
 WARM_UP_STEPS = 2
 BLOCK_US = 300_000
 BLOCK_STEPS = 64
-"""Steps of a block that are compared; a block of very short steps has more."""
+"""Number of steps compared per block; a block of very short steps has more."""
 PART_STEPS = 8
-"""Of those, this many are compared by phase."""
+"""Number of those steps that are compared by phase."""
 EXCESS_US = 2000
 EXCESS_SHARE = 0.10
 RATIO = 1.4
 RATIO_DEVICE = 1.25
-"""On a device's clock ranks do not share cores with each other."""
+"""``RATIO`` for device times, which are less noisy: ranks do not share a device as they share cores."""
 FINE_RATIO = 1.15
 FAST_BLOCKS = 8
 FAST_RATIO = 1.7
 LONG_BLOCKS = 24
 LONGEST_BLOCKS = 384
 HISTORY = 128
-"""Blocks whose excesses are kept."""
+"""Number of blocks whose excesses are kept."""
 ALIKE = 2.0
-"""Excesses within this factor of their median are alike."""
+"""Excesses within this factor of their median are similar."""
 LIGHTER_SHARE = 0.05
 UPDATE_S = 60.0
 UPDATE_CHANGE = 1.25
@@ -57,13 +57,13 @@ EVERYWHERE = "everywhere"
 
 
 class StragglerFacts(msgspec.Struct, frozen=True):
-    """The figures a finding rests on: means of one step over the window, microseconds."""
+    """Figures of a finding: means per step over the window, microseconds."""
 
     rank: int
     step: int
-    """The last one of the window."""
+    """The last step of the window."""
     steps: int
-    """Steps of the window."""
+    """Number of steps of the window."""
     own_us: int
     others_us: int
     """The median rank's own work among the others."""
@@ -71,22 +71,22 @@ class StragglerFacts(msgspec.Struct, frozen=True):
     others_waited_us: int
     step_us: int
     slow_at: str
-    """The phase with most of the excess; ``everywhere`` where no phase has most of it."""
+    """The phase with most of the excess; ``everywhere`` if there is none."""
     phases_us: dict[str, int]
     others_phases_us: dict[str, int]
     device: bool = False
-    """Times are the device's, not the host's."""
+    """Whether times are the device's instead of the host's."""
     measured: bool = True
-    """False: the waiting is bounded by the phases that hold collectives."""
+    """False: waiting is only bounded, by the phases with collectives."""
     tokens: int = 0
     others_tokens: int = 0
     off_cpu_us: int = 0
-    """Of its own work, the time in which its training thread used no CPU; 0 on a device."""
+    """The part of its own work in which its training thread used no CPU; 0 on a device."""
     others_off_cpu_us: int = 0
 
 
 class StragglerFinding(msgspec.Struct, frozen=True):
-    """A rank became a straggler, its figures changed, or it is none any more (``facts`` as they were)."""
+    """A rank became a straggler, its figures changed, or it is resolved (with the last ``facts``)."""
 
     facts: StragglerFacts
     state: Literal["raised", "updated", "resolved"] = "raised"
@@ -131,7 +131,7 @@ class _Rank:
     def __init__(self) -> None:
         self.blocks: deque[_Block] = deque(maxlen=LONG_BLOCKS)
         self.counted: deque[bool] = deque(maxlen=LONGEST_BLOCKS)
-        """Of each block, whether it counts against the rank."""
+        """Whether each block counts against the rank."""
         self.excesses: deque[float] = deque(maxlen=HISTORY)
         self.facts: StragglerFacts | None = None
         self.told = 0.0
@@ -157,32 +157,32 @@ class Stragglers:
         self._ranks: dict[int, _Rank] = {}
         self._pending: dict[int, dict[int, Work]] = {}
         self._done = 0
-        """Steps that all ranks have finished."""
+        """Number of steps that all ranks have finished."""
         self._block: list[tuple[int, dict[int, Work]]] = []
         self._block_us = 0.0
         self._block_count = 0
         self._ended = 0
-        """Findings that were resolved."""
+        """Number of findings that were resolved."""
 
     @property
     def standing(self) -> dict[int, StragglerFacts]:
-        """The stragglers as they were reported last."""
+        """The current stragglers as last reported."""
         return {number: rank.facts for number, rank in self._ranks.items() if rank.facts is not None}
 
     def add(self, rank: int) -> None:
-        """Compare with a rank from now on."""
+        """Add a rank to the comparison."""
         if rank not in self._ranks:
             self._ranks[rank] = _Rank()
             self._restart()
 
     def remove(self, rank: int) -> StragglerFinding | None:
-        """Compare with a rank no more; returns the end of what stood about it."""
+        """Remove a rank from the comparison; return its resolved findings."""
         gone = self._ranks.pop(rank, None)
         self._restart()
         return StragglerFinding(gone.facts, "resolved") if gone is not None and gone.facts is not None else None
 
     def reset(self) -> list[StragglerFinding]:
-        """Forget all ranks: other processes train from now on. Returns the ends of what stood."""
+        """Forget all ranks because other processes train from now on; return the resolved findings."""
         ended = [StragglerFinding(facts, "resolved") for facts in self.standing.values()]
         self.__init__(self.device)
         return ended
@@ -193,13 +193,13 @@ class Stragglers:
         self._ranks[facts.rank].facts = facts
 
     def step(self, t: float, rank: int, number: int, work: Work) -> list[StragglerFinding]:
-        """Process one step of one rank; judges once the last rank has sent it, and a block is full.
+        """Process one step of one rank; judge once the last rank has sent it and a block is full.
 
         Args:
             t: seconds, on any clock.
             rank: the rank.
-            number: of the step.
-            work: what the rank did.
+            number: number of the step.
+            work: the rank's own work and waiting.
         """
         if rank not in self._ranks:
             self.add(rank)
@@ -214,7 +214,7 @@ class Stragglers:
             return []
         del pending[number]
         if len(pending) > 1:
-            # A step that all ranks have finished: one before it that lacks a rank was lost on the way.
+            # All ranks have finished this step: an earlier step without a rank's message was lost.
             self._pending = {later: found for later, found in pending.items() if later > number}
         self._done += 1
         if len(works) < 2 or self._done <= WARM_UP_STEPS:
@@ -232,7 +232,7 @@ class Stragglers:
         return self._close(t) if self._block_us >= BLOCK_US else []
 
     def _restart(self) -> None:
-        """Ranks that are compared have changed: what was gathered compares others."""
+        """Discard collected steps because the set of compared ranks has changed."""
         self._pending.clear()
         self._block, self._block_us, self._block_count = [], 0.0, 0
         for rank in self._ranks.values():
@@ -337,14 +337,14 @@ def _compare(steps: Sequence[Mapping[int, Work]], count: int) -> dict[int, _Bloc
             others_waited=usual_wait.upper(waits[rank]),
             least=least,
             steps=count,
-            # Ranks whose steps last differently are not in step with each other.
+            # Ranks with different step times are not in step with each other.
             uneven=abs(wall - usual_wall.median(wall)) > max(0.5 * middle, 0.0),
         )
     return found
 
 
 def _fill(block: _Block, number: int, steps: Sequence[Mapping[int, Work]]) -> None:
-    """Add where and why a rank is slow; only for candidates, because it costs more."""
+    """Add the slow phase and its figures; only for candidates, because it costs more."""
     looked = steps[-PART_STEPS:]
     names = {name for works in looked for work in works.values() for name in work.own}
     sums = {
@@ -366,7 +366,7 @@ def _fill(block: _Block, number: int, steps: Sequence[Mapping[int, Work]]) -> No
 
 
 def _is_plain(rank: _Rank) -> bool:
-    """Return whether the last blocks are so many and so much alike that no more are needed."""
+    """Return whether the last blocks are sufficiently many and similar (the fast condition)."""
     window = list(rank.blocks)[-FAST_BLOCKS:]
     if len(window) < FAST_BLOCKS or not all(block.counts(FAST_RATIO) for block in window):
         return False
@@ -377,7 +377,7 @@ def _is_plain(rank: _Rank) -> bool:
 
 
 def _is_lasting(rank: _Rank, length: int) -> bool:
-    """Return whether all but one of the last ``length`` blocks, the last one among them, count against a rank."""
+    """Return whether all but one of the last ``length`` blocks, including the last, count against a rank."""
     length = min(length, LONGEST_BLOCKS)
     if len(rank.counted) < length or not rank.counted[-1]:
         return False
@@ -398,7 +398,7 @@ def _changed(old: StragglerFacts, new: StragglerFacts) -> bool:
 
 
 def _slow_at(mine: Mapping[str, float], theirs: Mapping[str, float], excess: float) -> str:
-    """Name the phase that has most of the excess; ``everywhere`` where all phases are slow alike."""
+    """Return the phase with most of the excess; ``everywhere`` if all phases are similarly slow."""
     more = {name: us - theirs.get(name, 0.0) for name, us in mine.items()}
     if not more:
         return EVERYWHERE
@@ -428,7 +428,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 class _Others:
-    """Medians of values with one of them left out, without sorting again."""
+    """Medians of values with one of them excluded, without sorting again."""
 
     __slots__ = ("_at", "_high", "_low", "_upper_at", "_upper_high", "_upper_low")
 
@@ -439,10 +439,10 @@ class _Others:
         self._upper_at, self._upper_low, self._upper_high = ordered[upper], ordered[upper + 1], ordered[upper]
 
     def median(self, value: float) -> float:
-        """Return the median of the others than ``value``; of an even number of them, the mean of both."""
+        """Return the median of the values except ``value``."""
         lower = self._high if value > self._at else self._low
         return (lower + (self._upper_high if value > self._upper_at else self._upper_low)) / 2
 
     def upper(self, value: float) -> float:
-        """Return the upper median of the others than ``value``."""
+        """Return the upper median of the values except ``value``."""
         return self._upper_high if value > self._upper_at else self._upper_low

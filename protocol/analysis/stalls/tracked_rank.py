@@ -1,4 +1,4 @@
-"""One rank as the tracker holds it: its progress, its process, its last words."""
+"""The tracker's state of one rank: its progress, its process, and how it ended."""
 
 from collections.abc import Iterable
 
@@ -21,28 +21,28 @@ ASKED_LATER_S = 1.0
 class ProcessFact(msgspec.Struct, frozen=True):
     """State of one rank's process from the supervisor, at most a second old.
 
-    A fact about another process than the one the rank's Hello named (``pid`` and ``start_ticks``) is ignored.
+    Facts about a process other than that of the rank's ``Hello`` (``pid`` and ``start_ticks``) are ignored.
     """
 
     rank: int
     pid: int
     start_ticks: int
     alive: bool
-    """The very process (pid and start time) exists and is no zombie."""
+    """Whether the process (pid and start time) exists and is not a zombie."""
     proc_state: str = ""
-    """The state letter of /proc/PID/stat (proc(5)): R S D T t Z X; empty when it could not be read."""
+    """State letter of /proc/PID/stat (proc(5)): R S D T t Z X; empty if not readable."""
     exit_code: int | None = None
-    """Exit code, when the process has ended and its parent reported it."""
+    """Exit code, if the process has ended and it is known."""
     signal: int | None = None
-    """The signal that ended it, likewise."""
+    """The signal that ended it, if known."""
     kernel_kill: KernelKill | None = None
-    """Of a process that SIGKILL ended: what is known of the kernel's part in it; None: nothing."""
+    """For a process ended by SIGKILL: evidence for or against the kernel's OOM killer; None: none."""
     time: float = 0.0
-    """When it was seen, seconds since the epoch by the hub's clock; 0.0: not known."""
+    """Time of the observation, seconds since the epoch on the hub's clock; 0.0: unknown."""
 
     @property
     def is_traced(self) -> bool:
-        """A debugger has stopped it."""
+        """Whether a debugger has stopped it."""
         return self.proc_state == "t"
 
 
@@ -77,38 +77,37 @@ class TrackedRank:
         self.goodbye_at = 0.0
         self.failure = ""
         self.evidence: Evidence | None = None
-        """What the last inspection found."""
+        """Evidence of the last inspection."""
         self.cut_off = ""
-        """Its host, while that is cut off."""
+        """Its host, while the host is cut off; else empty."""
         self.stuck_since: float | None = None
-        """Since when its process is in uninterruptible sleep although its end was asked for."""
+        """Start of its uninterruptible sleep after its end was requested."""
         self.steps_then: dict[int, int] = {}
         self.stood_since = 0.0
-        """``progress.moved_at`` when ``steps_then`` was noted."""
+        """``progress.moved_at`` when ``steps_then`` was recorded."""
 
     @property
     def ended(self) -> bool:
-        """True when nothing more is to come of it."""
+        """Whether no further messages of it are expected."""
         return self.state is not None and self.state.state in ("gone", "finished")
 
     @property
     def may_end(self) -> bool:
-        """Whether its process was seen dead, or it reported a failure."""
+        """Whether its process is dead, or it reported a failure."""
         return self.died_at is not None or self.goodbye is not None
 
     def death_order(self, now: float) -> tuple[float, bool]:
-        """Return when it died (seconds since the epoch), and whether the cause is unknown: the order of deaths.
+        """Return a sort key for the order of deaths: time (seconds since the epoch), and whether the cause is unknown.
 
-        A rank that was asked to end counts as a moment later: a launcher ends the others when a first one has died, and
-        all of them may be seen dead in one poll. If two deaths are seen in one poll, the one with a known cause counts
-        as first.
+        A rank whose end was requested sorts slightly later: a launcher ends the others after the first death, and one
+        poll may find all of them dead. If two deaths are found in one poll, the one with a known cause counts as first.
         """
         died = now if self.died_at is None else self.died_at
         code, signal = (self.fact.exit_code, self.fact.signal) if self.fact is not None else (None, None)
         return died + (ASKED_LATER_S if signal in ASKING_SIGNALS else 0.0), code is None and signal is None
 
     def ending(self) -> tuple[RankStateName, str]:
-        """Return the state and the words in which a rank whose process is gone has ended."""
+        """Return the final state of a rank whose process is gone, and its text."""
         fact, goodbye = self.fact, self.goodbye
         code, signal = (fact.exit_code, fact.signal) if fact is not None else (None, None)
         if self.failure:
@@ -124,7 +123,7 @@ class TrackedRank:
         return "gone", ending_in_words(code, signal) + by_kernel
 
     def view(self, now: float) -> RankView:
-        """Show this rank to the judge as it stands at ``now``."""
+        """Return the judge's view of this rank at ``now``."""
         progress = self.progress
         state = self.state.state if self.state is not None else "starting"
         absent: Absence = ""
@@ -169,7 +168,7 @@ class TrackedRank:
         return evidence if evidence is not None and evidence.taken >= since else None
 
     def lingers(self, now: float) -> bool:
-        """Return whether its process outlived its goodbye by ``EXIT_LIMIT_S``, longer at work, less asleep."""
+        """Return whether its process outlived its ``Goodbye`` by ``EXIT_LIMIT_S`` (longer at work, shorter asleep)."""
         alive = self.fact is not None and self.fact.alive
         if not alive or self.goodbye is None:
             return False
@@ -182,12 +181,12 @@ class TrackedRank:
         return now - self.goodbye_at > limit
 
     def note_standstill(self, steps: dict[int, int]) -> None:
-        """Note, once for each standstill, how many steps every rank has made so far."""
+        """Record, once per standstill, the number of steps of every rank."""
         if self.stood_since != self.progress.moved_at:
             self.stood_since, self.steps_then = self.progress.moved_at, steps
 
     def suspect(self, now: float) -> bool:
-        """Return whether to inspect it: no progress for suspiciously long, or still there after its goodbye."""
+        """Return whether to inspect it: no progress for suspiciously long, or still alive after its ``Goodbye``."""
         if self.cut_off or (self.state is not None and self.state.state == "gone"):
             return False
         if self.goodbye is not None or self.ended:
@@ -197,5 +196,5 @@ class TrackedRank:
 
 
 def by_death(ranks: Iterable[TrackedRank], now: float) -> list[TrackedRank]:
-    """Sort by death: the first is where the trouble began, the others follow from it."""
+    """Return ranks sorted by death; the first one is the cause, the others its consequences."""
     return sorted(ranks, key=lambda tracked: tracked.death_order(now))

@@ -1,4 +1,4 @@
-"""The verdicts on a stall: who holds up whom, in which collective, and what is known of each; no words."""
+"""The verdicts on a stall: which ranks block which, in which collective, with the evidence; texts are elsewhere."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,14 +9,14 @@ from .evidence import Call, Collective, all_members
 from .rank_view import RankView
 
 ALONE_DATA_S = 30.0
-"""Data loading that holds up no other rank may take this long before it is called a stall."""
+"""Seconds that data loading may take before it counts as a stall, if no other rank is blocked by it."""
 
 VerdictKind = Literal["missing", "ahead", "lock", "alone", "mismatch", "deadlock", "unreachable", "unclear", "exit"]
 
 
 @dataclass(frozen=True, slots=True)
 class DifferentCalls:
-    """One collective that ranks entered differently."""
+    """A collective that ranks entered differently."""
 
     calls: Mapping[int, Call]
 
@@ -44,7 +44,7 @@ class CutOff:
 
 @dataclass(frozen=True, slots=True)
 class RanAhead:
-    """How far ranks that skip collectives are."""
+    """Steps of ranks that skip collectives, and of those that wait for them."""
 
     step: int
     behind: int
@@ -67,10 +67,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Unclear:
-    """Why the evidence does not separate."""
+    """Why the evidence does not identify a rank."""
 
     why: Literal["entered", "same_collective", "other_counts", "nobody_waits"]
-    """``entered``: a rank outside of the collective had entered it too."""
+    """``entered``: a rank outside the collective had entered it too."""
     collective: Collective | None = None
     inside: tuple[int, ...] = ()
     entered: tuple[int, ...] = ()
@@ -78,7 +78,7 @@ class Unclear:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Which ranks wait for which, in which collective, how sure, and the supporting figures."""
+    """Which ranks wait for which, in which collective, with which certainty and figures."""
 
     kind: VerdictKind
     waiting: tuple[int, ...]
@@ -89,21 +89,21 @@ class Verdict:
     collective: Collective | None = None
     """The collective concerned."""
     views: Mapping[int, RankView] = field(default_factory=dict[int, RankView])
-    """Each rank concerned as it was judged, those named first."""
+    """The judge's view of each rank concerned, named ranks first."""
     differs: tuple[int, ...] = ()
-    """Of a mismatch, the ranks that differ from most others; empty when there is no majority."""
+    """For a mismatch, the ranks that differ from the majority; empty if there is none."""
     facts: (
         DifferentCalls | InPointToPoint | CircularWait | CutOff | RanAhead | StaleLocks | Finished | Unclear | None
     ) = None
 
     @property
     def signature(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """What makes this verdict another one than before."""
+        """Identity of the verdict; a change means that it is a different one."""
         return self.kind, self.waiting, self.hung
 
 
 def mismatch(found: Difference, present: list[RankView], age: float) -> Verdict:
-    """Ranks entered one collective differently."""
+    """Return the verdict that ranks entered one collective differently."""
     return Verdict(
         kind="mismatch",
         waiting=tuple(sorted(found.calls)),
@@ -118,7 +118,7 @@ def mismatch(found: Difference, present: list[RankView], age: float) -> Verdict:
 
 
 def crossed(apart: list[RankView], waiting: list[RankView], graph: Waits, age: float) -> Verdict:
-    """Ranks wait in a collective for ranks that wait in a send or a receive."""
+    """Return the verdict that ranks wait in a collective for ranks in a send or a receive."""
     call = graph.of[waiting[0].rank][0].call
     return Verdict(
         kind="mismatch",
@@ -134,7 +134,7 @@ def crossed(apart: list[RankView], waiting: list[RankView], graph: Waits, age: f
 
 
 def deadlock(graph: Waits, waiting: list[RankView], age: float) -> Verdict:
-    """Ranks wait for each other in different groups."""
+    """Return the verdict that ranks wait for each other in different groups."""
     members = all_members(view.evidence for view in waiting)
     calls: dict[int, Collective] = {}
     for view in waiting:
@@ -153,13 +153,13 @@ def deadlock(graph: Waits, waiting: list[RankView], age: float) -> Verdict:
 
 
 def of_group(name: str, number: int | None, group: str, views: list[RankView]) -> Collective:
-    """Return a collective, with the ranks of its group unless those are all."""
+    """Return a collective with the ranks of its group, or without if the group has all ranks."""
     members = all_members(view.evidence for view in views).get(group, ())
     return Collective(name, number, () if {view.rank for view in views} <= set(members) else members)
 
 
 def unreachable(waiting: list[RankView], cut: list[RankView]) -> Verdict | None:
-    """Ranks wait while the host of others is cut off: of those nothing is known, so none is named."""
+    """Return the verdict that ranks wait for a host that is cut off; no rank is named."""
     if not waiting:
         return None
     return Verdict(
@@ -177,7 +177,7 @@ def unreachable(waiting: list[RankView], cut: list[RankView]) -> Verdict | None:
 def missing(
     waiting: list[RankView], late: list[RankView], collective: Collective | None, age: float, *, sure: bool = True
 ) -> Verdict | None:
-    """Name the ranks that others wait for; where none waits, as stuck by themselves."""
+    """Return the verdict on ranks that others wait for; if none waits, on ranks stuck by themselves."""
     if not waiting:
         return alone(late, age)
     return Verdict(
@@ -192,7 +192,7 @@ def missing(
 
 
 def ahead(ranks: list[RankView], waiting: list[RankView], collective: Collective, age: float) -> Verdict:
-    """Name ranks that skip collectives and run ahead of those that wait in one."""
+    """Return the verdict on ranks that skip collectives and run ahead of the waiting ones."""
     return Verdict(
         kind="ahead",
         waiting=ranks_of(waiting),
@@ -206,7 +206,7 @@ def ahead(ranks: list[RankView], waiting: list[RankView], collective: Collective
 
 
 def stale_lock(waiting: list[RankView], present: list[RankView], age: float) -> Verdict | None:
-    """Ranks wait for a stale lock of a build."""
+    """Return the verdict that ranks wait for a stale build lock."""
     locks = sorted({view.evidence.lock.path for view in waiting if view.evidence and view.evidence.lock})
     if not locks:
         return None
@@ -222,8 +222,8 @@ def stale_lock(waiting: list[RankView], present: list[RankView], age: float) -> 
 
 
 def alone(stuck: list[RankView], age: float) -> Verdict | None:
-    """Name ranks that are stuck without holding up others; None where data loading may take longer."""
-    # Fetching a shard, or a slow disk, holds up no other rank: data loading may take longer then.
+    """Return the verdict on ranks that are stuck without blocking others; None if data loading may take longer."""
+    # Fetching a shard, or a slow disk, blocks no other rank: then data loading may take longer.
     stuck = [view for view in stuck if view.overdue or view.absent]
     stuck = [view for view in stuck if view.phase != "data" or view.age > ALONE_DATA_S or view.absent]
     if not stuck:
@@ -232,13 +232,13 @@ def alone(stuck: list[RankView], age: float) -> Verdict | None:
 
 
 def unclear(present: list[RankView], age: float, facts: Unclear) -> Verdict:
-    """Nothing moves, and the evidence does not separate."""
+    """Return the verdict that no rank makes progress and the evidence does not identify one."""
     waiting = tuple(view.rank for view in present if view.inside)
     return Verdict(kind="unclear", waiting=waiting, hung=(), sure=False, age=age, views=by_rank(present), facts=facts)
 
 
 def by_rank(views: Iterable[RankView]) -> dict[int, RankView]:
-    """Return views by their rank, in their order."""
+    """Return views by rank, in the given order."""
     return {view.rank: view for view in views}
 
 
@@ -248,5 +248,5 @@ def ranks_of(views: Iterable[RankView]) -> tuple[int, ...]:
 
 
 def has_stacks(view: RankView) -> bool:
-    """Return whether it is known at which line a rank is."""
+    """Return whether a rank's current line is known."""
     return view.evidence is not None and bool(view.evidence.frames)

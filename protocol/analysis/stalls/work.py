@@ -1,17 +1,15 @@
-"""A rank's own work in one step, and its waiting for others: the numbers that stragglers are found by.
+"""Splits a rank's step into own work and waiting for others, the figures by which stragglers are found.
 
-Collectives make the wall time of a step equal on all ranks, so a slow rank shows in the split of that time: it works
-while the others wait.
+Collectives make the wall time of a step equal on all ranks; a slow rank works while the others wait.
 
 On the CPU a phase's own work is its host time without the time inside collectives. Time between phases (``idle``:
-logging, Python code of the loop, a batch read without a DataLoader) is work like any other.
+logging, Python code of the loop, a batch read without a DataLoader) is work too.
 
-On a GPU waiting happens on the device, and the host waits for the device wherever the script reads a number. So the
-device's own clock is used: the time between events at a phase's ends, kernels and gaps in which the host launched
-nothing, without the time for which the stream waited for other ranks. Where that was measured (DDP's reducer:
-``PhaseRecord.waited_us``) all phases count. Where it was not (DeepSpeed, FSDP, a script's own collectives) only the
-phases before the first collective of the step do: they hold no waiting. Then the waiting is somewhere in the phases
-that hold collectives, and their whole time is its bound.
+On a GPU, waiting happens on the device, and the host waits for the device wherever the script reads a value. Therefore
+device time is used: the time between CUDA events at a phase's ends, including gaps without kernels, minus the time for
+which the stream waited for other ranks. If that wait was measured (DDP's reducer: ``PhaseRecord.waited_us``), all
+phases count. Otherwise (DeepSpeed, FSDP, a script's own collectives) only the phases before the first collective of the
+step count, because they include no waiting; the duration of phases with collectives is an upper bound of the waiting.
 """
 
 from dataclasses import dataclass, field
@@ -19,9 +17,9 @@ from dataclasses import dataclass, field
 from ...telemetry import Step
 
 NOT_WORK = ("init",)
-"""Phases that are no part of a step."""
+"""Phases outside steps."""
 NOT_COMPARED = ("eval", "checkpoint")
-"""A step in which any rank was in one of these is not compared: often one rank does them, and the others wait."""
+"""Steps with one of these phases on any rank are not compared: often one rank runs them and the others wait."""
 _SPECIAL = frozenset((*NOT_WORK, *NOT_COMPARED))
 FRONT = ("idle", "data", "forward")
 """The phases between an update and the backward after it."""
@@ -34,27 +32,27 @@ class Work:
     own: dict[str, int] = field(default_factory=dict[str, int])
     """Its own work, by phase."""
     waited: int = 0
-    """How long it waited for others."""
+    """Time for which it waited for others."""
     measured: bool = True
-    """False: ``own`` is only what came before the first collective, and ``waited`` the whole time of phases that hold
-    collectives."""
+    """False: ``own`` covers only the phases before the first collective, and ``waited`` is the duration of the phases
+    with collectives."""
     wall: int = 0
-    """The whole step, on the clock that ``own`` is measured on."""
+    """Duration of the whole step, on the same clock as ``own``."""
     micro_steps: int = 1
     tokens: int = 0
-    """Padding included."""
+    """Tokens of the step, including padding."""
     cpu: int = 0
     """CPU time of the training thread; 0: not measured."""
     comparable: bool = True
-    """False: the step holds an evaluation or a checkpoint, or nothing in it tells work from waiting."""
+    """False: the step has an evaluation or a checkpoint, or work and waiting cannot be separated."""
 
 
 def work_of(step: Step, device: bool) -> Work:
     """Split a step into own work and waiting.
 
     Args:
-        step: as the rank sent it.
-        device: the rank computes on a GPU.
+        step: the step as sent by the rank.
+        device: whether the rank computes on a GPU.
     """
     if device:
         return _on_device(step)
@@ -94,7 +92,7 @@ def _on_device(step: Step) -> Work:
             comparable = False
         if record.waited_us is not None:
             measured = True
-        # The beginning of ``data`` is a mark without an event of its own: its device time is within that of ``idle``.
+        # The beginning of ``data`` has no event of its own: its device time is included in that of ``idle``.
         if name == "data":
             data = record
             front += us
@@ -127,7 +125,7 @@ def _on_device(step: Step) -> Work:
 
 
 def _take_waiting(step: Step, own: dict[str, int]) -> int:
-    """Return how long the device waited for other ranks, and take that out of ``own``."""
+    """Return how long the device waited for other ranks, us, and subtract that from ``own``."""
     waited = 0
     for record in step.phases:
         if record.waited_us and record.name not in NOT_WORK:

@@ -22,29 +22,29 @@ from .words import Added, Words, sentence
 
 _MEMORY_REMEDY = "Give it more memory (the limit, the host), or hold less: fewer workers, smaller batches, no offload."
 _MOST_ERROR = 500
-"""A refusal of the trainer ends with what to do: it is not cut off."""
+"""Characters. Errors of ftmon's own trainer end with the remedy and must not be cut off."""
 
 
 def failure(finding: Finding) -> Words:
-    """An exception that left the script."""
+    """An exception that ended the script."""
     facts: ScriptFailure = finding.facts
     where = f" in {finding.phase}" if finding.phase else ""
     why = ", its peer killed as asked" if facts.peer_killed else ""
     return Words(
         f"rank {finding.rank} failed{where}{why}: {first_line(facts.error, _MOST_ERROR)}",
-        f"An exception left the script in step {finding.step}: {first_line(facts.error, 1000)}.",
+        f"An exception ended the script in step {finding.step}: {first_line(facts.error, 1000)}.",
         sentence(library_hint(facts.error)),
     )
 
 
 def ended_early(finding: Finding) -> Words:
-    """Ranks that ended before another one that needed them."""
+    """Ranks whose script ended while another rank still communicated with them."""
     facts: EndedEarly = finding.facts
     who, steps = ranks_in_words(list(facts.last_steps)), sorted(set(facts.last_steps.values()))
     after = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     return Words(
         f"{who} ended early, after {after}; rank {facts.lost} lost the connection in step {finding.step}",
-        f"The script of {who} ended without an error after {after}, while rank {facts.lost} went on and "
+        f"The script of {who} ended without an error after {after}, while rank {facts.lost} continued and "
         f"communicated with it in step {finding.step}: {first_line(facts.error)}.",
         "Give every rank the same number of batches (DistributedSampler, drop_last, "
         "torch.distributed.algorithms.Join), and end with a barrier.",
@@ -52,14 +52,14 @@ def ended_early(finding: Finding) -> Words:
 
 
 def died(finding: Finding) -> Words:
-    """A process that is gone without a goodbye."""
+    """A process that is gone without having sent its end."""
     facts: ProcessDeath = finding.facts
     ending, signal = ending_in_words(facts.exit_code, facts.signal), facts.by_signal
     how = ending if signal else f"ended: {ending}"
     hint = f"Possibly: {signal_hint(signal)}." if signal and signal_hint(signal) else ""
     if signal == signals.SIGKILL and not facts.asked:
         how, hint = _killer(how, hint, facts)
-    others = "" if facts.alone else " The other ranks cannot go on without it; launchers end them too."
+    others = "" if facts.alone else " The other ranks cannot continue without it; launchers end them too."
     return Words(
         f"rank {finding.rank} {how}{', as asked' if facts.asked else ''}",
         f"The process of rank {finding.rank} (pid {facts.pid}) is gone: {facts.state or ending}."
@@ -75,7 +75,7 @@ def launcher_ended(finding: Finding) -> Words:
     return Words(
         f"the job's command ended ({how}) before its ranks",
         f"The command that was started ({how}) left {processes} behind. ftmon ended "
-        "what was left; no rank is to blame.",
+        "the remaining processes; no rank is the cause.",
     )
 
 
@@ -129,14 +129,14 @@ def _launcher(facts: LauncherEnded) -> str:
 
 
 def _killer(how: str, hint: str, facts: ProcessDeath) -> tuple[str, str]:
-    """Return who sent a SIGKILL, as far as the evidence goes: for the title, and in a sentence."""
+    """Return the likely sender of a SIGKILL, for the title and as a sentence."""
     kill = facts.kernel_kill
     if kill is not None and kill.text:
         likely = "" if kill.sure else ", probably"
         why = f"{kill.text.capitalize()}: {'; '.join(kill.evidence)}. {_MEMORY_REMEDY}"
         return f"{how}{likely} by the kernel: out of memory", why
     if kill is not None:
-        return how, f"Not by the kernel for memory: {'; '.join(kill.evidence)}. A person or a job scheduler sent it."
+        return how, f"Not by the kernel's OOM killer: {'; '.join(kill.evidence)}. A person or a job scheduler sent it."
     if facts.pressure is not None:
         why = f"Neither log nor counter could be read; {_pressure(facts.pressure)}."
         return f"{how}, probably by the kernel: out of memory", why

@@ -6,7 +6,7 @@ _SIGNAL_HINTS = {
     "SIGKILL": "a person, a job scheduler, or the kernel's out-of-memory killer may have sent it (see dmesg)",
     "SIGSEGV": "a crash in native code",
     "SIGBUS": "a crash in native code, or /dev/shm is full",
-    "SIGABRT": "native code gave up: an assertion, or NCCL's watchdog after a timeout",
+    "SIGABRT": "native code aborted: an assertion, or NCCL's watchdog after a timeout",
     "SIGTERM": "it was asked to end: by a launcher, a job scheduler or a person",
     "SIGINT": "it was interrupted from a keyboard or by its launcher",
     "SIGFPE": "a crash in native code: an arithmetic error",
@@ -28,9 +28,9 @@ def signal_hint(number: int) -> str:
 
 
 def library_hint(text: str) -> str:
-    """Return what a communication library's own last words mean, where that is known; empty otherwise."""
+    """Return the meaning of a communication library's last message; empty if unknown."""
     if "op.preamble.length" in text:  # gloo: a peer sent more than was expected
-        return "gloo gave up because ranks entered one collective with tensors of different sizes (shapes)"
+        return "gloo aborted because ranks entered one collective with tensors of different sizes (shapes)"
     return ""
 
 

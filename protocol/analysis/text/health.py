@@ -39,17 +39,17 @@ def _nan(finding: Finding) -> Words:
         others = f" Since then: {ranks(finding.ranks)}."
     if finding.kind == "nan_loss":
         remedy = (
-            "Stop, and resume from a checkpoint before that step: once parameters are NaN they stay so. Look at that "
+            "Stop, and resume from a checkpoint before that step: parameters that are NaN stay NaN. Check that "
             "batch (labels all masked, empty rows, values out of range), lower the learning rate or lengthen its "
             "warm-up, clip gradients; torch.autograd.set_detect_anomaly(True) names the operation."
         )
     else:
         remedy = (
-            "Clip gradients, and skip an update whose norm is not finite; look at that batch; a division or a "
-            "logarithm near zero is the usual place, which torch.autograd.set_detect_anomaly(True) names."
+            "Clip gradients, and skip updates whose norm is not finite; check that batch. The usual cause is a "
+            "division or a logarithm near zero; torch.autograd.set_detect_anomaly(True) names the operation."
         )
     if facts.precision == "fp16":
-        remedy += " bf16 has the range that fp16 lacks."
+        remedy += " bf16 has a larger range than fp16."
     return Words(
         f"{value} {what} on rank {facts.first_rank} since step {facts.first_step}",
         f"{good}, learning rate {number(facts.lr)}.{others}",
@@ -62,7 +62,7 @@ def _divergence(finding: Finding) -> Words:
     facts: DivergenceFacts = finding.facts
     what = "loss has risen to" if finding.severity == "info" else "loss is diverging:"
     if facts.rollouts:
-        why = " Steps generate what they learn from: a policy's or a value's loss may grow as rewards do."
+        why = " The run trains on its own rollouts: the loss of a policy or value model may rise as rewards do."
     elif facts.stepped:
         why = " It rose at once and has not fallen since: other data, or a divergence."
     else:
@@ -73,7 +73,7 @@ def _divergence(finding: Finding) -> Words:
         f"{number(facts.loss)}, against {number(facts.lowest)} at the lowest of the {facts.steps} steps before; single "
         f"steps scatter by {number(facts.noise)}. The run began at {number(facts.first_loss)}.{why} Learning rate "
         f"{number(facts.lr)}, gradient norm {number(facts.grad_norm)}.",
-        f"Where the data changed at step {facts.since_step} (curriculum, another task or shard), look at it first; "
+        f"If the data changed at step {facts.since_step} (curriculum, another task or shard), check the data first; "
         "otherwise resume from a checkpoint before it with a lower learning rate, a longer warm-up or tighter gradient "
         "clipping.",
         "The loss has come down again.",
@@ -87,15 +87,15 @@ def _plateau(finding: Finding) -> Words:
             f"the loss has not fallen since the start: {number(facts.loss)}",
             f"After {facts.since_step + facts.steps - 1} steps it is at {number(facts.loss)}; it began at "
             f"{number(facts.first_loss)}. Learning rate {number(facts.lr)}.",
-            "Check that the parameters are trained at all (requires_grad, the optimizer's parameter groups, a learning "
-            "rate that is not zero), that labels are not all masked or shuffled against their inputs.",
+            "Check that the parameters are trained at all (requires_grad, the optimizer's parameter groups, a nonzero "
+            "learning rate), and that labels are not all masked, or shuffled relative to their inputs.",
             "The loss falls.",
         )
     return Words(
         f"the loss has been flat at {number(facts.loss)} for {facts.steps} steps",
         f"Since step {facts.since_step} it fell by {number(facts.improvement)}. Learning rate {number(facts.lr)}, not "
         "in the tail of its schedule.",
-        "Evaluate whether more steps are worth their cost; a change of the learning rate is what ends a plateau.",
+        "Evaluate whether more steps are worth their cost; a change of the learning rate can end a plateau.",
         "The loss falls again.",
     )
 
@@ -106,19 +106,19 @@ def _gradient(finding: Finding) -> Words:
     if finding.kind == "gradient_explosion":
         return Words(
             f"gradient norm {number(facts.grad_norm)}, usually {number(facts.usual)}",
-            f"Since step {facts.since_step} it has been {facts.ratio:.0f} times its usual size in {facts.steps} "
+            f"Since step {facts.since_step} it was {facts.ratio:.0f} times its usual size in {facts.steps} "
             f"steps (before clipping).{rate}",
             "Lower the learning rate or clip gradients at a small multiple of the usual norm; a rise in loss that "
             "follows calls for a checkpoint before that step.",
-            "The norm is back.",
+            "The norm is back to normal.",
         )
     return Words(
         f"gradient norm has collapsed to {number(facts.grad_norm)}, usually {number(facts.usual)}",
-        f"Since step {facts.since_step}, for {facts.steps} steps in a row, next to nothing has reached the "
-        f"parameters.{rate}",
-        "Look for activations that are saturated or all zero, a loss that is detached or fully masked, parameters "
-        "frozen in mid-run, fp16 gradients that underflow (a loss scale, or bf16).",
-        "The norm is back.",
+        f"Since step {facts.since_step}, for {facts.steps} steps in a row, the parameters have received almost no "
+        f"gradient.{rate}",
+        "Check for activations that are saturated or all zero, a loss that is detached or fully masked, parameters "
+        "frozen during the run, fp16 gradients that underflow (use a loss scale, or bf16).",
+        "The norm is back to normal.",
     )
 
 
@@ -133,17 +133,17 @@ def _scaler(finding: Finding) -> Words:
     if finding.kind == "scaler_floor":
         return Words(
             f"loss scale is at its floor, {number(facts.loss_scale)}, and updates still overflow",
-            f"{counted}, {facts.skipped_in_all} in all. The scaler can go no lower: the gradients are infinite "
-            "themselves, and the run does not learn.",
+            f"{counted}, {facts.skipped_in_all} in all. The scale cannot go lower: the gradients themselves are "
+            "infinite, and the run does not learn.",
             remedy,
-            "Updates go through again.",
+            "Updates are applied again.",
         )
     return Words(
         f"the loss scaler skips updates: {facts.skipped} of the last {facts.window}",
-        f"{counted}, since step {facts.since_step}, {facts.skipped_in_all} in all. A settled scaler skips one update "
-        "in a thousand.",
+        f"{counted}, since step {facts.since_step}, {facts.skipped_in_all} in all. A stable loss scaler skips about "
+        "one update in a thousand.",
         remedy,
-        "Updates go through again.",
+        "Updates are applied again.",
     )
 
 
@@ -152,10 +152,10 @@ def _input(finding: Finding) -> Words:
     of = "" if facts.ranks_bound == facts.ranks_total else f" ({facts.ranks_bound} of {facts.ranks_total} ranks)"
     return Words(
         f"waits for data {facts.share:.0%} of each step{of}",
-        f"The next batch takes {facts.wait_ms:.0f} of {facts.step_ms:.0f} ms a step (mean of {facts.window_steps} "
-        f"steps){_loader(facts)}.",
+        f"Waiting for the next batch takes {facts.wait_ms:.0f} of {facts.step_ms:.0f} ms a step (mean of "
+        f"{facts.window_steps} steps){_loader(facts)}.",
         _loader_remedy(facts),
-        "Data comes in time again.",
+        "Data arrives in time again.",
     )
 
 
@@ -172,7 +172,7 @@ def _loader_remedy(facts: DataWaitFacts) -> str:
     loader = facts.loader
     if loader is None:
         return (
-            "Load ahead of the training: a DataLoader with num_workers, or a thread that prefetches; or prepare "
+            "Load data in advance: a DataLoader with num_workers, or a prefetching thread; or prepare "
             "(tokenize, decode) the data once, before the run."
         )
     parts: list[str] = []
@@ -185,31 +185,35 @@ def _loader_remedy(facts: DataWaitFacts) -> str:
         )
     else:
         parts.append(
-            f"hiding it takes about {facts.workers_needed} workers, and this rank may use {most} processors: make a "
+            f"hiding it takes about {facts.workers_needed} workers, but this rank may use {most} CPUs: make each "
             "sample cheaper (tokenize or decode once, before the run)"
         )
     if not loader.workers and not parts:
-        parts.append("num_workers above 0 loads batches beside the training")
+        parts.append("num_workers above 0 loads batches in the background")
     if loader.workers and loader.prefetch_factor < 4:
         parts.append("a higher prefetch_factor evens out samples that differ in cost")
     if loader.workers and not loader.persistent_workers:
-        parts.append("persistent_workers=True spares their start at each epoch")
+        parts.append("persistent_workers=True avoids restarting them at each epoch")
     if facts.cuda and not loader.pin_memory:
-        parts.append("pin_memory=True with non_blocking copies takes the copy off the step")
+        parts.append("pin_memory=True with non_blocking copies overlaps the copy with the step")
     text = "; ".join(parts)
-    return f"Try: {text}." if text else "Make a sample cheaper."
+    return f"Try: {text}." if text else "Make each sample cheaper."
 
 
 def _recompilation(finding: Finding) -> Words:
     facts: CompileFacts = finding.facts
-    why = f" Last because: {sanitize(facts.reason, 300)}." if facts.reason else ""
-    limit = " torch.compile has given it up: it runs uncompiled from now on." if facts.limit_reached else ""
+    why = f" Latest reason: {sanitize(facts.reason, 300)}." if facts.reason else ""
+    limit = (
+        " torch.compile has reached its recompilation limit: it runs uncompiled from now on."
+        if facts.limit_reached
+        else ""
+    )
     return Words(
-        f"torch.compile recompiles {facts.function} again and again: {facts.recompiles} times",
-        f"Since step {facts.since_step} it took {duration(facts.seconds)}.{why}{limit}",
+        f"torch.compile keeps recompiling {facts.function}: {facts.recompiles} times",
+        f"Since step {facts.since_step} compilation took {duration(facts.seconds)}.{why}{limit}",
         "Shapes that change: pad or bucket them, mark the dimension with torch._dynamo.mark_dynamic, or compile with "
         "dynamic=True; Python numbers that change: make them tensors. TORCH_LOGS=recompiles prints every reason.",
-        "It was not compiled again since.",
+        "It has not been recompiled since.",
     )
 
 
@@ -223,11 +227,11 @@ def _replicas(finding: Finding) -> Words:
         f"replicas have diverged: {who} in {facts.parameter}",
         f"Data-parallel ranks must hold equal parameters. Since step {facts.first_step} they do not: of "
         f"{facts.checked} checked at the latest step {facts.parameters} {names} differ, by {facts.difference:.1e} of "
-        f"the norm at most ({facts.parameter}). What is trained depends on the rank, and a checkpoint is that of the "
-        "rank that saves it.",
-        "Look for code that changes parameters on some ranks only, different seeds or checkpoints at start, gradients "
-        "that are not reduced (a forward outside of the DDP wrapper, no_sync left on, parameters added after it was "
-        "made), a device with errors. Expected with local SGD. Resume from the last checkpoint before.",
+        f"the norm at most ({facts.parameter}). The ranks train different models, and a checkpoint contains the one of "
+        "the rank that saves it.",
+        "Check for code that changes parameters on some ranks only, different seeds or checkpoints at the start, "
+        "gradients that are not reduced (a forward outside the DDP wrapper, no_sync left on, parameters added after "
+        "wrapping), a device with errors. Expected with local SGD. Resume from the last checkpoint before that step.",
         "They are equal again.",
     )
 
@@ -238,9 +242,9 @@ def _unequal_losses(finding: Finding) -> Words:
     return Words(
         f"the same batch gives different losses: {ranks(facts.odd_ranks or facts.ranks)}, step {facts.step}",
         f"Since step {facts.first_step} ranks with the same inputs, none of which drew a random number, have different "
-        f"losses, {facts.difference:.1e} of the loss apart: {losses}. Their parameters or buffers differ, they do not "
-        "compute the same, or the loss depends on the rank.",
-        "Compare parameters and buffers over ranks (running statistics of batch norms are no parameters); look for "
+        f"losses, {facts.difference:.1e} of the loss apart: {losses}. Their parameters or buffers differ, their "
+        "computation differs, or the loss depends on the rank.",
+        "Compare parameters and buffers over ranks (running statistics of batch norms are buffers); check for "
         "code in the model or the loss that depends on the rank, and for a device with errors.",
         "They are equal again.",
     )
@@ -258,10 +262,10 @@ def _throttling(finding: Finding) -> Words:
     others = f" (the host's other GPUs: {facts.others_sm_clock_mhz})" if facts.others_sm_clock_mhz else ""
     return Words(
         f"{_gpu(facts)} is throttled: {', '.join(facts.reasons)}",
-        f"For most of the last 20 s it was slowed down while computing:{heat}{power}{clock}{others}.",
-        "Heat: look at fans, air flow and the neighbours; power brake or hardware slowdown: at the power supply and "
-        "its cables. The whole run goes at the pace of its slowest GPU.",
-        "It is throttled no more.",
+        f"For most of the last 20 s its clock was reduced while computing:{heat}{power}{clock}{others}.",
+        "Heat: check fans, air flow and neighbouring cards. Power brake or hardware slowdown: check the power supply "
+        "and its cables. The whole run is as slow as its slowest GPU.",
+        "It is no longer throttled.",
     )
 
 
@@ -278,9 +282,8 @@ def _memory_errors(finding: Finding) -> Words:
     return Words(
         f"{_gpu(facts)} has memory errors: {parts[0] if parts else 'none'}",
         f"{'; '.join(parts)}. Results computed with it cannot be trusted.",
-        "Drain the host and reset the GPU (nvidia-smi -r); where errors come again, or remapping failed, have it "
-        "replaced.",
-        "NVML reports none any more.",
+        "Drain the host and reset the GPU (nvidia-smi -r); if errors recur, or remapping failed, have it replaced.",
+        "NVML reports no errors any more.",
     )
 
 
@@ -303,10 +306,10 @@ def _pcie(finding: Finding) -> Words:
     replays = f" {facts.replays} replays within 40 s." if facts.replays else ""
     return Words(
         f"{_gpu(facts)} has a degraded link: {link}",
-        f"Under load its link to the host is slower than the device and its slot allow, or repeats what it "
-        f"sends.{replays} Copies, offloading and collectives without NVLink go at that pace.",
-        "Reseat the card or its riser; look at the slot's setting in the BIOS and at a switch shared with others.",
-        "The link is back.",
+        f"Under load its link to the host is slower than the device and its slot allow, or retransmits "
+        f"packets.{replays} Copies, offloading and collectives without NVLink are slowed down.",
+        "Reseat the card or its riser; check the slot's setting in the BIOS, and switches shared with other cards.",
+        "The link has recovered.",
     )
 
 
@@ -314,8 +317,8 @@ def _nvlink(finding: Finding) -> Words:
     facts: DeviceFacts = finding.facts
     return Words(
         f"{_gpu(facts)} has {facts.links_up} of {facts.links_expected} NVLinks up",
-        "Collectives that go over it lose bandwidth, or go over PCIe.",
-        "nvidia-smi nvlink -s and -e show which; look at the fabric manager and the kernel's log, reset the GPU.",
+        "Collectives through this GPU lose bandwidth, or use PCIe.",
+        "nvidia-smi nvlink -s and -e show which; check the fabric manager and the kernel log, reset the GPU.",
         "All links are up.",
     )
 
@@ -330,12 +333,12 @@ def _disk(finding: Finding) -> Words:
         title = f"the next checkpoint will not fit, {left}: {where}"
     else:
         title = f"disk nearly full, {left}: {where}"
-    burst = f" The largest write at once was {gib(facts.burst_bytes)}, more than is left." if facts.burst_bytes else ""
+    burst = f" The largest single write was {gib(facts.burst_bytes)}, more than is left." if facts.burst_bytes else ""
     return Words(
         title,
-        f"{left}.{burst} A checkpoint or a log that cannot be written ends most trainings.",
+        f"{left}.{burst} Most trainings end if a checkpoint or a log cannot be written.",
         "Free space there, keep fewer checkpoints (save_total_limit), or have them written elsewhere.",
-        "There is room again.",
+        "There is enough free space again.",
     )
 
 

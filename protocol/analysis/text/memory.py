@@ -1,4 +1,4 @@
-"""Memory findings in words: spikes, transients of every step, growth, leaks; and what their causes are."""
+"""Text of memory findings (spikes, transients of every step, growth, leaks) and of their causes."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from .words import Words
 
 STACKS = 3
 FRAMES = 8
-OPTIMIZER_STATES = "the moments of Adam, or what else the optimizer remembers"
+OPTIMIZER_STATES = "Adam's moments, or the states of another optimizer"
 
 
 def spike(finding: Finding) -> Words:
@@ -65,8 +65,8 @@ def growth(finding: Finding) -> Words:
     return Words(
         f"first optimizer step +{gib(facts.growth_bytes, 1)} that stays: the optimizer's state",
         f"The first optimizer step created {gib(facts.growth_bytes)} a rank{share} that it keeps: {OPTIMIZER_STATES}. "
-        "It is no leak and does not repeat; later steps need it, so a run that fits its first step with room for their "
-        f"transients goes on fitting.{freed}",
+        "It is not a leak and does not repeat. Later steps need it too: a run whose first step fits, with room for "
+        f"transients, keeps fitting.{freed}",
     )
 
 
@@ -76,7 +76,7 @@ def leak(finding: Finding) -> Words:
     rate, full = gib(facts.bytes_per_step), facts.full_at_step
     resident = facts.measure == "resident"
     holder = "the host's memory" if resident else "the device"
-    end = f"{holder} is full around step {full:,}" if full else "its end is unknown without a capacity"
+    end = f"{holder} is full around step {full:,}" if full else "it is unknown when memory is full (no capacity known)"
     plan = f"; the run ends before, at step {facts.ends_at_step:,}" if facts.ends_at_step else ""
     found = f" {_left_behind(facts.cause)}" if facts.cause is not None else ""
     title = f"memory grows {rate} a step"
@@ -106,7 +106,7 @@ def evidence(finding: Finding) -> dict[str, Any]:
 
 
 def size_words(size: int, cause: Cause) -> str:
-    """Return how large something is against the model: ``one parameter-size``; empty where it is no simple multiple."""
+    """Return a size relative to the model's, such as ``one parameter-size``; empty if it is no simple multiple."""
     for whole, words in (
         (cause.parameter_bytes, "parameter-size"),
         (cause.trainable * 4, "fp32 copy of what is updated"),
@@ -135,8 +135,8 @@ def _common_causes(name: str, zero_stage: int | None, measure: str) -> str:
     elif name in ("forward", "backward"):
         common = "Common causes: a longer batch, logits in fp32, or a gather of parameters. "
     if measure == "resident":
-        return f"{common}Cannot tell which here: on the CPU allocations leave no trace."
-    return f"{common}The stacks of such a step tell which."
+        return f"{common}Cannot tell which here: allocations on the CPU are not traced."
+    return f"{common}The stacks of such a step show which."
 
 
 def _causes(causes: tuple[NumbersCause | StackCause, ...]) -> str:
@@ -162,7 +162,7 @@ def _by_stacks(found: StackCause) -> str:
         )
     if not found.pattern:
         elsewhere = found.named.elsewhere
-        where = ": what was allocated there was allocated by native code"
+        where = ": its allocations came from native code"
         if elsewhere.where:
             where = f"; most of it, {gib(elsewhere.bytes)}, in {elsewhere.where}"
         return f"Cannot tell the cause by the stacks of step {cause.step}{where}. {cost}"
@@ -194,10 +194,7 @@ def _left_behind(cause: Cause) -> str:
         f"{place_of(group.frames) or 'native code'}"
         for group in cause.groups[:3]
     ]
-    return (
-        f"Of what the steps before step {cause.step} allocated, this was still held a step later: {'; '.join(found)}. "
-        f"{cost}"
-    )
+    return f"Allocated in the steps before step {cause.step} and still held a step later: {'; '.join(found)}. {cost}"
 
 
 def _recording_cost(cause: Cause) -> str:
@@ -205,7 +202,7 @@ def _recording_cost(cause: Cause) -> str:
     usual = f" in place of {duration(cause.usual_us * 1e-6)}" if cause.usual_us else ""
     return (
         f"Recording the stacks cost rank {cause.rank} once: {what} took {duration(cause.armed_us * 1e-6)}{usual}, and "
-        f"reading them {duration(cause.read_us * 1e-6)} beside the training."
+        f"reading them {duration(cause.read_us * 1e-6)} in the background."
     )
 
 

@@ -1,4 +1,4 @@
-"""The monitor's own troubles in words, and a run that ended before it began."""
+"""Text of alerts about the monitor itself (lost telemetry, no recording), and of a run that ended without a step."""
 
 from typing import Any
 
@@ -8,22 +8,22 @@ from .words import Words
 
 
 def telemetry_lost(finding: Finding) -> Words:
-    """Messages of ranks that the hub has not received."""
+    """Telemetry messages that did not reach the hub."""
     facts: LossFacts = finding.facts
     names = ", ".join(sorted(map(_sender, facts.sources))[:4]) + (" ..." if len(facts.sources) > 4 else "")
     return Words(
         f"{facts.total} messages of telemetry lost, {facts.new} just now from {names}",
-        "What is shown has gaps; the training itself is not touched. A probe drops rather than waits when the "
-        "hub was away for long or cannot keep up.",
+        "Charts and tables have gaps; the training is not affected. A probe drops messages instead of waiting when "
+        "the hub is down for long or cannot keep up.",
     )
 
 
 def not_recording(finding: Finding) -> Words:
-    """Nothing is recorded."""
+    """A recording that cannot be written."""
     facts: RecordingFacts = finding.facts
     return Words(
         f"not recording: {facts.error}",
-        "The training goes on and the live view too, but what happens now will be missing from the recording.",
+        "The training and the live view continue, but the recording will lack this part of the run.",
         "Free space on that disk; recording resumes by itself.",
     )
 
@@ -34,9 +34,9 @@ def no_step(finding: Finding) -> Words:
     code = "" if facts.exit_code is None else f", exit code {facts.exit_code}"
     why = (
         f"{facts.ranks} {'rank' if facts.ranks == 1 else 'ranks'} started, and no finished optimizer step was "
-        "received. The last lines of the logs say where the script ended."
+        "received. The last lines of the logs show where the script ended."
         if facts.ranks
-        else "No rank was seen: the command ended, or failed, before it made a DeepSpeed engine or an optimizer. "
+        else "No rank started: the command ended, or failed, before it created a DeepSpeed engine or an optimizer. "
         "The launcher's log has its output."
     )
     return Words(f"the script ended without a recorded step{code}", why)

@@ -30,9 +30,9 @@ _NAMES: dict[OomKind, str] = {
 }
 _MORE: dict[OomKind, str] = {
     "fragmentation": ": enough was free, but not in one piece",
-    "leak": ": every step begins with more than the one before",
+    "leak": ": allocated memory grows from step to step",
 }
-"""What the title of a verdict adds to the name."""
+"""Additions to a verdict's name in its title."""
 _PART_WORDS = {
     "optimizer_states": "optimizer states",
     "master_copies": "fp32 master copies",
@@ -104,7 +104,7 @@ def not_caught(facts: Uncaught) -> Added:
 
 
 def let_go(_: object) -> Added:
-    """The rank is held no more."""
+    """The rank was released."""
     return Added("let_go", {"held": False}, "It was released.")
 
 
@@ -143,15 +143,15 @@ def _sentence(kind: OomKind, oom: Oom, found: dict[str, int]) -> str:
     where = "host" if oom.measure != "cuda" else "device"
     if kind == "fragmentation" and not oom.free_blocks:
         unused = gib(oom.reserved_bytes - oom.allocated_bytes)
-        return f"{asked} was asked for, and {unused} reserved but not allocated: enough, had it been in one piece."
+        return f"{asked} was requested, and {unused} was reserved but not allocated: enough, if it were in one piece."
     if kind == "fragmentation":
         return (
-            f"{asked} was asked for and {gib(oom.usable_free_bytes)} of reserved memory was free for it, but the "
+            f"{asked} was requested and {gib(oom.usable_free_bytes)} of reserved memory was free for it, but the "
             f"largest piece was {gib(oom.largest_free_bytes)}, and the device had {free} more."
         )
     if kind == "limit":
         named = f": {oom.limit}" if oom.limit else "; such as ulimit -v, a control group or vm.overcommit_memory"
-        return f"{asked} was asked for while the {where} had {free} to give. A limit refused it{named}."
+        return f"{asked} was requested while the {where} had {free} free. A limit refused it{named}."
     if kind == "longer_batch":
         return (
             f"The batch of {shape} is larger than any of the {oom.steps_done:,} steps before: the largest was "
@@ -172,52 +172,51 @@ def _sentence(kind: OomKind, oom: Oom, found: dict[str, int]) -> str:
         longer = ""
         if oom.largest_shape and _elements(oom.batch_shape) > _elements(oom.largest_shape) > 0:
             longer = f" The batch is larger than any before ({shape_words(oom.largest_shape)})."
-        words = f" x {oom.vocabulary:,} words" if oom.vocabulary else ""
+        words = f" x {oom.vocabulary:,} vocabulary entries" if oom.vocabulary else ""
         return (
-            f"It failed at the logits and the loss{f': {shape}{words}{size}' if shape else ''}, of which forward and "
-            f"backward hold several copies.{longer}"
+            f"It failed at the logits and the loss{f': {shape}{words}{size}' if shape else ''}; forward and backward "
+            f"hold several copies of them.{longer}"
         )
     if kind == "optimizer_states":
-        come = f" Some {gib(found['to_come'])} of them were still to come." if "to_come" in found else ""
-        size = f" Adam keeps two numbers for each of {oom.trainable:,} trainable ones." if oom.trainable else ""
-        return f"The first optimizer step creates its states, which stay from then on.{size}{come}"
+        come = f" About {gib(found['to_come'])} of them were still missing." if "to_come" in found else ""
+        size = f" Adam keeps two numbers for each of {oom.trainable:,} trainable parameters." if oom.trainable else ""
+        return f"The first optimizer step creates its states, which stay allocated.{size}{come}"
     if kind == "optimizer_temporaries":
         which = f" ({oom.optimizer})" if oom.optimizer else ""
         size = f": up to one parameter-size, {gib(oom.parameter_bytes)}" if oom.parameter_bytes else ""
-        return f"The optimizer step{which} needs memory for temporaries that it gives back{size}."
+        return f"The optimizer step{which} needs memory for temporaries, which it frees at its end{size}."
     if kind == "buckets":
         return "The allocation was for a buffer in which gradients or parameters are gathered for communication."
     if kind == "leak":
         steps = max(1, oom.steps_done - 2)
         return (
-            f"The steps begin with ever more: {gib(found.get('leak', 0))} more in {steps:,} steps, about "
-            f"{gib(found.get('leak', 0) / steps)} a step. Without it the request would have fitted."
+            f"Memory at the start of a step has grown by {gib(found.get('leak', 0))} in {steps:,} steps, about "
+            f"{gib(found.get('leak', 0) / steps)} a step. Without this growth the request would have fitted."
         )
     if kind == "checkpoint":
-        return "It failed while a checkpoint was saved: gathering weights or states takes memory of its own."
+        return "It failed while a checkpoint was saved: gathering weights or states takes additional memory."
     if kind == "outside" and not oom.requested_bytes:
         return (
             "The driver refused memory outside PyTorch's allocator (NCCL, a library, pinned memory): "
-            f"{oom.message.splitlines()[0][:200] if oom.message else 'no words'}. PyTorch held "
+            f"{oom.message.splitlines()[0][:200] if oom.message else 'no message'}. PyTorch held "
             f"{gib(oom.reserved_bytes)}."
         )
     if kind == "outside":
         size = found.get("outside") or found.get("elsewhere", 0)
         whose = "this process, but not PyTorch's allocator," if "outside" in found else (
-            "something that is not this process's PyTorch (its CUDA context, NCCL, libraries, or other processes: "
-            "whose it is could not be seen)"
+            "something outside this process's PyTorch (its CUDA context, NCCL, libraries, or other processes; "
+            "the owner is not known)"
         )  # fmt: skip
         return f"{gib(size)} of the device is held by {whose}; PyTorch itself held {gib(oom.reserved_bytes)}."
     if kind == "other_process":
-        return (
-            f"Other processes hold {gib(found.get('others', 0))} of this device; with it the request would have fitted."
-        )
+        held = gib(found.get("others", 0))
+        return f"Other processes hold {held} of this device; without them the request would have fitted."
     if kind == "too_large":
         if oom.requested_bytes > (oom.capacity_bytes or oom.device_total_bytes):
-            return f"This one request, {asked}, is more than the whole {where} has."
+            return f"This single request, {asked}, is more than the whole {where} has."
         held = parts_words({part: size for part, size in oom.parts.items() if part in FITTING})
-        return f"What the run holds independently of its batches leaves too little{f': {held}' if held else ''}."
-    return "The numbers at hand do not separate one cause from another."
+        return f"The memory that does not depend on the batch leaves too little{f': {held}' if held else ''}."
+    return "The available figures do not identify one cause."
 
 
 def _in(phase: str) -> str:
@@ -250,10 +249,10 @@ def _held(oom: Oom) -> str:
     if not oom.held:
         return ""
     until = f" for {duration(oom.hold_seconds)} at most" if oom.hold_seconds else ""
-    console = ", 'ftmon console' looks around in that frame" if oom.console else ""
+    console = ", 'ftmon console' runs Python in that frame" if oom.console else ""
     return (
         f"The rank is held in the failing frame{until}: 'ftmon release' releases it{console}, 'ftmon kill' ends it. "
-        f"Meanwhile {oom.others or 'nothing is known of the other ranks'}."
+        f"Meanwhile {oom.others or 'the state of the other ranks is unknown'}."
     )
 
 
@@ -271,7 +270,7 @@ def _elements(shape: Sequence[int]) -> int:
 def _evidence(oom: Oom, found: dict[str, int]) -> list[str]:
     host = oom.measure != "cuda"
     lines = [
-        f"asked for {gib(oom.requested_bytes)}; {gib(oom.device_free_bytes)} of "
+        f"requested {gib(oom.requested_bytes)}; {gib(oom.device_free_bytes)} of "
         f"{gib(oom.capacity_bytes or oom.device_total_bytes)} was free on the {'host' if host else 'device'}",
     ]
     if oom.limit:

@@ -1,4 +1,4 @@
-"""Text of a live run's peaks beside the predicted ones."""
+"""Text that compares a live run's peaks with the predicted ones."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ _PARTS = {
     "master_copies": "fp32 master copies",
     "partitions": "ZeRO partitions",
     "other": "other memory of PyTorch",
-    "unattributed": "memory of no known block",
+    "unattributed": "memory outside known blocks",
 }
 _PHASES = {"optimizer": "the optimizer step"}
 _ALIKE_SHARE = 0.25
-"""Differences of all phases within this of each other are one difference."""
+"""If the differences of all phases agree within this share, they are reported as one."""
 
 
 def percent(share: float) -> str:
@@ -24,7 +24,7 @@ def percent(share: float) -> str:
 
 
 def comparison_sentences(found: Sequence[Compared], error: float) -> list[str]:
-    """Return what was predicted of a rank's phases, and where and by what the measured peaks part from it.
+    """Return the predicted peaks of a rank's phases, and where and by how much the measured ones differ.
 
     Args:
         found: its phases, in the order they run; not empty.
@@ -43,7 +43,7 @@ def comparison_sentences(found: Sequence[Compared], error: float) -> list[str]:
     where = "above" if most.by_bytes > 0 else "below"
     phase = _PHASES.get(most.phase, most.phase)
     text = (
-        f"{phase} came {gib(abs(most.by_bytes))} {where} its prediction, by more than the expected error of "
+        f"{phase} was {gib(abs(most.by_bytes))} {where} its prediction, more than the expected error of "
         f"{error * 100:.0f} %"
     )
     if most.parts:
@@ -60,7 +60,7 @@ def _by_phase(found: Sequence[Compared], parted: Sequence[Compared], most: Compa
         return f"; {' and '.join(others)} {'agrees' if len(others) == 1 else 'agree'}"
     spread = max(abs(one.by_bytes - most.by_bytes) for one in found)
     if len(found) > 1 and spread <= _ALIKE_SHARE * abs(most.by_bytes):
-        return "; all phases alike, so it is memory that stays"
+        return "; all phases by the same amount, so this memory stays allocated"
     return ""
 
 

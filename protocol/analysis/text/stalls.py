@@ -58,8 +58,8 @@ def stopped(finding: Finding) -> Words:
     facts: StoppedFacts = finding.facts
     return Words(
         f"rank {finding.rank} is {TRACED if facts.traced else STOPPED}",
-        f"Its process exists and does not run; the other ranks will wait for it. 'kill -CONT {facts.pid}' "
-        "lets it go on, a kill from here ends it.",
+        f"Its process exists but does not run; the other ranks will wait for it. 'kill -CONT {facts.pid}' "
+        "continues it, 'ftmon kill' ends it.",
     )
 
 
@@ -68,8 +68,8 @@ def unheard(finding: Finding) -> Words:
     facts: UnreachableFacts = finding.facts
     return Words(
         f"{ranks_in_words(finding.ranks)} unreachable{f': {facts.state}' if facts.state else ''}",
-        "The probe there sends nothing. That alone is no evidence about the training: native code may hold "
-        "Python's lock, or the way to that host may be cut.",
+        "The probe there sends nothing. That alone does not show a fault in the training: native code may hold "
+        "the GIL, or the link to that host may be down.",
     )
 
 
@@ -89,7 +89,7 @@ def awaited(facts: WaitingRanks) -> Added:
 
 
 def since(alert: Alert) -> Since:
-    """Return what goes on of a hang of the recording."""
+    """Return the start of a recorded hang that has not been resolved."""
     return Since(float(alert.evidence.get("since", alert.time)))
 
 
@@ -128,7 +128,7 @@ def where(view: RankView) -> str:
     line = found.place.text if found is not None else ""
     phase = _WHERE.get(view.phase, f"in {view.phase}")
     if view.absent == "silent" and line:
-        return f"{phase}, in native code that holds Python's lock: {line}"
+        return f"{phase}, in native code that holds the GIL: {line}"
     if view.absent:
         return _ABSENT[view.absent]
     if found is not None and found.lock is not None:
@@ -146,7 +146,7 @@ def _mismatch(verdict: Verdict) -> Words:
         return Words(
             f"mismatched collectives for {duration(verdict.age)}: {calls}",
             f"Every rank is inside its collective {collective(verdict.collective)}, but not the same one ({calls}). "
-            "They wait for each other for ever. Look for code that takes another branch on some ranks.",
+            "They wait for each other forever. Check for code that takes another branch on some ranks.",
         )
     found, odd = verdict.facts.calls, verdict.differs
     shapes = len({call.name for call in found.values()}) == 1
@@ -155,7 +155,7 @@ def _mismatch(verdict: Verdict) -> Words:
     return Words(
         f"{'mismatched shapes' if shapes else 'mismatched collectives'} for {duration(verdict.age)}: {calls}",
         f"Collective {collective(verdict.collective)} was not entered alike: {calls}.{differs} "
-        "They wait for each other for ever. Look for "
+        "They wait for each other forever. Check for "
         f"{'sizes that differ between ranks' if shapes else 'code that takes another branch on some ranks'}.",
     )
 
@@ -169,8 +169,8 @@ def _elsewhere(verdict: Verdict, facts: InPointToPoint) -> Words:
     name = verdict.collective.name if verdict.collective is not None else ""
     return Words(
         f"mismatched calls for {duration(verdict.age)}: {who}: {inside}; {others}: {collective(verdict.collective)}",
-        f"{who} {_wait(apart)} in {inside} for another rank, and {others} in {name} for {who}. Look for a send without "
-        "its receive, or a branch that only some ranks take.",
+        f"{who} {_wait(apart)} in {inside} for another rank, and {others} in {name} for {who}. Check for a send "
+        "without a matching receive, or a branch that only some ranks take.",
     )
 
 
@@ -181,7 +181,7 @@ def _deadlock(verdict: Verdict) -> Words:
     calls = "; ".join(f"{ranks_in_words(ranks)} {_wait(ranks)} in {words}" for words, ranks in ways.items())
     return Words(
         f"deadlock of process groups for {duration(verdict.age)}: {calls}",
-        f"{calls}. Each waits for a rank that waits in another group, so none can ever go on. "
+        f"{calls}. Each waits for a rank that waits in another group, so none can continue. "
         "Have all ranks enter the collectives of their groups in the same order.",
     )
 
@@ -193,20 +193,21 @@ def _unreachable(verdict: Verdict) -> Words:
     waits = f"{ranks_in_words(verdict.waiting)} {_wait(verdict.waiting)} {duration(verdict.age)}{within}"
     return Words(
         f"{waits}: the host of {who} is cut off",
-        f"{waits}. Nothing is heard from the host of {who}, so what they do is not known; once the link is back "
-        "they are heard again, and the training may go on by itself.",
+        f"{waits}. No message arrives from the host of {who}, so the state of its ranks is unknown. Once the link is "
+        "restored, the training may continue by itself.",
     )
 
 
 def _missing(verdict: Verdict) -> Words:
-    """Ranks have not come to where others wait for them."""
+    """Ranks have not entered the collective in which others wait for them."""
     who, name = ranks_in_words(verdict.hung), collective(verdict.collective)
     late = [view for rank, view in verdict.views.items() if rank in verdict.hung]
     age = max(view.age for rank, view in verdict.views.items() if rank in verdict.waiting)
     waits = f"{ranks_in_words(verdict.waiting)} {_wait(verdict.waiting)} {duration(age)}"
     places = sorted({where(view) for view in late})
     at = places[0] if len(places) == 1 else "; ".join(f"rank {view.rank}: {where(view)}" for view in late[:4])
-    # A rank that is stopped or gone may have entered the collective; it holds the others up all the same.
+    go_on = "continues" if len(late) == 1 else "continue"
+    # A rank that is stopped or gone may have entered the collective; it blocks the others nonetheless.
     if name and not all(view.absent in ("stopped", "held", "gone") for view in late):
         fault = f"{who} {'has' if len(late) == 1 else 'have'} not entered {name}"
     else:
@@ -214,7 +215,7 @@ def _missing(verdict: Verdict) -> Words:
     return Words(
         f"{fault}; {waits}",
         f"{waits}{f' in {name}' if name else ''}, held up by {who}: {at}. "
-        f"The stacks of {who} say at which line. A wait like this ends only if {who} goes on.",
+        f"The stacks of {who} show the line. The wait ends only if {who} {go_on}.",
     )
 
 
@@ -226,7 +227,7 @@ def _ahead(verdict: Verdict) -> Words:
     return Words(
         f"{who} {skips} collectives and ran ahead; {others} {wait} {duration(verdict.age)} in {name}",
         f"{who} reached step {steps.step} without entering {name}, in which {others} {wait} in step {steps.behind}. "
-        "That collective can never complete, and the ranks' parameters differ from there on. Look for a condition "
+        "That collective can never complete, and the ranks' parameters differ from then on. Check for a condition "
         "that differs between ranks: no_sync(), an accumulation boundary, a skipped backward.",
     )
 
@@ -239,8 +240,8 @@ def _lock(verdict: Verdict) -> Words:
     return Words(
         f"{who} {wait} for the build lock {paths[0]}{more}, and no compiler runs",
         f"{who} {wait} {duration(verdict.age)} for the lock of a PyTorch extension's build. No compiler runs and "
-        "nothing beside the lock has changed lately: a build that was killed left it behind. "
-        f"Remove it: rm {' '.join(map(shlex.quote, paths[:4]))}; the ranks go on by themselves.",
+        "no file beside the lock has changed lately: a build that was killed left it behind. "
+        f"Remove it: rm {' '.join(map(shlex.quote, paths[:4]))}; the ranks then continue by themselves.",
     )
 
 
@@ -251,12 +252,12 @@ def _alone(verdict: Verdict) -> Words:
     return Words(
         stands,
         f"{stands} of step {worst.step}; that phase usually allows {duration(worst.patience)} at most. "
-        "The stacks say at which line.",
+        "The stacks show the line.",
     )
 
 
 def _unclear(verdict: Verdict) -> Words:
-    """Nothing moves, and the evidence does not separate."""
+    """No rank makes progress, and the evidence does not identify one as the cause."""
     facts, age = verdict.facts, duration(verdict.age)
     reason = "no rank is seen to wait for another one"
     if isinstance(facts, Unclear) and facts.why == "entered":
@@ -268,8 +269,8 @@ def _unclear(verdict: Verdict) -> Words:
         reason = "every rank is inside a collective, but not at the same count"
     return Words(
         f"no progress for {age}, cannot tell which rank: {reason}",
-        f"{ranks_in_words(ranks_of(verdict.views.values()))} made no progress for {age}. Cannot tell who is to blame: "
-        f"{reason}. Compare the stacks of all ranks.",
+        f"{ranks_in_words(ranks_of(verdict.views.values()))} made no progress for {age}. Cannot tell which rank is "
+        f"the cause: {reason}. Compare the stacks of all ranks.",
     )
 
 
@@ -283,7 +284,7 @@ def _exit(verdict: Verdict) -> Words:
     return Words(
         f"hang at exit: {others}{left} still there after {age}",
         f"{others}{left} made no progress for {age} ({where(example)}{cannot}). "
-        "The launcher waits for ever on a rank like that: if the results are saved, kill the run.",
+        "The launcher waits forever for such a rank: if the results are saved, kill the run.",
     )
 
 
@@ -336,7 +337,7 @@ def _groups(found: Mapping[int, Evidence]) -> list[str]:
 
 
 def _plain(evidence: Evidence) -> dict[str, Any]:
-    """Return what an alert keeps of what was found of one rank."""
+    """Return the evidence about one rank that an alert keeps."""
     found: dict[str, Any] = {"taken": evidence.taken, "stacks_by": evidence.by or "none"}
     if evidence.frames:
         found["at"] = evidence.place.text

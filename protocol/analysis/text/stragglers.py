@@ -25,7 +25,7 @@ _MOST = 0.7
 
 
 def words(finding: Finding) -> Words:
-    """A rank that works longer than the others, and keeps them waiting."""
+    """A rank that works longer than the others, so that they wait for it."""
     facts: SlowRankFacts = finding.facts
     parts = [title(facts.straggler), facts.hindrance, f"in {facts.line}" if facts.line else ""]
     line = f" It was seen most at {facts.line}." if facts.line else ""
@@ -41,7 +41,7 @@ def evidence(finding: Finding) -> dict[str, Any]:
 
 
 def facts(alert: Alert) -> SlowRankFacts:
-    """Return facts from an alert's evidence: enough to know when it is over."""
+    """Return facts from an alert's evidence, sufficient to detect that it is resolved."""
     own, others, step = (round(1e3 * float(alert.evidence.get(name, 0))) for name in ("own_ms", "others_ms", "step_ms"))
     at = str(alert.evidence.get("slow_at", EVERYWHERE))
     return SlowRankFacts(StragglerFacts(alert.rank or 0, alert.step or 0, 0, own, others, 0, 0, step, at, {}, {}))
@@ -55,7 +55,7 @@ def title(facts: StragglerFacts) -> str:
 
 
 def text(facts: StragglerFacts, why: str = "") -> str:
-    """Return what it means and what to check; ``why``: a cause that is known from elsewhere, a clause."""
+    """Return what it means and what to check; ``why`` is a clause with a cause already known."""
     step = duration(facts.step_us * 1e-6)
     own, others = duration(facts.own_us * 1e-6), duration(facts.others_us * 1e-6)
     clock = " of device time" if facts.device else ""

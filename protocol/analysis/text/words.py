@@ -9,10 +9,10 @@ class Words(NamedTuple):
 
     title: str
     text: str
-    """What it means, with its figures; the remedy is not in it."""
+    """What it means, with its figures, without the remedy."""
     remedy: str = ""
     over: str = "It is over."
-    """What is added when it has resolved."""
+    """Added to the text when the finding is resolved."""
 
 
 class Added(NamedTuple):

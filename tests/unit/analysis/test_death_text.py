@@ -22,7 +22,7 @@ from ftmon.protocol.hosts import KernelKill
 
 GIB = 2**30
 GLOO = "RuntimeError: op.preamble.length <= op.nbytes"
-GONE = "The other ranks cannot go on without it; launchers end them too."
+GONE = "The other ranks cannot continue without it; launchers end them too."
 REMEDY = "Give it more memory (the limit, the host), or hold less: fewer workers, smaller batches, no offload."
 
 
@@ -68,7 +68,7 @@ def death(code: int | None = None, signal: int | None = None, **more: Any) -> Fi
         (
             death(signal=9, kernel_kill=KernelKill(False, "", ["its log names no kill"])),
             "rank 1 killed by SIGKILL",
-            "The process of rank 1 (pid 101) is gone: killed by SIGKILL. Not by the kernel for memory: its log names "
+            "The process of rank 1 (pid 101) is gone: killed by SIGKILL. Not by the kernel's OOM killer: its log names "
             f"no kill. A person or a job scheduler sent it. {GONE}",
         ),
         (
@@ -81,24 +81,24 @@ def death(code: int | None = None, signal: int | None = None, **more: Any) -> Fi
         (
             Finding("launcher_ended", LauncherEnded(None, 2, ["100 (python)"])),
             "the job's command ended (never began) before its ranks",
-            "The command that was started (never began) left 2 processes behind. ftmon ended what was left; "
-            "no rank is to blame.",
+            "The command that was started (never began) left 2 processes behind. ftmon ended the remaining processes; "
+            "no rank is the cause.",
         ),
         (
             Finding("failure", ScriptFailure(GLOO, "", []), rank=0, step=7, phase="backward"),
             f"rank 0 failed in backward: {GLOO}",
-            f"An exception left the script in step 7: {GLOO}. Gloo gave up because ranks entered one collective with "
+            f"An exception ended the script in step 7: {GLOO}. Gloo aborted because ranks entered one collective with "
             "tensors of different sizes (shapes).",
         ),
         (
             Finding("failure", ScriptFailure("closed\nmore", "", [], True), rank=0, step=7),
             "rank 0 failed, its peer killed as asked: closed",
-            "An exception left the script in step 7: closed.",
+            "An exception ended the script in step 7: closed.",
         ),
         (
             Finding("ended_early", EndedEarly({0: 5, 2: 6}, 1, "closed by peer", "", []), step=7),
             "ranks 0 and 2 ended early, after steps 5 to 6; rank 1 lost the connection in step 7",
-            "The script of ranks 0 and 2 ended without an error after steps 5 to 6, while rank 1 went on and "
+            "The script of ranks 0 and 2 ended without an error after steps 5 to 6, while rank 1 continued and "
             "communicated with it in step 7: closed by peer. Give every rank the same number of batches "
             "(DistributedSampler, drop_last, torch.distributed.algorithms.Join), and end with a barrier.",
         ),
@@ -125,7 +125,7 @@ def test_a_death_and_a_failure_in_words(finding: Finding, title: str, body: str)
         (
             LastLog([GLOO]),
             {"log": [GLOO]},
-            "Gloo gave up because ranks entered one collective with tensors of different sizes (shapes).",
+            "Gloo aborted because ranks entered one collective with tensors of different sizes (shapes).",
         ),
         (
             Followed(

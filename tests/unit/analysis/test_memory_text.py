@@ -69,10 +69,10 @@ def test_a_spike_whose_stacks_name_the_cause_in_words() -> None:
     assert "Common causes" not in said.text
     assert (
         "Cause, by the stacks of step 22: 0.89 GiB of 0.93 GiB in adam.py:640 _multi_tensor_adam: foreach temporaries "
-        "of the optimizer, one parameter-size. Try: torch.optim.AdamW(..., fused=True) takes none, which would save "
+        "of the optimizer, one parameter-size. Try: torch.optim.AdamW(..., fused=True) needs none, which would save "
         "0.89 GiB."
     ) in said.text
-    assert "took 12 ms in place of 9 ms, and reading them 31 ms beside the training" in said.text
+    assert "took 12 ms in place of 9 ms, and reading them 31 ms in the background" in said.text
 
 
 def test_stacks_that_name_no_cause_in_words() -> None:

@@ -75,5 +75,5 @@ def test_the_monitors_own_troubles_in_words():
     assert text.over(resolved(full.matter, Resolution("resumed"))) == "Recording again."
     ended = text.words(Finding("no_step", NoStepFacts(0, 0)))
     assert ended.title == "the script ended without a recorded step, exit code 0"
-    assert ended.text.startswith("No rank was seen")
+    assert ended.text.startswith("No rank started")
     assert text.words(Finding("no_step", NoStepFacts(None, 1))).text.startswith("1 rank started, and no finished")

@@ -48,34 +48,34 @@ def found(**fields: Any) -> Evidence:
         (
             verdict("missing", (0, 1), (2,), collective=REDUCE, of=[view(2, phase="data"), view(0), view(1, age=12.0)]),
             "rank 2 has not entered all_reduce #9; ranks 0 and 1 wait 12 s",
-            "ranks 0 and 1 wait 12 s in all_reduce #9, held up by rank 2: in data loading. The stacks of rank 2 say at "
-            "which line. A wait like this ends only if rank 2 goes on.",
+            "ranks 0 and 1 wait 12 s in all_reduce #9, held up by rank 2: in data loading. The stacks of rank 2 show "
+            "the line. The wait ends only if rank 2 continues.",
         ),
         (
             verdict("missing", (0,), (1, 2), of=[view(1, absent="stopped"), view(2, absent="gone"), view(0)]),
             "ranks 1 and 2: rank 1: stopped by a signal; rank 2: process gone; rank 0 waits 10 s",
             "rank 0 waits 10 s, held up by ranks 1 and 2: rank 1: stopped by a signal; rank 2: process gone. The "
-            "stacks of ranks 1 and 2 say at which line. A wait like this ends only if ranks 1 and 2 goes on.",
+            "stacks of ranks 1 and 2 show the line. The wait ends only if ranks 1 and 2 continue.",
         ),
         (
             verdict("ahead", (0,), (1,), collective=REDUCE, facts=RanAhead(61, 42), of=[view(0)]),
             "rank 1 skips collectives and ran ahead; rank 0 waits 10 s in all_reduce #9",
             "rank 1 reached step 61 without entering all_reduce #9, in which rank 0 waits in step 42. That collective "
-            "can never complete, and the ranks' parameters differ from there on. Look for a condition that differs "
+            "can never complete, and the ranks' parameters differ from then on. Check for a condition that differs "
             "between ranks: no_sync(), an accumulation boundary, a skipped backward.",
         ),
         (
             verdict("lock", (0,), facts=StaleLocks(("/c/x y/lock", "/c/z/lock"))),
             "rank 0 waits for the build lock /c/x y/lock and 1 more, and no compiler runs",
-            "rank 0 waits 10 s for the lock of a PyTorch extension's build. No compiler runs and nothing beside the "
-            "lock has changed lately: a build that was killed left it behind. Remove it: rm '/c/x y/lock' /c/z/lock; "
-            "the ranks go on by themselves.",
+            "rank 0 waits 10 s for the lock of a PyTorch extension's build. No compiler runs and no file beside "
+            "the lock has changed lately: a build that was killed left it behind. Remove it: rm '/c/x y/lock' "
+            "/c/z/lock; the ranks then continue by themselves.",
         ),
         (
             verdict("alone", (), (0,), of=[view(0, phase="forward")]),
             "rank 0 made no progress for 10 s, in forward",
             "rank 0 made no progress for 10 s, in forward of step 12; that phase usually allows 8.0 s at most. The "
-            "stacks say at which line.",
+            "stacks show the line.",
         ),
         (
             verdict(
@@ -87,8 +87,8 @@ def found(**fields: Any) -> Evidence:
             ),
             "mismatched shapes for 10 s: rank 2: all_reduce of 32 elements; ranks 0 and 1: all_reduce of 64 elements",
             "Collective #9 of the group of ranks 0, 1 and 2 was not entered alike: rank 2: all_reduce of 32 elements; "
-            "ranks 0 and 1: all_reduce of 64 elements. rank 2 differs from the others. They wait for each other for "
-            "ever. Look for sizes that differ between ranks.",
+            "ranks 0 and 1: all_reduce of 64 elements. rank 2 differs from the others. They wait for each other "
+            "forever. Check for sizes that differ between ranks.",
         ),
         (
             verdict(
@@ -99,7 +99,7 @@ def found(**fields: Any) -> Evidence:
             ),
             "mismatched collectives for 10 s: rank 0: all_gather; rank 1: barrier",
             "Every rank is inside its collective #9, but not the same one (rank 0: all_gather; rank 1: barrier). They "
-            "wait for each other for ever. Look for code that takes another branch on some ranks.",
+            "wait for each other forever. Check for code that takes another branch on some ranks.",
         ),
         (
             verdict(
@@ -111,8 +111,8 @@ def found(**fields: Any) -> Evidence:
                 of=[view(0, inside="recv"), view(1)],
             ),
             "mismatched calls for 10 s: rank 0: recv; rank 1: all_reduce #9",
-            "rank 0 waits in recv for another rank, and rank 1 in all_reduce for rank 0. Look for a send without its "
-            "receive, or a branch that only some ranks take.",
+            "rank 0 waits in recv for another rank, and rank 1 in all_reduce for rank 0. Check for a send without a "
+            "matching receive, or a branch that only some ranks take.",
         ),
         (
             verdict(
@@ -123,26 +123,26 @@ def found(**fields: Any) -> Evidence:
             "deadlock of process groups for 10 s: rank 0 waits in all_reduce #4 of group 1 (ranks 0 and 1); rank 1 "
             "waits in x #3 of group 2",
             "rank 0 waits in all_reduce #4 of group 1 (ranks 0 and 1); rank 1 waits in x #3 of group 2. Each waits for "
-            "a rank that waits in another group, so none can ever go on. Have all ranks enter the collectives of their "
+            "a rank that waits in another group, so none can continue. Have all ranks enter the collectives of their "
             "groups in the same order.",
         ),
         (
             verdict("unreachable", (0,), collective=REDUCE, facts=CutOff((2, 3))),
             "rank 0 waits 10 s in all_reduce #9: the host of ranks 2 and 3 is cut off",
-            "rank 0 waits 10 s in all_reduce #9. Nothing is heard from the host of ranks 2 and 3, so what they do is "
-            "not known; once the link is back they are heard again, and the training may go on by itself.",
+            "rank 0 waits 10 s in all_reduce #9. No message arrives from the host of ranks 2 and 3, so the state of "
+            "its ranks is unknown. Once the link is restored, the training may continue by itself.",
         ),
         (
             verdict("unclear", (0, 1), facts=Unclear("entered", REDUCE, (0,), (1,))),
             "no progress for 10 s, cannot tell which rank: rank 0 in all_reduce #9, which rank 1 entered too",
-            "ranks 0 and 1 made no progress for 10 s. Cannot tell who is to blame: rank 0 in all_reduce #9, which rank "
-            "1 entered too. Compare the stacks of all ranks.",
+            "ranks 0 and 1 made no progress for 10 s. Cannot tell which rank is the cause: rank 0 in all_reduce #9, "
+            "which rank 1 entered too. Compare the stacks of all ranks.",
         ),
         (
             verdict("exit", (1,), (2,), facts=Finished((0,)), of=[view(2), view(1, inside="barrier", collectives=3)]),
             "hang at exit: rank 0 finished, ranks 2 and 1 still there after 10 s",
             "rank 0 finished, ranks 2 and 1 made no progress for 10 s (inside barrier #3, which a finished rank cannot "
-            "enter). The launcher waits for ever on a rank like that: if the results are saved, kill the run.",
+            "enter). The launcher waits forever for such a rank: if the results are saved, kill the run.",
         ),
     ],
 )
@@ -179,7 +179,7 @@ def test_where_a_rank_is_in_words():
     assert where(view(0, phase="forward", evidence=found())) == f"in forward: {line}"
     assert where(view(0, inside="barrier", collectives=3)) == "inside barrier #3"
     assert where(view(0, evidence=held)) == f"in backward: {line}, waits for the lock /c/lock held by pid 7"
-    native = f"in backward, in native code that holds Python's lock: {line}"
+    native = f"in backward, in native code that holds the GIL: {line}"
     assert where(view(0, absent="silent", evidence=found())) == native
     assert where(view(0, absent="silent")) == "process alive, but sends nothing"
 
@@ -211,7 +211,7 @@ def test_a_hangs_evidence_has_what_a_look_at_the_ranks_found():
 def test_a_rank_that_is_stopped_or_not_heard_of_in_words():
     stopped = Finding("stopped", StoppedFacts(101, False), rank=1, ranks=(1,))
     assert text.words(stopped).title == "rank 1 is stopped by a signal (SIGSTOP)"
-    assert "'kill -CONT 101' lets it go on" in text.words(stopped).text
+    assert "'kill -CONT 101' continues it" in text.words(stopped).text
     assert text.evidence(stopped) == {"pid": 101, "process_state": "T"}
     traced = Finding("stopped", StoppedFacts(101, True), rank=1, ranks=(1,))
     assert text.words(traced).title == "rank 1 is traced by a debugger"

@@ -57,7 +57,7 @@ def test_closing_lines_say_where_everything_is(tmp_path: Path) -> None:
     assert lines == [
         "demo-1 finished: exit code 0",
         f"model:      {output}/model",
-        f"talk to it: ftmon chat {output}/model",
+        f"chat:       ftmon chat {output}/model",
         f"checkpoint: {output}/checkpoints/step-8",
         f"resume it:  ftmon train CONFIG.yaml checkpoint.resume={output}/checkpoints/step-8",
         f"recording:  {run.recording}",

@@ -155,7 +155,7 @@ def test_a_rank_that_holds_pythons_lock_in_native_code_is_told_with_its_line():
     late = view(2, found(frames=SLEEPS, by="signal"), absent="silent", phase="forward", group="0", group_sequence=8)
     verdict = must(judge([*waiting, late]))
     assert (verdict.hung, verdict.sure) == ((2,), True)
-    assert where_of(verdict.views[2]) == "in forward, in native code that holds Python's lock: train.py:52 in main"
+    assert where_of(verdict.views[2]) == "in forward, in native code that holds the GIL: train.py:52 in main"
 
 
 def held_up_between_steps(age: float, **of_the_silent_one: Any) -> Verdict | None:

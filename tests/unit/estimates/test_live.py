@@ -63,7 +63,7 @@ def test_beyond_it_the_parts_that_make_it_are_named() -> None:
     found = [one("backward", 16 * GIB, parts), one("optimizer", 10 * GIB)]
     assert found[0].parts == (("activations", GIB), ("buckets", GIB))
     assert comparison_sentences(found, 0.02)[1] == (
-        "backward came 2.00 GiB above its prediction, by more than the expected error of 2 %: activations +1.00 GiB, "
+        "backward was 2.00 GiB above its prediction, more than the expected error of 2 %: activations +1.00 GiB, "
         "buckets +1.00 GiB"
     )
 
@@ -73,8 +73,8 @@ def test_without_parts_the_phases_tell_where_it_is() -> None:
         "; optimizer agrees"
     )
     alike = comparison_sentences([one("backward", 12 * GIB), one("optimizer", 8 * GIB)], 0.02)[1]
-    assert "backward came 2.00 GiB below its prediction" in alike
-    assert alike.endswith("; all phases alike, so it is memory that stays")
+    assert "backward was 2.00 GiB below its prediction" in alike
+    assert alike.endswith("; all phases by the same amount, so this memory stays allocated")
 
 
 def test_a_few_mebibytes_of_a_small_run_are_no_difference() -> None:

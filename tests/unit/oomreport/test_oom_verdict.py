@@ -90,7 +90,7 @@ def test_a_request_of_the_size_of_the_logits_is_for_them(width: int) -> None:
     oom = of(requested_bytes=-(-size // (2 * MIB)) * 2 * MIB, vocabulary=152_064)
     verdict = explain(oom, OomContext(HELLO))
     assert verdict.kind == "logits"
-    assert "4 x 2048 x 152,064 words" in verdict.text
+    assert "4 x 2048 x 152,064 vocabulary entries" in verdict.text
     first = remedies(oom, verdict)[0]
     assert (first.kind, first.frees_bytes) == ("chunked_loss", 4 * 2048 * 152_064 * 4)
 
@@ -156,7 +156,7 @@ def test_memory_of_another_process_is_told_only_where_the_rank_itself_is_listed(
     assert "pid 77" in first.text
     unlisted = explain(oom, OomContext(HELLO, [other]))
     assert (unlisted.kind, unlisted.sure) == ("outside", False)
-    assert "whose it is could not be seen" in unlisted.text
+    assert "the owner is not known" in unlisted.text
 
 
 def test_memory_of_this_process_outside_the_allocator_is_told_as_that() -> None:
@@ -300,4 +300,4 @@ def test_fragmentation_of_a_first_optimizer_step_needs_that_its_other_states_wou
              parts={"optimizer_states": made, "master_copies": 7 * GIB})  # fmt: skip
     verdict = explain(oom, OomContext(HELLO))
     assert verdict.kind == expected
-    assert ("still to come" in verdict.text) == (expected == "optimizer_states")
+    assert ("still missing" in verdict.text) == (expected == "optimizer_states")

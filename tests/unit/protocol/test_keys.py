@@ -93,7 +93,7 @@ def test_only_a_key_can_be_allowed() -> None:
 def test_removing_a_key_that_is_not_let_in_is_refused_and_changes_nothing(home: Path) -> None:
     other = keys.make_pair().public
     keys.allow(other, "a colleague")
-    with pytest.raises(UsageError, match="is not let in here, so nothing was removed"):
+    with pytest.raises(UsageError, match="is not allowed here, so nothing was removed"):
         keys.disallow(keys.make_pair().public)
     with pytest.raises(UsageError, match="a public key has 40 characters"):
         keys.disallow("")

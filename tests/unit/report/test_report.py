@@ -286,7 +286,7 @@ def test_compare_gates_sweeps_and_runs(tmp_path: Path, capsys: pytest.CaptureFix
     assert {one["name"] for one in comparison["differences"]} >= {"step time", "highest peak", "reserved", "loss"}
     status, _, err = ftmon(capsys, "compare", str(run), str(before))
     assert status == 2
-    assert "compare two of a kind" in err
+    assert "compare two runs or two sweeps" in err
 
 
 def test_of_many_configurations_only_those_that_differ_are_shown(
@@ -298,9 +298,9 @@ def test_of_many_configurations_only_those_that_differ_are_shown(
     _, some, _ = ftmon(capsys, "compare", before, after, "--gate", "3%")
     assert every.count(" -> ") == 6
     assert some.count(" -> ") == some.count("regression: ") == 5
-    assert "not shown, alike within their noise: 1 of 6; --json has them" in some
+    assert "not shown, equal within their noise: 1 of 6; --json has them" in some
     _, none, _ = ftmon(capsys, "compare", before, before)
-    assert none == "not shown, alike within their noise: 6 of 6; --json has them\n6 configurations compared\n"
+    assert none == "not shown, equal within their noise: 6 of 6; --json has them\n6 configurations compared\n"
 
 
 def test_a_png_is_refused_without_its_package_and_nothing_is_written(

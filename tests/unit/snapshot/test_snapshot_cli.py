@@ -46,7 +46,7 @@ def test_text_names_the_peak_the_error_and_what_holds_the_memory(capsys: pytest.
     assert main(["snapshot", OOM, "--text"]) == 0
     out = capsys.readouterr().out
     assert "highest allocated 18.28 GiB at entry 3,338" in out
-    assert "a limit on this process, not a full device: 4.64 GiB was asked for" in out
+    assert "a limit on this process, not a full device: 4.64 GiB was requested" in out
     assert "ForCausalLMLoss  loss_utils.py:59" in out
 
 

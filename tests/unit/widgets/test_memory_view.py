@@ -147,7 +147,7 @@ def test_a_prediction_stands_beside_each_part_with_the_difference() -> None:
     assert parameters.split()[1:4] == ["0.86", "0.86", "0.00"]
     unused = next(line for line in lines if line.startswith(" unused"))
     assert len(unused[:55].split()) == 4, "of what is outside the peak nothing is predicted"
-    (parted,) = [line for line in lines if "by more than the expected error of 2 %" in line]
+    (parted,) = [line for line in lines if "more than the expected error of 2 %" in line]
     assert "activations +" in parted
 
 

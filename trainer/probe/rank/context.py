@@ -17,7 +17,7 @@ from .roles import parse_rank
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """A rank: its place among the others, its process, its run, its device and the probe's switch."""
+    """A rank: its number, process, run and device, and whether its probe is enabled."""
 
     rank: int
     local_rank: int
@@ -32,7 +32,7 @@ class RankContext:
     process: ProcessId = field(default_factory=this_process)
     host: str = field(default_factory=socket.gethostname)
     launch: str = field(default_factory=launch_of_this_process)
-    """The process that launched this host's ranks, ``PID-START_TICKS``; empty where that is not known."""
+    """The process that launched this host's ranks, ``PID-START_TICKS``; empty if unknown."""
 
     @property
     def identity(self) -> str:

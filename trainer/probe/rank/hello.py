@@ -1,4 +1,4 @@
-"""The contents of a rank's hello."""
+"""Builds a rank's ``Hello`` message."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ _PACKAGES = ("ftmon", "torch", "deepspeed", "transformers", "accelerate")
 
 
 class Introduction:
-    """The contents of the rank's hello beside the rank itself, as they become known.
+    """Collects the fields of the rank's ``Hello`` as they become known.
 
     Args:
         rank: the rank.
@@ -26,14 +26,14 @@ class Introduction:
         self.facts: dict[str, Any] = {"framework": "pytorch"}
         """Fields of ``Hello``."""
         self.parameter_dtype = ""
-        """``bf16``, ``fp16`` or ``fp32``: data type of the model's parameters; empty while not known."""
+        """``bf16``, ``fp16`` or ``fp32``: data type of the model's parameters; empty while unknown."""
         self.forward_dtype: str | None = None
-        """Data type in which autocast computed the first forward, empty without it; None while no forward was seen."""
+        """Data type of autocast in the first forward, empty without autocast; None before the first forward."""
         self.plan: Plan | None = None
         """The script's plan; sent after each hello."""
 
     def hello(self, self_dump: SelfDump | None = None) -> Hello:
-        """Make the hello from the present facts.
+        """Return a ``Hello`` with everything known so far.
 
         Args:
             self_dump: signal and file for capturing the rank's stacks from outside.
@@ -61,7 +61,7 @@ class Introduction:
         )
 
     def matmul_precision(self) -> Literal["", "bf16", "fp16", "tf32", "fp32"]:
-        """Return the data type of matrix products; empty where it is unknown (autocast that was not seen)."""
+        """Return the data type of matrix products; empty if unknown (no forward seen, so autocast may be on)."""
         told = self.facts.get("precision", "")
         halves = [known for known in (told, self.forward_dtype, self.parameter_dtype) if known in ("bf16", "fp16")]
         if halves:
@@ -80,7 +80,7 @@ def _restart_count() -> int:
 
 
 def plain(value: Any) -> Any:
-    """Reduce a framework's configuration to types of msgpack; other values become their ``str``."""
+    """Convert a framework's configuration to msgpack types; other values become their ``str``."""
     return msgspec.to_builtins(value, enc_hook=str, str_keys=True)
 
 

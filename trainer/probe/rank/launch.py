@@ -9,10 +9,11 @@ _MOST_ANCESTORS = 16
 
 
 def launch_of_this_process() -> str:
-    """Return the process that launched this host's ranks, ``PID-START_TICKS``; empty where /proc has it not.
+    """Return the process that launched this host's ranks, ``PID-START_TICKS``; empty if /proc does not show it.
 
-    It is the nearest ancestor whose environment names no rank: between it and a rank there may be a wrapper for each
-    rank (``torchrun --no-python wrap.sh``, ``numactl``). A rank's own changes are not in ``/proc/PID/environ``.
+    It is the nearest ancestor whose environment names no rank: there may be a wrapper for each rank in between
+    (``torchrun --no-python wrap.sh``, ``numactl``). ``/proc/PID/environ`` has the environment at the start of a
+    process, without its own changes.
     """
     pid = os.getppid()
     try:
@@ -31,7 +32,7 @@ def _names_a_rank(pid: str) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return any(entry.startswith(_RANK_VARIABLES) for entry in file.read().split(b"\0"))
-    except PermissionError:  # another user's: a job scheduler's, which is no rank
+    except PermissionError:  # of another user, such as a job scheduler: not a rank
         return False
 
 

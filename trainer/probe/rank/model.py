@@ -11,7 +11,7 @@ _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParalle
 def describe_model(module: Any) -> dict[str, Any]:
     """Return a model's name and its parameter counts (partitioned and sharded parameters at their full size).
 
-    The name is the checkpoint's where the model has one, else the class of the model inside its wrappers.
+    The name is that of the model's checkpoint if it has one, else the class of the model inside its wrappers.
     """
     sizes = list(parameter_sizes(module))
     own = own_model(module)
@@ -32,12 +32,12 @@ def describe_models(modules: Sequence[Any]) -> dict[str, Any]:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Call a floating-point dtype ``bf16``, ``fp16`` or ``fp32``; empty for any other."""
+    """Return ``bf16``, ``fp16`` or ``fp32`` for that dtype; empty for any other."""
     return {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}.get(str(dtype), "")
 
 
 def dtype_of(module: Any) -> str:
-    """Return the dtype of most parameters, by elements; empty where that is none of the usual."""
+    """Return the dtype with the most parameter elements, as ``dtype_name`` returns it."""
     sizes: dict[str, int] = {}
     for parameter in module.parameters():
         name = dtype_name(parameter.dtype)
@@ -69,7 +69,7 @@ def _inside(module: Any) -> Any:
 
 
 def own_class(module: Any) -> type:
-    """Return the class a model was written as: FSDP2 and parametrizations give it one of their own, derived from it."""
+    """Return a model's original class: FSDP2 and parametrizations replace it by a derived one."""
     kind = type(module)
     for base in kind.__mro__:
         if base.__module__.startswith(("torch.distributed.fsdp", "torch.distributed._composable")):
@@ -84,7 +84,7 @@ def own_class(module: Any) -> type:
 
 def parameter_sizes(module: Any) -> Iterator[tuple[int, bool]]:
     """Return each parameter's full number of elements, and whether it is trained."""
-    # FSDP1 keeps flat shards: their handles have the size of the whole.
+    # FSDP1 keeps flat shards: their handles have the full size.
     flat: dict[int, Any] = {}
     for each in module.modules() if "torch.distributed.fsdp" in sys.modules else ():
         handle = getattr(each, "_handle", None)

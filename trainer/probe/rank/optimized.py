@@ -1,4 +1,4 @@
-"""Which model a bare optimizer trains, where no wrapper, engine or Trainer names it."""
+"""Finds the model that a bare optimizer trains, if no wrapper, engine or Trainer names it."""
 
 import sys
 import weakref
@@ -22,15 +22,15 @@ class Optimized:
         """Number of elements of each parameter, and whether it is trained, by the parameter's id."""
 
     def forget(self) -> None:
-        """Begin with none: another training has begun."""
+        """Forget all optimizers, because another training has begun."""
         self.__init__()
 
     def add(self, optimizer: Any, frame: FrameType | None) -> dict[str, Any]:
-        """Learn of an optimizer; return what is trained as fields of ``Hello``.
+        """Register an optimizer; return the trained models as fields of ``Hello``.
 
         Args:
-            optimizer: has its parameters.
-            frame: where it is made; variables of it, or of its callers, hold the model.
+            optimizer: the optimizer, with its parameters.
+            frame: the frame that creates it; the model is searched in the variables of it and of its callers.
         """
         own = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
         model = _holding(own.keys(), frame) if own else None
@@ -54,7 +54,7 @@ def _by_id(model: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _holding(wanted: Any, frame: FrameType | None) -> Any:
-    """Return the smallest model, in a variable near ``frame``, that holds all the parameters; None: there is none."""
+    """Return the smallest model with all the parameters in a variable near ``frame``; None if there is none."""
     module_class: Any = sys.modules["torch.nn"].Module
     for _ in range(_MOST_FRAMES):
         if frame is None:
@@ -71,7 +71,7 @@ def _holding(wanted: Any, frame: FrameType | None) -> Any:
 
 
 def _variables(frame: FrameType, module_class: Any) -> Iterator[Any]:
-    """Give the modules among a frame's variables and among the attributes of its method's object."""
+    """Yield the modules among a frame's variables and among the attributes of its ``self``."""
     variables = frame_locals(frame)
     for value in list(variables.values()):
         if isinstance(value, module_class):

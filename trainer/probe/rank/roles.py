@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 from ....protocol.environment import RANK_PID_ENV as RANK_PID_ENV
 
 Role = Literal["rank", "candidate", "launcher", "refused", "other"]
-"""``candidate``: a process that becomes a rank if it turns out to train (a single process, or one whose rank is set in
-code); ``refused``: a launcher started from inside a rank."""
+"""``candidate``: a process that becomes a rank if it trains (a single process, or a process whose rank is set in code);
+``refused``: a launcher started from inside a rank."""
 
 _LAUNCH_SCRIPTS = {"deepspeed", "deepspeed.pt", "ds", "torchrun", "torchrun.py", "accelerate-launch"}
 _LAUNCH_MODULES = (
@@ -30,7 +30,7 @@ class Program(NamedTuple):
 
 
 def parse_program(argv: Sequence[str]) -> Program:
-    """Find the program in ``sys.orig_argv``; the interpreter's own options, also bundled ones, come before it."""
+    """Return the program in ``sys.orig_argv``, after the interpreter's own options (also bundled ones)."""
     words = iter(argv[1:])
     for word in words:
         if word == "-" or not word.startswith("-"):
@@ -52,7 +52,7 @@ def parse_program(argv: Sequence[str]) -> Program:
 
 
 def launcher_name(program: Program) -> str:
-    """Name the launcher of ranks that a program is, or return an empty string when it is none."""
+    """Return the name of the launcher that a program is; empty if it is not a launcher."""
     name = os.path.basename(program.script)
     if name in _LAUNCH_SCRIPTS:
         return name
@@ -73,7 +73,7 @@ def parse_rank(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of that id exists (its start time is not known here)."""
+    """Return whether a process with that id exists (its start time is unknown here)."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -15,11 +15,11 @@ class Trained:
 
     def __init__(self) -> None:
         self.engine: Callable[[], Any] = _nothing
-        """The DeepSpeed engine, once there is one and while it lives."""
+        """Returns the DeepSpeed engine; None before there is one, and after it was freed."""
         self.model: Callable[[], Any] = _nothing
-        """The model, once it is known and while it lives."""
+        """Returns the model; None while unknown, and after it was freed."""
         self.primary: Any = None
-        """The optimizer whose updates are the steps, where no engine makes them."""
+        """The optimizer whose updates are the steps, if there is no engine."""
         self.partitions = 1
         """Number of ranks over which ZeRO partitions the optimizer's state."""
         self.shifts_labels = False

@@ -1,1 +1,1 @@
-"""A process of the job becomes a rank, and ends."""
+"""Start and end of a rank: how a process of the job becomes one, and its last messages."""

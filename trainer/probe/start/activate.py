@@ -1,4 +1,4 @@
-"""Runs first in every Python process of a job: determines its role, and waits for the imports of a rank."""
+"""Runs first in every Python process of a job: determines its role, and hooks into a rank's framework imports."""
 
 import os
 import sys
@@ -32,7 +32,7 @@ def begin() -> None:
 
 
 def _settle() -> None:
-    """Find this host's place in the run; a host that has none trains unwatched, and reports that once."""
+    """Find this host's directory of the run; without one, training continues unwatched and that is reported once."""
     try:
         run_files.settle()
     except Exception as error:
@@ -42,14 +42,14 @@ def _settle() -> None:
 
 
 def keep_peak_resident() -> None:
-    """Make ``resource.getrusage`` truthful before a script can bind the name; inert until peaks are reset."""
+    """Patch ``resource.getrusage``, before a script can bind the name, to correct for peaks that the probe resets."""
     from ..device.rusage import install
 
     install()
 
 
 def await_frameworks() -> None:
-    """Install the hooks of every framework as it is imported (or now, where it has been already)."""
+    """Install the hooks of each framework when it is imported, or at once if it already is."""
     after_import("torch", _on_torch)
     after_import("torch._dynamo.trace_rules", _on_dynamo)
     after_import("deepspeed", _on_deepspeed)
@@ -69,7 +69,7 @@ def _on_torch(_module: ModuleType) -> None:
 
 
 def _on_dynamo(module: ModuleType) -> None:
-    """Keep the hooks out of ``torch.compile``: it would trace them, guard on their counters and compile again."""
+    """Exclude the hooks from ``torch.compile``: it would trace them, guard on their counters and recompile."""
     module.add(str(__package__).rpartition(".")[0])
 
 
@@ -99,7 +99,7 @@ def _on_modeling(module: ModuleType) -> None:
 
 
 def leave_to_parent() -> None:
-    """In a forked child of a rank (a dataloader worker): the probe stays with the parent."""
+    """Disable the probe in a forked child of a rank, such as a dataloader worker."""
     active: Any = sys.modules.get("ftmon.trainer.probe.active")
     if active is not None:
         active.leave_to_parent()
@@ -116,5 +116,5 @@ def _refuse() -> None:
         sys.stderr.write(text)
         sys.stderr.flush()
     finally:
-        # SystemExit out of sitecustomize would be reported as an interpreter that failed to initialise.
+        # A SystemExit from sitecustomize would be reported as a failure to initialise the interpreter.
         os._exit(2)

@@ -1,4 +1,4 @@
-"""Making this process a rank: its probe, its publisher, and its last words."""
+"""Makes this process a rank: its probe, its publisher, and the hooks for its end."""
 
 import os
 
@@ -27,10 +27,10 @@ from . import ending
 
 
 def begin_rank(sends_logs: bool = False) -> Probe | None:
-    """Make this process's probe and start its publisher; return the existing one if there is one already.
+    """Create this process's probe and start its publisher; return the existing probe if there is one.
 
     Args:
-        sends_logs: also send the process's output, which is not redirected.
+        sends_logs: whether to send the process's output too, because it is not redirected into files.
     """
     if active.probe is not None or active.forked:
         return active.probe
@@ -46,7 +46,7 @@ def begin_rank(sends_logs: bool = False) -> Probe | None:
 
 
 def become_rank() -> None:
-    """Make a process that builds an optimizer or an engine a rank, where it is not yet known to be one."""
+    """Make this process a rank if it is not one yet; called when it creates an optimizer or an engine."""
     if active.probe is not None or active.forked:
         return
     if os.environ.get(RANK_PID_ENV) or not os.environ.get("FTMON_RUN"):

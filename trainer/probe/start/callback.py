@@ -1,6 +1,6 @@
 """``ftmon.Callback``: a ``TrainerCallback`` for a ``Trainer`` in a script that is started without ``ftmon run``.
 
-The class is made when it is first asked for, so that importing ftmon imports no transformers.
+The class is created on first access, so that importing ftmon does not import transformers.
 """
 
 import functools
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Make ``Callback`` when it is first asked for."""
+        """Return ``Callback``, created on first access."""
         if name == "Callback":
             return _watching_class()
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -29,7 +29,7 @@ def _watching_class() -> Any:
         """Reports a ``Trainer`` to ftmon.
 
         Args:
-            start: begin to watch when nothing watches this process yet.
+            start: whether to start watching this process if it is not watched yet.
         """
 
         def __init__(self, start: bool = True) -> None:

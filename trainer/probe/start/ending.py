@@ -1,4 +1,4 @@
-"""Ends a rank: its last messages are sent, and the end is delayed by half a second at the most."""
+"""Ends a rank: sends its last messages, which delays the end by at most half a second."""
 
 import atexit
 import os
@@ -39,7 +39,7 @@ class _Ending:
         self._exit_code: Any = None
         self._exit_word = "sys.exit"
         self._exit_failure: Failure | None = None
-        """The exception that the script was handling when it ended itself with an error."""
+        """The exception that the script was handling when it exited with an error."""
         self._failed = ""
         self._interrupted = False
         self._finished = False
@@ -58,7 +58,7 @@ class _Ending:
         leave_at_once = os._exit
 
         def leave_now(status: int) -> NoReturn:
-            # atexit does not run: without this the last steps, up to a tenth of a second of them, would be lost.
+            # atexit does not run: without this the steps of the last 0.1 s would be lost.
             if os.getpid() == self._rank.process.pid:
                 self._note_exit(status)
                 self._exit_word = "os._exit"
@@ -72,7 +72,7 @@ class _Ending:
         sys.exit = exit
 
     def _note_exit(self, status: Any) -> None:
-        """Keep what the script ends itself with, and the exception it does that for: its text, not its frames."""
+        """Keep the exit status, and the text of the exception being handled, without its frames."""
         self._exit_code, self._exit_failure = status, None
         error = sys.exc_info()[1]
         if status in (None, 0) or not isinstance(error, Exception) or self._failed:
@@ -110,8 +110,8 @@ class _Ending:
             return
         self._finished = True
         try:
-            # A script's own excepthook may not call the one before it; the interpreter keeps the exception anyway.
-            # One that leaves a process of multiprocessing is on its way: no excepthook is called for it.
+            # A script's own excepthook may not call ours, but the interpreter keeps the exception in sys.last_value.
+            # In a process of multiprocessing no excepthook is called; the exception is still being handled.
             last, leaving = getattr(sys, "last_value", None), sys.exc_info()[1]
             if last is not None:
                 self._note(last)

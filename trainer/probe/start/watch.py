@@ -23,14 +23,14 @@ from .begin import begin_rank
 def watch(target: Any = None, *, name: str | None = None, model: Any = None) -> Probe | None:
     """Report this process to the monitor from now on.
 
-    Under ``ftmon run`` the process is watched already and this adds nothing. Otherwise every rank of the job joins one
-    new run, the first of them starts its hub, and ``ftmon`` in another terminal shows it. A failure is logged and never
-    raised: the training goes on unwatched.
+    Under ``ftmon run`` the process is watched already and this call has no effect. Otherwise every rank of the job
+    joins one new run, the first rank starts its hub, and ``ftmon`` in another terminal shows it. A failure is logged
+    and never raised: the training continues unwatched.
 
     Args:
-        target: a DeepSpeed engine or a PyTorch optimizer, whose updates are the steps; None: the first that steps.
+        target: a DeepSpeed engine or a PyTorch optimizer, whose updates are the steps; None: the first one that steps.
         name: name of a new run (default: the script's name).
-        model: the model, for its name and size, where ``target`` is an optimizer.
+        model: the model, for its name and size, if ``target`` is an optimizer.
 
     Returns:
         The probe (see ``Probe.report`` and ``Probe.stop_requested``), or None when this process cannot be watched.
@@ -77,7 +77,7 @@ def _attach(target: Any, model: Any) -> None:
 
 
 def _join_run(name: str) -> RunDir:
-    """Join the run that another rank of this job has made, or make it and start its hub."""
+    """Join the run that another rank of this job has created, or create it and start its hub."""
     folder = run_store.checked_home() / "watch"
     private_files.make_private(folder.parent)
     private_files.make_private(folder)
@@ -96,9 +96,9 @@ def _join_run(name: str) -> RunDir:
 
 
 def _job_key() -> str:
-    """Name the job this process is a rank of: the same for all its ranks on this host, and for no other job."""
+    """Return a key of this process's job: equal for all its ranks on this host, and for no other job."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    # The ranks of one host are children of one launcher; a process without one is a job of its own.
+    # The ranks of one host are children of one launcher; a process without a launcher is a separate job.
     launcher = os.getppid() if "RANK" in os.environ else os.getpid()
     return f"{address}:{port}:{launcher}:{start_ticks(launcher)}"
 

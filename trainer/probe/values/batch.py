@@ -27,13 +27,13 @@ def note(
     """Add one micro-batch to a step's notes.
 
     Args:
-        notes: the step's.
+        notes: notes of the step.
         found: a dataloader's batch, or ``(args, kwargs)`` of a forward.
-        is_forward: which of the two.
+        is_forward: whether ``found`` is a forward's.
         later: defer the counting of a mask to the publisher.
         fetched: the batch that the dataloader returned for this forward, if known: a mask of the same shape in it
             is the forward's before it went to the device, and need not be fetched from there.
-        shifted: the model receives unshifted labels and leaves out the first of each sequence, as causal ones do.
+        shifted: the model receives unshifted labels and ignores the first label of each sequence, as causal models do.
     """
     ids, mask, is_tokens = _find_in_call(*found) if is_forward else _find(found)
     if ids is None:
@@ -68,12 +68,12 @@ def note(
 
 
 def count_labels(labels: Any) -> int:
-    """Count the labels that a loss is a mean over; ``labels`` may be their number already."""
+    """Return the number of labels that a loss averages over; ``labels`` may already be that number."""
     return labels if isinstance(labels, int) else int(numpy.count_nonzero(labels.numpy() != _IGNORED))
 
 
 def _labels(found: Any, is_forward: bool) -> Any:
-    """Find whole-number labels in a batch or in ``(args, kwargs)`` of a forward; None where there are none."""
+    """Return the integer labels in a batch or in ``(args, kwargs)`` of a forward; None if there are none."""
     for holder in (found[1], *found[0]) if is_forward else (found,):
         if _is_mapping(holder):
             labels: Any = holder.get("labels")
@@ -95,7 +95,7 @@ def _find_in_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any
 
 
 def _find(value: Any) -> tuple[Any, Any, bool]:
-    """Find (ids or first tensor, mask or None, whether it holds tokens)."""
+    """Return (ids or first tensor, mask or None, whether the tensor holds tokens)."""
     if isinstance(value, torch.Tensor):
         return value, None, _are_ids(value)
     if isinstance(value, _SEQUENCES):
@@ -116,7 +116,7 @@ def _find(value: Any) -> tuple[Any, Any, bool]:
 
 
 def _is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
-    # isinstance of an abstract class is several times as slow.
+    # isinstance with an abstract class is several times slower.
     return isinstance(value, dict) or (not isinstance(value, _NO_MAPPINGS) and isinstance(value, Mapping))
 
 
@@ -125,5 +125,5 @@ def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _are_ids(tensor: Any) -> bool:
-    """Return whether a tensor has whole numbers in two dimensions, [batch, sequence], and so counts as token ids."""
+    """Return whether a tensor looks like token ids: integers, shape [batch, sequence]."""
     return tensor.dim() == 2 and not tensor.is_floating_point()

@@ -1,11 +1,11 @@
-"""Records the loss of one batch now and then, with a fingerprint of its inputs: equal inputs must give equal losses.
+"""Samples the loss of a batch with a fingerprint of its inputs: equal inputs must give equal losses on all ranks.
 
-After some updates, those after which parameters are compared (``replicas.due``), the next step's first micro-step is
-recorded. Its inputs are the dataloader's batch and the arguments of the models' forwards until the backward: of
-tensors on the host a CRC-32, of those on a GPU two sums in double precision of the first ``MOST`` elements. The kernels
-are enqueued and read later; nothing waits. On all other steps ``BatchLosses.current`` is None. Not recorded where ranks
-may rightly differ: where a random number was drawn between the first forward and the backward (dropout), where the
-model has a dropout that is on, where no forward is seen, and inside a captured graph.
+After the updates at which parameters are compared (``replicas.due``), the first micro-step of the next step is
+recorded. Its inputs are the dataloader's batch and the arguments of the models' forwards until the backward. The
+fingerprint is a CRC-32 of tensors on the host, and two sums in double precision over the first ``MOST`` elements of
+tensors on a GPU. The kernels are enqueued and their results read later, without waiting. On all other steps
+``BatchLosses.current`` is None. Nothing is recorded if ranks may legitimately differ: a random number was drawn between
+the first forward and the backward, the model has an active dropout, no forward was seen, or a CUDA graph is captured.
 """
 
 import random
@@ -31,11 +31,11 @@ from .replicas import due
 MOST = 1 << 14
 """Elements of one tensor on a GPU that are summed; the copy in double precision uses 128 KiB, twice."""
 MOST_BYTES = 1 << 19
-"""Bytes of one tensor on the host that are read at either end."""
+"""Bytes read at each end of a tensor on the host."""
 MOST_TENSORS = 32
 PRECISION = 1e-3
 HALF_PRECISION = 1e-2
-"""Relative differences of two losses from which on kernels and rounding no longer explain them; TF32 has 10 bits."""
+"""Relative difference of two losses above which rounding and kernel choice do not explain it (TF32 has 10 bits)."""
 _DEEPEST = 4
 _KEPT = 8
 
@@ -78,7 +78,7 @@ class Comparison:
         self._cost_ns += perf_counter_ns() - begun
 
     def end(self, loss: Any) -> _Taken | None:
-        """Return the record to send; None if the losses of other ranks may differ from this one's."""
+        """Return the message to send; None if other ranks' losses may legitimately differ from this one."""
         begun = perf_counter_ns()
         drawn = self._randomness is None or self._randomness != _randomness(self._trained.model(), self._device)
         if drawn or not self._tensors or cuda_graphs.under_way:
@@ -125,16 +125,16 @@ class BatchLosses:
         self._tracker = tracker
         self._trained = trained
         self.current: Comparison | None = None
-        """Gets the inputs and the loss of the micro-step under way; None on most steps."""
+        """Collects the inputs and the loss of the current micro-step; None on most steps."""
         self._taken: deque[_Taken] = deque(maxlen=_KEPT)
         self._off = False
 
     def arm(self, step: int, is_comparable: bool) -> None:
-        """Record the first micro-step after this update, where that is due.
+        """Record the first micro-step after this update, if one is due.
 
         Args:
             step: the number of the update.
-            is_comparable: hooks see where forwards begin, and each update is a step's only one.
+            is_comparable: whether hooks see the start of forwards, and each step has one update.
         """
         if self._off or self._rank.world_size < 2 or not due(step) or not is_comparable:
             return
@@ -142,7 +142,7 @@ class BatchLosses:
             self.current = Comparison(self._rank, self._trained, step + 1)
 
     def add(self, found: Any, is_forward: bool) -> None:
-        """Add inputs to the comparison under way; an error ends comparisons and nothing else."""
+        """Add inputs to the current comparison; an error only disables comparisons."""
         try:
             if self.current is not None:
                 self.current.add(found, is_forward)
@@ -150,7 +150,7 @@ class BatchLosses:
             self._give_up(error)
 
     def end(self, loss: Any) -> None:
-        """End the comparison under way with the loss that a backward begins from."""
+        """End the current comparison with the loss that a backward starts from."""
         comparison, self.current = self.current, None
         try:
             taken = comparison.end(loss) if comparison is not None else None
@@ -208,7 +208,7 @@ def _tensors(found: Any, depth: int) -> Iterator[Any]:
 
 
 def _randomness(model: Any, device: Device) -> Any:
-    """Return a value that changes when a random number is drawn; one that equals nothing if that cannot be seen."""
+    """Return a value that changes when a random number is drawn; a unique value if that cannot be determined."""
     if _has_dropout(model):
         return float("nan")
     keys: Any = numpy.random.get_state()
@@ -225,7 +225,7 @@ def _randomness(model: Any, device: Device) -> Any:
 
 
 def _has_dropout(model: Any) -> bool:
-    """Return whether a dropout is on; some libraries draw from generators of their own and put them back."""
+    """Return whether a dropout is active: some libraries draw from their own generators and restore them."""
     return model is not None and any(
         "Dropout" in type(module).__name__ and module.training and getattr(module, "p", 0) for module in model.modules()
     )

@@ -1,13 +1,13 @@
-"""The loss of a step as the script optimises it, from the losses that it backpropagated.
+"""Computes the loss of a step, as the script optimises it, from the losses that it backpropagated.
 
-A step's gradient is the sum of the gradients of all its backward passes. Their losses therefore add up where the script
-normalises them itself: it divides each by the number of micro-batches (``loss / n``, ``loss * (1 / n)``, ``loss /= n``)
-or by the step's total of tokens. Where it does not, the step's loss is the mean over its micro-batches of what was
-backpropagated for each; several losses of one micro-batch add up either way.
+A step's gradient is the sum of the gradients of all its backward passes. If the script normalises its losses itself,
+they add up: it divides each by the number of micro-batches (``loss / n``, ``loss * (1 / n)``, ``loss /= n``) or by the
+step's number of tokens. Otherwise the step's loss is the mean over its micro-batches. Several losses of one micro-batch
+add up in both cases.
 
-The training thread only reads the first nodes of a loss's graph; ``step_loss`` decides, on the publisher's thread.
-Reading those nodes takes 10 to 25 microseconds, so they are read only where they can decide
-something: not where an engine or a Trainer divides, nor in a loop whose steps have had one loss each (``LossNotes``).
+The training thread only reads the first nodes of a loss's autograd graph; ``step_loss`` decides on the publisher's
+thread. Reading takes 10 to 25 microseconds, so it is skipped if the result is known: an engine or a Trainer divides, or
+the steps so far had one loss each (``LossNotes``).
 """
 
 from collections import Counter
@@ -18,29 +18,28 @@ from ..device import device_values
 from ..phases.marks import Notes
 
 _DEPTH = 6
-"""Nodes of a graph that are read, from the loss down."""
+"""Number of graph nodes read, starting at the loss."""
 _CONSTANTS = ("DivBackward0", "MulBackward0")
 _SUMS = ("SumBackward0", "SumBackward1")
 _SAME_VALUE = ("ToCopyBackward0", "SqueezeBackward0", "ViewBackward0", "CloneBackward0")
 _TOLERANCE = 1e-3
 ALONE_STEPS = 20
-"""After so many steps of one loss each, the graph of a step's first loss is no longer read."""
+"""After this many steps with one loss each, the graph of a step's first loss is no longer read."""
 
 
 class LossNote(NamedTuple):
-    """One loss that a backward started from. Numbers may still be on their way from the device (see ``values``)."""
+    """One loss that a backward started from. Values may still be on the device (see ``values``)."""
 
     value: Any
     kind: tuple[str, ...] = ()
-    """The first operations of its graph: two losses of the same kind are one loss of two micro-batches, or of two
-    batches."""
+    """The first operations of its graph. Losses of the same kind are the same loss of different micro-batches."""
     factors: tuple[Any, ...] | None = ()
-    """Constants that the script multiplied it by, the last one first; a divisor is negative. None: its graph was not
-    read, and ``kind`` has the first operation alone."""
+    """Constants by which the script multiplied it, the last one first; a divisor is negative. None: the graph was not
+    read, and ``kind`` has only the first operation."""
     elements: int = 0
-    """Elements that were summed up below those constants; 0: none were, or it is not known."""
+    """Number of elements summed before those factors were applied; 0: no sum, or unknown."""
     owner: Any = None
-    """Which engine's backward it was; None: a plain one."""
+    """The engine whose backward it was; None: a plain ``backward()``."""
 
 
 _new: Any = tuple.__new__
@@ -53,8 +52,8 @@ def note_loss(loss: Any, owner: Any = None, original: Any = None, read_graph: bo
     Args:
         loss: what the backward starts from.
         owner: the engine whose backward it is.
-        original: what a loss scaler made ``loss`` from, where it did.
-        read_graph: whether the first nodes of its graph are read, or the first one's name alone.
+        original: the unscaled loss, if a loss scaler computed ``loss`` from it.
+        read_graph: whether to read the first nodes of the graph, or only the name of the first.
     """
     if original is not None:
         loss = original
@@ -65,25 +64,25 @@ def note_loss(loss: Any, owner: Any = None, original: Any = None, read_graph: bo
 
 
 class LossNotes:
-    """Decides for each loss of the training thread whether its graph is read."""
+    """Notes the losses of the training thread, and decides which graphs are read."""
 
     __slots__ = ("_alone", "_several")
 
     def __init__(self) -> None:
         self._alone = 0
-        """Steps that had one loss, so far."""
+        """Number of steps so far with one loss."""
         self._several = False
-        """A step has had more."""
+        """Whether a step has had several losses."""
 
     def note(self, notes: Notes, loss: Any, owner: Any, original: Any, is_divided: bool) -> None:
-        """Add a loss to the notes of the step in the making.
+        """Add a loss to the notes of the current step.
 
         Args:
-            notes: the step's.
+            notes: notes of the step.
             loss: what the backward starts from.
             owner: the engine whose backward it is.
-            original: what a loss scaler made ``loss`` from, where it did.
-            is_divided: an engine or a Trainer is known to divide the losses of a step.
+            original: the unscaled loss, if a loss scaler computed ``loss`` from it.
+            is_divided: whether an engine or a Trainer divides the losses of a step.
         """
         if notes.losses:
             self._several = True
@@ -123,7 +122,7 @@ class _Divisor(NamedTuple):
 
 
 def _constant(node: Any) -> Any:
-    """Return the other operand where it is one number that no gradient goes into; None for anything else."""
+    """Return the other operand if it is a single number without a gradient; None otherwise."""
     following = node.next_functions
     if len(following) > 1 and following[1][0] is not None:
         return None
@@ -150,7 +149,7 @@ def _summed(node: Any, name: str) -> int:
 
 
 def step_loss(notes: Notes) -> float | None:
-    """Return a step's loss; None when it had none that could be read. The device must have come past the step."""
+    """Return a step's loss; None if it had none that could be read. The device must have finished the step."""
     reported, whole, found = _read_all(notes.reported), _read_all(notes.trainer_losses), read_losses(notes.losses)
     if notes.reported_loss is not None:
         return notes.reported_loss
@@ -160,7 +159,7 @@ def step_loss(notes: Notes) -> float | None:
 
 
 def read_losses(losses: Sequence[LossNote]) -> list[LossNote]:
-    """Return losses with plain numbers: divisors as factors, 0 for an unknown one. Call it once."""
+    """Return the losses with plain numbers: divisors as factors, 0 for an unknown factor. Call it once."""
     found: list[LossNote] = []
     for loss in losses:
         value = device_values.read(loss.value)
@@ -171,11 +170,11 @@ def read_losses(losses: Sequence[LossNote]) -> list[LossNote]:
 
 
 def combine(losses: Sequence[LossNote], notes: Notes) -> float | None:
-    """Return the loss that several backward passes of one step (or of one of its optimizers) stand for.
+    """Return the loss of one step (or of one of its optimizers) from those of its backward passes.
 
     Args:
-        losses: their losses, read.
-        notes: what else is known of the step.
+        losses: the losses, as returned by ``read_losses``.
+        notes: notes of the step.
     """
     if not losses:
         return None
@@ -184,7 +183,7 @@ def combine(losses: Sequence[LossNote], notes: Notes) -> float | None:
         return total
     batches = micro_batches(_kinds(losses), notes)
     if notes.accumulation:
-        return total / batches  # the engine divides, whatever the script has done before
+        return total / batches  # the engine divides, regardless of the script
     # A loss whose graph was not read counts as divided like the others of its step.
     known = [(loss.factors, loss.elements) for loss in losses if loss.factors is not None]
     factors, elements = [one for one, _ in known], [count for _, count in known]
@@ -194,7 +193,7 @@ def combine(losses: Sequence[LossNote], notes: Notes) -> float | None:
 
 
 def _kinds(losses: Sequence[LossNote]) -> list[tuple[str, ...]]:
-    """Return each loss's kind; one whose graph was not read is of the first other kind that begins as it does."""
+    """Return each loss's kind; a loss whose graph was not read gets the first kind with the same first operation."""
     read = [loss.kind for loss in losses if loss.factors is not None]
     return [
         loss.kind if loss.factors is not None else next((kind for kind in read if kind[:1] == loss.kind), loss.kind)
@@ -217,14 +216,14 @@ def is_normalised(
     """Return whether the script divided its losses so that they add up to the step's.
 
     Args:
-        factors: of each loss, the constants it was multiplied by.
-        elements: of each loss, how many elements were summed up before that; 0: not known.
-        batches: micro-batches of the step.
-        divisors: numbers of micro-batches that earlier steps divided by; one that is found is added.
+        factors: for each loss, the constants it was multiplied by.
+        elements: for each loss, the number of elements summed before that; 0: unknown.
+        batches: number of micro-batches of the step.
+        divisors: numbers of micro-batches by which earlier steps divided; a new one is added.
     """
     if not factors or not all(factors):
         return False
-    # The same for all: of micro-batches that are normalised each by its own tokens they differ.
+    # Equal factors only: if each micro-batch is normalised by its own tokens, the factors differ.
     shared = [factor for factor in factors[0] if all(_has(others, factor) for others in factors)]
     for share in (1 / factor for factor in shared if factor > 0):
         if abs(share - batches) <= _TOLERANCE * batches:
@@ -233,7 +232,7 @@ def is_normalised(
         # The last step of an epoch has fewer micro-batches than the script divides by.
         if any(abs(share - known) <= _TOLERANCE * known for known in divisors if known > batches):
             return True
-        # More than any micro-batch summed up: the tokens of the whole step.
+        # Larger than the elements of any micro-batch: the number of tokens of the whole step.
         if all(elements) and share > max(elements):
             return True
     return False

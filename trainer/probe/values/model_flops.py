@@ -1,4 +1,4 @@
-"""FLOPs of a model of Hugging Face's kind, from its parameters and its configuration (``protocol.throughput``)."""
+"""FLOPs of a Hugging Face model, from its parameters and configuration (``protocol.throughput``)."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _WINDOWED = ("sliding_attention", "chunked_attention")
 
 
 def model_flops(module: Any) -> ModelFlops | None:
-    """Return a causal language model's FLOPs; None for another kind of model, or a configuration without the sizes."""
+    """Return a causal language model's FLOPs; None for other kinds of models and for incomplete configurations."""
     try:
         return _model_flops(module)
     except Exception as error:  # a model's class and configuration may be anything
@@ -44,7 +44,7 @@ def _model_flops(module: Any) -> ModelFlops | None:
 
 
 def _matrices(model: Any, config: Any) -> Iterator[tuple[int, bool, bool]]:
-    """Return each parameter's size, whether it is trained, and whether it is an expert's; embeddings left out."""
+    """Return each parameter's size, whether it is trained, and whether it is an expert's; without embeddings."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     multiplied = id(getattr(output, "weight", None))
     embeddings = {
@@ -68,7 +68,7 @@ def _matrices(model: Any, config: Any) -> Iterator[tuple[int, bool, bool]]:
 
 
 def _size(parameter: Any) -> int:
-    """Count a parameter's elements: of all shards under ZeRO-3, and both that 4-bit storage packs in a byte."""
+    """Return a parameter's number of elements: all shards under ZeRO-3, two per byte in 4-bit storage."""
     quantised = getattr(getattr(parameter, "quant_state", None), "shape", None)
     if quantised is not None:
         return int(torch.Size(quantised).numel())
@@ -76,7 +76,7 @@ def _size(parameter: Any) -> int:
 
 
 def _active_experts(config: Any) -> float | None:
-    """Return the share of the experts that a token uses; None where there are none, or it is not known."""
+    """Return the share of the experts that a token uses; None without experts, or if unknown."""
     used = getattr(config, "num_experts_per_tok", None)
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         total = getattr(config, name, None)
@@ -86,7 +86,7 @@ def _active_experts(config: Any) -> float | None:
 
 
 def _attention(config: Any) -> tuple[float, float, int] | None:
-    """Return FLOPs a pair in full and in windowed layers, and the window; None where the configuration has no sizes."""
+    """Return FLOPs per token pair in full and in windowed layers, and the window; None if sizes are missing."""
     layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
     hidden = getattr(config, "hidden_size", None)
     if not isinstance(layers, int) or not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:

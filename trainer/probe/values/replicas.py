@@ -1,14 +1,14 @@
-"""Checksums of replicated parameters: do data-parallel ranks still hold the same ones?
+"""Checksums of replicated parameters, to check that data-parallel ranks still hold equal ones.
 
 After some updates (``due``) a few kernels are enqueued on the current stream, two for each of at most ``PER_CHECK``
 parameters: a sum and a norm in double precision. Nothing waits: the results are copied to pinned memory and read once
-the stream has passed them. The parameters depend on the step alone, so all ranks sum the same ones; after
-``parameters / PER_CHECK`` checks all have had their turn.
+the stream has passed them. Which parameters are checked depends only on the step, so all ranks check the same ones;
+``parameters / PER_CHECK`` checks cover all of them.
 
 Memory: results are 512 bytes each in the allocator's small pool, and each reduction makes a copy of at most 512 KiB.
-All of it is allocated and freed between the end of a step and the next one's begin, where no peak is; reserved memory
-may grow by one small segment, 2 MiB, once. Where the training thread's cost is more than ``MOST_SHARE`` of the time of
-``EVERY`` steps, fewer parameters are summed; the step's ``probe_us`` includes it.
+All of it is allocated and freed between two steps, where no peak is; reserved memory may grow once by a small segment
+of 2 MiB. If the training thread's cost exceeds ``MOST_SHARE`` of the time of ``EVERY`` steps, fewer parameters are
+summed; the step's ``probe_us`` includes the cost.
 
 Parameters that are not replicated are never touched: ZeRO-3, FSDP and tensor-parallel shards, pipeline stages, experts.
 """
@@ -35,15 +35,15 @@ EARLY_STEPS = 50
 EARLY_EVERY = 10
 EVERY = 50
 MOST = 1 << 16
-"""Elements of one parameter that are summed at one check; of a larger one each check sums the next part. PyTorch makes
-a double-precision copy of the reduced elements (``make_reduction`` in ReduceOpsUtils.h): 512 KiB."""
+"""Elements of one parameter summed per check; for a larger parameter, each check sums the next part. PyTorch makes a
+double-precision copy of the reduced elements (``make_reduction`` in ReduceOpsUtils.h): 512 KiB."""
 MOST_SHARE = 0.003
 RENEW_CHECKS = 20
 _KEPT = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _wrapped: list[Callable[[], Any]] = []
-"""Every DistributedDataParallel, while it lives."""
+"""Weak references to all DistributedDataParallel modules."""
 
 
 class _Taken(NamedTuple):
@@ -55,13 +55,13 @@ class _Taken(NamedTuple):
 
 
 def note_parallel(module: Any) -> None:
-    """Note a DistributedDataParallel that was made."""
+    """Register a new DistributedDataParallel module."""
     _wrapped[:] = [known for known in _wrapped if known() is not None]
     _wrapped.append(weakref.ref(module))
 
 
 def due(step: int) -> bool:
-    """Return whether checksums are computed after this update, on every rank alike."""
+    """Return whether checksums are computed after this update; the same on every rank."""
     return step % EARLY_EVERY == 0 and (step <= EARLY_STEPS or step % EVERY == 0)
 
 
@@ -93,7 +93,7 @@ class Replicas:
         self._off = False
 
     def take(self, step: int) -> None:
-        """Enqueue the checksums of this update, where they are due; an error ends checksums and nothing else."""
+        """Enqueue the checksums of this update, if due; an error only disables checksums."""
         if self._off or self._rank.world_size < 2 or not due(step):
             return
         if cuda_graphs.under_way or self._tracker.watchers or len(self._taken) == _KEPT:
@@ -184,7 +184,7 @@ def _part(tensor: Any, name: str, number: int) -> tuple[Any, str]:
 
 
 def _replicated(trained: Trained, world_size: int) -> list[tuple[str, Callable[[], Any]]]:
-    """List the parameters of which every rank has a copy of its own; empty where there are none, or it is not known."""
+    """List the parameters replicated on every rank; empty if there are none, or if unknown."""
     modules: list[tuple[str, Any, Any]] = []
     engine = trained.engine()
     if engine is not None:

@@ -1,4 +1,4 @@
-"""Sizes of the model that a rank computes with: a transient's size is compared with them."""
+"""Sizes of a rank's model, with which the size of a transient is compared."""
 
 import math
 from typing import Any, NamedTuple
@@ -7,18 +7,18 @@ from ..rank.trained import Trained
 
 
 class ModelSizes(NamedTuple):
-    """Figures of the model; 0 where they are not known."""
+    """Figures of the model; 0: unknown."""
 
     parameter_bytes: int = 0
     """One copy of the parameters as the model computes with them (ZeRO-3: gathered)."""
     trainable: int = 0
-    """Return the number of elements this rank's optimizer updates (its partition under ZeRO)."""
+    """Number of elements that this rank's optimizer updates (its partition under ZeRO)."""
     vocabulary: int = 0
-    """Return the size of the model's vocabulary."""
+    """Number of entries of the model's vocabulary."""
 
 
 def model_sizes(trained: Trained) -> ModelSizes:
-    """Measure the rank's model from its parameters' shapes; reads no tensor's values."""
+    """Return the sizes of a rank's model from its parameters' shapes, without reading tensor values."""
     model: Any = trained.model()
     parameters = list(model.parameters()) if model is not None else _of_optimizer(trained.primary)
     sizes = [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters]

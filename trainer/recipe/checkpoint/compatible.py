@@ -24,7 +24,7 @@ _CONSEQUENCES = {
 
 
 def position(saved: TrainState, now: TrainState, allow: Sequence[str], path: Path) -> tuple[TrainState, list[str]]:
-    """Return where the run goes on, and notes on what differs from an uninterrupted run.
+    """Return where the run continues, and notes on what differs from an uninterrupted run.
 
     Args:
         saved: the checkpoint's.

@@ -30,7 +30,7 @@ def _kill(commands: "Commands") -> None:
     kill.add_argument(
         "--rank", type=rank, action="append", default=[], metavar="R", help="this rank only; may be repeated"
     )
-    kill.add_argument("--signal", choices=SIGNALS, help="send this one only (default: INT, TERM, KILL in steps)")
+    kill.add_argument("--signal", choices=SIGNALS, help="send only this signal (default: INT, then TERM, then KILL)")
     kill.add_argument("--yes", "-y", action="store_true", help="do not ask")
 
 
@@ -53,5 +53,5 @@ def _cleanup(commands: "Commands") -> None:
     cleanup.add_argument(
         "--elsewhere",
         action="store_true",
-        help="also processes of other hosts' runs whose hub does not answer from here",
+        help="include processes of other hosts' runs whose hub is not reachable from this host",
     )

@@ -33,21 +33,21 @@ def _events(commands: "Commands") -> None:
     events = add_command(commands, "events", "events:show_events", "print the allocator events of a run's ranks")
     events.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
     events.add_argument("--rank", type=rank, metavar="R", help="this rank only (default: all)")
-    events.add_argument("--follow", "-f", action="store_true", help="go on as they come, until the run ends")
+    events.add_argument("--follow", "-f", action="store_true", help="print new events until the run ends")
     events.add_argument("--json", action="store_true", help="one JSON object a line, for scripts")
 
 
 def _oom(commands: "Commands") -> None:
     oom = add_command(commands, "oom", "oom:show_oom", "explain an out-of-memory error, with remedies")
     oom.add_argument("target", metavar="RUN|FILE", help="a run, a recording, or a PyTorch memory snapshot")
-    oom.add_argument("--rank", type=rank, metavar="R", help="of this rank only")
+    oom.add_argument("--rank", type=rank, metavar="R", help="this rank only (default: all)")
     oom.add_argument("--json", action="store_true", help="one JSON object for scripts (docs/protocol.md, oom_report)")
 
 
 def _snapshot(commands: "Commands") -> None:
     snapshot = add_command(commands, "snapshot", "snapshot:explore", "open a PyTorch memory snapshot, or compare two")
     snapshot.add_argument("file", metavar="FILE", help="what torch.cuda.memory._dump_snapshot wrote, gzip or not")
-    snapshot.add_argument("second", nargs="?", metavar="FILE2", help="a later one: show what it has more and less")
+    snapshot.add_argument("second", nargs="?", metavar="FILE2", help="a later snapshot: show the difference")
     printed = snapshot.add_mutually_exclusive_group()
     printed.add_argument("--json", action="store_true", help="one JSON object for scripts (docs/snapshot.md)")
     printed.add_argument("--text", action="store_true", help="lines of text, not the app")
@@ -64,7 +64,7 @@ def _capture(commands: "Commands") -> None:
     )
     add_run(capture)
     capture.add_argument(
-        "--rank", type=rank, action="append", default=[], metavar="R", help="of this rank (default: all); repeatable"
+        "--rank", type=rank, action="append", default=[], metavar="R", help="this rank (default: all); repeatable"
     )
 
 
@@ -74,7 +74,7 @@ def _stacks(commands: "Commands") -> None:
     stacks.add_argument(
         "--rank", type=rank, action="append", default=[], metavar="R", help="this rank; may be repeated"
     )
-    stacks.add_argument("--all-threads", action="store_true", help="all threads, not only the one that trains")
+    stacks.add_argument("--all-threads", action="store_true", help="all threads, not only the training thread")
     stacks.add_argument(
         "--native", action="store_true", help="native frames too, where py-spy is installed and allowed"
     )
@@ -84,8 +84,10 @@ def _stacks(commands: "Commands") -> None:
 def _console(commands: "Commands") -> None:
     console = add_command(commands, "console", "console:console", "run Python in the failing frame of a held rank")
     add_run(console)
-    console.add_argument("--rank", type=rank, required=True, metavar="R", help="the rank that is held")
-    console.add_argument("-c", "--code", metavar="CODE", help="run this and end (default: read what to run)")
+    console.add_argument("--rank", type=rank, required=True, metavar="R", help="a rank held at an out-of-memory error")
+    console.add_argument(
+        "-c", "--code", metavar="CODE", help="run this code and exit (default: read from standard input)"
+    )
 
 
 def _report(commands: "Commands") -> None:
@@ -93,8 +95,8 @@ def _report(commands: "Commands") -> None:
         commands, "report", "report:show_report", "show runs, sweeps and CSV files as charts and tables"
     )
     report.epilog = (
-        "Several stand in one picture where their axes are the same. Exit status: 0, or 2 for wrong usage. Figures and "
-        "CSV files of others: docs/report.md."
+        "Targets with the same axes share one chart. Exit status: 0, or 2 for wrong usage. Figures and the format of "
+        "CSV files: docs/report.md."
     )
     report.add_argument(
         "targets", nargs="+", metavar="RUN|SWEEP|FILE.csv", help="runs, recordings, results of sweeps, CSV files"
@@ -102,31 +104,32 @@ def _report(commands: "Commands") -> None:
     report.add_argument("--html", metavar="FILE", help="write one HTML file that opens offline")
     report.add_argument("--svg", metavar="FILE", help="write the charts as one picture")
     report.add_argument("--png", metavar="FILE", help="the same as PNG, with the extra ftmon[png]")
-    report.add_argument("--csv", metavar="FILE", help="write the rows, one a rank and phase")
+    report.add_argument("--csv", metavar="FILE", help="write the rows, one per rank and phase")
     report.add_argument("--parquet", metavar="FILE", help="the same as Parquet, where pyarrow is installed")
     report.add_argument("--json", action="store_true", help="one JSON object for scripts: what is drawn")
     report.add_argument(
         "--columns",
         metavar="NAME=COLUMN,...",
-        help="of CSV files: length=COLUMN and figures, such as allocated=gpu_{rank}_mib; also rank, iteration, unit",
+        help="columns of CSV files: length=COLUMN and figures such as allocated=gpu_{rank}_mib; also rank, iteration, "
+        "unit",
     )
-    report.add_argument("--price", type=price, metavar="P", help="of all GPUs together for an hour, for costs")
+    report.add_argument("--price", type=price, metavar="P", help="price of all GPUs together per hour, for costs")
     add_warm_up(report)
     add_ascii(report)
 
 
 def _compare(commands: "Commands") -> None:
     compare = add_command(
-        commands, "compare", "compare:show_comparison", "compare two runs or sweeps, with their noise in mind"
+        commands, "compare", "compare:show_comparison", "compare two runs or sweeps, relative to their noise"
     )
     compare.epilog = (
-        "The gate checks step time, the highest peak, reserved memory and loss. Exit status: 0, 1 when a regression "
-        "passes the gate, 2 for wrong usage. Method: docs/report.md."
+        "The gate checks step time, the highest peak, reserved memory and loss. Exit status: 0, 1 if a regression "
+        "exceeds the gate, 2 for wrong usage. Method: docs/report.md."
     )
     compare.add_argument("before", metavar="A", help="a run, a recording, or results of a sweep")
     compare.add_argument("after", metavar="B", help="another of the same kind")
     compare.add_argument(
-        "--gate", type=share, metavar="SHARE", help="regression that must be found, such as 3%%: exit status 1 then"
+        "--gate", type=share, metavar="SHARE", help="exit with status 1 on a larger regression, such as 3%%"
     )
     compare.add_argument("--json", action="store_true", help="one JSON object for scripts")
     add_warm_up(compare)

@@ -25,7 +25,7 @@ def add_command(
 
 
 def add_run(parser: argparse.ArgumentParser, *, optional: bool = False, more: str = "") -> None:
-    """Add the run that a command is about."""
+    """Add the positional argument ``RUN``."""
     parser.add_argument(
         "run", nargs="?" if optional else None, metavar="RUN", help=f"a run's identifier or its beginning{more}"
     )
@@ -40,26 +40,26 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def add_start_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every command that starts a run."""
-    parser.add_argument("--name", help="what the run is called")
+    parser.add_argument("--name", help="name of the run")
     parser.add_argument("--listen", metavar="HOST:PORT", help="also let other hosts attach, encrypted and by key")
     parser.add_argument("--no-allocator-events", action="store_true", help="do not sample the allocator's own trace")
-    parser.add_argument("--detach", action="store_true", help="start it and return at once")
+    parser.add_argument("--detach", action="store_true", help="start the run and return at once")
     parser.add_argument(
         "--on-oom",
         choices=("raise", "hold"),
         default="raise",
         help="hold: a rank waits in the frame in which an allocation failed until it is released. The other ranks wait "
-        "in their next collective, and give up after their process group's timeout (NCCL 10 min, gloo 30 min, "
+        "in their next collective, and fail after their process group's timeout (NCCL 10 min, gloo 30 min, "
         "DeepSpeed 10 min, or what the script sets)",
     )
     parser.add_argument(
-        "--allow-console", action="store_true", help="let 'ftmon console' run Python in a rank that is held"
+        "--allow-console", action="store_true", help="allow 'ftmon console' to run Python in a held rank"
     )
     parser.add_argument(
         "--hold-timeout",
         type=seconds,
         metavar="SECONDS",
-        help="release after this long without a person (default: never)",
+        help="release a held rank after this long (default: never)",
     )
     _add_hang_options(parser)
     _add_notify_options(parser)
@@ -67,7 +67,7 @@ def add_start_options(parser: argparse.ArgumentParser) -> None:
         "--stop-grace",
         type=seconds,
         metavar="SECONDS",
-        help="how long the run may take to end after SIGTERM, or after this command was killed, before it is killed "
+        help="time for the run to end after SIGTERM, or after this command was killed, before it is killed "
         "(default: 30)",
     )
     add_view_options(parser)
@@ -78,17 +78,18 @@ def _add_hang_options(parser: argparse.ArgumentParser) -> None:
         "--on-hang",
         choices=("warn", "stacks", "stop", "kill"),
         default="warn",
-        help="what to do about a hang that has stood for --hang-grace: an alert alone (default); write all stacks to a "
-        "file too; then interrupt the ranks, and kill what has not ended a minute later; or kill. Ends with status 193",
+        help="action on a hang that has lasted --hang-grace. warn: only the alert (default); stacks: also write all "
+        "stacks to a file; stop: also interrupt the ranks, and kill the rest a minute later; kill: also kill. stop and "
+        "kill end with status 193",
     )
     parser.add_argument(
-        "--hang-grace", type=seconds, metavar="SECONDS", help="how long a hang must have stood (default: 30)"
+        "--hang-grace", type=seconds, metavar="SECONDS", help="how long a hang must have lasted (default: 30)"
     )
     parser.add_argument(
         "--exit-timeout",
         type=seconds,
         metavar="SECONDS",
-        help="once a rank has finished, kill the rest after so long without progress (default: never). Ends with "
+        help="once a rank has finished, kill the others after this long without progress (default: never). Ends with "
         "status 194",
     )
 
@@ -99,18 +100,18 @@ def _add_notify_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TARGET",
-        help="notify of the run's events: a webhook's address, a shell command (the notice in JSON on its standard "
+        help="send notifications of the run's events to a webhook's URL, a shell command (JSON on its standard "
         "input), 'desktop', or 'terminal' for the terminal that shows the run; repeatable",
     )
     parser.add_argument(
-        "--notify-on", metavar="EVENTS", help="of finish,failure,hang,oom,nan, separated by commas (default: all)"
+        "--notify-on", metavar="EVENTS", help="events to notify of: any of finish,failure,hang,oom,nan (default: all)"
     )
 
 
 def add_view_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every command that shows a live run."""
     parser.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="lines of text, not the app")
-    parser.add_argument("--read-only", action="store_true", help="watch only: no stop and no kill from here")
+    parser.add_argument("--read-only", action="store_true", help="watch only: disable stop and kill in this app")
     add_ascii(parser)
 
 
@@ -129,5 +130,5 @@ def add_warm_up(parser: argparse.ArgumentParser) -> None:
         type=whole,
         default=5,
         metavar="N",
-        help="steps at a run's beginning that do not count (default: 5)",
+        help="ignore the first N steps of a run (default: 5)",
     )

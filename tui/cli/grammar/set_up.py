@@ -26,9 +26,9 @@ def _doctor(commands: "Commands") -> None:
 
 def _keys(commands: "Commands") -> None:
     keys = add_command(commands, "keys", "remote:manage_keys", "show and change which hosts may attach")
-    keys.add_argument("--allow", metavar="KEY", help="let this public key in")
-    keys.add_argument("--remark", default="", metavar="TEXT", help="whose it is, to remember")
-    keys.add_argument("--remove", metavar="KEY", help="let this public key in no more")
+    keys.add_argument("--allow", metavar="KEY", help="allow this public key to attach")
+    keys.add_argument("--remark", default="", metavar="TEXT", help="a note about the owner of the key")
+    keys.add_argument("--remove", metavar="KEY", help="revoke this public key")
 
 
 def _completion(commands: "Commands") -> None:

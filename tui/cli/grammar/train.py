@@ -25,7 +25,7 @@ def _predict(commands: "Commands") -> None:
         commands,
         "predict",
         "predict:predict",
-        "predict what memory a training step takes, without a GPU",
+        "predict the memory of a training step, without a GPU",
         usage="ftmon predict [options] CONFIG.yaml [key.sub=value ...] | --model M [options] | [options] -- COMMAND",
     )
     predict.set_defaults(command=[])
@@ -43,52 +43,62 @@ def _predict(commands: "Commands") -> None:
         "--ranks", type=positive, metavar="N", help="GPUs of the run (default: the configuration's, or 1)"
     )
     predict.add_argument(
-        "--sequence-length", type=lengths, metavar="S[,S...]", help="tokens (default: the configuration's, or 1024)"
+        "--sequence-length", type=lengths, metavar="S[,S...]", help="in tokens (default: the configuration's, or 1024)"
     )
     script = predict.add_argument_group("in place of CONFIG.yaml, for a script of your own")
     script.add_argument(
-        "--model", metavar="FOLDER|NAME|FILE", help="a folder with config.json, a name on the hub, or a file"
+        "--model",
+        metavar="FOLDER|NAME|FILE",
+        help="a folder with config.json, a name on the Hugging Face Hub, or a file",
     )
     script.add_argument("--deepspeed", metavar="FILE", help="DeepSpeed's configuration (default: bf16, ZeRO stage 0)")
-    script.add_argument("--micro-batch", type=positive, metavar="B", help="sequences a GPU (default: the file's, or 1)")
     script.add_argument(
-        "--accumulation", type=positive, metavar="A", help="micro-steps a step (default: the file's, or 1)"
+        "--micro-batch", type=positive, metavar="B", help="sequences per GPU (default: the file's, or 1)"
+    )
+    script.add_argument(
+        "--accumulation", type=positive, metavar="A", help="micro-steps per step (default: the file's, or 1)"
     )
     script.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, without use_reentrant")
     script.add_argument("--lora-rank", type=positive, metavar="R", help="LoRA on the linear layers, with peft")
     script.add_argument(
-        "--optimizer", choices=("deepspeed", "torch"), help="AdamW of DeepSpeed or of PyTorch, not the configuration's"
+        "--optimizer",
+        choices=("deepspeed", "torch"),
+        help="use DeepSpeed's or PyTorch's AdamW instead of the configuration's",
     )
     predict.add_argument(
         "--capacity",
         type=byte_size,
         metavar="SIZE",
-        help="what PyTorch may reserve on a GPU, such as 24GiB: does it fit?",
+        help="memory that PyTorch may reserve on a GPU, such as 24GiB; reports whether the step fits",
     )
     predict.add_argument(
-        "--data", action="store_true", help="read CONFIG.yaml's data set, too: which steps of an epoch do not fit"
+        "--data",
+        action="store_true",
+        help="also read CONFIG.yaml's data set and report which steps of an epoch do not fit",
     )
     predict.add_argument(
         "--largest",
         action="store_true",
-        help="search the largest sequence length and micro-batch that fit (minutes): each kind of GPU, or --capacity",
+        help="search the largest sequence length and micro-batch that fit each GPU, or --capacity (takes minutes)",
     )
     predict.add_argument(
         "--what-if",
         action="store_true",
-        help="predict changes, too (minutes), the cheapest that fits first",
+        help="also predict changes of the configuration, the cheapest that fits first (takes minutes)",
     )
     predict.add_argument("--gpu", metavar="NAME", help="the kind of GPU, such as 'A100 80 GB' (default: H200)")
-    predict.add_argument("--price", type=price, metavar="P", help="of a GPU hour, in any currency: what tokens cost")
+    predict.add_argument(
+        "--price", type=price, metavar="P", help="price of a GPU hour in any currency, for the cost of tokens"
+    )
     predict.add_argument("--json", action="store_true", help="one JSON object for scripts")
 
 
 def _demo(commands: "Commands") -> None:
-    demo = add_command(commands, "demo", "start:demo", "fine-tune a small model here and now, and watch it")
+    demo = add_command(commands, "demo", "start:demo", "fine-tune a small model and watch it")
     demo.add_argument(
         "--fault",
         metavar="KIND[:rank=R,step=S]",
-        help="make a real fault happen: spike, hang, slow, oom, crash or stop",
+        help="cause a real fault: spike, hang, slow, oom, crash or stop",
     )
     demo.add_argument("--steps", type=positive, metavar="N", help="optimizer steps to train")
     demo.add_argument(
@@ -102,8 +112,8 @@ def _demo(commands: "Commands") -> None:
 def _train(commands: "Commands") -> None:
     train = add_command(commands, "train", "start:train", "train with a configuration of your own, and watch it")
     train.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="the configuration")
-    train.add_argument("--print-config", action="store_true", help="write a commented default configuration and end")
-    train.add_argument("--push", metavar="REPOSITORY", help="upload the final model to the Hugging Face hub")
+    train.add_argument("--print-config", action="store_true", help="print a commented default configuration and exit")
+    train.add_argument("--push", metavar="REPOSITORY", help="upload the final model to the Hugging Face Hub")
     add_overrides(train)
     _no_predict(train)
     add_start_options(train)
@@ -111,22 +121,22 @@ def _train(commands: "Commands") -> None:
 
 def _no_predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--no-predict", action="store_true", help="do not predict the run's memory beside it, on GPUs, at idle priority"
+        "--no-predict", action="store_true", help="do not predict the run's memory in the background (GPU runs)"
     )
 
 
 def _sweep(commands: "Commands") -> None:
     sweep = add_command(commands, "sweep", "sweep:sweep", "measure many configurations, each in a run of its own")
     sweep.epilog = (
-        "Rows are kept in SWEEP.results.jsonl; the same command goes on where it was ended. Exit status: 0 every run "
-        "has its row, of whatever verdict; 1 the sweep ended before; 2 wrong usage or a sweep file that cannot be "
-        "used; 130 interrupted. The sweep file: docs/sweep.md."
+        "Rows are kept in SWEEP.results.jsonl; the same command resumes an interrupted sweep. Exit status: 0 every run "
+        "has a row, also failed ones; 1 the sweep ended early; 2 wrong usage or an invalid sweep file; 130 "
+        "interrupted. Format of the sweep file: docs/sweep.md."
     )
-    sweep.add_argument("sweep", metavar="SWEEP.yaml", help="what is varied, over what, within which budget")
-    sweep.add_argument("--output", metavar="FILE", help="where the rows go (default: SWEEP.results.jsonl beside it)")
-    sweep.add_argument("--plan", action="store_true", help="print what would be run, with predictions, and end")
+    sweep.add_argument("sweep", metavar="SWEEP.yaml", help="what is varied, over which values, within which budget")
+    sweep.add_argument("--output", metavar="FILE", help="file of the rows (default: SWEEP.results.jsonl beside it)")
+    sweep.add_argument("--plan", action="store_true", help="print the planned runs with predictions, and exit")
     sweep.add_argument(
-        "--fail-fast", action="store_true", help="what is likeliest to fail first; the first failure ends the sweep"
+        "--fail-fast", action="store_true", help="run likely failures first, and end at the first failure"
     )
     sweep.add_argument("--json", action="store_true", help="one JSON object at the end; progress on standard error")
     sweep.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="lines of text, not the app")
@@ -136,30 +146,32 @@ def _sweep(commands: "Commands") -> None:
 def _data(commands: "Commands") -> None:
     data = add_command(commands, "data", "data:check", "check what the model will see of the training data")
     parts = data.add_subparsers(metavar="ACTION", required=True)
-    check = add_command(parts, "check", "data:check", "show tokens, labels, lengths and what is wrong with the data")
-    check.add_argument("config", metavar="CONFIG.yaml", help="the configuration that a run would have")
+    check = add_command(parts, "check", "data:check", "show tokens, labels, lengths and problems of the data")
+    check.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration")
     check.add_argument("--json", action="store_true", help="one JSON object for scripts")
     check.add_argument("--samples", type=positive, default=3, metavar="N", help="records to show (default: 3)")
-    check.add_argument("--color", action="store_true", help="colours also where the output is no terminal")
+    check.add_argument("--color", action="store_true", help="use colours even if the output is not a terminal")
     check.epilog = (
-        "Exit status: 0 nothing found, 1 findings, 2 wrong usage, or a configuration that no training would start with "
-        "(such as an unusable chat template)."
+        "Exit status: 0 no problems, 1 problems found, 2 wrong usage or a configuration with which no training would "
+        "start (such as an unusable chat template)."
     )
     add_overrides(check)
 
 
 def _chat(commands: "Commands") -> None:
-    chat = add_command(commands, "chat", "chat:chat", "talk to a trained model, or to a checkpoint of a live run")
+    chat = add_command(commands, "chat", "chat:chat", "chat with a trained model, or with a checkpoint of a live run")
     chat.epilog = (
-        "With standard input from a pipe each line is a message of its own, and each answer one line (a line end in it "
-        "is written as \\n); --whole makes all of the input one message."
+        "With piped standard input, each line is a separate message and each answer one line (line ends in it are "
+        "written as \\n); --whole makes the entire input one message."
     )
     chat.add_argument("target", metavar="MODEL|RUN", help="a model's folder, an output folder, a checkpoint, or a run")
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
-    chat.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token (default: 0.7)")
-    chat.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that make P together")
-    chat.add_argument("--max-tokens", type=positive, metavar="N", help="longest answer (default: 512)")
-    chat.add_argument("--seed", type=int, metavar="N", help="of the sampling: the same answers again")
+    chat.add_argument("--temperature", type=float, metavar="T", help="0: always the most likely token (default: 0.7)")
+    chat.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the most likely tokens with total probability P"
+    )
+    chat.add_argument("--max-tokens", type=positive, metavar="N", help="maximum length of an answer (default: 512)")
+    chat.add_argument("--seed", type=int, metavar="N", help="seed of the sampling, for reproducible answers")
     chat.add_argument("--device", choices=("auto", "cpu", "cuda"), help="auto: a GPU; for a checkpoint, the CPU")
-    chat.add_argument("--whole", action="store_true", help="all of the piped input is one message")
-    chat.add_argument("--debug", action="store_true", help="show exactly which tokens are sent and received")
+    chat.add_argument("--whole", action="store_true", help="treat the entire piped input as one message")
+    chat.add_argument("--debug", action="store_true", help="show the tokens that are sent and received")

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from .parts import Commands
 
 _RUN_EPILOG = (
-    "Exit status: the training's own (128 + N where signal N killed it), or\n"
+    "Exit status: the training's own (128 + N if signal N killed it), or\n"
     + "\n".join(f"  {code}  {meaning}" for code, meaning in exits.OWN.items())
     + """
-Signals INT, TERM, HUP, USR1 and USR2 are passed on to the training. Without the app the run ends with this command:
-after SIGTERM, or when this command is killed, it has --stop-grace seconds, then it is killed. With --detach, or when
-the app is left, it goes on."""
+Signals INT, TERM, HUP, USR1 and USR2 are forwarded to the training. Without the app the run ends with this command:
+after SIGTERM, or when this command is killed, it has --stop-grace seconds, then it is killed. With --detach, or after
+leaving the app, it keeps running."""
 )
 
 
@@ -36,22 +36,22 @@ def _run(commands: "Commands") -> None:
         commands,
         "run",
         "start:run",
-        "watch a training script that knows nothing of ftmon",
+        "run an unmodified training script and watch it",
         usage="ftmon run [options] -- COMMAND ...",
     )
     run.epilog, run.formatter_class = _RUN_EPILOG, argparse.RawDescriptionHelpFormatter
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="such as: deepspeed train.py")
     run.add_argument(
-        "--join", metavar="FILE|RUN", help="be a part of a run begun on another host: its join.json, or its name"
+        "--join", metavar="FILE|RUN", help="join a run that was started on another host: its join.json, or its name"
     )
-    run.add_argument("--no-logs", action="store_true", help="leave the ranks' output where the script sends it")
+    run.add_argument("--no-logs", action="store_true", help="do not redirect the ranks' output")
     add_start_options(run)
 
 
 def _attach(commands: "Commands") -> None:
     attach = add_command(commands, "attach", "attach:attach", "watch a live run, with its whole history")
     add_run(attach, optional=True, more=", ssh://[USER@]HOST[:PORT][/RUN], or tcp://HOST:PORT (--listen)")
-    attach.add_argument("--key", metavar="KEY|FILE", help="for tcp://: the hub's public key, or a file that holds it")
+    attach.add_argument("--key", metavar="KEY|FILE", help="for tcp://: the hub's public key, or a file with it")
     add_view_options(attach)
 
 
@@ -60,21 +60,21 @@ def _relay(commands: "Commands") -> None:
         commands,
         "relay",
         "relay:relay",
-        "report where a run's sockets are, and wait for its end ('attach ssh://' runs it)",
+        "report a run's sockets and wait for its end (started by 'attach ssh://')",
     )
     add_run(relay, optional=True)
 
 
 def _replay(commands: "Commands") -> None:
-    replay = add_command(commands, "replay", "attach:replay", "play a recording")
+    replay = add_command(commands, "replay", "attach:replay", "replay a recording")
     replay.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
-    replay.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="print what happened as lines")
+    replay.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="lines of text, not the app")
     add_ascii(replay)
 
 
 def _ls(commands: "Commands") -> None:
     listing = add_command(commands, "ls", "runs:list_runs", "list live and recorded runs")
-    listing.add_argument("runs", nargs="*", metavar="FILE|RUN", help="these only (default: all of this user)")
+    listing.add_argument("runs", nargs="*", metavar="FILE|RUN", help="these runs only (default: all of this user)")
     listing.add_argument("--json", action="store_true", help="one JSON array for scripts")
 
 
@@ -85,8 +85,8 @@ def _status(commands: "Commands") -> None:
 
 
 def _logs(commands: "Commands") -> None:
-    logs = add_command(commands, "logs", "logs:show_logs", "print what the ranks of a run printed")
+    logs = add_command(commands, "logs", "logs:show_logs", "print the output of a run's ranks")
     logs.add_argument("run", metavar="FILE|RUN", help="a recording.sqlite, a run directory, or a run")
-    logs.add_argument("--rank", type=rank, metavar="R", help="of this rank only")
-    logs.add_argument("--text", default="", help="only lines that contain it")
-    logs.add_argument("--lines", "-n", type=positive, default=200, metavar="N", help="the last N (default: 200)")
+    logs.add_argument("--rank", type=rank, metavar="R", help="this rank only (default: all)")
+    logs.add_argument("--text", default="", help="only lines that contain this text")
+    logs.add_argument("--lines", "-n", type=positive, default=200, metavar="N", help="the last N lines (default: 200)")

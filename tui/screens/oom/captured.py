@@ -44,7 +44,7 @@ def file_of(oom: Oom, folder: Path | None) -> Path | None:
 def place_words(oom: Oom, folder: Path | None, model: RunModel) -> str:
     """Return where the snapshot is, or why there is none."""
     if not oom.snapshot:
-        return "none was captured" + ("" if oom.measure == "cuda" else ": the CPU has no allocator that records")
+        return "none was captured" + ("" if oom.measure == "cuda" else ": the CPU's allocator keeps no trace")
     name = sanitize(oom.snapshot, 300)
     if file_of(oom, folder) is not None:
         return f"{folder}/{name}: 2 opens its timeline and live stacks, 4 the segment map"

@@ -34,7 +34,7 @@ class ReleaseDialog(CommandDialog):
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that would be let go."""
+        """The ranks that would be released."""
         if not self.all_of_them:
             return [self.case.oom.rank]
         return sorted({case.oom.rank for case in held_cases(self.app_state.model)} | {self.case.oom.rank})
@@ -64,10 +64,10 @@ class ReleaseDialog(CommandDialog):
         model = self.app_state.model
         told = [
             "The error is raised in the failing frame, as it would have been without ftmon. A script that catches it "
-            "goes on; otherwise the rank ends. The console in it ends with it."
+            "continues; otherwise the rank ends. Its console is closed."
         ]
         if model.info.framework == "deepspeed" or model.info.kind in ("demo", "train"):
-            told.append("When a rank ends, DeepSpeed's launcher ends every rank of its node: the run is over then.")
+            told.append("When a rank ends, DeepSpeed's launcher ends every rank of its node, and the run ends.")
         elif model.world_size > 1:
             told.append("When a rank ends, the others wait in their next collective until its timeout, or are ended.")
         return told

@@ -29,11 +29,11 @@ class OomScreen(MonitorScreen):
 
     NAME = "out of memory"
     WHAT = (
-        "An allocation that failed: why, judged from the numbers of that moment; what to try, in order, with the bytes "
-        "it would free; the figures, the batch against the largest so far, all ranks then, and where it failed. 2 to 4 "
-        "open the memory snapshot captured then. Of a run started with --on-oom hold the rank waits in the failing "
-        "frame: r releases it, k kills; with --allow-console too, c is a console in that frame. w predicts which "
-        "changes of a run of ftmon's own trainer fit."
+        "A failed allocation: its cause, judged from the figures at that moment; what to try, in order, with the bytes "
+        "it would free; the figures, the batch compared with the largest so far, the state of all ranks, and where it "
+        "failed. 2 to 4 open the memory snapshot captured then. In a run started with --on-oom hold, the rank waits in "
+        "the failing frame: r releases it, k kills it; with --allow-console, c opens a console in that frame. w "
+        "predicts which changes fit, for runs of ftmon's trainer."
     )
     TITLE_LINES = 1
     LEGEND = ("states",)
@@ -43,10 +43,12 @@ class OomScreen(MonitorScreen):
         key("down", "scroll(1)", "down", "one line down", show=False),
         key("pageup", "page(-1)", "page up", "a screen up", show=False),
         key("pagedown", "page(1)", "page down", "a screen down", show=False),
-        key("c,5", "console", "console", "run code in the failing frame of a rank that is held", bar="c"),
+        key("c,5", "console", "console", "run code in the failing frame of a held rank", bar="c"),
         key("r", "release", "release", "release a held rank; asks first"),
         key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
-        key("w", "what_if", "what if", "predict which changes fit, each by a dry run of this job; again: cancel"),
+        key(
+            "w", "what_if", "what if", "predict which changes fit, each by a dry run of this job; press again to cancel"
+        ),
         key("2", "explore('stacks')", "stacks", "the timeline of that moment's snapshot, and what was live", bar="2"),
         key("3", "explore('blocks')", "blocks", "the largest blocks of it", show=False),
         key("4", "explore('segments')", "segments", "the map of its segments and blocks", bar="4"),
@@ -220,7 +222,7 @@ class OomScreen(MonitorScreen):
         self.tick()
 
     def action_what_if(self) -> None:
-        """Predict the changes that would fit; while that goes on, cancel it."""
+        """Predict the changes that would fit, or cancel a prediction in progress."""
         case, app_state = self.case, self.app_state
         if case is None:
             return

@@ -36,7 +36,7 @@ def job_of(app_state: AppState, case: OomCase) -> JobOfRun | str:
     if model.info.kind and model.info.kind not in _OWN:
         command = " ".join(model.info.command) or "COMMAND"
         return (
-            "the model and the configuration of a script that is not ftmon's are not known here: "
+            "the model and configuration of a script other than ftmon's trainer are unknown here: "
             f"ftmon predict --what-if -- {sanitize(command, 200)}, or --model and --deepspeed"
         )
     rank = model.ranks.get(oom.rank)
@@ -56,7 +56,7 @@ def job_of(app_state: AppState, case: OomCase) -> JobOfRun | str:
 
 
 def begin(app_state: AppState, case: OomCase) -> DryRuns | str:
-    """Begin the dry runs of an error's job; return why they cannot be, in one line, where that is so."""
+    """Start the dry runs of an error's job; return the reason in one line if they cannot start."""
     job = job_of(app_state, case)
     if isinstance(job, str):
         return job

@@ -8,8 +8,8 @@ from ..help import HelpScreen
 _FIGURES = (
     ("alloc", "blocks the program holds, rounding included"),
     ("active", "the same, and freed blocks that wait for a stream"),
-    ("req", "what the program asked for, of active blocks"),
-    ("rsvd", "segments got from the driver"),
+    ("req", "sizes that the program requested, of active blocks"),
+    ("rsvd", "segments obtained from the driver"),
 )
 
 

@@ -19,14 +19,14 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
 
     NAME = "memory snapshot"
     WHAT = (
-        "The curves are allocated and reserved memory after each entry of the allocator's trace. The list is as of the "
-        "cursor: 1 what is live, by the stack that allocated it; 2 the largest blocks; 3 what came and went since the "
-        "mark; 4 the segments and how full they are; 5 fragmentation and the out-of-memory error in words; 6, with two "
-        "files, what the second has more or less than the first."
+        "The curves are allocated and reserved memory after each entry of the allocator's trace. The list shows the "
+        "state at the cursor: 1 live memory by allocating stack; 2 the largest blocks; 3 allocations and frees since "
+        "the mark; 4 the segments and how full they are; 5 fragmentation and the out-of-memory error in words; 6, with "
+        "two files, the difference between them."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
-        key("left", "column(-1)", "cursor", "the cursor one column back", bar="← →"),
-        key("right", "column(1)", "cursor on", "the cursor one column on", show=False),
+        key("left", "column(-1)", "cursor", "move the cursor one column back", bar="← →"),
+        key("right", "column(1)", "cursor on", "move the cursor one column forward", show=False),
         key("up", "row(-1)", "up", "one row up", show=False),
         key("down", "row(1)", "down", "one row down", show=False),
         key("enter", "branch", "open", "open or close a branch of the tree"),
@@ -40,7 +40,7 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         key("tab", "view(1)", "view", "the next view"),
         key("1", "show('stacks')", "stacks", "live stacks", show=False),
         key("2", "show('blocks')", "blocks", "the largest blocks", show=False),
-        key("3", "show('between')", "between", "what came and went between mark and cursor", show=False),
+        key("3", "show('between')", "between", "allocations and frees between mark and cursor", show=False),
         key("4", "show('segments')", "segments", "segments and blocks", show=False),
         key("5", "show('report')", "report", "fragmentation and out of memory in words", show=False),
         key("6", "show('difference')", "difference", "the difference of two files", show=False),

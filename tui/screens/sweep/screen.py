@@ -21,20 +21,20 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
 
     NAME = "sweep"
     WHAT = (
-        "Each line is a configuration: its axes, the highest peak of any rank and phase, how far the prediction was "
-        "off, the time of a step. A run that failed says how. The curve shows measured and predicted peaks over the "
-        "axis with whole numbers. The sweep goes on when this screen is left."
+        "Each line is a configuration: its axes, the highest peak of any rank and phase, the error of the prediction, "
+        "the step time. A failed run shows how it failed. The curve shows measured and predicted peaks over the "
+        "integer axis. The sweep continues after you leave this screen."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         key("up", "scroll(1)", "up", "one line up", bar="↑ ↓"),
         key("down", "scroll(-1)", "down", "one line down", show=False),
         key("pageup", "scroll(10)", "page up", "ten lines up", show=False),
         key("pagedown", "scroll(-10)", "page down", "ten lines down", show=False),
-        key("S", "stop", "end the sweep", "end the run that is under way and the sweep; the same command goes on"),
+        key("S", "stop", "end the sweep", "end the current run and the sweep; the same command resumes it"),
         key("t", "app.theme", "theme", "light or dark", show=False),
         key("ctrl+p", "app.command_palette", "commands", "every action by name", show=False),
         key("question_mark", "app.help", "help", "explain this screen, its signs and keys"),
-        key("q", "app.detach", "leave", "leave; the sweep goes on"),
+        key("q", "app.detach", "leave", "leave; the sweep continues"),
     ]
 
     def __init__(self, app_state: AppState, model: SweepModel) -> None:
@@ -72,5 +72,5 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
         if plan is not None and self.model.alive:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(plan.process.pid, signal.SIGINT)
-            self.app_state.say("the sweep ends; its rows stay, and the same command goes on")
+            self.app_state.say("the sweep ends; its rows are kept, and the same command resumes it")
         self.tick()

@@ -163,38 +163,38 @@ def _verdict(asked: int, device_free: int, usable: list[Piece], reserved: int, t
     in_one_piece_enough = matters(free, reserved) and free + device_free >= to_come
     if free >= asked > largest_free and in_one_piece_enough:
         expandable = any(piece.expandable for piece in usable)
-        remedy = "" if expandable else "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True would let them be one"
+        remedy = "" if expandable else "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True would join them"
         return "fragmentation", (
-            f"fragmentation: {gib(asked)} was asked for and {gib(free)} of reserved memory was free, but in {pieces:,} "
+            f"fragmentation: {gib(asked)} was requested and {gib(free)} of reserved memory was free, but in {pieces:,} "
             f"pieces of at most {gib(largest_free)}{remedy}"
         )
     if device_free >= asked:
         return "limit", (
-            f"a limit on this process, not a full device: {gib(asked)} was asked for while the device had "
-            f"{gib(device_free)} free; with {gib(reserved)} reserved it would have passed a limit such as "
+            f"a limit on this process, not a full device: {gib(asked)} was requested while the device had "
+            f"{gib(device_free)} free; with {gib(reserved)} reserved it would have exceeded a limit such as "
             f"torch.cuda.set_per_process_memory_fraction sets (less likely, the driver could not map that much)"
         )
     short = asked - device_free - free
     also = f" and {gib(free)} of reserved memory, at most {gib(largest_free)} of it in one piece" if free else ""
     if short <= 0 and to_come > free + device_free:
         return "too_large", (
-            f"too large: {gib(asked)} was asked for, {gib(device_free)} of the device was free{also}: even in one "
-            f"piece it would not have sufficed for the optimizer states still to come, some {gib(to_come)} by those "
-            "made so far"
+            f"too large: {gib(asked)} was requested, {gib(device_free)} of the device was free{also}: even in one "
+            f"piece it would not have sufficed for the missing optimizer states, about {gib(to_come)} judging by "
+            "those created so far"
         )
     if short <= 0 and not matters(free, reserved):
         return "too_large", (
-            f"too large: {gib(asked)} was asked for, {gib(device_free)} of the device was free{also}: even in one "
+            f"too large: {gib(asked)} was requested, {gib(device_free)} of the device was free{also}: even in one "
             f"piece it would have served little more than this request, with {gib(reserved - free)} of "
             f"{gib(reserved)} reserved in use"
         )
     if short <= 0:
         return "fragmentation", (
-            f"fragmentation: {gib(asked)} was asked for; {gib(device_free)} of the device was free{also}: enough "
-            "together, but never in one piece; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets them be one"
+            f"fragmentation: {gib(asked)} was requested; {gib(device_free)} of the device was free{also}: enough "
+            "in total, but not in one piece; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True would join them"
         )
     return "too_large", (
-        f"too large: {gib(asked)} was asked for, but only {gib(device_free)} of the device was free{also}: "
+        f"too large: {gib(asked)} was requested, but only {gib(device_free)} of the device was free{also}: "
         f"{gib(short)} short"
     )
 
@@ -205,11 +205,11 @@ def _holder(replay: Replay, index: int, allocated: int) -> str:
     share = most.bytes / allocated * 100
     times = f" in {most.blocks:,} blocks" if most.blocks > 1 else ""
     where = place(replay.snapshot, stack)
-    return f"The most is held by {where}: {gib(most.bytes)}{times}, {share:.0f} % of what is allocated"
+    return f"Largest holder: {where}: {gib(most.bytes)}{times}, {share:.0f} % of allocated memory"
 
 
 def place(snapshot: Snapshot, stack: int) -> str:
-    """Name a stack in one phrase: its innermost call, and the innermost one of the person's own code."""
+    """Name a stack in one phrase: its innermost call, and the innermost call in user code."""
     frames = snapshot.frames_of(stack)
     if not frames:
         return NO_STACK
