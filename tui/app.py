@@ -287,7 +287,7 @@ class FtmonApp(App[None]):
             self.show(JobsScreen(self.app_state))
 
     def action_oom(self, rank: int | None = None) -> None:
-        """Open the out-of-memory errors: that rank's latest, or the one that is most likely meant."""
+        """Open the out-of-memory errors: that rank's latest, or the most relevant one."""
         from .screens.oom.screen import OomScreen
 
         if self.app_state.model.ooms:

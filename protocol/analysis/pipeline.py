@@ -1,4 +1,4 @@
-"""All detectors behind one door. Pure: every time is passed in, nothing is read or written, no thread.
+"""One interface to all detectors. Pure: times are passed in; no I/O, no threads.
 
 How the hub uses it, with the rank tracker that it reads::
 
@@ -14,7 +14,7 @@ How the hub uses it, with the rank tracker that it reads::
     twice a second:          send(tracker.tick(now)); send(detectors.tick(now))
     when the job ended:      send(tracker.ended(now, state, exit_code, text)); send(detectors.tick(now))
 
-The hub's own messages (states, alerts) may be fed too; they are passed over.
+The hub's own messages (states, alerts) may be fed too; they are ignored.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -83,7 +83,7 @@ class Detectors:
         self._begin()
 
     def _begin(self) -> None:
-        """Make what looks at the ranks of one job; what looks at the hosts and at the monitor itself stays."""
+        """Create the detectors for the ranks of one job; those for hosts and for the monitor are kept."""
         self._asks = DiagnosticRequests()
         self._causes = KnownCauses()
         self._spike = SpikeDetector(self._causes, self._asks)
@@ -222,7 +222,7 @@ class Detectors:
 
     def _step(self, t: float, step: Step) -> list[Alert]:
         self._moments.step(step)
-        # Seven looks at each of up to 20,000 steps a second: lists are joined only where one is not empty.
+        # Seven detectors, up to 20,000 steps a second: lists are joined only if one is not empty.
         alerts: list[Alert] = []
         if self._store.past:
             alerts += self._store.resolve_past(t, "A later job of the run has made a step since.")

@@ -190,7 +190,7 @@ async def test_help_explains_the_screen_in_view(source: ReplaySource) -> None:
         assert "Every rank of the run" in shown(app)
         assert "the run's highest peak" in shown(app)
         await pilot.press("escape", "a", "question_mark")
-        assert "What ftmon found" in shown(app)
+        assert "Alerts: spikes" in shown(app)
 
 
 async def test_z_switches_between_the_device_and_the_runs_peak_and_says_so(source: ReplaySource) -> None:

@@ -55,7 +55,7 @@ class PortWatch:
         who = sanitize(holder.words) if holder is not None else ""
         name = f"port {port}" if port else "a port"
         by = "the launcher" if rank < 0 else f"rank {rank}"
-        title = f"{name} is taken" + (f" by {who}" if who else ", nobody holds it any more" if port else "")
+        title = f"{name} is taken" + (f" by {who}" if who else ", no process holds it any more" if port else "")
         fix = (
             "Give the job another port: 'deepspeed --master_port PORT', 'torchrun --master-port PORT' (or torchrun "
             "--standalone, which finds a free one), 'accelerate launch --main_process_port PORT'"

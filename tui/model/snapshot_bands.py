@@ -1,4 +1,4 @@
-"""What was recorded beside a trace as bands over its entries: ftmon's steps and phases, named spans, user metadata."""
+"""Bands over the entries of a trace: ftmon's steps and phases, named spans, user metadata."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
@@ -11,23 +11,23 @@ from ...protocol.snapshot.model import OWN_SPAN, Annotation
 from ...protocol.telemetry import PHASES
 
 MOST_BANDS = 20_000
-"""Bands of a row; a profiler's annotations may be more, and no screen could show them."""
+"""Maximum number of bands per row; a profiler may record more annotations than a screen can show."""
 
 
 class Band(NamedTuple):
-    """A stretch of the trace, from the state right after entry ``first`` to that right after ``last``."""
+    """A part of the trace, from the state after entry ``first`` to that after ``last``."""
 
     first: int
     last: int
     name: str
     phase: str = ""
-    """The phase it is, where it is one of ftmon's."""
+    """Name of the phase, if it is one of ftmon's."""
 
 
 def bands_of(replay: Replay) -> list[list[Band]]:
-    """List the bands of a device, the row of phases first; rows without any are left out.
+    """List the bands of a device, the row of phases first; empty rows are omitted.
 
-    Of nested spans the outermost are drawn; the text names those at the cursor.
+    Only the outermost of nested spans are drawn; the text names all at the cursor.
     """
     spans = [span for span in replay.snapshot.annotations if span.device == replay.device]
     own = [span for span in spans if span.name.startswith(OWN_SPAN)]
@@ -39,7 +39,7 @@ def bands_of(replay: Replay) -> list[list[Band]]:
 
 
 def _row(replay: Replay, spans: Iterable[Annotation]) -> list[Band]:
-    """Turn times into entries; what lies outside of the trace is left out."""
+    """Convert times into entries; spans outside the trace are omitted."""
     times = columns(replay.trace.times, "q")
     if not replay.entries or not times[0]:
         return []
@@ -53,7 +53,7 @@ def _row(replay: Replay, spans: Iterable[Annotation]) -> list[Band]:
 
 
 def _outermost(spans: list[Annotation]) -> list[Annotation]:
-    """Keep spans that lie in no other; where one holds all the others, what lies right in it."""
+    """Return the spans that are not inside another; if one contains all others, those directly inside it."""
     # By their beginnings, longer ones first: as long as the first reaches furthest, it holds all that follow.
     furthest = max((span.end_us for span in spans[1:]), default=0)
     first = 0

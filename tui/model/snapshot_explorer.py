@@ -20,22 +20,22 @@ from .snapshot_bands import Band, bands_of
 
 VIEWS = ("stacks", "blocks", "between", "segments", "report", "difference")
 NARROWEST_WINDOW = 16
-"""Moments that the timeline shows at the least."""
+"""Minimum number of moments shown by the timeline."""
 
 
 def spare_the_collector() -> None:
-    """Let the garbage collector leave what was opened alone, and come less often: moves make many small dictionaries.
+    """Exclude existing objects from garbage collection, and make it rarer: moves create many small dictionaries.
 
-    For a process that only explores: nothing of a snapshot is in a cycle.
+    For a process that only explores: no object of a snapshot is part of a cycle.
     """
     gc.freeze()
     gc.set_threshold(200_000, 20, 20)
 
 
 class Explorer:
-    """The state of the explorer; plain, without Textual.
+    """The state of the explorer, without Textual.
 
-    A moment is the index of a trace entry, -1 for the one before the first. ``first`` and ``last`` are the moments at
+    A moment is the index of a trace entry; -1 is the moment before the first. ``first`` and ``last`` are the moments at
     the timeline's edges.
     """
 
@@ -48,7 +48,7 @@ class Explorer:
         self.opened: dict[tuple[tuple[int, ...], ...], bool] = {}
         """Branches that were opened or closed by hand, by their path."""
         self.version = 0
-        """Grows with every change of what is to be drawn."""
+        """Incremented with every visible change."""
         self._number = next((number for number, replay in enumerate(replays) if replay.ooms), 0)
         self._trees: dict[bool, StackTree] = {}
         self._bands: dict[int, list[list[Band]]] = {}
@@ -65,7 +65,7 @@ class Explorer:
 
     @property
     def views(self) -> tuple[str, ...]:
-        """The views there are: that of a difference only with a second file."""
+        """The available views; the difference requires a second file."""
         return VIEWS if self.before else VIEWS[:-1]
 
     @property
@@ -89,7 +89,7 @@ class Explorer:
         self._begin()
 
     def move(self, moment: int) -> None:
-        """Put the cursor on a moment; the timeline follows when that is out of view."""
+        """Put the cursor on a moment; the timeline scrolls if it is out of view."""
         self.cursor = max(-1, min(moment, self.replay.last))
         if not self.first <= self.cursor <= self.last:
             width = self.last - self.first
@@ -112,7 +112,7 @@ class Explorer:
         self.version += 1
 
     def show(self, view: str) -> None:
-        """Choose the view."""
+        """Select a view."""
         if view in self.views:
             self.view = view
             self.version += 1
@@ -147,7 +147,7 @@ class Explorer:
         return self._difference[key]
 
     def tree(self) -> Node:
-        """Weigh the tree of stacks at the cursor."""
+        """Return the tree of stacks at the cursor, with bytes."""
         tree = self._trees.get(self.fold)
         if tree is None or tree.snapshot is not self.replay.snapshot:
             tree = self._trees[self.fold] = StackTree(self.replay.snapshot, self.fold)
@@ -164,13 +164,13 @@ class Explorer:
 
     @property
     def bands(self) -> list[list[Band]]:
-        """What was recorded beside the trace of the device in view, as rows of bands."""
+        """Rows of bands recorded with the current device's trace."""
         if self._number not in self._bands:
             self._bands[self._number] = bands_of(self.replay)
         return self._bands[self._number]
 
     def annotation_words(self) -> str:
-        """Name the recorded spans that the cursor is in, outermost first, and the entry's own note."""
+        """Return the names of the spans at the cursor, outermost first, and the entry's own note."""
         replay = self.replay
         time = replay.time_of(self.cursor)
         if self._number not in self._spans:
@@ -183,6 +183,6 @@ class Explorer:
         return " > ".join(names[-4:])
 
     def seconds(self) -> float | None:
-        """Return the cursor's time since the first entry, seconds; None where times were not recorded."""
+        """Return the cursor's time since the first entry, seconds; None if times were not recorded."""
         now, begin = self.replay.time_of(self.cursor), self.replay.time_of(0)
         return (now - begin) / 1e6 if now and begin else None

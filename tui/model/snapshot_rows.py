@@ -1,4 +1,4 @@
-"""The rows of each view of the explorer, from its state: what a list then draws."""
+"""Builds the rows of each view of the explorer from its state."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,17 +17,17 @@ from .snapshot_explorer import Explorer
 MOST_BLOCKS = 500
 _OPEN_FOUND_FROM = 0.001
 _OPEN_FROM = 0.02
-"""A branch is open at first when it holds this share of everything, unless all below it is library code."""
+"""A branch is initially open if it has at least this share of all bytes, unless it contains only library code."""
 
 
 class Row(NamedTuple):
-    """One line: figures, words, and for a branch of the tree where it is and whether it is open."""
+    """One line: figures, text, and for a branch of the tree its path and whether it is open."""
 
     words: str
     size: int | None = None
     blocks: int = 0
     share: float = 0.0
-    """Of everything, 0 to 1."""
+    """Share of all bytes, 0 to 1."""
     depth: int = 0
     path: tuple[tuple[int, ...], ...] = ()
     branch: bool = False
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 class Rows(Sequence[Row]):
-    """Rows that are made when they are shown: of thousands a screen shows a few dozen."""
+    """Rows that are built when they are shown: a screen shows only a few dozen of thousands."""
 
     def __init__(self, parts: Sequence[Any], make: Callable[[Any], Row]) -> None:
         self._parts, self._make = parts, make
@@ -53,18 +53,18 @@ class Rows(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        """Make a row, or several."""
+        """Build a row, or several."""
         if isinstance(index, slice):
             return [self._make(part) for part in self._parts[index]]
         return self._make(self._parts[index])
 
 
 def rows_of(explorer: Explorer, width: int) -> Sequence[Row]:
-    """List the rows of the view that is chosen.
+    """List the rows of the selected view.
 
     Args:
         explorer: the state.
-        width: cells a row has, to break sentences at.
+        width: cells per row, at which sentences are wrapped.
     """
     if explorer.view == "stacks":
         return _stacks(explorer)
@@ -96,7 +96,7 @@ def _stacks(explorer: Explorer) -> Sequence[Row]:
 
 
 def _branches(explorer: Explorer, node: Node, path: tuple[Key, ...], depth: int, total: int) -> Iterator[_Branch]:
-    # While a search is on, all it found is open, but for branches that hold next to nothing.
+    # During a search, all matches are open, except for branches with very little memory.
     open_from = total * (_OPEN_FOUND_FROM if explorer.find else _OPEN_FROM)
     for child in node.ordered():
         below = (*path, child.frames)

@@ -1,4 +1,4 @@
-"""The stacks of all ranks as rows: ranks that are at the same place together, the largest group first."""
+"""The stacks of all ranks as rows, grouped by equal stacks, the largest group first."""
 
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
@@ -11,7 +11,7 @@ RowKind = Literal["group", "frame", "thread", "native"]
 
 
 class Row(NamedTuple):
-    """One line. ``ranks`` are those of its group."""
+    """One line. ``ranks`` are the ranks of its group."""
 
     kind: RowKind
     text: str
@@ -21,13 +21,12 @@ class Row(NamedTuple):
 def rows(
     stacks: Mapping[int, Stacks], native: Mapping[int, Stacks] | None = None, unfolded: Collection[int] = ()
 ) -> list[Row]:
-    """Lay out the stacks: a head for each group, then its training thread's frames, innermost first.
+    """Return the rows: a head for each group, then its training thread's frames, innermost first.
 
     Args:
         stacks: the latest stacks by rank, as faulthandler writes them.
-        native: what py-spy read, by rank.
-        unfolded: ranks that are shown with all threads, and with native frames where there are any, in place of the
-            frames of their group.
+        native: stacks read by py-spy, by rank.
+        unfolded: ranks shown with all threads, and native frames if available, instead of their group's frames.
     """
     found: list[Row] = []
     for group in python_stacks.group({rank: (one.text, one.thread) for rank, one in stacks.items()}):

@@ -1,4 +1,4 @@
-"""A run's state as plain data, for scripts: bytes, seconds, and seconds since the epoch."""
+"""A run's state as JSON values, for scripts: bytes, seconds, and seconds since the epoch."""
 
 from typing import Any
 
@@ -94,7 +94,7 @@ def _evaluations_left(model: RunModel) -> int | None:
 
 
 def _whole(value: Any) -> Any:
-    """Return a struct as a map with all its fields, those at their default too."""
+    """Return a struct as a map with all its fields, including those with default values."""
     if isinstance(value, msgspec.Struct):
         return {name: _whole(each) for name, each in msgspec.structs.asdict(value).items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""A sweep as its screen shows it: plain state made of the results file, again whenever the file has grown."""
+"""State of a sweep for its screen, rebuilt from the results file whenever the file has grown."""
 
 import time
 from pathlib import Path
@@ -35,13 +35,13 @@ class TableRow(NamedTuple):
 
     cells: list[str]
     verdict: str
-    """A row's, ``running``, or ``planned``."""
+    """The row's verdict, ``running``, or ``planned``."""
     text: str
-    """In place of the figures, for one that failed or is yet to come."""
+    """Text instead of the figures, for failed and planned configurations."""
 
 
 class Dots(NamedTuple):
-    """What the curve shows: peaks in bytes by the axis's value."""
+    """Data of the curve: peaks in bytes by the axis's value."""
 
     axis: str
     measured: list[tuple[int, float]]
@@ -64,10 +64,10 @@ class SweepModel:
         self._size = -1
 
     def refresh(self) -> bool:
-        """Read the file again if it has grown; whether it had.
+        """Read the file again if it has grown; return whether it had.
 
         Raises:
-            ResultsError: it is no results file.
+            ResultsError: it is not a results file.
         """
         try:
             size = self.path.stat().st_size
@@ -80,18 +80,18 @@ class SweepModel:
 
     @property
     def rows(self) -> list[Row]:
-        """Answers so far."""
+        """Number of completed rows."""
         return list(self.results.answered().values()) if self.results else []
 
     @property
     def alive(self) -> bool:
-        """Whether the process of the newest session lives."""
+        """Whether the process of the latest session lives."""
         plan = self.results.plan if self.results else None
         return plan is not None and self.results is not None and self.results.end is None and is_alive(plan.process)
 
     @property
     def state(self) -> str:
-        """``predicting``, ``running``, ``killed``, or how the newest session ended."""
+        """``predicting``, ``running``, ``killed``, or how the latest session ended."""
         if self.results is None or self.results.plan is None:
             return "predicting"
         if self.results.end is not None:
@@ -100,27 +100,27 @@ class SweepModel:
 
     @property
     def total(self) -> int:
-        """Runs of the plan; 0 for a search, whose runs are not known beforehand."""
+        """Number of planned runs; 0 for a search, whose number of runs is not known in advance."""
         plan = self.results.plan if self.results else None
         if plan is None or (plan.search is not None and plan.search.goal != "fastest"):
             return 0
         return len(plan.runs) * plan.repeats
 
     def used_seconds(self, now: float) -> float:
-        """Return the wall-clock time of all sessions; that of the running one goes on."""
+        """Return the wall-clock time of all sessions, including the running one, seconds."""
         if self.results is None:
             return 0.0
         return self.results.seconds_used() + (max(0.0, now - self.results.last_time) if self.alive else 0.0)
 
     def left(self, now: float) -> Remaining | None:
-        """Return what is left of the budget; None before the plan."""
+        """Return the remaining budget; None before the plan."""
         plan = self.results.plan if self.results else None
         if plan is None:
             return None
         return left(plan.budget, self.used_seconds(now), self.rows, max(0, self.total - len(self.rows)))
 
     def counts(self) -> str:
-        """Return how many runs came to what, failures by name: ``2 out of memory, 1 hung``."""
+        """Return the number of runs by verdict: ``2 out of memory, 1 hung``."""
         found = verdicts(self.rows)
         return ", ".join(f"{count} {VERDICTS[verdict]}" for verdict, count in found.items() if verdict != "done")
 
@@ -131,7 +131,7 @@ class SweepModel:
 
     @property
     def _wanted(self) -> list[str]:
-        """Figures that the sweep file names; none: the usual ones."""
+        """Figures named in the sweep file; empty: the default ones."""
         plan = self.results.plan if self.results else None
         return plan.columns if plan is not None else []
 
@@ -141,7 +141,7 @@ class SweepModel:
         return [*(names[axis] for axis in self.axes), *(self._wanted or ("peak", "predicted", "ms/step", "phase"))]
 
     def table(self, now: float) -> list[TableRow]:
-        """Return a line for each configuration: measured ones, the one that runs, those to come."""
+        """Return a line for each configuration: measured, running, planned."""
         if self.results is None:
             return []
         pooled = {key_of(one.settings): one for one in pool(self.rows)}
@@ -163,7 +163,7 @@ class SweepModel:
         return lines
 
     def dots(self) -> Dots | None:
-        """Return what is drawn over the axis with whole numbers; None without one."""
+        """Return the data to draw over the integer axis; None without one."""
         settings = [row.settings for row in self.rows]
         plan = self.results.plan if self.results else None
         planned = list(plan.runs) if plan else []
@@ -204,7 +204,7 @@ class SweepModel:
         return [value_text(settings.get(axis)) for axis in self.axes]
 
     def title(self) -> str:
-        """Return the sweep's name and what runs now."""
+        """Return the sweep's name and the current run."""
         if self.results is None:
             return self.path.name
         running = self.results.running if self.alive else None

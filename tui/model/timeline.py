@@ -1,9 +1,9 @@
 """Memory of one rank over time, in columns that are fixed spans of time and pool by maximum.
 
-A column is a whole number of spans since the epoch, so it never moves: new data grows the last column or begins a new
-one. A column holds the highest peak of any phase that ran in it, and of any heartbeat that fell in it. Several levels
-are kept, each four times coarser than the one below (1 s, 4 s, 16 s ...), every one bounded: what leaves a fine level
-is already in the next, and the coarsest always reaches back to the beginning. So no maximum is ever lost.
+A column starts at a multiple of its span since the epoch, so it never moves: new data raise the last column or start a
+new one. A column has the highest peak of the phases and heartbeats within it. There are several levels of bounded
+size, each four times coarser than the one below (1 s, 4 s, 16 s ...). Data dropped from a fine level are already in the
+next one, and the coarsest level always covers the whole run, so that no maximum is lost.
 """
 
 from bisect import bisect_left
@@ -29,12 +29,12 @@ class Mark:
 
 @dataclass(slots=True)
 class Columns:
-    """A stretch of a timeline, oldest column first, all lists of one length; bytes, or ``EMPTY`` (-1) for no data."""
+    """A part of a timeline, oldest column first, with lists of equal length; bytes, or ``EMPTY`` (-1) for no data."""
 
     start: float
     """Seconds since the epoch at which the first column begins."""
     span: int
-    """Seconds a column covers."""
+    """Seconds per column."""
     allocated: list[int]
     reserved: list[int]
     resident: list[int]
@@ -52,14 +52,14 @@ class Timeline:
         self._fine = Level(1, 0)
         self._levels = [self._fine]
         self._dirty: int | None = None
-        """Oldest column of the finest level that coarser levels have not seen yet."""
+        """Oldest column of the finest level that is not merged into coarser levels yet."""
         self.marks: list[Mark] = []
         """Oldest first."""
         self._marked: set[int] = set()
         self.current: tuple[int, int, int] = (EMPTY, EMPTY, EMPTY)
-        """The latest allocated, reserved and resident bytes: what columns after the newest data show."""
+        """The latest allocated, reserved and resident bytes, shown in columns after the newest data."""
         self.version = 0
-        """Moves whenever something changed; lets a widget skip drawing."""
+        """Incremented with every change, so that a widget can skip drawing."""
 
     @property
     def start(self) -> float | None:
@@ -71,7 +71,7 @@ class Timeline:
     def end(self) -> float | None:
         """When the newest column ends; None while empty."""
         ends = [(level.first + len(level)) * level.span for level in self._levels if len(level)]
-        # A coarse column ends later than what it holds; the finest that has data knows best.
+        # A coarse column ends later than its data; the finest level with data is the most precise.
         return float(ends[0]) if ends else None
 
     def add(self, time: float, allocated: int, reserved: int, resident: int = EMPTY) -> None:
@@ -90,7 +90,7 @@ class Timeline:
             return
         if self._dirty is None or first < self._dirty:
             self._dirty = first
-        # Written out, not a call: this runs several times for every step of every rank.
+        # Inlined for speed: this runs several times for every step of every rank.
         while index <= end:
             if allocated > level.allocated[index]:
                 level.allocated[index] = allocated
@@ -116,7 +116,7 @@ class Timeline:
     def adopt(self, past: Level) -> None:
         """Add older history at a level's resolution (a power of ``RATIO`` seconds), after a seek or a late join.
 
-        ``past`` is copied; known columns stay, and where both have a column the higher figure counts.
+        ``past`` is copied; known columns are kept, and if both have a column the higher figure counts.
         """
         if not len(past):
             return
@@ -143,8 +143,8 @@ class Timeline:
     def window(self, width: int, now: float, span: int = 1) -> Columns:
         """Return the last ``width`` columns of ``span`` seconds, the last of which contains ``now``.
 
-        Where history is not known at that resolution (any more, or after a seek) a coarser column stands for all its
-        span.
+        If history is not available at that resolution (any more, or after a seek), a coarser column is used for its
+        whole span.
         """
         return self._columns(floor(now / span) - width + 1, width, span)
 
@@ -182,7 +182,7 @@ class Timeline:
         return out
 
     def _highest(self, second: int, span: int) -> tuple[int, int, int]:
-        """The highest figures of a column: of the coarsest level that resolves it, else of a coarser one."""
+        """Return the highest figures of a column, from the coarsest level that resolves it, else from a coarser one."""
         position = max(index for index, level in enumerate(self._levels) if level.span <= span)
         for level in self._levels[position:]:
             first = second // level.span
@@ -194,7 +194,7 @@ class Timeline:
         return EMPTY, EMPTY, EMPTY
 
     def _add_slowly(self, first: int, last: int, allocated: int, reserved: int, resident: int) -> None:
-        """Raise columns that the finest level does not hold yet, or no longer."""
+        """Raise columns that the finest level does not have yet, or no longer has."""
         first = max(first, last - KEEP)
         level = self._fine
         if not len(level) and len(self._levels) == 1:
@@ -236,13 +236,13 @@ class Timeline:
             self._dirty = None
 
     def _flush(self) -> None:
-        """Let the coarser levels see what the finest one gained."""
+        """Merge new data of the finest level into the coarser levels."""
         if self._dirty is not None and len(self._levels) > 1:
             dirty, self._dirty = self._dirty, None
             self._raise_above(0, dirty)
 
     def _raise_above(self, position: int, first: int) -> None:
-        """Raise every level above one to what that one holds from column ``first`` on."""
+        """Merge a level's columns from ``first`` on into all levels above it."""
         above = position
         while (above := above + 1) < len(self._levels):  # a write may add a level
             below = self._levels[above - 1]

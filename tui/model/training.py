@@ -1,7 +1,7 @@
-"""The course of a training: loss, learning rate, gradient norm and throughput over its steps, and its results.
+"""Training figures over steps (loss, learning rate, gradient norm, throughput), evaluations and checkpoints.
 
-One course holds all figures of a job in buckets of 1, 2, 4, 8 ... steps, which merge as the run grows. Live steps and
-pooled points of a recording go into the same buckets.
+All figures of a job are kept in buckets of 1, 2, 4, 8 ... steps, which merge as the run grows. Live steps and pooled
+points of a recording go into the same buckets.
 """
 
 from collections import deque
@@ -15,10 +15,10 @@ from ...protocol.telemetry import Activity, Checkpoint, EarlyStop, Evaluation, P
 from ...protocol.throughput import mfu
 
 CAPACITY = 4096
-"""Buckets of a course at the most."""
+"""Maximum number of buckets."""
 
 RESULTS = 4096
-"""Evaluations, and checkpoints, that are kept."""
+"""Maximum number of evaluations, and of checkpoints, that are kept."""
 
 _PAUSES_KEPT = 5
 
@@ -27,15 +27,15 @@ _Result = TypeVar("_Result", Evaluation, Checkpoint)
 
 @dataclass(frozen=True, slots=True)
 class HistoryPoint:
-    """One bucket of the course, ready to draw. None: not known."""
+    """One bucket, ready to draw. None: unknown."""
 
     first_step: int
     step: int
-    """The last one in it; equal to the first where a bucket is one step."""
+    """The last step of the bucket; equal to the first if the bucket has one step."""
     t: float
-    """When the hub had the last step, seconds since the epoch."""
+    """When the hub received the last step, seconds since the epoch."""
     tokens: float
-    """Tokens of all ranks from the course's beginning to this bucket's end."""
+    """Tokens of all ranks from the beginning of the job to this bucket's end."""
     loss: float | None = None
     low_loss: float | None = None
     high_loss: float | None = None
@@ -55,7 +55,7 @@ class HistoryPoint:
 
 
 class _Bucket:
-    """Sums over rank-steps. ``None`` figures count for nothing."""
+    """Sums over rank-steps. ``None`` figures are ignored."""
 
     __slots__ = (
         *("count", "data_us", "first_step", "flops", "grad_norm", "high_loss", "labels", "loss", "loss_weight"),
@@ -122,7 +122,7 @@ class TrainingHistory:
 
     def __init__(self) -> None:
         self.per = 1
-        """Steps a bucket holds."""
+        """Steps per bucket."""
         self.version = 0
         self._buckets: dict[int, _Bucket] = {}
         self._span = (0, 0)
@@ -141,7 +141,7 @@ class TrainingHistory:
         self.version += 1
 
     def adopt(self, past: "TrainingHistory", before: int) -> None:
-        """Prepend the steps of ``past`` before ``before`` and before those known here; ``past`` stays."""
+        """Prepend the steps of ``past`` before ``before`` and before those known here; ``past`` is not changed."""
         before = min([before, *(bucket.first_step for bucket in self._buckets.values())])
         while self.per < past.per:
             self._halve()
@@ -154,8 +154,8 @@ class TrainingHistory:
         """Return the buckets in order.
 
         Args:
-            ranks: ranks of the job; each counts with as many tokens as those that were read.
-            peak: data-sheet peak of a rank's device, FLOP/s; None: there is no MFU.
+            ranks: number of ranks of the job; unread ranks count with the mean tokens of those read.
+            peak: data-sheet peak of a rank's device, FLOP/s; None: no MFU.
         """
         key = (self.version, ranks, peak)
         if self._made[0] != key:
@@ -167,7 +167,7 @@ class TrainingHistory:
         total = 0.0
         for _, bucket in sorted(self._buckets.items()):
             seconds = bucket.training_us / 1e6
-            # Since the bucket before: what is missing in between, or in both, counts once.
+            # Since the previous bucket: steps missing in between, or in both, count once.
             new_steps = bucket.step - (found[-1].step if found else bucket.first_step - 1)
             total += bucket.tokens / bucket.count * ranks * new_steps
             speed = bucket.tokens / seconds * ranks if seconds and bucket.tokens else None
@@ -199,7 +199,7 @@ class TrainingHistory:
         return self._buckets.setdefault(key, _Bucket())
 
     def _halve(self) -> None:
-        """Merge neighbours, so that every bucket holds twice the steps."""
+        """Merge adjacent buckets, doubling the steps per bucket."""
         self.per *= 2
         old, self._buckets = self._buckets, {}
         for key, bucket in old.items():
@@ -209,21 +209,21 @@ class TrainingHistory:
 
 
 class Training:
-    """The course of a job, and what it has evaluated and saved."""
+    """Training figures, evaluations and checkpoints of a job."""
 
     def __init__(self) -> None:
         self.course = TrainingHistory()
         self.evaluations: list[Evaluation] = []
-        """In order of steps; one for each step and name."""
+        """Sorted by step; one per step and name."""
         self.checkpoints: list[Checkpoint] = []
         self.activity: Activity | None = None
-        """What the run does besides its steps; None: nothing, as far as is known."""
+        """The run's current activity besides steps; None: none is known."""
         self.early_stop: EarlyStop | None = None
         """Why the training ended before its planned end; None: it did not."""
         self.begun: list[Activity] = []
         """All activities, each from its first message."""
         self.version = 0
-        """Moves with evaluations, checkpoints, an early stop and activities."""
+        """Incremented with evaluations, checkpoints, an early stop and activities."""
         self._pauses: dict[str, deque[float]] = {name: deque(maxlen=_PAUSES_KEPT) for name in ("eval", "checkpoint")}
 
     def on_step(self, step: Step, point: TrainingPoint) -> None:
@@ -251,19 +251,19 @@ class Training:
         self.version += 1
 
     def on_activity(self, activity: Activity) -> None:
-        """Fold what the run does besides its steps."""
+        """Fold an activity of the run besides its steps."""
         before, self.activity = self.activity, None if activity.over else activity
         if not activity.over and (before is None or (before.name, before.text) != (activity.name, activity.text)):
             self.begun.append(activity)
         self.version += 1
 
     def forget_course(self) -> None:
-        """Drop the steps of single messages; results stay."""
+        """Drop the steps; evaluations and checkpoints are kept."""
         self.course = TrainingHistory()
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """The latest evaluation with a loss: of the split that was evaluated first, where there are several."""
+        """The latest evaluation with a loss, of the split evaluated first if there are several."""
         named = [each for each in self.evaluations if each.loss is not None]
         return next((each for each in reversed(named) if each.name == named[0].name), None)
 
@@ -275,7 +275,7 @@ class Training:
         return min(known, key=lambda each: _finite(each.loss), default=None)
 
     def seconds_of(self, kind: str) -> float | None:
-        """Return how long an evaluation (``eval``) or a checkpoint holds the training up; None before the first."""
+        """Return how long an evaluation (``eval``) or a checkpoint pauses the training; None before the first."""
         pauses = self._pauses[kind]
         if pauses:
             return sum(pauses) / len(pauses)
@@ -294,7 +294,7 @@ def _finite(value: float | None) -> float:
 
 
 def _put(known: list[_Result], new: _Result) -> None:
-    """Put a result into its place by step; one of the same step and name replaces the one before."""
+    """Insert a result by step; a result of the same step and name is replaced."""
     place = len(known)
     while place and known[place - 1].step > new.step:
         place -= 1
@@ -313,7 +313,7 @@ def _name(result: Evaluation | Checkpoint) -> str:
 
 
 def times_left(every: int, at_end: bool, step: int, total: int) -> int:
-    """Count what is done every so many steps (0: never), and perhaps after the last, from ``step`` to ``total``."""
+    """Count the actions every n steps (0: never), and perhaps after the last, from ``step`` to ``total``."""
     if step >= total:
         return 0
     left = total // every - step // every if every > 0 else 0
@@ -321,7 +321,7 @@ def times_left(every: int, at_end: bool, step: int, total: int) -> int:
 
 
 def seconds_of_pauses_left(training: Training, plan: Plan, step: int) -> float:
-    """Estimate the time of the evaluations and checkpoints that are still to come, from those so far."""
+    """Return the estimated time of the remaining evaluations and checkpoints, from those so far, seconds."""
     evaluations = times_left(plan.evaluate_every, plan.evaluate_at_end, step, plan.total_steps)
     checkpoints = times_left(plan.checkpoint_every, plan.checkpoint_at_end, step, plan.total_steps)
     return evaluations * (training.seconds_of("eval") or 0.0) + checkpoints * (training.seconds_of("checkpoint") or 0.0)
@@ -331,11 +331,11 @@ def smoothed(moments: Sequence[HistoryPoint], decay: float) -> list[float | None
     """Return the loss smoothed by an exponential moving average with bias correction (Kingma & Ba, Adam, 2015).
 
     Args:
-        moments: buckets in order; one of n steps decays what was before by ``decay`` to the n.
-        decay: weight of the past at each step, 0 to 1.
+        moments: buckets in order; a bucket of n steps decays the previous average by ``decay ** n``.
+        decay: weight of the previous average at each step, 0 to 1.
 
     Returns:
-        A value for each bucket; None where it, and all before, have no loss.
+        A value for each bucket; None if it, and all before, have no loss.
     """
     found: list[float | None] = []
     total = weight = 0.0

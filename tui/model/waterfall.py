@@ -1,4 +1,4 @@
-"""Where the peak of a step comes from, as a waterfall: each part begins where the one before it ends."""
+"""The composition of a step's peak as a waterfall: each part begins where the previous one ends."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ LABELS = {
     "other": "other, held by torch",
     "unattributed": "not attributed",
 }
-"""What each part is called on screen."""
+"""Labels of the parts on screen."""
 
 REASONS = {
     "first": "one of the first steps",
@@ -43,7 +43,7 @@ class Part:
     label: str
     bytes: int
     begin: int
-    """Where its bar begins: what the rows above add up to."""
+    """Start of its bar: the sum of the rows above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +56,25 @@ class Waterfall:
     measure: MemoryMeasure
     peak: int
     parts: tuple[Part, ...]
-    """Of what PyTorch has allocated (CPU: of what is resident); they add up to ``peak``."""
+    """Parts of allocated memory (CPU: resident memory); they add up to ``peak``."""
     standing: tuple[tuple[str, int], ...]
     """Every phase of the step with its peak, the highest first."""
     unused: int | None = None
     """Reserved by the allocator and not allocated at the peak; None on a CPU."""
     context: int | None = None
-    """CUDA context, NCCL and what else the process holds outside PyTorch; None where NVML has no figure."""
+    """CUDA context, NCCL and other memory of the process outside PyTorch; None if NVML has no figure."""
     others: int | None = None
     """Held by other processes on the device."""
     unexplained: int | None = None
-    """Used on the device by NVML and held by none of them."""
+    """Used memory according to NVML that belongs to none of the other parts."""
     used: int | None = None
-    """Used on the device, by NVML's last sample."""
+    """Used memory of the device in NVML's last sample."""
     since: int = 0
     """Growth of reserved memory from the peak to that sample."""
     total: int = 0
-    """What the device has; 0 where it is not known."""
+    """Memory of the device; 0 if unknown."""
     ended: bool = False
-    """Whether the rank has ended: its device's present use is unrelated to the peak."""
+    """Whether the rank has ended, so that its device's current use is unrelated to the peak."""
     taken_apart: bool = True
     """False: only the peak itself is known."""
 
@@ -85,7 +85,7 @@ class Waterfall:
 
     @property
     def extent(self) -> int:
-        """What the longest bar reaches to: everything that is drawn."""
+        """End of the last bar: the sum of everything drawn."""
         return self.peak + (self.unused or 0) + (self.context or 0) + (self.others or 0)
 
 
@@ -95,13 +95,13 @@ def phases_of(composition: Composition) -> list[PhaseComposition]:
 
 
 def waterfall(rank: RankModel, composition: Composition, phase: str, sample: DeviceSample | None) -> Waterfall | None:
-    """Make the waterfall of one phase.
+    """Return the waterfall of one phase.
 
     Args:
-        rank: the rank it is of.
-        composition: what its step's peaks are made of.
-        phase: which phase; a name that the step does not have means its highest.
-        sample: the latest look at its device; None where there is none.
+        rank: the rank.
+        composition: the composition of its step.
+        phase: the phase; a name that the step does not have selects the highest.
+        sample: the latest sample of its device; None if there is none.
 
     Returns:
         None for a composition without phases.
@@ -121,7 +121,7 @@ def waterfall(rank: RankModel, composition: Composition, phase: str, sample: Dev
 
 
 def untaken(rank: RankModel, phase: str, sample: DeviceSample | None) -> Waterfall | None:
-    """Return what can be shown before any step was analysed: the peaks of the last step; None before the first."""
+    """Return a waterfall without parts, before any step was analysed: the last step's peaks; None before the first."""
     step = rank.last
     if step is None or not step.phases:
         return None
@@ -142,7 +142,7 @@ def step_standing(step: Step) -> list[tuple[str, int]]:
 
 
 def next_phase(known: Iterable[str], phase: str, direction: int) -> str:
-    """Return the phase after (or before) one, in the order phases run; round at the ends."""
+    """Return the next (or previous) phase, in the order of phases, wrapping at the ends."""
     order = {name: index for index, name in enumerate(PHASES)}
     names = sorted(set(known), key=lambda name: (order.get(name, len(order)), name))
     if not names:
@@ -188,7 +188,7 @@ def _on_device(
     if sample is None or sample.kind != "gpu" or made.ended:
         return made
     made = replace(made, used=sample.used_bytes, total=sample.total_bytes)
-    # The sample is from now and not from the peak: memory outside PyTorch is used less what is reserved now.
+    # The sample is current, not from the peak: memory outside PyTorch is used minus currently reserved memory.
     now = footprint(peak, rank.reserved_bytes, sample, rank.rank)
     if now is None:
         return made
@@ -204,20 +204,20 @@ def _on_device(
 
 @dataclass(frozen=True, slots=True)
 class RankBar:
-    """One rank's bar beside the others: what its peak is made of."""
+    """One rank's bar: the composition of its peak."""
 
     rank: int
     step: int
     phase: str
     parts: tuple[tuple[str, int], ...]
-    """Parts and bytes from the foot up; the last may be ``unused``, reserved and not allocated."""
+    """Parts and bytes from the bottom up; the last may be ``unused``, reserved but not allocated."""
     peak: int
     on_cpu: bool = False
     taken_apart: bool = True
 
 
 def rank_bars(ranks: Iterable[RankModel], phase: str) -> list[RankBar]:
-    """Make a bar for each rank that has finished a step; ``phase`` empty means each one's highest."""
+    """Return a bar for each rank that has finished a step; an empty ``phase`` selects each rank's highest."""
     found: list[RankBar] = []
     for rank in ranks:
         composition = rank.memory.latest

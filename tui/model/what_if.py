@@ -1,4 +1,4 @@
-"""Changes of a run that ran out of memory, each predicted by a dry run of this job: what is known of them so far."""
+"""State of the predicted changes of a run that ran out of memory, each from a dry run of its job."""
 
 from dataclasses import dataclass, field
 
@@ -16,12 +16,12 @@ class Change(msgspec.Struct, frozen=True):
     needed_bytes: int
     step_seconds: float = 0.0
     slower: float = 0.0
-    """GPU time a sample over that of the run as it is."""
+    """GPU time per sample relative to the unchanged run."""
     refused: str = ""
 
 
 class CurrentPoint(msgspec.Struct, frozen=True):
-    """The run as it is, at one length: an entry of ``points``."""
+    """The unchanged run at one length: an entry of ``points``."""
 
     sequence_length: int
     needed_bytes: int = 0
@@ -30,7 +30,7 @@ class CurrentPoint(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What is used of the answer of ``ftmon predict --what-if --json``."""
+    """The used fields of the answer of ``ftmon predict --what-if --json``."""
 
     points: list[CurrentPoint]
     what_if: list[Change]
@@ -45,21 +45,21 @@ class WhatIf:
     state: str = "none"
     """``none``, ``running``, ``done``, ``cancelled`` or ``failed``."""
     since: float = 0.0
-    """When the dry runs began, monotonic."""
+    """Start of the dry runs, ``time.monotonic``."""
     done: list[str] = field(default_factory=list[str])
-    """What was predicted so far, and is now: the last one."""
+    """Names of the changes predicted so far; the last one is in progress."""
     text: str = ""
-    """Why there is no answer."""
+    """Why there is no answer; empty otherwise."""
     answer: Answer | None = None
     version: int = 0
     """Incremented with every change."""
 
 
 def capacity_of(oom: Oom) -> int:
-    """Return what PyTorch could reserve on that GPU in that moment: what it had, and what it could still have got."""
+    """Return the bytes that PyTorch could reserve on that GPU at that moment: reserved plus still available memory."""
     return oom.reserved_bytes + max(0, oom.room_bytes)
 
 
 def length_of(oom: Oom) -> int:
-    """Return the sequence length of the batch; 0 where it is not known."""
+    """Return the sequence length of the batch; 0 if unknown."""
     return oom.batch_shape[-1] if len(oom.batch_shape) > 1 and oom.batch_shape[-1] > 0 else 0

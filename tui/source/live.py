@@ -138,7 +138,7 @@ class LiveSource:
         if self._playback is not None:
             self._playback.close()
         self._feed.close()
-        # Ends once every thread has closed its sockets; one that waits for a hub does so within moments.
+        # Ends once every thread has closed its sockets; a thread that waits for a hub does so within a second.
         ending = threading.Thread(target=self._context.term, name="sockets", daemon=True)
         ending.start()
         ending.join(timeout=2)

@@ -83,7 +83,7 @@ class ConsoleInput(Canvas, can_focus=True):
         self.tick()
 
     def _put(self, code: str) -> None:
-        """Edit this piece of code: its last line is the one that is edited."""
+        """Edit this piece of code, starting with its last line."""
         before, newline, self.text = code.rpartition("\n")
         self.before = before + newline
         self.cursor = len(self.text)

@@ -32,7 +32,7 @@ _WIDE = 100
 def report_lines(
     case: OomCase, model: RunModel, place: str, acts: bool, width: int, theme: Theme, what_if: WhatIf | None = None
 ) -> list[Line]:
-    """Draw a report, top to bottom; in a wide terminal in two columns: what it means, and what it rests on.
+    """Draw a report, top to bottom; in a wide terminal in two columns: the verdict, and its evidence.
 
     Args:
         case: the error.

@@ -30,7 +30,7 @@ from .views import BlockView, DeviceOutOfMemory, SegmentView
 _TAKES = (SEGMENT_ALLOC, SEGMENT_MAP)
 _GIVES = (SEGMENT_FREE, SEGMENT_UNMAP)
 _OTHER_STREAM = -2
-"""Stream passed to ``record_stream`` where a free was deferred; the trace does not name the one that used the block."""
+"""Stream passed to ``record_stream`` for a deferred free; the trace does not name the stream that used the block."""
 
 
 class Comparison(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""A figure with what it rests on."""
+"""A figure with its expected error and basis."""
 
 import msgspec
 

@@ -50,7 +50,7 @@ def predicted(prediction: Prediction, rank: int, phase: str, elements: int) -> P
 
     Args:
         prediction: of the run.
-        rank: one that was not run has the figures of the nearest.
+        rank: the rank; a rank that was not run has the figures of the nearest one.
         phase: its name.
         elements: of the largest micro-batch: sequences times their length.
 

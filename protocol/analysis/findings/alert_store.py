@@ -76,7 +76,7 @@ class AlertStore:
         """What ended earlier jobs, and stands until a later one makes a step."""
 
     def begin_job(self, now: float) -> list[Alert]:
-        """Begin the next job: standing alerts of the job before end, except for the one that ended it."""
+        """Resolve the alerts of the previous job, except for the one that ended it."""
         alerts: list[Alert] = []
         for key, entry in list(self._entries.items()):
             if entry.alert.kind in LASTING:

@@ -47,8 +47,8 @@ FindingKind = Literal[
 """Stable names: an alert of kind ``health`` carries its own as ``evidence["finding"]``."""
 
 State = Literal["raised", "updated", "explained", "added", "resolved"]
-"""``updated``: other figures of one that stands. ``explained``: more is known of one, whether it stands or is over.
-``added``: the facts are what has become known beside those it was raised with."""
+"""``updated``: new figures of an unresolved finding. ``explained``: its explanation became known, resolved or not.
+``added``: the facts are an addition to those with which it was raised."""
 
 
 ResolvedWhy = Literal["calm", "rank_ended", "restarted", "caught", "resumed", "run_ended", "superseded"]

@@ -141,7 +141,7 @@ class Disks:
         self._volumes: dict[tuple[str, str], _Volume] = {}
 
     def space(self, message: DiskSpace) -> list[Finding]:
-        """Take in one look at a host's volumes."""
+        """Process one measurement of a host's volumes."""
         found: list[Finding] = []
         for one in message.volumes:
             volume = self._volumes.setdefault((message.host, one.path), _Volume())

@@ -4,7 +4,7 @@
   seconds while the GPU computes. A power cap alone is how a GPU under full load runs. Resolved when none showed for
   ``WINDOW_S``.
 - memory errors: uncorrectable ECC errors since the driver was loaded, remapped rows that wait for a reset or failed.
-- XIDs: as the driver reported them; those that follow from a process's death are passed over (``ignored``).
+- XIDs: as the driver reported them; those that follow from a process's death are ignored (``ignored``).
 - links: PCIe narrower or slower than the device and its slot allow, under load for ``WINDOW_S`` (idle GPUs slow their
   links to save power); replays that go on; NVLinks that are down where they were up, or where the host's other GPUs
   have more. Resolved when the link is back.

@@ -39,7 +39,7 @@ class HealthMonitor:
         self._precision = ""
 
     def hello(self, hello: Hello) -> list[Finding]:
-        """Meet a rank; one that was known as another process begins another job."""
+        """Register a rank; a new process of a known rank starts another job."""
         process = hello.pid, hello.start_ticks
         before = self._processes.get(hello.rank)
         found: list[Finding] = []

@@ -26,7 +26,7 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
     """Which parameter differs, on whom, by how much."""
 
     parameter: str
-    """The one that differs most."""
+    """The parameter with the largest difference."""
     difference: float
     """Of its sums, in units of its norm: about the relative size of what differs."""
     odd_ranks: tuple[int, ...]

@@ -80,7 +80,7 @@ def launcher_ended(finding: Finding) -> Words:
 
 
 def evidence(finding: Finding) -> dict[str, Any]:
-    """Return what it rests on as plain values."""
+    """Return the evidence as plain values."""
     facts = finding.facts
     if isinstance(facts, LauncherEnded):
         return {"ended": _launcher(facts), "left": facts.left, "processes": ", ".join(facts.processes)}

@@ -76,7 +76,7 @@ def _divergence(finding: Finding) -> Words:
         f"If the data changed at step {facts.since_step} (curriculum, another task or shard), check the data first; "
         "otherwise resume from a checkpoint before it with a lower learning rate, a longer warm-up or tighter gradient "
         "clipping.",
-        "The loss has come down again.",
+        "The loss has fallen again.",
     )
 
 

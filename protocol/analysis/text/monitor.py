@@ -43,7 +43,7 @@ def no_step(finding: Finding) -> Words:
 
 
 def evidence(finding: Finding) -> dict[str, Any]:
-    """Return what it rests on as plain values."""
+    """Return the evidence as plain values."""
     facts = finding.facts
     if isinstance(facts, LossFacts):
         return {"total": facts.total, "new": facts.new, "by_sender": facts.by_sender}

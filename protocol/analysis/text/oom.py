@@ -65,7 +65,7 @@ def uncaught(finding: Finding) -> Words:
 
 
 def evidence(finding: Finding) -> dict[str, Any]:
-    """Return what it rests on as plain values."""
+    """Return the evidence as plain values."""
     if isinstance(finding.facts, Uncaught):
         return {"error": finding.facts.error, "traceback": finding.facts.traceback}
     report: OomReport = finding.facts

@@ -74,7 +74,7 @@ def unheard(finding: Finding) -> Words:
 
 
 def evidence(finding: Finding) -> dict[str, Any]:
-    """Return what it rests on as plain values."""
+    """Return the evidence as plain values."""
     facts = finding.facts
     if isinstance(facts, StoppedFacts):
         return {"pid": facts.pid, "process_state": "T"}

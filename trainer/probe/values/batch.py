@@ -64,7 +64,7 @@ def note(
         counted = device_values.fetch_count(mask, later)
         notes.tokens.append(padded if counted is None else counted)
     else:
-        notes.tokens.append(padded)  # no mask, or one that is no padding mask: every position counts
+        notes.tokens.append(padded)  # no mask, or not a padding mask: every position counts
 
 
 def count_labels(labels: Any) -> int:
