@@ -17,10 +17,7 @@ class ReleaseDialog(CommandDialog):
     """Asks whether to release the rank in view, or all held ranks; shows the outcome afterwards."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,n", "close", "no", tooltip="do nothing"),
-        Binding("left,right,tab", "other", "choose", tooltip="between no and yes"),
         Binding("a,space", "all", "all", tooltip="this rank, or all that are held"),
-        Binding("enter", "answer", "answer", tooltip="do what is chosen"),
         Binding("y", "yes", "yes", tooltip="release"),
         Binding("q", "leave", "leave", tooltip="close"),
     ]
