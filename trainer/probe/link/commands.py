@@ -16,8 +16,9 @@ from ....protocol.errors import ProtocolError
 from ....protocol.telemetry import Stacks
 from ...host import activity, processes
 from .. import guard
+from ..memory.capture_context import Answer
 from ..memory.capture_scheduler import CaptureScheduler
-from ..memory.snapshots import Answer, Snapshots
+from ..memory.snapshots import Snapshots
 from ..memory.stack_capture import StackCapture
 from ..oom.hold import Hold
 from ..phases.pace import Pace

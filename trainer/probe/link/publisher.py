@@ -16,6 +16,7 @@ from ....protocol import sockets, wire
 from ....protocol.telemetry import Goodbye, Heartbeat
 from ..device.events import has_passed
 from ..memory.annotations import PhaseMarks
+from ..memory.capture_context import CaptureContext
 from ..memory.capture_scheduler import CaptureScheduler
 from ..memory.history import Recording
 from ..memory.snapshots import Snapshots
@@ -106,10 +107,10 @@ class Publisher(threading.Thread):
         """The closing messages have begun: no heartbeat follows."""
         self._ending = threading.Event()
         self._flush_seconds = 0.0
-        self._recording = recording = Recording()
-        self._captures = CaptureScheduler(rank, tracker, trained, pace, recording, self.send)
-        self._snapshots = Snapshots(rank, tracker, phase_marks, pace, recording, self.send)
-        self._stack_capture = StackCapture(rank, tracker, trained, pace, recording, self.send)
+        captures = CaptureContext(rank, tracker, trained, pace, Recording(), self.send)
+        self._captures = CaptureScheduler(captures)
+        self._snapshots = Snapshots(captures, phase_marks)
+        self._stack_capture = StackCapture(captures)
         self._dumper = Dumper(rank.run.logs / f"rank-{rank.rank}.stacks", rank.guard.thread)
         self._commands = Commands(
             rank,

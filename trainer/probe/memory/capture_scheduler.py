@@ -7,24 +7,17 @@ request.
 """
 
 import time
-from collections.abc import Callable
 from typing import Any
 
-from ....protocol import wire
 from ....protocol.analysis.allocator.composition.step import entries_of_step
 from ....protocol.memory import Composition
 from ....protocol.step_trace import StepTrace
 from .. import guard
-from ..phases.pace import Pace
-from ..phases.tracker import Tracker
-from ..rank.context import RankContext
-from ..rank.trained import Trained
+from .capture_context import Answer, CaptureContext
 from .composition.resident import composition_on_cpu
 from .composition.step_capture import StepCapture
 from .composition.step_trace import step_trace
 from .composition.walk import Roots
-from .history import Recording
-from .snapshots import Answer
 
 TIME_SHARE = 0.002
 MIN_SECONDS = 1.0
@@ -40,30 +33,13 @@ class CaptureScheduler:
     """Captures steps of one rank; for the publisher thread.
 
     Args:
-        rank: this rank.
-        tracker: the phase machine.
-        trained: engine, model and optimizer, whose storages are walked.
-        pace: usual time of a step.
-        recording: PyTorch's recorder.
-        send: sends a message.
+        context: what the captures of this rank share.
     """
 
-    def __init__(
-        self,
-        rank: RankContext,
-        tracker: Tracker,
-        trained: Trained,
-        pace: Pace,
-        recording: Recording,
-        send: Callable[[wire.Message], None],
-    ) -> None:
-        self._rank = rank
-        self._tracker = tracker
-        self._trained = trained
-        self._pace = pace
-        self._recording = recording
-        self._send = send
-        self._wanted = rank.options.allocator_events
+    def __init__(self, context: CaptureContext) -> None:
+        self._rank, self._tracker, self._trained = context.rank, context.tracker, context.trained
+        self._pace, self._recording, self._send = context.pace, context.recording, context.send
+        self._wanted = context.rank.options.allocator_events
         self._capture: StepCapture | None = None
         self._cleared = 0
         self._taken = 0
