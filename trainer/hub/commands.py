@@ -14,8 +14,8 @@ import zmq
 
 from ...protocol import wire
 from ...protocol.control import READ_ONLY_VERBS, VERBS, Accepted, Command, Result
+from ...protocol.end_request import write_end_request
 from ...protocol.errors import FtmonError, ProtocolError, UsageError
-from ...protocol.intent import write_intent
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import PHASES, Hello
 from ...protocol.wire import UNREADABLE, Message
@@ -213,7 +213,7 @@ class Commands:
 
     async def _kill(self, caller: _Caller, ranks: list[int], number: signal.Signals | None) -> Outcome:
         with contextlib.suppress(OSError):  # a full disk must not keep anybody from killing
-            write_intent(self._run, "kill", caller.source, ranks)
+            write_end_request(self._run, "kill", caller.source, ranks)
         reason = {"reason": f"kill asked by {caller.source}"}
         stacks = await self._stack_requests.collect(ranks or self._rank_hosts.ranks, STACKS_BEFORE_KILL_SECONDS, reason)
         outcome = await self._kills.kill(ranks, number)
@@ -224,7 +224,7 @@ class Commands:
 
     async def _stop(self, caller: _Caller) -> Outcome:
         with contextlib.suppress(OSError):
-            write_intent(self._run, "stop", caller.source)
+            write_end_request(self._run, "stop", caller.source)
         # Ranks of one host agree on a last step through a file; those of several hosts receive it in the command.
         args = {"step": self._host.last_step()} if self._rank_hosts.any_elsewhere else {}
         answers = await self._link.ask("stop", self._rank_hosts.ranks, _STOP_SECONDS, args)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from ...protocol.analysis.deaths.tracebacks import RaisedException, last_exception
-from ...protocol.intent import read_intent
+from ...protocol.end_request import read_end_request
 from ...protocol.process import is_alive
 from ...protocol.rundir import ExitFile, RunDir, RunFile
 from ...protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, Step
@@ -110,10 +110,10 @@ class EndDetector:
         now = time.time()
         reasons = set(self._goodbyes.values())
         clean = bool(reasons) and "failed" not in reasons
-        intent = read_intent(self._run)
+        end_request = read_end_request(self._run)
         cause = ""
-        if intent is not None and intent.explains(int(not clean), now):
-            state, text, cause = intent.state, intent.text(), intent.exit_cause
+        if end_request is not None and end_request.explains(int(not clean), now):
+            state, text, cause = end_request.state, end_request.text(), end_request.exit_cause
         elif clean:
             state = "finished" if reasons == {"finished"} else "stopped"
             text = "every rank said goodbye"
@@ -122,7 +122,7 @@ class EndDetector:
         if self._kind != "watch":
             text += "; the launcher died before it could tell the exit status"
         # Only a goodbye proves that a rank came to its end; killed ranks send none.
-        killed = intent is not None and (intent.verb == "kill" or bool(intent.cause))
+        killed = end_request is not None and (end_request.verb == "kill" or bool(end_request.cause))
         found = ExitFile(0 if clean and not killed else 1, now, state, text, cause)
         with contextlib.suppress(OSError):  # a full disk; the recording lacks it, the apps receive it
             self._run.write_exit(found)

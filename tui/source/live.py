@@ -107,8 +107,8 @@ class LiveSource:
         while self._showing is not None or arrivals:
             arrival = self._showing = self._showing or arrivals.popleft()
             changed = True
-            self._take(arrival)
-            if not self._fold(arrival, deadline):
+            self._apply_arrival(arrival)
+            if not self._apply_frames(arrival, deadline):
                 break
             self._showing = None
             if time.monotonic() > deadline:
@@ -142,7 +142,7 @@ class LiveSource:
         ending.start()
         ending.join(timeout=2)
 
-    def _take(self, arrival: Arrival) -> None:
+    def _apply_arrival(self, arrival: Arrival) -> None:
         if arrival.model is not None:
             self._live, arrival.model = arrival.model, None
         if arrival.overview is not None:
@@ -157,8 +157,8 @@ class LiveSource:
         elif record is not None and isinstance(answer, Result):
             record.result = answer
 
-    def _fold(self, arrival: Arrival, deadline: float) -> bool:
-        """Fold an arrival's frames; False when time ran out, with the rest left in it."""
+    def _apply_frames(self, arrival: Arrival, deadline: float) -> bool:
+        """Apply an arrival's frames; False when time ran out, with the rest left in it."""
         for done, frame in enumerate(arrival.frames, 1):
             self._live.apply(frame)
             message = frame.message

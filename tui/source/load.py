@@ -15,7 +15,7 @@ from .history import History
 from .overview import Overview, fine_begin, read_memory
 
 TAIL_FRAMES = 1200
-"""Numbers of the stream before the time sought that are folded whole, at the most: recent steps, recent memory."""
+"""Messages applied one by one before the time sought, at the most: recent steps, recent memory."""
 
 QUICK_TAIL = 400
 QUICK_TAIL_A_RANK = 40
@@ -51,7 +51,7 @@ def load(
     quick: bool = False,
     superseded: Callable[[], bool] = lambda: False,
 ) -> RunModel:
-    """Build the state at hub time ``t``: of everything exactly as if all had been folded, but recent steps and logs.
+    """Build the state at hub time ``t``: of everything exactly as if all had been applied, but recent steps and logs.
 
     Those reach back ``TAIL_FRAMES`` (less when it is to be ``quick``) and ``LOG_LINES``; older memory and step times
     come pooled, from ``overview`` when it is there. ``superseded`` is asked now and then; True gives the loading up.
@@ -117,12 +117,12 @@ def _load(
         _load_memory(history, tail[0].t if tail else t, t, model, overview)
         go_on()
     # Charts and rates need steps without gaps; of older ones (the run's peak) only the results are kept.
-    fold(model, (frames[number] for number in sorted(frames) if number <= begin))
+    apply_all(model, (frames[number] for number in sorted(frames) if number <= begin))
     job, older = model.job, {number: rank.last for number, rank in model.ranks.items()}
     for rank in model.ranks.values():
         rank.forget_steps()
     model.training.forget_course()
-    fold(model, (frames[number] for number in sorted(frames) if number > begin))
+    apply_all(model, (frames[number] for number in sorted(frames) if number > begin))
     for number, last in older.items() if model.job == job else ():
         rank = model.ranks[number]
         if last is not None and not rank.steps:
@@ -134,7 +134,7 @@ def _load(
     return model
 
 
-def fold(model: RunModel, frames: Iterable[Frame]) -> None:
+def apply_all(model: RunModel, frames: Iterable[Frame]) -> None:
     """Apply frames in order."""
     for frame in frames:
         model.apply(frame)

@@ -149,9 +149,9 @@ class Tunnel(threading.Thread):
                 return
             data = bytes(self._incoming[_HEAD.size : end])
             del self._incoming[:end]
-            self._take(kind, number, data)
+            self._handle_frame(kind, number, data)
 
-    def _take(self, kind: int, number: int, data: bytes) -> None:
+    def _handle_frame(self, kind: int, number: int, data: bytes) -> None:
         connection = self._connections.get(number)
         if kind == OPEN:
             self._open(number, data.decode("ascii", "replace"))
