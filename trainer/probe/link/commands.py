@@ -178,7 +178,7 @@ class Commands:
 
     def _stop(self, command: Command) -> tuple[bool, str, dict[str, Any]]:
         request, done = self._stop_request, self._tracker.step
-        if not request.heeded:
+        if not request.supported:
             return False, "the script does not ask whether to stop; it has to be interrupted", {}
         step = command.args.get("step")
         if not isinstance(step, int):

@@ -42,7 +42,7 @@ class CaptureScheduler:
         self._wanted = context.rank.options.allocator_events
         self._capture: StepCapture | None = None
         self._cleared = 0
-        self._taken = 0
+        self._captured = 0
         self._next = 0.0
         self._reserved = 0
         self._reason: Any = ""
@@ -114,12 +114,12 @@ class CaptureScheduler:
             self._answer(False, "no step ended in time")
 
     def _begin_when_due(self, cuda: bool) -> None:
-        if self._answers or (self._wanted and (self._taken < FIRST_STEPS or time.monotonic() >= self._next)):
+        if self._answers or (self._wanted and (self._captured < FIRST_STEPS or time.monotonic() >= self._next)):
             self._begin(cuda)
 
     def _begin(self, cuda: bool) -> None:
         tracker, trained, recording = self._tracker, self._trained, self._recording
-        reason = self._reason or ("first" if self._taken < FIRST_STEPS else "periodic")
+        reason = self._reason or ("first" if self._captured < FIRST_STEPS else "periodic")
         index = self._rank.device.memory.device_index if cuda else None
         if cuda:
             recording.numbers(whole=True)
@@ -142,7 +142,7 @@ class CaptureScheduler:
             return
         if capture.failed:
             guard.log(f"the capture of step {capture.step} failed: {capture.failed}")
-            self._taken += 1
+            self._captured += 1
             self._next = time.monotonic() + AFTER_FAILURE_SECONDS
             self._answer(False, capture.failed)
             return
@@ -174,7 +174,7 @@ class CaptureScheduler:
             found = composition_on_cpu(capture, rank, read)
             if found.phases:
                 self._ready.append(found)
-        self._taken += 1
+        self._captured += 1
         spent = (found.read_us + found.walk_us) / 1e6
         ours = HUB_SECONDS * entries * self._rank.world_size
         self._next = time.monotonic() + max(MIN_SECONDS, spent / TIME_SHARE, ours)

@@ -60,7 +60,7 @@ class Snapshots:
             return
         wanted, self._wanted = self._wanted, []
         try:
-            taken = self._take(first.reason)
+            taken = self._capture(first.reason)
         except Exception as error:
             for one in wanted:
                 one.answer(False, f"{type(error).__name__}: {error}", {})
@@ -82,7 +82,7 @@ class Snapshots:
         self._from_step, self._deadline = self._tracker.step, time.monotonic() + patience
         return True
 
-    def _take(self, reason: str) -> SnapshotTaken:
+    def _capture(self, reason: str) -> SnapshotTaken:
         import torch
 
         found: Any = torch.cuda.memory._snapshot()

@@ -163,8 +163,8 @@ class StackCapture:
             blocks = blocks_left(trace, begin, border, borders[-1][1])
         else:
             blocks = blocks_at_peak(trace, armed.spans)
-        groups, told = grouped(trace, blocks, kept_counts=leak)
-        transient, peak = (told, 0) if leak else _transient(step, armed.phase)
+        groups, attributed = grouped(trace, blocks, kept_counts=leak)
+        transient, peak = (attributed, 0) if leak else _transient(step, armed.phase)
         if not leak and peak and abs(blocks.total_bytes - peak) > 0.02 * peak:
             notes.append(f"the trace gives {blocks.total_bytes} bytes at the peak, the allocator counted {peak}")
         if len(armed.spans) > 1 and armed.phase:
@@ -180,7 +180,7 @@ class StackCapture:
             transient_bytes=transient,
             groups=groups,
             peak_bytes=peak,
-            attributed_bytes=min(told, transient),
+            attributed_bytes=min(attributed, transient),
             parameter_bytes=sizes.parameter_bytes,
             trainable=sizes.trainable,
             armed_us=armed.host_us(step),
