@@ -16,14 +16,14 @@ from ftmon.trainer.recipe.train import Trainer, setup
 
 def work(world: World, jobs: list[str]) -> None:
     for path in map(Path, jobs):
-        world.say(f"== {path.stem}")
+        world.log(f"== {path.stem}")
         run = setup(load(str(path)).config, world)
         spoil(run, path.stem)
         try:
             run.fit()
-            world.say(f"batches taken: {run.state.batches}")
+            world.log(f"batches taken: {run.state.batches}")
         except FtmonError as error:
-            world.say(f"refused: {error}")
+            world.log(f"refused: {error}")
         run.engine.destroy()
 
 

@@ -89,7 +89,7 @@ def surroundings(name: str, world: World) -> AbstractContextManager[None]:
 
 def work(world: World, jobs: list[str]) -> None:
     for path in map(Path, jobs):
-        world.say(f"== {path.stem}")
+        world.log(f"== {path.stem}")
         config = load(str(path)).config
         try:
             run = setup(config, world)
@@ -97,13 +97,13 @@ def work(world: World, jobs: list[str]) -> None:
             with surroundings(path.stem, world):
                 run.fit()
         except FtmonError as error:
-            world.say(f"refused: {error}")
+            world.log(f"refused: {error}")
             world.barrier()
             continue
         except RuntimeError as error:
             if not path.stem.startswith("out-of-memory"):
                 raise
-            world.say(f"failed: {str(error).splitlines()[0]}")
+            world.log(f"failed: {str(error).splitlines()[0]}")
             continue
         parameters = dict(run.engine.module.named_parameters())
         with GatheredParameters(list(parameters.values()), enabled=config.zero.stage == 3):

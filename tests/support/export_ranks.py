@@ -16,7 +16,7 @@ IDS = torch.arange(3, 51).reshape(2, 24)
 
 def work(world: World, jobs: list[str]) -> None:
     for path in map(Path, jobs):
-        world.say(f"== {path.stem}")
+        world.log(f"== {path.stem}")
         run = setup(load(str(path)).config, world)
         before = logits(run.model)
         generator = torch.Generator().manual_seed(3)
@@ -30,9 +30,9 @@ def work(world: World, jobs: list[str]) -> None:
         folder = run.output / "model"
         equal = save_model(run.engine, run.model, run.tokenizer, run.config, folder, world, run._results())
         exported = logits(loaded(folder, run))
-        world.say(f"compared: {equal}")
-        world.say(f"changed: {(trained - before).abs().max():.6f}")
-        world.say(f"off: {(exported - trained).abs().max():.6f}")
+        world.log(f"compared: {equal}")
+        world.log(f"changed: {(trained - before).abs().max():.6f}")
+        world.log(f"off: {(exported - trained).abs().max():.6f}")
         run.engine.destroy()
 
 

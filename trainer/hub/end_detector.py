@@ -40,7 +40,7 @@ class EndDetector:
         self._next_poll = 0.0
         self._empty_polls = 0
         self._received = 0
-        self._heard_at = self._begun
+        self._last_message_at = self._begun
         self._hellos: set[int] = set()
         self._goodbyes: dict[int, str] = {}
         self._failure: Failure | None = None
@@ -87,8 +87,8 @@ class EndDetector:
             return found
         now = time.monotonic()
         if received != self._received:
-            self._received, self._heard_at = received, now
-        heard = ranks_elsewhere and now - self._heard_at < _SILENCE_SECONDS and not self._all_said_goodbye
+            self._received, self._last_message_at = received, now
+        heard = ranks_elsewhere and now - self._last_message_at < _SILENCE_SECONDS and not self._all_said_goodbye
         if ranks_alive or heard:
             self._empty_polls = 0
             return None
@@ -136,10 +136,10 @@ class EndDetector:
         if self.stepped or (self._resumed and end.state == "finished"):
             return None
         last = tail(self._run.logs / "launcher.log")
-        words, told = self._error()
+        words, error_text = self._error()
         if words:
             ranks = "its ranks reported, and" if self._hellos else "no rank reported;"
-            why = f"{ranks} none finished an optimizer step ({end.text}). {told}"
+            why = f"{ranks} none finished an optimizer step ({end.text}). {error_text}"
             return f"ended before its first step: {words}"[:240], why, last
         if self._hellos:
             what = "its ranks reported, but no finished optimizer step was received from them"

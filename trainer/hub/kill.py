@@ -104,11 +104,11 @@ class Kills:
 
     def interrupt(self) -> bool:
         """Send INT to all ranks on all hosts; return whether any was there to receive it, as far as can be known."""
-        told = interrupt_ranks(self._rank_hosts.targets())
+        interrupted = interrupt_ranks(self._rank_hosts.targets())
         agents = self.agents.reachable()
         peers = {agent.identity: place for place, agent in enumerate(agents)}
         self._link.ask_agents("stop", peers, _AGENT_SECONDS)
-        return bool(told or any(agent.alive for agent in agents))
+        return bool(interrupted or any(agent.alive for agent in agents))
 
     def launcher_and_spared(self) -> tuple[list[int], list[int]]:
         """Return the launcher's pid, when it lives, and the pids that no kill touches."""

@@ -214,8 +214,8 @@ class Policy:
         self._analysis.alert("note", "error", f"ending the run ({option}): {why}", "on-hang", where.strip())
         self._emit(Command("hub-policy", verb, {"reason": why}))
         if what == "stop":
-            told = self._kills.interrupt()
-            self._kill_at = now + (STOP_SECONDS if told else 0.0)
+            interrupted = self._kills.interrupt()
+            self._kill_at = now + (STOP_SECONDS if interrupted else 0.0)
         else:
             self._kill_at = now
 

@@ -18,7 +18,7 @@ class RankHosts:
         self.senders: set[str] = set()
         """Senders' names of the processes that have introduced themselves."""
 
-    def know(self, hello: Hello, away: bool = False) -> None:
+    def register(self, hello: Hello, away: bool = False) -> None:
         """Note a rank's introduction, and whether an agent passed it on; a later one of the same rank replaces it."""
         self._hellos[hello.rank] = hello
         (self._away.add if away else self._away.discard)(hello.rank)

@@ -66,7 +66,7 @@ class RankLink:
         """True while answers are awaited."""
         return bool(self._asks)
 
-    def know(self, hello: Hello) -> None:
+    def register(self, hello: Hello) -> None:
         """Note where a rank is to be reached."""
         identity = identity_of(hello).encode()
         self._identities[hello.rank] = identity

@@ -183,7 +183,7 @@ class Launcher:
 
     def _send(self, word: LauncherMessage) -> None:
         if self._starter is not None:
-            self._starter.say(word)
+            self._starter.send(word)
 
     def _check_starter(self) -> None:
         """End a run that is tied to a command that is gone: no process would wait for it, or end it."""
@@ -203,7 +203,7 @@ class Launcher:
         """
         if self._job is None:
             return
-        for number in self._requests.take():
+        for number in self._requests.drain():
             print(f"ftmon: received {number.name}; passed on to the job", flush=True)
             if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._intend(number)

@@ -74,7 +74,7 @@ def setup(config: Config, world: World) -> "Trainer":
     monitor = Monitor()
     _, note = shape.check(config)
     if note:
-        world.say(f"note: {note}")
+        world.log(f"note: {note}")
     world.share_sequences(config.training.sequence_parallel_size)
     output = output_folder(config)
     found, skipped = find(config, output, world)
@@ -253,7 +253,7 @@ class Trainer(Stepper):
 
         def fetch() -> Batch:
             faults.in_data()
-            return batches.take()
+            return batches.next_batch()
 
         while not self.ended and not stop:
             faults.begin(state.step + 1)
@@ -283,7 +283,7 @@ class Trainer(Stepper):
                 # After the last step of a run without other checkpoints, the exported model has the best weights.
                 due = due or bool(every) or not (self.ended and config.output.save_model)
             if stop:
-                termination.heed()
+                termination.acknowledge()
             if (stop or due) and not self._is_broken(lines):
                 self.checkpoints.save(state, evaluated.loss if evaluated is not None else None)
         flag.finish()
@@ -304,7 +304,7 @@ class Trainer(Stepper):
         # All of them: ranks must agree, and what a rank has read by now depends on its own GPU.
         lines.flush()
         if lines.not_a_number:
-            self.world.say(f"note: no checkpoint after step {self.state.step}: the loss is not a number")
+            self.world.log(f"note: no checkpoint after step {self.state.step}: the loss is not a number")
         return lines.not_a_number > 0
 
     def _evaluate(self, lines: ProgressLines) -> Evaluated | None:
@@ -318,16 +318,16 @@ class Trainer(Stepper):
         self.stopped_early = evaluator.stop_early(state)
         if self.stopped_early:
             tries, best, best_step = state.evaluations_without_best, state.best_evaluation, state.best_evaluation_step
-            self.world.say(f"stopped early after step {state.step}: {tries} evaluations without a new lowest loss")
+            self.world.log(f"stopped early after step {state.step}: {tries} evaluations without a new lowest loss")
             if self.world.is_first:
                 self.monitor.stopped_early(tries, best, best_step, step=state.step)
         return self.evaluated
 
     def _finish(self, stopped: bool) -> None:
-        state, say = self.state, self.world.say
+        state, log = self.state, self.world.log
         if stopped:
             again = "resume with checkpoint.resume=" + str(self.output)
-            say(f"stopped on request after step {state.step} of {self.total_steps}; {again}")
+            log(f"stopped on request after step {state.step} of {self.total_steps}; {again}")
             return
         if self.config.output.save_model:
             folder = self.output / "model"
@@ -340,13 +340,13 @@ class Trainer(Stepper):
                 equal = save_model(
                     self.engine, self.model, self.tokenizer, self.config, folder, self.world, self._results(), progress
                 )
-            say(f"final model: {folder} ({equal} tensors compared with the training's); {what}")
+            log(f"final model: {folder} ({equal} tensors compared with the training's); {what}")
             if self.world.is_first and not tokenizer.loads_back(self.tokenizer, folder):
-                say(
+                log(
                     f"note: for {self.model.config.model_type} AutoTokenizer makes a tokenizer of its own; load this "
                     "model's with transformers.PreTrainedTokenizerFast.from_pretrained"
                 )
-        say(f"finished: {state.step} steps, {state.tokens:,} tokens")
+        log(f"finished: {state.step} steps, {state.tokens:,} tokens")
 
     def _better(self) -> str:
         """Return words on the step with the lowest evaluation loss, and its checkpoint; empty: it is the last one."""
@@ -382,10 +382,10 @@ class Trainer(Stepper):
         self.monitor.resumed(state.step)
         self._report_plan()
         self.order.first_step = state.batches
-        world.say(f"resumed from {path} after step {state.step}")
+        world.log(f"resumed from {path} after step {state.step}")
         told = "".join(f"; skipped: {note}" for note in self._resuming.skipped)
         if state.step >= self.total_steps:
-            world.say(f"note: training ends at step {self.total_steps}: nothing is left to train")
+            world.log(f"note: training ends at step {self.total_steps}: nothing is left to train")
             told = f"; training ends at step {self.total_steps}: nothing is left to train{told}"
         with self.monitor.activity("resume", f"from {path.name}, after step {state.step}{told}"):
             pass
@@ -399,7 +399,7 @@ class Trainer(Stepper):
         if world.sequence.size > 1:
             where += f", {world.sequence.size} share each sequence"
         parameters = load.count_parameters(self.model)
-        world.say(
+        world.log(
             f"{self.model.config.model_type}, {parameters:,} parameters; ZeRO-{config.zero.stage}, "
             f"{config.training.precision}, {where}; {len(self.examples.rows):,} examples, "
             f"{order.samples_per_step} a step, {self.total_steps} steps"

@@ -226,7 +226,7 @@ class RankTracker:
             if tracked.evidence is not None and tracked.evidence.taken >= tracked.progress.moved_at
         }
 
-    def take_changes(self) -> list[RankState | RunState]:
+    def drain_changes(self) -> list[RankState | RunState]:
         """Return, once, the state messages produced since the last call (the detectors turn them into alerts)."""
         if not self._changes:
             return []
