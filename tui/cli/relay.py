@@ -15,7 +15,7 @@ from ..source.relayed import CHANNELS, Greeting
 from ..source.tunnel import Tunnel
 from .trainer_process import living_hub
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 def relay(arguments: Namespace) -> int:
@@ -44,9 +44,9 @@ def relay(arguments: Namespace) -> int:
     tunnel = Tunnel(source, sink, opener=lambda channel: _connect(run, channel))
     tunnel.start()
     while tunnel.is_alive():
-        tunnel.join(_LOOK_SECONDS)
+        tunnel.join(_POLL_SECONDS)
         if _is_over(run):
-            time.sleep(_LOOK_SECONDS)  # what the hub sent last is still on its way
+            time.sleep(_POLL_SECONDS)  # what the hub sent last is still on its way
             tunnel.stop()
             tunnel.join()
             return 0

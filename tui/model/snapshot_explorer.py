@@ -23,7 +23,7 @@ NARROWEST_WINDOW = 16
 """Moments that the timeline shows at the least."""
 
 
-def spare_the_collector() -> None:
+def freeze_garbage_collector() -> None:
     """Let the garbage collector leave what was opened alone, and come less often: moves make many small dictionaries.
 
     For a process that only explores: nothing of a snapshot is in a cycle.

@@ -54,7 +54,7 @@ class KillDialog(CommandDialog):
     def command(self) -> tuple[str, dict[str, Any]] | None:
         """Kill what is marked."""
         if not self.targets.any:
-            self.app_state.say("nothing is marked: space marks a rank, a the whole run", "warning")
+            self.app_state.show_message("nothing is marked: space marks a rank, a the whole run", "warning")
             return None
         self.targets.remember(self.app_state.model)
         return "kill", {"ranks": self.targets.chosen, "signal": SIGNALS[self.signal]}

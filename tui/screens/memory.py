@@ -204,7 +204,7 @@ class MemoryScreen(SelectedRankScreen):
     def action_highest(self) -> None:
         """Switch between the latest analysed step and the one with the highest peak."""
         highest = not self._canvas.choice.highest
-        self.app_state.say("the highest analysed peak" if highest else "the latest analysed step")
+        self.app_state.show_message("the highest analysed peak" if highest else "the latest analysed step")
         self._choose(highest=highest)
 
     def action_unfold(self) -> None:

@@ -150,7 +150,7 @@ class TrainingScreen(MonitorScreen):
         self.view.next_smoothing()
         over = self.view.smoothing
         text = "by the length of the run" if over is None else "off" if over == 1 else f"over {over} steps"
-        self.app_state.say(f"smoothing of the loss: {text}")
+        self.app_state.show_message(f"smoothing of the loss: {text}")
         self.tick()
 
     def action_whole(self) -> None:

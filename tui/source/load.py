@@ -186,17 +186,17 @@ def adopt_steps(model: RunModel, overview: Overview) -> None:
             model.job_losses[job] = past.losses
 
 
-def _load_memory(history: History, told: float, t: float, model: RunModel, overview: Overview | None) -> None:
-    """Load the memory before ``told``, where the frames begin that reach to ``t``: by the second, and older pooled."""
+def _load_memory(history: History, begin: float, t: float, model: RunModel, overview: Overview | None) -> None:
+    """Load the memory before ``begin``, where the frames begin that reach to ``t``: by the second, and older pooled."""
     span = overview.span if overview is not None else 1
-    fine = fine_begin(told, FINE_SECONDS, span)
+    fine = fine_begin(begin, FINE_SECONDS, span)
     if overview is not None:
         fine = max(fine, overview.first * span)
         rest = floor(fine / span)
         adopt(model, overview, float(rest * span))
         middle = min(span, 16)
         _adopt(model, read_memory(history, rest * span // middle, (fine - rest * span) // middle, middle))
-    last = floor(told)
+    last = floor(begin)
     _adopt(model, read_memory(history, fine, last - fine, 1))
     _adopt(model, read_memory(history, last, 1, 1, until=t))
 

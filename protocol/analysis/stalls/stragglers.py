@@ -126,7 +126,7 @@ class _Block:
 
 
 class _Rank:
-    __slots__ = ("blocks", "counted", "excesses", "facts", "told")
+    __slots__ = ("blocks", "counted", "excesses", "facts", "reported_at")
 
     def __init__(self) -> None:
         self.blocks: deque[_Block] = deque(maxlen=LONG_BLOCKS)
@@ -134,7 +134,7 @@ class _Rank:
         """Of each block, whether it counts against the rank."""
         self.excesses: deque[float] = deque(maxlen=HISTORY)
         self.facts: StragglerFacts | None = None
-        self.told = 0.0
+        self.reported_at = 0.0
 
     def add(self, block: _Block, ratio: float) -> None:
         """Add a block."""
@@ -255,7 +255,7 @@ class Stragglers:
         if rank.facts is None:
             if (self._ended < 2 and _is_plain(rank)) or _is_lasting(rank, LONG_BLOCKS << self._ended):
                 window = list(rank.blocks)[-FAST_BLOCKS:]
-                rank.facts, rank.told = self._facts(number, step, window, measured), t
+                rank.facts, rank.reported_at = self._facts(number, step, window, measured), t
                 rank.counted.clear()  # its end is judged by what follows
                 return [StragglerFinding(rank.facts)]
             return []
@@ -266,10 +266,10 @@ class Stragglers:
                 one.excesses.clear()  # those of the spell that is over are explained
             return [StragglerFinding(msgspec.structs.replace(ended, step=step), "resolved")]
         window = list(rank.blocks)[-FAST_BLOCKS:]
-        if t - rank.told >= UPDATE_S and sum(list(rank.counted)[-FAST_BLOCKS:]) == FAST_BLOCKS:
+        if t - rank.reported_at >= UPDATE_S and sum(list(rank.counted)[-FAST_BLOCKS:]) == FAST_BLOCKS:
             facts = self._facts(number, step, window, measured)
             if _changed(rank.facts, facts):
-                rank.facts, rank.told = facts, t
+                rank.facts, rank.reported_at = facts, t
                 return [StragglerFinding(facts, "updated")]
         return []
 
@@ -345,21 +345,21 @@ def _compare(steps: Sequence[Mapping[int, Work]], count: int) -> dict[int, _Bloc
 
 def _fill(block: _Block, number: int, steps: Sequence[Mapping[int, Work]]) -> None:
     """Add where and why a rank is slow; only for candidates, because it costs more."""
-    looked = steps[-PART_STEPS:]
-    names = {name for works in looked for work in works.values() for name in work.own}
+    recent = steps[-PART_STEPS:]
+    names = {name for works in recent for work in works.values() for name in work.own}
     sums = {
-        rank: {name: sum(works[rank].own.get(name, 0) for works in looked) / len(looked) for name in names}
-        for rank in looked[0]
+        rank: {name: sum(works[rank].own.get(name, 0) for works in recent) / len(recent) for name in names}
+        for rank in recent[0]
     }
     block.parts = sums.pop(number)
     block.others_parts = {name: _median([parts[name] for parts in sums.values()]) for name in names}
-    tokens = {rank: sum(works[rank].tokens for works in looked) / len(looked) for rank in looked[0]}
+    tokens = {rank: sum(works[rank].tokens for works in recent) / len(recent) for rank in recent[0]}
     block.tokens = tokens.pop(number)
     block.others_tokens = _median(list(tokens.values()))
-    if all(work.cpu for work in looked[-1].values()):
+    if all(work.cpu for work in recent[-1].values()):
         off = {
-            rank: sum(max(0, sum(works[rank].own.values()) - works[rank].cpu) for works in looked) / len(looked)
-            for rank in looked[0]
+            rank: sum(max(0, sum(works[rank].own.values()) - works[rank].cpu) for works in recent) / len(recent)
+            for rank in recent[0]
         }
         block.off_cpu = off.pop(number)
         block.others_off_cpu = _median(list(off.values()))

@@ -82,7 +82,7 @@ class Bench:
             self.hello(rank)
         progress = self.tracker.ranks[1].progress
         progress.moved_at = time.time() - 600.0
-        progress.heard_at = time.time() + 3600.0
+        progress.last_message_at = time.time() + 3600.0
         progress.phase, progress.has_stepped, progress.steps_seen = phase, True, 30
         self.tracker.ranks[1].evidence = Evidence(time.time(), by="probe", quiet=quiet, work=work)
         self.tracker.verdict = HANG

@@ -58,15 +58,15 @@ class ReleaseDialog(CommandDialog):
 
     def _what_follows(self) -> list[str]:
         model = self.app_state.model
-        told = [
+        texts = [
             "The error is raised in the failing frame, as it would have been without ftmon. A script that catches it "
             "goes on; otherwise the rank ends. The console in it ends with it."
         ]
         if model.info.framework == "deepspeed" or model.info.kind in ("demo", "train"):
-            told.append("When a rank ends, DeepSpeed's launcher ends every rank of its node: the run is over then.")
+            texts.append("When a rank ends, DeepSpeed's launcher ends every rank of its node: the run is over then.")
         elif model.world_size > 1:
-            told.append("When a rank ends, the others wait in their next collective until its timeout, or are ended.")
-        return told
+            texts.append("When a rank ends, the others wait in their next collective until its timeout, or are ended.")
+        return texts
 
     def action_all(self) -> None:
         """Mean all ranks that are held, or one."""

@@ -118,7 +118,7 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
     def action_mark(self) -> None:
         """Set the mark."""
         self.explorer.set_mark()
-        self.app_state.say("marked: move the cursor, then 3" if self.explorer.mark is not None else "no mark")
+        self.app_state.show_message("marked: move the cursor, then 3" if self.explorer.mark is not None else "no mark")
         self.tick()
 
     def action_zoom(self, direction: int) -> None:

@@ -52,7 +52,7 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
         try:
             self.model.refresh()
         except FtmonError as error:
-            self.app_state.say(str(error), "error")
+            self.app_state.show_message(str(error), "error")
         super().tick()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -70,5 +70,5 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
         if plan is not None and self.model.alive:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(plan.process.pid, signal.SIGINT)
-            self.app_state.say("the sweep ends; its rows stay, and the same command goes on")
+            self.app_state.show_message("the sweep ends; its rows stay, and the same command goes on")
         self.tick()
