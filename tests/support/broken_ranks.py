@@ -11,7 +11,8 @@ import torch
 from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.engine.distributed import World
-from ftmon.trainer.recipe.train import Trainer, setup
+from ftmon.trainer.recipe.train import setup
+from ftmon.trainer.recipe.trainer import Trainer
 
 
 def work(world: World, jobs: list[str]) -> None:

@@ -8,7 +8,8 @@ from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.engine.distributed import World
 from ftmon.trainer.recipe.export.save import save_model
 from ftmon.trainer.recipe.export.weights import is_adapter
-from ftmon.trainer.recipe.train import Trainer, setup
+from ftmon.trainer.recipe.train import setup
+from ftmon.trainer.recipe.trainer import Trainer
 from transformers import AutoModelForCausalLM
 
 IDS = torch.arange(3, 51).reshape(2, 24)
