@@ -12,7 +12,8 @@ from ..model.training import HistoryPoint
 from ..widgets.app_state import AppState
 from ..widgets.canvas import Canvas
 from ..widgets.line import Line
-from ..widgets.training_view import GUTTER, training_lines
+from ..widgets.training_scene import GUTTER
+from ..widgets.training_view import training_lines
 from .base import MonitorScreen, key
 
 RESTS = 8.0
