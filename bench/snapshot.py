@@ -104,7 +104,7 @@ def _segment(base: int, slot: int, slots: range, taken: set[int], sizes: list[in
 def measure(path: Path) -> dict[str, object]:
     """Open a snapshot, and move the cursor about in each view."""
     begun = time.perf_counter()
-    from ftmon.tui.model.snapshot_explorer import Explorer, spare_the_collector
+    from ftmon.tui.model.snapshot_explorer import Explorer, freeze_garbage_collector
     from ftmon.tui.model.snapshot_rows import rows_of
     from ftmon.tui.source.snapshot import open_replays
 
@@ -112,7 +112,7 @@ def measure(path: Path) -> dict[str, object]:
     done = time.perf_counter()
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     own, child = (each.ru_maxrss * 1024 for each in used)
-    spare_the_collector()
+    freeze_garbage_collector()
     explorer = Explorer([replay])
     chosen = random.Random(1)
     moves: dict[str, dict[str, float]] = {}

@@ -128,7 +128,7 @@ class Notices:
 
     def __init__(self, run: str, host: str, events: list[Event], since: float) -> None:
         self._run, self._host, self._events, self._since = run, host, frozenset(events), since
-        self._told: set[int | str] = set()
+        self._notified: set[int | str] = set()
         self._alerts: dict[int, Alert] = {}
         """The run's errors, by which a failure is explained."""
 
@@ -150,9 +150,9 @@ class Notices:
                 title, text = f"{title}: {first.title}", "; ".join(part for part in (text, first.text) if part)
         else:
             return None
-        if event not in self._events or key in self._told:
+        if event not in self._events or key in self._notified:
             return None
-        self._told.add(key)
+        self._notified.add(key)
         return Notice(event, self._run, self._host, message.time, sanitize(title, 300), sanitize(text, 2000))
 
 

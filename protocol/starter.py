@@ -91,7 +91,7 @@ class LauncherEnd:
         """Return the descriptor, for ``select``."""
         return self._socket.fileno()
 
-    def say(self, word: LauncherMessage) -> None:
+    def send(self, word: LauncherMessage) -> None:
         """Send a message; dropped where the command is gone."""
         with contextlib.suppress(OSError):
             self._socket.send(msgspec.json.encode(word) + b"\n", socket.MSG_NOSIGNAL)

@@ -22,7 +22,7 @@ from .widgets.glyphs import ASCII, choose
 from .widgets.palette import DARK, LIGHT
 from .widgets.theme import Theme
 
-FIRST_LOOKS = 100
+FIRST_POLLS = 100
 """Polls a second until the first ranks are there, so that they are painted as they come."""
 
 FIRST_SECONDS = 3.0
@@ -92,7 +92,7 @@ class FtmonApp(App[None]):
                 self.app_state.source.transport.play()
         self.set_interval(1 / self.fps, self.pump)
         self._hurry_until = time.monotonic() + FIRST_SECONDS
-        self._hurry = self.set_interval(1 / FIRST_LOOKS, self._until_first)
+        self._hurry = self.set_interval(1 / FIRST_POLLS, self._until_first)
 
     def _until_first(self) -> None:
         source = self.app_state.source
@@ -112,7 +112,7 @@ class FtmonApp(App[None]):
         if source is not None:
             source.pump()
             if source.transport.message:
-                self.app_state.say(source.transport.message, "warning")
+                self.app_state.show_message(source.transport.message, "warning")
                 source.transport.message = ""
         for screen in reversed(self.screen_stack):  # what a dialog stands over is in view too
             self._tick(screen)
@@ -127,7 +127,7 @@ class FtmonApp(App[None]):
             try:
                 tick()
             except (ArithmeticError, ValueError) as error:  # a figure that cannot be; the next one may be better
-                self.app_state.say(f"cannot be drawn: {type(error).__name__}: {error}", "warning")
+                self.app_state.show_message(f"cannot be drawn: {type(error).__name__}: {error}", "warning")
 
     def _show_held(self) -> None:
         """Open the out-of-memory screen once, when a rank begins to wait at such an error; never over a dialog."""
@@ -200,7 +200,7 @@ class FtmonApp(App[None]):
     def _transport(self, what: str, *args: float) -> None:
         source = self.app_state.source
         if source is None:
-            self.app_state.say("no run is open", "warning")
+            self.app_state.show_message("no run is open", "warning")
             return
         getattr(source.transport, what)(*args)
         self.pump()
@@ -342,7 +342,7 @@ class FtmonApp(App[None]):
         try:
             source = self._open_run(run)
         except FtmonError as error:
-            self.app_state.say(str(error), "error")
+            self.app_state.show_message(str(error), "error")
             return
         self.app_state.end_dry_runs()
         if self.app_state.source is not None:
@@ -364,10 +364,10 @@ class FtmonApp(App[None]):
     def _may_act(self, verb: str) -> bool:
         source = self.app_state.source
         if self.app_state.read_only:
-            self.app_state.say(f"read-only: {verb} is refused", "warning")
+            self.app_state.show_message(f"read-only: {verb} is refused", "warning")
         elif source is None or not source.can_command:
             why = "a replay has no processes" if source and source.transport.mode == "replay" else "the run has no hub"
-            self.app_state.say(f"cannot {verb}: {why}", "warning")
+            self.app_state.show_message(f"cannot {verb}: {why}", "warning")
         else:
             return True
         self.pump()

@@ -20,7 +20,8 @@ from ftmon.trainer.recipe.config import resolve
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.engine.distributed import World
 from ftmon.trainer.recipe.hardware import free_port
-from ftmon.trainer.recipe.train import Trainer, train
+from ftmon.trainer.recipe.train import train
+from ftmon.trainer.recipe.trainer import Trainer
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 

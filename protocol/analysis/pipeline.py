@@ -142,14 +142,14 @@ class Detectors:
             return []
         return list(handler(t, message))
 
-    def take_actions(self) -> list[Action]:
+    def drain_actions(self) -> list[Action]:
         """Return what detectors have asked ranks to do since the last call."""
-        return self._asks.take()
+        return self._asks.drain()
 
     def tick(self, now: float) -> list[Message]:
         """Look at states and at what time alone changes; return the alerts to send."""
         alerts: list[Message] = []
-        for change in self._tracker.take_changes():
+        for change in self._tracker.drain_changes():
             alerts += self._rank_state(now, change) if isinstance(change, RankState) else self._run_state(now, change)
         run = self._tracker.run_state
         over = run is not None and run.state in _OVER

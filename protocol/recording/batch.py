@@ -43,7 +43,7 @@ _UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.Interface
 class Batch:
     """Rows by table, how many messages they are, and how many were lost before they came here."""
 
-    __slots__ = ("gap", "heard", "held", "last_seq", "rows", "taken")
+    __slots__ = ("agent_numbers", "gap", "held", "last_seq", "received", "rows")
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = {table: [] for table in _STATEMENTS}
@@ -51,16 +51,16 @@ class Batch:
         """Messages whose rows are here."""
         self.last_seq = 0
         """The highest number of a message when the batch was taken."""
-        self.taken: dict[str, int] = {}
+        self.agent_numbers: dict[str, int] = {}
         """Highest sequence number recorded per agent; agents resend until it is confirmed."""
-        self.heard: dict[str, int] = {}
+        self.received: dict[str, int] = {}
         """Highest sequence number received from each rank; empty: none since the last batch."""
         self.gap: tuple[float, float, int, str] | None = None
         """Of the messages lost: when the hub had the first and the last, how many they are, and why."""
 
     def __bool__(self) -> bool:
         """Return whether there is something to write."""
-        return bool(self.held or self.gap or self.heard)
+        return bool(self.held or self.gap or self.received)
 
     @property
     def lost(self) -> int:
@@ -74,8 +74,8 @@ class Batch:
                 self.rows[table] += rows
         self.held += later.held
         self.last_seq = max(self.last_seq, later.last_seq)
-        self.taken |= later.taken
-        self.heard = later.heard or self.heard
+        self.agent_numbers |= later.agent_numbers
+        self.received = later.received or self.received
         if later.gap is not None:
             first_t, last_t, count, reason = later.gap
             self.lose(count, first_t, last_t, reason)

@@ -44,7 +44,7 @@ class RecordedRun:
             while frames := reader.frames(last, _PAGE):
                 last = frames[-1].seq
                 for frame in frames:
-                    self._take(frame.message)
+                    self._apply(frame.message)
             self.alerts: list[Alert] = reader.alerts()
 
     @property
@@ -65,7 +65,7 @@ class RecordedRun:
         """Return how many steps a rank took, kept or not."""
         return self._seen.get(rank, 0)
 
-    def _take(self, message: object) -> None:
+    def _apply(self, message: object) -> None:
         match message:
             case Step():
                 self._step(message)

@@ -128,8 +128,8 @@ class Guard:
         finally:
             self._on_messages += time.thread_time() - begun
 
-    def take(self, count: int) -> None:
-        """Count bytes of the answer.
+    def charge(self, count: int) -> None:
+        """Add bytes to the size of the answer.
 
         Raises:
             RecordingError: they are more than the file justifies.
@@ -173,10 +173,10 @@ class Guard:
         connection.execute("PRAGMA trusted_schema=OFF")
         connection.execute("PRAGMA cell_size_check=ON")
         connection.execute("PRAGMA mmap_size=0")
-        connection.set_progress_handler(self._look, _OPERATIONS)
+        connection.set_progress_handler(self._is_late, _OPERATIONS)
         return connection
 
-    def _look(self) -> bool:
+    def _is_late(self) -> bool:
         return self.late
 
 

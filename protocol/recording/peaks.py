@@ -48,7 +48,7 @@ def _peak_since(connection: sqlite3.Connection, rank: int, since: int, seq: int)
     pooled = "SELECT first_seq, last_seq FROM rollups WHERE level = ? AND rank = ? AND last_seq BETWEEN ? AND ?"
     best: tuple[int, int] | None = None
 
-    def look(level: int, first: int, last: int) -> None:
+    def search(level: int, first: int, last: int) -> None:
         nonlocal best
         if first > last:
             return
@@ -62,13 +62,13 @@ def _peak_since(connection: sqlite3.Connection, rank: int, since: int, seq: int)
             f"SELECT min(first_seq), max(last_seq) FROM ({whole})", (level, rank, first, last, first)
         ).fetchone()
         if ends[0] is None:
-            look(level - 1, first, last)
+            search(level - 1, first, last)
             return
-        look(level - 1, first, ends[0] - 1)
+        search(level - 1, first, ends[0] - 1)
         row = connection.execute(_HIGHEST_POOLED, (level, rank, ends[0], ends[1])).fetchone()
         if row is not None and (best is None or row[0] > best[0]):
-            look(level - 1, row[1], row[2])
-        look(level - 1, ends[1] + 1, last)
+            search(level - 1, row[1], row[2])
+        search(level - 1, ends[1] + 1, last)
 
-    look(len(ROLLUP_SIZES) - 1, since, seq)
+    search(len(ROLLUP_SIZES) - 1, since, seq)
     return best[1] if best is not None else None

@@ -223,9 +223,10 @@ class Reader:
 
     def _all(self, query: str, bind: Any = ()) -> list[Row]:
         cursor = self._connection.execute(query, bind)
-        take, rows = self._opened.guard.take, list[Row]()
+        guard, rows = self._opened.guard, list[Row]()
         while part := cursor.fetchmany(_PART):
-            take(sum(len(value) for row in part for value in row if value.__class__ is str or value.__class__ is bytes))
+            texts = (value for row in part for value in row if value.__class__ is str or value.__class__ is bytes)
+            guard.charge(sum(map(len, texts)))
             rows += part
         return rows
 
@@ -288,7 +289,7 @@ class Reader:
         if table == "logs":
             return believed(log_from_row(row))
         guard = self._opened.guard
-        return guard.unpack(lambda: unpack_body(body, guard.take))
+        return guard.unpack(lambda: unpack_body(body, guard.charge))
 
     def _sample(self, row: Row) -> Message | None:
         if row[2] not in self._devices:

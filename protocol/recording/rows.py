@@ -67,12 +67,12 @@ def believed(message: Message) -> Message | None:
     return decode_body(encode_body(message))
 
 
-def unpack_body(body: bytes, take: Callable[[int], None] | None = None) -> Message | None:
+def unpack_body(body: bytes, charge: Callable[[int], None] | None = None) -> Message | None:
     """Decode what ``pack_body`` made; None for a type that a newer version added.
 
     Args:
         body: the bytes.
-        take: called with the bytes they unpack to, and may refuse them.
+        charge: called with the bytes they unpack to, and may refuse them.
 
     Raises:
         RecordingError: it is damaged.
@@ -87,8 +87,8 @@ def unpack_body(body: bytes, take: Callable[[int], None] | None = None) -> Messa
             raise RecordingError("a message in the recording is larger than any that is sent")
         if len(body) > _COUNTED_ABOVE and len(body) - len(body.translate(None, _LISTS)) > _MOST_LISTS:
             raise RecordingError("a message in the recording has more lists than any that is sent")
-        if take is not None:
-            take(len(body))
+        if charge is not None:
+            charge(len(body))
         found = decode_body(body)
     except (zlib.error, TypeError, ProtocolError) as error:
         raise RecordingError(f"a damaged message in the recording: {error}") from None

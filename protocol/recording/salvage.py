@@ -239,7 +239,7 @@ def _pool_again(connection: sqlite3.Connection, guard: Guard) -> None:
         if guard.late:
             break
         with contextlib.suppress(*UNBELIEVABLE):
-            message = unpack_body(body, guard.take)
+            message = unpack_body(body, guard.charge)
             if message is not None:
                 marks.message(seq, message)
     connection.executemany("DELETE FROM steps WHERE seq = ?", unsound)

@@ -39,18 +39,18 @@ from .steprow import closing_rows, step_rows, update_rows
 RETRY_S = 2.0
 """How long a refusing disk is left alone before the next try."""
 
-_HEARD = "heard"
-"""The key of ``meta`` that holds the numbers of ``note_heard``, as a JSON object."""
+_RECEIVED = "heard"
+"""The key of ``meta`` that holds the numbers of ``note_received``, as a JSON object."""
 
-_TAKEN = "taken:"
-"""So begin the keys of ``meta`` that hold the numbers of ``note_taken``."""
+_AGENT = "taken:"
+"""So begin the keys of ``meta`` that hold the numbers of ``note_agent_numbers``."""
 
 _NOT_RECORDED = frozenset((Heartbeat, Query, Answer))
 
 
 def _describe(run: RunFile | None) -> dict[str, Any]:
     """Return the rows of ``meta`` that identify the run."""
-    found: dict[str, Any] = {"protocol": f"{VERSION[0]}.{VERSION[1]}", "created": time.time(), _HEARD: "{}"}
+    found: dict[str, Any] = {"protocol": f"{VERSION[0]}.{VERSION[1]}", "created": time.time(), _RECEIVED: "{}"}
     if run is not None:
         found |= {"run_id": run.id, "name": run.name, "created": run.created, "host": run.host, "kind": run.kind}
         found |= {"cwd": run.cwd, "command": json.dumps(run.command)}
@@ -80,10 +80,10 @@ class Writer:
         """The highest number in the recording, or seen since."""
         self.next_seq = 1
         """Where a hub that opens this recording goes on numbering."""
-        self.taken: dict[str, int] = {}
-        """The numbers that an earlier writer of this file was given by ``note_taken``, of what is in it."""
-        self.heard: dict[str, int] | None = None
-        """The numbers that an earlier writer of this file was given by ``note_heard``; None: there was none."""
+        self.agent_numbers: dict[str, int] = {}
+        """The numbers that an earlier writer of this file was given by ``note_agent_numbers``, of what is in it."""
+        self.received: dict[str, int] | None = None
+        """The numbers that an earlier writer of this file was given by ``note_received``; None: there was none."""
         self._run = run
         self._connection: sqlite3.Connection | None = None
         self._watch: RemovalWatch | None = None
@@ -101,11 +101,11 @@ class Writer:
         self._peaks: dict[int, float | None] = {}
         """Data-sheet peak of each rank's device, FLOP/s; None: not known."""
         self._marks = Marks(self._put_row)
-        self._heard: dict[str, int] = {}
-        """What ``note_heard`` was given last."""
+        self._received: dict[str, int] = {}
+        """What ``note_received`` was given last."""
         self._second = 0
         self._retry_at = 0.0
-        self._taken_up = False
+        self._resumed = False
         there = self.path.is_file() and self.path.stat().st_size > 0
         if there:
             check_continuable(self.path)
@@ -135,17 +135,17 @@ class Writer:
         else:
             self._pending.held += 1
 
-    def note_taken(self, numbers: dict[str, int]) -> None:
+    def note_agent_numbers(self, numbers: dict[str, int]) -> None:
         """Keep with what was appended, in one transaction, the numbers that its senders gave it (``taken``)."""
-        self._pending.taken |= numbers
+        self._pending.agent_numbers |= numbers
 
-    def note_heard(self, numbers: dict[str, int]) -> None:
+    def note_received(self, numbers: dict[str, int]) -> None:
         """Keep with what was appended, in one transaction, the highest sequence number received from each sender.
 
         A later hub counts from these: what its predecessor had received and not recorded is a loss, exactly counted.
         """
-        if numbers != self._heard:
-            self._heard = self._pending.heard = dict(numbers)
+        if numbers != self._received:
+            self._received = self._pending.received = dict(numbers)
 
     def lose(self, count: int, first_t: float, last_t: float, reason: str) -> None:
         """Record that messages were lost before they came here; the arguments are those of ``Batch.lose``."""
@@ -158,9 +158,9 @@ class Writer:
 
     def commit(self) -> None:
         """Write what was appended, as ``write`` does; see ``error`` and ``lost``."""
-        self.write(self.take())
+        self.write(self.drain())
 
-    def take(self) -> Batch:
+    def drain(self) -> Batch:
         """Return what was appended, for ``write``, which may run in another thread while more is appended."""
         batch, self._pending = self._pending, Batch()
         batch.last_seq = self.last_seq
@@ -255,11 +255,11 @@ class Writer:
             connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA wal_autocheckpoint=0")
-        if known and not self._taken_up:
+        if known and not self._resumed:
             for statement in (*MARK_TABLES, *TRAINING_TABLES, JOBS_TABLE):
                 connection.execute(statement)
-            self._take_up(connection)
-        self._taken_up = True
+            self._resume(connection)
+        self._resumed = True
         if self._carried is not None:
             self._carried.insert(connection)
             self.notice = f"{self.path} was removed; a new one was begun, without {self._carried.left} earlier messages"
@@ -280,7 +280,7 @@ class Writer:
         remove_logs(self.path)
         self._try_open()
 
-    def _take_up(self, connection: sqlite3.Connection) -> None:
+    def _resume(self, connection: sqlite3.Connection) -> None:
         """Continue where an earlier writer of this file ended."""
         if self.last_seq:
             # The file could not be opened at first: rows of this writer are waiting, numbered far beyond its own.
@@ -294,9 +294,11 @@ class Writer:
         self.last_seq = max(*highest, int(meta.get("last_seq") or 0))
         # Heartbeats are numbered and not recorded: the last number that was given is unknown, so leave it far behind.
         self.next_seq = self.last_seq + RESTART_LEAP
-        self.taken = {key.removeprefix(_TAKEN): int(value) for key, value in meta.items() if key.startswith(_TAKEN)}
+        self.agent_numbers = {
+            key.removeprefix(_AGENT): int(value) for key, value in meta.items() if key.startswith(_AGENT)
+        }
         with contextlib.suppress(KeyError, ValueError, AttributeError):
-            self.heard = {str(sender): int(number) for sender, number in json.loads(meta[_HEARD]).items()}
+            self.received = {str(sender): int(number) for sender, number in json.loads(meta[_RECEIVED]).items()}
         self._second = connection.execute("SELECT max(second) FROM clock").fetchone()[0] or 0
         self._names.load(connection)
         self._rollups.load(connection)
@@ -351,9 +353,9 @@ class Writer:
         unfit = batch.insert(connection)
         if batch.gap is not None:
             connection.execute("INSERT INTO gaps(first_t, last_t, messages, reason) VALUES (?, ?, ?, ?)", batch.gap)
-        numbers: dict[str, Any] = {f"{_TAKEN}{sender}": number for sender, number in batch.taken.items()}
-        if batch.heard:
-            numbers[_HEARD] = json.dumps(batch.heard)
+        numbers: dict[str, Any] = {f"{_AGENT}{sender}": number for sender, number in batch.agent_numbers.items()}
+        if batch.received:
+            numbers[_RECEIVED] = json.dumps(batch.received)
         self._put(connection, last_seq=batch.last_seq, **numbers)
         connection.execute("COMMIT")
         self.recorded += batch.held - unfit

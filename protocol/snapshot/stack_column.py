@@ -55,20 +55,20 @@ class Stacks:
     def _piece(self, stacks: Sequence[Any]) -> list[int]:
         long = [len(frames) > 2 * _HEAD for frames in stacks]
         if not any(long):
-            return self._told_by_all(stacks)
+            return self._by_frames(stacks)
         if all(long):
-            return self._told_by_head(stacks)
-        short = iter(self._told_by_all([frames for frames, is_long in zip(stacks, long, strict=True) if not is_long]))
-        rest = iter(self._told_by_head([frames for frames, is_long in zip(stacks, long, strict=True) if is_long]))
+            return self._by_heads(stacks)
+        short = iter(self._by_frames([frames for frames, is_long in zip(stacks, long, strict=True) if not is_long]))
+        rest = iter(self._by_heads([frames for frames, is_long in zip(stacks, long, strict=True) if is_long]))
         return [next(rest) if is_long else next(short) for is_long in long]
 
-    def _told_by_all(self, stacks: Sequence[Any]) -> list[int]:
+    def _by_frames(self, stacks: Sequence[Any]) -> list[int]:
         found = list(map(self._by_ids.get, [tuple(map(id, frames)) for frames in stacks]))
         if None in found:
             return list(map(self.number, stacks))
         return found  # type: ignore[return-value]  # no None is left
 
-    def _told_by_head(self, stacks: Sequence[Any]) -> list[int]:
+    def _by_heads(self, stacks: Sequence[Any]) -> list[int]:
         identities = map(id, chain.from_iterable(map(self._head, stacks)))
         keys = list(zip(*[identities] * _HEAD, strict=True))
         found = [self._by_head.get(key, 0) for key in keys]

@@ -36,14 +36,14 @@ def test_sums_are_exact_taken_without_waiting_and_leave_no_memory_behind(monkeyp
     wrapped.module.append(torch.nn.Embedding(40_000, 1024).cuda())  # above what is summed at once
     monkeypatch.setattr(replicas, "_wrapped", [lambda: wrapped])
     taker = replicas.Replicas(*rank_and_tracker(), Trained(), Pace())
-    taker.take(10)  # loads the kernels
+    taker.compute(10)  # loads the kernels
     torch.cuda.synchronize()
     assert len(taker.ready()) == 1
     torch.cuda.reset_peak_memory_stats()
     before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     torch.cuda._sleep(2_000_000_000)  # about a second of the device
     begun = time.perf_counter()
-    taker.take(20)
+    taker.compute(20)
     spent = time.perf_counter() - begun
     assert taker.ready() == [], "the device has not come past it"
     assert spent < 0.5, "the training thread did not wait for the device"

@@ -12,7 +12,7 @@ print("ready", flush=True)
 while not termination.requested:
     time.sleep(0.01)
     termination.step()
-termination.heed()
+termination.acknowledge()
 termination.close()
 print("saved", flush=True)
 """

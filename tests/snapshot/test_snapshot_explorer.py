@@ -36,7 +36,7 @@ def shows(snap_compare: Any, replays: dict[str, list[Replay]], monkeypatch: pyte
             for key in keys:
                 await pilot.press(key)
             # What the foot says for a few seconds would be there or not.
-            app.app_state.say("")
+            app.app_state.show_message("")
             await pilot.pause()
             app._tick()
             await pilot.pause()

@@ -11,19 +11,20 @@ import torch
 from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.engine.distributed import World
-from ftmon.trainer.recipe.train import Trainer, setup
+from ftmon.trainer.recipe.train import setup
+from ftmon.trainer.recipe.trainer import Trainer
 
 
 def work(world: World, jobs: list[str]) -> None:
     for path in map(Path, jobs):
-        world.say(f"== {path.stem}")
+        world.log(f"== {path.stem}")
         run = setup(load(str(path)).config, world)
         spoil(run, path.stem)
         try:
             run.fit()
-            world.say(f"batches taken: {run.state.batches}")
+            world.log(f"batches taken: {run.state.batches}")
         except FtmonError as error:
-            world.say(f"refused: {error}")
+            world.log(f"refused: {error}")
         run.engine.destroy()
 
 

@@ -17,7 +17,7 @@ import torch
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from ftmon.protocol.errors import FtmonError
-from ftmon.trainer.recipe import train
+from ftmon.trainer.recipe import trainer
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.engine.distributed import World
 from ftmon.trainer.recipe.train import setup
@@ -37,7 +37,7 @@ def little_memory() -> Generator[None]:
 @contextmanager
 def full_disk(world: World) -> Generator[None]:
     """Let rank 0 write no large file until the rehearsal is over."""
-    original = train.rehearse
+    original = trainer.rehearse
 
     def rehearse(*arguments: Any) -> None:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -48,11 +48,11 @@ def full_disk(world: World) -> Generator[None]:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    train.rehearse = rehearse
+    trainer.rehearse = rehearse
     try:
         yield
     finally:
-        train.rehearse = original
+        trainer.rehearse = original
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def surroundings(name: str, world: World) -> AbstractContextManager[None]:
 
 def work(world: World, jobs: list[str]) -> None:
     for path in map(Path, jobs):
-        world.say(f"== {path.stem}")
+        world.log(f"== {path.stem}")
         config = load(str(path)).config
         try:
             run = setup(config, world)
@@ -97,13 +97,13 @@ def work(world: World, jobs: list[str]) -> None:
             with surroundings(path.stem, world):
                 run.fit()
         except FtmonError as error:
-            world.say(f"refused: {error}")
+            world.log(f"refused: {error}")
             world.barrier()
             continue
         except RuntimeError as error:
             if not path.stem.startswith("out-of-memory"):
                 raise
-            world.say(f"failed: {str(error).splitlines()[0]}")
+            world.log(f"failed: {str(error).splitlines()[0]}")
             continue
         parameters = dict(run.engine.module.named_parameters())
         with GatheredParameters(list(parameters.values()), enabled=config.zero.stage == 3):

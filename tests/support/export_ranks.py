@@ -8,7 +8,8 @@ from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.engine.distributed import World
 from ftmon.trainer.recipe.export.save import save_model
 from ftmon.trainer.recipe.export.weights import is_adapter
-from ftmon.trainer.recipe.train import Trainer, setup
+from ftmon.trainer.recipe.train import setup
+from ftmon.trainer.recipe.trainer import Trainer
 from transformers import AutoModelForCausalLM
 
 IDS = torch.arange(3, 51).reshape(2, 24)
@@ -16,7 +17,7 @@ IDS = torch.arange(3, 51).reshape(2, 24)
 
 def work(world: World, jobs: list[str]) -> None:
     for path in map(Path, jobs):
-        world.say(f"== {path.stem}")
+        world.log(f"== {path.stem}")
         run = setup(load(str(path)).config, world)
         before = logits(run.model)
         generator = torch.Generator().manual_seed(3)
@@ -30,9 +31,9 @@ def work(world: World, jobs: list[str]) -> None:
         folder = run.output / "model"
         equal = save_model(run.engine, run.model, run.tokenizer, run.config, folder, world, run._results())
         exported = logits(loaded(folder, run))
-        world.say(f"compared: {equal}")
-        world.say(f"changed: {(trained - before).abs().max():.6f}")
-        world.say(f"off: {(exported - trained).abs().max():.6f}")
+        world.log(f"compared: {equal}")
+        world.log(f"changed: {(trained - before).abs().max():.6f}")
+        world.log(f"off: {(exported - trained).abs().max():.6f}")
         run.engine.destroy()
 
 

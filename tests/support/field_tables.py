@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 from ftmon.protocol import (
     blocks,
+    end_request,
     health,
     hosts,
-    intent,
     jobs,
     join,
     memory,
@@ -71,7 +71,7 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     run_options.MultiHost,
     start_request.StartRequest,
     notices.Notify,
-    intent.Intent,
+    end_request.EndRequest,
     rundir.HubFile,
     rundir.ExitFile,
     rundir.LeftoversFile,

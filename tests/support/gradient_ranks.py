@@ -27,7 +27,7 @@ def work(world: World, jobs: list[str]) -> None:
     # DeepSpeed has looked this one up when it was imported.
     record_dtypes(comm.cdb, "reduce_scatter_function", reduced)
     for path in map(Path, jobs):
-        world.say(f"== {path.stem}")
+        world.log(f"== {path.stem}")
         reduced.clear()
         run = setup(load(str(path)).config, world)
         grads: dict[str, torch.Tensor] = {}

@@ -21,11 +21,11 @@ original_muon.ns_compute_dtype = lambda *_: torch.float32
 
 def work(world: World, jobs: list[str]) -> None:
     for path in map(Path, jobs):
-        world.say(f"== {path.stem}")
+        world.log(f"== {path.stem}")
         try:
             run = setup(load(str(path)).config, world)
         except FtmonError as error:
-            world.say(f"refused: {error}")
+            world.log(f"refused: {error}")
             continue
         stepped: list[Any] = []
         record_stepped(run.engine, stepped)

@@ -28,13 +28,13 @@ LENGTHS = [[3, 20, 14], [37]]
 def work(world: World, jobs: list[str]) -> None:
     world.share_sequences(2)
     for job in jobs:
-        world.say(f"== {job.split()[0]}")
+        world.log(f"== {job.split()[0]}")
         kind, _, values = job.split(maxsplit=1)[1].partition(" ")
         try:
             for packing in (False, True):
-                world.say(f"difference {_difference(world, kind, json.loads(values), packing):.2e}")
+                world.log(f"difference {_difference(world, kind, json.loads(values), packing):.2e}")
         except ConfigError as error:
-            world.say(f"refused: {error}")
+            world.log(f"refused: {error}")
 
 
 def _difference(world: World, kind: str, values: dict[str, Any], packing: bool) -> float:

@@ -85,7 +85,7 @@ class Agent:
         self._next_beat = 0.0
         self._over_at: float | None = None
         self._ending = False
-        self._told_to_end = False
+        self._end_requested = False
 
     def run(self) -> int:
         """Serve until the run is over; return the exit status."""
@@ -98,7 +98,7 @@ class Agent:
         print(f"{time.ctime()}: agent of {self._join.id} on {self._host}", flush=True)
         try:
             self._loop()
-            if not self._told_to_end:
+            if not self._end_requested:
                 self._sweep()
             self._flush()
         finally:
@@ -279,7 +279,7 @@ class Agent:
         return socket
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._ending = self._told_to_end = True
+        self._ending = self._end_requested = True
 
     def _sweep(self) -> None:
         """End the remaining processes of the run on this host."""
@@ -297,12 +297,12 @@ class Agent:
         self._drain()
         self._put_logs(last=True)
         self._collect_facts()
-        while self._owes and time.monotonic() < deadline:
+        while self._has_pending and time.monotonic() < deadline:
             self._turn(50)
-        self._beat(time.monotonic(), leaving=not self._told_to_end)
+        self._beat(time.monotonic(), leaving=not self._end_requested)
 
     @property
-    def _owes(self) -> bool:
+    def _has_pending(self) -> bool:
         """Return whether kills are in progress, or waiting messages can still reach the hub."""
         return bool(self._commands.kills_under_way or (self._uplink.connected and self._uplink.waiting))
 
@@ -318,7 +318,7 @@ class Agent:
         for socket in (self._telemetry, self._ranks):
             socket.close(linger=0)
         self._context.term()
-        if not self._told_to_end:
+        if not self._end_requested:
             self._remove_traces()
 
     def _remove_traces(self) -> None:

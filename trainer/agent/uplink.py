@@ -56,7 +56,7 @@ class Uplink:
         self._flying: deque[_Kept] = deque()
         self._bytes = 0
         self._number = 0
-        self._heard = 0.0
+        self._last_ack = 0.0
         self._connected_at = 0.0
         self._moved_at = 0.0
         """When a message was last confirmed, or the first one sent after all had been confirmed."""
@@ -82,7 +82,7 @@ class Uplink:
     @property
     def connected(self) -> bool:
         """Whether the hub has answered on this connection."""
-        return self.socket is not None and self._heard >= self._connected_at
+        return self.socket is not None and self._last_ack >= self._connected_at
 
     @property
     def silent(self) -> bool:
@@ -91,7 +91,7 @@ class Uplink:
             return False
         now = time.monotonic()
         stuck = bool(self._flying) and now - max(self._moved_at, self._connected_at) > SILENT_SECONDS
-        return stuck or now - max(self._heard, self._connected_at) > SILENT_SECONDS
+        return stuck or now - max(self._last_ack, self._connected_at) > SILENT_SECONDS
 
     def connect(self, address: str) -> None:
         """Connect to the hub's ``agents`` channel again; everything unconfirmed is sent again."""
@@ -159,11 +159,11 @@ class Uplink:
                         self._confirmed(message)
 
     def _confirmed(self, ack: AgentAck) -> None:
-        self._heard = time.monotonic()
+        self._last_ack = time.monotonic()
         for kept in (self._flying, self._waiting):
             while kept and kept[0].number <= ack.number:
                 self._bytes -= kept.popleft().size
-                self._moved_at = self._heard
+                self._moved_at = self._last_ack
         if ack.over:
             self.over = ack
         if ack.beat:

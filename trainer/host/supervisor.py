@@ -27,7 +27,7 @@ _PID_EXITS = re.compile(r"[Pp]rocess (\d+) exits successfully")
 
 
 class _Watched:
-    __slots__ = ("descriptor", "fact", "pid", "rank", "start_ticks", "told_at")
+    __slots__ = ("descriptor", "fact", "pid", "rank", "reported_at", "start_ticks")
 
     def __init__(self, rank: int, pid: int, start_ticks: int) -> None:
         self.rank = rank
@@ -35,7 +35,7 @@ class _Watched:
         self.start_ticks = start_ticks
         self.descriptor = -1
         self.fact: ProcessFact | None = None
-        self.told_at = 0.0
+        self.reported_at = 0.0
 
 
 class Supervisor(threading.Thread):
@@ -140,11 +140,11 @@ class Supervisor(threading.Thread):
         fact = self._fact(at, watched, process, now)
         before = watched.fact
         changed = before is None or before.alive != fact.alive or _stopped(before) != _stopped(fact)
-        if changed or now - watched.told_at >= _REPEAT_SECONDS:
+        if changed or now - watched.reported_at >= _REPEAT_SECONDS:
             if fact.alive:
                 self._kills.record(watched.pid, now)
             watched.fact = fact
-            watched.told_at = now
+            watched.reported_at = now
             self._facts.append(fact)
             if changed:
                 self._notify()

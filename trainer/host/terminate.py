@@ -31,7 +31,7 @@ def sweep(
         Processes still alive, usually in uninterruptible sleep (state D).
     """
     begun = time.monotonic()
-    told: set[tuple[int, int]] = set()
+    reported: set[tuple[int, int]] = set()
     while True:
         left = find()
         elapsed = time.monotonic() - begun
@@ -41,8 +41,8 @@ def sweep(
             with contextlib.suppress(PermissionError):
                 if elapsed >= term_seconds:
                     processes.send_signal(process, signal.SIGKILL)
-                elif (process.pid, process.start_ticks) not in told:
-                    told.add((process.pid, process.start_ticks))
+                elif (process.pid, process.start_ticks) not in reported:
+                    reported.add((process.pid, process.start_ticks))
                     processes.send_signal(process, signal.SIGTERM)
                     processes.send_signal(process, signal.SIGCONT)
         on_wait()

@@ -39,7 +39,7 @@ class Agent:
     def __init__(self, identity: bytes, socket: "zmq.Socket[Any]", now: float) -> None:
         self.identity = identity
         self.socket = socket
-        self.heard = now
+        self.last_message = now
         self.number = -1
         """Last sequence number accepted; -1 before the first."""
         self.confirmed = 0
@@ -187,7 +187,7 @@ class Agents:
                 agent = self._by_identity.get(identity)
                 if agent is None:
                     agent = self._by_identity[identity] = Agent(identity, socket, time.monotonic())
-                agent.heard, agent.socket = time.monotonic(), socket
+                agent.last_message, agent.socket = time.monotonic(), socket
                 with contextlib.suppress(ProtocolError):
                     if len(frames) == 3:
                         self._receive_forwarded(agent, frames)
@@ -219,8 +219,8 @@ class Agents:
         changed: list[HostState] = []
         for agent in self.all():
             if paused > _PAUSE_SECONDS:
-                agent.heard += paused
-            state: HostStateName = "cut off" if now - agent.heard > CUT_OFF_SECONDS else "reachable"
+                agent.last_message += paused
+            state: HostStateName = "cut off" if now - agent.last_message > CUT_OFF_SECONDS else "reachable"
             if agent.restored and agent.state == "cut off":
                 state = "cut off"
             if agent.beat is not None and agent.beat.leaving:
@@ -229,7 +229,7 @@ class Agents:
                 agent.missed = True
             if state != agent.state:
                 agent.state = state
-                agent.since = time.time() - (now - agent.heard if state == "cut off" else 0.0)
+                agent.since = time.time() - (now - agent.last_message if state == "cut off" else 0.0)
             described = agent.describe(time.time())
             if agent.reported is None or _differ(agent.reported, described):
                 agent.reported = described

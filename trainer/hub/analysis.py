@@ -125,7 +125,7 @@ class Analysis:
             with contextlib.suppress(OverflowError, ProtocolError):
                 wire.decode_body(wire.encode_body(message))
                 self._emit(message)
-        actions = self._detectors.take_actions()
+        actions = self._detectors.drain_actions()
         if actions:
             self._act(actions)
 

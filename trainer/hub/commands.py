@@ -14,8 +14,8 @@ import zmq
 
 from ...protocol import verbs, wire
 from ...protocol.control import Accepted, Command, Result
+from ...protocol.end_request import write_end_request
 from ...protocol.errors import FtmonError, ProtocolError, UsageError
-from ...protocol.intent import write_intent
 from ...protocol.rundir import RunDir
 from ...protocol.telemetry import Hello
 from ...protocol.wire import UNREADABLE, Message
@@ -197,7 +197,7 @@ class Commands:
 
     async def _kill(self, caller: _Caller, ranks: list[int], number: signal.Signals | None) -> Outcome:
         with contextlib.suppress(OSError):  # a full disk must not keep anybody from killing
-            write_intent(self._run, "kill", caller.source, ranks)
+            write_end_request(self._run, "kill", caller.source, ranks)
         verb = verbs.Stacks(reason=f"kill asked by {caller.source}")
         stacks = await self._stack_requests.collect(ranks or self._rank_hosts.ranks, STACKS_BEFORE_KILL_SECONDS, verb)
         outcome = await self._kills.kill(ranks, number)
@@ -208,7 +208,7 @@ class Commands:
 
     async def _stop(self, caller: _Caller) -> Outcome:
         with contextlib.suppress(OSError):
-            write_intent(self._run, "stop", caller.source)
+            write_end_request(self._run, "stop", caller.source)
         # Ranks of one host agree on a last step through a file; those of several hosts receive it in the command.
         verb = verbs.Stop(self._host.last_step() if self._rank_hosts.any_elsewhere else 0)
         answers = await self._link.ask(verb, self._rank_hosts.ranks, _STOP_SECONDS)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from ...protocol.analysis.deaths.tracebacks import RaisedException, last_exception
-from ...protocol.intent import read_intent
+from ...protocol.end_request import read_end_request
 from ...protocol.process import is_alive
 from ...protocol.rundir import ExitFile, RunDir, RunFile
 from ...protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, Step
@@ -40,7 +40,7 @@ class EndDetector:
         self._next_poll = 0.0
         self._empty_polls = 0
         self._received = 0
-        self._heard_at = self._begun
+        self._last_message_at = self._begun
         self._hellos: set[int] = set()
         self._goodbyes: dict[int, str] = {}
         self._failure: Failure | None = None
@@ -87,8 +87,8 @@ class EndDetector:
             return found
         now = time.monotonic()
         if received != self._received:
-            self._received, self._heard_at = received, now
-        heard = ranks_elsewhere and now - self._heard_at < _SILENCE_SECONDS and not self._all_said_goodbye
+            self._received, self._last_message_at = received, now
+        heard = ranks_elsewhere and now - self._last_message_at < _SILENCE_SECONDS and not self._all_said_goodbye
         if ranks_alive or heard:
             self._empty_polls = 0
             return None
@@ -110,10 +110,10 @@ class EndDetector:
         now = time.time()
         reasons = set(self._goodbyes.values())
         clean = bool(reasons) and "failed" not in reasons
-        intent = read_intent(self._run)
+        end_request = read_end_request(self._run)
         cause = ""
-        if intent is not None and intent.explains(int(not clean), now):
-            state, text, cause = intent.state, intent.text(), intent.exit_cause
+        if end_request is not None and end_request.explains(int(not clean), now):
+            state, text, cause = end_request.state, end_request.text(), end_request.exit_cause
         elif clean:
             state = "finished" if reasons == {"finished"} else "stopped"
             text = "every rank said goodbye"
@@ -122,7 +122,7 @@ class EndDetector:
         if self._kind != "watch":
             text += "; the launcher died before it could tell the exit status"
         # Only a goodbye proves that a rank's script ended; killed ranks send none.
-        killed = intent is not None and (intent.verb == "kill" or bool(intent.cause))
+        killed = end_request is not None and (end_request.verb == "kill" or bool(end_request.cause))
         found = ExitFile(0 if clean and not killed else 1, now, state, text, cause)
         with contextlib.suppress(OSError):  # a full disk; the recording lacks it, the apps receive it
             self._run.write_exit(found)
@@ -136,10 +136,10 @@ class EndDetector:
         if self.stepped or (self._resumed and end.state == "finished"):
             return None
         last = tail(self._run.logs / "launcher.log")
-        words, told = self._error()
+        words, error_text = self._error()
         if words:
             ranks = "its ranks reported, and" if self._hellos else "no rank reported;"
-            why = f"{ranks} none finished an optimizer step ({end.text}). {told}"
+            why = f"{ranks} none finished an optimizer step ({end.text}). {error_text}"
             return f"ended before its first step: {words}"[:240], why, last
         if self._hellos:
             what = "its ranks reported, but no finished optimizer step was received from them"

@@ -84,16 +84,18 @@ class Hub:
         actions = Actions(self._link, self.emit, self._may_ask)
         self._analysis = Analysis(self._file, self._emit, actions.send, keeper(run))
         actions.answered = self._analysis.answered
-        known = {} if writer.heard is None and _is_first(run) else writer.heard
+        known = {} if writer.received is None and _is_first(run) else writer.received
         self._intake = Intake(self._accept, self._refuse, known, lambda count: self._commits.missed(count))
         self._rank_hosts = RankHosts()
         self._ports = PortWatch(self.post, self._analysis.alert)
         self._end_detector = EndDetector(run, self._file)
         self._predicting = PredictionProcess(run, self._file, self.emit)
         self._traces = TraceAnalysis(self.emit, self.post)
-        self._agents = Agents(self._channels.of("agents"), self._intake.receive, self._analysis.fact, writer.taken)
-        self._stream.recorder.received = self._agents.received
-        self._stream.recorder.heard = self._intake.numbers
+        self._agents = Agents(
+            self._channels.of("agents"), self._intake.receive, self._analysis.fact, writer.agent_numbers
+        )
+        self._stream.recorder.agent_numbers = self._agents.received
+        self._stream.recorder.received = self._intake.numbers
         self._agents.replaced = self._link.rename
         tracker = self._analysis.tracker
         inspection = HostInspection(tracker, self._rank_hosts, self._link, self._agents, self.post)
@@ -107,7 +109,7 @@ class Hub:
         )
         stack_requests = StackRequests(tracker, self._link, inspection, self._stall_probe, self.emit)
         self._commands = Commands(run, self, self._rank_hosts, self._link, stack_requests, kills, self._read_only)
-        self._unheard = MissingRanks(self._analysis, self._rank_hosts, self._file.options.listen)
+        self._missing_ranks = MissingRanks(self._analysis, self._rank_hosts, self._file.options.listen)
         self._supervisor = Supervisor(lambda: self._mailbox.post(self._facts.collect))
         self._facts = ProcessFacts(run, self._supervisor, self._analysis, self.emit)
         self._jobs = JobStream(
@@ -196,7 +198,7 @@ class Hub:
             self.emit(state)
         self._analysis.tick(time.time())
         self._jobs.tick()
-        self._unheard.tick(now)
+        self._missing_ranks.tick(now)
         self._stall_probe.tick()
         self._policy.tick(now)
         self._leftovers.tick(now)
@@ -269,7 +271,7 @@ class Hub:
             self._predicting.hello(message)
             if self._rank_hosts.target(message.rank) is not None:
                 self._commands.met(message)
-        elif sender in self._jobs.aside:
+        elif sender in self._jobs.off_stream:
             self._jobs.add(sender, message)
             if kind is not LogLine:
                 return
@@ -295,8 +297,8 @@ class Hub:
         self._analysis.feed(seq, t, message)
 
     def _meet(self, hello: Hello, away: bool = False) -> None:
-        self._rank_hosts.know(hello, away)
-        self._link.know(hello)
+        self._rank_hosts.register(hello, away)
+        self._link.register(hello)
         self._end_detector.note(hello)
         target = self._rank_hosts.target(hello.rank)
         if target is not None:

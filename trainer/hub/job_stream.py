@@ -50,7 +50,7 @@ class JobStream:
         self._meet = meet
         self._settle = settle
         self._jobs = JobTable(self._lives)
-        self.aside = self._jobs.aside
+        self.off_stream = self._jobs.off_stream
         """Senders whose messages are kept out of the stream."""
         self.state = self._jobs.state
         self.add = self._jobs.add
@@ -64,12 +64,12 @@ class JobStream:
         joined = self._jobs.hello(hello, t)
         if joined.begins:
             self._begin(joined.job)
-        elif joined.first_aside:
+        elif joined.first_concurrent:
             self._emit(self._jobs.describe(joined.job, t))
-            self._report_aside(joined.job.number, hello)
-        if joined.aside:
+            self._report_concurrent(joined.job.number, hello)
+        if joined.concurrent:
             self._rank_hosts.senders.add(identity_of(hello))
-        return not joined.aside
+        return not joined.concurrent
 
     def step(self, sender: str, step: Step, t: float) -> None:
         """Count a step; start the next job if the step is the first of another training in the same processes."""
@@ -79,14 +79,14 @@ class JobStream:
 
     def tick(self) -> None:
         """Emit changed jobs; if the job in the stream has ended, switch to a concurrent one."""
-        for told in self._jobs.poll(time.time()):
-            self._emit(told)
-            if not told.shown and told.state == "failed":
+        for job in self._jobs.poll(time.time()):
+            self._emit(job)
+            if not job.shown and job.state == "failed":
                 self._analysis.alert(
-                    *("failure", "error", f"job {told.number} failed: {told.text}", f"job {told.number}"),
+                    *("failure", "error", f"job {job.number} failed: {job.text}", f"job {job.number}"),
                     "It ran at the same time as the job that is shown; its steps and peaks are in the table of jobs.",
                 )
-        following = self._jobs.next_aside()
+        following = self._jobs.next_concurrent()
         if following is not None:
             self._begin(following)
             self._introduce(following)
@@ -116,9 +116,9 @@ class JobStream:
         self._introduce(job)
 
     def _describe_others(self, job: JobTally, t: float) -> None:
-        for told in self._jobs.poll(t):
-            if told.number != job.number:
-                self._emit(told)
+        for other in self._jobs.poll(t):
+            if other.number != job.number:
+                self._emit(other)
 
     def _introduce(self, job: JobTally) -> None:
         """Append the ``Hello`` messages of a job's ranks to the stream again."""
@@ -126,7 +126,7 @@ class JobStream:
             self._meet(rank.hello)
             self._emit(rank.hello)
 
-    def _report_aside(self, number: int, hello: Hello) -> None:
+    def _report_concurrent(self, number: int, hello: Hello) -> None:
         shown = self._jobs.shown.number if self._jobs.shown is not None else 0
         self._analysis.alert(
             "note",

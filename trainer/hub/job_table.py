@@ -44,9 +44,9 @@ class JobMatch:
     job: JobTally
     begins: bool = False
     """Whether it is the first process of its job, which is now in the stream."""
-    aside: bool = False
+    concurrent: bool = False
     """Whether its job runs concurrently with the one in the stream."""
-    first_aside: bool = False
+    first_concurrent: bool = False
     """Whether it is the first process of that concurrent job."""
     others: list[str] = field(default_factory=list[str])
 
@@ -59,7 +59,7 @@ class JobTable:
         self.jobs: dict[int, JobTally] = {}
         self.shown: JobTally | None = None
         """The job in the stream."""
-        self.aside: set[str] = set()
+        self.off_stream: set[str] = set()
         """Senders whose messages are kept out of the stream."""
         self._of: dict[str, JobTally] = {}
         self._renamed: dict[str, Hello] = {}
@@ -78,7 +78,7 @@ class JobTable:
                 self._renamed[sender] = hello
             else:
                 known.join(hello)
-            return JobMatch(known, aside=not known.shown)
+            return JobMatch(known, concurrent=not known.shown)
         job = next((job for job in reversed(self.jobs.values()) if self._belongs(job, hello)), None)
         if job is None and len(self.jobs) >= MOST_JOBS:
             job = self.shown
@@ -86,8 +86,8 @@ class JobTable:
             job.join(hello)
             self._of[sender] = job
             if not job.shown:
-                self.aside.add(sender)
-            return JobMatch(job, aside=not job.shown)
+                self.off_stream.add(sender)
+            return JobMatch(job, concurrent=not job.shown)
         return self._begin(hello, sender, now)
 
     def _begin(self, hello: Hello, sender: str, now: float) -> JobMatch:
@@ -98,11 +98,11 @@ class JobTable:
         job.join(hello)
         self._of[sender] = job
         if beside:
-            self.aside.add(sender)
-            return JobMatch(job, aside=True, first_aside=True)
+            self.off_stream.add(sender)
+            return JobMatch(job, concurrent=True, first_concurrent=True)
         if before is not None:
             # Their last messages may arrive later, and belong to them.
-            self.aside.update(sender for sender, owner in self._of.items() if owner is before)
+            self.off_stream.update(sender for sender, owner in self._of.items() if owner is before)
         self.shown = job
         return JobMatch(job, begins=True)
 
@@ -163,7 +163,7 @@ class JobTable:
                 job.close(now)
         return [found for job in self.jobs.values() if (found := self._due(job, now)) is not None]
 
-    def next_aside(self) -> JobTally | None:
+    def next_concurrent(self) -> JobTally | None:
         """Return a running job to switch to, if the job in the stream has ended; None if there is none."""
         if self.shown is None or self.shown.ended is None:
             return None
@@ -172,8 +172,8 @@ class JobTable:
             return None
         job.shown = True
         job.version += 1
-        self.aside.update(sender for sender, owner in self._of.items() if owner is self.shown)
-        self.aside.difference_update(sender for sender, owner in self._of.items() if owner is job)
+        self.off_stream.update(sender for sender, owner in self._of.items() if owner is self.shown)
+        self.off_stream.difference_update(sender for sender, owner in self._of.items() if owner is job)
         self.shown = job
         return job
 
@@ -204,10 +204,10 @@ class JobTable:
                 sender = f"rank-{rank.rank}-{rank.pid}-{rank.start_ticks}"
                 self._of[sender] = tally
                 if not job.shown:
-                    self.aside.add(sender)
+                    self.off_stream.add(sender)
             if job.shown:
                 if self.shown is not None:
-                    self.aside.update(sender for sender, owner in self._of.items() if owner is self.shown)
+                    self.off_stream.update(sender for sender, owner in self._of.items() if owner is self.shown)
                 self.shown = tally
 
     def _is_over(self, job: JobTally, now: float) -> bool:

@@ -105,11 +105,11 @@ class Kills:
 
     def interrupt(self) -> bool:
         """Send INT to all ranks on all hosts; return whether any rank is known to have received it."""
-        told = interrupt_ranks(self._rank_hosts.targets())
+        interrupted = interrupt_ranks(self._rank_hosts.targets())
         agents = self.agents.reachable()
         peers = {agent.identity: place for place, agent in enumerate(agents)}
         self._link.ask_agents(verbs.Stop(), peers, _AGENT_SECONDS)
-        return bool(told or any(agent.alive for agent in agents))
+        return bool(interrupted or any(agent.alive for agent in agents))
 
     def launcher_and_spared(self) -> tuple[list[int], list[int]]:
         """Return the launcher's pid, if it lives, and the pids that a kill must spare."""

@@ -23,7 +23,7 @@ from ...protocol.analysis.stalls.proof import RankFacts, unproven
 from ...protocol.analysis.stalls.verdicts import Verdict
 from ...protocol.analysis.text.stalls import of_verdict
 from ...protocol.control import Result
-from ...protocol.intent import read_intent, write_intent
+from ...protocol.end_request import read_end_request, write_end_request
 from ...protocol.private_files import write_private
 from ...protocol.run_options import RunOptions
 from ...protocol.rundir import RunDir
@@ -208,23 +208,23 @@ class Policy:
         option = f"{option} {what}" if option == "--on-hang" else f"{option} {self._exit_timeout:g}"
         self._why, self._cause = why, cause
         with contextlib.suppress(OSError):  # a full disk must not keep a hung run alive
-            write_intent(self._run, option, "hub", why=why, cause=cause)
+            write_end_request(self._run, option, "hub", why=why, cause=cause)
         verb = verbs.Stop(reason=why) if what == "stop" else verbs.Kill(reason=why)
         self._analysis.alert("note", "error", f"ending the run ({option}): {why}", "on-hang", where.strip())
         self._emit(verb.command("hub-policy"))
         if what == "stop":
-            told = self._kills.interrupt()
-            self._kill_at = now + (STOP_SECONDS if told else 0.0)
+            interrupted = self._kills.interrupt()
+            self._kill_at = now + (STOP_SECONDS if interrupted else 0.0)
         else:
             self._kill_at = now
 
     def _kill(self, now: float) -> None:
         del now
         self._killed = True
-        intent = read_intent(self._run)
-        if intent is None or not intent.cause:
+        end_request = read_end_request(self._run)
+        if end_request is None or not end_request.cause:
             with contextlib.suppress(OSError):
-                write_intent(self._run, "--on-hang", "hub", why=self._why, cause=self._cause)
+                write_end_request(self._run, "--on-hang", "hub", why=self._why, cause=self._cause)
         flow.start(self._end_run())
 
     async def _end_run(self) -> None:

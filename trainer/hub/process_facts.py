@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ...protocol import verbs
-from ...protocol.intent import read_intent
+from ...protocol.end_request import read_end_request
 from ...protocol.rundir import RunDir
 from ...protocol.wire import Message
 from ..host.supervisor import Supervisor
@@ -40,10 +40,10 @@ class ProcessFacts:
 
     def _note_signal(self) -> None:
         """Append a message if the launcher was signalled to end the run: then no rank is the cause."""
-        intent = None if self._signalled else read_intent(self._run)
-        if intent is not None and intent.by_signal:
+        end_request = None if self._signalled else read_end_request(self._run)
+        if end_request is not None and end_request.by_signal:
             self._signalled = True
-            self._emit(verbs.Stop(reason=intent.text()).command("launcher"))
+            self._emit(verbs.Stop(reason=end_request.text()).command("launcher"))
 
     def _note_leftovers(self) -> None:
         """Report that the job's command ended before its ranks: the launcher ends them, and no rank is the cause."""

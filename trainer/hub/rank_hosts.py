@@ -18,7 +18,7 @@ class RankHosts:
         self.senders: set[str] = set()
         """Sender names of the processes that have sent ``Hello``."""
 
-    def know(self, hello: Hello, away: bool = False) -> None:
+    def register(self, hello: Hello, away: bool = False) -> None:
         """Record a rank's ``Hello``, replacing an earlier one, and whether an agent forwarded it."""
         self._hellos[hello.rank] = hello
         (self._away.add if away else self._away.discard)(hello.rank)

@@ -67,7 +67,7 @@ class RankLink:
         """True while answers are awaited."""
         return bool(self._asks)
 
-    def know(self, hello: Hello) -> None:
+    def register(self, hello: Hello) -> None:
         """Record the identity under which a rank is reachable."""
         identity = identity_of(hello).encode()
         self._identities[hello.rank] = identity

@@ -40,10 +40,10 @@ class Recorder(threading.Thread):
         self._work = threading.Event()
         self._since: float | None = None
         """Start of the current commit, ``time.monotonic``."""
+        self.agent_numbers: Callable[[], dict[str, int]] = dict
+        """Called at each commit for the numbers of ``Writer.note_agent_numbers``."""
         self.received: Callable[[], dict[str, int]] = dict
-        """Called at each commit for the numbers of ``Writer.note_taken``."""
-        self.heard: Callable[[], dict[str, int]] = dict
-        """Called at each commit for the numbers of ``Writer.note_heard``."""
+        """Called at each commit for the numbers of ``Writer.note_received``."""
         self.bytes = 0
         """Size of the recording on disk."""
         self.start()
@@ -112,9 +112,9 @@ class Recorder(threading.Thread):
         self._writer.close()
 
     def _hand_over(self, then: Callable[[], object] | None, *, last: bool) -> None:
-        self._writer.note_taken(self.received())
-        self._writer.note_heard(self.heard())
-        batch = self._writer.take()
+        self._writer.note_agent_numbers(self.agent_numbers())
+        self._writer.note_received(self.received())
+        batch = self._writer.drain()
         with self._lock:
             self._next.add(batch)
             self._next.let_go("the disk took nothing for long")

@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 
 from ...protocol.analysis.deaths.slurm import cancelled_in
+from ...protocol.end_request import LAUNCHER, EndRequest, read_end_request, write_end_request
 from ...protocol.errors import FtmonError
-from ...protocol.intent import LAUNCHER, Intent, read_intent, write_intent
 from ...protocol.join import join_path
 from ...protocol.process import this_process
 from ...protocol.rundir import ExitFile, LeftoversFile, RunDir, RunFile
@@ -64,7 +64,7 @@ class Launcher:
         self._requests = Requests()
         self._interrupts = 0
         """Number of SIGINTs forwarded."""
-        self._intent: Intent | None = None
+        self._end_request: EndRequest | None = None
         """The request to end, kept here in case ``intent.json`` cannot be written."""
         self._grace = 0.0
         self._kill_at: float | None = None
@@ -183,7 +183,7 @@ class Launcher:
 
     def _send(self, word: LauncherMessage) -> None:
         if self._starter is not None:
-            self._starter.say(word)
+            self._starter.send(word)
 
     def _check_starter(self) -> None:
         """End the run if the command it is tied to is gone: no other process would wait for it or end it."""
@@ -203,7 +203,7 @@ class Launcher:
         """
         if self._job is None:
             return
-        for number in self._requests.take():
+        for number in self._requests.drain():
             print(f"ftmon: received {number.name}; passed on to the job", flush=True)
             if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._intend(number)
@@ -221,12 +221,12 @@ class Launcher:
 
     def _intend(self, number: signal.Signals, why: str = "") -> None:
         """Record why the job ends; an earlier request is kept, unless it was a SIGHUP that the job survived."""
-        earlier = read_intent(self._run) or self._intent
+        earlier = read_end_request(self._run) or self._end_request
         if earlier is not None and earlier.verb != signal.SIGHUP.name:
             return
-        self._intent = Intent(number.name, time.time(), LAUNCHER, why=why)
+        self._end_request = EndRequest(number.name, time.time(), LAUNCHER, why=why)
         with _disk_trouble("intent.json"):
-            write_intent(self._run, number.name, LAUNCHER, why=why)
+            write_end_request(self._run, number.name, LAUNCHER, why=why)
 
     def _signal_job(self, number: signal.Signals) -> None:
         # The job is not reaped before its status is known, so its pid cannot have been reused.
@@ -292,17 +292,17 @@ class Launcher:
         now = time.time()
         code = 127 if self._status is None else self._status
         text = problem or _how_it_ended(code)
-        intent = read_intent(self._run) or self._intent
-        if intent is not None and not intent.explains(code, now):
-            intent = None
+        end_request = read_end_request(self._run) or self._end_request
+        if end_request is not None and not end_request.explains(code, now):
+            end_request = None
         # SLURM signals the launcher too when it ends all processes of a job.
-        may_be_slurm = code != 0 and (intent is None or intent.by == LAUNCHER)
+        may_be_slurm = code != 0 and (end_request is None or end_request.by == LAUNCHER)
         by_slurm = cancelled_in(self._run.logs / "launcher.log") if may_be_slurm else ""
         cause = "not-started" if problem else ""
         if by_slurm:
             state, text = "stopped", f"{by_slurm} ({text})"
-        elif intent is not None:
-            state, text, cause = intent.state, f"{intent.text()} ({text})", cause or intent.exit_cause
+        elif end_request is not None:
+            state, text, cause = end_request.state, f"{end_request.text()} ({text})", cause or end_request.exit_cause
         else:
             state = "finished" if code == 0 else "failed"
         if left:

@@ -31,7 +31,7 @@ class Requests:
         """Record one signal."""
         self._waiting.append(Request(signal.Signals(number), time.monotonic()))
 
-    def take(self) -> list[signal.Signals]:
+    def drain(self) -> list[signal.Signals]:
         """Return the signals to forward, in order; simultaneous requests to end count as one."""
         waiting, self._waiting = self._waiting, []
         found: list[signal.Signals] = []

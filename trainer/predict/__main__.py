@@ -71,7 +71,7 @@ def predict(arguments: argparse.Namespace) -> Prediction:
     from . import answer, ranks, what_if
     from .script_changes import NOT_CHANGED
 
-    allocator, tell = _allocator(), _teller(arguments)
+    allocator, tell = _allocator(), _progress_printer(arguments)
     job = jobs.prepare(arguments, allocator)
     ranks.warm()
     if not (arguments.what_if or arguments.data):
@@ -138,7 +138,7 @@ def _with_largest(
     return largest.add(found, job, arguments, allocator, tell) if arguments.largest else found
 
 
-def _teller(arguments: argparse.Namespace) -> Callable[[str], None]:
+def _progress_printer(arguments: argparse.Namespace) -> Callable[[str], None]:
     """Return a function that prints what is being predicted, to a person who waits."""
     stream = sys.__stderr__
     told = stream is not None and (arguments.background is not None or stream.isatty())

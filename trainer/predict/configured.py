@@ -111,8 +111,8 @@ class RecipeRun(DryRun):
         self.parameters = self._dry.parameters
         self.trainable = self._dry.trainable
         self.engine = self._dry.engine
-        said = [line.removeprefix("note: ") for line in world.said]
-        self.notes = [*([assumed] if assumed else []), *said]
+        logged = [line.removeprefix("note: ") for line in world.logged]
+        self.notes = [*([assumed] if assumed else []), *logged]
         if note := beyond(self._dry.model.config, config.training.sequence_length):
             self.notes.append(note)
         sharing = config.training.sequence_parallel_size
@@ -134,7 +134,7 @@ class RecipeRun(DryRun):
         with fake_tensors.left():
             batch = self._dry.batch([length] if self._documents is None else self._documents.row(length))
         self._counting.pairs_a_token = self._documents and self._documents.pairs(length)
-        self._dry.take(batch)
+        self._dry.train_step(batch)
 
 
 def _packed(documents: Documents | None) -> str:

@@ -15,7 +15,7 @@ from ..recipe.data.encode import Encoder
 from ..recipe.data.order import Order
 from ..recipe.data.pipeline import Examples
 from ..recipe.data.sources import Records
-from ..recipe.evaluation.examples import set_aside
+from ..recipe.evaluation.examples import hold_out
 from .result import DataRisk, RiskyStep
 
 _MOST_NAMED = 3
@@ -58,7 +58,7 @@ def read(config: Config) -> tuple[Records, Examples]:
     folder = pipeline.encode(records, Encoder(tokenizer, config, forms), tokenizer, config)
     examples = pipeline.examples(folder, records, config)
     if config.evaluation.share:
-        examples, _ = set_aside(examples, config.evaluation.share, config.training.seed)
+        examples, _ = hold_out(examples, config.evaluation.share, config.training.seed)
     return records, examples
 
 

@@ -38,13 +38,13 @@ class DryWorld(World):
         self.on_gpu = True
         self.device = torch.device("cuda", 0)
         self.host_group = None
-        self.said: list[str] = []
+        self.logged: list[str] = []
         """What the recipe would have printed."""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Keep a line; not those of timers, which are about slow machines."""
         if threading.current_thread() is threading.main_thread():
-            self.said.append(text)
+            self.logged.append(text)
 
     def barrier(self) -> None:
         """Do nothing."""
@@ -134,7 +134,7 @@ class DryStep:
             del row["lengths"]
         return self._collate([row] * self._micro_batch)
 
-    def take(self, batch: Batch) -> None:
+    def train_step(self, batch: Batch) -> None:
         """Take an optimizer step on copies of one micro-batch."""
         self._stepper.train_step([lambda: dict(batch)] * self._accumulation, batch["labels"].numel())
 

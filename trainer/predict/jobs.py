@@ -156,12 +156,12 @@ def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Pre
     started = launchers.parse(arguments.command)
     count = arguments.ranks or started.ranks or 1
     _check_ranks(count, arguments.command[0])
-    looked: ScriptInputs | None = getattr(arguments, "looked", None)
-    if looked is None:
+    script_inputs: ScriptInputs | None = getattr(arguments, "script_inputs", None)
+    if script_inputs is None:
         ranks.warm()
-        looked = ranks.once(lambda: ScriptRun(started, None, count, allocator, gpu).looked, ScriptInputs)
-        arguments.looked = looked
-    settings = deepspeed_file.with_changes(looked.deepspeed, getattr(arguments, "changes", {}))
+        script_inputs = ranks.once(lambda: ScriptRun(started, None, count, allocator, gpu).inputs, ScriptInputs)
+        arguments.script_inputs = script_inputs
+    settings = deepspeed_file.with_changes(script_inputs.deepspeed, getattr(arguments, "changes", {}))
     try:
         batch = deepspeed_file.batch(settings, count, arguments.micro_batch, arguments.accumulation)
     except ValueError as error:
@@ -172,7 +172,7 @@ def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Pre
         ranks=count,
         micro_batch=batch.micro,
         accumulation=batch.accumulation,
-        checkpointing=arguments.checkpointing or looked.checkpointing,
+        checkpointing=arguments.checkpointing or script_inputs.checkpointing,
         allocator=allocator,
         gpu=gpu,
     )
@@ -183,7 +183,7 @@ def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Pre
         notes.append("rows of 1,024 tokens assumed (--sequence-length)")
     return Prepared(
         lambda rank: ScriptRun(started, job, count, allocator, gpu, rank),
-        looked.model,
+        script_inputs.model,
         count,
         deepspeed_file.stage(settings),
         job.micro_batch,

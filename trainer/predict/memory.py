@@ -56,7 +56,7 @@ class Recorder(TorchDispatchMode):
             if key is not None:
                 results.keep(key, func, args, kwargs, result)
         self._see(result)
-        self.counting.take(func, args, kwargs, result, self.stream)
+        self.counting.count(func, args, kwargs, result, self.stream)
         if hidden is not None:
             hidden(self, func, args, kwargs, result)
         return result

@@ -85,7 +85,7 @@ class ScriptRun(DryRun):
         self._settings = job.deepspeed if job is not None else None
         self._kept: BaseException | None = None
         """Keeps the script's frames, and so whatever it holds."""
-        self.looked: ScriptInputs | None = None
+        self.inputs: ScriptInputs | None = None
         self.notes = [
             "the script was run up to deepspeed.initialize; steps are of a plain loop on input_ids and labels",
         ]
@@ -110,7 +110,7 @@ class ScriptRun(DryRun):
         module.initialize = original
         if not given:
             raise ConfigError(f"{self._launched.script}: ended without calling deepspeed.initialize; {_FLAGS}")
-        self._take(given, original)
+        self._make_engine(given, original)
 
     def _run(self) -> None:
         """Run the script until it calls ``deepspeed.initialize``, or ends.
@@ -148,7 +148,7 @@ class ScriptRun(DryRun):
             signal.alarm(0)
             _guard_values(None)
 
-    def _take(self, given: Mapping[str, Any], initialize: Any) -> None:
+    def _make_engine(self, given: Mapping[str, Any], initialize: Any) -> None:
         """Make the engine of what the script gave.
 
         Raises:
@@ -164,7 +164,7 @@ class ScriptRun(DryRun):
         made = type(optimizer).__name__ if optimizer is not None and not callable(optimizer) else ""
         settings = _settings(given, self._launched.script)
         name = str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__)
-        self.looked = ScriptInputs(
+        self.inputs = ScriptInputs(
             name,
             settings,
             bool(getattr(model, "is_gradient_checkpointing", False)),
@@ -178,7 +178,7 @@ class ScriptRun(DryRun):
         settings |= dict(zip(_BATCH, (job.micro_batch * job.accumulation * job.ranks, job.micro_batch), strict=False))
         settings["gradient_accumulation_steps"] = job.accumulation
         settings["steps_per_print"] = 1 << 30
-        if job.checkpointing and not self.looked.checkpointing:
+        if job.checkpointing and not self.inputs.checkpointing:
             if not hasattr(model, "gradient_checkpointing_enable"):
                 raise ConfigError(f"{type(model).__name__} has no gradient_checkpointing_enable()")
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -190,7 +190,7 @@ class ScriptRun(DryRun):
         kept = {key: given[key] for key in ("optimizer", "model_parameters", "lr_scheduler") if given.get(key)}
         if "optimizer" not in kept and "model_parameters" not in kept:
             kept["model_parameters"] = trained
-        if made in ADAMS and deepspeed_file.offloads(settings) and not deepspeed_file.offloads(self.looked.deepspeed):
+        if made in ADAMS and deepspeed_file.offloads(settings) and not deepspeed_file.offloads(self.inputs.deepspeed):
             kept = {"optimizer": _on_the_host(kept["optimizer"])}
         self.engine, *_ = initialize(model=model, config=settings, **kept)
 

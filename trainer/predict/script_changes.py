@@ -12,30 +12,30 @@ NOT_CHANGED = (
 )
 
 
-def words(changes: Sequence[str], looked: ScriptInputs) -> str:
+def words(changes: Sequence[str], script_inputs: ScriptInputs) -> str:
     """Return changes, assignments to DeepSpeed's keys and flags of ``predict``, as what to set in the script."""
-    return " ".join(_one(change, looked) for change in changes)
+    return " ".join(_one(change, script_inputs) for change in changes)
 
 
-def refusal(changes: Sequence[str], looked: ScriptInputs) -> str:
+def refusal(changes: Sequence[str], script_inputs: ScriptInputs) -> str:
     """Return why the script as it is cannot take these changes; empty: it can."""
-    if not looked.optimizer or not any(change.startswith(_OFFLOAD) for change in changes):
+    if not script_inputs.optimizer or not any(change.startswith(_OFFLOAD) for change in changes):
         return ""
-    if deepspeed_file.offloads(looked.deepspeed) or looked.optimizer in ADAMS:
+    if deepspeed_file.offloads(script_inputs.deepspeed) or script_inputs.optimizer in ADAMS:
         return ""
-    return f"the script makes {looked.optimizer} itself; DeepSpeed offloads its own CPUAdam and CPULion only"
+    return f"the script makes {script_inputs.optimizer} itself; DeepSpeed offloads its own CPUAdam and CPULion only"
 
 
-def _one(change: str, looked: ScriptInputs) -> str:
+def _one(change: str, script_inputs: ScriptInputs) -> str:
     key, _, value = change.partition("=")
     if key == "--checkpointing":
-        return "gradient_checkpointing=True" if looked.trainer else "model.gradient_checkpointing_enable()"
+        return "gradient_checkpointing=True" if script_inputs.trainer else "model.gradient_checkpointing_enable()"
     if key == "--micro-batch":
-        if looked.trainer:
+        if script_inputs.trainer:
             return f"per_device_train_batch_size={value}"
         return f"train_micro_batch_size_per_gpu={value} (and batches of {value} rows)"
     if key == "--accumulation":
         return f"gradient_accumulation_steps={value}"
-    if change.startswith(_OFFLOAD) and looked.optimizer in ADAMS and not looked.trainer:
-        return f"{change} deepspeed.ops.adam.DeepSpeedCPUAdam in place of its {looked.optimizer}"
+    if change.startswith(_OFFLOAD) and script_inputs.optimizer in ADAMS and not script_inputs.trainer:
+        return f"{change} deepspeed.ops.adam.DeepSpeedCPUAdam in place of its {script_inputs.optimizer}"
     return change

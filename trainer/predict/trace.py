@@ -20,7 +20,7 @@ class Replay:
         self._allocator = CachingAllocator(settings, capacity_bytes)
         self._blocks: dict[int, int] = {}
 
-    def take(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Apply one event.
 
         Raises:
@@ -175,7 +175,7 @@ class Trace:
     def _record(self, event: Event) -> None:
         self.events.append(event)
         before = self._replay.allocated
-        self._replay.take(event)
+        self._replay.apply(event)
         if event[0] == ALLOCATE:
             self.block_bytes[event[1]] = self._replay.allocated - before
 
@@ -193,7 +193,7 @@ def failing_phase(events: Iterable[Event], settings: Settings, capacity_bytes: i
         for event in events:
             if event[0] == MARK:
                 phase = event[4]
-            replay.take(event)
+            replay.apply(event)
     except DeviceOutOfMemory:
         return phase
     return ""

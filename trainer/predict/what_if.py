@@ -136,8 +136,8 @@ def _remedy(
         return Remedy(name, " ".join(shown), make, combines, changes)
     from . import script_changes
 
-    refused = script_changes.refusal(changes, given.looked)
-    change = script_changes.words(changes, given.looked)
+    refused = script_changes.refusal(changes, given.script_inputs)
+    change = script_changes.words(changes, given.script_inputs)
     return Remedy(name, change, _refuser(refused) if refused else make, combines, changes)
 
 
@@ -219,14 +219,14 @@ def _flags(given: argparse.Namespace) -> Iterator[Kind]:
     command = getattr(given, "command", None)
     if command:
         job = jobs.prepare(given, Settings())
-        settings, ranks = given.looked.deepspeed, job.ranks
+        settings, ranks = given.script_inputs.deepspeed, job.ranks
     else:
         settings, _ = jobs.deepspeed(given)
         ranks = given.ranks or 1
     stage = deepspeed_file.stage(settings)
     batch = deepspeed_file.batch(settings, ranks, given.micro_batch, given.accumulation)
     offload = json.dumps({"device": "cpu", "pin_memory": True})
-    if not given.checkpointing and not (command and given.looked.checkpointing):
+    if not given.checkpointing and not (command and given.script_inputs.checkpointing):
         yield "checkpointing", ("--checkpointing=true",), True
     if batch.micro > 1 and batch.micro % 2 == 0:
         half, accumulation = batch.micro // 2, batch.accumulation * 2

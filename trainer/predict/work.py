@@ -97,7 +97,7 @@ class Counting:
     def _ranks_of(self, kind: Collective) -> int:
         return self._sharing if kind == "all_to_all" and self._sharing > 1 else self._ranks
 
-    def take(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: int) -> None:
+    def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: int) -> None:
         """Count one operation.
 
         Args:

@@ -281,9 +281,9 @@ class Probe:
         if flops is not None:
             notes.flops = float(flops)
 
-    def heed_stops(self) -> None:
+    def support_stops(self) -> None:
         """Promise to ask ``stop_requested`` after each step."""
-        self._stop.heeded = True
+        self._stop.supported = True
 
     def stop_requested(self) -> bool:
         """Return whether the run was asked to save and end after the current step.

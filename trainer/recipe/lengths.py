@@ -107,4 +107,4 @@ def measure_lengths(stepper: Stepper, data: Sampled, total_steps: int) -> None:
             lines.step(step, stepper.train_step(fetches, labels), length * len(rows))
     lines.flush()
     world.barrier()
-    world.say(f"measured {len(config.debug.lengths)} lengths, {step} steps; nothing is kept")
+    world.log(f"measured {len(config.debug.lengths)} lengths, {step} steps; nothing is kept")

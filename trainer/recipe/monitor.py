@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from ..probe import api
 
-TELL_SECONDS = 0.5
+SEND_SECONDS = 0.5
 """Between two reports of how far an activity is."""
 
 
@@ -17,20 +17,20 @@ class Progress:
         self._name = name
         self._total = total
         self._text = ""
-        self._begun = self._told = time.monotonic()
+        self._begun = self._sent_at = time.monotonic()
 
     def report(self, done: int = 0, text: str = "") -> None:
         """Report how many parts are done; sent at most twice a second."""
-        if time.monotonic() - self._told >= TELL_SECONDS:
-            self.say(done, text)
+        if time.monotonic() - self._sent_at >= SEND_SECONDS:
+            self.send(done, text)
 
-    def say(self, done: int = 0, text: str = "", over: bool = False) -> None:
+    def send(self, done: int = 0, text: str = "", over: bool = False) -> None:
         """Report at once; an empty ``text`` leaves the one before."""
         self._text = text or self._text
         probe = api.current()
         if probe is not None and probe.rank == 0:
-            self._told = time.monotonic()
-            seconds = self._told - self._begun
+            self._sent_at = time.monotonic()
+            seconds = self._sent_at - self._begun
             probe.activity(self._name, self._text, done, self._total, over, seconds)
 
 
@@ -138,11 +138,11 @@ class Monitor:
             total: parts of it, which the block may report as they are done; 0: not known.
         """
         progress = Progress(name, total)
-        progress.say(0, text)
+        progress.send(0, text)
         try:
             yield progress
         finally:
-            progress.say(total, text, over=True)
+            progress.send(total, text, over=True)
 
     @contextmanager
     def rehearsal(self) -> Generator[None]:

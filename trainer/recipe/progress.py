@@ -74,7 +74,7 @@ class ProgressLines:
             self._waiting.popleft()
             self.not_a_number = 0 if math.isfinite(float(mean)) else self.not_a_number + 1
             self.last_loss = float(mean)
-            self._world.say(
+            self._world.log(
                 f"step {step}/{self._total}  loss {self.last_loss:.4f}  lr {lr:.2e}  {rate:,} tokens/s  "
                 f"{duration(seconds)}/step"
             )

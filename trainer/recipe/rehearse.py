@@ -75,7 +75,7 @@ def rehearse(
     parts = [f"a step on the longest micro-batch, {what}"]
     parts += ["the largest evaluation batch"] if evaluator is not None else []
     parts += ["a checkpoint written and read back"] if config.checkpoint.rehearse else []
-    world.say(f"rehearsal: {'; '.join(parts)}")
+    world.log(f"rehearsal: {'; '.join(parts)}")
     with (
         stepper.monitor.rehearsal(),
         stepper.monitor.activity("rehearsal", parts[0], total=len(parts)) as progress,
@@ -84,18 +84,18 @@ def rehearse(
         with _named(f"the longest micro-batch, {what}", "training.micro_batch or training.sequence_length"):
             _step(stepper, data, rows)
         if evaluator is not None:
-            progress.say(1, parts[1])
+            progress.send(1, parts[1])
             with _named("the largest evaluation batch", "evaluation.micro_batch"):
                 evaluator.loss(most_batches=1)
         written = ""
         if config.checkpoint.rehearse:
-            progress.say(len(parts) - 1, parts[-1])
+            progress.send(len(parts) - 1, parts[-1])
             with _named("a checkpoint", "nothing: set checkpoint.rehearse=false"):
                 written = rehearse_checkpoint(checkpoints, state, config, world)
     peak = ""
     if world.on_gpu:
         peak = f", peak {torch.cuda.max_memory_allocated(world.device) / 2**30:.1f} GiB allocated"
-    world.say(f"rehearsal: {what} fits: {duration(time.perf_counter() - began)}{peak}{written}")
+    world.log(f"rehearsal: {what} fits: {duration(time.perf_counter() - began)}{peak}{written}")
 
 
 def compile_first(stepper: Stepper, data: Sampled, model: Any) -> None:

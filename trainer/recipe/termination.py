@@ -26,7 +26,7 @@ class Termination:
         self._steps = 0
         self._usual_s = 0.0
         self._last = time.monotonic()
-        self._heeded = False
+        self._acknowledged = False
         self._active = threading.current_thread() is threading.main_thread()
         if not self._active:
             return
@@ -48,9 +48,9 @@ class Termination:
         self._usual_s, self._last = now - self._last, now
         self._steps += 1
 
-    def heed(self) -> None:
+    def acknowledge(self) -> None:
         """Record that the run is ending because of it: what is left to do gets its time."""
-        self._heeded = True
+        self._acknowledged = True
 
     def close(self) -> None:
         """Let SIGTERM be what it was before."""
@@ -93,10 +93,10 @@ class Termination:
                 threading.Thread(target=self._die_when_stuck, name="ftmon-stuck", daemon=True).start()
 
     def _die_when_stuck(self) -> None:
-        while self._active and not self._heeded:
+        while self._active and not self._acknowledged:
             before = self._steps
             time.sleep(max(_LEAST_SECONDS, _STEPS * self._usual_s))
-            if self._steps == before and self._active and not self._heeded:
+            if self._steps == before and self._active and not self._acknowledged:
                 _die()
 
 

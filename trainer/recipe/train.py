@@ -1,4 +1,4 @@
-"""Training: one optimizer step, and the loop of a whole run."""
+"""Sets a training up: data, model, engine and position, and trains it."""
 
 import logging
 import math
@@ -6,42 +6,31 @@ import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from transformers.utils.logging import disable_progress_bar
 
 from ...protocol.environment import RUN_ENV
 from ...protocol.errors import ConfigError
-from . import health
 from .checkpoint import identity
-from .checkpoint.manifest import Base
-from .checkpoint.restore import find, planned, restore
+from .checkpoint.restore import find, planned
 from .checkpoint.save import Checkpoints
 from .config.schema import Config
 from .data import prepare
-from .data.ahead import Ahead
-from .data.collate import Batch, Collate, loader
+from .data.collate import Collate
 from .data.order import Order
 from .data.pipeline import Examples
-from .data.positions import WithCounts
-from .engine.distributed import StopFlag, World
+from .engine.distributed import World
 from .engine.make import make_engine
 from .evaluation import examples as evaluation_examples
-from .evaluation.evaluate import Evaluated, Evaluator
-from .export.card import Results
-from .export.save import save_model
-from .faults import spec
-from .faults.make import FaultMaker
+from .evaluation.evaluate import Evaluator
 from .lengths import measure_lengths
-from .model import fused, load, shape, tokenizer
+from .model import fused, shape
 from .model.adapters import quiet_bitsandbytes
 from .monitor import Monitor
-from .optim import optimizer
-from .progress import ProgressLines
-from .rehearse import Sampled, compile_first, rehearse
+from .rehearse import Sampled
 from .state import TrainState
-from .step import Stepper, make_collate
-from .termination import Termination
+from .step import make_collate
+from .trainer import Resuming, Trainer
 
 
 def train(config: Config, world: World) -> None:
@@ -65,7 +54,7 @@ def output_folder(config: Config) -> Path:
     return Path(os.environ.get(RUN_ENV, ".")).absolute() / "output"
 
 
-def setup(config: Config, world: World) -> "Trainer":
+def setup(config: Config, world: World) -> Trainer:
     """Prepare data, model, engine and position; all ranks call this.
 
     Raises:
@@ -74,7 +63,7 @@ def setup(config: Config, world: World) -> "Trainer":
     monitor = Monitor()
     _, note = shape.check(config)
     if note:
-        world.say(f"note: {note}")
+        world.log(f"note: {note}")
     world.share_sequences(config.training.sequence_parallel_size)
     output = output_folder(config)
     found, skipped = find(config, output, world)
@@ -149,258 +138,3 @@ def _silence_libraries() -> None:
     quiet_bitsandbytes()
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed|deepspeed|transformers")
-
-
-class Resuming(NamedTuple):
-    """Where a run goes on from."""
-
-    paths: list[Path]
-    """Checkpoints in the order to be tried; empty: the run begins anew."""
-    skipped: list[str]
-    """Reasons why the others cannot be resumed from."""
-    base: Base | None
-    """The frozen weights under adapters."""
-    step: int
-    """Steps before."""
-
-
-class Trainer(Stepper):
-    """A run that is set up: takes steps, writes checkpoints and the final model."""
-
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        monitor: Monitor,
-        engine: Any,
-        model: Any,
-        tokenizer: Any,
-        examples: Examples,
-        order: Order,
-        state: TrainState,
-        total_steps: int,
-        output: Path,
-        collate: Collate,
-        evaluator: Evaluator | None,
-        checkpoints: Checkpoints,
-        resuming: Resuming,
-    ) -> None:
-        super().__init__(config, world, monitor, engine)
-        self.model = model
-        self.tokenizer = tokenizer
-        self.examples = examples
-        self.order = order
-        self.state = state
-        self.total_steps = total_steps
-        self.output = output
-        self.collate = collate
-        self.evaluator = evaluator
-        self.evaluated: Evaluated | None = None
-        """The latest evaluation's result."""
-        self.stopped_early = False
-        self.checkpoints = checkpoints
-        self._resuming = resuming
-        self.last_loss: float | None = None
-        """Loss of the last step over all ranks, once the training has ended."""
-
-    def fit(self) -> None:
-        """Train to the planned end or until a stop is requested, then write the final model."""
-        self._report_plan()
-        self.monitor.normalised_over_ranks()
-        if self.config.model.compile != "off":
-            compile_first(self, Sampled(self.examples, self.collate), self.model)
-        if self.config.training.rehearsal and self._resuming.step < self.total_steps:
-            data = Sampled(self.examples, self.collate)
-            rehearse(self, data, self.evaluator, self.checkpoints, self.state)
-        if self._resuming.paths:
-            self._resume()
-        batches = loader(
-            self.examples.rows,
-            self.order,
-            WithCounts(self.collate, self.world.sequence),
-            self.config,
-            pin=self.world.on_gpu,
-        )
-        ahead = Ahead(iter(batches), self.world.device)
-        stopped = self._steps(ahead)
-        ahead.close()
-        self._finish(stopped)
-
-    def _report_plan(self) -> None:
-        evaluation, saving = self.config.evaluation, self.config.checkpoint
-        self.monitor.plan(
-            self.total_steps,
-            self.total_steps / self.order.steps_per_epoch,
-            str(self.output),
-            evaluate_every=evaluation.every if self.evaluator else 0,
-            evaluate_at_end=self.evaluator is not None and evaluation.at_end,
-            checkpoint_every=saving.every,
-            checkpoint_at_end=saving.at_end,
-            first_step=self.state.step,
-        )
-
-    def _steps(self, batches: Ahead) -> bool:
-        """Train until the planned end or a stop request; return whether it was a stop request."""
-        config, world, state = self.config, self.world, self.state
-        lines = ProgressLines(self.total_steps, config.output.log_every, world)
-        fault = spec.parse(config.debug.fault, world.size) if config.debug.fault else None
-        faults = FaultMaker(fault, world, self.engine)
-        flag = StopFlag(world)
-        termination = Termination()
-        stop = False
-        skipped = 0
-        self.engine.train()
-
-        def fetch() -> Batch:
-            faults.in_data()
-            return batches.take()
-
-        while not self.ended and not stop:
-            faults.begin(state.step + 1)
-            counts = self.order.counts(state.batches)
-            result = self.train_step([fetch] * config.training.grad_accumulation, counts.label_tokens)
-            state.batches += 1
-            state.samples += self.order.samples_per_step
-            state.tokens += counts.tokens
-            state.label_tokens += counts.label_tokens
-            if not result.skipped:
-                state.step += 1
-                lines.step(state.step, result, counts.tokens)
-            termination.step()
-            skipped = skipped + 1 if result.skipped else 0
-            health.check_skipped(skipped, config, state.step)
-            broken = lines.not_a_number >= config.training.stop_after_nan
-            stop = flag.exchange(self.monitor.stop_requested() or termination.requested, broken)
-            if flag.broken:
-                self.checkpoints.wait()
-                health.refuse_nan(state.step, self.output / "checkpoints")
-            evaluated = None if result.skipped else self._evaluate(lines)
-            every = config.checkpoint.every
-            due = not result.skipped and bool(
-                (every and state.step % every == 0) or (config.checkpoint.at_end and self.ended)
-            )
-            if evaluated is not None and evaluated.best and config.checkpoint.keep_best:
-                # After the last step of a run without other checkpoints, the exported model has the best weights.
-                due = due or bool(every) or not (self.ended and config.output.save_model)
-            if stop:
-                termination.heed()
-            if (stop or due) and not self._is_broken(lines):
-                self.checkpoints.save(state, evaluated.loss if evaluated is not None else None)
-        flag.finish()
-        lines.flush()
-        self.last_loss = lines.last_loss
-        self.checkpoints.wait()
-        self.world.barrier()
-        termination.close()
-        return stop and not self.ended
-
-    @property
-    def ended(self) -> bool:
-        """Whether all planned steps are done, or early stopping has ended them."""
-        return self.state.step >= self.total_steps or self.stopped_early
-
-    def _is_broken(self, lines: ProgressLines) -> bool:
-        """Return whether the latest printed loss is not a number: its weights must not replace a good checkpoint."""
-        # All of them: ranks must agree, and what a rank has read by now depends on its own GPU.
-        lines.flush()
-        if lines.not_a_number:
-            self.world.say(f"note: no checkpoint after step {self.state.step}: the loss is not a number")
-        return lines.not_a_number > 0
-
-    def _evaluate(self, lines: ProgressLines) -> Evaluated | None:
-        """Evaluate where it is due after the step just taken; return the result."""
-        evaluator, state = self.evaluator, self.state
-        if evaluator is None or not evaluator.due(state.step, last=state.step == self.total_steps):
-            return None
-        lines.flush()
-        self.evaluated = evaluator.run(state)
-        lines.resume()
-        self.stopped_early = evaluator.stop_early(state)
-        if self.stopped_early:
-            tries, best, best_step = state.evaluations_without_best, state.best_evaluation, state.best_evaluation_step
-            self.world.say(f"stopped early after step {state.step}: {tries} evaluations without a new lowest loss")
-            if self.world.is_first:
-                self.monitor.stopped_early(tries, best, best_step, step=state.step)
-        return self.evaluated
-
-    def _finish(self, stopped: bool) -> None:
-        state, say = self.state, self.world.say
-        if stopped:
-            again = "resume with checkpoint.resume=" + str(self.output)
-            say(f"stopped on request after step {state.step} of {self.total_steps}; {again}")
-            return
-        if self.config.output.save_model:
-            folder = self.output / "model"
-            parameters = sum(1 for _ in self.model.parameters())
-            what = f"the model of step {state.step:,}{self._better()}"
-            with (
-                self.monitor.phase("checkpoint"),
-                self.monitor.activity("export", what, total=parameters) as progress,
-            ):
-                equal = save_model(
-                    self.engine, self.model, self.tokenizer, self.config, folder, self.world, self._results(), progress
-                )
-            say(f"final model: {folder} ({equal} tensors compared with the training's); {what}")
-            if self.world.is_first and not tokenizer.loads_back(self.tokenizer, folder):
-                say(
-                    f"note: for {self.model.config.model_type} AutoTokenizer makes a tokenizer of its own; load this "
-                    "model's with transformers.PreTrainedTokenizerFast.from_pretrained"
-                )
-        say(f"finished: {state.step} steps, {state.tokens:,} tokens")
-
-    def _better(self) -> str:
-        """Return words on the step with the lowest evaluation loss, and its checkpoint; empty: it is the last one."""
-        state = self.state
-        if state.best_evaluation_step in (0, state.step):
-            return ""
-        words = f"; step {state.best_evaluation_step:,} has the lowest evaluation loss, {state.best_evaluation:.4f}"
-        kept = self.checkpoints.of(state.best_evaluation_step)
-        return words + (f": {kept}" if kept is not None else ", and no checkpoint")
-
-    def _results(self) -> Results:
-        """Return the run's results for the model card."""
-        parameters = [
-            (int(getattr(parameter, "ds_numel", parameter.numel())), parameter.requires_grad)
-            for parameter in self.model.parameters()
-        ]
-        return Results(
-            state=self.state,
-            model_type=self.model.config.model_type,
-            parameters=sum(count for count, _ in parameters),
-            trained=sum(count for count, trained in parameters if trained),
-            loss=self.last_loss,
-            evaluation_loss=self.evaluated.loss if self.evaluated is not None else None,
-            best_evaluation_loss=self.state.best_evaluation if self.evaluated is not None else None,
-        )
-
-    def _resume(self) -> None:
-        """Load the checkpoint that the run resumes from."""
-        state, world = self.state, self.world
-        with self.monitor.phase("init"):
-            path = restore(self.engine, self._resuming.paths, state, self._resuming.base, self.config, world)
-            optimizer.apply_schedule(self.engine, self.config, state.step, self.total_steps)
-        self.monitor.resumed(state.step)
-        self._report_plan()
-        self.order.first_step = state.batches
-        world.say(f"resumed from {path} after step {state.step}")
-        told = "".join(f"; skipped: {note}" for note in self._resuming.skipped)
-        if state.step >= self.total_steps:
-            world.say(f"note: training ends at step {self.total_steps}: nothing is left to train")
-            told = f"; training ends at step {self.total_steps}: nothing is left to train{told}"
-        with self.monitor.activity("resume", f"from {path.name}, after step {state.step}{told}"):
-            pass
-        if self.evaluator is not None and world.is_first:
-            self.evaluator.report_best(state)
-
-    def introduce(self) -> None:
-        """Print what is about to be trained."""
-        config, world, order = self.config, self.world, self.order
-        where = f"{world.size} GPU{'s' * (world.size > 1)}" if world.on_gpu else f"{world.size} CPU ranks"
-        if world.sequence.size > 1:
-            where += f", {world.sequence.size} share each sequence"
-        parameters = load.count_parameters(self.model)
-        world.say(
-            f"{self.model.config.model_type}, {parameters:,} parameters; ZeRO-{config.zero.stage}, "
-            f"{config.training.precision}, {where}; {len(self.examples.rows):,} examples, "
-            f"{order.samples_per_step} a step, {self.total_steps} steps"
-        )

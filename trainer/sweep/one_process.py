@@ -89,10 +89,10 @@ class _Process:
                 self._row(measure.refused(error), [], "", "")
             return self._done
         session.started(first.settings, self._repeat, str(running.run.path))
-        self._end(running.wait(math.inf, lambda: self._look(running.run)), earlier)
+        self._end(running.wait(math.inf, lambda: self._poll(running.run)), earlier)
         return self._done
 
-    def _look(self, run: RunDir) -> str:
+    def _poll(self, run: RunDir) -> str:
         """Write the rows of lengths that are measured by now; return why the process is to end."""
         if self._session.interrupted():
             return "interrupt"

@@ -18,7 +18,7 @@ from ..host.terminate import sweep
 from .jobs import STOP_GRACE_SECONDS, Job
 
 _START_SECONDS = 180.0
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _CLOSING_SECONDS = 90.0
 """A launcher waits so long for its hub to finish the recording, and some more."""
 _END_SECONDS = 30.0
@@ -74,14 +74,14 @@ class Running:
         """
         why = ""
         while self._exit() is None and not self._line.closed:
-            self._wait(_LOOK_SECONDS)
+            self._wait(_POLL_SECONDS)
             why = "timeout" if time.monotonic() >= deadline else ended()
             if why:
                 self._end()
                 break
         closing = time.monotonic() + _CLOSING_SECONDS
         while not self._line.closed and time.monotonic() < closing:
-            self._wait(_LOOK_SECONDS)
+            self._wait(_POLL_SECONDS)
         return Ending(self.run, self._exit(), why, self._clear())
 
     def _exit(self) -> ExitFile | None:
@@ -103,7 +103,7 @@ class Running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(launcher.pid, signal.SIGTERM)
                 asked = True
-            self._wait(_LOOK_SECONDS / 5)
+            self._wait(_POLL_SECONDS / 5)
 
     def _clear(self) -> list[int]:
         """End the run's remaining processes, and return those that could not be ended."""
@@ -117,5 +117,5 @@ def clear_lost(run: RunDir) -> None:
         launcher = run.read_run().launcher
         if launcher is None or not is_alive(launcher):
             break
-        time.sleep(_LOOK_SECONDS / 5)
+        time.sleep(_POLL_SECONDS / 5)
     sweep(lambda: processes.of_run(run.path, (), {os.getpid()}))

@@ -17,7 +17,7 @@ from .measure import Live
 from .process import Ending, RefusedError, Running
 from .spec import Spec
 
-_LOOK_SECONDS = 2.0
+_POLL_SECONDS = 2.0
 """Seconds between reads of a live run's recording."""
 _ENDING_SECONDS = STOP_GRACE_SECONDS + 10.0
 """Of a budget, kept for the end of a run and of the sweep."""
@@ -71,7 +71,7 @@ class Session:
         self._answered = earlier.answered()
         self._used_before = earlier.seconds_used()
         self._begun = time.monotonic()
-        self._next_look = 0.0
+        self._next_poll = 0.0
         self._count = sum(isinstance(entry, Started) for entry in earlier.entries)
         self.rows = list(self._answered.values())
         """All answers, those of earlier sessions first."""
@@ -150,9 +150,9 @@ class Session:
 
     def progress(self, run: RunDir) -> Live | None:
         """Return a live run's progress; None within two seconds of the last call."""
-        if time.monotonic() < self._next_look:
+        if time.monotonic() < self._next_poll:
             return None
-        self._next_look = time.monotonic() + _LOOK_SECONDS
+        self._next_poll = time.monotonic() + _POLL_SECONDS
         return measure.progress(run, time.time())
 
     def _run(self, settings: Settings, repeat: int) -> Row:

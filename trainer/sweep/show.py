@@ -40,7 +40,7 @@ class Lines:
 
     def __init__(self, spec: Spec, say: Callable[[str], None]) -> None:
         self._spec = spec
-        self._say_raw = say
+        self._print_raw = say
         self._total = 0
         self._number = 0
 
@@ -54,49 +54,49 @@ class Lines:
             what = goal_text(plan.search.goal, plan.search.axis) + (f", of {what}" if spec.axes else "")
         repeats = f" x {plan.repeats} repeats" if plan.repeats > 1 else ""
         steps = f"{spec.steps} steps after {spec.warm_up} of warm-up"
-        self._say(f"{what}{repeats}, {steps}")
+        self._print(f"{what}{repeats}, {steps}")
         known = f", {duration(used)} used" if used >= 1 else ""
-        self._say(f"budget: {budget_text(plan.budget)}{known}; a run is ended after {duration(plan.timeout)}")
+        self._print(f"budget: {budget_text(plan.budget)}{known}; a run is ended after {duration(plan.timeout)}")
         if answered:
-            self._say(f"{answered} runs have their rows already" if answered > 1 else "1 run has its row already")
+            self._print(f"{answered} runs have their rows already" if answered > 1 else "1 run has its row already")
         for note in plan.notes:
-            self._say(note)
+            self._print(note)
         for run in plan.runs if any(run.predicted for run in plan.runs) else ():
-            self._say(f"  {settings_text(run.settings)}: predicted {predicted_text(run.predicted) or 'nothing'}")
+            self._print(f"  {settings_text(run.settings)}: predicted {predicted_text(run.predicted) or 'nothing'}")
 
     def begins(self, settings: Settings, repeat: int, predicted: Predicted | None) -> None:
         """Print that a run begins."""
         self._number += 1
         again = f" (repeat {repeat + 1})" if repeat else ""
         expected = f"; predicted {predicted_text(predicted)}" if predicted else ""
-        self._say(f"{self._counter()} {settings_text(settings)}{again} ...{expected}")
+        self._print(f"{self._counter()} {settings_text(settings)}{again} ...{expected}")
 
     def row(self, row: Row) -> None:
         """Print what became of it."""
-        self._say(f"{self._counter()} {settings_text(row.settings)}: {row_text(row)} ({duration(row.seconds)})")
+        self._print(f"{self._counter()} {settings_text(row.settings)}: {row_text(row)} ({duration(row.seconds)})")
 
     def progress(self, plan: Plan, used: float, rows: list[Row]) -> None:
         """Print what is left, where there is a budget or a price."""
         if plan.budget.seconds is not None or plan.budget.price_per_hour is not None:
-            self._say(left_text(left(plan.budget, used, rows, max(0, self._total - self._number))))
+            self._print(left_text(left(plan.budget, used, rows, max(0, self._total - self._number))))
 
     def end(self, ended: Ended, rows: list[Row], plan: Plan, found: list[str]) -> None:
         """Print the table and what follows from it."""
         if rows:
             for line in aligned(table(pool(rows), plan.columns)):
-                self._say(line)
+                self._print(line)
         for line in [*found, *result_lines(rows, plan)]:
-            self._say(line)
+            self._print(line)
         missing = f"; {ended.not_run} runs are missing, the same command resumes it" if ended.not_run else ""
         why = f": {ended.text}" if ended.text else ""
-        self._say(f"{ENDS[ended.reason]}{why}: {counts_text(verdicts(rows))}{missing}")
+        self._print(f"{ENDS[ended.reason]}{why}: {counts_text(verdicts(rows))}{missing}")
 
     def note(self, text: str) -> None:
         """Print a line of progress."""
-        self._say(text)
+        self._print(text)
 
-    def _say(self, text: str) -> None:
-        self._say_raw(sanitize(text, 600))
+    def _print(self, text: str) -> None:
+        self._print_raw(sanitize(text, 600))
 
     def _counter(self) -> str:
         return f"[{self._number}/{self._total}]" if self._total else f"[{self._number}]"

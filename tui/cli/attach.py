@@ -19,7 +19,7 @@ from .standing import Standing
 if TYPE_CHECKING:
     pass
 
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 def choose(arguments: Namespace) -> int:
@@ -95,7 +95,7 @@ def _in_app(run: RunDir, arguments: Namespace, standing: Standing, owned: bool) 
         while end is None and stopped.is_set():
             standing.send_waiting()
             end = standing.end() or standing.end_without_launcher(source.model)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     if end is None:
         print(attach_line(run.id))
         return 0

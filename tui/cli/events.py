@@ -16,7 +16,7 @@ from ...protocol.text import gib, sanitize
 from ..model.events import phase_rates, segment_bytes
 from ..model.run import RunModel
 from ..source.find import find_recording
-from .follow import LOOK_SECONDS, counted_interrupts
+from .follow import POLL_SECONDS, counted_interrupts
 from .outcome import exit_status
 from .printable import print_json
 from .recordings import check_rank, opened
@@ -38,11 +38,11 @@ def show_events(arguments: Namespace) -> int:
         ranks = known if arguments.rank is None else [arguments.rank]
         frames = [frame for rank in ranks for frame in reader.sampled("events", rank, _WHOLE)]
         left_out = reader.left_out
-    told: dict[int, int] = {}
+    printed: dict[int, int] = {}
     for frame in sorted(frames, key=lambda frame: frame.seq):
         if isinstance(frame.message, AllocatorEvents):
-            told[frame.message.rank] = frame.message.step
-            _tell(frame.message, arguments.json)
+            printed[frame.message.rank] = frame.message.step
+            _print_events(frame.message, arguments.json)
     sys.stdout.flush()
     if not arguments.follow:
         if not frames and not left_out and not arguments.json:
@@ -51,7 +51,7 @@ def show_events(arguments: Namespace) -> int:
         return 0
     run = run_store.find(arguments.run)
     end = run.read_exit()
-    return 0 if end is not None else _follow(run, arguments.rank, told, arguments.json)
+    return 0 if end is not None else _follow(run, arguments.rank, printed, arguments.json)
 
 
 def _has_ended(target: str) -> bool:
@@ -62,7 +62,7 @@ def _has_ended(target: str) -> bool:
         return True
 
 
-def _follow(run: RunDir, rank: int | None, told: dict[int, int], as_json: bool) -> int:
+def _follow(run: RunDir, rank: int | None, printed: dict[int, int], as_json: bool) -> int:
     """Print what is sampled from now on; return what the run's end stands for, or 130 after Ctrl-C."""
     from ..source.live import LiveSource
 
@@ -72,34 +72,34 @@ def _follow(run: RunDir, rank: int | None, told: dict[int, int], as_json: bool) 
         source.start()
         try:
             while not interrupts.count:
-                source.pump(LOOK_SECONDS)
-                for events in _news(source.model, rank, told):
-                    _tell(events, as_json)
+                source.pump(POLL_SECONDS)
+                for events in _news(source.model, rank, printed):
+                    _print_events(events, as_json)
                 sys.stdout.flush()
                 end = run.read_exit()
                 if end is not None:
                     drained_by = drained_by or time.monotonic() + _DRAIN_SECONDS
                     if source.model.ended or time.monotonic() > drained_by:
                         return exit_status(end)
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
         finally:
             source.close()
     return exits.INTERRUPTED
 
 
-def _news(model: RunModel, wanted: int | None, told: dict[int, int]) -> Iterator[AllocatorEvents]:
+def _news(model: RunModel, wanted: int | None, printed: dict[int, int]) -> Iterator[AllocatorEvents]:
     """Return the samples that were not printed yet, by time."""
     found: list[AllocatorEvents] = []
     for number, rank in model.ranks.items():
         last = rank.allocator.last
-        if wanted not in (None, number) or last is None or last.step <= told.get(number, 0):
+        if wanted not in (None, number) or last is None or last.step <= printed.get(number, 0):
             continue
-        found += [events for events in rank.allocator.samples if events.step > told.get(number, 0)]
-        told[number] = last.step
+        found += [events for events in rank.allocator.samples if events.step > printed.get(number, 0)]
+        printed[number] = last.step
     yield from sorted(found, key=lambda events: (events.time, events.rank))
 
 
-def _tell(events: AllocatorEvents, as_json: bool) -> None:
+def _print_events(events: AllocatorEvents, as_json: bool) -> None:
     if as_json:
         print_json(events_data(events), indent=False)
         return

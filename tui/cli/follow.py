@@ -19,9 +19,9 @@ from .outcome import attach_line, closing_lines, exit_status
 from .signals import FOR_THE_RUN, counted_interrupts, kept
 from .standing import Standing
 
-__all__ = ["LOOK_SECONDS", "counted_interrupts", "follow"]
+__all__ = ["POLL_SECONDS", "counted_interrupts", "follow"]
 
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 _DRAIN_SECONDS = 5.0
 """How long the stream may lag behind the end of the run before it is no longer waited for."""
 _LATE_SECONDS = 25.0
@@ -46,7 +46,7 @@ class Lines:
         self._forgiving = forgiving
         self._gone = False
 
-    def say(self, text: str, end: str = "\n") -> None:
+    def print(self, text: str, end: str = "\n") -> None:
         """Print one line."""
         if self._gone:
             return
@@ -85,11 +85,11 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standin
             source.close()
     if end is None:
         standing.let_go()
-        lines.say(attach_line(run.id))
+        lines.print(attach_line(run.id))
         return exits.LEFT if owned else exits.INTERRUPTED
     output_printed = narrator.with_output and source.model.ended
     for line in closing_lines(run, end, source.model, output_printed=output_printed):
-        lines.say(line)
+        lines.print(line)
     asked = following.interrupts and end.state == "stopped" and not following.foreign
     return exits.INTERRUPTED if asked else exit_status(end)
 
@@ -125,7 +125,7 @@ class _Following:
         """Print until the run has ended; None when the person left before."""
         drained_by = 0.0
         while True:
-            self._tell()
+            self._print_new()
             if self._left():
                 return None
             self._standing.send_waiting()
@@ -137,23 +137,23 @@ class _Following:
                 late = now > drained_by + (_LATE_SECONDS if waits else 0.0)
                 if self._source.model.ended or late:
                     return end
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
-    def _tell(self) -> None:
+    def _print_new(self) -> None:
         """Print what is new. A mistake in here must not end a run that this command started."""
         if not self._narrates:
             return
         try:
-            self._source.pump(LOOK_SECONDS)
+            self._source.pump(POLL_SECONDS)
             for line in self._narrator.new_lines(self._source.model):
-                self._lines.say(line)
+                self._lines.print(line)
             for notice in self._notices.fresh(self._source.model) if self._notices is not None else ():
-                self._lines.say(terminal_sequence(notice), end="")
+                self._lines.print(terminal_sequence(notice), end="")
             connection = self._source.connection
             if connection.state != self._connection:
                 self._connection = connection.state
                 if connection.state == "hub-gone":
-                    self._lines.say(connection.text)
+                    self._lines.print(connection.text)
         except Exception as error:
             if not self._owned or isinstance(error, HubError):
                 raise

@@ -14,7 +14,7 @@ from ..model.cause import evidence_words, group_parts, shown_bytes, spike_alert,
 from ..model.peak_phase import phase_words, ranking_sentences
 from ..model.rank import RankModel
 from ..model.run import RunModel
-from ..model.waterfall import REASONS, Waterfall, untaken, waterfall
+from ..model.waterfall import REASONS, Waterfall, unanalysed, waterfall
 from ..source.find import find_recording
 from ..source.load import describe, load
 from .printable import print_json
@@ -75,7 +75,7 @@ def rank_fall(model: RunModel, rank: RankModel) -> Waterfall | None:
     sample = model.device_of(rank)
     composition = rank.memory.latest
     made = waterfall(rank, composition, "", sample) if composition is not None else None
-    return made or untaken(rank, "", sample)
+    return made or unanalysed(rank, "", sample)
 
 
 def rank_lines(model: RunModel, rank: RankModel) -> Iterator[str]:

@@ -40,11 +40,11 @@ class Narrator:
         self._log_seq = 0
         self._job = 0
         self._results_version = 0
-        self._told_results: set[tuple[str, int, str]] = set()
+        self._printed_results: set[tuple[str, int, str]] = set()
         """Printed evaluations, checkpoints and early stops: kind, step, name."""
         self._activities = 0
         """How many activities of the job were printed, or skipped."""
-        self._told_jobs: set[int] = set()
+        self._printed_jobs: set[int] = set()
         """Jobs whose end was printed."""
 
     def new_lines(self, model: RunModel) -> Iterator[str]:
@@ -106,10 +106,10 @@ class Narrator:
 
     def _is_new(self, kind: str, step: int, name: str) -> bool:
         """Return whether a result is to be printed: not earlier ones, which a late join reads afterwards."""
-        if (kind, step, name) in self._told_results:
+        if (kind, step, name) in self._printed_results:
             return False
-        latest = max((told for of, told, _ in self._told_results if of == kind), default=0)
-        self._told_results.add((kind, step, name))
+        latest = max((number for of, number, _ in self._printed_results if of == kind), default=0)
+        self._printed_results.add((kind, step, name))
         return step >= latest
 
     def _jobs(self, model: RunModel) -> Iterator[str]:
@@ -117,8 +117,8 @@ class Narrator:
         if model.job == self._job and not model.has_jobs:
             return
         for number, job in model.jobs.items() if model.has_jobs else ():
-            if job.is_over and number not in self._told_jobs:
-                self._told_jobs.add(number)
+            if job.is_over and number not in self._printed_jobs:
+                self._printed_jobs.add(number)
                 if number == model.job == self._job and model.reported_step > self._step:
                     self._step, self._step_at = model.reported_step, model.now
                     yield _at(model.now, _progress(model))
@@ -126,7 +126,7 @@ class Narrator:
         if model.job != self._job:
             if self._job:
                 self._step, self._step_at, self._introduced = 0, float("-inf"), False
-                self._told_results.clear()
+                self._printed_results.clear()
                 self._activities = 0
                 row = next(row for row in job_rows(model.jobs, model.now) if row.number == model.job)
                 yield _at(model.jobs[model.job].started, f"job {model.job} begins  {row.words}")

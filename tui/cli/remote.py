@@ -16,7 +16,7 @@ from ...protocol.sockets import CHANNELS
 from ...protocol.text import sanitize
 from ..source.live import LiveSource
 from . import terminal
-from .follow import LOOK_SECONDS, counted_interrupts
+from .follow import POLL_SECONDS, counted_interrupts
 from .narrate import Narrator
 from .outcome import attach_line
 
@@ -101,14 +101,14 @@ def watch_remote(
         run_app(source, ascii_only=arguments.ascii or terminal.wants_ascii(), read_only=arguments.read_only)
         status = 0
     else:
-        status = _tell(source, arguments, no_answer)
+        status = _print_lines(source, arguments, no_answer)
     model = source.live_model
     if model.last_seq and not model.ended:
         print(attach_line(model.info.id or "the run", again))
     return status
 
 
-def _tell(source: LiveSource, arguments: Namespace, no_answer: Callable[[], UsageError]) -> int:
+def _print_lines(source: LiveSource, arguments: Namespace, no_answer: Callable[[], UsageError]) -> int:
     """Print a run's lines until it ends or the person leaves; return the exit status."""
     narrator = Narrator(ascii_only=arguments.ascii or terminal.wants_ascii())
     deadline = time.monotonic() + CONNECT_SECONDS
@@ -116,14 +116,14 @@ def _tell(source: LiveSource, arguments: Namespace, no_answer: Callable[[], Usag
         source.start()
         try:
             while not source.model.ended:
-                source.pump(LOOK_SECONDS)
+                source.pump(POLL_SECONDS)
                 for line in narrator.new_lines(source.model):
                     print(line, flush=True)
                 if interrupts.count:
                     return exits.INTERRUPTED
                 if not source.model.last_seq and time.monotonic() > deadline:
                     raise no_answer()
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
         finally:
             source.close()
     return 0 if source.model.exit_code in (0, None) else 1

@@ -62,14 +62,14 @@ def passed_on(send: Callable[[signal.Signals], object], owned: bool) -> Generato
     stopped = threading.Event()
     before: dict[signal.Signals, Any] = {}
 
-    def take(number: int, _frame: FrameType | None) -> None:
+    def forward(number: int, _frame: FrameType | None) -> None:
         send(signal.Signals(number))
         if number in (signal.SIGINT, signal.SIGTERM):
             stopped.set()
 
     for number in FOR_THE_RUN if owned else ():
         if number != signal.SIGHUP and signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, take)
+            before[number] = signal.signal(number, forward)
     try:
         yield stopped
     finally:

@@ -69,24 +69,24 @@ def _tree(root: Node, most: int) -> Iterator[str]:
 
 def difference_lines(before: list[Replay], after: list[Replay], top: int) -> list[str]:
     """Describe what the second snapshot's end has more or less than the first's, by stack."""
-    told = [f"from {sanitize(before[0].snapshot.path)} to {sanitize(after[0].snapshot.path)}"]
+    lines = [f"from {sanitize(before[0].snapshot.path)} to {sanitize(after[0].snapshot.path)}"]
     for old in before:
         new = next((replay for replay in after if replay.device == old.device), None)
         if new is None:
-            told.append(f"device {old.device}: only in the first")
+            lines.append(f"device {old.device}: only in the first")
             continue
-        told.append(
+        lines.append(
             f"device {old.device}: allocated {_signed(new.allocated[-1] - old.allocated[-1])}, "
             f"reserved {_signed(new.reserved[-1] - old.reserved[-1])}, "
             f"highest allocated {_signed(new.peak_bytes - old.peak_bytes)}"
         )
         for change in difference(old, old.last, new, new.last)[:top]:
             where = " < ".join(frame_words(frame).replace("  ", " ") for frame in change.frames[:3])
-            told.append(f"  {_signed(change.bytes):>13} {change.blocks:>+7,}  {where or NO_STACK}")
-    told += [
+            lines.append(f"  {_signed(change.bytes):>13} {change.blocks:>+7,}  {where or NO_STACK}")
+    lines += [
         f"device {new.device}: only in the second" for new in after if new.device not in {o.device for o in before}
     ]
-    return told
+    return lines
 
 
 def _signed(count: int) -> str:

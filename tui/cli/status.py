@@ -83,8 +83,8 @@ def _lines(entry: RunEntry, model: RunModel) -> Iterator[str]:
         yield f"highest peak {gib(peak.bytes)}: rank {peak.rank}, {sanitize(peak.place, 60)}"
     if states := model.rank_states():
         yield "ranks: " + ", ".join(f"{count} {state}" for state, count in states.items())
-    told = [rank for rank in model.ranks.values() if rank.state_text]
-    yield from (f"  rank {rank.rank} {rank.state}: {sanitize(rank.state_text)}" for rank in told[:_SHOWN])
+    explained = [rank for rank in model.ranks.values() if rank.state_text]
+    yield from (f"  rank {rank.rank} {rank.state}: {sanitize(rank.state_text)}" for rank in explained[:_SHOWN])
     yield from (f"{alert.severity}: {sanitize(alert.title)}" for alert in model.alerts.unresolved()[:_SHOWN])
     missing = f" ({sanitize(entry.missing)})" if entry.missing else ""
     yield f"recording: {sanitize(entry.recording)}{missing}"

@@ -93,8 +93,8 @@ def cause_of_alert(alert: Alert, causes: Mapping[int, Mapping[str, Cause]]) -> C
     """Return the cause of an alert's stacks among the last causes by rank and phase."""
     if alert.kind not in ("spike", "leak"):
         return None
-    told = alert.evidence.get("cause_rank")
-    ranks = [told] if isinstance(told, int) else [alert.rank] if alert.rank is not None else alert.ranks
+    cause_rank = alert.evidence.get("cause_rank")
+    ranks = [cause_rank] if isinstance(cause_rank, int) else [alert.rank] if alert.rank is not None else alert.ranks
     found = [causes[rank][alert.phase] for rank in ranks if alert.phase in causes.get(rank, {})]
     return max(found, key=lambda cause: cause.transient_bytes, default=None)
 

@@ -64,7 +64,7 @@ class ConsoleSession:
         for line in text.splitlines():
             self._add(kind, line)
 
-    def take(self, commands: Mapping[str, SentCommand]) -> None:
+    def receive(self, commands: Mapping[str, SentCommand]) -> None:
         """Add new answers."""
         for number in list(self._waiting):
             record = commands.get(number)

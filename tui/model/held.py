@@ -49,12 +49,12 @@ class HeldWatch:
     """Reports each error at which a rank has begun to wait, once."""
 
     def __init__(self) -> None:
-        self._told: set[CaseKey] = set()
+        self._reported: set[CaseKey] = set()
 
     def fresh(self, model: RunModel) -> OomCase | None:
         """Return an unreported error at which a rank waits; all others then count as reported."""
-        cases = [case for case in held_cases(model) if case.key not in self._told]
-        self._told.update(case.key for case in cases)
+        cases = [case for case in held_cases(model) if case.key not in self._reported]
+        self._reported.update(case.key for case in cases)
         return cases[0] if cases else None
 
 

@@ -47,7 +47,7 @@ class JobRow:
 def job_rows(jobs: Mapping[int, Job], now: float) -> list[JobRow]:
     """Return the table's rows, by number; ``now`` is the end of running jobs for their duration."""
     words = differing_words([job.argv for job in jobs.values()])
-    return [_row(job, told, now) for job, told in zip(jobs.values(), words, strict=True)]
+    return [_row(job, text, now) for job, text in zip(jobs.values(), words, strict=True)]
 
 
 def _row(job: Job, words: str, now: float) -> JobRow:
@@ -82,10 +82,10 @@ def differing_words(commands: Sequence[Sequence[str]]) -> list[str]:
     commands = [[word for word in command if not word.startswith(_RANK_OPTIONS)] for command in commands]
     sets = [set(command[1:]) for command in commands]
     common = set[str].intersection(*sets) if len(sets) > 1 else set[str]()
-    return [_told(command, common, len(sets) > 1) for command in commands]
+    return [_distinct_words(command, common, len(sets) > 1) for command in commands]
 
 
-def _told(command: Sequence[str], common: Collection[str], several: bool) -> str:
+def _distinct_words(command: Sequence[str], common: Collection[str], several: bool) -> str:
     found: list[str] = []
     for at, word in enumerate(command):
         if at == 0 or not several or word in common:

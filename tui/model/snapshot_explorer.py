@@ -23,7 +23,7 @@ NARROWEST_WINDOW = 16
 """Minimum number of moments shown by the timeline."""
 
 
-def spare_the_collector() -> None:
+def freeze_garbage_collector() -> None:
     """Exclude existing objects from garbage collection, and make it rarer: moves create many small dictionaries.
 
     For a process that only explores: no object of a snapshot is part of a cycle.

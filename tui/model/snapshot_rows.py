@@ -173,7 +173,7 @@ def _segment_row(piece: Piece) -> Row:
     kind = "small" if piece.small else "large"
     words = [kind, "expandable" if piece.expandable else "", f"pool {piece.pool}" if piece.pool else ""]
     stream = f"stream {piece.stream:#x}" if piece.stream else ""
-    blocks = piece.taken_blocks + len(piece.free_sizes)
+    blocks = piece.active_blocks + len(piece.free_sizes)
     return Row(" ".join(filter(None, [*words, stream])), piece.size, blocks, piece=piece)
 
 

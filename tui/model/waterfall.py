@@ -120,7 +120,7 @@ def waterfall(rank: RankModel, composition: Composition, phase: str, sample: Dev
     return _on_device(rank, composition.step, chosen.name, chosen.peak_bytes, parts, standing, reserved, sample)
 
 
-def untaken(rank: RankModel, phase: str, sample: DeviceSample | None) -> Waterfall | None:
+def unanalysed(rank: RankModel, phase: str, sample: DeviceSample | None) -> Waterfall | None:
     """Return a waterfall without parts, before any step was analysed: the last step's peaks; None before the first."""
     step = rank.last
     if step is None or not step.phases:
@@ -222,7 +222,7 @@ def rank_bars(ranks: Iterable[RankModel], phase: str) -> list[RankBar]:
     for rank in ranks:
         composition = rank.memory.latest
         made = waterfall(rank, composition, phase, None) if composition is not None else None
-        made = made or untaken(rank, phase, None)
+        made = made or unanalysed(rank, phase, None)
         if made is not None:
             parts = [(part.name, part.bytes) for part in made.parts if part.bytes > 0]
             parts += [("unused", made.unused)] if made.unused else []

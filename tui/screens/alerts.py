@@ -158,11 +158,11 @@ class AlertsScreen(MonitorScreen):
         """Select the rank of an alert; show a message where it has none."""
         if alert is None:
             return False
-        told = alert.evidence.get("cause_rank")
+        cause_rank = alert.evidence.get("cause_rank")
         rank = alert.rank if alert.rank is not None else next(iter(alert.ranks), None)
-        rank = told if rank is None and isinstance(told, int) else rank
+        rank = cause_rank if rank is None and isinstance(cause_rank, int) else rank
         if rank is None:
-            self.app_state.say("this alert is not about a single rank")
+            self.app_state.show_message("this alert is not about a single rank")
             return False
         self.app_state.select(rank)
         return True
@@ -172,7 +172,7 @@ class AlertsScreen(MonitorScreen):
         alert, source = self.query_one(AlertList).chosen, self.app_state.source
         if alert is not None and source is not None:
             source.transport.seek(alert.time)
-            self.app_state.say(f"at the moment of: {alert.title}")
+            self.app_state.show_message(f"at the moment of: {alert.title}")
 
     def in_question(self) -> set[int]:
         """Return which ranks the selected alert is about."""

@@ -27,6 +27,15 @@ def key(keys: str, action: str, label: str, what: str, show: bool = True, bar: s
     return Binding(keys, action, label, show=show, key_display=bar, tooltip=what)
 
 
+HELP_KEYS: list[BindingType] = [
+    key("ctrl+p", "app.command_palette", "commands", "every action by name", show=False),
+    key("question_mark", "app.help", "help", "explain this screen, its signs and keys"),
+]
+"""Keys of every screen."""
+
+FILE_KEYS: list[BindingType] = [key("t", "app.theme", "theme", "light or dark", show=False), *HELP_KEYS]
+"""Keys of every screen on a file: a snapshot, the results of a sweep."""
+
 COMMON_KEYS: list[BindingType] = [
     key("space", "app.toggle_play", "pause", "pause or resume the view (the run itself continues)"),
     key("left_square_bracket", "app.step(-1)", "step back", "one step back", show=False),
@@ -45,8 +54,7 @@ COMMON_KEYS: list[BindingType] = [
     key("full_stop", "app.coarser", "coarser", "graphs: more time a column", show=False),
     key("d", "app.theme", "light/dark", "switch between the light and the dark theme", show=False),
     key("R", "app.runs", "runs", "the list of live and recorded runs", show=False),
-    key("ctrl+p", "app.command_palette", "commands", "every action by name", show=False),
-    key("question_mark", "app.help", "help", "explain this screen, its signs and keys"),
+    *HELP_KEYS,
     key("q", "app.detach", "detach", "leave; the training continues"),
 ]
 
@@ -123,3 +131,19 @@ class MonitorScreen(Screen[Any]):
     def canvases(self) -> list[Canvas]:
         """List the canvases directly on the screen."""
         return [child for child in self.children if isinstance(child, Canvas) and child.display]
+
+
+class SelectedRankScreen(MonitorScreen):
+    """A screen on the selected rank, with the action that selects a neighbour."""
+
+    def in_question(self) -> set[int]:
+        """Return the rank in view."""
+        return {self.app_state.selected}
+
+    def action_rank(self, delta: int) -> None:
+        """Go to a neighbouring rank."""
+        ranks = list(self.app_state.model.ranks)
+        if self.app_state.selected in ranks:
+            index = ranks.index(self.app_state.selected) + delta
+            self.app_state.select(ranks[max(0, min(index, len(ranks) - 1))])
+        self.tick()

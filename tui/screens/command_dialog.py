@@ -1,5 +1,9 @@
 """A dialog that sends one command after yes, the default being no, and then shows what comes of it."""
 
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
 from ...protocol.verbs import Verb
 from ..source.base import CommandRecord
 from .dialog import Dialog
@@ -8,6 +12,11 @@ from .dialog import Dialog
 class CommandDialog(Dialog):
     """A subclass draws the question and the progress, binds keys to the actions here, and names the command."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,n", "close", "no", tooltip="do nothing"),
+        Binding("left,right,tab", "other", "choose", tooltip="between no and yes"),
+        Binding("enter", "answer", "answer", tooltip="do what is chosen"),
+    ]
     yes = False
     """The answer that is chosen."""
     sent = ""

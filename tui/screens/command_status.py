@@ -25,15 +25,15 @@ class CommandStatus:
         """Send a command; ``words`` is the text to show once it is accepted."""
         app_state, source = self._app_state, self._app_state.source
         if app_state.read_only:
-            app_state.say(f"read-only: {verb.name} is refused", "warning")
+            app_state.show_message(f"read-only: {verb.name} is refused", "warning")
         elif source is None or not source.can_command:
             replay = source is not None and source.transport.mode == "replay"
-            app_state.say(
+            app_state.show_message(
                 f"cannot {verb.name}: {'a replay has no processes' if replay else 'the run has no hub'}", "warning"
             )
         else:
             number = source.send(verb)
-            app_state.say(f"{words} ...")
+            app_state.show_message(f"{words} ...")
             self._open[number] = ""
 
     def tick(self) -> None:
@@ -42,17 +42,17 @@ class CommandStatus:
         for number in list(self._open) if source is not None else []:
             record = source.commands.get(number) if source is not None else None
             if record is not None:
-                self._tell(number, record)
+                self._show(number, record)
 
-    def _tell(self, number: str, record: CommandRecord) -> None:
+    def _show(self, number: str, record: CommandRecord) -> None:
         accepted, result = record.accepted, record.result
         if result is not None:
             del self._open[number]
             words = result_words(record.verb.name, result)
-            self._app_state.say(words, "good" if result.ok else "error")
+            self._app_state.show_message(words, "good" if result.ok else "error")
         elif accepted is not None and not accepted.ok:
             del self._open[number]
-            self._app_state.say(f"{record.verb.name} refused: {sanitize(accepted.text, 200)}", "error")
+            self._app_state.show_message(f"{record.verb.name} refused: {sanitize(accepted.text, 200)}", "error")
 
 
 def result_words(verb: str, result: Result) -> str:

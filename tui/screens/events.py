@@ -11,7 +11,7 @@ from ..widgets.card import name
 from ..widgets.events_view import course_lines, free_line, phase_lines, rank_lines, retry_line, title_line, unused_lines
 from ..widgets.line import Line
 from ..widgets.wrapping import wrap
-from .base import TALL, MonitorScreen, key
+from .base import TALL, SelectedRankScreen, key
 
 _HIGH = 46
 """From this many rows on graphs are five rows high."""
@@ -60,7 +60,7 @@ class EventsCanvas(Canvas):
         )
 
 
-class EventsScreen(MonitorScreen):
+class EventsScreen(SelectedRankScreen):
     """What the allocator does."""
 
     NAME = "events"
@@ -83,15 +83,3 @@ class EventsScreen(MonitorScreen):
     def body(self) -> Iterable[Widget]:
         """Return the one canvas."""
         yield EventsCanvas(self.app_state, name="body")
-
-    def in_question(self) -> set[int]:
-        """A kill asked for here means the rank in view."""
-        return {self.app_state.selected}
-
-    def action_rank(self, delta: int) -> None:
-        """Go to a neighbouring rank."""
-        ranks = list(self.app_state.model.ranks)
-        if self.app_state.selected in ranks:
-            index = ranks.index(self.app_state.selected) + delta
-            self.app_state.select(ranks[max(0, min(index, len(ranks) - 1))])
-        self.tick()

@@ -27,7 +27,6 @@ class KillDialog(CommandDialog):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,n", "close", "no", tooltip="do nothing"),
         Binding("up,k", "move(-1)", "up", tooltip="the target above"),
         Binding("down,j,tab", "move(1)", "down", tooltip="the target below, the signal, the answer"),
         Binding("pageup", "move(-6)", "page up", tooltip="six targets up"),
@@ -36,7 +35,6 @@ class KillDialog(CommandDialog):
         Binding("right", "turn(1)", "right", tooltip="another signal, or the other answer"),
         Binding("space", "mark", "mark", tooltip="mark or unmark a target"),
         Binding("a", "all", "whole run", tooltip="mark the whole run"),
-        Binding("enter", "answer", "answer", tooltip="do what is chosen"),
         Binding("y", "yes", "yes", tooltip="end what is marked"),
         Binding("q", "leave", "leave", tooltip="close; once the kill is under way, detach"),
     ]
@@ -57,7 +55,7 @@ class KillDialog(CommandDialog):
     def command(self) -> Kill | None:
         """Kill what is marked."""
         if not self.targets.any:
-            self.app_state.say("nothing is marked: space marks a rank, a the whole run", "warning")
+            self.app_state.show_message("nothing is marked: space marks a rank, a the whole run", "warning")
             return None
         self.targets.remember(self.app_state.model)
         return Kill(self.targets.chosen, SIGNALS[self.signal])

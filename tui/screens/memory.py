@@ -18,7 +18,7 @@ from ..widgets.charts import Chart, Series, chart_lines
 from ..widgets.line import Line
 from ..widgets.memory_view import MemoryChoice, body_lines, cause_of, fall_of, head_lines, title_line
 from ..widgets.peak_bars import peak_bars
-from .base import MonitorScreen, key
+from .base import SelectedRankScreen, key
 from .command_status import CommandStatus
 
 _CHART_LINES = 14
@@ -123,7 +123,7 @@ def _peak(step: Any, phase: str) -> float:
     return step.phase(phase).peak_span.peak / 2**30
 
 
-class MemoryScreen(MonitorScreen):
+class MemoryScreen(SelectedRankScreen):
     """Where the step's peak comes from."""
 
     NAME = "memory"
@@ -170,10 +170,6 @@ class MemoryScreen(MonitorScreen):
         self._asking.tick()
         super().tick()
 
-    def in_question(self) -> set[int]:
-        """A kill asked for here means the rank in view."""
-        return {self.app_state.selected}
-
     def _choose(self, **changes: Any) -> None:
         self._canvas.choice = replace(self._canvas.choice, **changes)
         self._canvas.top = 0
@@ -196,13 +192,9 @@ class MemoryScreen(MonitorScreen):
         self._choose(phase=next_phase(self._phases(), self.phase, direction))
 
     def action_rank(self, delta: int) -> None:
-        """Go to a neighbouring rank."""
-        ranks = list(self.app_state.model.ranks)
-        if self.app_state.selected in ranks:
-            index = ranks.index(self.app_state.selected) + delta
-            self.app_state.select(ranks[max(0, min(index, len(ranks) - 1))])
+        """Go to a neighbouring rank, at the top of its text."""
         self._canvas.top = 0
-        self.tick()
+        super().action_rank(delta)
 
     def action_view(self) -> None:
         """Switch between one rank and all of them."""
@@ -212,7 +204,7 @@ class MemoryScreen(MonitorScreen):
     def action_highest(self) -> None:
         """Switch between the latest analysed step and the one with the highest peak."""
         highest = not self._canvas.choice.highest
-        self.app_state.say("the highest analysed peak" if highest else "the latest analysed step")
+        self.app_state.show_message("the highest analysed peak" if highest else "the latest analysed step")
         self._choose(highest=highest)
 
     def action_unfold(self) -> None:

@@ -61,5 +61,5 @@ class OverviewScreen(MonitorScreen):
     def action_view(self) -> None:
         """Go to the next way of drawing ranks."""
         self.app_state.next_view()
-        self.app_state.say(f"view: {self.app_state.view}")
+        self.app_state.show_message(f"view: {self.app_state.view}")
         self.tick()

@@ -16,7 +16,7 @@ from ..widgets.line import Line
 from ..widgets.log_lines import log_line
 from ..widgets.phase_table import phase_table
 from ..widgets.rank_figures import figure_lines
-from .base import MonitorScreen, key
+from .base import SelectedRankScreen, key
 
 
 class RankCanvas(Canvas):
@@ -111,7 +111,7 @@ class RankLog(RankCanvas):
         return [*lines, *(log_line(entry, width, theme, with_rank=False) for entry in entries)]
 
 
-class RankScreen(MonitorScreen):
+class RankScreen(SelectedRankScreen):
     """The selected rank."""
 
     NAME = "rank"
@@ -156,15 +156,3 @@ class RankScreen(MonitorScreen):
         super().tick()
         for part in self._parts:
             part.tick()
-
-    def in_question(self) -> set[int]:
-        """A kill asked for here means the rank in view."""
-        return {self.app_state.selected}
-
-    def action_rank(self, delta: int) -> None:
-        """Go to a neighbouring rank."""
-        ranks = list(self.app_state.model.ranks)
-        if self.app_state.selected in ranks:
-            index = ranks.index(self.app_state.selected) + delta
-            self.app_state.select(ranks[max(0, min(index, len(ranks) - 1))])
-        self.tick()

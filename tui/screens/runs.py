@@ -20,7 +20,7 @@ from ..widgets.listing import Listing
 from ..widgets.prompt import Prompt
 from .base import COMMON_KEYS, MonitorScreen, key
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """Seconds between reads of the run directories."""
 
 NEED_A_RUN = frozenset(
@@ -38,14 +38,14 @@ class RunRows(Listing):
         super().__init__(app_state, name=name)
         self._list = RunList()
         self._entries: list[RunEntry] = []
-        self._looked = 0.0
+        self._read_at = 0.0
 
     def refresh_entries(self, now: float) -> None:
         """Read the run directories again, when that is due; the selection stays on its run."""
-        if now - self._looked < LOOK_SECONDS:
+        if now - self._read_at < POLL_SECONDS:
             return
         chosen = self.chosen
-        self._looked = now
+        self._read_at = now
         try:
             self._entries = self._list.entries()
         except FtmonError:  # the directory of runs was changed: commands report how
@@ -67,7 +67,12 @@ class RunRows(Listing):
 
     def key(self) -> object:
         """Change with the runs, the filter, the selection, and the minute."""
-        return self.entries(), self.text, self.selected, int(self._looked) if any(e.live for e in self._entries) else 0
+        return (
+            self.entries(),
+            self.text,
+            self.selected,
+            int(self._read_at) if any(e.live for e in self._entries) else 0,
+        )
 
     def count(self) -> int:
         """Count the runs."""

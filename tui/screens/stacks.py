@@ -26,9 +26,9 @@ class StackList(Listing):
 
     def key(self) -> object:
         """Change with the stacks."""
-        return self._taken(), self.selected, self.waiting, self.unfolded
+        return self._stack_ids(), self.selected, self.waiting, self.unfolded
 
-    def _taken(self) -> object:
+    def _stack_ids(self) -> object:
         ranks = self.app_state.model.ranks
         return tuple((rank, id(one.stacks), id(one.native_stacks)) for rank, one in ranks.items() if one.stacks)
 
@@ -38,7 +38,7 @@ class StackList(Listing):
 
     def rows(self) -> list[Row]:
         """Return the rows, made anew when stacks came or a group was folded."""
-        made_for = (self._taken(), self.unfolded)
+        made_for = (self._stack_ids(), self.unfolded)
         if self._made[0] != made_for:
             ranks = self.app_state.model.ranks
             native = {rank: one.native_stacks for rank, one in ranks.items() if one.native_stacks is not None}
@@ -131,7 +131,7 @@ class StacksScreen(MonitorScreen):
             source.send(verb)
             lines.waiting = True
         elif lines.count() == 0:
-            self.app_state.say("none were recorded, and there is no hub to ask", "warning")
+            self.app_state.show_message("none were recorded, and there is no hub to ask", "warning")
         self.tick()
 
     def action_unfold(self) -> None:

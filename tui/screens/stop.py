@@ -15,9 +15,6 @@ class StopDialog(CommandDialog):
     """Asks; the default is no. Afterwards it shows what came of it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,n", "close", "no", tooltip="do nothing"),
-        Binding("left,right,tab", "other", "choose", tooltip="between no and yes"),
-        Binding("enter", "answer", "answer", tooltip="do what is chosen"),
         Binding("y", "yes", "yes", tooltip="stop the run"),
         Binding("q", "leave", "leave", tooltip="close; once the stop is under way, detach"),
     ]

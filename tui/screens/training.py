@@ -12,7 +12,8 @@ from ..model.training import HistoryPoint
 from ..widgets.app_state import AppState
 from ..widgets.canvas import Canvas
 from ..widgets.line import Line
-from ..widgets.training_view import GUTTER, training_lines
+from ..widgets.training_scene import GUTTER
+from ..widgets.training_view import training_lines
 from .base import MonitorScreen, key
 
 RESTS = 8.0
@@ -150,7 +151,7 @@ class TrainingScreen(MonitorScreen):
         self.view.next_smoothing()
         over = self.view.smoothing
         text = "by the length of the run" if over is None else "off" if over == 1 else f"over {over} steps"
-        self.app_state.say(f"smoothing of the loss: {text}")
+        self.app_state.show_message(f"smoothing of the loss: {text}")
         self.tick()
 
     def action_whole(self) -> None:

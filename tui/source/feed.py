@@ -29,7 +29,7 @@ from .load import TAIL_FRAMES, load
 from .overview import Overview, read_overview
 from .remote import RemoteReader
 
-_LOOK_S = 0.5
+_CHECK_S = 0.5
 """Seconds between checks of the hub's process."""
 
 _SILENCE_S = 15.0
@@ -84,7 +84,7 @@ class Feed(threading.Thread):
         self._woken.setblocking(False)
         self._last_seq = 0
         self._joined = False
-        self._told: tuple[ConnectionState, str, int] | None = None
+        self._reported: tuple[ConnectionState, str, int] | None = None
         self._lost = 0
         self._unrecorded = False
         """Whether the hub last reported that it could not record."""
@@ -109,10 +109,10 @@ class Feed(threading.Thread):
             self._follow_all()
         except Exception as error:  # otherwise the thread would die unnoticed: the screen must show it
             if not self._closing.is_set():
-                self._tell("hub-gone", f"the run cannot be followed any more: {type(error).__name__}: {error}")
+                self._report("hub-gone", f"the run cannot be followed any more: {type(error).__name__}: {error}")
 
     def _follow_all(self) -> None:
-        self._tell("connecting", "waiting for the run's hub")
+        self._report("connecting", "waiting for the run's hub")
         while not self._closing.is_set():
             hub = self._endpoint.hub()
             if hub is not None:
@@ -121,23 +121,23 @@ class Feed(threading.Thread):
                 self._finish()
                 return
             elif self._joined:
-                self._tell_gone(self._endpoint.trouble or _GONE)
+                self._report_gone(self._endpoint.trouble or _GONE)
             self._refuse_commands()
-            self._closing.wait(_LOOK_S)
+            self._closing.wait(_CHECK_S)
 
     def _nudge(self) -> None:
         with contextlib.suppress(OSError):
             self._wake.send(b"!")
 
-    def _tell(self, state: ConnectionState, text: str = "") -> None:
-        if (state, text, self._lost) != self._told:
-            self._told = (state, text, self._lost)
+    def _report(self, state: ConnectionState, text: str = "") -> None:
+        if (state, text, self._lost) != self._reported:
+            self._reported = (state, text, self._lost)
             self.arrivals.append(Arrival(connection=Connection(state, text, time.time(), self._lost)))
 
-    def _tell_gone(self, text: str) -> None:
+    def _report_gone(self, text: str) -> None:
         """Report that the hub is gone, unless the run is over."""
         if not self._closing.is_set() and not self._endpoint.ended():
-            self._tell("hub-gone" if self._joined else "connecting", text)
+            self._report("hub-gone" if self._joined else "connecting", text)
 
     def _follow(self, hub: Hub) -> None:
         """Follow one hub until it is gone."""
@@ -151,12 +151,12 @@ class Feed(threading.Thread):
             control.connect(hub.addresses["control"])
             self._join(history)
             self.hub = hub
-            self._tell("live")
+            self._report("live")
             if self._pooled:
                 self._read_overview(hub)
             self._listen(hub, stream, control, history)
         except FtmonError as error:
-            self._tell_gone(str(error))
+            self._report_gone(str(error))
         finally:
             self.hub = None
             for each in (stream, control):
@@ -199,35 +199,35 @@ class Feed(threading.Thread):
         poller.register(stream, zmq.POLLIN)
         poller.register(control, zmq.POLLIN)
         poller.register(self._woken, zmq.POLLIN)
-        looked = heard = time.monotonic()
+        checked = received = time.monotonic()
         while not self._closing.is_set():
-            ready = dict(poller.poll(round(_LOOK_S * 1000)))
+            ready = dict(poller.poll(round(_CHECK_S * 1000)))
             now = time.monotonic()
             if stream in ready:
-                heard = now
+                received = now
                 if len(self.arrivals) < _MOST_WAITING:
-                    self._take(stream, history)
+                    self._receive(stream, history)
                 else:
                     self._closing.wait(_PAUSE_S)
             if control in ready:
-                self._hear(control)
+                self._receive_answer(control)
             if self._woken.fileno() in ready:
                 self._woken.recv(4096)
                 self._send_commands(control)
-            if now - looked > _LOOK_S:
-                looked = now
-                silent = not self._endpoint.local and now - heard > _SILENCE_S
+            if now - checked > _CHECK_S:
+                checked = now
+                silent = not self._endpoint.local and now - received > _SILENCE_S
                 if silent or not self._endpoint.is_alive(hub):
                     self._drain(stream, history)
-                    self._tell_gone(self._endpoint.trouble or _GONE)
+                    self._report_gone(self._endpoint.trouble or _GONE)
                     return
 
     def _drain(self, stream: "zmq.Socket[Any]", history: History) -> None:
         """Receive the last messages of a hub."""
         while stream.poll(0):
-            self._take(stream, history)
+            self._receive(stream, history)
 
-    def _take(self, stream: "zmq.Socket[Any]", history: History) -> None:
+    def _receive(self, stream: "zmq.Socket[Any]", history: History) -> None:
         """Receive one batch of messages, with any gap before it filled."""
         frames: list[Frame] = []
         while len(frames) < _MAX_BATCH:
@@ -273,7 +273,7 @@ class Feed(threading.Thread):
         # The only frames missing from a recording are heartbeats, which are not needed later.
         if left > 0 and (unrecorded or self._unrecorded):
             self._lost += left
-            self._tell("live")
+            self._report("live")
 
     def _fetch(self, history: History, before: int | None, after: int | None = None) -> int:
         """Fetch recorded frames after one number and before another; return how many there were."""
@@ -302,7 +302,7 @@ class Feed(threading.Thread):
             except zmq.ZMQError:
                 self._refuse(command)
 
-    def _hear(self, control: "zmq.Socket[Any]") -> None:
+    def _receive_answer(self, control: "zmq.Socket[Any]") -> None:
         parts = control.recv_multipart()
         if len(parts) != 2:
             return
@@ -338,10 +338,10 @@ class Feed(threading.Thread):
             if history is not None:
                 history.close()
         self._refuse_commands()
-        self._tell("ended", text)
-        self._serve_nobody()
+        self._report("ended", text)
+        self._refuse_until_closed()
 
-    def _serve_nobody(self) -> None:
+    def _refuse_until_closed(self) -> None:
         """Refuse commands until closed."""
-        while not self._closing.wait(_LOOK_S):
+        while not self._closing.wait(_CHECK_S):
             self._refuse_commands()

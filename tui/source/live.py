@@ -108,8 +108,8 @@ class LiveSource:
         while self._showing is not None or arrivals:
             arrival = self._showing = self._showing or arrivals.popleft()
             changed = True
-            self._take(arrival)
-            if not self._fold(arrival, deadline):
+            self._apply_arrival(arrival)
+            if not self._apply_frames(arrival, deadline):
                 break
             self._showing = None
             if time.monotonic() > deadline:
@@ -143,7 +143,7 @@ class LiveSource:
         ending.start()
         ending.join(timeout=2)
 
-    def _take(self, arrival: Arrival) -> None:
+    def _apply_arrival(self, arrival: Arrival) -> None:
         if arrival.model is not None:
             self._live, arrival.model = arrival.model, None
         if arrival.overview is not None:
@@ -158,7 +158,7 @@ class LiveSource:
         elif record is not None and isinstance(answer, Result):
             record.result = answer
 
-    def _fold(self, arrival: Arrival, deadline: float) -> bool:
+    def _apply_frames(self, arrival: Arrival, deadline: float) -> bool:
         """Fold the frames of an arrival; False if time ran out and frames are left in it."""
         for done, frame in enumerate(arrival.frames, 1):
             self._live.apply(frame)

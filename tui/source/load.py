@@ -117,12 +117,12 @@ def _load(
         _load_memory(history, tail[0].t if tail else t, t, model, overview)
         go_on()
     # Charts and rates need steps without gaps; of older steps only results, such as the run's peak, are kept.
-    fold(model, (frames[number] for number in sorted(frames) if number <= begin))
+    apply_all(model, (frames[number] for number in sorted(frames) if number <= begin))
     job, older = model.job, {number: rank.last for number, rank in model.ranks.items()}
     for rank in model.ranks.values():
         rank.forget_steps()
     model.training.forget_course()
-    fold(model, (frames[number] for number in sorted(frames) if number > begin))
+    apply_all(model, (frames[number] for number in sorted(frames) if number > begin))
     for number, last in older.items() if model.job == job else ():
         rank = model.ranks[number]
         if last is not None and not rank.steps:
@@ -134,7 +134,7 @@ def _load(
     return model
 
 
-def fold(model: RunModel, frames: Iterable[Frame]) -> None:
+def apply_all(model: RunModel, frames: Iterable[Frame]) -> None:
     """Apply frames in order."""
     for frame in frames:
         model.apply(frame)
@@ -186,17 +186,17 @@ def adopt_steps(model: RunModel, overview: Overview) -> None:
             model.job_losses[job] = past.losses
 
 
-def _load_memory(history: History, told: float, t: float, model: RunModel, overview: Overview | None) -> None:
+def _load_memory(history: History, begin: float, t: float, model: RunModel, overview: Overview | None) -> None:
     """Load the memory before ``told``, the start of the folded frames: by the second, and pooled before that."""
     span = overview.span if overview is not None else 1
-    fine = fine_begin(told, FINE_SECONDS, span)
+    fine = fine_begin(begin, FINE_SECONDS, span)
     if overview is not None:
         fine = max(fine, overview.first * span)
         rest = floor(fine / span)
         adopt(model, overview, float(rest * span))
         middle = min(span, 16)
         _adopt(model, read_memory(history, rest * span // middle, (fine - rest * span) // middle, middle))
-    last = floor(told)
+    last = floor(begin)
     _adopt(model, read_memory(history, fine, last - fine, 1))
     _adopt(model, read_memory(history, last, 1, 1, until=t))
 

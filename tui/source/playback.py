@@ -28,7 +28,7 @@ MAX_FRAMES = 3000
 SEEK_FRAMES = 1000
 """A move over more frames becomes a seek, which is faster than reading and folding them."""
 
-_REST_S = 0.4
+_SETTLE_S = 0.4
 """Seconds without a request after a seek before the recent steps that it omitted are loaded."""
 
 _MAX_WAITING = 4
@@ -87,7 +87,7 @@ class Playback:
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._updates: deque[_Update] = deque()
         self._showing: _Update | None = None
-        """An update whose frames are not all folded yet."""
+        """An update whose frames are not all applied yet."""
         self._sent = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="playback", daemon=True)
@@ -125,7 +125,7 @@ class Playback:
         self._requests.put(request)
 
     def pump(self, budget_s: float) -> bool:
-        """Fold what the thread has read, on the caller's thread; True when something changed."""
+        """Apply what the thread has read, on the caller's thread; True when something changed."""
         deadline = time.monotonic() + budget_s
         changed = False
         while self._showing is not None or self._updates:
@@ -181,7 +181,7 @@ class Playback:
                 history.close()
 
     def _begin(self, history: History) -> None:
-        self._look(history)
+        self._read_span(history)
         start = self._first if self._position < 0 else self._position
         if self._live_end is not None:  # the live end's clock is ahead of the last message
             self._last = max(self._last, start)
@@ -209,7 +209,7 @@ class Playback:
             if history is not None:
                 history.close()
 
-    def _look(self, history: History) -> RecordingInfo:
+    def _read_span(self, history: History) -> RecordingInfo:
         info = history.info()
         self._first = info.first_t
         self._last = max(info.last_t, self._live_end() if self._live_end else 0.0)
@@ -218,10 +218,10 @@ class Playback:
     def _loop(self, history: History) -> None:
         moved_at = time.monotonic()
         while not self._closing.is_set():
-            wait = _REST_S if self._quick else None
+            wait = _SETTLE_S if self._quick else None
             if self._playing:
                 wait = max(0.0, moved_at + TICK_S - time.monotonic())
-            requests = self._take(wait)
+            requests = self._wait_for_requests(wait)
             now = time.monotonic()
             try:
                 if requests:
@@ -235,7 +235,7 @@ class Playback:
                 self._put(message=str(error))
             moved_at = now
 
-    def _take(self, wait: float | None) -> list[Request]:
+    def _wait_for_requests(self, wait: float | None) -> list[Request]:
         """Wait for requests and return all that are waiting, so that a held key costs a single seek."""
         found: list[Request] = []
         try:
@@ -275,7 +275,7 @@ class Playback:
         if request.kind == "overview":
             self._overview = self._new_overview
             if self._loaded:
-                self._put(overview=self._overview)  # what was folded is finer than what a load would read: it stays
+                self._put(overview=self._overview)  # what was applied is finer than what a load would read: it stays
             return None
         if request.kind == "speed":
             self._speed = request.number
@@ -346,7 +346,7 @@ class Playback:
         model = load(history, self._position, self._info, self._overview, quick=True)
         self._step = model.leading_step
         self._quick = True
-        self._take_over(model)
+        self._show_model(model)
 
     def _complete(self, history: History) -> None:
         """Load the steps omitted by a quick seek; the next request cancels it."""
@@ -358,9 +358,9 @@ class Playback:
         except Superseded:
             self._quick = True
             return
-        self._take_over(model)
+        self._show_model(model)
 
-    def _take_over(self, model: RunModel) -> None:
+    def _show_model(self, model: RunModel) -> None:
         self._last_seq = model.last_seq
         self._loaded = True
         # What is under way is of before the seek, but for the marks and the span that may be among it.

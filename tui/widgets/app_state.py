@@ -112,7 +112,7 @@ class AppState:
         transport = self.source.transport if self.source is not None else None
         return transport is not None and (transport.mode != "live" or not transport.playing)
 
-    def say(self, text: str, tone: str = "accent") -> None:
+    def show_message(self, text: str, tone: str = "accent") -> None:
         """Show a line at the foot for a few seconds."""
         self._message = (text, tone, time.monotonic() + MESSAGE_SECONDS)
 

@@ -11,7 +11,7 @@ from ..model.cause import Verdict, innermost
 from ..model.peak_phase import phase_words, ranking_sentences
 from ..model.prediction import compared_phases, predicted_phase
 from ..model.rank import RankModel
-from ..model.waterfall import REASONS, Waterfall, untaken, waterfall
+from ..model.waterfall import REASONS, Waterfall, unanalysed, waterfall
 from .alert_lines import wrap
 from .cause_lines import cause_lines
 from .line import Line, cut, spread
@@ -42,7 +42,7 @@ def fall_of(rank: RankModel, choice: MemoryChoice, sample: DeviceSample | None) 
     """Make the waterfall in view; None before the first step."""
     composition = composition_of(rank, choice)
     made = waterfall(rank, composition, choice.phase, sample) if composition is not None else None
-    return made or untaken(rank, choice.phase, sample)
+    return made or unanalysed(rank, choice.phase, sample)
 
 
 def cause_of(rank: RankModel, phase: str) -> Cause | None:

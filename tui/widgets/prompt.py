@@ -51,7 +51,7 @@ class Prompt(Canvas, can_focus=True):
     def on_key(self, event: Key) -> None:
         """Edit."""
         if event.key in ("enter", "escape"):
-            self._take(event)
+            self._consume(event)
             self.post_message(self.Done(self.text, event.key == "enter"))
             return
         if event.key in ("backspace", "ctrl+h"):
@@ -62,7 +62,7 @@ class Prompt(Canvas, can_focus=True):
             changed = self.text + event.character
         else:
             return
-        self._take(event)
+        self._consume(event)
         self.text = changed
         self.tick()
         self.post_message(self.Changed(self.text))
@@ -76,6 +76,6 @@ class Prompt(Canvas, can_focus=True):
         self.tick(force=True)
 
     @staticmethod
-    def _take(event: Key) -> None:
+    def _consume(event: Key) -> None:
         event.stop()
         event.prevent_default()

@@ -1,31 +1,27 @@
 """The training screen as lines: the loss with its evaluations, a second figure, marks, and the values at the cursor."""
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import floor, isfinite, log10
+from math import isfinite
 
 from ...protocol.telemetry import Evaluation
-from ...protocol.text import duration, gib, sanitize
-from ..model.chartview import FIGURES, Axis, ChartView, column_of, span_of, value_range, x_of
-from ..model.progress import early_stop_words, epoch_words
+from ...protocol.text import duration, sanitize
+from ..model.chartview import FIGURES, ChartView, column_of, value_range
+from ..model.progress import epoch_words
 from ..model.run import RunModel
-from ..model.training import HistoryPoint, perplexity_of, smoothed, with_loss
+from ..model.training import perplexity_of, with_loss
 from .figures import count, small
 from .figures import loss as loss_words
 from .line import Line, cut
 from .plot import Curve, plot_cells, put_cursor, row_line, sign_of
 from .theme import Theme
-
-GUTTER = 9
-"""Columns before a plot: the values of its rows."""
+from .training_marks import axis_line, foot, marks_line
+from .training_scene import GUTTER, Scene
 
 _FIXED = 6
 """Rows that are no plot: the head, two titles, the marks, the axis, the foot."""
 _EACH = 1
-_TICK_CELLS = 14
-_SEVERITIES = ("info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,47 +50,9 @@ _FIGURES: dict[str, _Figure] = {
 }
 
 
-class _Scene:
-    """What all parts of one drawing share."""
-
-    def __init__(self, model: RunModel, view: ChartView, width: int, theme: Theme) -> None:
-        self.model, self.view, self.theme = model, view, theme
-        self.all = model.moments
-        self.begun = self.all[0].t if self.all else 0.0
-        self.seen = view.visible(self.all)
-        self.columns = max(8, width - GUTTER)
-        self.width = width
-        self.xs = span_of(self.seen, view.axis, self.begun)
-        at = view.at_cursor(self.all)
-        self.moment = self.all[at] if at is not None else None
-        self.over = view.smoothed_steps(self.all[-1].step - self.all[0].first_step + 1 if self.all else 0)
-        """Steps the loss is smoothed over."""
-        self.smooth = smoothed(self.all, 1 - 1 / self.over)
-        self.smooth_at = self.smooth[at] if at is not None else None
-
-    def x(self, moment: HistoryPoint) -> float:
-        return x_of(moment, self.view.axis, self.begun)
-
-    def column(self, moment: HistoryPoint) -> int:
-        return column_of(self.x(moment), *self.xs, self.columns)
-
-    @property
-    def cursor_column(self) -> int | None:
-        if self.view.cursor is None or self.moment is None:
-            return None
-        return self.column(self.moment)
-
-    def moment_of(self, step: int) -> HistoryPoint | None:
-        """Find the moment of a step; None for one outside of the window."""
-        if not self.seen or not self.seen[0].first_step <= step <= self.seen[-1].step:
-            return None
-        place = bisect_left(self.seen, step, key=lambda moment: moment.step)
-        return self.seen[min(place, len(self.seen) - 1)]
-
-
 def training_lines(model: RunModel, view: ChartView, width: int, height: int, theme: Theme) -> list[Line]:
     """Draw the whole screen between summary and keys."""
-    scene = _Scene(model, view, width, theme)
+    scene = Scene(model, view, width, theme)
     lines = [_head(scene)]
     if not scene.all:
         text = " No step is finished yet: the curves begin with the first one."
@@ -102,11 +60,11 @@ def training_lines(model: RunModel, view: ChartView, width: int, height: int, th
     panes = 1 if height < 30 else 2 if height < 44 else 3
     rooms = _rooms(height - _FIXED - (panes - 1) * _EACH, panes)
     lines += _loss_pane(scene, rooms[0])
-    lines.append(_marks_line(scene))
+    lines.append(marks_line(scene))
     for number, room in enumerate(rooms[1:]):
         lines += _figure_pane(scene, (view.figure + number) % len(FIGURES), room)
-    lines.append(_axis_line(scene))
-    lines.append(_foot(scene))
+    lines.append(axis_line(scene))
+    lines.append(foot(scene))
     return lines
 
 
@@ -120,7 +78,7 @@ def _rooms(rows: int, panes: int) -> list[int]:
 # The head -------------------------------------------------------------------------------------------------------------
 
 
-def _head(scene: _Scene) -> Line:
+def _head(scene: Scene) -> Line:
     """Draw the rule with the step shown: the cursor's, or the newest."""
     theme, moment, model = scene.theme, scene.moment, scene.model
     rule, dim = theme.style("rule"), theme.style("dim")
@@ -145,7 +103,7 @@ def _head(scene: _Scene) -> Line:
 # The loss -------------------------------------------------------------------------------------------------------------
 
 
-def _loss_pane(scene: _Scene, rows: int) -> list[Line]:
+def _loss_pane(scene: Scene, rows: int) -> list[Line]:
     evaluations = [(each, scene.moment_of(each.step)) for each in with_loss(scene.model.training.evaluations)]
     shown = [(each, moment) for each, moment in evaluations if moment is not None]
     first = scene.all.index(scene.seen[0]) if scene.seen else 0
@@ -170,7 +128,7 @@ def _loss_pane(scene: _Scene, rows: int) -> list[Line]:
     return [title, *_plot(scene, curves, rows, (low, high), loss_words)]
 
 
-def _loss_title(scene: _Scene) -> Line:
+def _loss_title(scene: Scene) -> Line:
     theme, moment = scene.theme, scene.moment
     dim, strong = theme.style("dim"), theme.style(bold=True)
     line = Line(" loss", theme.style(bold=True))
@@ -198,7 +156,7 @@ def _loss_title(scene: _Scene) -> Line:
     return line
 
 
-def _evaluation_at(scene: _Scene) -> Evaluation | None:
+def _evaluation_at(scene: Scene) -> Evaluation | None:
     """Find the evaluation that was the last one at the moment shown."""
     evaluations = with_loss(scene.model.training.evaluations)
     if scene.moment is None or not evaluations:
@@ -210,7 +168,7 @@ def _evaluation_at(scene: _Scene) -> Evaluation | None:
 # The other figures ----------------------------------------------------------------------------------------------------
 
 
-def _figure_pane(scene: _Scene, index: int, rows: int) -> list[Line]:
+def _figure_pane(scene: Scene, index: int, rows: int) -> list[Line]:
     name = FIGURES[index]
     figure = _FIGURES[name]
     values = [getattr(moment, name) for moment in scene.seen]
@@ -229,7 +187,7 @@ def _figure_pane(scene: _Scene, index: int, rows: int) -> list[Line]:
     return [title, *_plot(scene, curves, rows, (0.0 if figure.zero else low, high), figure.write)]
 
 
-def _figure_title(scene: _Scene, index: int) -> Line:
+def _figure_title(scene: Scene, index: int) -> Line:
     theme, name = scene.theme, FIGURES[index]
     figure = _FIGURES[name]
     dim = theme.style("dim")
@@ -264,7 +222,7 @@ def _why_unknown(model: RunModel, name: str) -> str:
     )
 
 
-def _unknown(scene: _Scene, rows: int, why: str) -> list[Line]:
+def _unknown(scene: Scene, rows: int, why: str) -> list[Line]:
     lines = [Line() for _ in range(rows)]
     lines[rows // 2] = Line(" " * GUTTER + f"not known: {why}", scene.theme.style("dim"))
     return lines
@@ -274,7 +232,7 @@ def _unknown(scene: _Scene, rows: int, why: str) -> list[Line]:
 
 
 def _plot(
-    scene: _Scene, curves: Sequence[Curve], rows: int, ys: tuple[float, float], write: Callable[[float], str]
+    scene: Scene, curves: Sequence[Curve], rows: int, ys: tuple[float, float], write: Callable[[float], str]
 ) -> list[Line]:
     theme = scene.theme
     cells = plot_cells(curves, scene.columns, rows, scene.xs, ys, theme)
@@ -292,7 +250,7 @@ def _plot(
     return lines
 
 
-def _pooled(scene: _Scene, values: Sequence[float | None]) -> list[tuple[float, float]]:
+def _pooled(scene: Scene, values: Sequence[float | None]) -> list[tuple[float, float]]:
     """Return the last value of each half column of the window, with its place."""
     found: dict[int, tuple[float, float]] = {}
     for moment, value in zip(scene.seen, values, strict=True):
@@ -302,7 +260,7 @@ def _pooled(scene: _Scene, values: Sequence[float | None]) -> list[tuple[float, 
     return list(found.values())
 
 
-def _extremes(scene: _Scene, low: str, high: str, otherwise: str) -> list[tuple[float, float, float]]:
+def _extremes(scene: Scene, low: str, high: str, otherwise: str) -> list[tuple[float, float, float]]:
     """Return the lowest and the highest value of each half column of the window, with its place."""
     found: dict[int, tuple[float, float, float]] = {}
     for moment in scene.seen:
@@ -318,120 +276,3 @@ def _extremes(scene: _Scene, low: str, high: str, otherwise: str) -> list[tuple[
             lowest, highest = min(lowest, known[1]), max(highest, known[2])
         found[column] = (place, lowest, highest)
     return list(found.values())
-
-
-# Marks, axis, foot ----------------------------------------------------------------------------------------------------
-
-
-def _marks(scene: _Scene) -> list[tuple[int, str, str, str]]:
-    """Return what is marked in the window: column, sign, tone, words; what matters most comes last."""
-    theme = scene.theme
-    found: list[tuple[int, str, str, str]] = []
-    for checkpoint in scene.model.training.checkpoints:
-        moment = scene.moment_of(checkpoint.step)
-        if moment is not None:
-            size = f", {gib(checkpoint.bytes)}" if checkpoint.bytes else ""
-            best = ", the best so far" if checkpoint.best else ""
-            words = f"checkpoint of step {checkpoint.step:,}{size}{best}"
-            found.append((scene.column(moment), "C" if checkpoint.best else "c", "good", words))
-    stop = scene.model.training.early_stop
-    if stop is not None and (moment := scene.moment_of(stop.step)) is not None:
-        found.append((scene.column(moment), "E", "accent", early_stop_words(stop)))
-    alerts = sorted(scene.model.alerts, key=lambda alert: _SEVERITIES.index(alert.severity))
-    for alert in alerts:
-        moment = _moment_of_alert(scene, alert.step, alert.time)
-        if moment is not None:
-            sign, tone = theme.severity(alert.severity)
-            found.append((scene.column(moment), sign, tone, sanitize(alert.title, 200)))
-    return found
-
-
-def _moment_of_alert(scene: _Scene, step: int | None, t: float) -> HistoryPoint | None:
-    if step:
-        return scene.moment_of(step)
-    if not scene.seen or not scene.seen[0].t <= t:
-        return None
-    place = bisect_left(scene.seen, t, key=lambda moment: moment.t)
-    if place < len(scene.seen):
-        return scene.seen[place]
-    return scene.seen[-1] if scene.view.end is None else None
-
-
-def _marks_line(scene: _Scene) -> Line:
-    theme = scene.theme
-    cells = [(" ", "dim")] * scene.columns
-    column = scene.cursor_column
-    if column is not None and 0 <= column < len(cells):
-        cells[column] = (theme.glyphs.bar, "faint")
-    for place, sign, tone, _ in _marks(scene):
-        if 0 <= place < len(cells):
-            cells[place] = (sign, tone)
-    line = Line(f"{'marks':>{GUTTER - 2}} ", theme.style("dim")).add(theme.glyphs.bar, theme.style("rule"))
-    return line.join(row_line(cells, theme))
-
-
-def _axis_line(scene: _Scene) -> Line:
-    """Draw round figures under their columns; the newest step's own figure is in the head."""
-    theme = scene.theme
-    text = [" "] * scene.columns
-    free = 0
-    for place in _ticks(scene.xs, scene.view.axis, max(2, scene.columns // _TICK_CELLS)):
-        label = _tick(place, scene.view.axis)
-        column = column_of(place, *scene.xs, scene.columns)
-        start = min(column, scene.columns - len(label))
-        if start < free or column < 0:
-            continue
-        text[start : start + len(label)] = label
-        free = start + len(label) + 2
-    unit = {"steps": "step", "tokens": "tokens", "time": "time"}[scene.view.axis]
-    line = Line(f"{unit:>{GUTTER - 2}} ", theme.style("dim")).add(theme.glyphs.bar, theme.style("rule"))
-    return line.add("".join(text), theme.style("dim"))
-
-
-_TIMES = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400, 43_200, 86_400, 172_800, 604_800)
-
-
-def _ticks(xs: tuple[float, float], axis: Axis, most: int) -> list[float]:
-    low, high = xs
-    if high <= low:
-        return [low]
-    wanted = (high - low) / most
-    if axis == "time":
-        size = next((each for each in _TIMES if each >= wanted), wanted)
-    else:
-        power = 10 ** floor(log10(wanted))
-        size = next(each * power for each in (1, 2, 5, 10) if each * power >= wanted * 0.999)
-        size = max(1.0, size)
-    first = -(-low // size)
-    return [(first + number) * size for number in range(int((high - first * size) / size) + 1)]
-
-
-def _tick(place: float, axis: Axis) -> str:
-    if axis == "steps":
-        return f"{place:,.0f}"
-    return count(place) if axis == "tokens" else (duration(place) if place else "0")
-
-
-def _foot(scene: _Scene) -> Line:
-    """Draw the events at the cursor (or the newest), and the part of the run in view."""
-    theme, view = scene.theme, scene.view
-    dim = theme.style("dim")
-    line = Line(" ", dim)
-    column = scene.cursor_column
-    marks = _marks(scene)
-    here = marks if column is None else [mark for mark in marks if mark[0] == column]
-    part = "whole run"
-    if view.span is not None and scene.seen:
-        part = f"steps {scene.seen[0].first_step:,} to {scene.seen[-1].step:,} of {scene.all[-1].step:,}"
-    right = Line(f" {part}, over {view.axis} ", dim)
-    if here:
-        # At the cursor the gravest comes first, else the newest.
-        _, sign, tone, words = here[-1] if column is not None else max(here, key=lambda mark: mark[0])
-        more = f" (and {len(here) - 1} more)" if column is not None and len(here) > 1 else ""
-        latest = "latest mark: " if column is None else ""
-        line.add(f"{sign} ", theme.style(tone)).add(latest, dim)
-        line.add(cut(words + more, scene.width - line.width - right.width - 1, theme.glyphs.ellipsis), theme.base)
-    else:
-        line.add("nothing is marked " + ("in view" if column is None else "at the cursor"), theme.style("faint"))
-    gap = scene.width - line.width - right.width
-    return line.add(" " * max(0, gap), dim).join(right)

@@ -9,7 +9,7 @@ from ...prediction import PredictedPhase, PredictedPoint, Prediction
 
 FLOOR_BYTES = 8 << 20
 """Differences below this are no difference: workspaces of libraries, rounding."""
-_TELLING_SHARE = 0.2
+_MAIN_SHARE = 0.2
 """Of a difference: parts that make less of it are not named."""
 _MOST_PARTS = 2
 
@@ -98,7 +98,7 @@ def compared(
     result = Compared(phase, measured_bytes, expected, allowed)
     if not result.parted or parts is None:
         return result
-    return msgspec.structs.replace(result, parts=tuple(_telling(differences(parts, found.parts), result.by_bytes)))
+    return msgspec.structs.replace(result, parts=tuple(_main_parts(differences(parts, found.parts), result.by_bytes)))
 
 
 def differences(measured: Mapping[str, int], expected: Mapping[str, int]) -> dict[str, int]:
@@ -106,9 +106,9 @@ def differences(measured: Mapping[str, int], expected: Mapping[str, int]) -> dic
     return {name: measured.get(name, 0) - expected.get(name, 0) for name in {**measured, **expected}}
 
 
-def _telling(by_part: Mapping[str, int], by: int) -> Sequence[tuple[str, int]]:
+def _main_parts(by_part: Mapping[str, int], by: int) -> Sequence[tuple[str, int]]:
     """Return the parts that make most of a difference, the largest first."""
-    same = [(name, size) for name, size in by_part.items() if size * by > 0 and abs(size) >= _TELLING_SHARE * abs(by)]
+    same = [(name, size) for name, size in by_part.items() if size * by > 0 and abs(size) >= _MAIN_SHARE * abs(by)]
     return sorted(same, key=lambda one: -abs(one[1]))[:_MOST_PARTS]
 
 

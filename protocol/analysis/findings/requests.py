@@ -41,7 +41,7 @@ class DiagnosticRequests:
         self._steady: set[str] = set()
         self._leak_asked = 0
 
-    def take(self) -> list[Action]:
+    def drain(self) -> list[Action]:
         """Return the requests since the last call."""
         found, self._queue = self._queue, []
         return found

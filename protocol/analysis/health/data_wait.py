@@ -95,7 +95,7 @@ class DataWait:
         rank.window.append((wait, step.host_us))
         if rank.steps % EVERY or len(rank.window) < WINDOW or step.rank != min(self._ranks):
             return []
-        return self._look(step.step)
+        return self._check(step.step)
 
     def reset(self) -> list[Finding]:
         """Forget the steps; returns the end of what stood."""
@@ -106,7 +106,7 @@ class DataWait:
             rank.window.clear()
         return [Finding("input_bound", facts, "resolved", "warning", who)] if facts is not None else []
 
-    def _look(self, step: int) -> list[Finding]:
+    def _check(self, step: int) -> list[Finding]:
         shares: dict[int, tuple[float, float, float]] = {}
         bound: list[int] = []
         full = 0
@@ -150,7 +150,7 @@ class DataWait:
 
 
 def may_be_bound(steps: list[tuple[int, int]]) -> bool:
-    """Return whether the share of ``_look`` may reach ``SHARE``; False is certain, and cheap to find.
+    """Return whether the share of ``_check`` may reach ``SHARE``; False is certain, and cheap to find.
 
     The steps left out have at least the mean wait, and each at most the longest time.
     """

@@ -133,7 +133,7 @@ class Divergence:
             self._first = median(levels.recent)
         if levels.count % EVERY or levels.count < (FEWEST_BLOCKS + 1) * BLOCK:
             return []
-        return self._look(row) if self._facts is None else self._watch(row, self._facts)
+        return self._check(row) if self._facts is None else self._watch(row, self._facts)
 
     def reset(self) -> list[Finding]:
         """Forget everything; returns the end of what stood."""
@@ -150,7 +150,7 @@ class Divergence:
             rates.clear()
         rates.append(row.lr)
 
-    def _look(self, row: JoinedStep) -> list[Finding]:
+    def _check(self, row: JoinedStep) -> list[Finding]:
         recent = median(self._levels.recent)
         rise = self._rise(recent, row)
         if rise is None or rise.height <= rise.limit or row.step < self._held_until:

@@ -74,7 +74,7 @@ class Plateau:
             self._size *= 2
             self._blocks = [(a + b) / 2 for a, b in zip(self._blocks[::2], self._blocks[1::2], strict=True)]
             self._began = self._began[::2]
-        return self._look(row)
+        return self._check(row)
 
     def reset(self) -> list[Finding]:
         """Forget everything; returns the end of what stood."""
@@ -83,7 +83,7 @@ class Plateau:
         self.total_steps = total
         return [Finding("loss_plateau", facts, "resolved", "info")] if facts is not None else []
 
-    def _look(self, row: JoinedStep) -> list[Finding]:
+    def _check(self, row: JoinedStep) -> list[Finding]:
         blocks = self._blocks
         if self._facts is not None:
             level = median(blocks[-10:])

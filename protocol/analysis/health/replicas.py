@@ -7,19 +7,16 @@ different kinds or non-deterministic optimizers cause. Found at the second check
 ``EQUAL_CHECKS`` checks in a row without, over at least as many parameters as there were.
 """
 
-from dataclasses import dataclass, field
-
 import msgspec
 
 from ...health import Checksum, ParameterSum
 from ..findings import Finding
+from .by_step import RanksByStep
 
 SAME = 1e-9
 SERIOUS = 1e-4
 CHECKS = 2
 EQUAL_CHECKS = 3
-KEPT = 16
-"""Steps whose checksums are kept for ranks that are late."""
 
 
 class ReplicaFacts(msgspec.Struct, frozen=True):
@@ -38,17 +35,11 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
     ranks_total: int
 
 
-@dataclass(slots=True)
-class _Check:
-    sums: dict[int, dict[str, ParameterSum]] = field(default_factory=dict[int, dict[str, ParameterSum]])
-
-
 class Replicas:
     """Compares the checksums of all ranks."""
 
     def __init__(self) -> None:
-        self._checks: dict[int, _Check] = {}
-        self._ranks: set[int] = set()
+        self._checks = RanksByStep[dict[str, ParameterSum]]()
         self._differing = self._equal = 0
         self._first = 0
         self._wanted: set[str] = set()
@@ -57,20 +48,13 @@ class Replicas:
         self._severity = "warning"
 
     def checksum(self, message: Checksum) -> list[Finding]:
-        """Take in one rank's checksums of one step."""
-        self._ranks.add(message.rank)
-        check = self._checks.setdefault(message.step, _Check())
-        check.sums[message.rank] = {one.name: one for one in message.parameters}
-        while len(self._checks) > KEPT:
-            self._checks.pop(min(self._checks))
-        if len(check.sums) < max(2, len(self._ranks)):
-            return []
-        del self._checks[message.step]
-        return self._compare(message.step, check.sums)
+        """Add one rank's checksums of one step; compares them once all ranks have sent theirs."""
+        sums = self._checks.add(message.step, message.rank, {one.name: one for one in message.parameters})
+        return self._compare(message.step, sums) if sums is not None else []
 
     def drop(self, rank: int) -> None:
-        """Forget a rank that ended."""
-        self._ranks.discard(rank)
+        """Expect nothing more of a rank that ended."""
+        self._checks.drop(rank)
 
     def reset(self) -> list[Finding]:
         """Forget everything; returns the end of what stood."""

@@ -13,14 +13,13 @@ import msgspec
 
 from ...health import BatchLoss
 from ..findings import Finding
+from .by_step import RanksByStep
 from .recent import median
 
 CHECKS = 2
 EQUAL_CHECKS = 3
 SHARE_OF_LARGEST = 0.01
 LEAST = 1e-6
-KEPT = 16
-"""Steps that are kept for ranks that are late."""
 SHOWN = 8
 
 
@@ -45,30 +44,22 @@ class UnequalLosses:
     """Compares the losses of ranks that had the same inputs."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, dict[int, BatchLoss]] = {}
-        self._ranks: set[int] = set()
+        self._steps = RanksByStep[BatchLoss]()
         self._largest = 0.0
         self._differing = self._equal = 0
         self._first = 0
         self._facts: UnequalLossFacts | None = None
 
     def batch_loss(self, message: BatchLoss) -> list[Finding]:
-        """Take in one rank's."""
-        self._ranks.add(message.rank)
+        """Add one rank's loss of one step; compares the losses once all ranks have sent theirs."""
         if math.isfinite(message.loss):
             self._largest = max(self._largest, abs(message.loss))
-        step = self._steps.setdefault(message.step, {})
-        step[message.rank] = message
-        while len(self._steps) > KEPT:
-            self._steps.pop(min(self._steps))
-        if len(step) < max(2, len(self._ranks)) or message.step not in self._steps:
-            return []
-        del self._steps[message.step]
-        return self._compare(message.step, step)
+        losses = self._steps.add(message.step, message.rank, message)
+        return self._compare(message.step, losses) if losses is not None else []
 
     def drop(self, rank: int) -> None:
-        """Forget a rank that ended."""
-        self._ranks.discard(rank)
+        """Expect nothing more of a rank that ended."""
+        self._steps.drop(rank)
 
     def reset(self) -> list[Finding]:
         """Forget everything; returns the end of what stood."""

@@ -110,8 +110,8 @@ def grouped(trace: Sequence[Entry], blocks: Blocks, *, kept_counts: bool = False
             found.items(), key=lambda item: (item[1][0] - (0 if kept_counts else item[1][3]), item[1][0]), reverse=True
         )
     ]
-    told = sum(group.bytes - (0 if kept_counts else group.kept_bytes) for group in groups if group.frames)
-    return groups[:MOST_GROUPS], told
+    attributed = sum(group.bytes - (0 if kept_counts else group.kept_bytes) for group in groups if group.frames)
+    return groups[:MOST_GROUPS], attributed
 
 
 def reaches_back(trace: Sequence[Entry], begin_us: int, ring: int) -> bool:

@@ -142,7 +142,7 @@ class LeakDetector:
             span = record.resident
             level, second = (span.start if at_start else span.end), level
         new = rank.levels.add(level, second, batch)
-        return self._look(step, rank, new) if new else _NONE
+        return self._check(step, rank, new) if new else _NONE
 
     def cause(self, cause: Cause) -> list[Finding]:
         """Process a cause: stacks of the blocks that whole steps left allocated."""
@@ -180,7 +180,7 @@ class LeakDetector:
             rank = self._ranks[number] = _Rank()
         return rank
 
-    def _look(self, step: Step, rank: _Rank, new: int) -> list[Finding]:
+    def _check(self, step: Step, rank: _Rank, new: int) -> list[Finding]:
         opened = rank.open
         if opened is not None:
             # A wider window knows the rate better, but takes longer to see the end of it.

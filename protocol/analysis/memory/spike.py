@@ -48,12 +48,12 @@ _NEVER = 1 << 62
 
 
 class _PhaseHistory:
-    __slots__ = ("limit", "next_look", "recent", "seen", "steady_found")
+    __slots__ = ("limit", "next_update", "recent", "seen", "steady_found")
 
     def __init__(self) -> None:
         self.recent: deque[int] = deque(maxlen=WINDOW)
         self.seen = 0
-        self.next_look = EARLIEST
+        self.next_update = EARLIEST
         self.limit = _NEVER
         """A cheap bound, updated now and then; transients above it are judged exactly."""
         self.steady_found = False
@@ -122,8 +122,8 @@ class SpikeDetector:
                 suspects = [*(suspects or ()), (record, transient, history)]
             history.recent.append(transient)
             history.seen += 1
-            if history.seen >= history.next_look:
-                self._look(rank, record.name, history)
+            if history.seen >= history.next_update:
+                self._update_limit(rank, record.name, history)
                 steady = [*(steady or ()), (record.name, history)]
         findings: list[Finding] = []
         if suspects is not None:
@@ -189,9 +189,9 @@ class SpikeDetector:
             rank = self._ranks[number] = _Rank()
         return rank
 
-    def _look(self, rank: _Rank, name: str, history: _PhaseHistory) -> None:
+    def _update_limit(self, rank: _Rank, name: str, history: _PhaseHistory) -> None:
         seen = history.seen
-        history.next_look = seen + (1 if seen < STEADY_STEPS else 3 if seen < 8 else 16 if seen < WINDOW else WINDOW)
+        history.next_update = seen + (1 if seen < STEADY_STEPS else 3 if seen < 8 else 16 if seen < WINDOW else WINDOW)
         history.limit = _limit(usual_of(history.recent), name, rank.floor)
 
     def _spike(

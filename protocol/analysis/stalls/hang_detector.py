@@ -140,11 +140,11 @@ class HangDetector:
             findings.append(resolved(self._stopped.pop(rank), Resolution(why)))
         if state.state == "unreachable":
             self._unreachable.add(rank)
-            findings.append(self._unheard(state.text))
+            findings.append(self._finding(state.text))
         elif rank in self._unreachable:
             self._unreachable.discard(rank)
             findings.append(
-                self._unheard("") if self._unreachable else resolved(Matter("unreachable"), Resolution("resumed"))
+                self._finding("") if self._unreachable else resolved(Matter("unreachable"), Resolution("resumed"))
             )
         return findings
 
@@ -182,5 +182,5 @@ class HangDetector:
         matter, self._raised, self._signature = self._raised, None, None
         return [resolved(matter, Resolution(why, max(0.0, now - self._since)))] if matter is not None else []
 
-    def _unheard(self, state: str) -> Finding:
+    def _finding(self, state: str) -> Finding:
         return Finding("unreachable", UnreachableFacts(state), ranks=tuple(sorted(self._unreachable)))

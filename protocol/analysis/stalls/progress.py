@@ -49,7 +49,7 @@ class RankProgress:
     """One rank's progress as received by the hub. Times are seconds on the hub's clock."""
 
     __slots__ = (
-        "_beaten",
+        "_last_beat",
         "_stood",
         "_unforgiven",
         "collective",
@@ -57,8 +57,8 @@ class RankProgress:
         "group",
         "group_sequence",
         "has_stepped",
-        "heard_at",
         "last_collective",
+        "last_message_at",
         "micro_step",
         "moved_at",
         "peer_steps",
@@ -75,7 +75,7 @@ class RankProgress:
     )
 
     def __init__(self, now: float) -> None:
-        self.heard_at = now
+        self.last_message_at = now
         self.moved_at = now
         self.progress = -1
         self.step = 1
@@ -101,7 +101,7 @@ class RankProgress:
         self.per_step_collectives = -1
         """Collectives of the last finished step; -1 before one was seen."""
         self.usual_max: dict[str, float] = {}
-        self._beaten = 0.0
+        self._last_beat = 0.0
         """When the latest heartbeat was sent, on the rank's clock."""
         self._stood = 0.0
         """Seconds without progress since the last progress, as proven by the rank's own heartbeats."""
@@ -140,7 +140,7 @@ class RankProgress:
 
     def beat(self, t: float, beat: Heartbeat) -> None:
         """Process a heartbeat that the hub received at ``t``."""
-        self.heard_at = t
+        self.last_message_at = t
         if beat.progress != self.progress:
             if beat.phase_started > self.phase_started > 0.0:
                 self._learn(self.phase, beat.phase_started - self.phase_started)
@@ -148,7 +148,7 @@ class RankProgress:
             self.moved(t)
         else:
             self._stands(t, beat.time)
-        self._beaten = beat.time
+        self._last_beat = beat.time
         self.step = beat.step
         self.phase = beat.phase
         self.phase_started = beat.phase_started
@@ -213,17 +213,17 @@ class RankProgress:
 
     def silence(self, now: float) -> float:
         """Return the seconds since its last message; never negative."""
-        return max(0.0, now - self.heard_at)
+        return max(0.0, now - self.last_message_at)
 
     def moved(self, t: float) -> None:
         """Record progress at ``t``, or discount the time before it."""
-        self.heard_at = self.moved_at = t
+        self.last_message_at = self.moved_at = t
         self._stood = self._unforgiven = 0.0
         self.peer_steps = 0
 
     def shift(self, seconds: float, now: float) -> None:
         """Discount ``seconds`` up to ``now`` during which the hub did not run (it was frozen, or the clock jumped)."""
-        self.heard_at = min(now, self.heard_at + seconds)
+        self.last_message_at = min(now, self.last_message_at + seconds)
         if seconds < 0.0:
             self.moved_at += seconds
             return
@@ -232,6 +232,6 @@ class RankProgress:
 
     def _stands(self, t: float, sent: float) -> None:
         """Record that the rank had made no progress when it sent a heartbeat, at ``sent`` on its clock."""
-        self._stood += min(max(0.0, sent - self._beaten), WITNESS_S) if self._beaten else 0.0
+        self._stood += min(max(0.0, sent - self._last_beat), WITNESS_S) if self._last_beat else 0.0
         if self._unforgiven:
             self.moved_at = max(self._unforgiven, min(self.moved_at, t - self._stood))

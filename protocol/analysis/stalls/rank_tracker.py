@@ -90,7 +90,7 @@ class RankTracker:
             Hello: self._hello,
             Goodbye: self._goodbye,
             Failure: self._failure,
-            Oom: self._heard,
+            Oom: self._oom,
             Command: self._command,
             LogLine: self._log,
             HostState: self._host,
@@ -227,7 +227,7 @@ class RankTracker:
             if tracked.evidence is not None and tracked.evidence.taken >= tracked.progress.moved_at
         }
 
-    def take_changes(self) -> list[RankState | RunState]:
+    def drain_changes(self) -> list[RankState | RunState]:
         """Return, once, the state messages produced since the last call (the detectors turn them into alerts)."""
         if not self._changes:
             return []
@@ -274,14 +274,14 @@ class RankTracker:
             # The rank was started again: nothing of the process before counts.
             tracked = self.ranks[hello.rank] = TrackedRank(hello.rank, t)
         tracked.hello = hello
-        tracked.progress.heard_at = t
+        tracked.progress.last_message_at = t
         if same and tracked.state is not None and tracked.state.state != "unreachable":
             return []
         return self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
 
     def _goodbye(self, t: float, goodbye: Goodbye) -> list[Message]:
         tracked = self._tracked(goodbye.rank, t)
-        tracked.progress.heard_at = t
+        tracked.progress.last_message_at = t
         tracked.goodbye, tracked.goodbye_at = goodbye, t
         if goodbye.reason == "failed":
             tracked.failure = tracked.failure or goodbye.text
@@ -291,12 +291,12 @@ class RankTracker:
 
     def _failure(self, t: float, failure: Failure) -> list[Message]:
         tracked = self._tracked(failure.rank, t)
-        tracked.progress.heard_at = t
+        tracked.progress.last_message_at = t
         tracked.failure = failure.error
         return []
 
-    def _heard(self, t: float, oom: Oom) -> list[Message]:
-        self._tracked(oom.rank, t).progress.heard_at = t
+    def _oom(self, t: float, oom: Oom) -> list[Message]:
+        self._tracked(oom.rank, t).progress.last_message_at = t
         return []
 
     def _command(self, t: float, command: Command) -> list[Message]:

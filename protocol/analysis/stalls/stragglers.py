@@ -20,26 +20,22 @@ counts, because more micro-steps are not slowness.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from statistics import median_high
 from typing import Literal
 
 import msgspec
 
+from .block import Block, add_parts, compare
 from .work import Work
 
 WARM_UP_STEPS = 2
 BLOCK_US = 300_000
 BLOCK_STEPS = 64
 """Number of steps compared per block; a block of very short steps has more."""
-PART_STEPS = 8
-"""Number of those steps that are compared by phase."""
-EXCESS_US = 2000
-EXCESS_SHARE = 0.10
 RATIO = 1.4
 RATIO_DEVICE = 1.25
 """``RATIO`` for device times, which are less noisy: ranks do not share a device as they share cores."""
-FINE_RATIO = 1.15
 FAST_BLOCKS = 8
 FAST_RATIO = 1.7
 LONG_BLOCKS = 24
@@ -92,51 +88,18 @@ class StragglerFinding(msgspec.Struct, frozen=True):
     state: Literal["raised", "updated", "resolved"] = "raised"
 
 
-@dataclass(slots=True)
-class _Block:
-    excess: float
-    own: float
-    others: float
-    wall: float
-    waited: float
-    others_waited: float
-    least: float
-    """The shortest waiting of any rank."""
-    steps: int
-    off_cpu: float = 0.0
-    others_off_cpu: float = 0.0
-    tokens: float = 0.0
-    others_tokens: float = 0.0
-    parts: dict[str, float] | None = None
-    others_parts: dict[str, float] | None = None
-    uneven: bool = False
-
-    def counts(self, ratio: float) -> bool:
-        half = self.excess / 2
-        return (
-            self.excess >= max(EXCESS_US, EXCESS_SHARE * self.wall)
-            and self.own >= ratio * self.others
-            and self.others_waited - self.waited >= half
-            and self.waited - self.least <= half
-            and not self.uneven
-        )
-
-    def fine(self) -> bool:
-        return self.excess < max(EXCESS_US, EXCESS_SHARE * self.wall) / 2 or self.own < FINE_RATIO * self.others
-
-
 class _Rank:
-    __slots__ = ("blocks", "counted", "excesses", "facts", "told")
+    __slots__ = ("blocks", "counted", "excesses", "facts", "reported_at")
 
     def __init__(self) -> None:
-        self.blocks: deque[_Block] = deque(maxlen=LONG_BLOCKS)
+        self.blocks: deque[Block] = deque(maxlen=LONG_BLOCKS)
         self.counted: deque[bool] = deque(maxlen=LONGEST_BLOCKS)
         """Whether each block counts against the rank."""
         self.excesses: deque[float] = deque(maxlen=HISTORY)
         self.facts: StragglerFacts | None = None
-        self.told = 0.0
+        self.reported_at = 0.0
 
-    def add(self, block: _Block, ratio: float) -> None:
+    def add(self, block: Block, ratio: float) -> None:
         """Add a block."""
         self.blocks.append(block)
         self.counted.append(block.counts(ratio))
@@ -241,12 +204,12 @@ class Stragglers:
     def _close(self, t: float) -> list[StragglerFinding]:
         steps, count = self._block, self._block_count
         self._block, self._block_us, self._block_count = [], 0.0, 0
-        blocks = _compare([works for _, works in steps], count)
+        blocks = compare([works for _, works in steps], count)
         findings: list[StragglerFinding] = []
         for number, block in blocks.items():
             rank = self._ranks[number]
             if not block.fine():
-                _fill(block, number, [works for _, works in steps])
+                add_parts(block, number, [works for _, works in steps])
             rank.add(block, RATIO_DEVICE if self.device else RATIO)
             findings += self._judge(t, steps[-1][0], number, rank, steps[-1][1][number].measured)
         return findings
@@ -255,7 +218,7 @@ class Stragglers:
         if rank.facts is None:
             if (self._ended < 2 and _is_plain(rank)) or _is_lasting(rank, LONG_BLOCKS << self._ended):
                 window = list(rank.blocks)[-FAST_BLOCKS:]
-                rank.facts, rank.told = self._facts(number, step, window, measured), t
+                rank.facts, rank.reported_at = self._facts(number, step, window, measured), t
                 rank.counted.clear()  # its end is judged by what follows
                 return [StragglerFinding(rank.facts)]
             return []
@@ -266,14 +229,14 @@ class Stragglers:
                 one.excesses.clear()  # those of the spell that is over are explained
             return [StragglerFinding(msgspec.structs.replace(ended, step=step), "resolved")]
         window = list(rank.blocks)[-FAST_BLOCKS:]
-        if t - rank.told >= UPDATE_S and sum(list(rank.counted)[-FAST_BLOCKS:]) == FAST_BLOCKS:
+        if t - rank.reported_at >= UPDATE_S and sum(list(rank.counted)[-FAST_BLOCKS:]) == FAST_BLOCKS:
             facts = self._facts(number, step, window, measured)
             if _changed(rank.facts, facts):
-                rank.facts, rank.told = facts, t
+                rank.facts, rank.reported_at = facts, t
                 return [StragglerFinding(facts, "updated")]
         return []
 
-    def _facts(self, number: int, step: int, window: Sequence[_Block], measured: bool) -> StragglerFacts:
+    def _facts(self, number: int, step: int, window: Sequence[Block], measured: bool) -> StragglerFacts:
         mine, theirs = _mean_parts(window)
         excess = sum(block.excess for block in window) / len(window)
         own = _mean([block.own for block in window])
@@ -298,79 +261,12 @@ class Stragglers:
         )
 
 
-def _compare(steps: Sequence[Mapping[int, Work]], count: int) -> dict[int, _Block]:
-    """Compare each rank with the others over the steps of a block."""
-    excesses: dict[int, list[float]] = {rank: [] for rank in steps[0]}
-    owns = dict.fromkeys(steps[0], 0.0)
-    others = dict.fromkeys(steps[0], 0.0)
-    for works in steps:
-        totals = {rank: float(sum(work.own.values())) for rank, work in works.items()}
-        usual = _Others(totals.values())
-        micro_steps = {work.micro_steps for work in works.values()}
-        each, usual_each = totals, None
-        if len(micro_steps) > 1:
-            fewest = min(micro_steps)
-            each = {rank: totals[rank] * fewest / max(1, works[rank].micro_steps) for rank in works}
-            usual_each = _Others(each.values())
-        for rank, own in totals.items():
-            excess = own - usual.median(own)
-            if usual_each is not None:
-                excess = min(excess, each[rank] - usual_each.median(each[rank]))
-            excesses[rank].append(excess)
-            owns[rank] += own
-            others[rank] += own - excess
-    length = len(steps)
-    waits = {rank: sum(works[rank].waited for works in steps) / length for rank in steps[0]}
-    walls = {rank: sum(works[rank].wall for works in steps) / length for rank in steps[0]}
-    usual_wait, usual_wall = _Others(waits.values()), _Others(walls.values())
-    least = min(waits.values())
-    found: dict[int, _Block] = {}
-    for rank, excess in excesses.items():
-        middle = _median(excess)
-        wall = walls[rank]
-        found[rank] = _Block(
-            excess=middle,
-            own=owns[rank] / length,
-            others=others[rank] / length,
-            wall=wall,
-            waited=waits[rank],
-            others_waited=usual_wait.upper(waits[rank]),
-            least=least,
-            steps=count,
-            # Ranks with different step times are not in step with each other.
-            uneven=abs(wall - usual_wall.median(wall)) > max(0.5 * middle, 0.0),
-        )
-    return found
-
-
-def _fill(block: _Block, number: int, steps: Sequence[Mapping[int, Work]]) -> None:
-    """Add the slow phase and its figures; only for candidates, because it costs more."""
-    looked = steps[-PART_STEPS:]
-    names = {name for works in looked for work in works.values() for name in work.own}
-    sums = {
-        rank: {name: sum(works[rank].own.get(name, 0) for works in looked) / len(looked) for name in names}
-        for rank in looked[0]
-    }
-    block.parts = sums.pop(number)
-    block.others_parts = {name: _median([parts[name] for parts in sums.values()]) for name in names}
-    tokens = {rank: sum(works[rank].tokens for works in looked) / len(looked) for rank in looked[0]}
-    block.tokens = tokens.pop(number)
-    block.others_tokens = _median(list(tokens.values()))
-    if all(work.cpu for work in looked[-1].values()):
-        off = {
-            rank: sum(max(0, sum(works[rank].own.values()) - works[rank].cpu) for works in looked) / len(looked)
-            for rank in looked[0]
-        }
-        block.off_cpu = off.pop(number)
-        block.others_off_cpu = _median(list(off.values()))
-
-
 def _is_plain(rank: _Rank) -> bool:
     """Return whether the last blocks are sufficiently many and similar (the fast condition)."""
     window = list(rank.blocks)[-FAST_BLOCKS:]
     if len(window) < FAST_BLOCKS or not all(block.counts(FAST_RATIO) for block in window):
         return False
-    middle = _median([block.excess for block in window])
+    middle = median_high([block.excess for block in window])
     if not all(middle / ALIKE <= block.excess <= middle * ALIKE for block in window):
         return False
     return sum(excess < -middle / 2 for excess in rank.excesses) <= LIGHTER_SHARE * len(rank.excesses)
@@ -407,7 +303,7 @@ def _slow_at(mine: Mapping[str, float], theirs: Mapping[str, float], excess: flo
     return EVERYWHERE if more[worst] < 0.6 * excess and len(slow) >= 3 else worst
 
 
-def _mean_parts(window: Sequence[_Block]) -> tuple[dict[str, float], dict[str, float]]:
+def _mean_parts(window: Sequence[Block]) -> tuple[dict[str, float], dict[str, float]]:
     mine: dict[str, float] = {}
     theirs: dict[str, float] = {}
     filled = [block for block in window if block.parts is not None and block.others_parts is not None]
@@ -420,29 +316,3 @@ def _mean_parts(window: Sequence[_Block]) -> tuple[dict[str, float], dict[str, f
 
 def _mean(values: Sequence[float]) -> int:
     return round(sum(values) / len(values)) if values else 0
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
-
-
-class _Others:
-    """Medians of values with one of them excluded, without sorting again."""
-
-    __slots__ = ("_at", "_high", "_low", "_upper_at", "_upper_high", "_upper_low")
-
-    def __init__(self, values: Iterable[float]) -> None:
-        ordered = sorted(values)
-        lower, upper = (len(ordered) - 2) // 2, (len(ordered) - 1) // 2
-        self._at, self._low, self._high = ordered[lower], ordered[lower + 1], ordered[lower]
-        self._upper_at, self._upper_low, self._upper_high = ordered[upper], ordered[upper + 1], ordered[upper]
-
-    def median(self, value: float) -> float:
-        """Return the median of the values except ``value``."""
-        lower = self._high if value > self._at else self._low
-        return (lower + (self._upper_high if value > self._upper_at else self._upper_low)) / 2
-
-    def upper(self, value: float) -> float:
-        """Return the upper median of the values except ``value``."""
-        return self._upper_high if value > self._upper_at else self._upper_low

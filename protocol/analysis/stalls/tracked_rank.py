@@ -155,7 +155,7 @@ class TrackedRank:
             group=progress.group,
             group_sequence=progress.group_sequence,
             size=progress.size,
-            stood_s=max(0.0, progress.heard_at - progress.moved_at),
+            stood_s=max(0.0, progress.last_message_at - progress.moved_at),
             asleep_limit=EXIT_SURE_S if lingers else progress.asleep_limit(),
             working_limit=EXIT_WORKING_S if lingers else progress.working_limit(),
             latest=self.evidence,

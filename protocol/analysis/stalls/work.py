@@ -111,7 +111,7 @@ def _on_device(step: Step) -> Work:
     in_data = min(front, data.host_us) if data is not None else 0
     if measured:
         own["data"], own["idle"] = in_data, front - in_data
-        waited = _take_waiting(step, own)
+        waited = _subtract_waiting(step, own)
         return Work(own, waited, True, total, step.micro_steps, step.padded_tokens, 0, comparable)
     before = {"data": in_data}
     if idle is not None and idle.collectives:
@@ -124,7 +124,7 @@ def _on_device(step: Step) -> Work:
     return Work(before, bound, False, total, step.micro_steps, step.padded_tokens, 0, comparable)
 
 
-def _take_waiting(step: Step, own: dict[str, int]) -> int:
+def _subtract_waiting(step: Step, own: dict[str, int]) -> int:
     """Return how long the device waited for other ranks, us, and subtract that from ``own``."""
     waited = 0
     for record in step.phases:

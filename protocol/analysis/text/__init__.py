@@ -32,7 +32,7 @@ _WORDS: dict[str, Callable[[Finding], Words]] = {
     "oom_failure": oom.uncaught,
     "hang": stalls.hang,
     "stopped": stalls.stopped,
-    "unreachable": stalls.unheard,
+    "unreachable": stalls.unreachable,
     "telemetry_lost": monitor.telemetry_lost,
     "not_recording": monitor.not_recording,
     "no_step": monitor.no_step,

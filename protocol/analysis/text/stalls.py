@@ -63,7 +63,7 @@ def stopped(finding: Finding) -> Words:
     )
 
 
-def unheard(finding: Finding) -> Words:
+def unreachable(finding: Finding) -> Words:
     """Ranks that send nothing."""
     facts: UnreachableFacts = finding.facts
     return Words(

@@ -56,7 +56,7 @@ def test_a_steady_transient_is_explained_for_all_ranks_by_the_stacks_of_one(make
     sim = make_sim(4)
     sim.begin()
     sim.train(1, 10, lambda rank, step: [sim.phase("optimizer", 2 * GIB)])
-    asked = sim.detectors.take_actions()
+    asked = sim.detectors.drain_actions()
     assert [(action.verb.name, action.ranks) for action in asked] == [("arm", (0,)), ("compose", (0,))]
     sim.feed(cause(12, 2 * GIB, [ADAM]))
     sim.wait(6)
@@ -104,7 +104,7 @@ def test_what_the_numbers_say_needs_no_stacks(make_sim: Any, phase: str, fields:
     (alert,) = sim.alerts("spike")
     assert alert.evidence["cause_pattern"] == pattern
     assert alert.evidence["saves_bytes"] == (890 * MIB if pattern == "longer_batch" else 0)
-    assert sim.detectors.take_actions() == [], "a rank on the CPU has no trace of allocations"
+    assert sim.detectors.drain_actions() == [], "a rank on the CPU has no trace of allocations"
 
 
 def test_causes_survive_a_restart_of_the_hub(make_sim: Any) -> None:
@@ -124,7 +124,7 @@ def test_causes_survive_a_restart_of_the_hub(make_sim: Any) -> None:
 def test_a_rank_is_asked_a_few_times_a_run_each_time_after_a_longer_pause(make_sim: Any) -> None:
     asks = DiagnosticRequests()
     asks.hello(make_sim().hello(0))
-    times = [t for t in range(0, 3600, 5) for _ in [asks.spike(float(t), 0, "optimizer", [t])] if asks.take()]
+    times = [t for t in range(0, 3600, 5) for _ in [asks.spike(float(t), 0, "optimizer", [t])] if asks.drain()]
     assert times == [0, 30, 150]
 
 
@@ -134,7 +134,7 @@ def test_a_spike_that_comes_regularly_is_caught_at_its_next_time_and_then_left_a
     asked: list[tuple[int, int]] = []
     for step in range(1, 160):
         sim.feed(sim.step(0, step, [sim.phase("optimizer", 10 * MIB + (step % 25 == 0) * 950 * MIB, ms=4.0)]))
-        for action in sim.detectors.take_actions():
+        for action in sim.detectors.drain_actions():
             if isinstance(action.verb, Arm):
                 asked.append((step, action.verb.from_step))
         sim.tick(0.05)
@@ -152,7 +152,7 @@ def test_few_ranks_are_asked_for_one_phase(make_sim: Any) -> None:
     for rank in range(64):
         asks.hello(make_sim().hello(rank))
         asks.spike(0.0, rank, "optimizer", [7])
-    assert {action.ranks for action in asks.take()} == {(0,), (1,), (2,), (3,)}
+    assert {action.ranks for action in asks.drain()} == {(0,), (1,), (2,), (3,)}
 
 
 @pytest.mark.parametrize(("steps", "expected"), [([50, 100, 150], 200), ([7, 8, 9], 0), ([1, 5, 7], 0), ([50, 100], 0)])

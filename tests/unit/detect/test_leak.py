@@ -193,13 +193,13 @@ def test_on_the_cpu_the_resident_set_alone_is_not_believed() -> None:
         both.step(number, grows["held"](number), in_use=2 * GIB + 8 * MIB * number)
     assert alone.sent == []
     assert both.last.evidence["measure"] == "resident"
-    assert both.asks.take() == [], "there is no trace of allocations on the CPU"
+    assert both.asks.drain() == [], "there is no trace of allocations on the CPU"
 
 
 def test_stacks_of_whole_steps_are_asked_for_and_give_the_place() -> None:
     run = Run()
     run.steps(100, lambda n: 20 * GIB + 8 * MIB * n)
-    (asked,) = run.asks.take()
+    (asked,) = run.asks.drain()
     assert (asked.verb, asked.ranks) == (Arm(steps=3, reason="leak"), (0,))
     groups = [StackGroup(16 * MIB, 2, ["/home/user/loop.py:55 main"], 8 * MIB, 16 * MIB)]
     cause = Cause(0, 103, "", 0.0, "leak", 16 * MIB, groups, armed_us=70_000, usual_us=55_000, read_us=20_000)

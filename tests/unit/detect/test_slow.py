@@ -105,7 +105,7 @@ def test_a_slow_ranks_stack_is_sampled_a_few_times_and_its_line_named(make_sim: 
     sim.train(1, 24, cpu_step(sim, {0: 100.0, 1: 200.0}, noise))
     sampled = 0
     for _ in range(40):
-        for action in sim.detectors.take_actions():
+        for action in sim.detectors.drain_actions():
             assert (action.verb, action.ranks) == (verbs.Stacks(quiet=True), (1,))
             sampled += 1
             place = (44, "tokenize") if sampled % 4 else (51, "log")

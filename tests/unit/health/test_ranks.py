@@ -97,10 +97,10 @@ def test_sums_are_those_of_the_parameters_large_ones_in_parts(monkeypatch: pytes
     parallel = wrapped(model)
     replicas.note_parallel(parallel)
     taker = taker_of_sums()
-    taker.take(7)
+    taker.compute(7)
     assert taker.ready() == []
     for step in (10, 20, 30):
-        taker.take(step)
+        taker.compute(step)
     found = taker.ready()
     names = [[one.name for one in message.parameters] for message in found]
     assert names == [["weight[0:100]", "bias"], ["weight[100:200]", "bias"], ["weight[200:250]", "bias"]]
@@ -116,7 +116,7 @@ def test_shards_are_left_alone(monkeypatch: pytest.MonkeyPatch):
     parallel = wrapped(model)
     monkeypatch.setattr(replicas, "_wrapped", [lambda: parallel])
     taker = taker_of_sums()
-    taker.take(10)
+    taker.compute(10)
     assert taker.ready() == []
     engine = SimpleNamespace(
         module=torch.nn.Linear(2, 2), zero_optimization_stage=lambda: 3, mpu=None, dp_world_size=2, world_size=2
@@ -135,8 +135,8 @@ def test_an_error_in_taking_sums_ends_them_and_nothing_else(monkeypatch: pytest.
     monkeypatch.setattr(replicas, "_replicated", broken)
     monkeypatch.setattr(replicas.guard, "log_error", lambda *_: None)
     taker = taker_of_sums()
-    taker.take(10)
-    taker.take(20)
+    taker.compute(10)
+    taker.compute(20)
     assert taker.ready() == []
 
 

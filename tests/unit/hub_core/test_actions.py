@@ -30,7 +30,7 @@ class Rig:
         self.rank = sockets.peer_socket(self.context, "ranks", identity_of(HELLO).encode())
         self.rank.connect("inproc://ranks")
         self.link = RankLink([self.router])
-        self.link.know(HELLO)
+        self.link.register(HELLO)
         self.emitted: list[Any] = []
         actions = Actions(self.link, self.emitted.append, lambda _verb: allowed)
         run = RunFile("run", "run", 0.0, ["x"], "/", "here", "run")
@@ -104,7 +104,7 @@ def test_a_rank_whose_command_socket_comes_late_is_asked_all_the_same(
         router = sockets.hub_socket(context, "ranks")
         router.bind("inproc://late")
         link = RankLink([router])
-        link.know(HELLO)
+        link.register(HELLO)
         answers: list[Any] = []
         link.ask(Stop(), [0], 5.0).then(answers.append)
         assert answers == []

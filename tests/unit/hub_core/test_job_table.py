@@ -55,7 +55,7 @@ class Driver:
         for number in steps:
             for hello in hellos:
                 step = step_of(hello.rank, number, peak + number, host_us)
-                if identity_of(hello) in self.table.aside:
+                if identity_of(hello) in self.table.off_stream:
                     self.table.add(identity_of(hello), step)
                 elif self.table.step(identity_of(hello), step):
                     began.append(number)
@@ -104,7 +104,9 @@ def test_each_start_of_a_driver_script_is_a_job_with_its_own_steps_and_peaks(dri
     assert figures(driver.described()) == [(1, "finished", 6, 506), (2, "training", 3, 203)]
     assert [job.loss for job in driver.described()] == [pytest.approx(1 / 6), pytest.approx(1 / 3)]
     assert driver.table.shown is driver.table.jobs[2]
-    assert driver.table.aside == {identity_of(hello) for hello in first}, "what they send late is not of the second job"
+    assert driver.table.off_stream == {identity_of(hello) for hello in first}, (
+        "their late messages are no part of job 2"
+    )
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
@@ -146,16 +148,16 @@ def test_a_job_that_runs_beside_another_is_counted_and_comes_into_the_stream_aft
     first = driver.start(100)
     driver.train(first, range(1, 3))
     second = driver.start(200)
-    assert driver.table.aside == {identity_of(hello) for hello in second}
+    assert driver.table.off_stream == {identity_of(hello) for hello in second}
     for number in range(1, 5):
         assert driver.train(second, range(number, number + 1), peak=300) == []
         driver.train(first, range(number + 2, number + 3))
     assert figures(driver.described()) == [(1, "training", 6, 106), (2, "training", 4, 304)]
-    assert driver.table.next_aside() is None, "the job in the stream goes on"
+    assert driver.table.next_concurrent() is None, "the job in the stream goes on"
     driver.finish(first, 6)
     driver.table.poll(driver.now)
-    assert driver.table.next_aside() is driver.table.jobs[2]
-    assert driver.table.aside == {identity_of(hello) for hello in first}
+    assert driver.table.next_concurrent() is driver.table.jobs[2]
+    assert driver.table.off_stream == {identity_of(hello) for hello in first}
     assert [job.shown for job in driver.described()] == [True, True]
 
 
@@ -282,7 +284,7 @@ def test_another_hub_goes_on_counting_a_job_where_the_first_left_off(driver: Dri
     # The introductions of a job beside another are not in the recording.
     driver.restarted([*driver.described(), *([] if beside else ranks)])
     for hello in ranks:
-        assert driver.table.hello(hello, driver.now).aside == beside
+        assert driver.table.hello(hello, driver.now).concurrent == beside
     driver.train(ranks, range(5, 7), host_us=10_000)
     job = driver.described()[-1]
     assert (job.number, job.state, job.steps, job.step, job.step_us) == (1 + beside, "training", 6, 6, 10_000)

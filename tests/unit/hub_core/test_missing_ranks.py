@@ -23,8 +23,8 @@ def test_ranks_that_are_missing_for_a_minute_are_told_of_until_they_come(listen:
     rank_hosts = RankHosts()
     missing = MissingRanks(analysis, rank_hosts, listen)
     missing.tick(0.0)
-    rank_hosts.know(hello(0, 3))
-    rank_hosts.know(hello(2, 3), away=True)
+    rank_hosts.register(hello(0, 3))
+    rank_hosts.register(hello(2, 3), away=True)
     missing.tick(10.0)
     missing.tick(10.0 + PATIENCE_SECONDS)
     assert not said
@@ -37,6 +37,6 @@ def test_ranks_that_are_missing_for_a_minute_are_told_of_until_they_come(listen:
     assert alert.title == "1 of 3 ranks are not heard of"
     assert alert.evidence["missing"] == [1]
     assert listen in alert.text
-    rank_hosts.know(hello(1, 3), away=True)
+    rank_hosts.register(hello(1, 3), away=True)
     missing.tick(20.0 + PATIENCE_SECONDS)
     assert said[-1].resolved is not None

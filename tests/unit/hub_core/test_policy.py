@@ -10,7 +10,7 @@ from ftmon.protocol.analysis.stalls.evidence import Collective, Evidence
 from ftmon.protocol.analysis.stalls.rank_view import RankView
 from ftmon.protocol.analysis.stalls.verdicts import Verdict
 from ftmon.protocol.control import Alert, Command, RankState
-from ftmon.protocol.intent import read_intent
+from ftmon.protocol.end_request import read_end_request
 from ftmon.protocol.run_options import RunOptions
 from ftmon.protocol.rundir import RunDir
 from ftmon.protocol.telemetry import DeviceInfo, Goodbye, Hello, Stacks
@@ -82,7 +82,7 @@ class Bench:
             self.hello(rank)
         progress = self.tracker.ranks[1].progress
         progress.moved_at = time.time() - 600.0
-        progress.heard_at = time.time() + 3600.0
+        progress.last_message_at = time.time() + 3600.0
         progress.phase, progress.has_stepped, progress.steps_seen = phase, True, 30
         self.tracker.ranks[1].evidence = Evidence(time.time(), by="probe", quiet=quiet, work=work)
         self.tracker.verdict = HANG
@@ -114,9 +114,9 @@ def test_a_hang_is_acted_on_once_it_has_stood_and_its_stacks_are_saved_first(run
     assert bench.hands.killed == 1
     assert "rank 1 has not entered" in bench.saved[0]
     assert "rank 1: train.py:5 in main" in bench.saved[0]
-    intent = read_intent(run)
-    assert intent is not None
-    assert (intent.verb, intent.cause, intent.state) == ("--on-hang kill", "hang", "failed")
+    end_request = read_end_request(run)
+    assert end_request is not None
+    assert (end_request.verb, end_request.cause, end_request.state) == ("--on-hang kill", "hang", "failed")
     assert any(isinstance(message, Command) and message.verb == "kill" for message in bench.sent)
     bench.wait(100.0)
     assert bench.hands.killed == 1
@@ -146,7 +146,7 @@ def test_stacks_are_all_that_is_saved_where_no_more_is_wanted(run: RunDir):
     bench.tracker.verdict = HANG
     bench.wait(60.0)
     assert len(bench.saved) == 1
-    assert (bench.hands.killed, read_intent(run)) == (0, None)
+    assert (bench.hands.killed, read_end_request(run)) == (0, None)
 
 
 @pytest.mark.parametrize("state", ["stopped", "held"])
@@ -202,9 +202,9 @@ def test_the_rest_may_go_on_for_so_long_after_a_rank_has_finished(run: RunDir):
     assert bench.hands.killed == 0
     bench.wait(3.0)
     assert bench.hands.killed == 1
-    intent = read_intent(run)
-    assert intent is not None
-    assert (intent.cause, intent.state) == ("hang-at-exit", "stopped")
+    end_request = read_end_request(run)
+    assert end_request is not None
+    assert (end_request.cause, end_request.state) == ("hang-at-exit", "stopped")
 
 
 def test_a_checkpoint_at_the_end_keeps_its_own_patience(run: RunDir):

@@ -115,14 +115,14 @@ def test_a_mistake_in_one_batch_is_counted_and_does_not_end_the_recording(
 
 
 def test_what_a_sender_numbered_is_kept_with_what_it_said(path: Path):
-    taken = {"a": 7}
+    numbers = {"a": 7}
     recorder = Recorder(Writer(path, RUN))
-    recorder.received = lambda: dict(taken)
+    recorder.agent_numbers = lambda: dict(numbers)
     put(recorder, FRAMES[:10])
     recorder.commit()
-    taken |= {"a": 9, "b": 1}
+    numbers |= {"a": 9, "b": 1}
     put(recorder, FRAMES[10:20])
     recorder.close()
     again = Writer(path, RUN)
-    assert again.taken == {"a": 9, "b": 1}
+    assert again.agent_numbers == {"a": 9, "b": 1}
     again.close()

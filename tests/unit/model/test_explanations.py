@@ -10,7 +10,7 @@ from ftmon.tui.model import RunModel
 from ftmon.tui.model.cause import cause_of_alert, evidence_groups, group_parts, other_evidence, shown_bytes, verdict_of
 from ftmon.tui.model.events import phase_rates
 from ftmon.tui.model.memory import RankMemory
-from ftmon.tui.model.waterfall import next_phase, rank_bars, untaken, waterfall
+from ftmon.tui.model.waterfall import next_phase, rank_bars, unanalysed, waterfall
 from ftmon.tui.source.load import adopt, describe, load
 from ftmon.tui.source.overview import read_overview
 from peaks import MIB, Explained, explained
@@ -89,7 +89,7 @@ def test_a_part_that_a_later_version_adds_is_shown_and_counted(model: RunModel) 
 def test_before_a_step_was_taken_apart_its_peaks_are_shown_whole() -> None:
     rank = folded(taken_apart=False).ranks[0]
     assert rank.memory.latest is None
-    fall = untaken(rank, "", None)
+    fall = unanalysed(rank, "", None)
     assert fall is not None
     assert (fall.taken_apart, fall.parts[0].bytes) == (False, fall.peak)
 

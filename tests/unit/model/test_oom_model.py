@@ -103,7 +103,7 @@ def session_with(output: str, error: str = "", ok: bool = True, text: str = "") 
     session.sent("a", "x", T)
     record = CommandRecord("a", Console("1"), T, Accepted("a", True))
     record.result = Result("a", ok, "console", text, {"output": output, "error": error, "place": "model.py:3 forward"})
-    session.take({"a": record})
+    session.receive({"a": record})
     return session
 
 
@@ -129,7 +129,7 @@ def test_a_refused_command_says_why_and_is_waited_for_no_more() -> None:
     session = ConsoleSession(1)
     session.sent("a", "x", T)
     assert session.waiting_since == T
-    session.take({"a": CommandRecord("a", Console("1"), T, Accepted("a", False, "read-only hub"))})
+    session.receive({"a": CommandRecord("a", Console("1"), T, Accepted("a", False, "read-only hub"))})
     assert session.lines[-1].text == "refused: read-only hub"
     assert not session.waiting_since
 

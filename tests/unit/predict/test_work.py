@@ -28,7 +28,7 @@ def attention_flops(tokens: int, documents: int, pairs_a_token: float | None = N
     counting.pairs_a_token = pairs_a_token
     longest = tokens // documents
     call: Any = torch.ops.torch_attn._varlen_attn.default
-    counting.take(call, (query, key, value, borders, borders, longest, longest, True), {}, out, 0)
+    counting.count(call, (query, key, value, borders, borders, longest, longest, True), {}, out, 0)
     (operation,) = counting.work().operations
     assert operation.attention
     return operation.flops

@@ -12,6 +12,7 @@ from ftmon.protocol.step_trace import StepTrace
 from ftmon.protocol.telemetry import AllocatorEvents
 from ftmon.trainer.probe.device.reading import Reading
 from ftmon.trainer.probe.memory import capture_scheduler
+from ftmon.trainer.probe.memory.capture_context import CaptureContext
 from ftmon.trainer.probe.memory.capture_scheduler import FIRST_STEPS, CaptureScheduler
 from ftmon.trainer.probe.phases.pace import Pace
 from ftmon.trainer.probe.phases.tracker import Counts, Tracker
@@ -75,7 +76,7 @@ def rank(monkeypatch):
     pace = Pace()
     pace.note(0.01)
     recorder = Recorder(device)
-    watch = CaptureScheduler(context, tracker, Trained(), pace, recorder, sent.append)
+    watch = CaptureScheduler(CaptureContext(context, tracker, Trained(), pace, recorder, sent.append))
     watch.note_sent(1 << 62)
     device.alloc(30 * MIB)
 

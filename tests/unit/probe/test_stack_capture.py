@@ -9,6 +9,7 @@ import torch
 from ftmon.protocol.memory import Cause
 from ftmon.trainer.probe.device.reading import Reading
 from ftmon.trainer.probe.link.step_message import step_message
+from ftmon.trainer.probe.memory.capture_context import CaptureContext
 from ftmon.trainer.probe.memory.history import Recording
 from ftmon.trainer.probe.memory.stack_capture import StackCapture
 from ftmon.trainer.probe.phases.pace import Pace
@@ -82,7 +83,8 @@ class Rig:
         trained.model, trained.partitions = (lambda: model), 2
         pace = Pace()
         pace.note(0.01)
-        self.stack_capture = StackCapture(rank, self.tracker, trained, pace, self.recorder, self.sent.append)
+        context = CaptureContext(rank, self.tracker, trained, pace, self.recorder, self.sent.append)
+        self.stack_capture = StackCapture(context)
 
     def want(self, phase: str, steps: int = 1, from_step: int = 0, reason: str = "spike") -> None:
         self.stack_capture.want(phase, steps, from_step, reason, lambda ok, text, _: self.answers.append((ok, text)))

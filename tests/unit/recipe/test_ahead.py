@@ -22,9 +22,9 @@ def numbers() -> Iterator[Batch]:
 
 def test_batches_come_in_their_order_and_then_the_loader_s_error() -> None:
     ahead = Ahead(numbers(), CPU)
-    assert [ahead.take()["input_ids"].tolist() for _ in range(3)] == [[0], [1], [2]]
+    assert [ahead.next_batch()["input_ids"].tolist() for _ in range(3)] == [[0], [1], [2]]
     with pytest.raises(ValueError, match="damaged"):
-        ahead.take()
+        ahead.next_batch()
 
 
 def test_the_next_batch_is_loaded_while_the_last_one_is_used() -> None:
@@ -36,7 +36,7 @@ def test_the_next_batch_is_loaded_while_the_last_one_is_used() -> None:
             yield {}
 
     ahead = Ahead(batches(), CPU)
-    ahead.take()
+    ahead.next_batch()
     assert loading[1].wait(60)
     assert not loading[2].is_set()
     ahead.close()

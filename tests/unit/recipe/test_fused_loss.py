@@ -27,7 +27,7 @@ class OneRank:
         self.device = torch.device("cpu")
         self.said: list[str] = []
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.said.append(text)
 
     def all_agree(self, mine: bool) -> bool:

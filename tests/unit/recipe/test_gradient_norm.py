@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from ftmon.trainer.recipe.engine.gradient_norm import take_at_once
+from ftmon.trainer.recipe.engine.gradient_norm import compute_together
 
 
 def of_each(gradients: Any, params: Any, norm_type: float = 2) -> "torch.Tensor":
@@ -25,7 +25,7 @@ def test_the_norm_is_that_of_each_gradient(dtype: "torch.dtype", norm_type: floa
     padding: Any = torch.full((8,), float("nan"))
     padding._zero_padding = True
     optimizer: Any = SimpleNamespace(get_grad_norm_direct=of_each)
-    take_at_once(optimizer)
+    compute_together(optimizer)
     params = [object()] * 3
     given = [*gradients, padding] if norm_type == 2 else gradients
     found = optimizer.get_grad_norm_direct(given, params, norm_type)
@@ -34,6 +34,6 @@ def test_the_norm_is_that_of_each_gradient(dtype: "torch.dtype", norm_type: floa
 
 def test_one_gradient_that_is_not_finite_is_seen() -> None:
     optimizer: Any = SimpleNamespace(get_grad_norm_direct=of_each)
-    take_at_once(optimizer)
+    compute_together(optimizer)
     gradients = [torch.ones(3), torch.tensor([1.0, float("inf")])]
     assert not optimizer.get_grad_norm_direct(gradients, [object(), object()]).isfinite()

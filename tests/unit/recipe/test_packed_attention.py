@@ -22,7 +22,7 @@ class OneRank:
     device = torch.device("cpu")
     on_gpu = False
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         raise AssertionError(text)
 
     def all_agree(self, mine: bool) -> bool:

@@ -186,7 +186,7 @@ def test_live_sets_are_the_same_from_checkpoints_close_together(steps: list[tupl
         patch.setattr(live, "_MOST_KEPT", 40)
         kept = live.LiveSets(replay.allocations)
     for index in range(-1, replay.entries):
-        assert kept.taken_at(index) == replay.taken_at(index)
+        assert kept.active_blocks_at(index) == replay.active_blocks_at(index)
         assert kept.totals_at(index) == live.sums(replay.allocations, replay.live_at(index))
 
 

@@ -129,7 +129,7 @@ class CudaMemory:
 
     def sample(self) -> Sample:
         """Return the allocator's statistics and begin new peaks."""
-        found = self._source.take()
+        found = self._source.read()
         self._reset(self.device_index)
         self._note(found)
         return found

@@ -28,21 +28,21 @@ class StatsSource:
     """
 
     def __init__(self, official: Callable[[int], Stats], device: int, devices: int) -> None:
-        self.take: Callable[[], Sample] = self._take_searching
+        self.read: Callable[[], Sample] = self._read_searching
         """Returns a sample; for the training thread."""
         self.layout: Layout | None = None
         """Where the numbers are, once they are found; before a sample is a copy of them."""
         self._official = official
         self._device = device
         self._devices = devices
-        self._taken = self._proofs = 0
+        self._reads = self._proofs = 0
         self._copy: Callable[[], bytes] | None = None
         self._checked = monotonic()
 
     def check(self) -> None:
         """Compare a copy with the dictionary now and then, and go back to that where they differ; for the publisher."""
         now, copy, layout = monotonic(), self._copy, self.layout
-        if copy is None or layout is None or self.take is not copy or now - self._checked <= CHECK_SECONDS:
+        if copy is None or layout is None or self.read is not copy or now - self._checked <= CHECK_SECONDS:
             return
         self._checked = now
         totals = [place for place in layout.places if place[2] in ("allocated", "freed")]
@@ -52,17 +52,17 @@ class StatsSource:
         official = [allocator_stats.value_of(stats, place) for place in totals]
         known = layout.places.keys() >= set(allocator_stats.peaks_in(stats))  # private pools may have come
         if not known or not all(low <= value <= high for low, value, high in zip(before, official, after, strict=True)):
-            self.take = self._take_official
+            self.read = self._read_official
             guard.log("the allocator's numbers are not those that PyTorch returns: its dictionary is read again")
 
-    def _take_official(self) -> Stats:
+    def _read_official(self) -> Stats:
         return self._official(self._device)
 
-    def _take_searching(self) -> Stats:
+    def _read_searching(self) -> Stats:
         """Return PyTorch's dictionary; at some samples, search for its source."""
         stats = self._official(self._device)
-        self._taken += 1
-        if self._taken % SEARCH_EVERY:
+        self._reads += 1
+        if self._reads % SEARCH_EVERY:
             return stats
         if self.layout is None or self._copy is None:
             self.layout = allocator_stats.locate(stats, self._device, self._devices)
@@ -70,9 +70,9 @@ class StatsSource:
         elif self._equal(self.layout, self._copy(), stats):
             self._proofs += 1
         if self._proofs >= PROOFS and self._copy is not None:
-            self.take = self._copy
-        elif self._taken >= ATTEMPTS * SEARCH_EVERY:
-            self.take = self._take_official
+            self.read = self._copy
+        elif self._reads >= ATTEMPTS * SEARCH_EVERY:
+            self.read = self._read_official
         return stats
 
     @staticmethod

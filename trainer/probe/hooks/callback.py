@@ -1,4 +1,4 @@
-"""The ``TrainerCallback`` that reports the plan, evaluations and checkpoints, and heeds ``ftmon stop``.
+"""The ``TrainerCallback`` that reports the plan, evaluations and checkpoints, and honours ``ftmon stop``.
 
 ``ftmon run`` adds it to every ``Trainer``. The class is made when it is first asked for, so that nothing imports
 transformers before.
@@ -11,7 +11,7 @@ from typing import Any
 
 from ..active import switched_on
 from ..api import current
-from .torch import know_model
+from .torch import register_model
 
 
 @functools.cache
@@ -43,12 +43,12 @@ def callback_class() -> Any:
             facts.setdefault("grad_accumulation", int(args.gradient_accumulation_steps))
             facts.setdefault("precision", "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
             tracker.step = max(tracker.step, int(state.global_step))
-            probe.heed_stops()
+            probe.support_stops()
             if not loop.forward_by:
                 training.micro_steps.expect_forward("trainer")
             model = kwargs.get("model")
             if model is not None and not loop.engine_steps:
-                know_model(training, model)
+                register_model(training, model)
             total, epochs = int(state.max_steps), float(state.num_train_epochs)
             probe.plan(
                 total,

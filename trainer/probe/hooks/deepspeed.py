@@ -16,7 +16,7 @@ from ..phases.tracker import DRIVEN
 from ..rank.hello import plain
 from ..rank.model import dtype_name
 from ..replace import replace
-from .torch import know_model, scaling, scoped
+from .torch import register_model, scaling, scoped
 
 _installed = False
 
@@ -60,7 +60,7 @@ def attach(engine: Any) -> None:
         training.updates.made_updater(engine, list(_optimizers_of(engine)))
         trained.engine = weakref.ref(engine)
         trained.partitions = _partitions(engine, facts["zero_stage"], training.rank.world_size)
-        know_model(training, engine.module)
+        register_model(training, engine.module)
         training.phases.check_device()
         training.outbox.send_hello()
     except Exception as error:

@@ -119,12 +119,12 @@ def _making_optimizer(become_rank: Callable[[], None], original: Any) -> Callabl
         training = mine()
         if training is not None and not training.state.making_engine:
             training.updates.made_updater(self)
-            _tell_optimized(training, self, sys._getframe(1))
+            _report_optimized(training, self, sys._getframe(1))
 
     return __init__
 
 
-def _tell_optimized(training: Training, optimizer: Any, frame: FrameType) -> None:
+def _report_optimized(training: Training, optimizer: Any, frame: FrameType) -> None:
     """Say in the rank's hello what a bare optimizer trains, until something more telling is known."""
     if training.trained.model() is not None or training.state.engine_steps:
         return
@@ -273,7 +273,7 @@ def _parallel_forward(framework: str) -> Callable[[Any], Callable[..., Any]]:
     return make
 
 
-def know_model(training: Training, model: Any) -> None:
+def register_model(training: Training, model: Any) -> None:
     """Register the trained model: its name and size for the hello, the model itself for its memory."""
     introduction, trained = training.introduction, training.trained
     introduction.facts.update(describe_model(model))
@@ -305,7 +305,7 @@ def report_framework(framework: str, model: Any = None) -> None:
     try:
         training.introduction.facts["framework"] = framework
         if model is not None:
-            know_model(training, model)
+            register_model(training, model)
         training.outbox.send_hello()
     except Exception as error:
         training.guard.disable(error)

@@ -16,8 +16,9 @@ from ....protocol.errors import ProtocolError, UsageError
 from ....protocol.telemetry import Stacks
 from ...host import activity, processes
 from .. import guard
+from ..memory.capture_context import Answer
 from ..memory.capture_scheduler import CaptureScheduler
-from ..memory.snapshots import Answer, Snapshots
+from ..memory.snapshots import Snapshots
 from ..memory.stack_capture import StackCapture
 from ..oom.hold import Hold
 from ..phases.pace import Pace
@@ -166,7 +167,7 @@ class Commands:
 
     def _stop(self, verb: verbs.Stop) -> tuple[bool, str, dict[str, Any]]:
         request, done = self._stop_request, self._tracker.step
-        if not request.heeded:
+        if not request.supported:
             return False, "the script does not ask whether to stop; it has to be interrupted", {}
         step = verb.step or agree_on_step(self._rank.run.path / "stop-after", self._tracker.step, self._pace.usual)
         request.after = step if self._rank.world_size > 1 else done

@@ -16,13 +16,14 @@ from ....protocol import sockets, wire
 from ....protocol.telemetry import Goodbye, Heartbeat
 from ..device.events import has_passed
 from ..memory.annotations import PhaseMarks
+from ..memory.capture_context import CaptureContext
 from ..memory.capture_scheduler import CaptureScheduler
 from ..memory.history import Recording
 from ..memory.snapshots import Snapshots
 from ..memory.stack_capture import StackCapture
 from ..oom.history import OomHistory
 from ..oom.hold import Hold
-from ..phases.marks import RestRaw, StepRaw
+from ..phases.marks import ClosingRaw, StepRaw
 from ..phases.outbox import Outbox
 from ..phases.pace import Pace
 from ..phases.stop_request import StopRequest
@@ -98,18 +99,18 @@ class Publisher(threading.Thread):
         self._sequence = 0
         self._changes = 0.0
         """Changes that the latest heartbeat reported."""
-        self._beaten = 0.0
-        self._spoken = 0.0
+        self._last_beat = 0.0
+        self._last_sent = 0.0
         """Times of the latest heartbeat, and of the latest heartbeat or step."""
-        self._tended = 0.0
+        self._last_tended = 0.0
         self._closed = False
         """The closing messages have begun: no heartbeat follows."""
         self._ending = threading.Event()
         self._flush_seconds = 0.0
-        self._recording = recording = Recording()
-        self._captures = CaptureScheduler(rank, tracker, trained, pace, recording, self.send)
-        self._snapshots = Snapshots(rank, tracker, phase_marks, pace, recording, self.send)
-        self._stack_capture = StackCapture(rank, tracker, trained, pace, recording, self.send)
+        captures = CaptureContext(rank, tracker, trained, pace, Recording(), self.send)
+        self._captures = CaptureScheduler(captures)
+        self._snapshots = Snapshots(captures, phase_marks)
+        self._stack_capture = StackCapture(captures)
         self._dumper = Dumper(rank.run.logs / f"rank-{rank.rank}.stacks", rank.guard.thread)
         self._commands = Commands(
             rank,
@@ -181,8 +182,8 @@ class Publisher(threading.Thread):
             self._snapshots.tick()
             self._hold.tick()
             self._stack_capture.tick()
-            if not 0 <= now - self._tended < TEND_SECONDS:
-                self._tended = now
+            if not 0 <= now - self._last_tended < TEND_SECONDS:
+                self._last_tended = now
                 self._tend()
         self._drain()
         self._send_last_steps()
@@ -217,11 +218,11 @@ class Publisher(threading.Thread):
                 if not outbox or outbox[0] != "hello":
                     self.send_hello()
             else:
-                if isinstance(item, RestRaw | Goodbye):
+                if isinstance(item, ClosingRaw | Goodbye):
                     self._closed = True
                     self._send_last_steps()
-                if isinstance(item, RestRaw):
-                    self._send_rest(item.raw)
+                if isinstance(item, ClosingRaw):
+                    self._send_closing(item.raw)
                 else:
                     self.send(item)
 
@@ -259,7 +260,7 @@ class Publisher(threading.Thread):
         self._send_comparisons()
         self._captures.send_ready()
 
-    def _send_rest(self, raw: StepRaw) -> None:
+    def _send_closing(self, raw: StepRaw) -> None:
         """Send the record after the last step; called when the process ends."""
         try:
             passed = has_passed(raw.marks[-1].event)
@@ -275,7 +276,7 @@ class Publisher(threading.Thread):
         dropped = self.dropped + self._outbox.overflowed
         step = step_message(raw, rank, device.memory.read, dropped, self._introduction.facts.get("flops"))
         self.send(step)
-        self._spoken = time.time()
+        self._last_sent = time.time()
         self._captures.note_sent(raw.number)
         self._stack_capture.note(step)
         self._oom_history.note(step)
@@ -292,13 +293,13 @@ class Publisher(threading.Thread):
         tracker, counts = self._tracker, self._tracker.counts
         progress = tracker.progress + counts.entered
         changes = progress + self._hold.since  # a rank that is held, or released, reports at once
-        quiet, since = now - self._spoken, now - self._beaten
+        quiet, since = now - self._last_sent, now - self._last_beat
         if changes == self._changes:
             if 0 <= quiet < BEAT_SECONDS:
                 return None
         elif 0 <= quiet < CHANGED_BEAT_SECONDS and 0 <= since < FLOWING_BEAT_SECONDS:
             return None
-        self._changes, self._spoken, self._beaten = changes, now, now
+        self._changes, self._last_sent, self._last_beat = changes, now, now
         reading = self._rank.device.memory.read(tracker.sample)
         return Heartbeat(
             rank=self._rank.rank,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from ..guard import guarded
 from ..phases.forwards import Forwards
-from ..phases.marks import RestRaw, StepRaw
+from ..phases.marks import ClosingRaw, StepRaw
 from ..phases.outbox import Outbox
 from ..phases.pace import Pace
 from ..phases.tracker import Counts, Tracker
@@ -75,15 +75,15 @@ class Training:
         self.on_error(error)
 
     @guarded
-    def hand_over_rest(self) -> None:
+    def hand_over_closing(self) -> None:
         """Hand over the record after the last step; the process is about to end."""
         self.updaters.flush()
-        self.outbox.hand_over(RestRaw(self.tracker.take_rest(measured=self.guard.is_training_thread())))
+        self.outbox.hand_over(ClosingRaw(self.tracker.closing_step(measured=self.guard.is_training_thread())))
 
     def _finish_step(self, raw: StepRaw) -> None:
         self.outbox.hand_over_step(raw)
         if raw.number % EARLY_EVERY == 0:
-            self.replicas.take(raw.number)
+            self.replicas.compute(raw.number)
             self.batch_losses.arm(raw.number, bool(self.state.forward_by) and self.updaters.is_sole)
 
     def _met_updater(self) -> None:

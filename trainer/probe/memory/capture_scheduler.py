@@ -7,24 +7,17 @@ request.
 """
 
 import time
-from collections.abc import Callable
 from typing import Any
 
-from ....protocol import wire
 from ....protocol.analysis.allocator.composition.step import entries_of_step
 from ....protocol.memory import Composition
 from ....protocol.step_trace import StepTrace
 from .. import guard
-from ..phases.pace import Pace
-from ..phases.tracker import Tracker
-from ..rank.context import RankContext
-from ..rank.trained import Trained
+from .capture_context import Answer, CaptureContext
 from .composition.resident import composition_on_cpu
 from .composition.step_capture import StepCapture
 from .composition.step_trace import step_trace
 from .composition.walk import Roots
-from .history import Recording
-from .snapshots import Answer
 
 TIME_SHARE = 0.002
 MIN_SECONDS = 1.0
@@ -40,33 +33,16 @@ class CaptureScheduler:
     """Captures steps of one rank; for the publisher thread.
 
     Args:
-        rank: this rank.
-        tracker: the phase machine.
-        trained: engine, model and optimizer, whose storages are walked.
-        pace: usual time of a step.
-        recording: PyTorch's recorder.
-        send: sends a message.
+        context: what the captures of this rank share.
     """
 
-    def __init__(
-        self,
-        rank: RankContext,
-        tracker: Tracker,
-        trained: Trained,
-        pace: Pace,
-        recording: Recording,
-        send: Callable[[wire.Message], None],
-    ) -> None:
-        self._rank = rank
-        self._tracker = tracker
-        self._trained = trained
-        self._pace = pace
-        self._recording = recording
-        self._send = send
-        self._wanted = rank.options.allocator_events
+    def __init__(self, context: CaptureContext) -> None:
+        self._rank, self._tracker, self._trained = context.rank, context.tracker, context.trained
+        self._pace, self._recording, self._send = context.pace, context.recording, context.send
+        self._wanted = context.rank.options.allocator_events
         self._capture: StepCapture | None = None
         self._cleared = 0
-        self._taken = 0
+        self._captured = 0
         self._next = 0.0
         self._reserved = 0
         self._reason: Any = ""
@@ -138,12 +114,12 @@ class CaptureScheduler:
             self._answer(False, "no step ended in time")
 
     def _begin_when_due(self, cuda: bool) -> None:
-        if self._answers or (self._wanted and (self._taken < FIRST_STEPS or time.monotonic() >= self._next)):
+        if self._answers or (self._wanted and (self._captured < FIRST_STEPS or time.monotonic() >= self._next)):
             self._begin(cuda)
 
     def _begin(self, cuda: bool) -> None:
         tracker, trained, recording = self._tracker, self._trained, self._recording
-        reason = self._reason or ("first" if self._taken < FIRST_STEPS else "periodic")
+        reason = self._reason or ("first" if self._captured < FIRST_STEPS else "periodic")
         index = self._rank.device.memory.device_index if cuda else None
         if cuda:
             recording.numbers(whole=True)
@@ -166,7 +142,7 @@ class CaptureScheduler:
             return
         if capture.failed:
             guard.log(f"the capture of step {capture.step} failed: {capture.failed}")
-            self._taken += 1
+            self._captured += 1
             self._next = time.monotonic() + AFTER_FAILURE_SECONDS
             self._answer(False, capture.failed)
             return
@@ -198,7 +174,7 @@ class CaptureScheduler:
             found = composition_on_cpu(capture, rank, read)
             if found.phases:
                 self._ready.append(found)
-        self._taken += 1
+        self._captured += 1
         spent = (found.read_us + found.walk_us) / 1e6
         ours = HUB_SECONDS * entries * self._rank.world_size
         self._next = time.monotonic() + max(MIN_SECONDS, spent / TIME_SHARE, ours)

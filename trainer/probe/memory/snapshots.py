@@ -7,23 +7,16 @@ passed. Writing the snapshot then blocks the training, for a second or so on a l
 import os
 import pickle
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ....protocol import wire
 from ....protocol.telemetry import SnapshotTaken
-from ..phases.pace import Pace
-from ..phases.tracker import Tracker
-from ..rank.context import RankContext
 from .annotations import PhaseMarks
-from .history import Recording
+from .capture_context import Answer, CaptureContext
 
 STEPS = 2
 """The step under way when the request came is half over; the one after it is whole."""
 LEAST_SECONDS, MOST_SECONDS = 5.0, 40.0
-
-Answer = Callable[[bool, str, dict[str, Any]], None]
 
 
 class _Wanted(NamedTuple):
@@ -35,29 +28,14 @@ class Snapshots:
     """Takes the snapshots of one rank; for the publisher thread.
 
     Args:
-        rank: this rank.
-        tracker: the phase machine.
+        context: what the captures of this rank share.
         phase_marks: the phases of the last steps, written into each snapshot.
-        pace: usual time of a step.
-        recording: PyTorch's recorder.
-        send: sends a message.
     """
 
-    def __init__(
-        self,
-        rank: RankContext,
-        tracker: Tracker,
-        phase_marks: PhaseMarks,
-        pace: Pace,
-        recording: Recording,
-        send: Callable[[wire.Message], None],
-    ) -> None:
-        self._rank = rank
-        self._tracker = tracker
+    def __init__(self, context: CaptureContext, phase_marks: PhaseMarks) -> None:
+        self._rank, self._tracker = context.rank, context.tracker
         self._phase_marks = phase_marks
-        self._pace = pace
-        self._recording = recording
-        self._send = send
+        self._pace, self._recording, self._send = context.pace, context.recording, context.send
         self._wanted: list[_Wanted] = []
         self._from_step = 0
         self._deadline = 0.0
@@ -82,7 +60,7 @@ class Snapshots:
             return
         wanted, self._wanted = self._wanted, []
         try:
-            taken = self._take(first.reason)
+            taken = self._capture(first.reason)
         except Exception as error:
             for one in wanted:
                 one.answer(False, f"{type(error).__name__}: {error}", {})
@@ -104,7 +82,7 @@ class Snapshots:
         self._from_step, self._deadline = self._tracker.step, time.monotonic() + patience
         return True
 
-    def _take(self, reason: str) -> SnapshotTaken:
+    def _capture(self, reason: str) -> SnapshotTaken:
         import torch
 
         found: Any = torch.cuda.memory._snapshot()

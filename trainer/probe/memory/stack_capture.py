@@ -8,21 +8,14 @@ cost is measured: the phase's host time with stacks, beside its median over ordi
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ....protocol import wire
 from ....protocol.analysis.memory.causes import blocks_at_peak, blocks_left, grouped, reaches_back
 from ....protocol.memory import Cause
 from ....protocol.telemetry import Step
 from .. import guard
-from ..phases.pace import Pace
-from ..phases.tracker import Tracker
-from ..rank.context import RankContext
-from ..rank.trained import Trained
 from ..values.sizes import model_sizes
-from .history import Recording
-from .snapshots import Answer
+from .capture_context import Answer, CaptureContext
 from .stack_window import PATIENCE_STEPS, StackWindow
 
 MOST_STEPS = 3
@@ -46,29 +39,12 @@ class StackCapture:
     """Finds the causes of one rank's transients, one at a time; for the publisher thread.
 
     Args:
-        rank: this rank.
-        tracker: the phase machine.
-        trained: engine, model and optimizer that the rank trains.
-        pace: usual time of a step.
-        recording: PyTorch's recorder.
-        send: sends a message.
+        context: what the captures of this rank share.
     """
 
-    def __init__(
-        self,
-        rank: RankContext,
-        tracker: Tracker,
-        trained: Trained,
-        pace: Pace,
-        recording: Recording,
-        send: Callable[[wire.Message], None],
-    ) -> None:
-        self._rank = rank
-        self._tracker = tracker
-        self._trained = trained
-        self._pace = pace
-        self._recording = recording
-        self._send = send
+    def __init__(self, context: CaptureContext) -> None:
+        self._rank, self._tracker, self._trained = context.rank, context.tracker, context.trained
+        self._pace, self._recording, self._send = context.pace, context.recording, context.send
         self._usual: dict[str, deque[int]] = {}
         self._wants: list[_Want] = []
         self._now: _Want | None = None
@@ -187,8 +163,8 @@ class StackCapture:
             blocks = blocks_left(trace, begin, border, borders[-1][1])
         else:
             blocks = blocks_at_peak(trace, armed.spans)
-        groups, told = grouped(trace, blocks, kept_counts=leak)
-        transient, peak = (told, 0) if leak else _transient(step, armed.phase)
+        groups, attributed = grouped(trace, blocks, kept_counts=leak)
+        transient, peak = (attributed, 0) if leak else _transient(step, armed.phase)
         if not leak and peak and abs(blocks.total_bytes - peak) > 0.02 * peak:
             notes.append(f"the trace gives {blocks.total_bytes} bytes at the peak, the allocator counted {peak}")
         if len(armed.spans) > 1 and armed.phase:
@@ -204,7 +180,7 @@ class StackCapture:
             transient_bytes=transient,
             groups=groups,
             peak_bytes=peak,
-            attributed_bytes=min(told, transient),
+            attributed_bytes=min(attributed, transient),
             parameter_bytes=sizes.parameter_bytes,
             trainable=sizes.trainable,
             armed_us=armed.host_us(step),

@@ -120,7 +120,7 @@ class PartNotes(NamedTuple):
     notes: Notes
 
 
-class RestRaw(NamedTuple):
+class ClosingRaw(NamedTuple):
     """Phases of the training thread after its last step, for the record that closes a rank's; no update."""
 
     raw: "StepRaw"

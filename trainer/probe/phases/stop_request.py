@@ -4,15 +4,15 @@
 class StopRequest:
     """A request to save and end; the publisher sets it, the training thread asks for it."""
 
-    __slots__ = ("after", "heeded")
+    __slots__ = ("after", "supported")
 
     def __init__(self) -> None:
-        self.heeded = False
+        self.supported = False
         """The script asks whether it is to stop."""
         self.after: int | None = None
         """The step to stop after; None: no stop is requested."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether to end after step ``step``; the call shows that the script heeds requests."""
-        self.heeded = True
+        """Return whether to end after step ``step``; the call shows that the script supports requests."""
+        self.supported = True
         return self.after is not None and step >= self.after

@@ -235,7 +235,7 @@ class Tracker:
         cpu_ns = self.cpu_ns - cpu
         return _new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns if cpu_ns > 0 else 0))
 
-    def take_rest(self, measured: bool) -> StepRaw:
+    def closing_step(self, measured: bool) -> StepRaw:
         """Return the marks after the last step, as a step of that number; nothing is to follow.
 
         Args:

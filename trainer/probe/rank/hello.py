@@ -62,11 +62,11 @@ class Introduction:
 
     def matmul_precision(self) -> Literal["", "bf16", "fp16", "tf32", "fp32"]:
         """Return the data type of matrix products; empty if unknown (no forward seen, so autocast may be on)."""
-        told = self.facts.get("precision", "")
-        halves = [known for known in (told, self.forward_dtype, self.parameter_dtype) if known in ("bf16", "fp16")]
+        configured = self.facts.get("precision", "")
+        halves = [one for one in (configured, self.forward_dtype, self.parameter_dtype) if one in ("bf16", "fp16")]
         if halves:
             return "bf16" if halves[0] == "bf16" else "fp16"
-        if told != "fp32" and self.forward_dtype is None:
+        if configured != "fp32" and self.forward_dtype is None:
             return ""
         torch: Any = sys.modules.get("torch")
         return "fp32" if torch is None or torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -97,8 +97,8 @@ class _Ending:
 
     def _describe(self, error: BaseException) -> Failure:
         text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
-        tracker, told = self._training.tracker, f"{type(error).__name__}: {error}"
-        return Failure(self._rank.rank, tracker.step + 1, tracker.phase, time.time(), told[:2000], text)
+        tracker, error_text = self._training.tracker, f"{type(error).__name__}: {error}"
+        return Failure(self._rank.rank, tracker.step + 1, tracker.phase, time.time(), error_text[:2000], text)
 
     def _report(self, failure: Failure) -> None:
         self._failed = failure.error
@@ -119,7 +119,7 @@ class _Ending:
                 self._report(self._exit_failure)
             elif isinstance(leaving, Exception) and self._exit_word == "sys.exit":
                 self._note(leaving)
-            self._training.hand_over_rest()
+            self._training.hand_over_closing()
             self._training.outbox.hand_over(self._goodbye())
             self._publisher.finish(FLUSH_SECONDS)
             self._rank.guard.enabled = False
@@ -130,7 +130,7 @@ class _Ending:
         code = self._exit_code
         if self._failed:
             reason, text = "failed", self._failed[:500]
-        elif self._interrupted or (self._stop.after is not None and self._stop.heeded):
+        elif self._interrupted or (self._stop.after is not None and self._stop.supported):
             reason, text = "stopped", "interrupted" if self._interrupted else "stopped as asked"
         elif code not in (None, 0):
             reason, text = "failed", f"{self._exit_word}({code!r})"[:500]

@@ -70,9 +70,9 @@ def _attach(target: Any, model: Any) -> None:
         training.guard.adopt_thread()
         training.phases.check_device()
     if model is not None:
-        from ..hooks.torch import know_model
+        from ..hooks.torch import register_model
 
-        know_model(training, model)
+        register_model(training, model)
     training.outbox.send_hello()
 
 

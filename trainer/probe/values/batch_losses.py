@@ -40,7 +40,7 @@ _DEEPEST = 4
 _KEPT = 8
 
 
-class _Taken(NamedTuple):
+class _Enqueued(NamedTuple):
     step: int
     crc: int
     sums: Any
@@ -77,7 +77,7 @@ class Comparison:
                 self._note(tensor)
         self._cost_ns += perf_counter_ns() - begun
 
-    def end(self, loss: Any) -> _Taken | None:
+    def end(self, loss: Any) -> _Enqueued | None:
         """Return the message to send; None if other ranks' losses may legitimately differ from this one."""
         begun = perf_counter_ns()
         drawn = self._randomness is None or self._randomness != _randomness(self._trained.model(), self._device)
@@ -94,7 +94,7 @@ class Comparison:
         precision = HALF_PRECISION if is_half else PRECISION
         event = self._device.mark_event()
         self._cost_ns += perf_counter_ns() - begun
-        return _Taken(self._step, self._crc, sums, fetched, precision, event, self._cost_ns // 1000)
+        return _Enqueued(self._step, self._crc, sums, fetched, precision, event, self._cost_ns // 1000)
 
     def _note(self, tensor: Any) -> None:
         self._crc = zlib.crc32(f"{tuple(tensor.shape)}{tensor.dtype}".encode(), self._crc)
@@ -126,7 +126,7 @@ class BatchLosses:
         self._trained = trained
         self.current: Comparison | None = None
         """Collects the inputs and the loss of the current micro-step; None on most steps."""
-        self._taken: deque[_Taken] = deque(maxlen=_KEPT)
+        self._enqueued: deque[_Enqueued] = deque(maxlen=_KEPT)
         self._off = False
 
     def arm(self, step: int, is_comparable: bool) -> None:
@@ -138,7 +138,7 @@ class BatchLosses:
         """
         if self._off or self._rank.world_size < 2 or not due(step) or not is_comparable:
             return
-        if not self._tracker.watchers and len(self._taken) < _KEPT:
+        if not self._tracker.watchers and len(self._enqueued) < _KEPT:
             self.current = Comparison(self._rank, self._trained, step + 1)
 
     def add(self, found: Any, is_forward: bool) -> None:
@@ -153,37 +153,37 @@ class BatchLosses:
         """End the current comparison with the loss that a backward starts from."""
         comparison, self.current = self.current, None
         try:
-            taken = comparison.end(loss) if comparison is not None else None
-            if taken is not None:
-                self._taken.append(taken)
-                self._tracker.cost_ns += taken.cost_us * 1000
+            enqueued = comparison.end(loss) if comparison is not None else None
+            if enqueued is not None:
+                self._enqueued.append(enqueued)
+                self._tracker.cost_ns += enqueued.cost_us * 1000
         except Exception as error:
             self._give_up(error)
 
     def ready(self) -> list[BatchLoss]:
         """Return the comparisons whose values the device has copied; for the publisher thread."""
         found: list[BatchLoss] = []
-        while self._taken:
+        while self._enqueued:
             try:
-                if not has_passed(self._taken[0].event):
+                if not has_passed(self._enqueued[0].event):
                     break
-                found += self._messages(self._taken.popleft())
+                found += self._messages(self._enqueued.popleft())
             except (RuntimeError, IndexError):
-                self._taken.clear()
+                self._enqueued.clear()
         return found
 
-    def _messages(self, taken: _Taken) -> list[BatchLoss]:
-        inputs = f"{taken.crc:08x}"
-        if taken.sums is not None:
-            inputs += "".join(f" {value:.12g}" for value in taken.sums.tensor().tolist())
-            pinned.recycle(taken.sums)
-            inputs = f"{zlib.crc32(inputs.encode()):08x}{taken.crc:08x}"
+    def _messages(self, enqueued: _Enqueued) -> list[BatchLoss]:
+        inputs = f"{enqueued.crc:08x}"
+        if enqueued.sums is not None:
+            inputs += "".join(f" {value:.12g}" for value in enqueued.sums.tensor().tolist())
+            pinned.recycle(enqueued.sums)
+            inputs = f"{zlib.crc32(inputs.encode()):08x}{enqueued.crc:08x}"
         if self._rank.device.events is not None:
-            self._rank.device.events.recycle(taken.event)
-        loss = device_values.read(taken.loss)
+            self._rank.device.events.recycle(enqueued.event)
+        loss = device_values.read(enqueued.loss)
         if loss is None:
             return []
-        return [BatchLoss(self._rank.rank, taken.step, time(), inputs, loss, taken.precision, taken.cost_us)]
+        return [BatchLoss(self._rank.rank, enqueued.step, time(), inputs, loss, enqueued.precision, enqueued.cost_us)]
 
     def _give_up(self, error: Exception) -> None:
         self._off, self.current = True, None

@@ -46,7 +46,7 @@ _wrapped: list[Callable[[], Any]] = []
 """Weak references to all DistributedDataParallel modules."""
 
 
-class _Taken(NamedTuple):
+class _Enqueued(NamedTuple):
     step: int
     names: list[str]
     values: Any
@@ -86,17 +86,17 @@ class Replicas:
         self._tracker = tracker
         self._trained = trained
         self._pace = pace
-        self._taken: deque[_Taken] = deque(maxlen=_KEPT)
+        self._enqueued: deque[_Enqueued] = deque(maxlen=_KEPT)
         self._parameters: list[tuple[str, Callable[[], Any]]] = []
         self._renewed = -RENEW_CHECKS
         self._per_check = PER_CHECK
         self._off = False
 
-    def take(self, step: int) -> None:
+    def compute(self, step: int) -> None:
         """Enqueue the checksums of this update, if due; an error only disables checksums."""
         if self._off or self._rank.world_size < 2 or not due(step):
             return
-        if cuda_graphs.under_way or self._tracker.watchers or len(self._taken) == _KEPT:
+        if cuda_graphs.under_way or self._tracker.watchers or len(self._enqueued) == _KEPT:
             return
         start = perf_counter_ns()
         try:
@@ -114,27 +114,27 @@ class Replicas:
     def ready(self) -> list[Checksum]:
         """Return the checksums that the device has copied; for the publisher thread."""
         found: list[Checksum] = []
-        while self._taken:
+        while self._enqueued:
             try:
-                if not has_passed(self._taken[0].event):
+                if not has_passed(self._enqueued[0].event):
                     break
-                taken = self._taken.popleft()
-                found.append(self._message(taken))
+                enqueued = self._enqueued.popleft()
+                found.append(self._message(enqueued))
             except (RuntimeError, IndexError):
-                self._taken.clear()
+                self._enqueued.clear()
         return found
 
-    def _message(self, taken: _Taken) -> Checksum:
-        fetched = isinstance(taken.values, pinned.Fetched)
-        values = (taken.values.tensor() if fetched else taken.values).tolist()
+    def _message(self, enqueued: _Enqueued) -> Checksum:
+        fetched = isinstance(enqueued.values, pinned.Fetched)
+        values = (enqueued.values.tensor() if fetched else enqueued.values).tolist()
         if fetched:
-            pinned.recycle(taken.values)
+            pinned.recycle(enqueued.values)
         events = self._rank.device.events
         if events is not None:
-            events.recycle(taken.event)
-        count = len(taken.names)
-        sums = [ParameterSum(name, values[at], values[count + at]) for at, name in enumerate(taken.names)]
-        return Checksum(self._rank.rank, taken.step, time(), sums, taken.cost_us)
+            events.recycle(enqueued.event)
+        count = len(enqueued.names)
+        sums = [ParameterSum(name, values[at], values[count + at]) for at, name in enumerate(enqueued.names)]
+        return Checksum(self._rank.rank, enqueued.step, time(), sums, enqueued.cost_us)
 
     def _enqueue(self, step: int, number: int, start: int) -> None:
         names: list[str] = []
@@ -164,7 +164,7 @@ class Replicas:
         if kept is None:
             return
         spent = perf_counter_ns() - start
-        self._taken.append(_Taken(step, names, kept, event, spent // 1000))
+        self._enqueued.append(_Enqueued(step, names, kept, event, spent // 1000))
         pace = self._pace.usual
         if number > 1 and pace and spent > MOST_SHARE * EVERY * pace * 1e9:
             self._per_check = max(1, self._per_check // 2)

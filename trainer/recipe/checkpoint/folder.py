@@ -78,8 +78,8 @@ def candidates(resume: str, output: Path) -> tuple[list[Found], list[str]]:
         return [one], []
     notes: list[str] = []
     for folder in (place / "checkpoints", place):
-        found, said = complete(folder)
-        notes += said
+        found, found_notes = complete(folder)
+        notes += found_notes
         if found:
             return found, notes
     if resume == "auto":

@@ -42,7 +42,7 @@ def find(config: Config, output: Path, world: World) -> tuple[list[Path], list[s
     if answer["error"]:
         raise ConfigError(answer["error"])
     for note in answer["notes"]:
-        world.say(f"note: skipped a checkpoint: {note}")
+        world.log(f"note: skipped a checkpoint: {note}")
     intact: list[Path] = []
     for path in map(Path, answer["found"]):
         # One intact checkpoint and one before it to fall back on are enough.
@@ -100,12 +100,12 @@ def restore(engine: Any, paths: list[Path], now: TrainState, base: Base | None, 
         problem = _load(engine, path, content, config, world)
         if not problem:
             for note in notes:
-                world.say(f"note: {note}")
+                world.log(f"note: {note}")
             for name in resumed.__struct_fields__:
                 setattr(now, name, getattr(resumed, name))
             _restore_random_state(path, content, config, world)
             return path
-        world.say(f"note: {path.name} cannot be loaded: {problem}")
+        world.log(f"note: {path.name} cannot be loaded: {problem}")
     raise ConfigError(f"checkpoint.resume: {paths[-1]} does not fit this configuration: {problem or 'no manifest'}")
 
 

@@ -89,7 +89,7 @@ class Checkpoints:
             self._save(part, state)
             if self._config.checkpoint.background and writer.in_foreground and not self._said:
                 self._said = True
-                self._world.say(f"note: checkpoints are not written in the background: {writer.in_foreground}")
+                self._world.log(f"note: checkpoints are not written in the background: {writer.in_foreground}")
         content = Manifest(
             time=0.0,
             state=msgspec.structs.replace(state),
@@ -231,7 +231,7 @@ class Checkpoints:
         best = folders.lowest(folders.complete(self._folder)[0])
         size = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
         is_best = content.evaluation_loss is not None and best is not None and best.path == path
-        self._world.say(f"checkpoint: {path}")
+        self._world.log(f"checkpoint: {path}")
         seconds = time.time() - began
         self._monitor.checkpoint(str(path), size=size, seconds=seconds, best=is_best, step=content.state.step)
 
@@ -244,7 +244,7 @@ class Checkpoints:
     def _failed(self, part: Path, why: str, step: int) -> None:
         kept = self.report_failure(part.with_suffix(""), why, step)
         newest = f"the newest is {kept.path.name}" if kept is not None else "there is none"
-        self._world.say(f"note: checkpoint {part.stem} could not be written: {why}; training continues, and {newest}")
+        self._world.log(f"note: checkpoint {part.stem} could not be written: {why}; training continues, and {newest}")
 
 
 def describe(model: Any, tokenizer: Any, config: Config) -> dict[str, bytes]:

@@ -43,7 +43,7 @@ def rehearse_checkpoint(checkpoints: Checkpoints, state: TrainState, config: Con
     if world.is_first:
         checkpoints.report_failure(folder, problem, state.step)
     best = " or a best evaluation" if config.evaluation.on and config.checkpoint.keep_best else ""
-    world.say(f"note: rehearsal: {problem}; none is planned, but a stop{best} would write one")
+    world.log(f"note: rehearsal: {problem}; none is planned, but a stop{best} would write one")
     return ""
 
 

@@ -27,7 +27,7 @@ class Ahead:
         Thread(target=self._load, name="next batch", daemon=True).start()
         self._asked.put(True)
 
-    def take(self) -> Batch:
+    def next_batch(self) -> Batch:
         """Return the next batch, and have the one after it loaded.
 
         Raises:

@@ -128,7 +128,7 @@ def encode(
     encoder: Encoder,
     tokenizer: Any,
     config: Config,
-    say: Any = None,
+    log: Any = None,
     progress: Callable[[int], object] | None = None,
 ) -> Path:
     """Encode all records, or find them on disk as an earlier run left them; return the folder of the documents.
@@ -138,7 +138,7 @@ def encode(
         encoder: encodes them.
         tokenizer: the encoder's.
         config: the settled configuration.
-        say: prints a line.
+        log: prints a line.
         progress: is called with the number of records that are done, often.
 
     Raises:
@@ -150,8 +150,8 @@ def encode(
         made = store.scratch(folder)
         processes = _processes(records, config)
         if processes > 1:
-            if say is not None:
-                say(f"tokenizing {len(records):,} records with {processes} processes")
+            if log is not None:
+                log(f"tokenizing {len(records):,} records with {processes} processes")
             _encode_parts(records, encoder, config, tokenizer, made, processes, progress)
         else:
             store.write(encoder, records, 0, len(records), made, progress)

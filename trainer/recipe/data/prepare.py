@@ -28,7 +28,7 @@ def prepare(config: Config, world: World, monitor: Monitor, output: Path, resume
 
     def encode() -> Path:
         nonlocal made
-        made, folder = _encode(config, trained, kept, world.say, monitor)
+        made, folder = _encode(config, trained, kept, world.log, monitor)
         return folder
 
     folder = first_encodes(world, encode)
@@ -39,7 +39,7 @@ def prepare(config: Config, world: World, monitor: Monitor, output: Path, resume
     with monitor.activity("data", "packing" if config.data.packing else "reading the tokens"):
         result = pipeline.examples(folder, sources.read(config), config)
     for line in result.report.notes():
-        world.say(line)
+        world.log(line)
     return made, result
 
 

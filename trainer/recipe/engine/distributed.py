@@ -82,7 +82,7 @@ class World:
             mine = group if first <= self.rank < first + size else mine
         self.sequence = SequenceGroup(size, self.rank % size, mine)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line in rank 0."""
         if self.is_first:
             # In one piece: print writes a line's end on its own, and a checkpoint's thread prints too.

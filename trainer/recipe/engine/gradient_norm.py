@@ -7,7 +7,7 @@ import torch
 _aten: Any = torch.ops.aten
 
 
-def take_at_once(optimizer: Any) -> None:
+def compute_together(optimizer: Any) -> None:
     """Let ZeRO compute its gradients' norms together, in fp64 as before, and without copies in fp64.
 
     DeepSpeed converts each gradient and takes its norm (``get_grad_norm_direct`` of ``stage_1_and_2.py`` and

@@ -35,12 +35,12 @@ def make_engine(
     torch.manual_seed(config.training.seed + 1 + world.rank)
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=optimizer.make(model, config, world, world.say),
+        optimizer=optimizer.make(model, config, world, world.log),
         lr_scheduler=optimizer.scheduler(config, total_steps),
         config=settings,
     )
     gradient_norm.let_norm_decide(engine.optimizer)
-    gradient_norm.take_at_once(engine.optimizer)
+    gradient_norm.compute_together(engine.optimizer)
     _learn_order_with_backward(engine)
     return engine, model
 

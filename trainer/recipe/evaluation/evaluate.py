@@ -81,19 +81,19 @@ class Evaluator:
         with self._monitor.phase("eval"), self._monitor.activity("evaluation", total=batches) as progress:
             loss, label_tokens = self.loss(progress=progress)
             if self._settings.samples:
-                progress.say(batches, "samples")
+                progress.send(batches, "samples")
             texts = self._samples()
         best = loss < state.best_evaluation
         if best:
             state.best_evaluation, state.best_evaluation_step = loss, state.step
         state.evaluations_without_best = 0 if best else state.evaluations_without_best + 1
         result = Evaluated(loss, label_tokens, time.perf_counter() - began, best)
-        self._world.say(
+        self._world.log(
             f"evaluation after step {state.step}: loss {loss:.4f}  perplexity {result.perplexity:,.2f}  "
             f"{label_tokens:,} tokens{'  (best)' if best else ''}"
         )
         for prompt, answer in texts:
-            self._world.say(f"sample: {prompt!r} -> {answer!r}")
+            self._world.log(f"sample: {prompt!r} -> {answer!r}")
         if self._world.is_first:
             self._monitor.evaluation(
                 loss, label_tokens=label_tokens, seconds=result.seconds, best=best, step=state.step

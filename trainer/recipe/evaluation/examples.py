@@ -35,7 +35,7 @@ def split(
     if not settings.on:
         return examples, None
     if settings.share:
-        trained, held_out = set_aside(examples, settings.share, config.training.seed)
+        trained, held_out = hold_out(examples, settings.share, config.training.seed)
     else:
         trained, held_out = examples, _encoded(config, world, monitor, tokens)
     if settings.limit:
@@ -43,7 +43,7 @@ def split(
     return trained, held_out
 
 
-def set_aside(examples: Examples, share: float, seed: int) -> tuple[Examples, Examples]:
+def hold_out(examples: Examples, share: float, seed: int) -> tuple[Examples, Examples]:
     """Split examples at random into those to train on and those to evaluate on; the same split for the same seed.
 
     Raises:

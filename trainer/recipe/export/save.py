@@ -57,8 +57,8 @@ def save_model(
         _replace(folder, part)
         if config.output.push:
             if progress is not None:
-                progress.say(equal, f"pushing to {config.output.push}")
-            world.say(push.push(folder, config.output.push))
+                progress.send(equal, f"pushing to {config.output.push}")
+            world.log(push.push(folder, config.output.push))
     world.barrier()
     return equal
 

@@ -99,7 +99,7 @@ def set_up(model: Any, config: Config, world: World) -> bool:
         problem = _try_varlen(inner, world)
         if not problem:
             return True
-        world.say(f"note: variable-length attention is not used, a block mask is: {problem}")
+        world.log(f"note: variable-length attention is not used, a block mask is: {problem}")
         problem = crossing(inner, world, varlen=False)
     else:
         problem = crossing(inner, world, varlen=False)

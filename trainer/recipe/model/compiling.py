@@ -64,7 +64,7 @@ def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: W
         ConfigError: the layers of this model cannot be compiled.
     """
     began = time.perf_counter()
-    world.say("compiling decoder layers (model.compile)")
+    world.log("compiling decoder layers (model.compile)")
     # These hooks run after DeepSpeed's, so with ZeRO-3 the layer's parameters are whole.
     hooks = [layer.register_forward_pre_hook(_compile, with_kwargs=True) for layer in layers]
     with monitor.activity("compilation", "decoder layers"):
@@ -81,7 +81,7 @@ def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: W
         finally:
             for hook in hooks:
                 hook.remove()
-    world.say(f"compiled decoder layers: {duration(time.perf_counter() - began)}")
+    world.log(f"compiled decoder layers: {duration(time.perf_counter() - began)}")
 
 
 def _compile(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:

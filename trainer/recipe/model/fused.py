@@ -47,7 +47,7 @@ def set_up(model: Any, config: Config, world: World) -> bool:
         return True
     if config.model.fused_loss == "on":
         raise ConfigError(f"model.fused_loss is on, but {problem}; use model.fused_loss=auto")
-    world.say(f"note: logits are computed at full size (model.fused_loss): {problem}")
+    world.log(f"note: logits are computed at full size (model.fused_loss): {problem}")
     return False
 
 

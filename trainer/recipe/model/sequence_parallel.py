@@ -126,7 +126,7 @@ def set_up(model: Any, config: Config, world: World) -> bool:
         if whole is not None:
             problem = whole.difference(varlen)
             if problem and varlen:
-                world.say(f"note: variable-length attention is not used, a mask is: {problem}")
+                world.log(f"note: variable-length attention is not used, a mask is: {problem}")
                 windows.clear()
                 varlen, problem = False, whole.difference(varlen=False)
             problem = problem or _window_problem(inner.config, windows, length)

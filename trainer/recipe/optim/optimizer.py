@@ -19,14 +19,14 @@ _PATIENCE_S = 4.0
 """After this long without a word a person wonders what is going on."""
 
 
-def make(model: Any, config: Config, world: World, say: Callable[[str], None]) -> torch.optim.Optimizer:
+def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -> torch.optim.Optimizer:
     """Make the optimizer of a model's trainable parameters.
 
     Args:
         model: the model, its parameters partitioned already under ZeRO-3.
         config: the settled configuration.
         world: the ranks.
-        say: prints a line for the person.
+        log: prints a line for the person.
 
     Raises:
         ConfigError: DeepSpeed's own Adam was asked for and cannot be built here.
@@ -43,7 +43,7 @@ def make(model: Any, config: Config, world: World, say: Callable[[str], None]) -
         # All or none: compiled and not, results differ in their last bits.
         compiled = world.on_gpu and world.all_agree(not world.has_values or compiles(world.device, states))
         if world.on_gpu and not compiled:
-            say(f"note: torch.compile does not work here: {kind} updates in many small kernels, which is slower")
+            log(f"note: torch.compile does not work here: {kind} updates in many small kernels, which is slower")
         return SmallStateAdamW(
             groups,
             states=states,
@@ -54,7 +54,7 @@ def make(model: Any, config: Config, world: World, say: Callable[[str], None]) -
         )
     if kind == "deepspeed" or (kind == "auto" and offload):
         note = threading.Timer(
-            _PATIENCE_S, say, ["note: compiling DeepSpeed's Adam, once: a minute or more on few cores"]
+            _PATIENCE_S, log, ["note: compiling DeepSpeed's Adam, once: a minute or more on few cores"]
         )
         note.start()
         try:
@@ -70,7 +70,7 @@ def make(model: Any, config: Config, world: World, say: Callable[[str], None]) -
                 f"optimizer.kind is deepspeed, but its Adam cannot be built here ({problem or 'on another rank'}); "
                 "see 'ftmon doctor', or use optimizer.kind=torch_fused"
             )
-        say(f"note: DeepSpeed's CPU Adam cannot be built here ({problem}); stepping with PyTorch's fused Adam instead")
+        log(f"note: DeepSpeed's CPU Adam cannot be built here ({problem}); stepping with PyTorch's fused Adam instead")
         kind = "torch_fused"
     if kind == "auto":
         kind = "torch_fused" if world.on_gpu else "torch"

@@ -18,10 +18,7 @@ class ReleaseDialog(CommandDialog):
     """Asks whether to release the rank in view, or all held ranks; shows the outcome afterwards."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,n", "close", "no", tooltip="do nothing"),
-        Binding("left,right,tab", "other", "choose", tooltip="between no and yes"),
         Binding("a,space", "all", "all", tooltip="this rank, or all that are held"),
-        Binding("enter", "answer", "answer", tooltip="do what is chosen"),
         Binding("y", "yes", "yes", tooltip="release"),
         Binding("q", "leave", "leave", tooltip="close"),
     ]
@@ -62,15 +59,15 @@ class ReleaseDialog(CommandDialog):
 
     def _what_follows(self) -> list[str]:
         model = self.app_state.model
-        told = [
+        texts = [
             "The error is raised in the failing frame, as it would have been without ftmon. A script that catches it "
             "continues; otherwise the rank ends. Its console is closed."
         ]
         if model.info.framework == "deepspeed" or model.info.kind in ("demo", "train"):
-            told.append("When a rank ends, DeepSpeed's launcher ends every rank of its node, and the run ends.")
+            texts.append("When a rank ends, DeepSpeed's launcher ends every rank of its node, and the run ends.")
         elif model.world_size > 1:
-            told.append("When a rank ends, the others wait in their next collective until its timeout, or are ended.")
-        return told
+            texts.append("When a rank ends, the others wait in their next collective until its timeout, or are ended.")
+        return texts
 
     def action_all(self) -> None:
         """Mean all ranks that are held, or one."""

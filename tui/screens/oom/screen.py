@@ -96,7 +96,7 @@ class OomScreen(MonitorScreen):
                 runs.poll()
             session = self._session(case.oom.rank)
             if source is not None:
-                session.take(source.commands)
+                session.receive(source.commands)
             self._output.session = self._field.session = session
             self._output.refusal = self._why_no_console(case)
             self.set_class(bool(self._output.refusal), "no-console")
@@ -212,11 +212,11 @@ class OomScreen(MonitorScreen):
         """Ask whether to release the rank."""
         case, app_state = self.case, self.app_state
         if case is None or not held_since(app_state.model, case):
-            app_state.say("no rank waits at this error", "warning")
+            app_state.show_message("no rank waits at this error", "warning")
         elif app_state.read_only:
-            app_state.say("read-only: release is refused", "warning")
+            app_state.show_message("read-only: release is refused", "warning")
         elif app_state.source is None or not app_state.source.can_command:
-            app_state.say("cannot release it: the run has no hub that takes commands", "warning")
+            app_state.show_message("cannot release it: the run has no hub that takes commands", "warning")
         else:
             self.app.push_screen(ReleaseDialog(app_state, case))
         self.tick()
@@ -230,11 +230,11 @@ class OomScreen(MonitorScreen):
         if runs is not None and runs.running:
             runs.cancel()
         elif runs is not None and runs.found.state == "done":
-            app_state.say("the changes are predicted already")
+            app_state.show_message("the changes are predicted already")
         else:
             begun = begin(app_state, case)
             if isinstance(begun, str):
-                app_state.say(sanitize(begun, 400), "warning")
+                app_state.show_message(sanitize(begun, 400), "warning")
             else:
                 app_state.dry_runs[case.key] = begun
                 self.action_report()
@@ -250,13 +250,13 @@ class OomScreen(MonitorScreen):
         folder = app_state.source.folder if app_state.source is not None else None
         path = file_of(case.oom, folder)
         if path is None:
-            app_state.say(sanitize(place_words(case.oom, folder, app_state.model)), "warning")
+            app_state.show_message(sanitize(place_words(case.oom, folder, app_state.model)), "warning")
             self.tick()
         elif path in self._explorers:
             self.app.push_screen(CapturedScreen(app_state, self._explorers[path], view))
         elif self._reading is None:
             self._reading = path
-            app_state.say(f"reading {path.name} ...")
+            app_state.show_message(f"reading {path.name} ...")
             self.tick()
             self.run_worker(lambda: self._read(path, view), thread=True, exit_on_error=False)
 
@@ -271,10 +271,10 @@ class OomScreen(MonitorScreen):
     def _opened(self, path: Path, view: str, found: Explorer | str) -> None:
         self._reading = None
         if isinstance(found, str):
-            self.app_state.say(sanitize(found), "error")
+            self.app_state.show_message(sanitize(found), "error")
             self.tick()
             return
         self._explorers[path] = found
-        self.app_state.say("")
+        self.app_state.show_message("")
         if self.is_current:
             self.app.push_screen(CapturedScreen(self.app_state, found, view))

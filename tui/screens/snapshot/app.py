@@ -5,7 +5,7 @@ from typing import Any
 from textual.screen import Screen
 
 from ....protocol.analysis.allocator.snapshot.replay import Replay
-from ...model.snapshot_explorer import Explorer, spare_the_collector
+from ...model.snapshot_explorer import Explorer, freeze_garbage_collector
 from ..one_screen import OneScreenApp
 from .help import SnapshotHelp
 from .screen import SnapshotScreen
@@ -42,5 +42,5 @@ class SnapshotApp(OneScreenApp):
 
 def run_explorer(replays: list[Replay], before: list[Replay] | None = None, *, ascii_only: bool = False) -> None:
     """Explore until the person leaves."""
-    spare_the_collector()
+    freeze_garbage_collector()
     SnapshotApp(replays, before, ascii=ascii_only).run()

@@ -11,7 +11,7 @@ from ...widgets.panes import KeyBar
 from ...widgets.prompt import Prompt
 from ...widgets.snapshot_list import SnapshotList
 from ...widgets.snapshot_timeline import SnapshotTimeline
-from ..base import MonitorScreen, TooSmall, key
+from ..base import FILE_KEYS, MonitorScreen, TooSmall, key
 
 
 class SnapshotScreen(MonitorScreen, inherit_bindings=False):
@@ -53,9 +53,7 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         key("pageup", "page(-1)", "page up", "a screen up", show=False),
         key("pagedown", "page(1)", "page down", "a screen down", show=False),
         key("d", "device", "device", "the next device"),
-        key("t", "app.theme", "theme", "light or dark", show=False),
-        key("ctrl+p", "app.command_palette", "commands", "every action by name", show=False),
-        key("question_mark", "app.help", "help", "explain this screen, its signs and keys"),
+        *FILE_KEYS,
         key("q", "app.detach", "quit", "leave"),
     ]
 
@@ -120,7 +118,7 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
     def action_mark(self) -> None:
         """Set the mark."""
         self.explorer.set_mark()
-        self.app_state.say("marked: move the cursor, then 3" if self.explorer.mark is not None else "no mark")
+        self.app_state.show_message("marked: move the cursor, then 3" if self.explorer.mark is not None else "no mark")
         self.tick()
 
     def action_zoom(self, direction: int) -> None:

@@ -13,7 +13,7 @@ from ...model.sweep import SweepModel
 from ...widgets.app_state import AppState
 from ...widgets.panes import KeyBar
 from ...widgets.sweep_view import SweepChart, SweepHead, SweepTable
-from ..base import MonitorScreen, TooSmall, key
+from ..base import FILE_KEYS, MonitorScreen, TooSmall, key
 
 
 class SweepScreen(MonitorScreen, inherit_bindings=False):
@@ -31,9 +31,7 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
         key("pageup", "scroll(10)", "page up", "ten lines up", show=False),
         key("pagedown", "scroll(-10)", "page down", "ten lines down", show=False),
         key("S", "stop", "end the sweep", "end the current run and the sweep; the same command resumes it"),
-        key("t", "app.theme", "theme", "light or dark", show=False),
-        key("ctrl+p", "app.command_palette", "commands", "every action by name", show=False),
-        key("question_mark", "app.help", "help", "explain this screen, its signs and keys"),
+        *FILE_KEYS,
         key("q", "app.detach", "leave", "leave; the sweep continues"),
     ]
 
@@ -54,7 +52,7 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
         try:
             self.model.refresh()
         except FtmonError as error:
-            self.app_state.say(str(error), "error")
+            self.app_state.show_message(str(error), "error")
         super().tick()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -72,5 +70,5 @@ class SweepScreen(MonitorScreen, inherit_bindings=False):
         if plan is not None and self.model.alive:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(plan.process.pid, signal.SIGINT)
-            self.app_state.say("the sweep ends; its rows are kept, and the same command resumes it")
+            self.app_state.show_message("the sweep ends; its rows are kept, and the same command resumes it")
         self.tick()

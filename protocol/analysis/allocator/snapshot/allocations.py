@@ -40,7 +40,7 @@ class Allocations:
         self.requested = array("q", compress(columns(self.trace.sizes, "q"), is_alloc))
         self.sizes = array("q")
         self.stacks = array("I")
-        """Empty until ``take_stacks``; a snapshot may be replayed before its stacks are there."""
+        """Empty until ``add_stacks``; a snapshot may be replayed before its stacks are there."""
         self.different_stacks = 0
         self._block_of: dict[int, int] = {}
         self.numbers = array("i", [-1]) * self.entries
@@ -62,9 +62,9 @@ class Allocations:
         self.odd.sort()
         self._size(snapshot)
         if snapshot.stacks:
-            self.take_stacks(snapshot)
+            self.add_stacks(snapshot)
 
-    def take_stacks(self, snapshot: Snapshot) -> None:
+    def add_stacks(self, snapshot: Snapshot) -> None:
         """Add the stacks of the whole snapshot."""
         self.trace = snapshot.trace(self.device) or self.trace
         self.different_stacks = len(snapshot.stacks)

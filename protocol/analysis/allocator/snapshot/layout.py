@@ -42,7 +42,7 @@ class Piece:
         return self.address + self.size
 
     @property
-    def taken_blocks(self) -> int:
+    def active_blocks(self) -> int:
         """How many blocks are allocated or pending."""
         return self._last - self._first
 
@@ -92,7 +92,7 @@ class Layout(Sequence[Piece]):
 
     def __init__(self, replay: Replay, index: int) -> None:
         self.replay, self.moment = replay, index
-        self.numbers, self.addresses = replay.taken_at(index)
+        self.numbers, self.addresses = replay.active_blocks_at(index)
         """Active allocations, and where they begin, by address."""
         self.sizes = list(map(replay.allocations.sizes.__getitem__, self.numbers))
         ends = map(add, self.addresses, self.sizes)

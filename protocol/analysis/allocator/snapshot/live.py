@@ -49,7 +49,7 @@ class LiveSets:
             self._owners.append(owner[:])
             self._advance(owner, begin, min(begin + self._stride, of.entries))
 
-    def taken_at(self, index: int) -> ActiveBlocks:
+    def active_blocks_at(self, index: int) -> ActiveBlocks:
         """Find the allocations whose blocks are taken right after entry ``index``."""
         nearest = min((index + 1) // self._stride, len(self._owners) - 1)
         owner = self._owners[nearest][:]

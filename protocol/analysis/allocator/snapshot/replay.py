@@ -54,7 +54,7 @@ class Replay:
     def complete(self, snapshot: Snapshot) -> None:
         """Add the stacks of the whole snapshot, where this was made without them."""
         self.snapshot = snapshot
-        self.allocations.take_stacks(snapshot)
+        self.allocations.add_stacks(snapshot)
         self.trace = self.allocations.trace
 
     @cached_property
@@ -116,19 +116,19 @@ class Replay:
         changes[0] = max(0, end - sum(changes))
         self.reserved = array("q", accumulate(changes))
 
-    def taken_at(self, index: int) -> ActiveBlocks:
+    def active_blocks_at(self, index: int) -> ActiveBlocks:
         """Find the allocations, active right after entry ``index`` (allocated or pending), by address."""
         index = max(BEFORE, min(index, self.last))
         if index not in self._taken:
             # The mark's and the cursor's: one of the two rests while the other moves.
-            self._taken = {**dict(list(self._taken.items())[-1:]), index: self._live.taken_at(index)}
+            self._taken = {**dict(list(self._taken.items())[-1:]), index: self._live.active_blocks_at(index)}
         else:
             self._taken[index] = self._taken.pop(index)
         return self._taken[index]
 
     def active_at(self, index: int) -> list[int]:
         """List the allocations whose blocks are taken right after entry ``index``: allocated, or pending."""
-        return self.taken_at(index).numbers
+        return self.active_blocks_at(index).numbers
 
     def totals_at(self, index: int) -> Totals:
         """Sum up by stack what the program holds right after entry ``index``: bytes and blocks."""

@@ -129,9 +129,9 @@ class StepCapture:
             if self._backwards == 1:
                 self._walk()
             elif self._backwards <= MOST_GRADIENT_WALKS or beginning == "optimizer":
-                self._glance(walk_gradients)
+                self._record_sightings(walk_gradients)
         elif beginning == "optimizer":
-            self._glance(walk_gradients)
+            self._record_sightings(walk_gradients)
         if beginning == "backward" and self.hooked and self.on_cuda:
             self._seen_buckets = False  # ZeRO allocates new ones for every backward
             self._watch_modules()
@@ -182,12 +182,12 @@ class StepCapture:
         resident = {} if self.on_cuda else resident_bytes(found.held)
         self.walks.append(Walked(now, len(self.marks) - 1, found.held, resident))
 
-    def _glance(self, walk_part: Callable[[Roots, Storages], None]) -> None:
+    def _record_sightings(self, walk_part: Callable[[Roots, Storages], None]) -> None:
         found, now = Storages(self._cuda_index), perf_counter_ns()
         walk_part(self._roots, found)
         self.sightings += [Sighting(now, address, held.part) for address, held in found.held.items()]
 
-    def _see(self, part: str, tensor: Any) -> None:
+    def _record_sighting(self, part: str, tensor: Any) -> None:
         if tensor is not None:
             place = Storages(self._cuda_index).place(tensor)
             if place is not None:
@@ -199,28 +199,28 @@ class StepCapture:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         def updating(*_: Any) -> None:
-            self._safely(lambda: self._glance(_walk_updated))
+            self._safely(lambda: self._record_sightings(_walk_updated))
 
         self._undo.append(register_optimizer_step_pre_hook(updating).remove)
         wrapper = self._roots.wrapper
         self._wrap(wrapper, "reduce_ready_partitions_and_remove_grads", before=self._reducing)
-        self._wrap(wrapper, "update_hp_grads", before=lambda *_: self._glance(walk_gradients))
+        self._wrap(wrapper, "update_hp_grads", before=lambda *_: self._record_sightings(walk_gradients))
         offload = getattr(wrapper, "parameter_offload", None)
         self._wrap(getattr(offload, "param_coordinator", None), "fetch_sub_module", after=self._fetched)
 
     def _reducing(self, parameter: Any = None, *_: Any) -> None:
         """Wraps ZeRO's hook for a gradient that has just been computed."""
-        self._see("gradients", getattr(parameter, "grad", None))
+        self._record_sighting("gradients", getattr(parameter, "grad", None))
         if hasattr(parameter, "ds_tensor"):
-            self._see("parameters", parameter.data)
+            self._record_sighting("parameters", parameter.data)
         if not self._seen_buckets:
             self._seen_buckets = True
-            self._glance(walk_buckets)
+            self._record_sightings(walk_buckets)
 
     def _fetched(self, module: Any = None, *_: Any) -> None:
         """ZeRO-3 has gathered a module's parameters."""
         for parameter in module.parameters(recurse=False):
-            self._see("parameters", parameter.data)
+            self._record_sighting("parameters", parameter.data)
 
     def _wrap(
         self,

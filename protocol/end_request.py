@@ -14,10 +14,10 @@ from .rundir import RunDir
 _RANK_KILL_REACH_SECONDS = 180.0
 """A job that ends this soon after one of its ranks was killed ended because of it."""
 LAUNCHER = "launcher"
-"""``Intent.by`` where the launcher received a signal."""
+"""``EndRequest.by`` where the launcher received a signal."""
 
 
-class Intent(msgspec.Struct, frozen=True, omit_defaults=True):
+class EndRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request to end the run, or some ranks of it."""
 
     verb: str
@@ -44,7 +44,7 @@ class Intent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def state(self) -> Literal["failed", "stopped"]:
-        """State of a run that ended for this intent: ``failed`` for a hang in training, else ``stopped``."""
+        """State of a run that ended for this request: ``failed`` for a hang in training, else ``stopped``."""
         return "failed" if self.cause == "hang" else "stopped"
 
     def explains(self, exit_code: int, ended: float) -> bool:
@@ -71,21 +71,21 @@ def ranks_text(ranks: list[int]) -> str:
     return f"rank {numbers} was" if len(ranks) == 1 else f"ranks {numbers} were"
 
 
-def write_intent(
+def write_end_request(
     run: RunDir, verb: str, by: str = "", ranks: list[int] | None = None, why: str = "", cause: str = ""
-) -> Intent:
+) -> EndRequest:
     """Write the request down; one for the whole run is never replaced by one for some ranks."""
-    intent = Intent(verb, time.time(), by, ranks or [], why, cause)
-    before = read_intent(run)
-    if before is not None and not before.ranks and intent.ranks:
+    end_request = EndRequest(verb, time.time(), by, ranks or [], why, cause)
+    before = read_end_request(run)
+    if before is not None and not before.ranks and end_request.ranks:
         return before
-    run.write_certain("intent.json", msgspec.json.encode(intent) + b"\n")
-    return intent
+    run.write_certain("intent.json", msgspec.json.encode(end_request) + b"\n")
+    return end_request
 
 
-def read_intent(run: RunDir) -> Intent | None:
+def read_end_request(run: RunDir) -> EndRequest | None:
     """Read the last request; None: there is none."""
     try:
-        return msgspec.json.decode((run.path / "intent.json").read_bytes(), type=Intent)
+        return msgspec.json.decode((run.path / "intent.json").read_bytes(), type=EndRequest)
     except (OSError, msgspec.MsgspecError):
         return None

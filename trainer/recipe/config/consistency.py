@@ -1,0 +1,172 @@
+"""Checks that the settings of a configuration go together."""
+
+from importlib import util
+
+import msgspec
+
+from ....protocol.errors import UsageError
+from ..faults import spec
+from ..model.config import Lora
+from .load import Loaded
+
+
+def check_batch(loaded: Loaded, ranks: int) -> None:
+    """Refuse a ``training.total_batch`` that the other settings do not make.
+
+    Raises:
+        ConfigError: it is refused; the text names the place and the dotted path.
+    """
+    training = loaded.config.training
+    sharing = training.sequence_parallel_size
+    total = training.micro_batch * training.grad_accumulation * ranks // sharing
+    if training.total_batch not in (0, total) and ranks % sharing == 0:
+        raise loaded.error(
+            "training.total_batch",
+            f"is {training.total_batch}, but micro_batch {training.micro_batch} x grad_accumulation "
+            f"{training.grad_accumulation} x {ranks} rank{'s' * (ranks != 1)}"
+            f"{f' / sequence_parallel_size {sharing}' * (sharing > 1)} is {total}",
+        )
+
+
+def check_settings(loaded: Loaded, device: str) -> None:
+    """Refuse settings that exclude each other, or that ``device`` (``cuda`` or ``cpu``) cannot do.
+
+    Raises:
+        ConfigError: it is refused; the text names the place and the dotted path.
+    """
+    config = loaded.config
+    if config.zero.offload_optimizer and config.zero.stage == 0:
+        raise loaded.error("zero.offload_optimizer", "needs zero.stage 1, 2 or 3")
+    if config.zero.offload_parameters and config.zero.stage != 3:
+        raise loaded.error("zero.offload_parameters", "needs zero.stage 3")
+    if config.optimizer.kind == "torch_fused" and device == "cpu" and config.training.precision == "fp16":
+        raise loaded.error("optimizer.kind", "torch_fused does not do fp16 on the CPU; use torch")
+    if device == "cpu" and config.model.attention == "flash_attention_2":
+        raise loaded.error("model.attention", "flash_attention_2 needs a GPU")
+    _check_lora(loaded)
+    if config.lora.rank and config.lora.kind == "dora" and config.zero.stage == 3:
+        # peft 0.21 computes the norms of weights that ZeRO-3 has partitioned (tuners/lora/dora.py, get_weight_norm).
+        raise loaded.error("lora.kind", "dora cannot be used with zero.stage=3; use zero.stage=2, or lora.kind=lora")
+    _check_quantization(loaded)
+    _check_activations(loaded)
+    _check_compile(loaded, device)
+    if device == "cpu" and config.training.precision == "fp16":
+        raise loaded.error("training.precision", "fp16 is not for the CPU; use fp32 or bf16")
+    if config.training.max_steps and config.schedule.warmup_steps > config.training.max_steps:
+        raise loaded.error(
+            "schedule.warmup_steps",
+            f"is {config.schedule.warmup_steps}, more than training.max_steps, which is {config.training.max_steps}",
+        )
+
+
+def _check_lora(loaded: Loaded) -> None:
+    """Refuse settings of adapters without adapters: all weights would be trained."""
+    lora = loaded.config.lora
+    for name, default in msgspec.structs.asdict(Lora()).items():
+        if not lora.rank and getattr(lora, name) != default:
+            raise loaded.error(f"lora.{name}", "needs lora.rank above 0: without it all weights are trained")
+
+
+def _check_quantization(loaded: Loaded) -> None:
+    config = loaded.config
+    if config.model.quantization == "none":
+        return
+    if not config.lora.rank:
+        raise loaded.error("model.quantization", "needs lora.rank above 0: weights held in 4 bits cannot be trained")
+    if not config.model.name:
+        raise loaded.error("model.quantization", "needs a model.name: random weights are not quantized")
+    if config.zero.stage == 3:
+        raise loaded.error("model.quantization", "cannot be used with zero.stage=3, which partitions the base; use 2")
+    if util.find_spec("bitsandbytes") is None:
+        raise loaded.error("model.quantization", "needs bitsandbytes; run: pip install 'ftmon[qlora]'")
+
+
+def _check_activations(loaded: Loaded) -> None:
+    model = loaded.config.model
+    if model.gradient_checkpointing == "none":
+        if model.checkpoint_every > 1:
+            raise loaded.error("model.checkpoint_every", "needs model.gradient_checkpointing: layers or selective")
+        if model.activation_offload == "inputs":
+            raise loaded.error(
+                "model.activation_offload", "is inputs, those of recomputed layers; set model.gradient_checkpointing"
+            )
+
+
+def _check_compile(loaded: Loaded, device: str) -> None:
+    config = loaded.config
+    budget = "model.activation_memory_budget"
+    if config.model.compile == "off":
+        if config.model.activation_memory_budget < 1:
+            raise loaded.error(budget, "needs model.compile=layers; without it use model.gradient_checkpointing")
+        return
+    if config.model.activation_memory_budget < 1 and config.model.gradient_checkpointing != "none":
+        raise loaded.error(
+            budget, "cannot be used with model.gradient_checkpointing, which keeps less; use one of them"
+        )
+
+    def refuse(text: str) -> Exception:
+        return loaded.error("model.compile", text)
+
+    if not config.data.packing:
+        raise refuse("needs data.packing=true: padded batches differ in length, and each would be compiled anew")
+    if config.model.quantization != "none":
+        raise refuse("cannot be used with model.quantization")
+    if config.model.gradient_checkpointing == "selective":
+        raise refuse("cannot be used with gradient_checkpointing=selective; use model.activation_memory_budget")
+    if device == "cpu" and config.optimizer.kind == "muon":
+        raise refuse("cannot be used with optimizer.kind=muon on the CPU, where nothing is compiled then; use off")
+
+
+def check_dtypes(loaded: Loaded, precision: str) -> None:
+    """Refuse data types of ZeRO that the training precision (``bf16``, ``fp16`` or ``fp32``) excludes.
+
+    Raises:
+        ConfigError: it is refused; the text names the place and the dotted path.
+    """
+    zero = loaded.config.zero
+    for name, value in (("grad_accum_dtype", zero.grad_accum_dtype), ("communication_dtype", zero.communication_dtype)):
+        if value not in ("auto", "fp32", precision):
+            raise loaded.error(f"zero.{name}", f"is {value}, but training.precision is {precision}; use fp32")
+    if zero.stage == 0 and zero.grad_accum_dtype not in ("auto", precision):
+        raise loaded.error(
+            "zero.grad_accum_dtype",
+            f"is {zero.grad_accum_dtype}, but DeepSpeed accumulates in {precision} at zero.stage 0; use zero.stage=1",
+        )
+
+
+def check_fault(loaded: Loaded, ranks: int) -> None:
+    """Refuse a fault that cannot be made with so many ranks and steps.
+
+    Raises:
+        ConfigError: it is refused; the text names the place and the dotted path.
+    """
+    if not loaded.config.debug.fault:
+        return
+    try:
+        fault = spec.parse(loaded.config.debug.fault, ranks)
+    except UsageError as error:
+        raise loaded.error("debug.fault", str(error)) from None
+    steps = loaded.config.training.max_steps
+    if steps and fault.step > steps:
+        raise loaded.error("debug.fault", f"comes at step {fault.step}, but training ends at step {steps}")
+
+
+def check_lengths(loaded: Loaded, precision: str) -> None:
+    """Refuse ``debug.lengths`` with settings under which lengths are not measured.
+
+    Raises:
+        ConfigError: it is refused; the text names the place and the dotted path.
+    """
+    config = loaded.config
+    lengths = config.debug.lengths
+    if not lengths:
+        return
+    for refused, text in (
+        (max(lengths) > config.training.sequence_length, "go up to training.sequence_length"),
+        (not config.training.max_steps, "need training.max_steps, the steps at each length"),
+        (config.model.compile != "off", "go with model.compile=off: layers would be compiled for each length"),
+        (precision == "fp16", "go with bf16 or fp32: a step that overflows in fp16 is not counted"),
+        (config.training.sequence_parallel_size > 1, "go with training.sequence_parallel_size=1"),
+    ):
+        if refused:
+            raise loaded.error("debug.lengths", text)
