@@ -12,6 +12,7 @@ import msgspec
 
 from ...protocol.analysis.deaths.tracebacks import RaisedException, last_exception
 from ...protocol.end_request import read_end_request
+from ...protocol.job_log import last_lines
 from ...protocol.process import is_alive
 from ...protocol.rundir import ExitFile, RunDir, RunFile
 from ...protocol.telemetry import Failure, Goodbye, Heartbeat, Hello, Step
@@ -27,6 +28,7 @@ _WATCH_START_SECONDS = 60.0
 _SILENCE_SECONDS = 30.0
 """Ranks on other hosts without an agent count as ended after this many seconds of silence."""
 _LOG_TAIL_LINES = 20
+_LINE_LENGTH = 300
 _TRACEBACK_LINES = 400
 
 
@@ -135,7 +137,7 @@ class EndDetector:
         """
         if self.stepped or (self._resumed and end.state == "finished"):
             return None
-        last = tail(self._run.logs / "launcher.log")
+        last = [line[:_LINE_LENGTH] for line in last_lines(self._run.logs / "launcher.log", _LOG_TAIL_LINES)]
         words, error_text = self._error()
         if words:
             ranks = "its ranks reported, and" if self._hellos else "no rank reported;"
@@ -170,7 +172,7 @@ class EndDetector:
         """
         logs = sorted(self._run.logs.glob("rank-*.err"), key=_changed)
         for path in (*logs, self._run.logs / "launcher.log"):
-            found = last_exception(tail(path, _TRACEBACK_LINES, cut=1000))
+            found = last_exception([line[:1000] for line in last_lines(path, _TRACEBACK_LINES)])
             if found is not None:
                 rank = path.stem.removeprefix("rank-")
                 return found if not rank.isdigit() else msgspec.structs.replace(found, rank=int(rank))
@@ -182,16 +184,3 @@ def _changed(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def tail(path: Path, lines: int = _LOG_TAIL_LINES, cut: int = 300) -> list[str]:
-    """Return the last lines of a log that are not ftmon's own, at most ``cut`` characters each."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - 32_768))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return []
-    found = [line.rstrip()[:cut] for line in text.splitlines()]
-    return [line for line in found if line and not line.startswith("ftmon: ")][-lines:]

@@ -5,6 +5,7 @@ import subprocess
 import time
 from typing import BinaryIO
 
+from ...protocol.job_log import print_own
 from ...protocol.rundir import RunDir
 from ...protocol.spawn import spawn_hub
 
@@ -46,7 +47,7 @@ class HubKeeper:
                 self._process = spawn_hub(self._run, log)
         except OSError as error:  # no memory or no process for it; the job continues without
             self._failed = True
-            print(f"ftmon: the hub cannot be started: {error.strerror}; retrying", flush=True)
+            print_own(f"the hub cannot be started: {error.strerror}; retrying")
 
     def tend(self) -> float | None:
         """Replace a dead hub when due; return the seconds until the next call (None: no further call is needed)."""
@@ -64,7 +65,7 @@ class HubKeeper:
                 self._delay = _FIRST_DELAY_SECONDS
             self._next_start = now + self._delay
             self._delay = min(self._delay * 2, _LONGEST_DELAY_SECONDS)
-            print(f"ftmon: the hub ended with status {status}; starting another", flush=True)
+            print_own(f"the hub ended with status {status}; starting another")
         if now < self._next_start:
             return self._next_start - now
         self.start()
@@ -89,4 +90,4 @@ class HubKeeper:
             try:
                 self._process.wait(timeout)
             except subprocess.TimeoutExpired:
-                print("ftmon: the hub has not ended yet; leaving it", flush=True)
+                print_own("the hub has not ended yet; leaving it")

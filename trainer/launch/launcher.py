@@ -24,6 +24,7 @@ import msgspec
 from ...protocol.analysis.deaths.slurm import cancelled_in
 from ...protocol.end_request import LAUNCHER, EndRequest, read_end_request, write_end_request
 from ...protocol.errors import FtmonError
+from ...protocol.job_log import print_own
 from ...protocol.join import join_path
 from ...protocol.process import this_process
 from ...protocol.rundir import ExitFile, LeftoversFile, RunDir, RunFile
@@ -108,13 +109,13 @@ class Launcher:
         if hosts is None:
             return
         if hosts.by_hand:
-            print(f"ftmon: on each other host: ftmon run --join {join_path(self._run)} -- COMMAND", flush=True)
+            print_own(f"on each other host: ftmon run --join {join_path(self._run)} -- COMMAND")
         try:
             problems = push(self._run, hosts, os.environ)
         except (FtmonError, OSError) as error:
             problems = [str(error)]
         for problem in problems:
-            print(f"ftmon: {problem}; ranks there are not watched unless the run's directory is shared", flush=True)
+            print_own(f"{problem}; ranks there are not watched unless the run's directory is shared")
 
     def _start_job(self, command: list[str], cwd: str, environment: dict[str, str], nohup: bool) -> str:
         """Start the job; return the error text, or an empty string."""
@@ -129,7 +130,7 @@ class Launcher:
             )
         except OSError as error:
             text = f"{command[0]}: cannot be started: {error.strerror}"
-            print(f"ftmon: {text}", flush=True)
+            print_own(text)
             return text
         finally:
             _let_go_of_stdin()
@@ -189,7 +190,7 @@ class Launcher:
         """End the run if the command it is tied to is gone: no other process would wait for it or end it."""
         if self._starter is None or not self._starter.open or not self._starter.lost():
             return
-        print("ftmon: the command that started the run is gone; ending the run", flush=True)
+        print_own("the command that started the run is gone; ending the run")
         self._intend(signal.SIGTERM, "the command that started it is gone")
         if self._kill_at is None:
             self._signal_job(signal.SIGTERM)
@@ -204,7 +205,7 @@ class Launcher:
         if self._job is None:
             return
         for number in self._requests.drain():
-            print(f"ftmon: received {number.name}; passed on to the job", flush=True)
+            print_own(f"received {number.name}; passed on to the job")
             if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._intend(number)
             if number in TO_THE_JOB:
@@ -247,7 +248,7 @@ class Launcher:
         now = time.monotonic()
         if self._kill_at is None or now < self._kill_at or self._status is not None:
             return
-        print(f"ftmon: the job has not ended {self._grace:g} s after it was asked to; killing it", flush=True)
+        print_own(f"the job has not ended {self._grace:g} s after it was asked to; killing it")
         self._kill_at = now + _KILL_AGAIN_SECONDS
         self._signal_all(signal.SIGKILL)
 
@@ -277,7 +278,7 @@ class Launcher:
                 self._run.write_leftovers(LeftoversFile(time.time(), self._status, len(members), names))
             how = "never began" if self._status is None else _how_it_ended(self._status)
             listed = ", ".join(names)
-            print(f"ftmon: the job ended ({how}) and left {len(members)} processes, ending them: {listed}", flush=True)
+            print_own(f"the job ended ({how}) and left {len(members)} processes, ending them: {listed}")
             term = 2.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
             members = sweep(self._members, on_wait=self._between_polls, term_seconds=term)
         self._reap(at_once=True)
@@ -311,7 +312,7 @@ class Launcher:
         self._send(LauncherMessage(end=end))
         with _disk_trouble("exit.json"):
             self._run.write_exit(end)
-        print(f"ftmon: the run {state}: {text}", flush=True)
+        print_own(f"the run {state}: {text}")
 
 
 @contextlib.contextmanager
@@ -320,7 +321,7 @@ def _disk_trouble(name: str) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        print(f"ftmon: {name} cannot be written: {error.strerror}", flush=True)
+        print_own(f"{name} cannot be written: {error.strerror}")
 
 
 def _without(table: dict[int, processes.Process], pids: set[int]) -> dict[int, processes.Process]:
@@ -338,7 +339,7 @@ def _nothing(_number: int, _frame: FrameType | None) -> None:
 def _become_subreaper() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        print("ftmon: cannot become a subreaper; leftovers are found by their environment alone", flush=True)
+        print_own("cannot become a subreaper; leftovers are found by their environment alone")
 
 
 def _ignore_hangup() -> None:

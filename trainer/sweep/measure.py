@@ -1,12 +1,12 @@
 """Reads a run's results from its recording: figures of each rank after the warm-up, and the cause of a failure."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from ...protocol.analysis.sweep.figures import figures
 from ...protocol.control import Alert
 from ...protocol.errors import RecordingError
+from ...protocol.job_log import last_lines
 from ...protocol.recording.collect import RecordedRun
 from ...protocol.recording.reader import Reader
 from ...protocol.rundir import RunDir
@@ -18,7 +18,6 @@ from . import gpus
 from .process import Ending, RefusedError
 
 _TEXT = 300
-_TAIL_BYTES = 8192
 
 
 def read(run: RunDir) -> RecordedRun | None:
@@ -160,22 +159,13 @@ def _step_reached(recorded: RecordedRun) -> int | None:
 def _last_words(ending: Ending) -> str:
     """Return the last line that the run wrote, for a failure that no rank reported."""
     end = ending.exit
-    status = f"status {end.exit_code}" if end is not None else "nobody knows how it ended"
+    status = f"status {end.exit_code}" if end is not None else "it is unknown how it ended"
     logs = [*sorted(ending.run.logs.glob("*.err")), ending.run.logs / "launcher.log"]
     for path in logs:
-        words = _tail(path)
-        if words:
-            return f"{status}: {words}"
+        lines = last_lines(path, 1)
+        if lines:
+            return f"{status}: {_line(lines[0])}"
     return status if end is None or not end.text else f"{status}: {_line(end.text)}"
-
-
-def _tail(path: Path) -> str:
-    try:
-        data = path.read_bytes()[-_TAIL_BYTES:]
-    except OSError:
-        return ""
-    lines = [line.strip() for line in data.decode(errors="replace").splitlines()]
-    return _line(next((line for line in reversed(lines) if line and not line.startswith("ftmon:")), ""))
 
 
 def _line(text: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from ...protocol import exits
 from ...protocol.errors import RunDirError
 from ...protocol.failure import FATAL, first_failure, standing
+from ...protocol.job_log import last_lines
 from ...protocol.rundir import ExitFile, RunDir
 from ...protocol.text import sanitize
 from ..model.jobs import failed
@@ -16,7 +17,6 @@ from .jobs_text import job_table
 
 _LOG_LINES = 15
 _LINE_LENGTH = 400
-_LOG_TAIL_BYTES = 16_384
 
 
 def exit_status(end: ExitFile) -> int:
@@ -91,13 +91,5 @@ def first_to_fail(model: RunModel) -> int | None:
 
 def last_words(log: Path, limit: int = _LOG_LINES) -> list[str]:
     """Return the last lines of a log, the long ones cut: the output of the job, or of one rank, before it failed."""
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _LOG_TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
-    return [line if len(line) <= _LINE_LENGTH else f"{line[:_LINE_LENGTH]}..." for line in lines if line.strip()][
-        -limit:
-    ]
+    lines = last_lines(log, limit, own=True)
+    return [line if len(line) <= _LINE_LENGTH else f"{line[:_LINE_LENGTH]}..." for line in lines]
