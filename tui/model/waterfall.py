@@ -24,7 +24,7 @@ LABELS = {
 
 REASONS = {
     "first": "one of the first steps",
-    "periodic": "a look now and then",
+    "periodic": "captured periodically",
     "asked": "asked for",
     "spike": "after a spike",
     "leak": "after a leak",

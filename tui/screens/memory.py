@@ -100,7 +100,7 @@ class MemoryCanvas(Canvas):
                 "Not analysed yet. The probe captures one of the first steps, then one from time to time, and one "
                 "after a spike; c captures the next step."
             )
-        return "Not analysed yet. The probe captures one of the first steps, then one now and then."
+        return "Not analysed yet. The probe captures one of the first steps, then another one periodically."
 
     def _chart(self, rank: RankModel, width: int, height: int) -> list[Line]:
         """Chart the peaks of the three highest phases over the recent steps, where there is room for it."""
