@@ -157,7 +157,7 @@ def answer_query(source: Any, name: str, args: dict[str, Any]) -> bytes:
     try:
         return _encoder.encode(getattr(source, name)(**args))
     except (TypeError, ValueError, OverflowError) as error:
-        raise ProtocolError(f"the history query {name!r} does not take {args!r}: {error}") from None
+        raise ProtocolError(f"the history query {name!r} does not take these arguments: {error}") from None
 
 
 def decode_answer(name: str, data: bytes) -> Any:

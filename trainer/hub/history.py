@@ -5,7 +5,6 @@ app that subscribes first and then queries misses nothing.
 """
 
 import contextlib
-import inspect
 import os
 import threading
 import time
@@ -13,17 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 
 from ...protocol import wire
 from ...protocol.control import Answer, Query
 from ...protocol.errors import FtmonError, ProtocolError
 from ...protocol.recording.reader import Reader
-from ...protocol.recording.results import RESULTS
-
-QUERIES = frozenset(RESULTS)
-"""The methods of ``Reader`` that a peer may call by name."""
+from ...protocol.recording.results import answer_query
 
 MOST = 5_000
 """Maximum frames, points or columns in one answer; the app requests the rest with another query."""
@@ -111,20 +106,15 @@ class HistoryServer(threading.Thread):
             return Answer("", False, error=str(error))
         if not isinstance(query, Query):
             return Answer("", False, error=f"the query channel takes queries, not {type(query).__name__}")
-        if query.name not in QUERIES:
-            return Answer(query.id, False, error=f"no query is called {query.name!r}")
         try:
             if self._reader is not None and self._opened != self._there():
                 self._close_reader()  # it was removed, and another one is in its place
             if self._reader is None:
                 self._opened = self._there()
                 self._reader = Reader(self._recording)
-            method = getattr(self._reader, query.name)
-            inspect.signature(method).bind(**query.args)
-            result = method(**_bounded(query.args))
-            return Answer(query.id, True, data=msgspec.msgpack.encode(result))
-        except TypeError as error:
-            return Answer(query.id, False, error=f"{query.name}: {error}")
+            return Answer(query.id, True, data=answer_query(self._reader, query.name, _bounded(query.args)))
+        except ProtocolError as error:
+            return Answer(query.id, False, error=str(error))
         except FtmonError as error:
             self._close_reader()
             return Answer(query.id, False, error=str(error))
