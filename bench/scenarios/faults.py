@@ -304,7 +304,7 @@ class Fault:
     def _device_wait_mute(self):
         from ftmon.trainer.probe.link.publisher import Publisher
 
-        Publisher._beat = lambda *_: time.sleep(FOR_EVER)  # what sends its telemetry and answers for it
+        Publisher._next_beat = lambda *_: time.sleep(FOR_EVER)  # what sends its telemetry and answers for it
         for number in signal.Signals:
             with contextlib.suppress(RuntimeError):  # those it dumps on by itself
                 faulthandler.unregister(number)
