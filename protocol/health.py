@@ -27,7 +27,7 @@ class Compilation(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     """The function and where it is: ``forward (model.py:40)``."""
     step: Whole = 0
-    """The step in the making when the rank's publisher saw it."""
+    """Current step when the rank's publisher detected it."""
     seconds: float = 0.0
     reason: str = ""
     """Why it was compiled again, Dynamo's words; empty for the first time."""

@@ -90,7 +90,7 @@ class HostState(msgspec.Struct, tag="host", frozen=True, omit_defaults=True):
 
     host: str
     state: HostStateName
-    """``cut off``: its agent was not heard for some seconds; ``left``: its agent ended in order."""
+    """``cut off``: no message of its agent for some seconds; ``left``: its agent announced its end."""
     time: Time
     rank: Rank = -1
     """The lowest rank there; -1 before any is known."""

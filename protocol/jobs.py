@@ -53,7 +53,7 @@ class JobRank(msgspec.Struct, frozen=True, omit_defaults=True):
     loss: float | None = None
     """The last step's loss."""
     state: str = ""
-    """Its last state in this job; empty while the job goes on."""
+    """Its final state in this job; empty while the job runs."""
     text: str = ""
     """Why it ended so, in a few words."""
     exit_code: int | None = None

@@ -100,6 +100,6 @@ class Cause(msgspec.Struct, tag="cause", frozen=True, omit_defaults=True):
     """Host time of the phase without stacks: the difference is the cost of the capture."""
     note: str = ""
     read_us: Whole = 0
-    """What reading the trace cost the publisher thread, the interpreter's lock held for most of it."""
+    """Time to read the trace on the publisher's thread, which holds the GIL for most of it."""
     vocabulary: Whole = 0
     """How many tokens the model knows: logits are that many numbers for each position of a batch."""

@@ -71,7 +71,7 @@ class RankMoment(msgspec.Struct, frozen=True, omit_defaults=True):
     rank: Rank
     state: str
     step: Whole
-    """The step in the making."""
+    """Current step."""
     phase: str
     micro_step: Whole = 0
     allocated_bytes: Whole = 0

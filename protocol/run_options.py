@@ -45,7 +45,7 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     allow_console: bool = False
     """A console may run code in a rank that is held."""
     hold_timeout: float = 0.0
-    """Seconds after which a held rank goes on by itself; 0: never."""
+    """Seconds after which a held rank continues without a release; 0: never."""
     on_hang: OnHang = "warn"
     """What is done about a hang that has stood for ``hang_grace``."""
     hang_grace: float = 30.0

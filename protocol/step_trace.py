@@ -15,7 +15,7 @@ class StepMark(msgspec.Struct, frozen=True, array_like=True):
     """A phase's beginning, and so the end of the one before it, with the allocator's counters."""
 
     phase: str
-    """Empty: the phase before goes on, and only the peak counts (the script reset its counters)."""
+    """Empty: the previous phase continues, and the mark records the peak before the script reset its counters."""
     us: Whole
     allocated: Whole
     """Bytes allocated."""

@@ -47,7 +47,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PhaseRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One phase of one step of one rank; the phase's occurrences in all micro-steps folded into one record.
+    """One phase of one step of one rank, aggregated over the phase's occurrences in all micro-steps.
 
     ``allocated`` and ``reserved`` follow ``Hello.memory_measure``. On the CPU glibc keeps no high-water mark, so their
     ``peak`` is the larger of start and end, and the phase's true peak is in ``resident`` (resident set size).
@@ -99,10 +99,10 @@ class DeviceInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SelfDump(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a rank on the hub's host can be made to write its own stacks while native code holds Python's lock.
+    """How to make a rank on the hub's host write its stacks while native code holds the GIL.
 
-    ``signal``, sent to the one thread ``receiver``, has faulthandler write the stacks of all threads to ``path``. It is
-    to be sent only while the process still catches it and ``descriptor`` is still open on that very file.
+    On ``signal``, sent to the thread ``receiver``, faulthandler writes the stacks of all threads to ``path``. The
+    signal may be sent only while the process catches it and ``descriptor`` is open on that file.
     """
 
     signal: Whole
@@ -378,7 +378,7 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
 
     rank: Rank
     step: Whole
-    """The step in the making: the last finished step plus one."""
+    """Current step: the last finished step plus one."""
     phase: str
     phase_started: Time
     progress: Whole
@@ -390,8 +390,8 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
     """The collective whose call has not returned, such as ``all_gather_into_tensor``; empty outside of one."""
     last_collective: str = ""
     step_collectives: Whole = 0
-    """Of ``collectives``, those entered since the step in the making began. Ranks whose totals differ for good (one
-    did more during start-up) are still comparable by it: it shows which rank has not entered which collective.
+    """Of ``collectives``, those entered in the current step. They are comparable between ranks whose totals differ
+    since start-up, and so show which rank has not entered a collective.
     """
     group: str = ""
     """The process group of ``collective``, or of ``last_collective`` outside of one, by PyTorch's name for it."""
@@ -497,8 +497,8 @@ class Stacks(msgspec.Struct, tag="stacks", frozen=True, omit_defaults=True):
     thread: str = ""
     """The training thread as ``text`` names it; empty: not known."""
     taken_by: Literal["", "probe", "signal", "py-spy"] = ""
-    """``probe``: the rank answered; ``signal``: it could not, native code held Python's lock, and a signal made it
-    write them; ``py-spy``: another process read them, native frames included."""
+    """``probe``: the rank answered; ``signal``: native code held the GIL, and faulthandler wrote them on a signal;
+    ``py-spy``: read from outside, native frames included."""
 
 
 class Goodbye(msgspec.Struct, tag="goodbye", frozen=True, omit_defaults=True):

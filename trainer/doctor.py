@@ -60,7 +60,7 @@ def gpus() -> Iterator[Check]:
     if torch.version.cuda is None:
         if present:
             remedy = "install a CUDA build of PyTorch: https://pytorch.org/get-started/locally"
-            yield Check("GPUs", "warning", f"{present} here, but this PyTorch is built for the CPU alone", remedy)
+            yield Check("GPUs", "warning", f"{present} here, but this PyTorch is built for the CPU only", remedy)
         else:
             yield Check("GPUs", "ok", f"none{note}: training runs on the CPU, over gloo")
         return
@@ -87,7 +87,7 @@ def process_groups() -> Iterator[Check]:
         socket.getaddrinfo(name, None)
     except OSError:
         remedy = "add it to /etc/hosts, or export GLOO_SOCKET_IFNAME=lo (ftmon's own trainer does)"
-        yield Check("gloo", "warning", f"this host's name, {name}, leads to no address: gloo may not start", remedy)
+        yield Check("gloo", "warning", f"this host's name, {name}, resolves to no address: gloo may not start", remedy)
     else:
         yield Check("gloo", "ok", "available")
 
@@ -118,9 +118,9 @@ def extension_locks() -> Iterator[Check]:
             age = time.time() - lock.stat().st_mtime
             old += [(lock, age)] if age > _BUILD_SECONDS else []
     if not old:
-        yield Check(name, "ok", "no build was left unfinished")
+        yield Check(name, "ok", "no unfinished builds")
     for lock, age in old:
-        text = f"{lock} is {duration(age)} old: runs wait in DeepSpeed's start until it is gone"
+        text = f"{lock} is {duration(age)} old: DeepSpeed waits at start-up until it is removed"
         yield Check(name, "warning", text, f"if nothing is being built: rm {shlex.quote(str(lock))}")
 
 

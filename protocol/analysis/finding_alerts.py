@@ -48,7 +48,7 @@ class FindingAlerts:
         """Alerts that an earlier hub left standing, and since when this one has seen nothing of them."""
 
     def restore(self, alert: Alert) -> Finding | None:
-        """Process an alert of the recording; return the finding behind it, None where it was made of none.
+        """Process an alert of the recording; return its finding, None if it has none.
 
         One of kind ``health`` that is not raised again ends after ``ORPHAN_S``.
         """

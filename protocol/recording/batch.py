@@ -147,7 +147,7 @@ def _insert(connection: sqlite3.Connection, table: str, rows: list[Row]) -> int:
 
 
 def _insert_many(connection: sqlite3.Connection, statement: str, rows: list[Row]) -> None:
-    """Insert rows, many with each statement: Python's lock is let go, and must be had again, for every one of these."""
+    """Insert rows, many per statement: sqlite3 releases and reacquires the GIL for each statement."""
     whole = len(rows) - len(rows) % _ROWS_A_STATEMENT
     if whole:
         values = statement[statement.index("(") :]

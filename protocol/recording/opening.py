@@ -209,7 +209,7 @@ def _check_header(path: Path) -> _Header:
 
 
 def _check_regular(path: Path) -> None:
-    """Refuse pipes, sockets and devices, also where SQLite would open them as its log: opening one may wait for ever.
+    """Refuse pipes, sockets and devices, also where SQLite would open them as its log: opening one may block.
 
     Raises:
         RecordingError: it is one.

@@ -122,7 +122,7 @@ def hello_row(seq: int, t: float, hello: Hello) -> Row:
 
 
 def event_row(seq: int, t: float, message: Message) -> Row:
-    """Make a row of ``events``, the table for every type without one of its own."""
+    """Return a row of ``events``, the table for all types without their own table."""
     rank = getattr(message, "rank", None)
     return (seq, t, message.__struct_config__.tag, NO_RANK if rank is None else rank, pack_body(message))
 

@@ -134,7 +134,7 @@ class _Reading:
         self._bytes_left = _AMPLIFICATION * guard.file_bytes + _SPARE_BYTES
 
     def copy(self, table: str, columns: list[Column], *, by_rowid: bool) -> None:
-        """Copy one table; beyond a hole it goes on where rows are numbered."""
+        """Copy one table; a table with numbered rows is also copied beyond damaged pages."""
         self._highest = _LOWEST
         names = ", ".join(quoted(column.name) for column in columns)
         number = "rowid" if by_rowid and columns[0].type == "INTEGER" else "NULL"

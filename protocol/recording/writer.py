@@ -79,7 +79,7 @@ class Writer:
         self.last_seq = 0
         """The highest number in the recording, or seen since."""
         self.next_seq = 1
-        """Where a hub that opens this recording goes on numbering."""
+        """Sequence number with which a hub that opens this recording continues."""
         self.agent_numbers: dict[str, int] = {}
         """The numbers that an earlier writer of this file was given by ``note_agent_numbers``, of what is in it."""
         self.received: dict[str, int] | None = None

@@ -15,8 +15,8 @@ Settings = dict[str, Value]
 """One configuration of the sweep: a value for each axis."""
 
 Verdict = Literal["done", "out-of-memory", "hang", "crash", "timeout", "refused", "no-steps", "unfinished"]
-"""``refused``: the run was not started, its configuration cannot be used; ``no-steps``: it ended in order, without an
-optimizer step; ``unfinished``: the sweep ended first (budget, interrupt), so the row is no result of the configuration.
+"""``refused``: the configuration is invalid, and the run was not started; ``no-steps``: it exited with status 0 without
+an optimizer step; ``unfinished``: the sweep ended first (budget, interrupt), so the row is no result.
 """
 Goal = Literal["largest", "fastest", "phases"]
 

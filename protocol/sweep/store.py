@@ -38,7 +38,7 @@ class Results(NamedTuple):
 
     @property
     def end(self) -> Ended | None:
-        """How the newest session ended; None while it goes on, or where it was killed."""
+        """How the newest session ended; None: it is running, or was killed."""
         last = self.entries[-1]
         return last if isinstance(last, Ended) else None
 

@@ -166,7 +166,7 @@ def test_a_sweep_goes_on_without_its_screen_until_it_is_ended_there(home: Ftmon,
         terminal.press("S")
         wait_for(terminal, "interrupted")
         terminal.press("q")
-        wait_for(terminal, "the run ended in order")
+        wait_for(terminal, "the run exited with status 0")
     end = read(results).end
     assert end is not None
     assert (end.reason, end.not_run) == ("interrupted", 2)

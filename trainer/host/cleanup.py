@@ -145,7 +145,7 @@ def _elsewhere(path: str) -> OrphanReason:
     try:
         join = read_join(Path(path))
     except FtmonError:
-        return OrphanReason(f"of another host, and {sanitize(path, 200)} is gone that told of its hub", sure=False)
+        return OrphanReason(f"of another host, and {sanitize(path, 200)}, its hub's address, is gone", sure=False)
     for address in join.addresses:
         with contextlib.suppress(OSError), socket.create_connection((address, join.port), _ANSWER_SECONDS):
             return OrphanReason("")

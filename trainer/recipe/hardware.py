@@ -34,7 +34,7 @@ def visible_gpus() -> list[str]:
 
 
 def usable_gpus() -> list[str]:
-    """List the visible GPUs, or none when the installed PyTorch was built for the CPU alone."""
+    """List the visible GPUs, or none when the installed PyTorch was built for the CPU only."""
     return [] if torch_is_cpu_only() else visible_gpus()
 
 

@@ -111,7 +111,7 @@ def why(ending: Ending, recorded: RecordedRun | None, timeout: float) -> Why:
     failed = ending.exit is None or ending.exit.exit_code != 0
     if ending.ended_for == "steps" or (not failed and not ending.ended_for):
         taken = recorded is not None and any(recorded.steps_seen(rank) for rank in recorded.ranks)
-        return Why("done") if taken else Why("no-steps", "the run ended in order, and took no step that ftmon saw")
+        return Why("done") if taken else Why("no-steps", "the run exited with status 0, but ftmon recorded no step")
     ended_for_hang = ending.ended_for == "hang"
     hung = ended_for_hang or (ending.exit is not None and ending.exit.cause in ("hang", "hang-at-exit"))
     if recorded is None:

@@ -121,7 +121,7 @@ class _Process:
             return
         found = measure.why(ending, recorded, self._spec.timeout)
         if found.verdict == "done":
-            found = Why("crash", "the process ended in order before it had measured this length")
+            found = Why("crash", "the process exited with status 0 before it had measured this length")
         if found.step is not None:
             found = found._replace(step=found.step - self._done * (self._spec.warm_up + self._spec.steps))
         ranks: list[RankRow] = []

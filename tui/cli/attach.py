@@ -53,7 +53,7 @@ def attach(arguments: Namespace) -> int:
 
 
 def watch(run: RunDir, arguments: Namespace, line: CommandEnd | None = None) -> int:
-    """Watch a run until it ends or the person leaves.
+    """Show a run until it ends or the user quits.
 
     Args:
         run: the run.
@@ -117,7 +117,7 @@ def replay(arguments: Namespace) -> int:
 
 
 def print_recording(path: Path, arguments: Namespace) -> int:
-    """Print what a recording holds as the lines that were printed live.
+    """Print a recording as the lines that were printed live.
 
     Raises:
         RecordingError: it is not one, or cannot be read.
@@ -140,7 +140,7 @@ def print_recording(path: Path, arguments: Namespace) -> int:
 
 
 def opens_app(arguments: Namespace) -> bool:
-    """Return whether the app opens; where it was wanted and cannot, the reason is printed."""
+    """Return whether the app can open; if it was requested and cannot, print the reason."""
     if arguments.plain:
         return False
     reason = terminal.why_no_app()

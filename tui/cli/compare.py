@@ -1,4 +1,4 @@
-"""``ftmon compare``: what differs between two runs or two sweeps, by more than its noise."""
+"""``ftmon compare``: the differences between two runs or two sweeps that exceed their noise."""
 
 from argparse import Namespace
 

@@ -1,4 +1,4 @@
-"""Asking a hub to act: one command, its two answers."""
+"""Sends a command to a hub and receives its two replies."""
 
 import secrets
 import time

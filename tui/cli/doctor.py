@@ -1,4 +1,4 @@
-"""``ftmon doctor``: the terminal side's checks, then the training side's own, asked of a process of its own."""
+"""``ftmon doctor``: the terminal side's checks, then the training side's, which run in a separate process."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ INSTALL = 'pip install "ftmon[train]"'
 
 
 def doctor(arguments: Namespace) -> int:
-    """Print what works on this machine; status 1 when something stands in the way."""
+    """Print the checks of this machine; return 1 if one of them is an error."""
     groups = {"terminal": list(own_checks()), "training": trainer_checks()}
     broken = any(check.state == "error" for checks in groups.values() for check in checks)
     if arguments.json:
@@ -37,7 +37,7 @@ def doctor(arguments: Namespace) -> int:
 
 
 def trainer_checks() -> list[Check]:
-    """Ask the training side what works there; one check that says so when it is not installed."""
+    """Return the training side's checks; a single check reports it if that side is not installed."""
     if missing := missing_training_packages():
         return [Check("training side", "warning", f"not installed here ({', '.join(missing)} missing)", INSTALL)]
     command = [sys.executable, "-P", "-m", "ftmon.trainer.doctor", "--json"]
@@ -56,5 +56,5 @@ def trainer_checks() -> list[Check]:
 
 
 def missing_training_packages() -> list[str]:
-    """Name the packages without which ftmon's own trainer cannot start here; looks for them without importing any."""
+    """Return the missing packages that ftmon's own trainer requires, without importing any package."""
     return [name for name in ("torch", "deepspeed", "transformers", "datasets") if find_spec(name) is None]

@@ -85,7 +85,7 @@ def _exposure(runs: Path) -> tuple[State, str, str] | None:
 
 
 def nvml_check() -> Check:
-    """Check whether NVIDIA's management library answers, and what it sees."""
+    """Check that NVML works, and list its GPUs."""
     import pynvml
 
     try:

@@ -1,4 +1,4 @@
-"""``ftmon events RUN``: what the allocators of a run do, a line for each phase of each sampled step, as they come."""
+"""``ftmon events RUN``: prints the allocator statistics of a run, one line per phase of each sampled step."""
 
 import sys
 import time
@@ -63,7 +63,7 @@ def _has_ended(target: str) -> bool:
 
 
 def _follow(run: RunDir, rank: int | None, printed: dict[int, int], as_json: bool) -> int:
-    """Print what is sampled from now on; return what the run's end stands for, or 130 after Ctrl-C."""
+    """Print newly sampled steps; return the exit status of the run's end, or 130 after Ctrl-C."""
     from ..source.live import LiveSource
 
     source = LiveSource(run)

@@ -1,4 +1,4 @@
-"""Following a run in plain lines, where there is no terminal to draw in or none is wanted."""
+"""Follows a run in plain lines, without the terminal app."""
 
 import os
 import signal
@@ -122,7 +122,7 @@ class _Following:
         """The job knows nothing of ftmon: ctrl-c is its own affair."""
 
     def until_the_end(self) -> ExitFile | None:
-        """Print until the run has ended; None when the person left before."""
+        """Print lines until the run has ended; return None if the user quit before."""
         drained_by = 0.0
         while True:
             self._print_new()
@@ -140,7 +140,7 @@ class _Following:
             time.sleep(POLL_SECONDS)
 
     def _print_new(self) -> None:
-        """Print what is new. A mistake in here must not end a run that this command started."""
+        """Print new lines. An error here must not end a run that this command started."""
         if not self._narrates:
             return
         try:
@@ -163,7 +163,7 @@ class _Following:
             )
 
     def _left(self) -> bool:
-        """Act on the signals that came; True when the person wants no more of it."""
+        """Handle received signals; return True if the user quits."""
         while self._signals:
             number = self._signals.popleft()
             if not self._owned:
@@ -179,7 +179,7 @@ class _Following:
         return False
 
     def _interrupt(self) -> None:
-        """Pass a ctrl-c on. ftmon's own trainer is asked by way of the hub: it saves a checkpoint before it ends."""
+        """Forward a Ctrl-C; to ftmon's own trainer through the hub, so that it saves a checkpoint before it ends."""
         first = self.interrupts == 1
         if self.foreign:
             _warn(_INTERRUPT_WORDS[self.interrupts - 1])

@@ -1,4 +1,4 @@
-"""The jobs of a run as plain lines: the table of ``ftmon status``, and a line each for who follows a run."""
+"""The jobs of a run as plain lines: the table of ``ftmon status``, and one line each for a followed run."""
 
 from collections.abc import Iterator, Mapping
 

@@ -1,4 +1,4 @@
-"""``ftmon kill`` and ``ftmon stop``: what a person asks of a run, and what came of it."""
+"""``ftmon kill`` and ``ftmon stop``: end a run or some of its ranks, and print the outcome."""
 
 import sys
 from argparse import Namespace
@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.1
 
 
 def kill(arguments: Namespace) -> int:
-    """End a run, or some of its ranks; status 0 only when nothing of what was named is left."""
+    """End a run, or some of its ranks; return 0 only if all their processes have ended."""
     run = run_store.find(arguments.run)
     if _is_over(run):
         print(f"{run.id} has ended already; no process of it is left")
@@ -41,7 +41,7 @@ def _is_over(run: RunDir) -> bool:
 
 
 def _confirmed(run: RunDir, arguments: Namespace) -> bool:
-    """Ask on a terminal, default no. A script's command line is consent enough."""
+    """Ask for confirmation on a terminal, default no; without a terminal, return True."""
     if arguments.yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True
     ranks = ", ".join(map(str, sorted(set(arguments.rank))))

@@ -1,4 +1,4 @@
-"""The ``ftmon`` command: parse, call the one module that does it, and turn what went wrong into one line."""
+"""The ``ftmon`` command: parses the arguments, calls the command's module, and prints errors in one line."""
 
 import argparse
 import os

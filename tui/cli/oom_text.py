@@ -70,7 +70,7 @@ def _report(report: OomReport, of_snapshot: bool) -> Iterator[str]:
 
 
 def remedy_bytes(remedy: Remedy) -> str:
-    """Return what a remedy frees: `` (frees about 4.00 GiB)``; empty where that is not known."""
+    """Return the memory that a remedy frees: `` (frees about 4.00 GiB)``; empty: not known."""
     bound = f" {remedy.bound}" if remedy.bound else ""
     return f" (frees{bound} {gib(remedy.frees_bytes)})" if remedy.frees_bytes else ""
 

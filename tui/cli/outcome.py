@@ -1,4 +1,4 @@
-"""How a run ended: as an exit status, and as the last lines a person reads about it."""
+"""How a run ended: the exit status, and the closing lines of the output."""
 
 import shlex
 from collections.abc import Iterator, Sequence

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What ``ftmon run`` passes on to the run."""
+"""Signals that ``ftmon run`` forwards to the run."""
 
 
 class Interrupts:

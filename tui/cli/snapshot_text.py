@@ -68,7 +68,7 @@ def _tree(root: Node, most: int) -> Iterator[str]:
 
 
 def difference_lines(before: list[Replay], after: list[Replay], top: int) -> list[str]:
-    """Describe what the second snapshot's end has more or less than the first's, by stack."""
+    """Return the differences in live memory at the ends of two snapshots, by stack."""
     lines = [f"from {sanitize(before[0].snapshot.path)} to {sanitize(after[0].snapshot.path)}"]
     for old in before:
         new = next((replay for replay in after if replay.device == old.device), None)

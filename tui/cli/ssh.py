@@ -12,9 +12,9 @@ from ..source.ssh import SshCommand, SshEndpoint, SshError
 from .remote import watch_remote
 
 SSH_ENV = "FTMON_SSH"
-"""OpenSSH's client and options of one's own, where it is not ``ssh``."""
+"""OpenSSH client command with options, if not ``ssh``."""
 REMOTE_ENV = "FTMON_REMOTE"
-"""The ftmon there, where it is not on the PATH that ssh gives a command: ``~/venv/bin/ftmon``."""
+"""Path of ftmon on the remote host, if it is not on the PATH of ssh commands: ``~/venv/bin/ftmon``."""
 
 _URL = re.compile(
     r"ssh://(?:([^@/\s-][^@/\s]*)@)?(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]-][^\s:/@\[\]]*)(?::(\d{1,5}))?(?:/([^/\s]*))?/?"

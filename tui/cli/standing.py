@@ -91,7 +91,7 @@ class Standing:
             return None
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the launcher, which passes it on; later, where it has not come up yet."""
+        """Send a signal to the launcher, which forwards it; deferred if the launcher has not started yet."""
         self._unsent.append(number)
         self.send_waiting()
 

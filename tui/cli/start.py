@@ -31,7 +31,7 @@ def demo(arguments: Namespace) -> int:
 
 
 def train(arguments: Namespace) -> int:
-    """Train with a person's own configuration and watch it, or print a default one."""
+    """Train with the given configuration and show the run, or print a default configuration."""
     require_training()
     if arguments.print_config:
         return print_config()

@@ -19,7 +19,7 @@ SWEEP = "ftmon.trainer.sweep"
 
 
 def sweep(arguments: Namespace) -> int:
-    """Run a sweep: status 0 where every run has its row, 1 where it ended before, 2 for a file that cannot be used.
+    """Run a sweep; return 0 if every run has its row, 1 if the sweep ended earlier, 2 for an invalid file.
 
     In a terminal it opens the app, and the sweep continues when that is left; else its lines are printed.
 

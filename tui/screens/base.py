@@ -1,4 +1,4 @@
-"""What every full screen has: summary above, replay bar and keys below, the common keys, and a floor for its size."""
+"""Base of the full screens: summary above, replay bar and keys below, the common keys, and a minimum size."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -80,9 +80,9 @@ class MonitorScreen(Screen[Any]):
     AUTO_FOCUS: ClassVar[str | None] = ""  # else an unrequested filter would get every key
     TITLE_LINES: int = 2
     NAME = ""
-    """What the screen is called in help."""
+    """Name of the screen in help."""
     WHAT = ""
-    """What a person sees here, a few sentences."""
+    """Description of the screen in a few sentences."""
     HIDDEN: ClassVar[frozenset[str]] = frozenset()
     """Actions of the app that mean nothing on this screen."""
     LEGEND: ClassVar[tuple[str, ...]] = ()

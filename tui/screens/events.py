@@ -1,4 +1,4 @@
-"""What the allocator of a rank does, as it does it: rates by phase, growth, retries, fragmentation; and all ranks."""
+"""The allocator screen: rates by phase, growth, retries and fragmentation of a rank, and a list of all ranks."""
 
 from collections.abc import Iterable
 from typing import ClassVar
@@ -61,7 +61,7 @@ class EventsCanvas(Canvas):
 
 
 class EventsScreen(SelectedRankScreen):
-    """What the allocator does."""
+    """Shows the allocator's activity."""
 
     NAME = "events"
     WHAT = (

@@ -1,4 +1,4 @@
-"""What a kill is aimed at, in words: the targets, what follows from ending them, what is left of them afterwards."""
+"""Texts of the kill dialog: the targets, the consequences of ending them, and the processes left afterwards."""
 
 from dataclasses import dataclass, field
 

@@ -38,7 +38,7 @@ class MemoryCanvas(Canvas):
         return self.app_state.model.ranks.get(self.app_state.selected)
 
     def key(self) -> object:
-        """Change with the ranks' memory, the device and what a person chose."""
+        """Return a key that changes with the ranks' memory, the device and the user's selection."""
         model, rank = self.app_state.model, self.rank
         chosen = self.choice, self.bars, self.top, self.app_state.selected
         if rank is None:

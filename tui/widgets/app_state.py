@@ -1,4 +1,4 @@
-"""What all screens share: the source and its model, the theme, and what a person has chosen to see."""
+"""State shared by all screens: the source and its model, the theme, and the user's selections."""
 
 import time
 from typing import Literal
@@ -31,7 +31,7 @@ class AppState:
         self.read_only = read_only
         self.views = Views()
         self.selected = 0
-        """The rank that is selected, on every screen; the first one until a person chose."""
+        """The rank selected on every screen; initially the first."""
         self.chosen = False
         self.span = 1
         self.view: ViewName = "auto"
@@ -108,7 +108,7 @@ class AppState:
 
     @property
     def replaying(self) -> bool:
-        """Whether what is shown is not the present: a recording, or a live run held or rewound."""
+        """Whether the screens show the past: a recording, or a live run paused or rewound."""
         transport = self.source.transport if self.source is not None else None
         return transport is not None and (transport.mode != "live" or not transport.playing)
 
@@ -131,5 +131,5 @@ class AppState:
             self.selected = min(ranks, key=lambda rank: abs(rank - self.selected))
 
     def select(self, rank: int) -> None:
-        """Select a rank because a person chose it."""
+        """Select a rank on the user's request."""
         self.selected, self.chosen = rank, True

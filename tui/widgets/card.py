@@ -103,7 +103,7 @@ def foot(view: RankView, width: int, theme: Theme) -> list[Line]:
 
 
 def health(view: RankView, width: int, theme: Theme) -> Line:
-    """Draw utilisation, power and temperature; of a rank in trouble, what it is doing instead."""
+    """Draw utilisation, power and temperature; for a rank with a problem, its position instead."""
     if view.in_trouble or (view.text and view.state in ("starting", "failed")):
         glyph, tone = theme.state(view.state)
         return Line(cut(f"{glyph} {view.text or view.state}", width, theme.glyphs.ellipsis), theme.style(tone)).fit(

@@ -1,4 +1,4 @@
-"""What the allocator of a rank does, as lines: rates by phase, its course over the sampled steps, the other ranks."""
+"""Lines of the allocator screen: rates by phase, the course over the sampled steps, the other ranks."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -18,7 +18,7 @@ def gib(count: float, short: bool = False) -> str:
 
 
 def gib_signed(count: float) -> str:
-    """Format a change in GiB with its sign; what rounds to nothing is ``0``."""
+    """Format a change in GiB with its sign; ``0`` if it rounds to zero."""
     size = count / GIB
     if abs(size) < 0.0005:
         return "0"
@@ -31,7 +31,7 @@ def mib(count: float) -> str:
 
 
 def mib_signed(count: float) -> str:
-    """Format a change in MiB with its sign; what rounds to nothing is ``0``."""
+    """Format a change in MiB with its sign; ``0`` if it rounds to zero."""
     return f"{count / MIB:+,.1f}" if abs(count) >= MIB / 20 else "0"
 
 

@@ -107,7 +107,7 @@ PART_WORDS = {
     "unattributed": "allocated, of unknown purpose",
     "unused": "reserved by the allocator, not allocated",
 }
-"""What the parts of a memory peak are."""
+"""Descriptions of the parts of a memory peak."""
 
 
 def part_legend(theme: Theme) -> list[Line]:

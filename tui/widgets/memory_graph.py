@@ -26,7 +26,7 @@ class Column(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What a graph is drawn against: bytes at its top edge, and the run's peak, which gets a line (0: none)."""
+    """Scale of a graph: bytes at its top edge, and the run's peak in bytes, drawn as a line (0: none)."""
 
     top: int
     peak: int = 0

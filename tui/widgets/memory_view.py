@@ -23,7 +23,7 @@ from .waterfall import size_words, unit_of, waterfall_lines
 
 @dataclass(frozen=True, slots=True)
 class MemoryChoice:
-    """What a person chose to see."""
+    """The user's selections."""
 
     phase: str = ""
     """Empty: the phase with the highest peak."""

@@ -23,14 +23,14 @@ class Palette:
     allocated: str
     reserved: str
     spike_behind: str
-    """What is drawn behind a spike's column, which itself has the colour of a warning."""
+    """Background of a spike's column, which itself has the warning colour."""
     peak: str
     """The line at the run's highest peak."""
     on_color: str
     """Text on a coloured bar."""
     phases: dict[str, str]
     parts: dict[str, str]
-    """What a memory peak is made of (``ftmon.protocol.memory.PARTS``), and what the device holds besides."""
+    """Parts of a memory peak (``ftmon.protocol.memory.PARTS``), and the other memory in use on the device."""
     heat: tuple[str, ...]
     """Memory share from empty to full, in equal steps."""
 

@@ -41,7 +41,7 @@ def sign_of(kind: Kind, theme: Theme) -> str:
 def plot_cells(
     curves: Sequence[Curve], width: int, height: int, xs: tuple[float, float], ys: tuple[float, float], theme: Theme
 ) -> list[list[Cell]]:
-    """Draw curves into ``height`` rows of ``width`` cells; what is beyond the range of ``ys`` is drawn at its edge."""
+    """Draw curves into ``height`` rows of ``width`` cells; values beyond the range of ``ys`` are drawn at its edge."""
     figure = new_figure(width, height)
     figure.axes(False)
     low, high = xs if xs[1] > xs[0] else (xs[0] - 0.5, xs[0] + 0.5)

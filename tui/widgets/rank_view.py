@@ -51,5 +51,5 @@ class RankView:
 
     @property
     def words(self) -> tuple[str, str]:
-        """What the solid and the lighter part of its memory are called."""
+        """Names of the solid and the lighter part of its memory."""
         return ("alloc", "rsvd") if self.measure == "cuda" else ("in use", "resident")

@@ -25,7 +25,7 @@ class Summary:
     job: int = 0
     """The number of the job, where the run has several."""
     activity: str = ""
-    """What the run does besides its steps, in place of the word of its state: ``evaluation 12/40``."""
+    """Current activity other than steps, shown instead of the run's state: ``evaluation 12/40``."""
     step: int = 0
     total_steps: int | None = None
     epochs: str = ""
@@ -55,7 +55,7 @@ class Summary:
     setup: str = ""
     """Parameters, ZeRO stage, ranks: shown where there is room."""
     connection: str = ""
-    """What is wrong with the source, such as ``the hub is gone: reconnecting``."""
+    """Problem of the source, such as ``the hub is gone: reconnecting``."""
 
 
 def summary_lines(summary: Summary, width: int, theme: Theme) -> list[Line]:
@@ -130,7 +130,7 @@ def _time(summary: Summary, theme: Theme) -> Line:
 
 
 def _peak(summary: Summary, words: str, theme: Theme, predicted: bool = False) -> Line:
-    """Draw the highest peak against capacity, and what was predicted; nothing before there is one."""
+    """Draw the highest peak against capacity, and the prediction; nothing before the first peak."""
     dim = theme.style("dim")
     if not summary.peak:
         return Line()

@@ -21,7 +21,7 @@ _NICE = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
 
 
 class Views:
-    """Views of one model, each made again only when what it is made of has changed."""
+    """Views of one model, each recomputed only when its inputs have changed."""
 
     def __init__(self) -> None:
         self._shares: dict[int, tuple[object, tuple[tuple[str, float], ...]]] = {}

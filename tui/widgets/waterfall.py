@@ -1,4 +1,4 @@
-"""The waterfall: what a peak is made of, a row a part, each bar beginning where the one above it ends."""
+"""The waterfall: composition of a peak, one row per part, each bar starting at the end of the one above."""
 
 from ...protocol.analysis.estimates.live import FLOOR_BYTES
 from ...protocol.prediction import PredictedPhase

@@ -11,4 +11,4 @@ class Figure(msgspec.Struct, frozen=True):
     error: float
     """Expected error as a share of the value, 0.05 for 5 %."""
     basis: str
-    """What it was measured on or computed from, for a person."""
+    """The measurement or computation behind it, for display."""

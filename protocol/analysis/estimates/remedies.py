@@ -1,4 +1,4 @@
-"""What-if: configurations that were each predicted, ranked so that the cheapest that fits comes first."""
+"""What-if: predicted configurations, ranked with the cheapest fitting one first."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ class Option(msgspec.Struct, frozen=True):
     """A configuration with its predicted figures."""
 
     name: str
-    """What is changed, as a person calls it: ``checkpointing``, ``ZeRO 3``."""
+    """Display name of the change: ``checkpointing``, ``ZeRO 3``."""
     peak_bytes: int
     """Highest use of the device that decides whether it fits: reserved and what is beside it."""
     step_seconds: float

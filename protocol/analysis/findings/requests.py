@@ -97,7 +97,7 @@ class DiagnosticRequests:
 
 
 def next_step(steps: list[int]) -> int:
-    """Return the step of the next spike, where the ones before came at even distances; 0: cannot tell."""
+    """Return the step of the next spike if the earlier ones were evenly spaced; 0: not known."""
     if len(steps) < 3:
         return 0
     first, second = steps[-1] - steps[-2], steps[-2] - steps[-3]

@@ -83,7 +83,7 @@ class _Volume:
                 self.bursts = [*self.bursts[-3:], written]
 
     def falling(self) -> tuple[float, float] | None:
-        """Return (bytes a second, seconds it has lasted) of the fall that goes on now; None: there is none."""
+        """Return the current decrease of free space as (bytes per second, duration in seconds); None: no decrease."""
         samples = self.samples
         if len(samples) < FEWEST:
             return None

@@ -233,7 +233,7 @@ class Divergence:
         return 0.0, 0
 
     def _lasts(self, rise: _Rise) -> Literal["", "rises", "stays"]:
-        """Return how the loss has been high for long enough, as it goes on rising, or does not fall; empty: neither."""
+        """Return in which way the loss has been high for long enough: still rising, or not falling; empty: neither."""
         height, longest = self._returned
         if len(self._high) < RISING_LOOKS or (rise.height < SWING * height and len(self._high) < 2 * longest):
             return ""

@@ -89,7 +89,7 @@ class _Explosion:
         return [] if len(high) < EXPLODED_STEPS or usual else high
 
     def over(self) -> None:
-        """The explosion that was found came back."""
+        """End the detected explosion; keep its height and length as usual for this run."""
         peak, steps = self.returned
         self.returned = max(peak, self.peak), max(steps, self.steps)
         self.standing = False

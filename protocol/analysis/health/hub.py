@@ -61,7 +61,7 @@ class HealthDetector:
         return [Finding("no_step", facts, severity="warning" if state.state == "finished" else "error")]
 
     def observe(self, stats: HubStats) -> None:
-        """Take in the hub's figures from the recording: what was lost before is no news."""
+        """Restore the hub's figures from the recording, so that earlier losses are not reported again."""
         self._lost = dict(stats.lost)
 
     def _losses(self, t: float, stats: HubStats) -> list[Finding]:

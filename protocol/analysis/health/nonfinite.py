@@ -25,7 +25,7 @@ KEPT_STEPS = 64
 
 
 class NonFiniteFacts(msgspec.Struct, frozen=True):
-    """Where the first value that is no number came from."""
+    """Origin of the first non-finite value."""
 
     value: str
     """``nan``, ``inf`` or ``-inf``."""

@@ -32,7 +32,7 @@ _MILD = frozenset((63, 92))
 
 
 def meaning(code: int) -> tuple[str, Literal["warning", "error"]]:
-    """Return what an XID stands for, in words, and how bad it is."""
+    """Return the meaning of an XID, as text, and its severity."""
     if code in _OF_THE_DEVICE:
         return _OF_THE_DEVICE[code], "warning" if code in _MILD else "error"
     return _OF_THE_PROGRAM.get(code, "see NVIDIA's list of XID errors"), "warning"

@@ -157,7 +157,7 @@ class LeakDetector:
         return [msgspec.structs.replace(known, facts=facts, state="explained")]
 
     def restore(self, finding: Finding) -> None:
-        """Restore a leak from the recording, so that it goes on instead of being raised twice."""
+        """Restore a leak from the recording, so that it is updated and not raised twice."""
         facts: LeakFacts | None = finding.facts
         if facts is None or finding.state == "resolved":
             return

@@ -58,7 +58,7 @@ _FRAMES = (
 _PATTERNS = [(name, re.compile(file), re.compile(function)) for name, file, function in _FRAMES]
 _LOGITS_SLACK = 0.02
 LEAST_SHARE = 0.2
-"""A pattern is named when it has at least this share of what came and went."""
+"""A pattern is named if it has at least this share of the transient bytes."""
 
 WORDS = {
     "foreach_temporaries": "foreach temporaries of the optimizer",

@@ -1,4 +1,4 @@
-"""Figures of a sweep's rows that a person can ask for by name, as columns of its table.
+"""Figures of a sweep's rows, selectable by name as columns of its table.
 
 A name is a figure of the whole run (``peak``, ``loss``) or of a phase (``backward.peak``, ``forward.ms``).
 """

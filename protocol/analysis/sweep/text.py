@@ -47,7 +47,7 @@ def settings_text(settings: Settings) -> str:
 
 
 def row_text(row: Row) -> str:
-    """Return what became of a run: ``13.40 GiB in backward, 398 ms a step, 5,146 tokens/s``."""
+    """Return the outcome of a run: ``13.40 GiB in backward, 398 ms a step, 5,146 tokens/s``."""
     if row.verdict != "done":
         return failure_text(row)
     words = [f"{gib(row.peak_bytes)} in {row.peak_phase}" if row.peak_phase else "no memory was measured"]
@@ -214,5 +214,5 @@ def describe_pieces(found: Sequence[Piece], axis: str) -> str:
 
 
 def counts_text(counts: Mapping[Verdict, int]) -> str:
-    """Return how many runs came to what: ``38 done, 2 out of memory``."""
+    """Return the number of runs per outcome: ``38 done, 2 out of memory``."""
     return ", ".join(f"{count} {VERDICTS[verdict]}" for verdict, count in counts.items()) or "nothing yet"

@@ -122,7 +122,7 @@ def _devices(loaded: Loaded) -> tuple[str, list[str]]:
     run = loaded.config.run
     gpus = [] if run.device == "cpu" else hardware.usable_gpus()
     if run.device == "cuda" and not gpus:
-        why = "PyTorch here is built for the CPU alone" if hardware.torch_is_cpu_only() else "no GPU is visible"
+        why = "PyTorch here is built for the CPU only" if hardware.torch_is_cpu_only() else "no GPU is visible"
         raise loaded.error("run.device", f"is cuda, but {why}; see 'ftmon doctor', or use run.device=cpu")
     if gpus and run.ranks > len(gpus):
         raise loaded.error(

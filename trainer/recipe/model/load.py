@@ -53,7 +53,7 @@ def make(
     if len(tokenizer) > model.config.vocab_size:
         raise ConfigError(
             f"model: its vocabulary has {model.config.vocab_size} tokens, fewer than the tokenizer's {len(tokenizer)}; "
-            "use the model's own tokenizer (tokenizer.name empty), or one that fits"
+            "use the model's own tokenizer (tokenizer.name empty), or a matching one"
         )
     use_summed_loss(model)
     inner = model

@@ -41,6 +41,6 @@ class SnapshotApp(OneScreenApp):
 
 
 def run_explorer(replays: list[Replay], before: list[Replay] | None = None, *, ascii_only: bool = False) -> None:
-    """Explore until the person leaves."""
+    """Run until the user quits."""
     freeze_garbage_collector()
     SnapshotApp(replays, before, ascii=ascii_only).run()

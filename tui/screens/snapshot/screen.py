@@ -80,7 +80,7 @@ class SnapshotScreen(MonitorScreen, inherit_bindings=False):
         return self.query_one(SnapshotTimeline)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Leave out what this snapshot has not: an error, several devices, a second file."""
+        """Hide keys that do not apply to this snapshot: an error, several devices, a second file."""
         explorer = self.explorer
         if action == "oom":
             return bool(explorer.replay.ooms)

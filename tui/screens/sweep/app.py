@@ -20,7 +20,7 @@ class SweepHelp(HelpScreen):
 
 
 class SweepApp(OneScreenApp):
-    """Shows a sweep; it goes on when the person leaves.
+    """Shows a sweep; the sweep continues when the user quits.
 
     Args:
         path: its results file.
@@ -41,7 +41,7 @@ class SweepApp(OneScreenApp):
 
 
 def run_sweep_app(path: Path, *, ascii_only: bool = False) -> SweepModel:
-    """Show a sweep until the person leaves; return its state then."""
+    """Show a sweep until the user quits; return its last state."""
     app = SweepApp(path, ascii=ascii_only)
     app.run()
     return app.model

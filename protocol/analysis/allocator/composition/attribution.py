@@ -14,7 +14,7 @@ from ..snapshot.allocations import BEFORE, Allocations
 from .timeline import Span, Timeline
 
 UNCOMPOSED = frozenset(("init", "idle"))
-"""Phases that have no composition: what lies between the others."""
+"""Phases without a composition: the time between the other phases."""
 
 
 class Seen(NamedTuple):

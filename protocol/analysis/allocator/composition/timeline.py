@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
 
 def occurrences(marks: list[StepMark]) -> list[Occurrence]:
-    """List a step's phases as they came, each with the highest that was allocated in it."""
+    """Return a step's phases in order of time, each with its highest allocated bytes."""
     found: list[Occurrence] = []
     start = 0
     for end in range(1, len(marks)):

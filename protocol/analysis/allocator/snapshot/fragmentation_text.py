@@ -1,4 +1,4 @@
-"""Fragmentation in words: what the numbers mean, and what to do where something can be done."""
+"""Text about fragmentation: the meaning of the figures, and remedies if there are any."""
 
 from ....text import gib
 from .layout import Fragmentation, matters

@@ -121,7 +121,7 @@ def judge(facts: Facts) -> list[Finding]:
         "cut",
         report.cut,
         "records are cut to training.sequence_length",
-        "raise it, or data.truncation=drop; whoever learns from cut answers learns not to stop",
+        "raise it, or data.truncation=drop; a model trained on cut answers does not learn to stop",
     )
     add("dropped", report.dropped, "records are dropped for their length", "raise training.sequence_length")
     add(
