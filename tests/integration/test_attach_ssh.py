@@ -101,6 +101,38 @@ def test_a_server_that_does_not_forward_sockets_is_named(server: SshServer) -> N
         eventually(lambda: not relays(), "the end of the relay")
 
 
+def test_what_the_users_configuration_adds_neither_fails_nor_outlives_it(
+    server: SshServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config"
+    config.write_text(
+        "Host *\n  ControlMaster auto\n  ControlPersist yes\n"
+        f"  ControlPath {tmp_path}/%C\n  LocalForward 127.0.0.1:{server.port} 127.0.0.1:1\n"  # a port that is taken
+    )
+    monkeypatch.setenv("FTMON_SSH", server.client.replace("-F none", f"-F {config}"))
+    with started(fake_ranks({"rank": 0, "rate": 20})) as run:
+        endpoint = SshEndpoint(command(parse_place(f"{server.url}/{run.id}")))
+        try:
+            assert endpoint.open().id == run.id
+            hub = endpoint.hub()
+            assert hub is not None
+            folder = str(Path(hub.addresses["query"].removeprefix("ipc://")).parent)
+            assert ssh_with(folder)
+        finally:
+            endpoint.close()
+        eventually(lambda: not ssh_with(folder), "the end of ssh")
+        eventually(lambda: not relays(), "the end of the relay")
+
+
+def ssh_with(folder: str) -> list[psutil.Process]:
+    """List the processes whose words or titles name a folder of local sockets, daemons included."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            found += [process] if folder in " ".join(process.cmdline()) else []
+    return found
+
+
 @pytest.mark.parametrize(
     ("address", "remote", "words"),
     [

@@ -38,6 +38,8 @@ _ERRORS_LIMIT = 16 << 10
 _CHANNEL = "channel "
 """What ssh reports of one forwarded connection begins with it; there is one whenever the hub is away."""
 _ALIVE = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
+_OWN_MASTER = ("-o", "ControlPersist=no")
+"""The user's own configuration may keep connections open after their end; this one must end with ftmon."""
 _UNATTENDED = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 
 
@@ -79,7 +81,7 @@ class SshCommand(NamedTuple):
 
     def session(self, control: Path, unattended: bool) -> list[str]:
         """Return the words that connect; an attended one may ask for a password."""
-        options = (*_ALIVE, *(_UNATTENDED if unattended else ()))
+        options = (*_OWN_MASTER, *_ALIVE, *(_UNATTENDED if unattended else ()))
         return [*self.program, "-T", "-M", "-S", str(control), *options, *self.target, self.remote]
 
     def forward(self, control: Path, pairs: Iterable[tuple[Path, str]]) -> list[str]:
@@ -179,7 +181,8 @@ class Session:
                 if line.startswith(b'{"ftmon":'):
                     return _decode_greeting(bytes(line))
                 line.clear()  # what a login shell printed
-        self._process.kill() if total >= _GREETING_LIMIT else None
+        if total >= _GREETING_LIMIT:
+            self._process.kill()
         status = self._process.wait()
         self._reading.join(timeout=1)
         raise SshError(self.last_line, status)
@@ -297,6 +300,9 @@ class SshEndpoint(Endpoint):
 
     def _start(self, unattended: bool) -> Greeting:
         session = Session(self._command, self._folder, unattended)
+        if self._closed:  # meanwhile, by another thread
+            session.close()
+            raise HubError("no longer wanted")
         found = session.greeting
         self._session, self.greeting, self._trouble = session, found, ""
         self._hub = Hub({name: f"ipc://{path}" for name, path in session.sockets.items()}, read_only=found.read_only)

@@ -1,4 +1,4 @@
-"""A job that was told to end has not failed."""
+"""A job that ended on request has not failed."""
 
 from ftmon.protocol.end_request import read_end_request, write_end_request
 
