@@ -80,14 +80,35 @@ def nearest(run: Iterable[int], rank: int) -> int:
     return min(run, key=lambda one: abs(one - rank))
 
 
+_IMPORTED = (
+    "torch",
+    "torch._dynamo",
+    "torch._inductor.lowering",
+    "transformers",
+    "transformers.generation",
+    "transformers.modeling_layers",
+    "transformers.modeling_utils",
+    "deepspeed",
+)
+
+
 def warm(modules: Iterable[str] = ()) -> None:
-    """Import what every rank needs, so that forked processes do not import it again."""
+    """Import what every rank needs, so that forked processes do not import it again; ``modules`` as well.
+
+    No GPU is visible meanwhile: DeepSpeed asks for one as it is imported, and ranks are shown the one of their job.
+    """
     os.environ.update({"TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cuda"})
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     gc.disable()  # what is imported stays
-    for name in ("torch", "torch._dynamo", "torch._inductor.lowering", "transformers", *modules):
+    for name in (*_IMPORTED, *modules):
         importlib.import_module(name)
     gc.freeze()
     gc.enable()
+    if visible is None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
 def run(

@@ -38,5 +38,5 @@ def one(words: list[str]) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    ranks.warm(("torch.nn.attention.varlen", "transformers.masking_utils", "transformers.models.llama"))
+    ranks.warm(("torch.nn.attention.varlen", "transformers.masking_utils", "transformers.models.llama.modeling_llama"))
     sys.stdout.write(json.dumps([one(words) for words in json.loads(sys.argv[1])]))
