@@ -159,7 +159,7 @@ class EndDetector:
         """Return the error that ended the job before its first step, without and with its rank and location."""
         raised = self.raised()
         if raised is not None:
-            where = f", raised at {raised.file}:{raised.line} in {raised.function}" if raised.file else ""
+            where = f", raised at {raised.place}" if raised.place else ""
             who = f"rank {raised.rank}" if raised.rank is not None else "the last traceback of its output"
             return raised.words, f"{who}: {raised.words}{where}"
         failed = self._failure

@@ -5,12 +5,16 @@ from collections.abc import Iterable
 
 import msgspec
 
+from ...code_owner import library_of
+
 _PREFIX = re.compile(r"^\[rank(\d+)\]: ?")
 _BEGIN = "Traceback (most recent call last):"
 _TYPE = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (.*))?$")
 _FILE = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)$')
 _LAUNCHER_TYPES = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
 """Exceptions that a launcher raises because one of its processes failed; never the cause."""
+_COMMANDS = ("/bin/accelerate", "/bin/deepspeed", "/bin/ftmon", "/bin/torchrun")
+"""Files that pip writes for a package's commands: nobody's own code, though they are in no package."""
 _IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _PORTS = (re.compile(r"\bport: ?(\d{2,5})\b"), re.compile(r":(\d{2,5})\b(?=[^\d]*(?:errno|\(|,|\.|$))"))
 _MESSAGE_LINES = 8
@@ -27,8 +31,21 @@ class RaisedException(msgspec.Struct, frozen=True):
     """File, line and function that raised it."""
     line: int = 0
     function: str = ""
+    own_file: str = ""
+    """The innermost frame of the person's own code; empty where that is the one that raised, or there is none."""
+    own_line: int = 0
+    own_function: str = ""
     rank: int | None = None
     """Rank from torchrun's mark on the line."""
+
+    @property
+    def place(self) -> str:
+        """Where it was raised, and from where in the person's code that was called; empty if not known."""
+        if not self.file:
+            return ""
+        raised = f"{self.file}:{self.line} in {self.function}"
+        own = f"{self.own_file}:{self.own_line} in {self.own_function}" if self.own_file else ""
+        return f"{raised}, called from {own}" if own else raised
 
     @property
     def words(self) -> str:
@@ -72,11 +89,13 @@ def _exceptions(lines: Iterable[str]) -> Iterable[RaisedException]:
 
 def _read(body: list[str], rank: int | None) -> RaisedException | None:
     """Parse the lines after a traceback's first one: frames are indented, the exception is not."""
-    place: tuple[str, int, str] = ("", 0, "")
+    place = own = ("", 0, "")
     for at, line in enumerate(body):
         frame = _FILE.match(line)
         if frame is not None:
             place = frame.group(1), int(frame.group(2)), frame.group(3)
+            if not library_of(place[0]) and not place[0].endswith(_COMMANDS):
+                own = place
             continue
         if not line.strip() or line[:1].isspace():
             continue
@@ -88,7 +107,9 @@ def _read(body: list[str], rank: int | None) -> RaisedException | None:
             if not more.strip() or _starts_something_else(more):
                 break
             message.append(more.rstrip())
-        return RaisedException(found.group(1).rsplit(".", 1)[-1], "\n".join(message).strip(), *place, rank=rank)
+        caller = own if own != place else ("", 0, "")
+        kind = found.group(1).rsplit(".", 1)[-1]
+        return RaisedException(kind, "\n".join(message).strip(), *place, *caller, rank=rank)
     return None
 
 

@@ -45,6 +45,24 @@ def test_tracebacks_of_two_ranks_that_write_at_once_are_told_apart() -> None:
     assert (found.rank, found.words) in ((1, "ValueError: of rank 1"), (0, "KeyError: 'of rank 0'"))
 
 
+def test_an_exception_of_a_library_is_told_with_the_line_of_the_script_that_called_it() -> None:
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/venv/bin/torchrun", line 8, in <module>',
+        '  File "/home/me/datasets/train.py", line 31, in main',
+        "    load_dataset(name)",
+        '  File "/venv/lib/python3.12/site-packages/datasets/load.py", line 1397, in load_dataset',
+        '  File "/usr/lib/python3.12/pathlib.py", line 9, in open',
+        "FileNotFoundError: no such data set",
+    ]
+    found = last_exception(lines)
+    assert found is not None
+    assert found.place == "/usr/lib/python3.12/pathlib.py:9 in open, called from /home/me/datasets/train.py:31 in main"
+    own = last_exception([*lines[:4], lines[-1]])
+    assert own is not None
+    assert own.place == "/home/me/datasets/train.py:31 in main", "raised there itself"
+
+
 def test_output_without_a_whole_traceback_names_none() -> None:
     assert last_exception(["step 1", "Traceback (most recent call last):", '  File "a.py", line 1, in b']) is None
 
