@@ -12,8 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 
 import msgspec
@@ -104,6 +102,10 @@ def deliver(target: str, notice: Notice) -> None:
 
 
 def _post(address: str, notice: Notice) -> None:
+    # Imported here: a twelfth of a hub's start, for the few runs that have a webhook.
+    import urllib.error
+    import urllib.request
+
     line = f"ftmon {notice.event}: {notice.run} on {notice.host}: {notice.title}"
     # Slack, Mattermost and Teams show a body's ``text``, Discord its ``content``.
     body = json.dumps({**msgspec.to_builtins(notice), "content": line, "text": line, "detail": notice.text}).encode()
