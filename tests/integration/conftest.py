@@ -1,13 +1,10 @@
 """What every integration test needs."""
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -19,8 +16,9 @@ from run_picture import picture
 
 Spawn = Callable[..., subprocess.Popen[str]]
 
-STALE_SECONDS = 600.0
-"""A compiler needs two minutes on two busy cores: a lock of this age was left by a process that was killed."""
+# No test waits for a compiler. DeepSpeed would compile its shared-memory all_reduce in the first script that runs on
+# the CPU, a minute's work: a script that does not switch it off fails at once, with this name in its traceback.
+os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(os.devnull, "no extension is compiled in a test")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -32,33 +30,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
             runs = value.runs()[:2] if isinstance(value, Ftmon) else [value] if isinstance(value, RunDir) else []
             report.sections += [(f"run {run.id}", picture(run)) for run in runs]
     return report
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _deepspeed_extension() -> None:
-    """Build the extension that DeepSpeed compiles for ranks on the CPU, once: a minute or two on two cores.
-
-    A test that waits for its ranks' first step would wait for the compiler, and a rank that is killed while it builds
-    leaves a lock behind that all later ones wait for: such a lock is removed.
-    """
-    root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    with contextlib.ExitStack() as stack:
-        if root:
-            folder = Path(root, "deepspeed_shm_comm")
-            # One of the suite's workers builds, the others find it built.
-            key = f"ftmon-tests-{os.getuid()}-{root.replace(os.sep, '-')}.lock"
-            lock = stack.enter_context(open(Path(tempfile.gettempdir(), key), "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            left = folder / "lock"
-            built = (folder / "deepspeed_shm_comm.so").exists() and not left.exists()
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - left.stat().st_mtime > STALE_SECONDS:
-                    left.unlink()
-            if built:
-                return
-        code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False, timeout=280)
 
 
 @pytest.fixture

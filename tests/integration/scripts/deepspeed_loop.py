@@ -7,6 +7,7 @@ import deepspeed
 import torch
 from torch.utils.data import DataLoader
 
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for a minute otherwise, for inference alone
 STEPS = int(os.environ.get("STEPS", "4"))
 ACCUMULATION = 2
 

@@ -25,6 +25,10 @@ class Rows(torch.utils.data.Dataset):
 
 
 def main():
+    if "plain" not in sys.argv:
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as in deepspeed_loop.py
     arguments = TrainingArguments(
         OUTPUT,
         max_steps=3,
