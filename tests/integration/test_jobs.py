@@ -92,6 +92,19 @@ def _the_recording_agrees(reader: Reader) -> None:
     assert [row.words for row in rows] == ["6 32 ok", "5 16 once", "5 16 once, restart 1"]
 
 
+def test_trainings_one_after_the_other_in_one_plain_process_are_jobs(home: Ftmon) -> None:
+    done = home.run("run", "--plain", "--", sys.executable, str(SCRIPTS / "three_trainings.py"), seconds=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = home.status(home.newest().id)
+    # The second makes its optimizer anew half way, for the same model: no other training.
+    assert [(job["state"], job["steps"]) for job in told["jobs"]] == [("finished", 4), ("finished", 8), ("finished", 6)]
+    assert told["step"] == 6
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "last loss" in line]
+    assert [job["ranks"][0]["loss"] for job in told["jobs"]] == pytest.approx(losses, rel=1e-5)
+    kept = [line.split()[-1] for line in done.stdout.splitlines() if "kept alive" in line]
+    assert kept == ["0", "0", "0"], "a training's memory is free for the next one"
+
+
 def test_two_jobs_at_the_same_time_are_not_mixed() -> None:
     quick, slow = (fake_ranks({"steps": steps, "rate": rate}) for steps, rate in ((30, 15), (60, 10)))
     both = ["bash", "-c", f"{_shell(quick)} & {_shell(slow)} & wait"]

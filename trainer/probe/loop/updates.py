@@ -1,5 +1,6 @@
 """Updates: an optimizer, an engine or a loss scaler ends a step, or skips it."""
 
+import weakref
 from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import Any
@@ -93,8 +94,8 @@ class Updates:
         # Where one is under way all the same, an exception has left it, and it did not end.
         self._forwards.add_optimizer(optimizer)
         self._depth = state.closures = 0
-        if self._trained.primary is None:
-            self._trained.primary = optimizer
+        if self._trained.primary() is None:
+            self._trained.primary = weakref.ref(optimizer)  # a strong one would keep a training's states alive
         groups = optimizer.param_groups
         self._begin(groups[0].get("lr") if groups else None, optimizer)
         self.updater = optimizer

@@ -125,7 +125,7 @@ class CaptureScheduler:
             recording.numbers(whole=True)
             self._cleared = recording.cleared
         self._capture = StepCapture(
-            tracker, lambda: Roots(trained.engine(), trained.model(), trained.primary), index, reason
+            tracker, lambda: Roots(trained.engine(), trained.model(), trained.primary()), index, reason
         )
         tracker.watchers = (*tracker.watchers, self._capture)
 

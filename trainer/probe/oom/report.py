@@ -275,7 +275,7 @@ class OomReporter:
         )
 
     def _roots(self) -> Roots:
-        return Roots(self._trained.engine(), self._trained.model(), self._trained.primary)
+        return Roots(self._trained.engine(), self._trained.model(), self._trained.primary())
 
 
 def stack_words(frames: Sequence[FrameType], lines: Sequence[int]) -> list[str]:

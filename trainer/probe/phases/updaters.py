@@ -1,8 +1,9 @@
 """The engines and optimizers that update, and the steps that their updates make up.
 
-With one of them every update ends a step. Where there are several, a step is one round of the loop (``rounds``): an
-update ends a part, and the parts of a round become one step once the round is known to be over: when the next one
-begins, or at once where rounds like it have been seen before.
+With one of them every update ends a step; a new one with other parameters, once the first is freed, begins another
+training, whose steps count from 1. Where there are several, a step is one round of the loop (``rounds``): an update
+ends a part, and the parts of a round become one step once the round is known to be over: when the next one begins, or
+at once where rounds like it have been seen before.
 """
 
 import os
@@ -59,6 +60,10 @@ class Updaters:
         """Names of the engines or optimizers that have updated while there were several."""
         self._only = self._first = 0
         """The one that makes all steps; with several, the first that updated, whose figures are the steps'."""
+        self._parameters: dict[int, Any] = {}
+        """Weak references to the parameters of the one that makes all steps, by id."""
+        self._counted = 0
+        """The number of its last step; the tracker has another where a framework has set the number of the next."""
         self._several = False
         self._rounds: Rounds | None = None
         self._parts: list[_Part] = []
@@ -99,6 +104,8 @@ class Updaters:
         """Forget one that was freed, on whichever thread that happens: the next one may have its address."""
         self._made.pop(key, None)
         self._names.pop(key, None)
+        if self._only == key:
+            self._only = 0
 
     def exhausted(self) -> None:
         """Record that a dataloader is exhausted."""
@@ -108,7 +115,9 @@ class Updaters:
         """An update begins; rounds that are over with that are finished."""
         key = id(updater)
         if len(self._made) < 2 and not self._parts and key in self._made:
-            self._rounds, self._only = None, key  # the others are freed
+            self._rounds = None  # the others are freed
+            if self._only != key:
+                self._make_sole(key, updater)
         if self._rounds is None:
             if self._only in (0, key):
                 self._only = key
@@ -141,6 +150,7 @@ class Updaters:
         entry, self._entry = self._entry, None
         if self._rounds is None or entry is None:
             self._tracker.end_step(number)
+            self._counted = self._tracker.step
             return
         if not self._parts:
             self._held_since = perf_counter_ns()
@@ -153,6 +163,17 @@ class Updaters:
         if self._rounds is not None and self._parts:
             for group in self._rounds.split([part.entry for part in self._parts]):
                 self._close(len(group))
+
+    def _make_sole(self, key: int, updater: Any) -> None:
+        """Have one updater make all steps from now on; count them anew where it begins another training."""
+        groups = updater.param_groups if isinstance(updater, torch.optim.Optimizer) else []
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        before = [self._parameters.get(id(parameter)) for parameter in parameters]
+        same = any(found is not None and found() is one for found, one in zip(before, parameters, strict=True))
+        if self._parameters and parameters and not same and self._tracker.step == self._counted and _is_alone():
+            self._tracker.step = 0
+        self._parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+        self._only = key
 
     def _waits(self) -> bool:
         """Whether to hold updates back, as the second of several has made none yet."""
@@ -195,6 +216,12 @@ def _merge(parts: Sequence[_Part], number: int, first: int) -> StepRaw:
     notes.first = first
     cost_ns, cpu_ns = sum(part.raw.cost_ns for part in parts), sum(part.raw.cpu_ns for part in parts)
     return StepRaw(number, marks, parts[-1].raw.ended, notes, cost_ns, cpu_ns)
+
+
+def _is_alone() -> bool:
+    """Whether this is the only rank: several may free an optimizer at different steps, and would count differently."""
+    dist = torch.distributed
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def _size(shape: list[int]) -> int:

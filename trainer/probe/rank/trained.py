@@ -18,8 +18,8 @@ class Trained:
         """Returns the DeepSpeed engine; None before there is one, and after it was freed."""
         self.model: Callable[[], Any] = _nothing
         """Returns the model; None while unknown, and after it was freed."""
-        self.primary: Any = None
-        """The optimizer whose updates are the steps, if there is no engine."""
+        self.primary: Callable[[], Any] = _nothing
+        """Returns the optimizer whose updates are the steps, if there is no engine; None once it was freed."""
         self.partitions = 1
         """Number of ranks over which ZeRO partitions the optimizer's state."""
         self.shifts_labels = False

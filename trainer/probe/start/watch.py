@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import os
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def _attach(target: Any, model: Any) -> None:
 
         attach(target)
     elif hasattr(target, "param_groups"):
-        training.trained.primary = target
+        training.trained.primary = weakref.ref(target)
         training.updates.found_optimizer(target)
         training.guard.adopt_thread()
         training.phases.check_device()

@@ -20,7 +20,7 @@ class ModelSizes(NamedTuple):
 def model_sizes(trained: Trained) -> ModelSizes:
     """Return the sizes of a rank's model from its parameters' shapes, without reading tensor values."""
     model: Any = trained.model()
-    parameters = list(model.parameters()) if model is not None else _of_optimizer(trained.primary)
+    parameters = list(model.parameters()) if model is not None else _of_optimizer(trained.primary())
     sizes = [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters]
     pairs = list(zip(sizes, parameters, strict=True))
     trainable = sum(size for size, parameter in pairs if parameter.requires_grad)

@@ -1,0 +1,27 @@
+"""Three trainings in one plain process, a model and an optimizer each; it knows nothing of ftmon.
+
+The second makes a new optimizer for its model half way, as a script does that thaws layers or resets its states.
+"""
+
+import weakref
+
+import torch
+
+
+def train(steps, lr, again=False):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for step in range(steps):
+        if again and step == steps // 2:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=lr / 10)
+        loss = torch.nn.functional.cross_entropy(model(torch.randn(8, 8)), torch.randint(0, 4, (8,)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item(), [weakref.ref(each) for each in (model, optimizer, *model.parameters())]
+
+
+for arguments in ((4, 0.1), (8, 0.01, True), (6, 0.001)):
+    last, references = train(*arguments)
+    print("kept alive", sum(reference() is not None for reference in references))
+    print("last loss", last, flush=True)
