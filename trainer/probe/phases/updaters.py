@@ -1,6 +1,6 @@
 """The engines and optimizers that update, and the steps that their updates make up.
 
-With one of them every update ends a step; a new one with other parameters, once the first is freed, begins another
+With one of them every update ends a step; a new one, once the first and its parameters are freed, begins another
 training, whose steps count from 1. Where there are several, a step is one round of the loop (``rounds``): an update
 ends a part, and the parts of a round become one step once the round is known to be over: when the next one begins, or
 at once where rounds like it have been seen before.
@@ -60,8 +60,8 @@ class Updaters:
         """Names of the engines or optimizers that have updated while there were several."""
         self._only = self._first = 0
         """The one that makes all steps; with several, the first that updated, whose figures are the steps'."""
-        self._parameters: dict[int, Any] = {}
-        """Weak references to the parameters of the one that makes all steps, by id."""
+        self._parameters: list[Any] = []
+        """Weak references to the parameters of the one that makes all steps."""
         self._counted = 0
         """The number of its last step; the tracker has another where a framework has set the number of the next."""
         self._several = False
@@ -166,13 +166,11 @@ class Updaters:
 
     def _make_sole(self, key: int, updater: Any) -> None:
         """Have one updater make all steps from now on; count them anew where it begins another training."""
+        freed = bool(self._parameters) and all(reference() is None for reference in self._parameters)
         groups = updater.param_groups if isinstance(updater, torch.optim.Optimizer) else []
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        before = [self._parameters.get(id(parameter)) for parameter in parameters]
-        same = any(found is not None and found() is one for found, one in zip(before, parameters, strict=True))
-        if self._parameters and parameters and not same and self._tracker.step == self._counted and _is_alone():
+        self._parameters = [weakref.ref(parameter) for group in groups for parameter in group["params"]]
+        if freed and self._parameters and self._tracker.step == self._counted and _is_alone():
             self._tracker.step = 0
-        self._parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
         self._only = key
 
     def _waits(self) -> bool:
