@@ -16,10 +16,6 @@ from run_picture import picture
 
 Spawn = Callable[..., subprocess.Popen[str]]
 
-# No test waits for a compiler. DeepSpeed would compile its shared-memory all_reduce in the first script that runs on
-# the CPU, a minute's work: a script that does not switch it off fails at once, with this name in its traceback.
-os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(os.devnull, "no extension is compiled in a test")
-
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -30,6 +26,18 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
             runs = value.runs()[:2] if isinstance(value, Ftmon) else [value] if isinstance(value, RunDir) else []
             report.sections += [(f"run {run.id}", picture(run)) for run in runs]
     return report
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _no_extension() -> Iterator[None]:
+    """Let no test here wait for a compiler.
+
+    DeepSpeed would compile its shared-memory all_reduce in the first script that runs on the CPU, a minute's work: a
+    script that does not switch it off fails at once, with this path in its traceback.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", os.path.join(os.devnull, "no extension is compiled in a test"))
+        yield
 
 
 @pytest.fixture
