@@ -96,13 +96,17 @@ def test_trainings_one_after_the_other_in_one_plain_process_are_jobs(home: Ftmon
     done = home.run("run", "--plain", "--", sys.executable, str(SCRIPTS / "three_trainings.py"), seconds=120)
     assert done.returncode == 0, done.stdout + done.stderr
     told = home.status(home.newest().id)
-    # The second makes its optimizer anew half way, for the same model: no other training.
-    assert [(job["state"], job["steps"]) for job in told["jobs"]] == [("finished", 4), ("finished", 8), ("finished", 6)]
-    assert told["step"] == 6
+    # No training of its own is the second half of the second one, for the same model, or a stretch that is short.
+    assert [(job["state"], job["steps"]) for job in told["jobs"]] == [
+        ("finished", 4),
+        ("finished", 8),
+        ("finished", 11),
+    ]
+    assert told["step"] == 11
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "last loss" in line]
-    assert [job["ranks"][0]["loss"] for job in told["jobs"]] == pytest.approx(losses, rel=1e-5)
+    assert [job["ranks"][0]["loss"] for job in told["jobs"]] == pytest.approx([*losses[:2], losses[3]], rel=1e-5)
     kept = [line.split()[-1] for line in done.stdout.splitlines() if "kept alive" in line]
-    assert kept == ["0", "0", "0"], "a training's memory is free for the next one"
+    assert kept == ["0"] * 4, "a training's memory is free for the next one"
 
 
 def test_two_jobs_at_the_same_time_are_not_mixed() -> None:

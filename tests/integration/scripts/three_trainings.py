@@ -1,14 +1,16 @@
 """Three trainings in one plain process, a model and an optimizer each; it knows nothing of ftmon.
 
-The second makes a new optimizer for its model half way, as a script does that thaws layers or resets its states.
+The second makes a new optimizer for its model half way, as a script does that thaws layers or resets its states. The
+third consists of two short stretches, each with a copy of the model, as in federated learning.
 """
 
+import time
 import weakref
 
 import torch
 
 
-def train(steps, lr, again=False):
+def train(steps, lr, seconds=0.0, again=False):
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for step in range(steps):
@@ -18,10 +20,11 @@ def train(steps, lr, again=False):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        time.sleep(seconds / steps)
     return loss.item(), [weakref.ref(each) for each in (model, optimizer, *model.parameters())]
 
 
-for arguments in ((4, 0.1), (8, 0.01, True), (6, 0.001)):
+for arguments in ((4, 0.1, 6.0), (8, 0.01, 6.0, True), (6, 0.001), (5, 0.001)):
     last, references = train(*arguments)
     print("kept alive", sum(reference() is not None for reference in references))
     print("last loss", last, flush=True)

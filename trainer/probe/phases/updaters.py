@@ -1,9 +1,9 @@
 """The engines and optimizers that update, and the steps that their updates make up.
 
-With one of them every update ends a step; a new one, once the first and its parameters are freed, begins another
-training, whose steps count from 1. Where there are several, a step is one round of the loop (``rounds``): an update
-ends a part, and the parts of a round become one step once the round is known to be over: when the next one begins, or
-at once where rounds like it have been seen before.
+With one of them every update ends a step; a new one, once a first that trained for some time and its parameters are
+freed, begins another training, whose steps count from 1. Where there are several, a step is one round of the loop
+(``rounds``): an update ends a part, and the parts of a round become one step once the round is known to be over: when
+the next one begins, or at once where rounds like it have been seen before.
 """
 
 import os
@@ -26,6 +26,9 @@ WAITED_PARTS = 8
 WAITED_NS = 30_000_000_000
 """So many updates of the first one, or for so long, are held back for the second to make its first: only then is it
 known which of them are one round."""
+TRAINING_NS = 5_000_000_000
+"""A shorter stretch is no training of its own: in federated learning each client's copy of the model has an optimizer,
+and so has each task's in meta-learning."""
 WAITED_ROUNDS = 200
 """Rounds that are not closed at once while there is an optimizer that has never updated."""
 
@@ -62,6 +65,8 @@ class Updaters:
         """The one that makes all steps; with several, the first that updated, whose figures are the steps'."""
         self._parameters: list[Any] = []
         """Weak references to the parameters of the one that makes all steps."""
+        self._since = 0
+        """When the training that it is part of made its first update."""
         self._counted = 0
         """The number of its last step; the tracker has another where a framework has set the number of the next."""
         self._several = False
@@ -166,12 +171,15 @@ class Updaters:
 
     def _make_sole(self, key: int, updater: Any) -> None:
         """Have one updater make all steps from now on; count them anew where it begins another training."""
-        freed = bool(self._parameters) and all(reference() is None for reference in self._parameters)
+        now, before = perf_counter_ns(), self._parameters
         groups = updater.param_groups if isinstance(updater, torch.optim.Optimizer) else []
-        self._parameters = [weakref.ref(parameter) for group in groups for parameter in group["params"]]
-        if freed and self._parameters and self._tracker.step == self._counted and _is_alone():
+        self._only, self._parameters = key, [weakref.ref(each) for group in groups for each in group["params"]]
+        if any(reference() is not None for reference in before):
+            return  # the same training: its optimizer was made anew
+        since, self._since = self._since, now
+        lasted = bool(before) and now - since >= TRAINING_NS
+        if lasted and self._parameters and self._tracker.step == self._counted and _is_alone():
             self._tracker.step = 0
-        self._only = key
 
     def _waits(self) -> bool:
         """Whether to hold updates back, as the second of several has made none yet."""
