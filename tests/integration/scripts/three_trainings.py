@@ -24,7 +24,10 @@ def train(steps, lr, seconds=0.0, again=False):
     return loss.item(), [weakref.ref(each) for each in (model, optimizer, *model.parameters())]
 
 
+kept = []
 for arguments in ((4, 0.1, 6.0), (8, 0.01, 6.0, True), (6, 0.001), (5, 0.001)):
     last, references = train(*arguments)
-    print("kept alive", sum(reference() is not None for reference in references))
+    kept += references
     print("last loss", last, flush=True)
+time.sleep(0.5)  # the probe's thread may just have one in its hands
+print("kept alive", sum(reference() is not None for reference in kept), flush=True)

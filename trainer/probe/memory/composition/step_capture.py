@@ -52,7 +52,8 @@ class StepCapture:
 
     Args:
         tracker: the tracker; put the capture into its ``watchers``.
-        roots: returns the objects to walk, called on the training thread.
+        roots: returns the objects to walk; called for each walk, on the training thread, as an optimizer may be made or
+            freed in the step.
         cuda_index: the device; None: the host's memory.
         reason: why (``protocol.memory.Reason``).
     """
@@ -75,8 +76,7 @@ class StepCapture:
         """Offset from a mark's time to nanoseconds since the epoch."""
         self.walk_ns = 0
         self._tracker = tracker
-        self._make_roots = roots
-        self._roots = Roots(None, None, None)
+        self._roots = roots
         self._cuda_index = cuda_index
         self._begun = False
         self._withdrawn = False
@@ -147,7 +147,6 @@ class StepCapture:
         self.offset_ns = time_ns() - perf_counter_ns()
         self._off(self._undo_backward)
         self._off(self._undo)
-        self._roots = Roots(None, None, None)
         self._leave()
         self.done = True
 
@@ -177,14 +176,13 @@ class StepCapture:
 
     def _walk(self) -> None:
         found, now = Storages(self._cuda_index), perf_counter_ns()
-        self._roots = self._make_roots()  # in a first step an optimizer may have come since
-        walk(self._roots, found)
+        walk(self._roots(), found)
         resident = {} if self.on_cuda else resident_bytes(found.held)
         self.walks.append(Walked(now, len(self.marks) - 1, found.held, resident))
 
     def _record_sightings(self, walk_part: Callable[[Roots, Storages], None]) -> None:
         found, now = Storages(self._cuda_index), perf_counter_ns()
-        walk_part(self._roots, found)
+        walk_part(self._roots(), found)
         self.sightings += [Sighting(now, address, held.part) for address, held in found.held.items()]
 
     def _record_sighting(self, part: str, tensor: Any) -> None:
@@ -202,7 +200,7 @@ class StepCapture:
             self._safely(lambda: self._record_sightings(_walk_updated))
 
         self._undo.append(register_optimizer_step_pre_hook(updating).remove)
-        wrapper = self._roots.wrapper
+        wrapper = self._roots().wrapper
         self._wrap(wrapper, "reduce_ready_partitions_and_remove_grads", before=self._reducing)
         self._wrap(wrapper, "update_hp_grads", before=lambda *_: self._record_sightings(walk_gradients))
         offload = getattr(wrapper, "parameter_offload", None)
