@@ -8,6 +8,7 @@ recognised by the path of a module inside its package (``deepspeed/runtime/``).
 import json
 import os
 import re
+import sysconfig
 from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import Distribution, distributions
@@ -70,6 +71,8 @@ def owner_of(filename: str, editable: Iterable[EditablePackage] = ()) -> str:
 @cache
 def library_of(filename: str) -> str:
     """Name the package a file belongs to in this environment; empty for the person's own code."""
+    if os.path.dirname(filename) == sysconfig.get_path("scripts"):
+        return "python"  # a console script that pip generated, such as torchrun
     return owner_of(filename, _editable_here())
 
 

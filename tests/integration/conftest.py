@@ -30,10 +30,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="package", autouse=True)
 def _no_extension() -> Iterator[None]:
-    """Let no test here wait for a compiler.
+    """Forbid PyTorch extensions.
 
-    DeepSpeed would compile its shared-memory all_reduce in the first script that runs on the CPU, a minute's work: a
-    script that does not switch it off fails at once, with this path in its traceback.
+    DeepSpeed compiles its shared-memory all_reduce when a script first uses it on the CPU, which takes a minute. A
+    script that does not disable it fails at once, with this path in its traceback.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", os.path.join(os.devnull, "no extension is compiled in a test"))

@@ -96,7 +96,7 @@ def test_trainings_one_after_the_other_in_one_plain_process_are_jobs(home: Ftmon
     done = home.run("run", "--plain", "--", sys.executable, str(SCRIPTS / "three_trainings.py"), seconds=120)
     assert done.returncode == 0, done.stdout + done.stderr
     told = home.status(home.newest().id)
-    # No training of its own is the second half of the second one, for the same model, or a stretch that is short.
+    # A new optimizer for the same model does not begin a job, nor does a training of less than 5 s.
     assert [(job["state"], job["steps"]) for job in told["jobs"]] == [
         ("finished", 4),
         ("finished", 8),

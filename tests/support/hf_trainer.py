@@ -6,7 +6,7 @@ import deepspeed
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for a minute otherwise, for inference alone
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute; for inference only
 OUTPUT, STEPS = [word for word in sys.argv[1:] if not word.startswith("--")]
 
 arguments = TrainingArguments(

@@ -93,9 +93,9 @@ _IMPORTED = (
 
 
 def warm(modules: Iterable[str] = ()) -> None:
-    """Import what every rank needs, so that forked processes do not import it again; ``modules`` as well.
+    """Import what every rank needs, and ``modules``, once: forked processes do not import it again.
 
-    No GPU is visible meanwhile: DeepSpeed asks for one as it is imported, and ranks are shown the one of their job.
+    DeepSpeed queries the GPU when it is imported: none is visible meanwhile, so this process makes no CUDA context.
     """
     os.environ.update({"TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cuda"})
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

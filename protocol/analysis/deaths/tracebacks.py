@@ -13,8 +13,6 @@ _TYPE = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (.*))?$")
 _FILE = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)$')
 _LAUNCHER_TYPES = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
 """Exceptions that a launcher raises because one of its processes failed; never the cause."""
-_COMMANDS = ("/bin/accelerate", "/bin/deepspeed", "/bin/ftmon", "/bin/torchrun")
-"""Files that pip writes for a package's commands: nobody's own code, though they are in no package."""
 _IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _PORTS = (re.compile(r"\bport: ?(\d{2,5})\b"), re.compile(r":(\d{2,5})\b(?=[^\d]*(?:errno|\(|,|\.|$))"))
 _MESSAGE_LINES = 8
@@ -32,7 +30,7 @@ class RaisedException(msgspec.Struct, frozen=True):
     line: int = 0
     function: str = ""
     own_file: str = ""
-    """The innermost frame of the person's own code; empty where that is the one that raised, or there is none."""
+    """Innermost frame in user code; empty if that frame raised the exception, or if there is none."""
     own_line: int = 0
     own_function: str = ""
     rank: int | None = None
@@ -40,7 +38,7 @@ class RaisedException(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """Where it was raised, and from where in the person's code that was called; empty if not known."""
+        """File, line and function that raised it, and those of the user code that called it; empty if unknown."""
         if not self.file:
             return ""
         raised = f"{self.file}:{self.line} in {self.function}"
@@ -94,7 +92,7 @@ def _read(body: list[str], rank: int | None) -> RaisedException | None:
         frame = _FILE.match(line)
         if frame is not None:
             place = frame.group(1), int(frame.group(2)), frame.group(3)
-            if not library_of(place[0]) and not place[0].endswith(_COMMANDS):
+            if not library_of(place[0]):
                 own = place
             continue
         if not line.strip() or line[:1].isspace():

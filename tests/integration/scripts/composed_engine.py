@@ -7,7 +7,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for a minute otherwise, for inference alone
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute; for inference only
 STAGE, STEPS = int(sys.argv[1]), int(sys.argv[2])
 ON_CPU = get_accelerator().device_name() == "cpu"
 WIDTH, LAYERS = (512, 6) if ON_CPU else (2048, 12)

@@ -7,7 +7,7 @@ import deepspeed
 import torch
 from torch.utils.data import DataLoader
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for a minute otherwise, for inference alone
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute; for inference only
 STEPS = int(os.environ.get("STEPS", "4"))
 ACCUMULATION = 2
 

@@ -14,7 +14,7 @@ from ftmon.protocol.throughput import causal_pairs
 from ftmon.trainer.recipe.monitor import Monitor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for a minute otherwise, for inference alone
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute; for inference only
 STEPS, EVERY = int(os.environ.get("STEPS", "20")), int(os.environ.get("EVERY", "8"))
 LENGTHS = [5, 11]
 

@@ -1,7 +1,7 @@
 """Three trainings in one plain process, a model and an optimizer each; it knows nothing of ftmon.
 
-The second makes a new optimizer for its model half way, as a script does that thaws layers or resets its states. The
-third consists of two short stretches, each with a copy of the model, as in federated learning.
+The second replaces its optimizer after half of its steps, like a script that unfreezes layers or resets optimizer
+states. The third consists of two short runs with a model each, as in federated learning.
 """
 
 import time
@@ -29,5 +29,5 @@ for arguments in ((4, 0.1, 6.0), (8, 0.01, 6.0, True), (6, 0.001), (5, 0.001)):
     last, references = train(*arguments)
     kept += references
     print("last loss", last, flush=True)
-time.sleep(0.5)  # the probe's thread may just have one in its hands
+time.sleep(0.5)  # the publisher thread may hold one for a moment
 print("kept alive", sum(reference() is not None for reference in kept), flush=True)

@@ -5,7 +5,7 @@ import json
 import deepspeed
 import torch
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for a minute otherwise, for inference alone
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute; for inference only
 ROUNDS = 6
 
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sysconfig
 
 import pytest
 from ftmon.protocol.analysis.deaths.tracebacks import address_in_use, last_exception
@@ -48,7 +49,7 @@ def test_tracebacks_of_two_ranks_that_write_at_once_are_told_apart() -> None:
 def test_an_exception_of_a_library_is_told_with_the_line_of_the_script_that_called_it() -> None:
     lines = [
         "Traceback (most recent call last):",
-        '  File "/venv/bin/torchrun", line 8, in <module>',
+        f'  File "{sysconfig.get_path("scripts")}/axolotl", line 8, in <module>',
         '  File "/home/me/datasets/train.py", line 31, in main',
         "    load_dataset(name)",
         '  File "/venv/lib/python3.12/site-packages/datasets/load.py", line 1397, in load_dataset',
@@ -58,6 +59,9 @@ def test_an_exception_of_a_library_is_told_with_the_line_of_the_script_that_call
     found = last_exception(lines)
     assert found is not None
     assert found.place == "/usr/lib/python3.12/pathlib.py:9 in open, called from /home/me/datasets/train.py:31 in main"
+    library = last_exception([*lines[:2], *lines[4:]])
+    assert library is not None
+    assert library.own_file == "", "a console script is not user code"
     own = last_exception([*lines[:4], lines[-1]])
     assert own is not None
     assert own.place == "/home/me/datasets/train.py:31 in main", "raised there itself"

@@ -95,7 +95,7 @@ class Updates:
         self._forwards.add_optimizer(optimizer)
         self._depth = state.closures = 0
         if self._trained.primary() is None:
-            self._trained.primary = weakref.ref(optimizer)  # a strong one would keep a training's states alive
+            self._trained.primary = weakref.ref(optimizer)  # a strong reference would keep its states alive
         groups = optimizer.param_groups
         self._begin(groups[0].get("lr") if groups else None, optimizer)
         self.updater = optimizer

@@ -1,9 +1,11 @@
 """The engines and optimizers that update, and the steps that their updates make up.
 
-With one of them every update ends a step; a new one, once a first that trained for some time and its parameters are
-freed, begins another training, whose steps count from 1. Where there are several, a step is one round of the loop
-(``rounds``): an update ends a part, and the parts of a round become one step once the round is known to be over: when
-the next one begins, or at once where rounds like it have been seen before.
+With a single updater every update ends a step. If it trains for ``TRAINING_NS`` and is then freed with its parameters,
+the next updater begins another training, whose steps count from 1.
+
+Where there are several, a step is one round of the loop (``rounds``): an update ends a part, and the parts of a round
+become one step once the round is known to be over: when the next one begins, or at once where rounds like it have been
+seen before.
 """
 
 import os
@@ -27,8 +29,8 @@ WAITED_NS = 30_000_000_000
 """So many updates of the first one, or for so long, are held back for the second to make its first: only then is it
 known which of them are one round."""
 TRAINING_NS = 5_000_000_000
-"""A shorter stretch is no training of its own: in federated learning each client's copy of the model has an optimizer,
-and so has each task's in meta-learning."""
+"""Minimum duration of a training. Federated learning and meta-learning make a short-lived copy of the model, with an
+optimizer, per client or task."""
 WAITED_ROUNDS = 200
 """Rounds that are not closed at once while there is an optimizer that has never updated."""
 
@@ -64,11 +66,11 @@ class Updaters:
         self._only = self._first = 0
         """The one that makes all steps; with several, the first that updated, whose figures are the steps'."""
         self._parameters: list[Any] = []
-        """Weak references to the parameters of the one that makes all steps."""
+        """Weak references to the parameters of the single updater."""
         self._since = 0
-        """When the training that it is part of made its first update."""
+        """Time of the first update of the current training, ``perf_counter_ns``."""
         self._counted = 0
-        """The number of its last step; the tracker has another where a framework has set the number of the next."""
+        """Number of the last step; the tracker's differs if a framework has set the number of the next step."""
         self._several = False
         self._rounds: Rounds | None = None
         self._parts: list[_Part] = []
@@ -170,12 +172,12 @@ class Updaters:
                 self._close(len(group))
 
     def _make_sole(self, key: int, updater: Any) -> None:
-        """Have one updater make all steps from now on; count them anew where it begins another training."""
+        """Make this updater the single one; reset the step number if it begins another training."""
         now, before = perf_counter_ns(), self._parameters
         groups = updater.param_groups if isinstance(updater, torch.optim.Optimizer) else []
         self._only, self._parameters = key, [weakref.ref(each) for group in groups for each in group["params"]]
         if any(reference() is not None for reference in before):
-            return  # the same training: its optimizer was made anew
+            return  # the same training, with a new optimizer
         since, self._since = self._since, now
         lasted = bool(before) and now - since >= TRAINING_NS
         if lasted and self._parameters and self._tracker.step == self._counted and _is_alone():
@@ -225,7 +227,7 @@ def _merge(parts: Sequence[_Part], number: int, first: int) -> StepRaw:
 
 
 def _is_alone() -> bool:
-    """Whether this is the only rank: several may free an optimizer at different steps, and would count differently."""
+    """Return whether there is one rank; several may free an optimizer at different steps, and number differently."""
     dist = torch.distributed
     return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
