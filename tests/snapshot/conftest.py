@@ -1,14 +1,19 @@
-"""Recordings that the screens play, made once for all snapshots, and a clock in one time zone."""
+"""Pictures of screens compared with those kept; recordings that they play, made once; a clock in one time zone."""
 
+import asyncio
 import os
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ftmon.tui.app import FtmonApp
 from scenes import hanging, recorded, settled
+from syrupy.assertion import SnapshotAssertion
+from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
+from textual.app import App
 
 # So few that a replay holds all of them at once: what it fetches later, when it rests, changes no picture.
 STEPS = {"1": 60, "2": 60, "8": 22, "64": 8, "512": 4}
@@ -43,6 +48,41 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         return made[name]
 
     return give
+
+
+class Picture(SingleFileSnapshotExtension):
+    """A screen in an SVG file of its own, without the number by which Rich tells pictures on one page apart."""
+
+    file_extension = "svg"
+    _write_mode = WriteMode.TEXT
+
+    def serialize(self, data: Any, **options: Any) -> str:
+        return re.sub(r"\bterminal-\d+-", "terminal-", str(super().serialize(data, **options)))
+
+
+@pytest.fixture
+def snap_compare(snapshot: SnapshotAssertion, tmp_path: Path) -> Callable[..., bool]:
+    """Compare an app's screen with the picture kept of it; a screen that differs is left in a file."""
+    kept = snapshot.use_extension(Picture)
+
+    def compare(app: App[Any], terminal_size: tuple[int, int], run_before: Callable[[Any], Awaitable[None]]) -> bool:
+        async def draw() -> str:
+            async with app.run_test(size=terminal_size, notifications=True) as pilot:
+                await run_before(pilot)
+                await pilot.pause()
+                await pilot.wait_for_scheduled_animations()
+                await pilot.pause()
+                return app.export_screenshot(simplify=True)
+
+        shown = asyncio.run(draw())
+        if kept == shown:
+            return True
+        left = tmp_path / "shown.svg"
+        left.write_text(shown)
+        print(f"the screen is not as in the picture kept of it: {left}")
+        return False
+
+    return compare
 
 
 @pytest.fixture
