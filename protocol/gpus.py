@@ -39,6 +39,12 @@ class Gpu(NamedTuple):
     """Compute capability: kernels and workspaces differ by it."""
 
     @property
+    def name(self) -> str:
+        """Its title, or what the pattern's first form means."""
+        first = re.sub(r"\[(.)[^]]*\]", r"\1", self.pattern.split("|")[0])
+        return self.title or first.replace(".*", "").rstrip(" -")
+
+    @property
     def memory_bytes(self) -> int:
         """Total capacity as PyTorch reports it, bytes."""
         return round(self.memory_gib * GIB)

@@ -244,6 +244,9 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """CPU time of the training thread in this step; 0: not measured."""
     flops: Flops = 0.0
     """FLOPs of the model for this rank's tokens of the step, as ``throughput`` defines them; 0: not known."""
+    fetch_us: Whole | None = None
+    """Host time that the training thread spent in its DataLoaders, part of ``data``; None: it fetched from none. The
+    rest of ``data`` is the script's own work on the batch."""
 
     def phase(self, name: str) -> PhaseRecord | None:
         """Return the record of the phase called ``name``, or None when the step had none."""

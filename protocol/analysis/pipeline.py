@@ -301,7 +301,8 @@ class Detectors:
         fact = tracked.fact if tracked is not None else None
         alerts = self._put(now, self._hang.state(state, fact is not None and fact.is_traced))
         self._hang.held(state.rank, self._oom.standing(state.rank) if state.state == "held" else None)
-        alerts += self._put(now, self._oom.held(state.rank, state.state == "held"))
+        if state.state not in ("stopped", "unreachable"):  # a rank that is held may be stopped, or fall silent
+            alerts += self._put(now, self._oom.held(state.rank, state.state == "held"))
         if state.state == "gone":
             kill = fact.kernel_kill if fact is not None else None
             pressure = self._moments.pressure(now, state.rank)

@@ -188,6 +188,8 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
         rest["flops"] = step.flops
     if waited:
         rest["waited"] = waited
+    if step.fetch_us is not None:
+        rest["fetch"] = step.fetch_us
     if rest:
         detail.append(rest)
     row.append(_encode(detail))
@@ -291,6 +293,7 @@ def step_from_row(row: Sequence[Any]) -> Step:
         updates=msgspec.convert(rest.get("updates", []), list[Update]),
         cpu_us=rest.get("cpu", 0),
         flops=rest.get("flops", 0.0),
+        fetch_us=rest.get("fetch"),
     )
 
 

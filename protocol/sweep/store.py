@@ -130,7 +130,7 @@ def read(path: Path) -> Results:
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise ResultsError(f"{path}: is larger than 1 GiB, so it is no results file")
+            raise ResultsError(f"{path}: is larger than 1 GiB, so it is not a results file")
         data = path.read_bytes()
     except OSError as error:
         raise ResultsError(f"{path}: cannot be read: {error.strerror}") from None
@@ -174,7 +174,7 @@ def _header(path: Path, line: bytes) -> Header:
     except (msgspec.MsgspecError, ValueError):
         version = None
     if version is None or version.type != "sweep":
-        raise ResultsError(f"{path}: is no results file of a sweep; 'ftmon sweep SWEEP.yaml' writes one")
+        raise ResultsError(f"{path}: is not a results file of a sweep; 'ftmon sweep SWEEP.yaml' writes one")
     if version.format != FORMAT:
         raise ResultsError(
             f"{path}: has results of format {version.format}, this version reads {FORMAT}: give another file with "

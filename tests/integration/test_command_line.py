@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from eventually import eventually
 from ftmon.protocol import exits, run_store
 from ftmon.protocol.recording.writer import Writer
 from ftmon.protocol.rundir import RunDir
@@ -140,3 +142,34 @@ def test_a_further_host_becomes_its_command_as_a_part_of_the_run(run: RunDir, tm
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == exits.RUN_USAGE
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["ls"], ["completion", "bash"], ["train", "--print-config"], ["keys"]])
+def test_closed_standard_streams_are_no_error(words: list[str]) -> None:
+    closed = f"{sys.executable} -m ftmon.tui.cli {' '.join(words)} <&- >&-"
+    done = subprocess.run(["bash", "-c", closed], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ctrl_c_ends_a_prediction_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("model: {name: nowhere}\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ftmon.tui.cli", "predict", "train.yaml"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    command = Path(f"/proc/{process.pid}/cmdline")
+    # While PyTorch is being imported, which takes a second.
+    eventually(
+        lambda: b"ftmon.trainer.foreground" in command.read_bytes() and "libtorch" in maps_of(process.pid),
+        "the command to import PyTorch",
+    )
+    os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert (process.returncode, output, errors) == (exits.INTERRUPTED, b"", b"")
+
+
+def maps_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()

@@ -175,4 +175,4 @@ def test_a_script_that_decides_by_a_tensors_value_is_refused_with_its_line(predi
     line = next(number for number, text in enumerate((SCRIPTS / "dry_loop.py").read_text().splitlines(), 1)
                 if "arguments.branch and" in text)  # fmt: skip
     assert answer["status"] == 2
-    assert f"dry_loop.py:{line}: it depends on a tensor's value, which a dry run has not" in answer["output"]
+    assert f"dry_loop.py:{line}: it depends on a tensor's value, which a dry run does not have" in answer["output"]

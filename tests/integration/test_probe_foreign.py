@@ -35,6 +35,59 @@ def test_a_loss_is_what_the_script_optimises_however_it_scales_it(collector):
         assert [step.micro_steps for step in steps] == [4] * 10 + [2] * 2
 
 
+def edges(collector, mode, *command):
+    """Run a mode of ``loop_edges.py``; return its steps and what it printed."""
+    collector.start(*(command or (BIN / "python",)), SCRIPTS / "loop_edges.py", mode).finish()
+    assert collector.job.returncode == 0, collector.output()
+    return collector.of(Step), printed(collector, "optimised")
+
+
+def host_us(step, name):
+    return sum(phase.host_us for phase in step.phases if phase.name == name)
+
+
+def test_work_after_an_epoch_is_no_loading_of_data(collector):
+    steps, told = edges(collector, "after_epochs")
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert all(host_us(step, "data") < 150_000 for step in steps[1:])
+    assert [step.step for step in steps if host_us(step, "idle") > 250_000] == [4, 7]
+
+
+def test_losses_of_one_kind_from_one_batch_are_summed_and_a_norm_given_to_the_clipping_is_the_step_s(collector):
+    steps, told = edges(collector, "alike")
+    assert [[step.loss, step.grad_norm] for step in steps] == [pytest.approx(one, rel=1e-5) for one in told]
+
+
+def test_micro_batches_of_several_optimizers_are_not_shared_out_among_them(collector):
+    steps, told = edges(collector, "shared")
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert all(step.micro_steps == 2 for step in steps)
+
+
+def test_a_backward_in_which_optimizers_step_goes_on(collector):
+    steps, told = edges(collector, "in_backward")
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert all(host_us(step, "backward") > 25_000 > host_us(step, "idle") for step in steps)
+
+
+def test_an_exception_in_the_backward_is_one_in_the_backward(collector):
+    collector.start(BIN / "python", SCRIPTS / "loop_edges.py", "broken").finish()
+    assert collector.job.returncode == 1
+    (failure,) = collector.of(Failure)
+    assert (failure.phase, failure.step, "broken backward" in failure.error) == ("backward", 3, True)
+
+
+def test_a_training_in_another_thread_after_the_first_has_ended_is_recorded(collector):
+    steps, told = edges(collector, "threads")
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+
+
+def test_the_time_in_the_loader_is_told_apart_from_the_script_s_work_on_the_batch(collector):
+    steps, told = edges(collector, "before_forward", *start_ranks.command(1))
+    assert len(steps) == len(told) == 8
+    assert all(step.fetch_us < 15_000 < 30_000 <= host_us(step, "data") for step in steps[1:])
+
+
 def test_what_comes_after_the_last_step_is_recorded_and_is_no_step(collector):
     collector.start(BIN / "python", SCRIPTS / "tail_loop.py").finish()
     assert collector.job.returncode == 0, collector.output()

@@ -210,6 +210,7 @@ EXAMPLES: tuple[Message, ...] = (
         ],
         cpu_us=812_345,
         flops=1.3e14,
+        fetch_us=11_200,
     ),
     Heartbeat(
         rank=3,

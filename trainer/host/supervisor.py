@@ -27,7 +27,7 @@ _PID_EXITS = re.compile(r"[Pp]rocess (\d+) exits successfully")
 
 
 class _Watched:
-    __slots__ = ("descriptor", "fact", "pid", "rank", "reported_at", "start_ticks")
+    __slots__ = ("descriptor", "fact", "pid", "rank", "reported_at", "start_ticks", "traced")
 
     def __init__(self, rank: int, pid: int, start_ticks: int) -> None:
         self.rank = rank
@@ -36,6 +36,8 @@ class _Watched:
         self.descriptor = -1
         self.fact: ProcessFact | None = None
         self.reported_at = 0.0
+        self.traced = False
+        """A debugger had stopped it when it was last read."""
 
 
 class Supervisor(threading.Thread):
@@ -156,7 +158,10 @@ class Supervisor(threading.Thread):
         who = (watched.rank, watched.pid, watched.start_ticks)
         if process is not None and process.start_ticks == watched.start_ticks:
             if process.alive:
-                return ProcessFact(*who, True, process.state, time=at)
+                # A profiler stops a process for a moment to look at its stack; a debugger is there twice.
+                traced, watched.traced = watched.traced, process.state == "t"
+                state = "S" if watched.traced and not traced else process.state
+                return ProcessFact(*who, True, state, time=at)
             state, status = process.state, process.wait_status
         else:
             state, status = "", self._status_of_reaped(watched)

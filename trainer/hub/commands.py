@@ -258,7 +258,8 @@ class Commands:
         answers = await self._link.ask(verbs.Release(), asked or self._rank_hosts.ranks, _RELEASE_SECONDS)
         released = sorted(rank for rank, answer in answers.items() if answer.ok)
         missing = [rank for rank in asked if rank not in released]
-        text = f"{_span(released)} released" if released else "no rank is held"
+        none = f"{_span(asked)} {'is' if len(asked) == 1 else 'are'} not held" if asked else "no rank is held"
+        text = f"{_span(released)} released" if released else none
         if released and missing:
             text += f"; {_span(missing)} not held, or without an answer"
         return Outcome(bool(released) and not missing, text, {"released": released})

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...protocol.analysis.deaths.detector import is_lost_peer
 from ...protocol.analysis.deaths.tracebacks import RaisedException, last_exception
 from ...protocol.end_request import read_end_request
 from ...protocol.job_log import last_lines
@@ -46,7 +47,7 @@ class EndDetector:
         self._hellos: set[int] = set()
         self._goodbyes: dict[int, str] = {}
         self._failure: Failure | None = None
-        """The first failure that a rank reported."""
+        """The first failure that a rank reported, if possible one that is not the loss of another rank."""
         self.stepped = False
         """Whether some rank has finished a step."""
         self._resumed = False
@@ -64,7 +65,9 @@ class EndDetector:
         elif isinstance(message, Goodbye):
             self._goodbyes[message.rank] = message.reason
         elif isinstance(message, Failure):
-            self._failure = self._failure or message
+            known = self._failure
+            if known is None or is_lost_peer(known.error) > is_lost_peer(message.error):
+                self._failure = message
         elif isinstance(message, Step):
             self.stepped = True
         elif isinstance(message, Heartbeat):
@@ -142,7 +145,7 @@ class EndDetector:
         if words:
             ranks = "its ranks reported, and" if self._hellos else "no rank reported;"
             why = f"{ranks} none finished an optimizer step ({end.text}). {error_text}"
-            return f"ended before its first step: {words}"[:240], why, last
+            return f"ended before its first step: {words}", why, last
         if self._hellos:
             what = "its ranks reported, but no finished optimizer step was received from them"
             why = (
@@ -157,12 +160,13 @@ class EndDetector:
 
     def _error(self) -> tuple[str, str]:
         """Return the error that ended the job before its first step, without and with its rank and location."""
-        raised = self.raised()
+        raised, failed = self.raised(), self._failure
+        if raised is not None and failed is not None and is_lost_peer(raised.words) > is_lost_peer(failed.error):
+            raised = None  # the rank that failed first printed no traceback: what it could not start with is one line
         if raised is not None:
             where = f", raised at {raised.place}" if raised.place else ""
             who = f"rank {raised.rank}" if raised.rank is not None else "the last traceback of its output"
             return raised.words, f"{who}: {raised.words}{where}"
-        failed = self._failure
         return ("", "") if failed is None else (failed.error, f"rank {failed.rank}: {failed.error}")
 
     def raised(self) -> RaisedException | None:

@@ -17,9 +17,7 @@ from ...protocol.wire import Message
 
 _OWN = ("train", "demo")
 _LONGEST_SECONDS = 1800.0
-_ON_CPU = (
-    "the ranks train on the CPU, where a peak is of the process's resident set: a prediction is of a GPU's allocator"
-)
+_ON_CPU = "the ranks train on the CPU, whose peaks are of the resident set; predictions are of a GPU's allocator"
 
 
 class PredictionProcess:

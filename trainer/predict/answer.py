@@ -87,7 +87,7 @@ def capacity_of(job: Prepared) -> int:
 
 def name_of(gpu: Gpu) -> str:
     """Return what to call a kind of GPU."""
-    return gpu.title or gpu.pattern
+    return gpu.name
 
 
 def beside(job: Prepared, gpu: Gpu) -> Figure:

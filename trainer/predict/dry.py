@@ -259,7 +259,7 @@ def _refusals() -> Generator[None]:
     except ConfigError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ConfigError(f"{error.func}: its result depends on values, which a dry run has not") from None
+        raise ConfigError(f"{error.func}: its result depends on values, which a dry run does not have") from None
     except UnsupportedOperatorException as error:
         raise ConfigError(f"{error.func}: has no fake kernel, so a dry run cannot follow it") from None
     except Exception as error:  # DeepSpeed's refusals have classes of their own, some derive from Exception itself

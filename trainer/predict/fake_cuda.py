@@ -78,7 +78,7 @@ class Device:
     def __init__(self, recorder: Recorder, gpu: Gpu) -> None:
         self.recorder = recorder
         self.properties = SimpleNamespace(
-            name=f"NVIDIA {gpu.title or gpu.pattern}",
+            name=f"NVIDIA {gpu.name}",
             total_memory=gpu.memory_bytes,
             major=gpu.capability[0],
             minor=gpu.capability[1],

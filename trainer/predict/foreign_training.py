@@ -42,7 +42,11 @@ def refused(error: type[BaseException]) -> Generator[None]:
             replace(wrapper, "__init__", stop(text))
         elif wrapper is not None:
             replace(sys.modules[module], name, stop(text))
-    replace(torch.autograd, "backward", stop("it trains without deepspeed.initialize, which alone is predicted"))
+    replace(
+        torch.autograd,
+        "backward",
+        stop("it trains without deepspeed.initialize; only training with it can be predicted"),
+    )
     replace(dist, "init_process_group", lambda *_, **__: None)
     try:
         yield

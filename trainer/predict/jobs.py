@@ -65,7 +65,7 @@ def prepare(arguments: argparse.Namespace, allocator: Settings) -> Prepared:
 
 def _check_ranks(count: int, where: str) -> None:
     if count > MOST_RANKS:
-        raise ConfigError(f"{where}: predictions go to {MOST_RANKS:,} ranks, not {count:,}")
+        raise ConfigError(f"{where}: predictions support up to {MOST_RANKS:,} ranks, not {count:,}")
 
 
 def find(name: str) -> Gpu:

@@ -60,8 +60,8 @@ def differing(stage: int, ranks: int) -> list[int]:
     """Return the ranks to run; each other one is like the nearest of them.
 
     ZeRO-1 and ZeRO-2 cut one flat buffer of all parameters into a partition for each rank, so ranks hold other layers,
-    whose gradients come at other times of the backward pass. ZeRO-3 cuts each parameter into equal shares, padded, and
-    without ZeRO every rank holds everything: there rank 0 is like all.
+    whose gradients become available at different times of the backward pass. ZeRO-3 cuts each parameter into equal
+    shares, padded, and without ZeRO every rank holds everything: there rank 0 is like all.
     """
     if stage not in (1, 2):
         return [0]

@@ -288,7 +288,7 @@ def _guard_values(launched: Launched | None) -> None:
 
         def guarded(tensor: Any, inherited: Any = inherited) -> Any:
             if _is_own(sys._getframe(1).f_code.co_filename, launched):
-                raise _StopError("it depends on a tensor's value, which a dry run has not")
+                raise _StopError("it depends on a tensor's value, which a dry run does not have")
             return inherited(tensor)
 
         setattr(fake, name, guarded)
@@ -329,7 +329,7 @@ def _why(error: BaseException) -> str:
     )
 
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return f"{error.func} depends on values, which a dry run has not"
+        return f"{error.func} depends on values, which a dry run does not have"
     if isinstance(error, UnsupportedOperatorException):
         return f"{error.func} has no fake kernel, so a dry run cannot follow it"
     if isinstance(error, (ConfigError, _StopError)):

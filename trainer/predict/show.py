@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from ...protocol.analysis.estimates.largest import Largest
 from ...protocol.analysis.text.curve import describe_curve
-from ...protocol.text import duration
+from ...protocol.text import duration, gib
 from .result import Point, Prediction, Rank, RiskyStep
 
 _PHASES = ("init", "forward", "backward", "optimizer")
@@ -51,7 +51,7 @@ def render(prediction: Prediction) -> str:
             *(_composition(point) for point in prediction.points),
             *(_time(point, prediction) for point in prediction.points),
             *(_fits(point) for point in prediction.points),
-            f"one checkpoint takes {_gib(prediction.checkpoint_bytes)} GiB on disk\n",
+            f"one checkpoint takes {gib(prediction.checkpoint_bytes)} on disk\n",
             _data(prediction),
             _largest(prediction),
             _what_if(prediction),
@@ -125,7 +125,7 @@ def _fits(point: Point) -> str:
     if not point.fits_on:
         return f"{needs}more than any GPU of the table has\n"
     larger = len(point.fits_on) - 3
-    more = f" and {larger} larger kind{'s' if larger > 1 else ''}" if larger > 0 else ""
+    more = f" and {larger} larger GPU{'s' if larger > 1 else ''}" if larger > 0 else ""
     return f"{needs}fits {', '.join(point.fits_on[:3])}{more}\n"
 
 
@@ -135,8 +135,8 @@ def _data(prediction: Prediction) -> str:
     if risk is None:
         return ""
     if risk.epoch_seconds:
-        price = "" if risk.epoch_price is None else f", {risk.epoch_price:,.2f}"
-        epoch = f"an epoch: {risk.steps:,} steps, {risk.epoch_seconds / 3600:,.2f} h{price}\n"
+        price = "" if risk.epoch_price is None else f", costs {risk.epoch_price:,.2f}"
+        epoch = f"an epoch: {risk.steps:,} steps, {duration(risk.epoch_seconds)}{price}\n"
     else:
         epoch = ""
     if not risk.failing:

@@ -273,7 +273,11 @@ class Trainer(Stepper):
     def introduce(self) -> None:
         """Print what is about to be trained."""
         config, world, order = self.config, self.world, self.order
-        where = f"{world.size} GPU{'s' * (world.size > 1)}" if world.on_gpu else f"{world.size} CPU ranks"
+        where = (
+            f"{world.size} GPU{'s' * (world.size > 1)}"
+            if world.on_gpu
+            else f"{world.size} CPU rank{'s' * (world.size > 1)}"
+        )
         if world.sequence.size > 1:
             where += f", {world.sequence.size} share each sequence"
         parameters = load.count_parameters(self.model)

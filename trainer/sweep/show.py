@@ -61,8 +61,10 @@ class Lines:
             self._print(f"{answered} runs have their rows already" if answered > 1 else "1 run has its row already")
         for note in plan.notes:
             self._print(note)
-        for run in plan.runs if any(run.predicted for run in plan.runs) else ():
-            self._print(f"  {settings_text(run.settings)}: predicted {predicted_text(run.predicted) or 'nothing'}")
+        predicts = any(run.predicted for run in plan.runs)
+        for run in plan.runs:
+            words = f": predicted {predicted_text(run.predicted) or 'nothing'}" if predicts else ""
+            self._print(f"  {settings_text(run.settings)}{words}")
 
     def begins(self, settings: Settings, repeat: int, predicted: Predicted | None) -> None:
         """Print that a run begins."""

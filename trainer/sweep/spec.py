@@ -240,7 +240,7 @@ def _columns(node: Node | None) -> list[str]:
             columns.check(name)
         except ValueError as error:
             raise ConfigError(
-                f"{yaml_nodes.place(part)}: columns: {yaml_nodes.shown(name)} is no figure of a run; they {error}"
+                f"{yaml_nodes.place(part)}: columns: {yaml_nodes.shown(name)} is not a figure of a run; they {error}"
             ) from None
         if name in names:
             raise ConfigError(f"{yaml_nodes.place(part)}: columns has {name} twice")

@@ -12,4 +12,4 @@ def check(arguments: Namespace) -> int:
     require_training()
     words: list[str] = [f"--samples={arguments.samples}"]
     words += [f"--{name}" for name in ("json", "color", "ascii") if getattr(arguments, name)]
-    become(CHECK, [*words, "--", arguments.config, *arguments.overrides])
+    become(CHECK, [*words, "--", arguments.config, *arguments.overrides], ends_at_once=True)

@@ -44,10 +44,10 @@ def show_events(arguments: Namespace) -> int:
             printed[frame.message.rank] = frame.message.step
             _print_events(frame.message, arguments.json)
     sys.stdout.flush()
+    ended = _has_ended(arguments.run)
+    if not frames and not left_out and (ended or not arguments.follow):
+        print(f"no step of this run was sampled{'' if ended else ' yet (--follow waits for it)'}", file=sys.stderr)
     if not arguments.follow:
-        if not frames and not left_out and not arguments.json:
-            ended = _has_ended(arguments.run)
-            print(f"no step of this run was sampled{'' if ended else ' yet (--follow waits for it)'}", file=sys.stderr)
         return 0
     run = run_store.find(arguments.run)
     end = run.read_exit()

@@ -72,7 +72,7 @@ class Narrator:
         if model.alerts.version != self._alerts_version:
             self._alerts_version = model.alerts.version
             for alert in model.alerts:
-                yield from self._alert(alert)
+                yield from self._alert(alert, model.now)
         if model.state != self._state:
             self._state = model.state
             if model.ended or model.state == "stopping":
@@ -149,13 +149,13 @@ class Narrator:
             source = "launcher" if line.rank < 0 else f"rank {line.rank}"
             yield f"{source}| {sanitize(line.text)}"
 
-    def _alert(self, alert: Alert) -> Iterator[str]:
+    def _alert(self, alert: Alert, now: float) -> Iterator[str]:
         resolved = alert.resolved is not None
         known = self._alerts.get(alert.id)
         self._alerts[alert.id] = resolved
-        if known is None:
+        if known is None or (known and not resolved):  # new, or raised again
             mark = _MARKS[alert.severity][self._ascii]
-            yield _at(alert.time, f"{mark} {alert.kind}: {sanitize(alert.title)}")
+            yield _at(now if known else alert.time, f"{mark} {alert.kind}: {sanitize(alert.title)}")
         if resolved and not known:
             yield _at(alert.resolved or alert.time, f"  over: {sanitize(alert.title)}")
 

@@ -54,7 +54,8 @@ def _report(report: OomReport, of_snapshot: bool) -> Iterator[str]:
     if oom.holders:
         yield "held most, by allocating stack:"
         for group in oom.holders[:_HOLDERS]:
-            yield f"  {gib(group.bytes):>11} in {group.count:,} blocks  {group.frames[-1] if group.frames else ''}"
+            blocks = f"{group.count:,} block{'s' * (group.count != 1)}"
+            yield f"  {gib(group.bytes):>11} in {blocks}  {group.frames[-1] if group.frames else ''}"
     if len(report.ranks) > 1:
         yield "all ranks at that moment:"
         yield from (f"  {_moment(moment)}" for moment in report.ranks[:_RANKS])

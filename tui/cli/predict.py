@@ -25,7 +25,7 @@ def predict(arguments: Namespace) -> int:
         UsageError: neither a configuration nor --model, or options of the one with the other.
     """
     require_training()
-    become(PREDICT, words(arguments))
+    become(PREDICT, words(arguments), ends_at_once=True)
 
 
 def words(arguments: Namespace) -> list[str]:
@@ -67,8 +67,8 @@ def _check(arguments: Namespace) -> None:
         return
     if not arguments.config and not arguments.model:
         raise UsageError(
-            "predict needs CONFIG.yaml ('ftmon train --print-config' writes one); of a script of your own -- and its "
-            "command, or --model"
+            "predict needs CONFIG.yaml ('ftmon train --print-config' writes one), --model MODEL, or '-- COMMAND' for a "
+            "script of your own"
         )
     if arguments.config and arguments.model:
         raise UsageError(f"predict takes {arguments.config} or --model, not both; set model.name=NAME instead")

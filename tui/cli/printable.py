@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from typing import Any, TextIO
 
@@ -39,10 +40,24 @@ def guard_output() -> None:
     """Replace standard output and error with sanitising ones, for terminals, files and pipes alike.
 
     Every command sanitises what it prints by itself; this is the safety net. Piped output ends in a terminal too, of
-    ``less -R`` or of a CI log. The app draws through streams of its own.
+    ``less -R`` or of a CI log. The app draws through streams of its own. A stream that the caller has closed (``>&-``)
+    is ``/dev/null`` from here on, for this process and those that it starts.
     """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, _nothing(descriptor))
     sys.stdout = _guarded(sys.stdout)
     sys.stderr = _guarded(sys.stderr)
+
+
+def _nothing(descriptor: int) -> TextIO:
+    opened = os.open(os.devnull, os.O_RDWR)
+    if opened == descriptor:
+        os.set_inheritable(descriptor, True)
+    else:
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    return open(descriptor, "w" if descriptor else "r", closefd=False)
 
 
 def _guarded(stream: TextIO) -> TextIO:

@@ -49,7 +49,8 @@ def _in_app(arguments: Namespace) -> int:
     model = run_sweep_app(path, ascii_only=arguments.ascii or terminal.wants_ascii())
     model.refresh()
     if model.results is None or model.results.end is None:
-        print(f"the sweep continues; 'ftmon sweep {arguments.sweep}' shows it again, and its rows are in {path}")
+        again = " ".join(["ftmon sweep", arguments.sweep, *(["--output", str(path)] if arguments.output else [])])
+        print(f"the sweep continues; '{again}' shows it again, and its rows are in {path}")
         return 0
     plan = model.results.plan
     for line in [*aligned(table(pool(model.rows), plan.columns if plan else ())), *result_lines(model.rows, plan)]:

@@ -23,6 +23,7 @@ from .ending import end_at_once
 
 _RECIPE = "ftmon.trainer.recipe.start"
 SCRIPT = "ftmon.trainer.launch.start"
+_FOREGROUND = "ftmon.trainer.foreground"
 _HUB_SECONDS = 15.0
 _LAUNCHER_SECONDS = 5.0
 _POLL_SECONDS = 0.05
@@ -91,10 +92,16 @@ def _window() -> dict[str, str]:
     return {name: value for name, value in found.items() if columns and name not in os.environ}
 
 
-def become(module: str, words: Sequence[str]) -> NoReturn:
-    """Become ``python -m module words``: its exit status, its signals and its terminal are this command's."""
+def become(module: str, words: Sequence[str], *, ends_at_once: bool = False) -> NoReturn:
+    """Become ``python -m module words``: its exit status, its signals and its terminal are this command's.
+
+    Args:
+        module: one of ftmon's modules.
+        words: its arguments.
+        ends_at_once: ctrl-c ends it without a word; otherwise the module handles it.
+    """
     sys.stdout.flush()
-    command = module_command(module, words)
+    command = module_command(_FOREGROUND, [module, *words]) if ends_at_once else module_command(module, words)
     os.execve(command[0], command, _with_own_programs())
 
 

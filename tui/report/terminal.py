@@ -49,16 +49,17 @@ def chart_lines(chart: Chart, width: int, *, ascii_only: bool = False) -> Iterat
         if curve.has_band:
             draw(figure, curve.xs, curve.low, "-", line=False)
             draw(figure, curve.xs, curve.high, "-", line=False)
-        band = " (- lowest and highest rank)" if curve.has_band else ""
         sign = f"{style if len(style) == 1 else '⠒'} " if several else ""
-        legend.append(f"{sign}{curve.name or 'median rank'}{band}")
+        legend.append(f"{sign}{curve.name or 'median rank'}")
         highest = max(highest, *curve.high, 0.0)
     figure.ruler("y").lim(0, highest * 1.05 or 1.0)
     xs = sorted({x for curve in chart.curves for x in curve.xs})
     ticks = _ticks(xs)
     figure.ruler("x").ticks(ticks, [f"{x:,.0f}" for x in ticks])
     yield f"{chart.title}, {chart.unit}, by {chart.x_name}"
-    yield f"  {sanitize('   '.join(legend), 300)}"
+    if any(curve.has_band for curve in chart.curves):
+        legend.append("- lowest and highest rank")
+    yield from _packed([sanitize(name, 300) for name in legend], width - 2)
     for row in rows(figure, plain=True):
         text = row.rstrip()
         yield text.translate(_ASCII) if ascii_only else text
@@ -67,6 +68,18 @@ def chart_lines(chart: Chart, width: int, *, ascii_only: bool = False) -> Iterat
         yield f"  {sanitize('; '.join(words), 300)}"
     for note in chart.notes:
         yield f"  {sanitize(note, 500)}"
+
+
+def _packed(names: list[str], width: int) -> Iterator[str]:
+    """Yield indented lines of as many names as fit in each."""
+    line = names[0]
+    for name in names[1:]:
+        if len(line) + 3 + len(name) > width:
+            yield f"  {line}"
+            line = name
+        else:
+            line += f"   {name}"
+    yield f"  {line}"
 
 
 _ASCII = str.maketrans("┌┐└┘│─┤├┬┴┼", "++++|-+++++")

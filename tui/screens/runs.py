@@ -28,10 +28,13 @@ NEED_A_RUN = frozenset(
 ) - {"help", "detach", "theme", "command_palette"}
 
 
+_NO_RUNS = "no runs yet: start one with 'ftmon demo' or 'ftmon run -- COMMAND'"
+
+
 class RunRows(Listing):
     """The runs that pass the filter, newest first."""
 
-    empty = "no runs yet: start one with 'ftmon demo' or 'ftmon run -- COMMAND'"
+    empty = _NO_RUNS
     text = ""
 
     def __init__(self, app_state: AppState, name: str) -> None:
@@ -53,6 +56,11 @@ class RunRows(Listing):
         if chosen is not None:
             ids = [entry.id for entry in self.entries()]
             self.selected = ids.index(chosen.id) if chosen.id in ids else self.selected
+
+    def filter(self, text: str) -> None:
+        """List only runs that contain ``text``; an empty text lists all."""
+        self.text = text
+        self.empty = f"no run contains '{text}'; / changes the filter" if text else _NO_RUNS
 
     def entries(self) -> list[RunEntry]:
         """List the runs that pass the filter."""
@@ -172,14 +180,15 @@ class RunsScreen(MonitorScreen):
 
     def on_prompt_changed(self, event: Prompt.Changed) -> None:
         """Filter as one types."""
-        self.query_one(RunRows).text = event.text
+        self.query_one(RunRows).filter(event.text)
         self.tick()
 
     def on_prompt_done(self, event: Prompt.Done) -> None:
         """Keep the filter, or end it."""
         prompt = self.query_one(Prompt)
         if not event.accepted:
-            prompt.text = self.query_one(RunRows).text = ""
+            prompt.text = ""
+            self.query_one(RunRows).filter("")
         self.set_class(bool(prompt.text), "filtering")
         self.set_focus(None)
         self.tick()

@@ -53,7 +53,7 @@ def report_lines(
     room = (width - 3) // 2
     left = [*_meaning(case, model, acts, asked, room, theme), *_numbers(case.oom, room, theme)]
     right = _rest(case, place, width - room - 3, theme)[1:]
-    blank = [Line()] * abs(len(left) - len(right))
+    blank = [Line() for _ in range(abs(len(left) - len(right)))]
     left, right = (left + blank, right) if len(left) < len(right) else (left, right + blank)
     bar = Line(f" {theme.glyphs.bar} ", theme.style("rule"))
     return [one.fit(room, theme.base).join(bar).join(other) for one, other in zip(left, right, strict=True)]

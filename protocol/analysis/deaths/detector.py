@@ -63,7 +63,8 @@ def _by_kernel(kill: KernelKill | None) -> bool:
     return kill is not None and bool(kill.text)
 
 
-def _lost_peer(error: str) -> bool:
+def is_lost_peer(error: str) -> bool:
+    """Return whether an error only says that another rank is gone."""
     lowered = error.lower()
     return any(words in lowered for words in _LOST_PEER)
 
@@ -122,10 +123,10 @@ class DeathDetector:
     def failure(self, t: float, failure: Failure, kill_asked: set[int]) -> list[Finding]:
         """Process an exception that ended a rank's script."""
         if -1 in kill_asked and (
-            _lost_peer(failure.error) or failure.error.startswith(("KeyboardInterrupt", "SystemExit"))
+            is_lost_peer(failure.error) or failure.error.startswith(("KeyboardInterrupt", "SystemExit"))
         ):
             return []
-        if _lost_peer(failure.error):
+        if is_lost_peer(failure.error):
             if self._recent(t):
                 return self._followed(t, failure.rank, failure.error)
             self._held.append((t, failure, bool(kill_asked - {failure.rank})))

@@ -169,5 +169,5 @@ def _rate(gpu: Gpu, precision: Precision) -> float:
     """Return FLOP/s; a type without tensor cores goes at the rate of fp32."""
     rate = gpu.peak_flops(precision) or gpu.peak_flops("fp32")
     if rate is None:
-        raise ValueError(f"no rates are known of {gpu.title or gpu.pattern}: give another GPU's name for the time")
+        raise ValueError(f"no rates are known of {gpu.name}: give another GPU's name for the time")
     return rate

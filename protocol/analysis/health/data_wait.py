@@ -90,6 +90,8 @@ class DataWait:
                 work += record.device_us or 0
             elif name == "data":
                 wait = record.host_us
+        if step.fetch_us is not None and step.fetch_us < wait:
+            wait = step.fetch_us  # the rest of ``data`` is the script's own work on the batch
         if wait and rank.cuda and step.device_us is not None:
             wait = max(0, min(wait, step.device_us - work))
         rank.window.append((wait, step.host_us))

@@ -99,6 +99,14 @@ def test_an_alert_is_told_once_and_once_more_when_it_is_over() -> None:
     ]
 
 
+def test_an_alert_that_is_raised_again_is_told_again() -> None:
+    raised = control.Alert(7, "hang", "error", START, "rank 1 has not entered all_reduce #12", rank=1)
+    over = control.Alert(7, "hang", "error", START, raised.title, rank=1, resolved=START + 9)
+    again = control.Alert(7, "hang", "error", START, raised.title, rank=1, count=2)
+    told = new_lines([(0, raised), (9, over), (19, again), (20, again)])
+    assert [line.strip()[:6] for line in told] == ["✖ hang", "over: ", "✖ hang"]
+
+
 def test_ascii_output_is_ascii() -> None:
     raised = control.Alert(7, "spike", "warning", START, "rank 1 optimizer +0.9 GiB – temporaries")
     (line,) = new_lines([(0, raised)], ascii_only=True)

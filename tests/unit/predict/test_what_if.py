@@ -111,7 +111,7 @@ def test_more_ranks_than_can_be_gone_through_are_refused_and_more_tokens_than_th
     (note,) = [note for note in jobs.prepare(arguments, Settings()).notes if "tokens" in note]
     assert note == "2,048 tokens are more than the model's n_positions, 512"
     arguments.ranks = 100_000
-    with pytest.raises(ConfigError, match=r"^--ranks: predictions go to 4,096 ranks, not 100,000$"):
+    with pytest.raises(ConfigError, match=r"^--ranks: predictions support up to 4,096 ranks, not 100,000$"):
         jobs.prepare(arguments, Settings())
-    with pytest.raises(ConfigError, match=r"run\.ranks: predictions go to 4,096 ranks, not 5,000$"):
+    with pytest.raises(ConfigError, match=r"run\.ranks: predictions support up to 4,096 ranks, not 5,000$"):
         jobs.prepare(given(config=config, overrides=["run.ranks=5000"]), Settings())

@@ -50,7 +50,7 @@ def loop(monkeypatch):
                 self.steps.forwarding(module, (), {})
 
         def backward(self):
-            self.steps.going_backward(None)
+            self.steps.going_backward(())
             self.steps.went_backward()
 
         def update(self):
@@ -162,7 +162,7 @@ def test_training_in_evaluation_mode_is_training_once_a_backward_came(loop):
 def test_a_failed_closure_leaves_no_update_open(loop):
     loop.updates.begin_update(loop.optimizer)
     loop.updates.open_closure()
-    loop.steps.going_backward(None)
+    loop.steps.going_backward(())
     loop.updates.close_closure(failed=True)
     assert loop.training.tracker.phase == "backward", "what the report of the failure names"
     assert not loop.training.state.in_update

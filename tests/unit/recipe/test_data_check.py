@@ -89,7 +89,7 @@ def test_what_is_wrong_is_told_with_lines_and_what_to_do(
         (["training={micro_batch: 2, total_batch: 7}"], "training.total_batch is 7, but micro_batch 2"),
         (["training.total_batch=7", "run.ranks=2"], "x 2 ranks is 2"),
         (["training.total_batch=7", "run.device=cpu"], "x 1 rank is 1"),
-        (["deepspeed.foo=1"], "deepspeed.foo is no key of DeepSpeed"),
+        (["deepspeed.foo=1"], "deepspeed.foo is not a key of DeepSpeed"),
         (["model.config.model_type=nope"], "model.config.model_type: Unrecognized model identifier: nope"),
         (["model.config.max_position_embeddings=8", "model.config.model_type=opt"], "max_position_embeddings, 8"),
         (["lora.kind=dora"], "lora.kind needs lora.rank above 0"),

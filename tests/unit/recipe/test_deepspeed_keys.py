@@ -38,7 +38,7 @@ def test_keys_are_laid_over_what_the_sections_make(settings: list[str]) -> None:
         ("{zero_optimization: {mics_shard_size: 2}}", "use zero_optimization.zero_hpz_partition_size"),
         ("{zero_optimization: {stage: 3}}", "deepspeed.zero_optimization.stage is decided by zero.stage"),
         ("{gradient_clipping: 1.0}", "is decided by optimizer.max_grad_norm"),
-        ("{zero_optimisation: {}}", "is no key of DeepSpeed; did you mean zero_optimization?"),
+        ("{zero_optimisation: {}}", "is not a key of DeepSpeed; did you mean zero_optimization?"),
         ("{zero_optimization: {sub_group_sise: 1}}", "did you mean sub_group_size?"),
         ("{bf16: {enabled: true}}", "is decided by training.precision"),
         ("{bf16: 1}", "deepspeed.bf16 must be a section of keys and values"),

@@ -191,7 +191,7 @@ def test_a_record_that_does_not_match_is_refused_with_the_reason(record: Any, fo
 
 
 def test_columns_that_fit_no_format_are_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"cannot be told from the columns \(question, answer\): name them"):
+    with pytest.raises(UsageError, match=r"cannot be determined from the columns \(question, answer\): name them"):
         formats.detect({"question": "", "answer": ""}, Data())
     assert convert({"question": "Hi", "answer": "Hello."}, prompt_column="question", response_column="answer")[1] == [
         ("user", "Hi"),

@@ -98,7 +98,7 @@ def test_more_ranks_than_gpus_are_refused(data: Path, monkeypatch: pytest.Monkey
             "data.path /etc/hostname: must end in .jsonl, .json, .csv, .tsv, .txt or .parquet",
         ),
         (["data.path=", "data.name=./a.jsonl"], "data.name ./a.jsonl looks like a file; give it as data.path"),
-        (["data.response_column=answer"], "data.format cannot be told from the columns (prompt, response)"),
+        (["data.response_column=answer"], "data.format cannot be determined from the columns (prompt, response)"),
         (
             ["data.format=instruction", "data.response_column=answer"],
             "data.response_column is answer, but the data's columns are prompt, response",

@@ -38,9 +38,11 @@ def refused(words: list[str]) -> str:
 
 def test_ranks_that_are_no_multiple_are_refused_with_a_number_that_is(settings: list[str]) -> None:
     assert refused([*settings, LLAMA, f"{KEY}=3"]) == (
-        f"command line: {KEY} is 3, but 4 ranks are no multiple of it; use run.ranks=3"
+        f"command line: {KEY} is 3, but 4 ranks are not a multiple of it; use run.ranks=3"
     )
-    assert "but 1 rank is no multiple of it; use run.ranks=2" in refused([*settings, LLAMA, f"{KEY}=2", "run.ranks=1"])
+    assert "but 1 rank is not a multiple of it; use run.ranks=2" in refused(
+        [*settings, LLAMA, f"{KEY}=2", "run.ranks=1"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_a_csv_that_does_not_match_is_one_line_and_nothing_is_written(
         ("nope.csv", None, "nope.csv: no such file"),
         ("nope/recording", None, "nope/recording: no such file"),
         ("nope.results.jsonl", None, "nope.results.jsonl: no such file"),
-        ("bad.results.jsonl", "garbage\n", "bad.results.jsonl: is no results file of a sweep"),
+        ("bad.results.jsonl", "garbage\n", "bad.results.jsonl: is not a results file of a sweep"),
         ("bad.sqlite", "garbage\n", "bad.sqlite: is not an ftmon recording"),
     ],
 )

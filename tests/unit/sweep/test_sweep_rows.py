@@ -62,8 +62,8 @@ def test_results_of_another_sweep_are_not_continued(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"seq,peak\n1,2\n", "is no results file of a sweep"),
-        (b"", "is no results file"),
+        (b"seq,peak\n1,2\n", "is not a results file of a sweep"),
+        (b"", "is not a results file"),
         (b'{"type":"sweep","format":9}\n', "has results of format 9, this version reads 1"),
     ],
 )

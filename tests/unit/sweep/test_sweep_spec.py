@@ -72,7 +72,7 @@ def test_what_decides_a_row_decides_whose_results_they_are(tmp_path: Path) -> No
         ("axes: {a: [1]}\n", "config or command is missing"),
         ("config: train.yaml\n", "axes is missing"),
         ("config: train.yaml\naxes: {a: [1]}\ncolumns: loss\n", "sweep.yaml:3: columns must be a list of figures"),
-        ("config: train.yaml\naxes: {a: [1]}\ncolumns:\n- loss\n- los\n", "sweep.yaml:5: columns: los is no figure"),
+        ("config: train.yaml\naxes: {a: [1]}\ncolumns:\n- loss\n- los\n", "sweep.yaml:5: columns: los is not a figure"),
         ("config: train.yaml\naxes: {a: [1]}\ncolumns: [loss, loss]\n", "sweep.yaml:3: columns has loss twice"),
         (
             "config: train.yaml\naxes: {env.A=B: [1]}\n",

@@ -150,15 +150,18 @@ def _backward(original: Any) -> Callable[..., Any]:
         if training is None:
             return original(self, loss, *args, **kwargs)
         scaled = not (args[1] if len(args) > 1 else kwargs.get("scale_wrt_gas", True))
-        outermost = training.micro_steps.going_backward(loss, scaled, id(self))
+        outermost = training.micro_steps.going_backward((loss,), scaled, id(self))
         try:
-            return original(self, loss, *args, **kwargs)
-        except (RuntimeError, MemoryError) as error:
-            _saw(error)
-            raise
-        finally:
+            found = original(self, loss, *args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, RuntimeError | MemoryError):
+                _saw(error)
             if outermost:
-                training.micro_steps.went_backward()
+                training.micro_steps.failed_backward()
+            raise
+        if outermost:
+            training.micro_steps.went_backward()
+        return found
 
     return backward
 

@@ -5,6 +5,7 @@ on another thread, it only calls the original.
 """
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -49,6 +50,8 @@ def install(become_rank: Callable[[], None]) -> None:
     register_optimizer_step_post_hook(_after_optimizer)
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         replace(owner, "clip_grad_norm_", _clipping)
+        if hasattr(owner, "clip_grads_with_norm_"):
+            replace(owner, "clip_grads_with_norm_", _clipping_with)
     replace(torch.amp.GradScaler, "scale", scaling)
     replace(torch.amp.GradScaler, "step", _scaled_step)
     replace(torch.nn.parallel.DistributedDataParallel, "__init__", _making_parallel)
@@ -98,13 +101,17 @@ def _backward(original: Any) -> Callable[..., Any]:
         training = mine()
         if training is None or training.state.in_backward:
             return original(tensors, *args, **kwargs)
-        loss = tensors[0] if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors
-        outermost = training.micro_steps.going_backward(loss)
+        losses = tuple(tensors) if isinstance(tensors, list | tuple) else (tensors,)
+        outermost = training.micro_steps.going_backward(losses)
         try:
-            return original(tensors, *args, **kwargs)
-        finally:
+            found = original(tensors, *args, **kwargs)
+        except BaseException:
             if outermost:
-                training.micro_steps.went_backward()
+                training.micro_steps.failed_backward()
+            raise
+        if outermost:
+            training.micro_steps.went_backward()
+        return found
 
     return backward
 
@@ -187,13 +194,15 @@ def _closure(original: Any) -> Callable[..., Any]:
 
 
 def _adopted() -> Training | None:
-    """Make this thread the training thread, unless another one trains: before the first update, the updating one.
+    """Make this thread the training thread, unless another one trains: before the first update, or once that one ended.
 
     Returns:
         Receiver of the hooks' reports; None if another thread trains, or there is no probe.
     """
     training = switched_on()
-    if training is None or training.tracker.step or training.state.engine_steps:
+    if training is None or training.state.engine_steps:
+        return None
+    if training.tracker.step and any(thread.ident == training.guard.thread for thread in threading.enumerate()):
         return None
     training.guard.adopt_thread()
     return training
@@ -214,6 +223,16 @@ def _clipping(original: Any) -> Callable[..., Any]:
         return norm
 
     return clip_grad_norm_
+
+
+def _clipping_with(original: Any) -> Callable[..., Any]:
+    def clip_grads_with_norm_(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        training = mine()
+        if training is not None and not training.state.engine_steps:
+            training.updates.note_grad_norm(total_norm)
+        return original(parameters, max_norm, total_norm, *args, **kwargs)
+
+    return clip_grads_with_norm_
 
 
 def scaling(original: Any) -> Callable[..., Any]:

@@ -46,13 +46,19 @@ def _share_out(parts: Sequence[PartNotes], losses: Sequence[list[LossNote]]) -> 
         # Critic's and actor's backward, then critic's and actor's update: in the same order.
         following = len(own) - 1
         without = found[place + 1 : place + 1 + following]
-        if following > 0 and len(without) == following and not any(without) and not any(loss.owner for loss in own):
+        if following > 0 and len(without) == following and not any(without) and _are_apart(own):
             distinct = len({parts[at].key for at in range(place, place + 1 + following)}) == following + 1
             next_has = place + 1 + following < len(found) and not found[place + 1 + following]
             if distinct and not next_has:
                 for offset, loss in enumerate(list(own)):
                     found[place + offset] = [loss]
     return found
+
+
+def _are_apart(losses: Sequence[LossNote]) -> bool:
+    """Return whether these may be the losses of several optimizers; those of one line and kind are micro-batches."""
+    places = [(loss.site, loss.kind) for loss in losses if loss.site is not None]
+    return len(set(places)) == len(places) and not any(loss.owner for loss in losses)
 
 
 def _owner_place(parts: Sequence[PartNotes], place: int, loss: LossNote) -> int:

@@ -150,6 +150,7 @@ def step_message(
         updates=updates,
         cpu_us=raw.cpu_ns // 1000,
         flops=_flops(notes, tokens, flops),
+        fetch_us=notes.fetch_ns // 1000 if notes.fetches else None,
     )
 
 

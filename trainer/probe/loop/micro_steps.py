@@ -1,7 +1,7 @@
 """Micro-steps: a batch is fetched, goes forward, and its loss goes backward."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Any
 
@@ -76,6 +76,8 @@ class MicroSteps:
         self._unscaled: tuple[int, Any] | None = None
         self._fetched: Any = None
         """The latest batch of a dataloader, until its forward begins."""
+        self._fetching_ns = 0
+        """When the latest fetch began."""
         self._last_iterator: Callable[[], Any] = _nothing
         self._seen_forward = False
 
@@ -102,6 +104,7 @@ class MicroSteps:
             tracker.enter("eval")
         else:
             self._phases.enter("data")
+            self._fetching_ns = perf_counter_ns()
 
     @guarded
     def fetched(self, found: Any) -> None:
@@ -111,6 +114,7 @@ class MicroSteps:
         if tracker.phase == "data":
             key = id(self._last_iterator())
             notes.fetches[key] = notes.fetches.get(key, 0) + 1
+            notes.fetch_ns += perf_counter_ns() - self._fetching_ns
             if self._batch_losses.current is not None:
                 self._batch_losses.add(found, False)
         if self._state.forward_by:
@@ -169,11 +173,11 @@ class MicroSteps:
         notes.labels = []
 
     @guarded
-    def going_backward(self, loss: Any, scaled: bool = False, owner: Any = None) -> bool:
+    def going_backward(self, losses: Sequence[Any], scaled: bool = False, owner: Any = None) -> bool:
         """Record the begin of a backward; return whether it is an outermost one.
 
         Args:
-            loss: tensor that it starts from.
+            losses: tensors that it starts from, all of one micro-batch.
             scaled: the losses are known to add up to the step's; otherwise their graphs are asked.
             owner: the engine whose backward it is.
         """
@@ -195,6 +199,7 @@ class MicroSteps:
         start = perf_counter_ns()
         notes.micro_steps += 1
         unscaled, self._unscaled = self._unscaled, None
+        loss = losses[0] if losses else None
         original = unscaled[1] if unscaled is not None and unscaled[0] == id(loss) else None
         notes.sum_losses, notes.divisors = state.sum_losses or scaled, self._divisors
         if self._batch_losses.current is not None:
@@ -202,6 +207,8 @@ class MicroSteps:
         if loss is not None:
             is_divided = notes.sum_losses or owner is not None or (state.engine_steps and self._updaters.is_sole)
             self._loss_notes.note(notes, loss, owner, original, is_divided)
+            for place, other in enumerate(losses[1:], 1):
+                self._loss_notes.note(notes, other, owner, None, is_divided, place)
         tracker.cost_ns += perf_counter_ns() - start
         return True
 
@@ -212,6 +219,11 @@ class MicroSteps:
         state.in_backward = False
         if self._tracker.phase == "backward":
             self._phases.enter("optimizer" if state.in_update and not state.closures else "idle")
+
+    @guarded
+    def failed_backward(self) -> None:
+        """An exception left the backward; where it came from stays the phase, for the report of the failure."""
+        self._state.in_backward = False
 
     @guarded
     def note_scaling(self, scaled: Any, original: Any) -> None:

@@ -66,7 +66,9 @@ class Updates:
 
     @guarded
     def exhausted(self) -> None:
-        """Record that a dataloader is exhausted."""
+        """Record that a dataloader is exhausted: what follows is no loading of data."""
+        if self._tracker.phase == "data":
+            self._phases.enter("idle")
         self._updaters.exhausted()
 
     @guarded
@@ -220,7 +222,8 @@ class Updates:
         self._end()
         self._forwards.end_step()
         if not self._state.rehearsing:
-            self._updaters.end(number)
+            # An optimizer may step in the backward, which goes on.
+            self._updaters.end(number, "backward" if self._state.in_backward else "idle")
 
     def _end(self) -> None:
         state = self._state

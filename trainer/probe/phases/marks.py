@@ -43,6 +43,7 @@ class Notes:
         "counts",
         "discarded",
         "divisors",
+        "fetch_ns",
         "fetches",
         "first",
         "flops",
@@ -81,6 +82,8 @@ class Notes:
         """Numbers of micro-batches that the script has divided losses by; one set for all steps."""
         self.fetches: dict[int, int] = {}
         """Batches fetched for training, by dataloader iterator."""
+        self.fetch_ns = 0
+        """Host time in dataloaders."""
         self.parts: list[PartNotes] = []
         """With several engines or optimizers: the notes of each update of the step, in order."""
         self.first = 0

@@ -7,10 +7,15 @@ Control that has jumped back is in the next round, unless it jumped within an in
 """
 
 import dis
+import os
 from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+import torch
+
+LIBRARIES = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep)
+"""Folders of the probe and of PyTorch, whose frames are no place in a script."""
 INNER_LIMIT = 128
 """Updates in one round; an inner loop that makes more is one over data."""
 _KEPT_SITES = 4

@@ -205,19 +205,21 @@ class Tracker:
         counts = self.counts
         self.marks.append(Mark("", perf_counter_ns(), sample, None, counts.entered, counts.host_ns))
 
-    def end_step(self, number: int | None = None) -> None:
-        """The optimizer update is over: hand the step over and begin the next, ``idle`` (or still in an open scope).
+    def end_step(self, number: int | None = None, after: str = "idle") -> None:
+        """The optimizer update is over: hand the step over and begin the next, in ``after`` or a scope still open.
 
         Args:
             number: the step's number where the framework counts steps itself.
+            after: the phase that follows.
         """
         self.step = number if number is not None and number > 0 else self.step + 1
-        self._finish(self.end_part())
+        self._finish(self.end_part(after))
 
-    def end_part(self) -> StepRaw:
+    def end_part(self, after: str = "idle") -> StepRaw:
         """Return the marks since the last step or part as a step, and begin a new one; the number stays the same."""
         start = perf_counter_ns()
-        after = self.phase if self.depth and self.phase not in STEP_PHASES else "idle"
+        if self.depth and self.phase not in STEP_PHASES:
+            after = self.phase
         self._ended_in_scope = self.depth > 0
         mark = self._mark(after, start)
         ended = time()

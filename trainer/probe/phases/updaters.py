@@ -8,7 +8,6 @@ become one step once the round is known to be over: when the next one begins, or
 seen before.
 """
 
-import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ import torch
 from ..frame_locals import frame_locals, receiver_name
 from ..rank.model import own_class, own_model
 from .marks import Notes, PartNotes, StepRaw
-from .rounds import Entry, Rounds, call_site
+from .rounds import LIBRARIES, Entry, Rounds, call_site
 from .tracker import Tracker
 
 WAITED_PARTS = 8
@@ -33,8 +32,6 @@ TRAINING_NS = 5_000_000_000
 optimizer, per client or task."""
 WAITED_ROUNDS = 200
 """Rounds that are not closed at once while there is an optimizer that has never updated."""
-
-_NOT_A_SITE = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 
 
 class _Part(NamedTuple):
@@ -139,7 +136,7 @@ class Updaters:
             if len(self._names) > 1:
                 self._several = True
                 self._met()
-        self._entry = entry = Entry(key, call_site(frame, _NOT_A_SITE), self._exhausted)
+        self._entry = entry = Entry(key, call_site(frame, LIBRARIES), self._exhausted)
         self._exhausted = False
         self._rounds.note(entry)
         if self._waits():
@@ -147,21 +144,22 @@ class Updaters:
         for group in self._rounds.split([*(part.entry for part in self._parts), entry])[:-1]:
             self._close(len(group))
 
-    def end(self, number: int | None) -> None:
+    def end(self, number: int | None, after: str = "idle") -> None:
         """An update is over.
 
         Args:
             number: the step's number where the framework counts steps itself; with several, rounds are counted.
+            after: the phase that follows.
         """
         self.updates += 1
         entry, self._entry = self._entry, None
         if self._rounds is None or entry is None:
-            self._tracker.end_step(number)
+            self._tracker.end_step(number, after)
             self._counted = self._tracker.step
             return
         if not self._parts:
             self._held_since = perf_counter_ns()
-        self._parts.append(_Part(entry, self._tracker.end_part(), self._names.get(entry.key, "")))
+        self._parts.append(_Part(entry, self._tracker.end_part(after), self._names.get(entry.key, "")))
         if not self._unseen() and self._rounds.is_whole([part.entry for part in self._parts]):
             self._close(len(self._parts))
 
@@ -217,6 +215,8 @@ def _merge(parts: Sequence[_Part], number: int, first: int) -> StepRaw:
         notes.samples += own.samples
         notes.padded_tokens += own.padded_tokens
         notes.tokens += own.tokens
+        notes.fetch_ns += own.fetch_ns
+        notes.fetches |= own.fetches
         notes.overflow |= own.overflow
         notes.waits += own.waits
         notes.shape = max(notes.shape, own.shape, key=_size)
@@ -245,7 +245,7 @@ def _name_of(updater: Any, frame: FrameType | None) -> str:
     if isinstance(module, torch.nn.Module):
         return own_class(own_model(module)).__name__
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_NOT_A_SITE):
+        if not frame.f_code.co_filename.startswith(LIBRARIES):
             receiver = receiver_name(frame)
             for name, value in frame_locals(frame).items():
                 if name not in (receiver, "optimizer") and (value is updater or _wraps(value, updater)):
@@ -259,7 +259,7 @@ def _name_of(updater: Any, frame: FrameType | None) -> str:
 
 def _wraps(value: Any, updater: Any) -> bool:
     """Whether a value is a framework's wrapper of an optimizer (Lightning's, accelerate's)."""
-    if not type(value).__name__.endswith("Optimizer"):
+    if not any(kind.__name__.endswith("Optimizer") for kind in type(value).__mro__):
         return False
     inside = getattr(value, "__dict__", {})
     return inside.get("optimizer") is updater or inside.get("_optimizer") is updater

@@ -10,12 +10,14 @@ thread. Reading takes 10 to 25 microseconds, so it is skipped if the result is k
 the steps so far had one loss each (``LossNotes``).
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..device import device_values
 from ..phases.marks import Notes
+from ..phases.rounds import LIBRARIES, call_site
 
 _DEPTH = 6
 """Number of graph nodes read, starting at the loss."""
@@ -40,13 +42,17 @@ class LossNote(NamedTuple):
     """Number of elements summed before those factors were applied; 0: no sum, or unknown."""
     owner: Any = None
     """The engine whose backward it was; None: a plain ``backward()``."""
+    site: Any = None
+    """Where the backward was called, and its place among the losses of that call; None: not looked up."""
 
 
 _new: Any = tuple.__new__
 """Makes a ``LossNote`` without its Python-level constructor."""
 
 
-def note_loss(loss: Any, owner: Any = None, original: Any = None, read_graph: bool = True) -> LossNote:
+def note_loss(
+    loss: Any, owner: Any = None, original: Any = None, read_graph: bool = True, site: Any = None
+) -> LossNote:
     """Note a loss as its backward begins.
 
     Args:
@@ -54,13 +60,14 @@ def note_loss(loss: Any, owner: Any = None, original: Any = None, read_graph: bo
         owner: the engine whose backward it is.
         original: the unscaled loss, if a loss scaler computed ``loss`` from it.
         read_graph: whether to read the first nodes of the graph, or only the name of the first.
+        site: where the backward was called.
     """
     if original is not None:
         loss = original
     node = getattr(loss, "grad_fn", None)
     if read_graph:
-        return LossNote(device_values.fetch(loss), *_graph(node), owner)
-    return _new(LossNote, (device_values.fetch(loss), (type(node).__name__,), None, 0, owner))
+        return LossNote(device_values.fetch(loss), *_graph(node), owner, site)
+    return _new(LossNote, (device_values.fetch(loss), (type(node).__name__,), None, 0, owner, site))
 
 
 class LossNotes:
@@ -74,7 +81,7 @@ class LossNotes:
         self._several = False
         """Whether a step has had several losses."""
 
-    def note(self, notes: Notes, loss: Any, owner: Any, original: Any, is_divided: bool) -> None:
+    def note(self, notes: Notes, loss: Any, owner: Any, original: Any, is_divided: bool, place: int = 0) -> None:
         """Add a loss to the notes of the current step.
 
         Args:
@@ -83,6 +90,7 @@ class LossNotes:
             owner: the engine whose backward it is.
             original: the unscaled loss, if a loss scaler computed ``loss`` from it.
             is_divided: whether an engine or a Trainer divides the losses of a step.
+            place: which one of the losses of one call of ``backward``.
         """
         if notes.losses:
             self._several = True
@@ -90,7 +98,8 @@ class LossNotes:
         else:
             self._alone += 1
             read_graph = not is_divided and (self._several or self._alone <= ALONE_STEPS)
-        notes.losses.append(note_loss(loss, owner, original, read_graph))
+        site = (call_site(sys._getframe(1), LIBRARIES), place) if read_graph else None
+        notes.losses.append(note_loss(loss, owner, original, read_graph, site))
 
 
 def _graph(node: Any) -> tuple[tuple[str, ...], tuple[Any, ...], int]:
@@ -181,7 +190,7 @@ def combine(losses: Sequence[LossNote], notes: Notes) -> float | None:
     total = sum(loss.value for loss in losses)
     if len(losses) == 1 or notes.sum_losses:
         return total
-    batches = micro_batches(_kinds(losses), notes)
+    batches = micro_batches(_kinds(losses), notes, [loss.site for loss in losses])
     if notes.accumulation:
         return total / batches  # the engine divides, regardless of the script
     # A loss whose graph was not read counts as divided like the others of its step.
@@ -201,13 +210,18 @@ def _kinds(losses: Sequence[LossNote]) -> list[tuple[str, ...]]:
     ]
 
 
-def micro_batches(kinds: Sequence[tuple[str, ...]], notes: Notes) -> int:
-    """Return the number of micro-batches that the losses of these kinds cover."""
+def micro_batches(kinds: Sequence[tuple[str, ...]], notes: Notes, sites: Sequence[Any] = ()) -> int:
+    """Return the number of micro-batches that the losses of these kinds, backpropagated at ``sites``, cover."""
     if notes.accumulation:
         return min(notes.accumulation, len(kinds))
     alike = max(Counter(kinds).values())
     fetched = max(notes.fetches.values(), default=0)
-    return min(alike, fetched) if fetched else alike
+    if fetched:
+        alike = min(alike, fetched)
+    # Lines that are each passed equally often: several losses of each micro-batch. One line for all but the last
+    # micro-batch, and another for that one, is how DDP's ``no_sync`` is used.
+    times = set(Counter(sites).values()) if sites and None not in sites else set()
+    return min(alike, *times) if len(times) == 1 else alike
 
 
 def is_normalised(

@@ -60,6 +60,18 @@ def note_parallel(module: Any) -> None:
     _wrapped.append(weakref.ref(module))
 
 
+def _trains_locally() -> bool:
+    """Return whether ranks differ by intention: local SGD averages parameters now and then, and no gradients."""
+    for known in _wrapped:
+        module = known()
+        if module is None:
+            continue
+        hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(module, "_comm_hooks", ())]
+        if not getattr(module, "require_backward_grad_sync", True) or "post_localSGD_hook" in hooks:
+            return True
+    return False
+
+
 def due(step: int) -> bool:
     """Return whether checksums are computed after this update; the same on every rank."""
     return step % EARLY_EVERY == 0 and (step <= EARLY_STEPS or step % EVERY == 0)
@@ -96,7 +108,7 @@ class Replicas:
         """Enqueue the checksums of this update, if due; an error only disables checksums."""
         if self._off or self._rank.world_size < 2 or not due(step):
             return
-        if cuda_graphs.under_way or self._tracker.watchers or len(self._enqueued) == _KEPT:
+        if cuda_graphs.under_way or self._tracker.watchers or len(self._enqueued) == _KEPT or _trains_locally():
             return
         start = perf_counter_ns()
         try:

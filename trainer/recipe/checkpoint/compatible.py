@@ -77,7 +77,7 @@ def _changes(saved: TrainState, now: TrainState) -> dict[str, str]:
             f"training.sequence_length was {saved.sequence_length} and is {now.sequence_length}"
         )
     elif saved.data_key != now.data_key:
-        changes["data"] = f"data: other examples than before ({saved.examples:,} then, {now.examples:,} now)"
+        changes["data"] = f"data: the {now.examples:,} examples differ from the {saved.examples:,} before"
     sizes = ""
     if saved.global_batch != now.global_batch:
         whole, rest = divmod(saved.global_batch, now.global_batch // now.grad_accumulation)

@@ -10,7 +10,7 @@ Change = Literal["seed", "data", "sequence_length", "micro_batch", "grad_accumul
 
 
 class Checkpoint(Section, frozen=True):
-    """Checkpoints that a run resumes from; the final model is written besides."""
+    """Checkpoints that a run resumes from; the final model is written as well."""
 
     every: AtLeast0 = 0
     """Steps between checkpoints; 0: only when asked to stop, and of the best evaluation (`keep_best`)."""
@@ -27,5 +27,5 @@ class Checkpoint(Section, frozen=True):
     resume: str = "never"
     """never; auto: from the newest in `output.dir` when there is one; or the path of a checkpoint or output folder."""
     allow: list[Change] = msgspec.field(default_factory=list[Change])
-    """Changes against the checkpoint that are accepted although the run then differs from an uninterrupted one: seed,
+    """Differences from the checkpoint to accept although the run then differs from an uninterrupted one: seed,
     data, sequence_length, micro_batch, grad_accumulation, ranks."""

@@ -105,4 +105,4 @@ class Config(Section, frozen=True):
     run: Run = msgspec.field(default_factory=Run)
     debug: Debug = msgspec.field(default_factory=Debug)
     deepspeed: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    """Any other keys of DeepSpeed's own configuration, laid over what the sections above make."""
+    """Any other keys of DeepSpeed's own configuration, applied on top of the sections above."""

@@ -48,7 +48,7 @@ def ranks_refusal(ranks: int, size: int) -> str:
     if ranks % size == 0:
         return ""
     near = max(size, ranks // size * size)
-    return f"is {size}, but {ranks} rank{'s are' * (ranks != 1) or ' is'} no multiple of it; use run.ranks={near}"
+    return f"is {size}, but {ranks} rank{'s are' * (ranks != 1) or ' is'} not a multiple of it; use run.ranks={near}"
 
 
 def heads_refusal(heads: int, key_value_heads: int, size: int) -> str:

@@ -19,7 +19,7 @@ _UNPRINTABLE = re.compile(
 """Characters that YAML does not allow, or reads as the end of a line."""
 _HEADER = """\
 # ftmon's trainer. Start it: ftmon train train.yaml [key.sub=value ...]
-# Every key may be left out; what stands here are the defaults. model and data need one key each.
+# Every key may be left out; the values shown are the defaults. model and data need one key each.
 """
 
 

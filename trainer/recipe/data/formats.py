@@ -84,7 +84,7 @@ def detect(record: Record, data: Data) -> str:
                 return "markers" if isinstance(text, str) and markers.recognise(text) else "text"
             return name
     raise UsageError(
-        f"data.format cannot be told from the columns ({_listed(columns)}): name them in data.text_column, or "
+        f"data.format cannot be determined from the columns ({_listed(columns)}): name them in data.text_column, or "
         "data.prompt_column and data.response_column, or data.messages_column"
     )
 

@@ -127,7 +127,7 @@ def check(keys: Mapping[str, Any], error: Callable[[str, str], Exception]) -> No
             if key not in known:
                 near = difflib.get_close_matches(key, known, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                raise error(f"deepspeed.{path}", f"is no key of DeepSpeed{hint}")
+                raise error(f"deepspeed.{path}", f"is not a key of DeepSpeed{hint}")
     _check_offload(keys, error)
 
 

@@ -70,7 +70,7 @@ def add_start_options(parser: argparse.ArgumentParser) -> None:
         help="time for the run to end after SIGTERM, or after this command was killed, before it is killed "
         "(default: 30)",
     )
-    add_view_options(parser)
+    add_view_options(parser, starts=True)
 
 
 def _add_hang_options(parser: argparse.ArgumentParser) -> None:
@@ -108,10 +108,14 @@ def _add_notify_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_view_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every command that shows a live run."""
+_WATCH_ONLY = "watch only: this app cannot stop or kill"
+_ACT_NOT = "the run's hub refuses stop, kill and every other action, from anyone, until the run ends"
+
+
+def add_view_options(parser: argparse.ArgumentParser, *, starts: bool = False) -> None:
+    """Add the options of every command that shows a live run; ``starts``: it also starts that run."""
     parser.add_argument("--plain", "--no-app", dest="plain", action="store_true", help="lines of text, not the app")
-    parser.add_argument("--read-only", action="store_true", help="watch only: disable stop and kill in this app")
+    parser.add_argument("--read-only", action="store_true", help=_ACT_NOT if starts else _WATCH_ONLY)
     add_ascii(parser)
 
 

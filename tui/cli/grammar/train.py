@@ -45,7 +45,7 @@ def _predict(commands: "Commands") -> None:
     predict.add_argument(
         "--sequence-length", type=lengths, metavar="S[,S...]", help="in tokens (default: the configuration's, or 1024)"
     )
-    script = predict.add_argument_group("in place of CONFIG.yaml, for a script of your own")
+    script = predict.add_argument_group("with --model, or to change what '-- COMMAND' predicts")
     script.add_argument(
         "--model",
         metavar="FOLDER|NAME|FILE",
@@ -164,9 +164,18 @@ def _chat(commands: "Commands") -> None:
         "With piped standard input, each line is a separate message and each answer one line (line ends in it are "
         "written as \\n); --whole makes the entire input one message."
     )
-    chat.add_argument("target", metavar="MODEL|RUN", help="a model's folder, an output folder, a checkpoint, or a run")
+    chat.add_argument(
+        "target",
+        metavar="MODEL|RUN",
+        help="a model's folder, an output folder, a checkpoint, a run, or a name on the Hugging Face Hub",
+    )
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
-    chat.add_argument("--temperature", type=float, metavar="T", help="0: always the most likely token (default: 0.7)")
+    chat.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0: always the most likely token (default: the model's own, or 0.7)",
+    )
     chat.add_argument(
         "--top-p", type=float, metavar="P", help="sample from the most likely tokens with total probability P"
     )

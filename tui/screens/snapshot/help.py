@@ -24,8 +24,8 @@ class SnapshotHelp(HelpScreen):
         signs = [Line("signs", theme.style("accent", bold=True))]
         for glyph, tone, words in (
             (theme.glyphs.eighths[8], "allocated", "allocated; the lighter tone behind it is reserved"),
-            (theme.glyphs.peak, "peak", "the highest allocated figure of the window; P below the graph is where"),
-            ("fwd", "text", "bands under the graph: phases of the steps, recorded spans, user metadata"),
+            (theme.glyphs.peak, "peak", "the highest allocated figure of the window; below the graph: P"),
+            ("fwd", "text", "bands under the graph: phases, recorded spans, user metadata"),
             (theme.glyphs.spike, "accent", "the cursor: everything below is as of then"),
             ("m", "warning", "the mark that 3 compares the cursor with"),
             (theme.glyphs.error, "error", "an allocation failed: out of memory"),

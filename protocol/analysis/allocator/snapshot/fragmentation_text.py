@@ -29,9 +29,9 @@ def fragmentation_words(found: Fragmentation) -> list[str]:
                     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets segments grow instead of lying apart"
                 )
         elif not matters(found.free, found.reserved):
-            lines.append("fragmentation is no matter here: little is reserved beyond what is allocated")
+            lines.append("fragmentation is not a problem here: little is reserved beyond what is allocated")
         else:
-            lines.append("most of the free memory lies in few pieces: fragmentation is no matter here")
+            lines.append("most of the free memory lies in few pieces: fragmentation is not a problem here")
     else:
         lines.append("no reserved memory is free")
     lines.append(

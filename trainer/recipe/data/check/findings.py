@@ -165,7 +165,12 @@ def judge(facts: Facts) -> list[Finding]:
         "remove them, or use data.files weights",
     )
     if facts.repeated.count >= max(_REPEATED_LEAST, _REPEATED_SHARE * report.read):
-        add("repeated_answers", facts.repeated, "records have the same long answer to different prompts", "remove them")
+        add(
+            "repeated_answers",
+            facts.repeated,
+            "records have the same long answer to different prompts",
+            "check whether that is intended",
+        )
     add("blank_lines", facts.blank_lines, "lines are blank", "remove them")
     if facts.model_vocabulary and facts.vocabulary > facts.model_vocabulary:
         text = f"tokens exceed the model's vocabulary of {facts.model_vocabulary:,}"

@@ -69,7 +69,7 @@ def _summary(facts: Facts, painter: Painter) -> str:
         )
         lines.append(f"ends of turns: {facts.ends_learned:,} of {facts.turns:,} learned")
     if facts.bos_counts:
-        counts = ", ".join(f"{_of(count, 'document')} {n}" for n, count in sorted(facts.bos_counts.items()))
+        counts = ", ".join(f"{n} in {_of(count, 'document')}" for n, count in sorted(facts.bos_counts.items()))
         lines.append(f"BOS tokens ({facts.bos}): {counts}")
     if facts.lengths is not None:
         found = facts.lengths

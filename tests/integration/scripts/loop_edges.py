@@ -1,0 +1,161 @@
+"""Small loops of kinds that public scripts use; each prints what it optimised, step by step. Argument: the mode."""
+
+import json
+import sys
+import threading
+import time
+
+import torch
+
+PAUSE = 0.3
+"""Seconds of work after an epoch, and between a batch and its forward."""
+
+
+def model_of(size=8):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(size, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def after_epochs(told):
+    """Work after each epoch, when the loader is exhausted."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        for batch in torch.utils.data.DataLoader(torch.randn(12, 8), batch_size=4):
+            loss = model(batch).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+        time.sleep(PAUSE)
+
+
+def alike(told):
+    """Two losses of the same kind from one batch, no loader: PyTorch's DCGAN example."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(6):
+        optimizer.zero_grad()
+        real = torch.nn.functional.binary_cross_entropy_with_logits(model(torch.randn(4, 8)), torch.ones(4, 1))
+        fake = torch.nn.functional.binary_cross_entropy_with_logits(model(torch.randn(4, 8)), torch.zeros(4, 1))
+        if step % 2:
+            torch.autograd.backward([real, fake])
+        else:
+            real.backward()
+            fake.backward()
+        total = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()])
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, total)
+        optimizer.step()
+        told.append([(real + fake).item(), total.item()])
+
+
+def shared(told):
+    """Two optimizers of one model, and as many micro-batches: Muon for matrices, AdamW for the rest."""
+    model = model_of()
+    optimizers = [
+        torch.optim.SGD([each for each in model.parameters() if each.ndim == 2], lr=0.01),
+        torch.optim.AdamW([each for each in model.parameters() if each.ndim != 2], lr=0.01),
+    ]
+    for _ in range(8):
+        total = 0.0
+        for _ in range(2):
+            loss = model(torch.randn(4, 8)).pow(2).mean() / 2
+            loss.backward()
+            total += loss.item()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        told.append(total)
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(PAUSE / 10)
+        return gradient
+
+
+def in_backward(told):
+    """An optimizer for each parameter, which steps in the backward."""
+    model = model_of()
+    optimizers = {each: torch.optim.SGD([each], lr=0.01) for each in model.parameters()}
+
+    def update(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(update)
+    for _ in range(5):
+        loss = model[2](Slow.apply(model[1](model[0](torch.randn(4, 8))))).pow(2).mean()
+        loss.backward()
+        told.append(loss.item())
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("broken backward")
+
+
+def broken(told):
+    """An exception in the third backward."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(3):
+        output = model(torch.randn(4, 8))
+        loss = (Broken.apply(output) if step == 2 else output).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def threads(told):
+    """Two trainings, each in a thread of its own, one after the other."""
+
+    def train():
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(4):
+            loss = model(torch.randn(4, 8)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+
+    for _ in range(2):
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+
+
+def before_forward(told):
+    """DDP: the script works on a batch before the forward; the loader itself is fast."""
+    torch.distributed.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model_of())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4):
+        time.sleep(PAUSE / 10)
+        loss = model(batch).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    torch.distributed.destroy_process_group()
+
+
+MODES = {each.__name__: each for each in (after_epochs, alike, shared, in_backward, broken, threads, before_forward)}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    told: list = []
+    MODES[sys.argv[1]](told)
+    print("optimised", json.dumps(told), flush=True)
