@@ -53,6 +53,14 @@ def test_work_after_an_epoch_is_no_loading_of_data(collector):
     assert [step.step for step in steps if host_us(step, "idle") > 250_000] == [4, 7]
 
 
+def test_a_validation_without_any_hook_is_an_evaluation_and_its_tokens_are_no_step_s(collector):
+    steps, told = edges(collector, "validated")
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert [(step.samples, step.tokens) for step in steps] == [(4, 32)] * 9
+    assert [step.step for step in steps if host_us(step, "eval") > 150_000] == [4, 7]
+    assert all(host_us(step, "data") + host_us(step, "forward") < 100_000 for step in steps[1:])
+
+
 def test_losses_of_one_kind_from_one_batch_are_summed_and_a_norm_given_to_the_clipping_is_the_step_s(collector):
     steps, told = edges(collector, "alike")
     assert [[step.loss, step.grad_norm] for step in steps] == [pytest.approx(one, rel=1e-5) for one in told]

@@ -30,6 +30,27 @@ def after_epochs(told):
         time.sleep(PAUSE)
 
 
+def validated(told):
+    """A validation whose loader is asked outside of ``no_grad``, as in the examples of accelerate."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(3):
+        for batch in torch.utils.data.DataLoader(torch.randint(0, 9, (12, 8)), batch_size=4):
+            loss = model(batch.float()).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+        model.eval()
+        for number, batch in enumerate(torch.utils.data.DataLoader(torch.randint(0, 9, (40, 8)), batch_size=4)):
+            with torch.no_grad():
+                model(batch.float())
+                time.sleep(PAUSE / 10)
+            if epoch and number == 5:
+                break
+        model.train()
+
+
 def alike(told):
     """Two losses of the same kind from one batch, no loader: PyTorch's DCGAN example."""
     model = model_of()
@@ -152,7 +173,10 @@ def before_forward(told):
     torch.distributed.destroy_process_group()
 
 
-MODES = {each.__name__: each for each in (after_epochs, alike, shared, in_backward, broken, threads, before_forward)}
+MODES = {
+    each.__name__: each
+    for each in (after_epochs, validated, alike, shared, in_backward, broken, threads, before_forward)
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

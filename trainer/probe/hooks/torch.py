@@ -88,6 +88,7 @@ def _fetching(original: Any) -> Callable[..., Any]:
         try:
             found = original(self)
         except StopIteration:
+            training.micro_steps.exhausted()
             training.updates.exhausted()
             raise
         training.micro_steps.fetched(found)

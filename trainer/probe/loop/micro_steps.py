@@ -20,6 +20,7 @@ from ..rank.trained import Trained
 from ..values import batch
 from ..values.batch_losses import BatchLosses
 from ..values.losses import LossNotes
+from .loader_pass import LoaderPass
 from .phases import Phases
 from .state import LoopState
 
@@ -76,6 +77,7 @@ class MicroSteps:
         self._unscaled: tuple[int, Any] | None = None
         self._fetched: Any = None
         """The latest batch of a dataloader, until its forward begins."""
+        self._pass = LoaderPass(tracker)
         self._fetching_ns = 0
         """When the latest fetch began."""
         self._last_iterator: Callable[[], Any] = _nothing
@@ -92,6 +94,7 @@ class MicroSteps:
         if tracker.depth or (state.in_update and not state.closures):
             return
         notes = tracker.notes
+        self._pass.fetching(id(iterator))
         if notes.discarded:
             notes.discarded, notes.micro_steps, notes.losses = False, 0, []
         again = self._last_iterator() is iterator
@@ -122,9 +125,17 @@ class MicroSteps:
                 self._fetched = found
         elif tracker.phase == "data":
             start = perf_counter_ns()
+            self._pass.fetched(id(self._last_iterator()))
             batch.note(notes, found, is_forward=False, later=self._device.events is not None)
             tracker.cost_ns += perf_counter_ns() - start
             self._phases.enter("forward")
+
+    @guarded
+    def exhausted(self) -> None:
+        """A dataloader is exhausted: what follows is no loading of data."""
+        self._pass.exhausted()
+        if self._tracker.phase == "data":
+            self._phases.enter("idle")
 
     @guarded
     def forwarding(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -185,6 +196,7 @@ class MicroSteps:
         if state.in_backward:
             return False
         state.in_backward = True
+        self._pass.trained()
         if self._forwards.going_backward():
             iterator = self._last_iterator()
             if iterator is not None:

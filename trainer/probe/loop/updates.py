@@ -66,9 +66,7 @@ class Updates:
 
     @guarded
     def exhausted(self) -> None:
-        """Record that a dataloader is exhausted: what follows is no loading of data."""
-        if self._tracker.phase == "data":
-            self._phases.enter("idle")
+        """Record that a dataloader is exhausted."""
         self._updaters.exhausted()
 
     @guarded
