@@ -72,6 +72,17 @@ def test_micro_batches_of_several_optimizers_are_not_shared_out_among_them(colle
     assert all(step.micro_steps == 2 for step in steps)
 
 
+def test_optimizers_that_train_one_after_the_other_make_steps_of_their_own(collector):
+    steps, told = edges(collector, "stages")
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+
+
+def test_a_batch_whose_gradients_are_dropped_is_in_no_loss(collector):
+    steps, told = edges(collector, "dropped")
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert all(step.micro_steps == 1 for step in steps)
+
+
 def test_a_backward_in_which_optimizers_step_goes_on(collector):
     steps, told = edges(collector, "in_backward")
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)

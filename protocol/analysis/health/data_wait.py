@@ -1,12 +1,13 @@
 """Input-bound runs: the share of a step in which the training thread waits for its next batch.
 
-Over the last ``WINDOW`` steps of a rank, the longest ``LEFT_OUT`` of them left out (an epoch's first batch waits for
-new workers), the first ``WARM_UP`` steps never counted. On a GPU waiting costs only what the device idles meanwhile:
-the share is then the smaller of the host's wait and the part of the step's device time that lies outside of forward,
-backward, optimizer, evaluation and checkpoint. Found when at least half of the ranks have a share of ``SHARE`` or more
-and ``LEAST_US`` a step (one rank alone is a slow rank, which is another detector's), in that window and in
-``FEWEST_PARTS`` of the ``EVERY`` steps that it consists of: a shuffle buffer that is filled again, or a file system
-that is busy for a moment, takes long in a few of them. Resolved below half of ``SHARE`` at two looks.
+Waiting is the time in the DataLoader, over the last ``WINDOW`` steps of a rank; the longest ``LEFT_OUT`` of them are
+left out (an epoch's first batch waits for new workers), and the first ``WARM_UP`` steps never count. On a GPU waiting
+costs only what the device idles meanwhile: the share is then the smaller of the host's wait and the part of the step's
+device time that lies outside of forward, backward, optimizer, evaluation and checkpoint. Found when at least half of
+the ranks have a share of ``SHARE`` or more and ``LEAST_US`` a step (one rank alone is a slow rank, which is another
+detector's), in that window and in ``FEWEST_PARTS`` of the ``EVERY`` steps that it consists of: a shuffle buffer that is
+filled again, or a file system that is busy for a moment, takes long in a few of them. Resolved below half of ``SHARE``
+at two looks.
 """
 
 from collections import deque

@@ -89,6 +89,34 @@ def shared(told):
         told.append(total)
 
 
+def stages(told):
+    """Two optimizers that train one after the other, in the same lines."""
+    model = model_of()
+    both = [torch.optim.SGD(model.parameters(), lr=0.01), torch.optim.AdamW(model.parameters(), lr=0.01)]
+    for optimizer in both:
+        for _ in range(6):
+            loss = model(torch.randn(4, 8)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+
+
+def dropped(told):
+    """Every third batch is dropped after its backward, by the model's own ``zero_grad``."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(36, 8), batch_size=4)):
+        loss = model(batch).pow(2).mean()
+        loss.backward()
+        if number % 3 == 2:
+            model.zero_grad()
+            continue
+        optimizer.step()
+        model.zero_grad()
+        told.append(loss.item())
+
+
 class Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -175,7 +203,7 @@ def before_forward(told):
 
 MODES = {
     each.__name__: each
-    for each in (after_epochs, validated, alike, shared, in_backward, broken, threads, before_forward)
+    for each in (after_epochs, validated, alike, shared, stages, dropped, in_backward, broken, threads, before_forward)
 }
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ def install(become_rank: Callable[[], None]) -> None:
     replace(torch, "save", scoped("checkpoint"))
     replace(Optimizer, "__init__", partial(_making_optimizer, become_rank))
     replace(Optimizer, "zero_grad", _zeroing)
+    replace(torch.nn.Module, "zero_grad", _zeroing)
     register_optimizer_step_pre_hook(_before_optimizer)
     register_optimizer_step_post_hook(_after_optimizer)
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import Any
 
+import torch
+
 from ..device import device_values
 from ..guard import Guard, guarded
 from ..phases.forwards import Forwards
@@ -70,12 +72,13 @@ class Updates:
         self._updaters.exhausted()
 
     @guarded
-    def zeroing(self, optimizer: Any) -> None:
-        """An optimizer sets its gradients to zero."""
+    def zeroing(self, owner: Any) -> None:
+        """An optimizer, or a module, sets its gradients to zero."""
         notes = self._tracker.notes
         if not notes.micro_steps or notes.discarded or self._state.engine_steps:
             return
-        if self._forwards.is_sole(optimizer):
+        is_module = isinstance(owner, torch.nn.Module)
+        if self._forwards.has_sole(owner) if is_module else self._forwards.is_sole(owner):
             notes.discarded = True
 
     # A bare optimizer's update -----------------------------------------------------------------------------------

@@ -82,6 +82,14 @@ class Forwards:
         mine = _first_parameter(optimizer)
         return mine is not None and all(_first_parameter(other) is mine for other in self._optimizers)
 
+    def has_sole(self, module: Any) -> bool:
+        """Whether all optimizers update the same parameters, and ``module`` has them."""
+        optimizer = next(iter(self._optimizers), None)
+        if optimizer is None or not self.is_sole(optimizer):
+            return False
+        mine = _first_parameter(optimizer)
+        return any(parameter is mine for parameter in module.parameters())
+
     def is_trained(self, module: Any) -> bool:
         """Whether an optimizer updates this module's parameters; where none is known, whether any wants gradients."""
         return self._see(module).trained

@@ -18,6 +18,8 @@ LIBRARIES = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirnam
 """Folders of the probe and of PyTorch, whose frames are no place in a script."""
 INNER_LIMIT = 128
 """Updates in one round; an inner loop that makes more is one over data."""
+_ALONE = 2
+"""After so many rounds of one alone, another one at the same place is no part of them."""
 _KEPT_SITES = 4
 """Places kept for each updater: those it updated at last."""
 _KEPT_ROUNDS = 32
@@ -109,6 +111,8 @@ class Rounds:
         parted = _part(last.site, entry.site)
         shared = _common_loops(last.site, entry.site)
         repeated = any(each.key == entry.key for each in current)
+        if parted is None and not repeated and len(current) == 1 and self._closed.get((last.key,), 0) >= _ALONE:
+            return True  # one line that updated the other alone until now: stages of a training, one after the other
         back = repeated if parted is None else parted[1] < parted[0] or not shared
         if back:
             return not self._is_inner(last, entry)
