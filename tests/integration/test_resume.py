@@ -177,7 +177,7 @@ def test_what_changed_since_the_checkpoint_is_refused_by_name(runs: Runs, name: 
     if name == "model":
         assert re.search(r"is of another model: \S+ is 64x32 there and 96x32 here", line)
         return
-    key = "data: other examples" if name == "data" else f"training.{name} was "
+    key = "data: the " if name == "data" else f"training.{name} was "
     assert key in line
     assert f"checkpoint.allow=[{name}]" in line
 
