@@ -98,7 +98,11 @@ def test_an_exception_in_the_backward_is_one_in_the_backward(collector):
 
 def test_a_training_in_another_thread_after_the_first_has_ended_is_recorded(collector):
     steps, told = edges(collector, "threads")
-    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    losses = [step.loss for step in steps]
+    # The other thread is the training one from its first update on, after its first backward; or at once, where the
+    # system gave it the first one's number.
+    assert losses.pop(4) in (None, pytest.approx(told.pop(4), rel=1e-5))
+    assert losses == pytest.approx(told, rel=1e-5)
 
 
 def test_the_time_in_the_loader_is_told_apart_from_the_script_s_work_on_the_batch(collector):
