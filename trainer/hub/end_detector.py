@@ -47,7 +47,7 @@ class EndDetector:
         self._hellos: set[int] = set()
         self._goodbyes: dict[int, str] = {}
         self._failure: Failure | None = None
-        """The first failure that a rank reported, if possible one that is not the loss of another rank."""
+        """The first failure that a rank reported; one that is no lost peer takes precedence."""
         self.stepped = False
         """Whether some rank has finished a step."""
         self._resumed = False
@@ -66,7 +66,7 @@ class EndDetector:
             self._goodbyes[message.rank] = message.reason
         elif isinstance(message, Failure):
             known = self._failure
-            if known is None or is_lost_peer(known.error) > is_lost_peer(message.error):
+            if known is None or (is_lost_peer(known.error) and not is_lost_peer(message.error)):
                 self._failure = message
         elif isinstance(message, Step):
             self.stepped = True
@@ -161,8 +161,8 @@ class EndDetector:
     def _error(self) -> tuple[str, str]:
         """Return the error that ended the job before its first step, without and with its rank and location."""
         raised, failed = self.raised(), self._failure
-        if raised is not None and failed is not None and is_lost_peer(raised.words) > is_lost_peer(failed.error):
-            raised = None  # the rank that failed first printed no traceback: what it could not start with is one line
+        if raised is not None and failed is not None and is_lost_peer(raised.words) and not is_lost_peer(failed.error):
+            raised = None  # a configuration error is reported in one line, without a traceback
         if raised is not None:
             where = f", raised at {raised.place}" if raised.place else ""
             who = f"rank {raised.rank}" if raised.rank is not None else "the last traceback of its output"

@@ -12,7 +12,7 @@ _JUMP = re.compile(r"([+-])((?:\d+(?:\.\d+)?[dhms]?\s*)+)")
 _PART = re.compile(r"(\d+(?:\.\d+)?)([dhms]?)")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
-MEND = "type a step (812), a time (12:03:10), a jump (-2m) or a share (50%)"
+FIX = "type a step (812), a time (12:03:10), a jump (-2m) or a share (50%)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def parse(text: str, position: float, first: float, last: float) -> Position:
     clock = _CLOCK.fullmatch(text.strip())
     if clock:
         return Position(time=_within(_time_of_day(clock, text, position, first, last), first, last))
-    raise UsageError(f"cannot go to {text!r}: {MEND}")
+    raise UsageError(f"cannot go to {text!r}: {FIX}")
 
 
 def _time_of_day(clock: re.Match[str], text: str, position: float, first: float, last: float) -> float:
@@ -62,7 +62,7 @@ def _time_of_day(clock: re.Match[str], text: str, position: float, first: float,
             base = datetime(int(year), int(month), int(day))
         at = base.replace(hour=int(hour), minute=int(minute), second=int(whole), microsecond=round(whole % 1 * 1e6))
     except ValueError:
-        raise UsageError(f"cannot go to {text!r}: there is no such time; {MEND}") from None
+        raise UsageError(f"cannot go to {text!r}: there is no such time; {FIX}") from None
     if year:
         return at.timestamp()
     days = [(at + timedelta(days=offset)).timestamp() for offset in (0, -1, 1)]

@@ -16,17 +16,21 @@ def model_of(size=8):
     return torch.nn.Sequential(torch.nn.Linear(size, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
 
+def update(model, optimizer, batch, told):
+    loss = model(batch).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    told.append(loss.item())
+
+
 def after_epochs(told):
     """Work after each epoch, when the loader is exhausted."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(3):
         for batch in torch.utils.data.DataLoader(torch.randn(12, 8), batch_size=4):
-            loss = model(batch).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append(loss.item())
+            update(model, optimizer, batch, told)
         time.sleep(PAUSE)
 
 
@@ -36,11 +40,7 @@ def validated(told):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for epoch in range(3):
         for batch in torch.utils.data.DataLoader(torch.randint(0, 9, (12, 8)), batch_size=4):
-            loss = model(batch.float()).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append(loss.item())
+            update(model, optimizer, batch.float(), told)
         model.eval()
         for number, batch in enumerate(torch.utils.data.DataLoader(torch.randint(0, 9, (40, 8)), batch_size=4)):
             with torch.no_grad():
@@ -49,6 +49,18 @@ def validated(told):
             if epoch and number == 5:
                 break
         model.train()
+
+
+def validated_within(told):
+    """A validation between a batch and its backward."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number, batch in enumerate(torch.utils.data.DataLoader(torch.randint(0, 9, (24, 8)), batch_size=4)):
+        if number % 2:
+            with torch.no_grad():
+                for other in torch.utils.data.DataLoader(torch.randint(0, 9, (12, 8)), batch_size=4):
+                    model(other.float())
+        update(model, optimizer, batch.float(), told)
 
 
 def alike(told):
@@ -95,11 +107,7 @@ def stages(told):
     both = [torch.optim.SGD(model.parameters(), lr=0.01), torch.optim.AdamW(model.parameters(), lr=0.01)]
     for optimizer in both:
         for _ in range(6):
-            loss = model(torch.randn(4, 8)).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append(loss.item())
+            update(model, optimizer, torch.randn(4, 8), told)
 
 
 def dropped(told):
@@ -174,11 +182,7 @@ def threads(told):
         model = model_of()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(4):
-            loss = model(torch.randn(4, 8)).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append(loss.item())
+            update(model, optimizer, torch.randn(4, 8), told)
 
     for _ in range(2):
         thread = threading.Thread(target=train)
@@ -193,17 +197,25 @@ def before_forward(told):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for batch in torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4):
         time.sleep(PAUSE / 10)
-        loss = model(batch).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        told.append(loss.item())
+        update(model, optimizer, batch, told)
     torch.distributed.destroy_process_group()
 
 
 MODES = {
     each.__name__: each
-    for each in (after_epochs, validated, alike, shared, stages, dropped, in_backward, broken, threads, before_forward)
+    for each in (
+        after_epochs,
+        validated,
+        validated_within,
+        alike,
+        shared,
+        stages,
+        dropped,
+        in_backward,
+        broken,
+        threads,
+        before_forward,
+    )
 }
 
 if __name__ == "__main__":

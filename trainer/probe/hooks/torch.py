@@ -12,6 +12,8 @@ from functools import partial
 from types import FrameType, ModuleType
 from typing import Any
 
+from torch import Tensor
+
 from .. import active
 from ..active import mine, switched_on
 from ..loop.training import Training
@@ -89,7 +91,7 @@ def _fetching(original: Any) -> Callable[..., Any]:
         try:
             found = original(self)
         except StopIteration:
-            training.micro_steps.exhausted()
+            training.micro_steps.exhausted(self)
             training.updates.exhausted()
             raise
         training.micro_steps.fetched(found)
@@ -100,10 +102,11 @@ def _fetching(original: Any) -> Callable[..., Any]:
 
 def _backward(original: Any) -> Callable[..., Any]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        training = mine()
+        training = mine() or _adopted(updates=False)
         if training is None or training.state.in_backward:
             return original(tensors, *args, **kwargs)
-        losses = tuple(tensors) if isinstance(tensors, list | tuple) else (tensors,)
+        given = tensors if isinstance(tensors, list | tuple) else (tensors,)
+        losses = [one for one in given if isinstance(one, Tensor)]  # a graph's edge is a tuple, too
         outermost = training.micro_steps.going_backward(losses)
         try:
             found = original(tensors, *args, **kwargs)
@@ -195,8 +198,11 @@ def _closure(original: Any) -> Callable[..., Any]:
     return closure
 
 
-def _adopted() -> Training | None:
+def _adopted(*, updates: bool = True) -> Training | None:
     """Make this thread the training thread, unless another one trains: before the first update, or once that one ended.
+
+    Args:
+        updates: the thread updates. Before the first update only that shows which thread trains.
 
     Returns:
         Receiver of the hooks' reports; None if another thread trains, or there is no probe.
@@ -204,7 +210,10 @@ def _adopted() -> Training | None:
     training = switched_on()
     if training is None or training.state.engine_steps:
         return None
-    if training.tracker.step and any(thread.ident == training.guard.thread for thread in threading.enumerate()):
+    if not training.tracker.step:
+        if not updates:
+            return None
+    elif any(thread.ident == training.guard.thread for thread in threading.enumerate()):
         return None
     training.guard.adopt_thread()
     return training

@@ -22,49 +22,52 @@ class LoaderPass:
         tracker: the phase machine.
     """
 
-    __slots__ = ("_before", "_count", "_first", "_iterator", "_marks", "_notes", "_tracker")
+    __slots__ = ("_before", "_count", "_first", "_key", "_marks", "_notes", "_tracker")
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
-        self._iterator = 0
-        """The ``id`` of the dataloader's iterator; 0: nothing was fetched since the last backward."""
         self._count = 0
+        """Batches fetched from the latest dataloader since the last backward."""
+        self._key = 0
         self._notes: Notes | None = None
         self._marks: Any = None
         self._first = 0
         self._before: tuple[int, int, int, int, list[int]] = (0, 0, 0, 0, [])
 
-    def fetched(self, iterator: int) -> None:
-        """A batch of that iterator was fetched, and is not in the notes yet."""
+    def fetching(self, again: bool) -> None:
+        """A batch is asked for; ``again``: of the dataloader that the last one was of."""
+        if not again:
+            if self._count >= _ENOUGH:
+                self._evaluated()
+            self._count = 0
+
+    def fetched(self, key: int) -> None:
+        """A batch was fetched, and is not in the notes yet; ``key`` is that of the dataloader in ``Notes.fetches``."""
         tracker, notes = self._tracker, self._tracker.notes
-        if iterator == self._iterator and notes is self._notes and tracker.marks is self._marks:
+        if self._count and notes is self._notes and tracker.marks is self._marks:
             self._count += 1
             return
-        self._iterator, self._count, self._notes, self._marks = iterator, 1, notes, tracker.marks
+        self._key, self._count, self._notes, self._marks = key, 1, notes, tracker.marks
         self._first = len(tracker.marks) - 1
         self._before = (notes.samples, notes.padded_tokens, len(notes.tokens), len(notes.labels), notes.shape)
 
     def trained(self) -> None:
         """A backward begins: what was fetched is trained on."""
-        self._iterator = 0
-
-    def fetching(self, iterator: int) -> None:
-        """A batch of that iterator is asked for."""
-        if self._iterator and iterator != self._iterator and self._count >= _ENOUGH:
-            self._evaluated()
+        self._count = 0
 
     def exhausted(self) -> None:
-        """The dataloader that was asked for a batch has none left."""
-        if self._iterator:
+        """The dataloader that was asked last has no batch left."""
+        if self._count:
             self._evaluated()
+        self._count = 0
 
     def _evaluated(self) -> None:
         tracker, notes = self._tracker, self._tracker.notes
-        if notes is self._notes and tracker.marks is self._marks:
-            for index in range(self._first, len(tracker.marks)):
-                if tracker.marks[index].phase in _PHASES:
-                    tracker.relabel(index, "eval")
-            notes.samples, notes.padded_tokens, tokens, labels, notes.shape = self._before
-            del notes.tokens[tokens:], notes.labels[labels:]
-            notes.fetches.pop(self._iterator, None)
-        self._iterator = 0
+        if notes is not self._notes or tracker.marks is not self._marks:
+            return
+        for index in range(self._first, len(tracker.marks)):
+            if tracker.marks[index].phase in _PHASES:
+                tracker.relabel(index, "eval")
+        notes.samples, notes.padded_tokens, tokens, labels, notes.shape = self._before
+        del notes.tokens[tokens:], notes.labels[labels:]
+        notes.fetches.pop(self._key, None)

@@ -94,10 +94,10 @@ class MicroSteps:
         if tracker.depth or (state.in_update and not state.closures):
             return
         notes = tracker.notes
-        self._pass.fetching(id(iterator))
         if notes.discarded:
             notes.discarded, notes.micro_steps, notes.losses = False, 0, []
         again = self._last_iterator() is iterator
+        self._pass.fetching(again)
         if self._forwards.fetching(again) and again:
             iterator._ftmon_eval = True
         if not again:
@@ -131,9 +131,10 @@ class MicroSteps:
             self._phases.enter("forward")
 
     @guarded
-    def exhausted(self) -> None:
+    def exhausted(self, iterator: Any) -> None:
         """A dataloader is exhausted: what follows is no loading of data."""
-        self._pass.exhausted()
+        if self._last_iterator() is iterator:
+            self._pass.exhausted()
         if self._tracker.phase == "data":
             self._phases.enter("idle")
 
