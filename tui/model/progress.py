@@ -30,7 +30,8 @@ def epoch_words(model: RunModel) -> str:
     """Return completed and planned epochs: ``1.25 / 3``; empty if unknown."""
     if model.epoch is None or model.plan is None or not model.plan.epochs:
         return ""
-    return f"{model.epoch:.2f} / {model.plan.epochs:.3g}"
+    planned = f"{model.plan.epochs:.2f}".rstrip("0").rstrip(".")
+    return f"{model.epoch:.2f} / {planned}"
 
 
 def early_stop_words(stop: EarlyStop) -> str:
