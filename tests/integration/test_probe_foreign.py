@@ -92,6 +92,26 @@ def test_a_batch_whose_gradients_are_dropped_is_in_no_loss(collector):
     assert all(step.micro_steps == 1 for step in steps)
 
 
+def test_without_a_loader_the_loop_tells_a_batch_after_a_dropped_one_from_the_same_batch_again(collector):
+    steps, told = edges(collector, "dropped_and_repeated")
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert all(step.micro_steps == 1 for step in steps)
+
+
+def test_gradients_that_the_script_takes_itself_are_a_backward_where_there_is_no_other(collector):
+    steps, told = edges(collector, "by_hand")
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert [step.micro_steps for step in steps] == [2] * 4 + [1] * 4
+    assert all(host_us(step, "backward") > max(60_000, host_us(step, "forward")) for step in steps[:4])
+
+
+def test_a_batch_fetched_before_the_update_begins_no_forward_and_a_distributed_checkpoint_is_one(collector):
+    steps, told = edges(collector, "ahead_and_saved", *start_ranks.command(1))
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert all(host_us(step, "idle") > max(30_000, host_us(step, "forward")) for step in steps[1:6])
+    assert [bool(host_us(step, "checkpoint")) for step in steps] == [False] * 6 + [True]
+
+
 def test_a_backward_in_which_optimizers_step_goes_on(collector):
     steps, told = edges(collector, "in_backward")
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 import threading
 import time
 
@@ -125,6 +126,80 @@ def dropped(told):
         told.append(loss.item())
 
 
+def dropped_and_repeated(told):
+    """No loader. First every third batch is dropped; then every batch is used twice (sharpness-aware, SAM)."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number in range(9):
+        loss = model(torch.randn(4, 8)).pow(2).mean()
+        loss.backward()
+        if number % 3 == 1:
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    for _ in range(4):
+        batch = torch.randn(4, 8)
+        loss = model(batch).pow(2).mean()
+        loss.backward()
+        told.append(loss.item())
+        with torch.no_grad():
+            moved = [each.grad * 0.1 for each in model.parameters()]
+            torch._foreach_add_(list(model.parameters()), moved)
+        optimizer.zero_grad()
+        model(batch).pow(2).mean().backward()
+        with torch.no_grad():
+            torch._foreach_sub_(list(model.parameters()), moved)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand(told):
+    """Gradients by ``autograd.grad`` that the script sets itself; then some beside an ordinary backward."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(4):
+        total = 0.0
+        for part in range(2):
+            loss = Slow.apply(model(torch.randn(4, 8))).pow(2).mean() / 2
+            found = torch.autograd.grad(loss, model.parameters())
+            for each, gradient in zip(model.parameters(), found, strict=True):
+                each.grad = gradient if not part else each.grad + gradient
+            total += loss.item()
+        optimizer.step()
+        told.append(total)
+    optimizer.zero_grad()
+    for _ in range(4):
+        batch = torch.randn(4, 8, requires_grad=True)
+        loss = model(batch).pow(2).mean()
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        (push,) = torch.autograd.grad(loss, batch)
+        update(model, optimizer, (batch + push.sign()).detach(), told)
+
+
+def ahead_and_saved(told):
+    """The next batch is asked for before the update; then a distributed checkpoint is written in the background."""
+    import torch.distributed.checkpoint as checkpoint
+
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = iter(torch.utils.data.DataLoader(torch.randn(24, 8), batch_size=4))
+    batch = next(batches)
+    while batch is not None:
+        loss = model(batch).pow(2).mean()
+        loss.backward()
+        batch = next(batches, None)
+        time.sleep(PAUSE / 10)
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    torch.distributed.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.async_save(model.state_dict(), checkpoint_id=folder).result()
+    update(model, optimizer, torch.randn(4, 8), told)
+
+
 class Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -211,6 +286,9 @@ MODES = {
         shared,
         stages,
         dropped,
+        dropped_and_repeated,
+        by_hand,
+        ahead_and_saved,
         in_backward,
         broken,
         threads,

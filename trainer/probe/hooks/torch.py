@@ -13,6 +13,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from .. import active
 from ..active import mine, switched_on
@@ -45,6 +46,7 @@ def install(become_rank: Callable[[], None]) -> None:
     reducer.install(torch)
     replace(_BaseDataLoaderIter, "__next__", _fetching)
     replace(torch.autograd, "backward", _backward)
+    replace(torch.autograd, "grad", _taking_gradients)
     replace(torch, "save", scoped("checkpoint"))
     replace(Optimizer, "__init__", partial(_making_optimizer, become_rank))
     replace(Optimizer, "zero_grad", _zeroing)
@@ -62,6 +64,9 @@ def install(become_rank: Callable[[], None]) -> None:
     after_import("torch.distributed.fsdp.fully_sharded_data_parallel", _on_fsdp)
     after_import("torch.distributed.fsdp", _on_fsdp2)
     after_import("torch.distributed._composable.fsdp", _on_fsdp2)
+    for name in ("torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader"):
+        after_import(name, _on_checkpoints)
+    after_import("safetensors.torch", _on_checkpoints)
 
 
 def scoped(phase: str) -> Callable[[Any], Callable[..., Any]]:
@@ -119,6 +124,34 @@ def _backward(original: Any) -> Callable[..., Any]:
         return found
 
     return backward
+
+
+def _taking_gradients(original: Any) -> Callable[..., Any]:
+    """The gradients of one loss by parameters, for no further derivative: a script that sets them itself."""
+
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        training = mine()
+        if training is None or training.state.in_backward:
+            return original(outputs, inputs, *args, **kwargs)
+        if not isinstance(inputs, Tensor | list | tuple | dict):
+            inputs = tuple(inputs)  # a model's ``parameters()``, which can be read once
+        create_graph = args[2] if len(args) > 2 else kwargs.get("create_graph")
+        one = outputs[0] if isinstance(outputs, list | tuple) and len(outputs) == 1 else outputs
+        several: Any = inputs.values() if isinstance(inputs, dict) else inputs
+        first = inputs if isinstance(inputs, Tensor) else next(iter(several), None)
+        is_loss = isinstance(one, Tensor) and one.numel() == 1 and isinstance(first, Parameter) and not create_graph
+        outermost = is_loss and training.micro_steps.taking_gradients(one)
+        try:
+            found = original(outputs, inputs, *args, **kwargs)
+        except BaseException:
+            if outermost:
+                training.micro_steps.failed_backward()
+            raise
+        if outermost:
+            training.micro_steps.went_backward()
+        return found
+
+    return grad
 
 
 def _making_optimizer(become_rank: Callable[[], None], original: Any) -> Callable[..., Any]:
@@ -358,14 +391,26 @@ def _on_fsdp2(module: ModuleType) -> None:
 
         return fully_shard
 
-    original = getattr(module, "fully_shard", None)
+    _replace_in_package(module, "fully_shard", make, ("torch.distributed.fsdp", "torch.distributed._composable"))
+
+
+def _on_checkpoints(module: ModuleType) -> None:
+    """Hook what saves and loads distributed checkpoints and safetensors; of ``async_save``, what the call waits for."""
+    for name in ("save", "async_save", "load", "save_file", "save_model"):
+        _replace_in_package(module, name, scoped("checkpoint"), (module.__name__.rpartition(".")[0],))
+
+
+def _replace_in_package(
+    module: ModuleType, name: str, make: Callable[[Any], Callable[..., Any]], packages: tuple[str, ...]
+) -> None:
+    """Replace a function in its module, if it is there, and in those of its packages that have imported it by name."""
+    original = getattr(module, name, None)
     if original is None or is_replaced(original):
         return
-    replace(module, "fully_shard", make)
-    for name, other in list(sys.modules.items()):
-        in_torch = name.startswith(("torch.distributed.fsdp", "torch.distributed._composable"))
-        if in_torch and getattr(other, "fully_shard", None) is original:
-            setattr(other, "fully_shard", module.fully_shard)  # noqa: B010
+    replace(module, name, make)
+    for place, other in list(sys.modules.items()):
+        if place.startswith(packages) and getattr(other, name, None) is original:
+            setattr(other, name, getattr(module, name))
 
 
 def _note_sharded(found: Any) -> None:

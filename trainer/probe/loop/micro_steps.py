@@ -1,5 +1,6 @@
 """Micro-steps: a batch is fetched, goes forward, and its loss goes backward."""
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
@@ -11,6 +12,7 @@ from ..device import device_values
 from ..guard import guarded
 from ..phases.forwards import Forwards
 from ..phases.outbox import Outbox
+from ..phases.rounds import LIBRARIES, call_site, went_back
 from ..phases.tracker import Tracker
 from ..phases.updaters import Updaters
 from ..rank.context import RankContext
@@ -93,9 +95,8 @@ class MicroSteps:
         tracker, state = self._tracker, self._state
         if tracker.depth or (state.in_update and not state.closures):
             return
-        notes = tracker.notes
-        if notes.discarded:
-            notes.discarded, notes.micro_steps, notes.losses = False, 0, []
+        if tracker.notes.discarded is not None:
+            self._drop_batch()
         again = self._last_iterator() is iterator
         self._pass.fetching(again)
         if self._forwards.fetching(again) and again:
@@ -167,7 +168,7 @@ class MicroSteps:
                 return
         self._phases.enter("forward")
         notes = tracker.notes
-        if state.evaluations > 1 or notes.discarded:
+        if state.evaluations > 1 or self._is_same_batch():
             return
         start = perf_counter_ns()
         fetched, self._fetched = self._fetched, None
@@ -196,18 +197,12 @@ class MicroSteps:
         tracker, state = self._tracker, self._state
         if state.in_backward:
             return False
-        state.in_backward = True
-        self._pass.trained()
-        if self._forwards.going_backward():
-            iterator = self._last_iterator()
-            if iterator is not None:
-                iterator._ftmon_eval = False
-        if not state.forward_by and tracker.phase == "idle" and not tracker.depth:
-            tracker.rename("forward")
-        self._phases.enter("backward")
+        self._begin_backward()
         notes = tracker.notes
-        if state.evaluations > 1 or notes.discarded:
-            notes.repeats += notes.discarded
+        if self._is_same_batch():
+            notes.repeats += 1
+            return True
+        if state.evaluations > 1:
             return True
         start = perf_counter_ns()
         notes.micro_steps += 1
@@ -223,6 +218,17 @@ class MicroSteps:
             for place, other in enumerate(losses[1:], 1):
                 self._loss_notes.note(notes, other, owner, None, is_divided, place)
         tracker.cost_ns += perf_counter_ns() - start
+        return True
+
+    @guarded
+    def taking_gradients(self, loss: Any) -> bool:
+        """The script takes the gradients of a loss by parameters; return whether that is no part of a backward."""
+        state = self._state
+        if state.in_backward:
+            return False
+        self._begin_backward()
+        if state.evaluations <= 1 and not self._is_same_batch():
+            self._loss_notes.note_gradients(self._tracker.notes, loss)
         return True
 
     @guarded
@@ -247,6 +253,33 @@ class MicroSteps:
     def trained_micro_step(self, loss: Any) -> None:
         """A Trainer's ``training_step`` returned the loss of a micro-step, as it normalised it."""
         self._tracker.notes.trainer_losses.append(device_values.fetch(loss))
+
+    def _begin_backward(self) -> None:
+        tracker, state = self._tracker, self._state
+        state.in_backward = True
+        self._pass.trained()
+        if self._forwards.going_backward():
+            iterator = self._last_iterator()
+            if iterator is not None:
+                iterator._ftmon_eval = False
+        if not state.forward_by and tracker.phase == "idle" and not tracker.depth:
+            tracker.rename("forward")
+        self._phases.enter("backward")
+
+    def _is_same_batch(self) -> bool:
+        """Return whether the batch whose gradients were set to zero is used again: no loop has gone on since."""
+        discarded = self._tracker.notes.discarded
+        if discarded is None:
+            return False
+        if not went_back(discarded, call_site(sys._getframe(2), LIBRARIES)):
+            return True
+        self._drop_batch()
+        return False
+
+    def _drop_batch(self) -> None:
+        """The script left out a batch whose backward has run; its loss is not the step's."""
+        notes = self._tracker.notes
+        notes.discarded, notes.micro_steps, notes.losses = None, 0, []
 
     def _see_forward(self) -> None:
         """Record once whether autocast computes the forward, and its data type."""

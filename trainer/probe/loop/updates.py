@@ -1,5 +1,6 @@
 """Updates: an optimizer, an engine or a loss scaler ends a step, or skips it."""
 
+import sys
 import weakref
 from collections.abc import Sequence
 from time import perf_counter_ns
@@ -11,6 +12,7 @@ from ..device import device_values
 from ..guard import Guard, guarded
 from ..phases.forwards import Forwards
 from ..phases.marks import Notes
+from ..phases.rounds import LIBRARIES, call_site
 from ..phases.tracker import Tracker
 from ..phases.updaters import Updaters
 from ..rank.trained import Trained
@@ -79,7 +81,7 @@ class Updates:
             return
         is_module = isinstance(owner, torch.nn.Module)
         if self._forwards.has_sole(owner) if is_module else self._forwards.is_sole(owner):
-            notes.discarded = True
+            notes.discarded = call_site(sys._getframe(1), LIBRARIES)
 
     # A bare optimizer's update -----------------------------------------------------------------------------------
 
@@ -209,6 +211,8 @@ class Updates:
         tracker, state = self._tracker, self._state
         if by is not None and not state.rehearsing:
             self._updaters.begin(by)
+        if tracker.phase == "forward" and tracker.notes.micro_steps and not state.forward_by and not tracker.depth:
+            tracker.rename("idle")  # a batch fetched ahead, after the backward
         # Most loops update right after their backward: without an "idle" between, a step has one mark less.
         # A capture of the step receives every phase.
         at_once = tracker.phase == "idle" and not tracker.watchers
@@ -221,6 +225,9 @@ class Updates:
 
     def _end_step(self, number: int | None) -> None:
         self._end()
+        notes = self._tracker.notes
+        if notes.gradient_losses and not notes.micro_steps:
+            notes.micro_steps, notes.losses = len(notes.gradient_losses), notes.gradient_losses
         self._forwards.end_step()
         if not self._state.rehearsing:
             # An optimizer may step in the backward, which goes on.

@@ -48,6 +48,7 @@ class Notes:
         "first",
         "flops",
         "grad_norm",
+        "gradient_losses",
         "labels",
         "loss_scale",
         "losses",
@@ -70,6 +71,8 @@ class Notes:
     def __init__(self) -> None:
         self.losses: list[Any] = []
         """Backpropagated losses (``losses.LossNote``)."""
+        self.gradient_losses: list[Any] = []
+        """Losses whose gradients the script took with ``autograd.grad``: those of the step if it has no backward."""
         self.sum_losses = False
         """The script divides its micro-steps' losses itself, so they add up to the step's loss."""
         self.reported: list[Any] = []
@@ -96,9 +99,9 @@ class Notes:
         self.loss_scale: Any = None
         self.overflow = False
         self.micro_steps = 0
-        self.discarded = False
-        """Gradients were set to zero after a backward and before any update: the next backward is of the
-        same batch again (SAM's second pass), or of another one if a batch is fetched."""
+        self.discarded: Any = None
+        """Where gradients were set to zero after a backward and before any update (``rounds.Site``): the next backward
+        is of the same batch again (SAM's second pass), or of another one if a batch is fetched or a loop goes on."""
         self.repeats = 0
         """Further evaluations of a closure (line search): of the same batch, so no micro-steps."""
         self.shape: list[int] = []

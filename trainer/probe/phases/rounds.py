@@ -137,6 +137,12 @@ class Rounds:
         return False
 
 
+def went_back(first: Site, second: Site) -> bool:
+    """Return whether a loop has gone on between two calls: the second lies before the first one, or is the same."""
+    parted = _part(first, second)
+    return first == second if parted is None else parted[1] < parted[0]
+
+
 def _part(first: Site, second: Site) -> tuple[int, int] | None:
     """Return both positions in the frame in which two places part; None where they are the same."""
     for (code, at), (other, other_at) in zip(first, second, strict=False):

@@ -23,6 +23,7 @@ class Introduction:
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
+        self._backend = ""
         self.facts: dict[str, Any] = {"framework": "pytorch"}
         """Fields of ``Hello``."""
         self.parameter_dtype = ""
@@ -51,7 +52,7 @@ class Introduction:
             time=time.time(),
             versions=_versions(),
             argv=list(sys.argv),
-            backend=_backend(),
+            backend=self._last_backend(),
             sends_logs=rank.sends_logs,
             self_dump=self_dump,
             launch=rank.launch,
@@ -59,6 +60,11 @@ class Introduction:
             matmul_precision=self.matmul_precision(),
             **self.facts,
         )
+
+    def _last_backend(self) -> str:
+        """Return the backend of torch.distributed, also after the process group was destroyed."""
+        self._backend = _backend() or self._backend
+        return self._backend
 
     def matmul_precision(self) -> Literal["", "bf16", "fp16", "tf32", "fp32"]:
         """Return the data type of matrix products; empty if unknown (no forward seen, so autocast may be on)."""

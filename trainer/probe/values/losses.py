@@ -101,6 +101,11 @@ class LossNotes:
         site = (call_site(sys._getframe(1), LIBRARIES), place) if read_graph else None
         notes.losses.append(note_loss(loss, owner, original, read_graph, site))
 
+    def note_gradients(self, notes: Notes, loss: Any) -> None:
+        """Add a loss whose gradients the script takes itself to the notes of the current step."""
+        site = call_site(sys._getframe(1), LIBRARIES), 0
+        notes.gradient_losses.append(note_loss(loss, site=site))
+
 
 def _graph(node: Any) -> tuple[tuple[str, ...], tuple[Any, ...], int]:
     kind: list[str] = []
