@@ -18,9 +18,9 @@ from . import python_stacks
 from .places import SAMPLES, usual_place
 from .slow_devices import SlowDevices
 from .stragglers import StragglerFacts, StragglerFinding, Stragglers
-from .work import work_of
+from .work import BATCH, work_of
 
-_NOT_THE_DEVICE = ("data", "idle")
+_NOT_THE_DEVICE = ("data", BATCH, "idle")
 """Phases that a slow device does not explain."""
 
 

@@ -21,6 +21,8 @@ NOT_WORK = ("init",)
 NOT_COMPARED = ("eval", "checkpoint")
 """Steps with one of these phases on any rank are not compared: often one rank runs them and the others wait."""
 _SPECIAL = frozenset((*NOT_WORK, *NOT_COMPARED))
+BATCH = "batch"
+"""Own work within the phase ``data`` but outside of the dataloader: on a batch, before its forward."""
 FRONT = ("idle", "data", "forward")
 """The phases between an update and the backward after it."""
 
@@ -30,7 +32,7 @@ class Work:
     """One step of one rank. Times are microseconds."""
 
     own: dict[str, int] = field(default_factory=dict[str, int])
-    """Its own work, by phase."""
+    """Its own work, by phase; that of ``data`` is the time in the dataloader, the rest is ``BATCH``."""
     waited: int = 0
     """Time for which it waited for others."""
     measured: bool = True
@@ -73,6 +75,7 @@ def work_of(step: Step, device: bool) -> Work:
         own[name] = own.get(name, 0) + host - inside
     if step.host_us > within:
         own["idle"] = own.get("idle", 0) + step.host_us - within
+    _split_data(own, step)
     return Work(own, waited, True, step.host_us, step.micro_steps, step.padded_tokens, step.cpu_us, comparable)
 
 
@@ -111,9 +114,11 @@ def _on_device(step: Step) -> Work:
     in_data = min(front, data.host_us) if data is not None else 0
     if measured:
         own["data"], own["idle"] = in_data, front - in_data
+        _split_data(own, step)
         waited = _subtract_waiting(step, own)
         return Work(own, waited, True, total, step.micro_steps, step.padded_tokens, 0, comparable)
     before = {"data": in_data}
+    _split_data(before, step)
     if idle is not None and idle.collectives:
         bound += front - in_data
     else:
@@ -122,6 +127,13 @@ def _on_device(step: Step) -> Work:
         before["forward"] = own["forward"]
     comparable = comparable and not early and bound > 0
     return Work(before, bound, False, total, step.micro_steps, step.padded_tokens, 0, comparable)
+
+
+def _split_data(own: dict[str, int], step: Step) -> None:
+    """Separate the time in the dataloader from the script's own work on the batch."""
+    fetch, data = step.fetch_us, own.get("data", 0)
+    if fetch is not None and fetch < data:
+        own["data"], own[BATCH] = fetch, data - fetch
 
 
 def _subtract_waiting(step: Step, own: dict[str, int]) -> int:

@@ -50,6 +50,23 @@ def test_an_alert_names_the_slow_rank_its_phase_and_both_figures_and_ends(make_s
     assert sim.sends("slow") == 2, "raised once, resolved once"
 
 
+@pytest.mark.parametrize(("in_loader", "where"), [(0.98, "data"), (0.02, "batch")])
+def test_the_loader_is_told_apart_from_work_on_the_batch_it_delivered(make_sim: Any, in_loader: float, where: str):
+    sim = make_sim(2, cuda=False)
+    sim.begin()
+    noise = random.Random(3)
+    phases = cpu_step(sim, {0: 100.0, 1: 200.0}, noise, "data")
+    for number in range(1, 49):
+        for rank in (0, 1):
+            made = phases(rank, number)
+            step = sim.step(rank, number, made, fetch_us=int(made[0].host_us * in_loader))
+            sim.feed(step, sim.beat(rank, number + 1, "data", moved=True))
+        sim.tick()
+    (alert,) = sim.alerts("slow")
+    assert (alert.rank, alert.evidence["slow_at"]) == (1, where)
+    assert alert.evidence["own_ms_by_phase"][where] == pytest.approx(100, rel=0.1)
+
+
 def test_a_rank_that_ended_is_no_longer_compared(make_sim: Any):
     sim = make_sim(4, cuda=False)
     sim.begin()
