@@ -158,6 +158,8 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
     """FLOPs of the model; None where they are not known, as of models that are no decoder of tokens."""
     matmul_precision: Literal["", "bf16", "fp16", "tf32", "fp32"] = ""
     """Data type of the matrix products, which may be another than that of the parameters (autocast, TF32)."""
+    pipeline_stage: Whole | None = None
+    """The rank's (first) stage in a pipeline, whose parameters alone it counts; None: no pipeline parallelism."""
 
 
 class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):

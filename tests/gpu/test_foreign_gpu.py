@@ -1,5 +1,6 @@
-"""The probe in foreign scripts on a GPU: what comes after the last step, and FSDP2 over NCCL."""
+"""The probe in foreign scripts on a GPU: their losses, what comes after the last step, FSDP2 and a pipeline."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -25,6 +26,30 @@ def collector(tmp_path, monkeypatch):
     collector = Collector(tmp_path / "home")
     yield collector
     collector.close()
+
+
+MODES = (
+    "after_epochs",
+    "validated",
+    "validated_within",
+    "shared",
+    "stages",
+    "dropped",
+    "dropped_and_repeated",
+    "by_hand",
+    "in_backward",
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_are_those_that_a_loop_optimised(collector, mode):
+    collector.start(sys.executable, SCRIPTS / "loop_edges.py", mode, CUDA_VISIBLE_DEVICES="0").finish(180)
+    assert collector.job.returncode == 0, collector.output()
+    lines = collector.run.rank_log(0, "out").read_text().splitlines()
+    told = json.loads(next(line for line in lines if line.startswith("optimised ")).split(" ", 1)[1])
+    steps = collector.of(Step)
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert all(step.device_us is not None for step in steps)
 
 
 def test_the_peak_of_a_final_evaluation_is_in_the_closing_record_to_the_byte(collector):

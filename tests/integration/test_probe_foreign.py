@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import start_ranks
 from ftmon.protocol.telemetry import Closing, Failure, Goodbye, Hello, Step
+from ftmon.protocol.wire import Frame
+from ftmon.tui.model import RunModel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from probe_collector import BIN, SCRIPTS, Collector
@@ -207,6 +209,22 @@ def test_fsdp2_shows_its_framework_model_and_backend_with_all_parameters_of_all_
         assert (hello.framework, hello.model, hello.backend) == ("fsdp", "TinyNet", "gloo")
         assert (hello.parameters, hello.trainable_parameters) == (3 * 72, 2 * 72)
         assert [step.step for step in collector.of(Step, rank)] == [1, 2, 3, 4]
+
+
+def test_a_pipeline_s_parameters_are_those_of_all_its_stages(collector):
+    collector.start(*start_ranks.command(2, SCRIPTS / "pipeline_loop.py")).finish()
+    assert collector.job.returncode == 0, collector.output()
+    hellos = [collector.of(Hello, rank)[-1] for rank in (0, 1)]
+    assert [(hello.pipeline_stage, hello.parameters, hello.backend) for hello in hellos] == [
+        (0, 8 * 16 + 16, "gloo"),
+        (1, 16 + 1, "gloo"),
+    ]
+    assert [step.loss for step in collector.of(Step, 1)] == pytest.approx(printed(collector, "optimised", 1), rel=1e-5)
+    assert [step.loss for step in collector.of(Step, 0)] == [None] * 6
+    run = RunModel()
+    for number, hello in enumerate(hellos, 1):
+        run.apply(Frame(number, hello.time, hello))
+    assert run.info.parameters == run.info.trainable_parameters == 161
 
 
 def test_a_trainer_with_a_peft_model_shows_the_model_inside_and_the_loss_that_it_logs(collector, tmp_path):

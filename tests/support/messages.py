@@ -143,6 +143,7 @@ EXAMPLES: tuple[Message, ...] = (
         restart=1,
         flops=ModelFlops(token=7.4e9, pair=393_216.0, windowed_pair=1024.0, window=4096),
         matmul_precision="bf16",
+        pipeline_stage=1,
     ),
     Plan(
         rank=1,

@@ -1,6 +1,6 @@
 """A run's state as a fold over the frames of its stream, live or replayed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import isfinite
 from typing import Any, ClassVar
 
@@ -102,12 +102,20 @@ class RunModel(RunState):
         info.precision = hello.precision or info.precision
         info.framework = hello.framework or info.framework
         info.backend = hello.backend or info.backend
-        info.parameters = hello.parameters or info.parameters
-        info.trainable_parameters = hello.trainable_parameters or info.trainable_parameters
+        parts = self._stages(hello)
+        info.parameters = sum(each.parameters for each in parts) or info.parameters
+        info.trainable_parameters = sum(each.trainable_parameters for each in parts) or info.trainable_parameters
         info.zero_stage = hello.zero_stage if hello.zero_stage is not None else info.zero_stage
         info.micro_batch = hello.micro_batch if hello.micro_batch is not None else info.micro_batch
         if hello.grad_accumulation is not None:
             info.grad_accumulation = hello.grad_accumulation
+
+    def _stages(self, hello: telemetry.Hello) -> Iterable[telemetry.Hello]:
+        """Return hellos whose parameters are those of the whole model: one, or one of each pipeline stage."""
+        if hello.pipeline_stage is None:
+            return (hello,)
+        known = (rank.hello for rank in self.ranks.values() if rank.hello is not None)
+        return {each.pipeline_stage: each for each in known if each.pipeline_stage is not None}.values()
 
     def _job(self, job: jobs.Job, frame: Frame) -> None:
         known = self.jobs.get(job.number)

@@ -13,8 +13,8 @@ from .words import Words
 _AT = {"idle": "between phases", BATCH: "between a batch and its forward", EVERYWHERE: "everywhere"}
 _CAUSES = {
     "data": "Its data loading is slow: check its disk, its dataloader workers, and the size of its samples.",
-    BATCH: "That is the loop's own work on a batch that the dataloader has delivered: collating, tokenizing, moving it to "
-    "the device.",
+    BATCH: "That is the loop's own work on a batch that the dataloader has delivered: collating, tokenizing, or moving "
+    "it to the device.",
     "forward": "Its forward is slow: check clocks and throttle reasons, other processes on its device or cores, and "
     "whether its batches are longer than the others'.",
     "backward": "Its backward is slow: check clocks and throttle reasons, and other processes on its device or cores.",

@@ -298,6 +298,8 @@ MODES = {
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.set_default_device("cuda")
     told: list = []
     MODES[sys.argv[1]](told)
     print("optimised", json.dumps(told), flush=True)

@@ -57,6 +57,7 @@ def attach(engine: Any) -> None:
         state.engine_steps, state.forward_by, tracker.light = True, "engine", DRIVEN
         tracker.step = max(tracker.step, int(getattr(engine, "global_steps", 0)))
         facts.update(_describe(engine, facts))
+        facts["pipeline_stage"] = getattr(engine, "stage_id", None)
         training.updates.made_updater(engine, list(_optimizers_of(engine)))
         trained.engine = weakref.ref(engine)
         trained.partitions = _partitions(engine, facts["zero_stage"], training.rank.world_size)

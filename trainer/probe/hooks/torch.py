@@ -64,6 +64,8 @@ def install(become_rank: Callable[[], None]) -> None:
     after_import("torch.distributed.fsdp.fully_sharded_data_parallel", _on_fsdp)
     after_import("torch.distributed.fsdp", _on_fsdp2)
     after_import("torch.distributed._composable.fsdp", _on_fsdp2)
+    after_import("torch.distributed.pipelining.stage", _on_pipeline)
+    after_import("torch.distributed.distributed_c10d", _on_process_groups)
     for name in ("torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader"):
         after_import(name, _on_checkpoints)
     after_import("safetensors.torch", _on_checkpoints)
@@ -392,6 +394,38 @@ def _on_fsdp2(module: ModuleType) -> None:
         return fully_shard
 
     _replace_in_package(module, "fully_shard", make, ("torch.distributed.fsdp", "torch.distributed._composable"))
+
+
+def _on_process_groups(module: ModuleType) -> None:
+    """Note the backend before it is destroyed: the rank's hello may be sent later."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+            training = switched_on()
+            if training is not None:
+                training.introduction.note_backend()
+            return original(*args, **kwargs)
+
+        return destroy_process_group
+
+    _replace_in_package(module, "destroy_process_group", make, ("torch.distributed",))
+
+
+def _on_pipeline(module: ModuleType) -> None:
+    """Hook the stages of PyTorch's pipelines: a rank may have several."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            original(self, *args, **kwargs)
+            training = switched_on()
+            if training is not None:
+                facts = training.introduction.facts
+                facts["pipeline_stage"] = min(self.stage_index, facts.get("pipeline_stage", self.stage_index))
+
+        return __init__
+
+    stage: Any = module
+    replace(stage._PipelineStageBase, "__init__", make)
 
 
 def _on_checkpoints(module: ModuleType) -> None:

@@ -52,7 +52,7 @@ class Introduction:
             time=time.time(),
             versions=_versions(),
             argv=list(sys.argv),
-            backend=self._last_backend(),
+            backend=self.note_backend(),
             sends_logs=rank.sends_logs,
             self_dump=self_dump,
             launch=rank.launch,
@@ -61,8 +61,8 @@ class Introduction:
             **self.facts,
         )
 
-    def _last_backend(self) -> str:
-        """Return the backend of torch.distributed, also after the process group was destroyed."""
+    def note_backend(self) -> str:
+        """Return the backend of torch.distributed, also after its process group was destroyed."""
         self._backend = _backend() or self._backend
         return self._backend
 
