@@ -1,6 +1,9 @@
 """This process's state as a rank: its one probe, which all hooks use, and counters from before it exists."""
 
+from collections.abc import Callable
 from threading import get_ident
+
+import torch
 
 from .loop.training import Training
 from .phases.tracker import Counts
@@ -16,13 +19,22 @@ counts = Counts()
 """Collective calls, counted from the import of torch.distributed on."""
 
 
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward that calls this thread; -1: none does."""
+
+
 def mine() -> Training | None:
-    """Return the receiver of the hooks' reports if the probe is on and the caller is the training thread."""
+    """Return the receiver of the hooks' reports if the probe is on and the caller is the training thread.
+
+    So is a thread of autograd, which runs the backward of a GPU while the training thread waits for it.
+    """
     found = training
     if found is None:
         return None
     guard = found.guard
-    return found if guard.enabled and guard.thread == get_ident() else None
+    if guard.enabled and (guard.thread == get_ident() or (found.state.in_backward and _graph_task() >= 0)):
+        return found
+    return None
 
 
 def switched_on() -> Training | None:

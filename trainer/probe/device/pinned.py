@@ -90,7 +90,8 @@ def _view(tensor: Any, dtype: Any, shape: Any) -> Any:
 def _make(size: int) -> _Buffer | None:
     if sum(buffer.size for buffer in _kept) + size > MOST_BYTES:
         return None
-    tensor: Any = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    # A script may have set another default device, on which memory cannot be pinned.
+    tensor: Any = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     buffer = _Buffer(tensor, tensor.data_ptr(), size)
     _free.setdefault(size, deque())
     _kept.append(buffer)
