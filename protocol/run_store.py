@@ -149,8 +149,10 @@ def find(name: str | None) -> RunDir:
     runs = all_runs()
     if not runs:
         raise RunNotFoundError(f"no runs in {home() / 'runs'}: start one with 'ftmon demo' or 'ftmon run -- COMMAND'")
-    if not name:
+    if name is None:
         return next((run for run in runs if _has_living_hub(run)), runs[0])
+    if not name:
+        raise RunNotFoundError("the name of the run is empty; 'ftmon ls' lists the runs there are")
     for run in runs:
         if run.id == name:
             return run

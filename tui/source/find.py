@@ -12,11 +12,12 @@ _SUFFIXES = (".sqlite", ".csv", ".tsv", ".jsonl", ".json", ".yaml", ".yml")
 
 
 def recording_file(name: str) -> Path | None:
-    """Return the recording for the path of a file or of its directory; None if it is neither."""
+    """Return the recording for the path of a file or of a run directory; None if it is neither."""
     path = Path(name)
     try:
-        if path.is_dir():
-            return RunDir(path).recording
+        if _is_folder(path):
+            found = RunDir(path).recording
+            return found if name and (found.exists() or (path / "run.json").exists()) else None
         return path if os.path.lexists(path) else None
     except (OSError, ValueError):  # too long for a file's name
         return None
@@ -34,6 +35,17 @@ def find_recording(name: str) -> Path:
     try:
         return run_store.find(name).recording
     except RunNotFoundError:
+        if name and _is_folder(Path(name)):
+            raise RunNotFoundError(
+                f"{name}: no recording in this folder; 'ftmon ls' lists the runs there are"
+            ) from None
         if os.sep in name or Path(name).suffix.lower() in _SUFFIXES:  # meant as a file's name
             raise RunNotFoundError(f"{name}: no such file") from None
         raise
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # too long for a file's name
+        return False

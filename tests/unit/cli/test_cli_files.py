@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from ftmon.protocol import run_store
 from ftmon.protocol.recording.writer import Writer
 from ftmon.protocol.telemetry import Stacks
 from ftmon.protocol.text import escape_json
@@ -52,6 +53,37 @@ def test_status_and_ls_describe_a_recording_file_and_a_folder_that_holds_one(
     assert (entry["id"], entry["step"], entry["ranks"], entry["live"]) == (RUN.id, 24, 2, False)
     assert main(["ls", str(folder), str(folder / "recording.sqlite")]) == 0
     assert capsys.readouterr().out.count(RUN.id) == 2
+
+
+def test_a_folder_without_a_recording_hides_no_run_of_its_name(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_store.create("train", ["train"], "run")
+    path.rename(run.recording)
+    (tmp_path / "train").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for words in (["status", "train"], ["replay", "train", "--plain"]):
+        assert main(words) == 0
+    assert str(run.recording) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["status", "replay", "logs", "stacks", "kill", "stop", "report"])
+@pytest.mark.parametrize(("name", "told"), [("", "name of the run is empty"), ("folder", "folder")])
+def test_an_empty_name_and_an_empty_folder_are_wrong_usage(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    name: str,
+    told: str,
+) -> None:
+    run_store.create("train", ["train"], "run")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main([command, name]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert "ftmon ls" in error
 
 
 def test_stacks_of_a_recording_are_those_recorded_last(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
