@@ -13,7 +13,7 @@ from ...protocol.telemetry import SelfDump
 from . import processes, traffic
 from .processes import Process
 
-__all__ = ["Activity", "measure", "wchan"]
+__all__ = ["Activity", "measure", "switches", "wchan"]
 
 _OWN_THREADS = ("ZMQbg", "ftmon", "pt_", "gloo_", "NCCL")
 """Threads of the monitor's sockets, of PyTorch's watchdogs and of communication libraries. They poll many times a
@@ -65,7 +65,7 @@ def measure(
         cpu_seconds=found.seconds,
         io_bytes=moved,
         on_disk=waits,
-        switches=_switches(pid, training),
+        switches=switches(pid, training),
         below_seconds=seconds,
         chars=chars,
         traffic=sent,
@@ -82,7 +82,8 @@ def wchan(pid: int, thread: int) -> str:
         return ""
 
 
-def _switches(pid: int, thread: int) -> int:
+def switches(pid: int, thread: int) -> int:
+    """Return the context switches of a thread so far; 0 if they are not readable."""
     try:
         lines = Path(f"/proc/{pid}/task/{thread}/status").read_text().splitlines()
     except OSError:

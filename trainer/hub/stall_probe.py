@@ -25,8 +25,9 @@ from ...protocol.rundir import RunDir
 from ...protocol.telemetry import DeviceSample, Stacks
 from ...protocol.text import ranks_in_words
 from ...protocol.wire import Message
-from ..host import flow, processes, stack_dump
+from ..host import activity, flow, processes, stack_dump
 from ..host.activity import Activity
+from ..host.kill import Target
 from ..host.rank_inspection import Inspection
 from .host_inspection import HostInspection
 from .rank_hosts import RankHosts
@@ -48,6 +49,8 @@ DEVICE_FRESH_SECONDS = 3.0
 """A device counts as computing for its rank above this utilization, in a sample at most this many seconds old."""
 SAVED_RANKS = 64
 """Maximum number of ranks whose stacks are saved with a verdict, those it names first."""
+SETTLE_SECONDS = 0.05
+"""Time for a paused thread to fall asleep again."""
 NATIVE_RANKS = 2
 """Number of named ranks that py-spy reads too; it pauses them for a moment."""
 
@@ -109,6 +112,11 @@ class StallProbe:
         self._seen: dict[int, _Seen] = {}
         self._stacks: dict[int, Stacks] = {}
         self._saved: object = None
+        self._native_reads = 0
+        """Number of reads by py-spy so far, and whether one is under way."""
+        self._is_reading = False
+        self._paused: dict[int, int] = {}
+        """Context switches of ranks' training threads that those reads have caused."""
         self._utilization: dict[int, tuple[float, float]] = {}
         """Percent of time that the rank's device computed, and when that was received."""
         self.worked_at: dict[int, float] = {}
@@ -133,7 +141,7 @@ class StallProbe:
         if verdict is not None and self._probes and not self._under_way and self._saved != verdict.signature:
             self._saved = verdict.signature
             self._save(verdict)
-        if not self._under_way and time.monotonic() >= self._next:
+        if not self._under_way and not self._is_reading and time.monotonic() >= self._next:
             flow.start(self._probe())
 
     async def _probe(self) -> None:
@@ -142,12 +150,14 @@ class StallProbe:
         elsewhere = self._rank_hosts.any_elsewhere
         verb = verbs.Stacks(reason="a stall is suspected", calls=True, activity=elsewhere, quiet=True)
         seconds = AGAIN_SECONDS if self._unanswered else ANSWER_SECONDS
-        self._under_way = True
+        self._under_way, reads = True, self._native_reads
         try:
             answers = await self._link.ask(verb, ranks, seconds)
             silent = {rank for rank in ranks if rank not in answers}
             self._unanswered = bool(silent)
-            self._found(answers, await self._inspection.inspect(silent))
+            local = await self._inspection.inspect(silent)
+            if reads == self._native_reads:  # otherwise ranks may have been paused between two of these figures
+                self._found(answers, local)
         finally:
             self._under_way = False
 
@@ -167,6 +177,8 @@ class StallProbe:
                 text, thread, by = local.stacks[rank], dump.thread if dump is not None else "", "signal"
             if action is None and not text:
                 continue
+            if action is not None and rank in self._paused:
+                action = action._replace(switches=action.switches - self._paused[rank])
             if text:
                 self._stacks[rank] = Stacks(rank, now, text, "", thread, "probe" if by == "probe" else "signal")
             found = python_stacks.training_thread(python_stacks.parse(text), thread)
@@ -260,6 +272,8 @@ class StallProbe:
             For each rank its stacks, or an empty string and the reason.
         """
         targets = [target for target in self._rank_hosts.targets() if target.rank in ranks]
+        training = {target.rank: self._training_thread(target) for target in targets}
+        paused: dict[int, int] = {}
 
         def read() -> dict[int, tuple[str, str]]:
             found: dict[int, tuple[str, str]] = dict.fromkeys(ranks, ("", "not on this host"))
@@ -268,15 +282,31 @@ class StallProbe:
                 if process is None or process.start_ticks != target.start_ticks:
                     found[target.rank] = "", "gone"
                 else:
+                    before = activity.switches(target.pid, training[target.rank])
                     found[target.rank] = stack_dump.native(process)
+                    time.sleep(SETTLE_SECONDS)
+                    paused[target.rank] = activity.switches(target.pid, training[target.rank]) - before
             return found
 
         failed: dict[int, tuple[str, str]] = dict.fromkeys(ranks, ("", "could not be read"))
-        found = await flow.in_thread(read, self._post, "py-spy", failed)
+        self._native_reads += 1
+        self._is_reading = True
+        try:
+            found = await flow.in_thread(read, self._post, "py-spy", failed)
+        finally:
+            self._is_reading = False
+            self._native_reads += 1
+        for rank, switches in paused.items():
+            self._paused[rank] = self._paused.get(rank, 0) + switches
         for rank, (text, _) in found.items():
             if text:
                 self._emit(Stacks(rank, time.time(), text, reason, "", "py-spy"))
         return found
+
+    def _training_thread(self, target: Target) -> int:
+        tracked = self._tracker.ranks.get(target.rank)
+        dump = tracked.hello.self_dump if tracked is not None and tracked.hello is not None else None
+        return dump.training if dump is not None else target.pid
 
     def latest(self) -> dict[int, Stacks]:
         """Return the stacks of the last probes, by rank; empty while no stall is suspected."""
