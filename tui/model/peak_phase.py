@@ -207,7 +207,7 @@ def ranking_sentences(ranking: PeakRanking) -> list[str]:
 
 def _standing_sentence(ranking: PeakRanking) -> str:
     first, following = ranking.first, ranking.next
-    text = f"the run's peak: {gib(first.bytes)} in {phase_words(first.phase)}, step {first.step:,}"
+    text = f"highest peak: {gib(first.bytes)} in {phase_words(first.phase)}, step {first.step:,}"
     return text if following is None else f"{text}; next {phase_words(following.phase)}, {gib(ranking.by)} below"
 
 

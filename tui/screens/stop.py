@@ -34,11 +34,15 @@ class StopDialog(CommandDialog):
             lines += [Line(), Line(f"the run is {model.state}   escape: close", theme.style("dim"))]
             return lines
         own = model.info.kind in ("demo", "train", "")
+        states = model.rank_states()
         what = (
             "Every rank finishes its step, the trainer saves a checkpoint, and the run ends; it can be resumed."
             if own
             else "The script gets an interrupt (SIGINT), as from ctrl+c. Whether it saves anything is up to the script."
         )
         lines += [Line(row, theme.base) for row in wrap(what, width)]
+        if states.get("hung") or states.get("stopped"):
+            warning = "A rank stands still and finishes no step: it cannot stop in order. k ends it."
+            lines += [Line(row, theme.style("warning")) for row in wrap(warning, width)]
         lines += [Line(), button_line("No", "Yes, stop", self.yes, theme)]
         return lines

@@ -17,6 +17,8 @@ from .wrapping import wrap as wrap
 _MOMENTS = ("last_recorded", "since", "time", "started")
 """Evidence that is a moment, when it is large enough to be one (``_EPOCH``: seconds since 1970, in 2001)."""
 _EPOCH = 1e9
+_RANKS = ("hung", "waiting")
+"""Evidence that is a list of ranks."""
 
 
 def alert_line(alert: Alert, width: int, theme: Theme, selected: bool = False, hint: str = "") -> Line:
@@ -95,10 +97,14 @@ def _cause(alert: Alert, cause: Cause | None, width: int, theme: Theme, unfolded
 def evidence_lines(evidence: Mapping[str, Any], width: int, theme: Theme, indent: int = 3) -> list[Line]:
     """Draw evidence as names and figures; keys ending in ``bytes``, ``_us`` or ``_ms`` get their units."""
     base, dim = theme.base, theme.style("dim")
-    label = min(max((len(words(key)) for key in evidence), default=0), width // 2)
+    names = {
+        key: f"ranks {key}" if key in _RANKS and isinstance(value, list) else words(key)
+        for key, value in evidence.items()
+    }
+    label = min(max(map(len, names.values()), default=0), width // 2)
     lines: list[Line] = []
     for key, value in evidence.items():
-        head = Line(" " * indent + words(key).ljust(label) + "  ", dim)
+        head = Line(" " * indent + names[key].ljust(label) + "  ", dim)
         if isinstance(value, dict) and value:
             lines.append(head)
             lines += evidence_lines(value, width, theme, indent + 2)

@@ -82,7 +82,7 @@ def figures(view: RankView, width: int, theme: Theme) -> Line:
     right = Line(share, theme.style("dim"))
     phase = sanitize(view.peak_phase, 12)
     for name in (phase, SHORT.get(phase, phase)) if phase and share else ():
-        words = f"in {name} {theme.glyphs.dot} {share}"
+        words = f"peak in {name} {theme.glyphs.dot} {share}"
         if line.width + len(words) < width - 3:
             right = Line(words, theme.style("dim"))
             break

@@ -66,7 +66,8 @@ def summary_lines(summary: Summary, width: int, theme: Theme) -> list[Line]:
 def first_line(summary: Summary, width: int, theme: Theme) -> Line:
     """Draw name, state, step and time left; a wide line also shows what is being trained.
 
-    Where it is tight, trouble stays: the name is cut, then the time left goes, then the word of the state.
+    Where it is tight, trouble stays: the name is cut, then the time left goes, then the word of the state. If the run
+    stands still, that word goes before the time.
     """
     base = theme.base
     progress = _progress(summary, theme)
@@ -77,6 +78,7 @@ def first_line(summary: Summary, width: int, theme: Theme) -> Line:
         (max(12, width // 4), False, whole),
         (max(12, width // 4), False, both),
         (12, False, both),
+        *(((12, True, both), (8, True, both)) if summary.stalled_seconds is not None else ()),
         (12, False, progress),
         (8, True, progress),
     ):

@@ -54,7 +54,7 @@ def test_a_flat_and_then_rising_curve_is_explained_by_the_length_at_which_the_le
 
 def test_it_is_said_in_one_sentence() -> None:
     sentences = ranking_sentences(judged(measured()))
-    assert sentences[0].startswith("the run's peak: 19.21 GiB in backward, step 6; next forward")
+    assert sentences[0].startswith("highest peak: 19.21 GiB in backward, step 6; next forward")
     assert sentences[1] == (
         "up to length 512 the optimizer step leads (flat at 10.50 GiB), from length 1,024 on backward "
         "(+2.8 MiB a token); they are equal near length 939"
