@@ -5,7 +5,7 @@ keep a ``history`` in place of ``requested_size`` and ``frames``. A missing key 
 """
 
 from array import array
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -106,7 +106,7 @@ class Compactor:
             device,
             actions,
             array("Q", [entry.get("addr") or 0 for entry in entries]).tobytes(),
-            _sizes([entry.get("size") or 0 for entry in entries]).tobytes(),
+            _sizes([entry.get("size") or 0 for entry in entries], oom).tobytes(),
             array("q", [entry.get("stream") or 0 for entry in entries]).tobytes(),
             array("q", [entry.get("time_us") or 0 for entry in entries]).tobytes(),
             b"",
@@ -185,9 +185,15 @@ def _size(value: Any) -> int:
     return value
 
 
-def _sizes(values: list[Any]) -> "array[int]":
+def _sizes(values: list[Any], failed: Sequence[int] = ()) -> "array[int]":
+    """Return sizes as a column; those at the indexes ``failed`` were asked for in vain, and may be of any size."""
     column: array[int] = array("q", values)
-    if column and not 0 <= min(column) <= max(column) < _LARGEST:
+    if not column:
+        return column
+    given = column[:] if max(column) >= _LARGEST else column
+    for index in failed if given is not column else ():
+        given[index] = 0
+    if min(column) < 0 or max(given) >= _LARGEST:
         raise ValueError("a size that is none")
     return column
 
