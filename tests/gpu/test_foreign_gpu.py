@@ -36,6 +36,7 @@ MODES = (
     "stages",
     "dropped",
     "dropped_and_repeated",
+    "failed_and_evaluated",
     "by_hand",
     "in_backward",
 )

@@ -100,6 +100,14 @@ def test_without_a_loader_the_loop_tells_a_batch_after_a_dropped_one_from_the_sa
     assert all(step.micro_steps == 1 for step in steps)
 
 
+def test_a_batch_whose_backward_fails_is_in_no_loss_and_a_forward_after_an_evaluation_is_none(collector):
+    steps, told = edges(collector, "failed_and_evaluated")
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert all(step.micro_steps == 1 for step in steps)
+    assert [bool(host_us(step, "eval")) for step in steps] == [False] * 5 + [True, False] * 3
+    assert all(host_us(step, "forward") > 25_000 for step in steps[5:])
+
+
 def test_gradients_that_the_script_takes_itself_are_a_backward_where_there_is_no_other(collector):
     steps, told = edges(collector, "by_hand")
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)

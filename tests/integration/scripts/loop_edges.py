@@ -155,6 +155,31 @@ def dropped_and_repeated(told):
         optimizer.zero_grad()
 
 
+def failed_and_evaluated(told):
+    """Batches whose backward fails are left out; then evaluations between steps whose batches no loader delivers."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)):
+        output = model(batch)
+        loss = (Broken.apply(output) if number % 3 == 1 else output).pow(2).mean()
+        try:
+            loss.backward()
+        except RuntimeError:
+            for each in model.parameters():
+                each.grad = None
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    for _ in range(3):
+        with torch.no_grad():
+            for batch in torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=4):
+                model(batch)
+        for _ in range(2):
+            time.sleep(PAUSE / 10)
+            update(model, optimizer, torch.randn(4, 8), told)
+
+
 def by_hand(told):
     """Gradients by ``autograd.grad`` that the script sets itself; then some beside an ordinary backward."""
     model = model_of()
@@ -287,6 +312,7 @@ MODES = {
         stages,
         dropped,
         dropped_and_repeated,
+        failed_and_evaluated,
         by_hand,
         ahead_and_saved,
         in_backward,

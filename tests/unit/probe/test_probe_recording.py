@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from ftmon.trainer.probe.memory import history
 from ftmon.trainer.probe.memory.history import LONG_ENTRIES, MAX_ENTRIES, MIN_ENTRIES, Recording
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -22,17 +23,23 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     ) -> None:
         found.append(((enabled, context, stacks, max_entries), {"clear": clear_history, "skip": skip_actions}))
 
+    use(monkeypatch, record)
+    return found
+
+
+def use(monkeypatch: pytest.MonkeyPatch, record: Callable[..., None]) -> None:
+    """Put another recorder in the place of PyTorch's, which nobody has used yet."""
     memory: Any = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", record)
-    return found
+    monkeypatch.setattr(history, "_real", None)
+    monkeypatch.setattr(history, "_by_script", False)
 
 
 def use_older_torch(monkeypatch: pytest.MonkeyPatch, found: Calls) -> None:
     def record(enabled: str | None = "all", context: str | None = "all", stacks: str = "all", max_entries: int = 0):
         found.append(((enabled, context, stacks, max_entries), {}))
 
-    memory: Any = torch.cuda.memory
-    monkeypatch.setattr(memory, "_record_memory_history", record)
+    use(monkeypatch, record)
 
 
 def script_records() -> Callable[..., None]:
@@ -105,6 +112,14 @@ def test_a_recorder_that_the_script_switched_is_left_alone(calls: Calls) -> None
     assert not recording.numbers()
     assert not recording.off()
     assert len(calls) == before
+
+
+def test_a_script_that_records_before_the_first_switch_keeps_its_recorder(calls: Calls) -> None:
+    history.watch_script()
+    script_records()(max_entries=7)
+    recording = Recording()
+    assert not recording.numbers()
+    assert (recording.by_script, recording.mode, len(calls)) == (True, "off", 1)
 
 
 def test_stacks_are_recorded_for_one_reader_at_a_time() -> None:

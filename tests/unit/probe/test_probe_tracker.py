@@ -371,3 +371,14 @@ def test_after_a_rollout_the_script_is_not_waiting_for_data(rig):
         "generate": 50_000,
         "idle": 20_000,
     }
+
+
+def test_a_phase_that_is_renamed_after_the_script_has_reset_its_peaks_is_renamed(rig):
+    run_step(rig)
+    rig.clock.pass_ms(1)
+    rig.tracker.note_reset(rig.memory.sample())
+    rig.clock.pass_ms(1)
+    rig.tracker.rename("forward")
+    rig.tracker.enter("backward")
+    rig.tracker.end_step()
+    assert rig.step().phase("forward").host_us == 2000

@@ -22,6 +22,9 @@ MIB = 2**20
 class Recorder(Recording):
     """Keeps what it is switched to, and entries that a test adds, with stacks only while they are on."""
 
+    mode: Any = "off"
+    by_script: Any = False
+
     def __init__(self, keeps_history: bool = True) -> None:
         super().__init__()
         self.trace: list[dict[str, Any]] = []

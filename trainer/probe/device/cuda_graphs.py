@@ -4,12 +4,15 @@ Asking the stream costs 3 us at each phase boundary, where every cache is cold. 
 ``torch.cuda.CUDAGraph``, so its two methods are wrapped once and asking is reading a number.
 """
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 from .. import guard
 from ..replace import replace
 
+_RELAXED = 2
+"""``CU_STREAM_CAPTURE_MODE_RELAXED``."""
 under_way = 0
 """Number of captures that have begun and not ended."""
 
@@ -22,6 +25,19 @@ def install(torch: Any) -> None:
         replace(graph, "capture_end", _ending)
     except (AttributeError, TypeError) as error:
         guard.log_error("captures of CUDA graphs are not noticed", error)
+
+
+def allow_queries() -> None:
+    """Let this thread ask for events while another captures a graph: by default that breaks the capture.
+
+    The mode is the thread's own (``cuThreadExchangeStreamCaptureMode`` of the CUDA driver API); PyTorch's watchdog of
+    NCCL does the same.
+    """
+    try:
+        driver: Any = ctypes.CDLL("libcuda.so.1")
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+    except (OSError, AttributeError) as error:
+        guard.log_error("events cannot be asked for during captures of CUDA graphs", error)
 
 
 def _beginning(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from .. import active
 from ..active import mine, switched_on
 from ..loop.training import Training
+from ..memory.history import watch_script
 from ..rank.model import describe_model, dtype_of, own_class, own_model
 from ..replace import is_replaced, replace
 from ..values import replicas
@@ -44,6 +45,7 @@ def install(become_rank: Callable[[], None]) -> None:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     reducer.install(torch)
+    watch_script()
     replace(_BaseDataLoaderIter, "__next__", _fetching)
     replace(torch.autograd, "backward", _backward)
     replace(torch.autograd, "grad", _taking_gradients)

@@ -14,6 +14,7 @@ import zmq
 
 from ....protocol import sockets, wire
 from ....protocol.telemetry import Goodbye, Heartbeat
+from ..device import cuda_graphs
 from ..device.events import has_passed
 from ..memory.annotations import PhaseMarks
 from ..memory.capture_context import CaptureContext
@@ -166,7 +167,11 @@ class Publisher(threading.Thread):
     def _work(self, ranks: Any) -> None:
         poller = zmq.Poller()
         poller.register(ranks, zmq.POLLIN)
+        is_relaxed = False
         while not self._ending.is_set():
+            if not is_relaxed and self._rank.device.events is not None:
+                cuda_graphs.allow_queries()
+                is_relaxed = True
             if poller.poll(POLL_MS):
                 self._commands.receive(ranks)
             self._drain()

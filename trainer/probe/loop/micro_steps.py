@@ -11,6 +11,7 @@ import torch
 from ..device import device_values
 from ..guard import guarded
 from ..phases.forwards import Forwards
+from ..phases.marks import Mark, Notes
 from ..phases.outbox import Outbox
 from ..phases.rounds import LIBRARIES, call_site, went_back
 from ..phases.tracker import Tracker
@@ -21,6 +22,7 @@ from ..rank.model import dtype_name
 from ..rank.trained import Trained
 from ..values import batch
 from ..values.batch_losses import BatchLosses
+from ..values.fetched_batches import FetchedBatches
 from ..values.losses import LossNotes
 from .loader_pass import LoaderPass
 from .phases import Phases
@@ -77,13 +79,16 @@ class MicroSteps:
         self._divisors: set[int] = set()
         """Numbers of micro-batches that the script has divided losses by; for the publisher thread."""
         self._unscaled: tuple[int, Any] | None = None
-        self._fetched: Any = None
-        """The latest batch of a dataloader, until its forward begins."""
+        self._fetched = FetchedBatches()
         self._pass = LoaderPass(tracker)
         self._fetching_ns = 0
         """When the latest fetch began."""
         self._last_iterator: Callable[[], Any] = _nothing
         self._seen_forward = False
+        self._before: tuple[Notes, int, int, int] | None = None
+        """During a backward: the step's notes, and what they had of backwards before it."""
+        self._eval_end: tuple[list[Mark], int] = [], 0
+        """The mark at which an evaluation's loader was exhausted."""
 
     def last_iterator(self) -> Any:
         """Return the dataloader iterator that was fetched from last, while it lives; any thread."""
@@ -122,8 +127,8 @@ class MicroSteps:
             if self._batch_losses.current is not None:
                 self._batch_losses.add(found, False)
         if self._state.forward_by:
-            if self._device.events is not None:
-                self._fetched = found
+            if self._device.events is not None and tracker.phase == "data":
+                self._fetched.add(self._last_iterator(), notes, found)
         elif tracker.phase == "data":
             start = perf_counter_ns()
             self._pass.fetched(id(self._last_iterator()))
@@ -136,8 +141,13 @@ class MicroSteps:
         """A dataloader is exhausted: what follows is no loading of data."""
         if self._last_iterator() is iterator:
             self._pass.exhausted()
-        if self._tracker.phase == "data":
+        tracker = self._tracker
+        if tracker.phase == "data":
             self._phases.enter("idle")
+        elif tracker.phase == "eval" and not tracker.depth and self._last_iterator() is iterator:
+            # What follows may be the rest of the evaluation, or a forward without a loader: the backward will tell.
+            tracker.begin("eval")
+            self._eval_end = tracker.marks, len(tracker.marks) - 1
 
     @guarded
     def forwarding(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -171,7 +181,7 @@ class MicroSteps:
         if state.evaluations > 1 or self._is_same_batch():
             return
         start = perf_counter_ns()
-        fetched, self._fetched = self._fetched, None
+        fetched = self._fetched.take(notes)
         batch.note(notes, (args, kwargs), True, self._device.events is not None, fetched, self._trained.shifts_labels)
         if state.normalised_over_ranks:
             notes.labels = []
@@ -235,14 +245,22 @@ class MicroSteps:
     def went_backward(self) -> None:
         """An outermost backward is over."""
         state = self._state
-        state.in_backward = False
+        state.in_backward, self._before = False, None
         if self._tracker.phase == "backward":
             self._phases.enter("optimizer" if state.in_update and not state.closures else "idle")
 
     @guarded
     def failed_backward(self) -> None:
-        """An exception left the backward; where it came from stays the phase, for the report of the failure."""
+        """An exception left the backward; where it came from stays the phase, for the report of the failure.
+
+        Its loss is no step's, also where the script goes on with the next batch.
+        """
         self._state.in_backward = False
+        notes, before = self._tracker.notes, self._before
+        if before is not None and before[0] is notes:
+            notes.micro_steps, losses, gradients = before[1:]
+            del notes.losses[losses:], notes.gradient_losses[gradients:]
+        self._before = None
 
     @guarded
     def note_scaling(self, scaled: Any, original: Any) -> None:
@@ -255,16 +273,22 @@ class MicroSteps:
         self._tracker.notes.trainer_losses.append(device_values.fetch(loss))
 
     def _begin_backward(self) -> None:
-        tracker, state = self._tracker, self._state
+        tracker, state, notes = self._tracker, self._state, self._tracker.notes
         state.in_backward = True
+        self._before = notes, notes.micro_steps, len(notes.losses), len(notes.gradient_losses)
         self._pass.trained()
         if self._forwards.going_backward():
             iterator = self._last_iterator()
             if iterator is not None:
                 iterator._ftmon_eval = False
-        if not state.forward_by and tracker.phase == "idle" and not tracker.depth:
+        if not state.forward_by and not tracker.depth and (tracker.phase == "idle" or self._is_after_eval()):
             tracker.rename("forward")
         self._phases.enter("backward")
+
+    def _is_after_eval(self) -> bool:
+        """Return whether nothing has begun since an evaluation's loader was exhausted."""
+        marks, index = self._eval_end
+        return marks is self._tracker.marks and not any(mark.phase for mark in marks[index + 1 :])
 
     def _is_same_batch(self) -> bool:
         """Return whether the batch whose gradients were set to zero is used again: no loop has gone on since."""
@@ -280,6 +304,8 @@ class MicroSteps:
         """The script left out a batch whose backward has run; its loss is not the step's."""
         notes = self._tracker.notes
         notes.discarded, notes.micro_steps, notes.losses = None, 0, []
+        if self._before is not None:
+            self._before = notes, 0, 0, len(notes.gradient_losses)
 
     def _see_forward(self) -> None:
         """Record once whether autocast computes the forward, and its data type."""

@@ -28,15 +28,13 @@ Mode = Literal["off", "numbers", "stacks"]
 class Recording:
     """The recorder of this process; any thread may switch it.
 
-    Nothing happens before the first switch: the script's recorder is tapped only then, which imports ``torch.cuda``.
+    Nothing happens before the first switch. From ``watch_script`` on it is known whether the script has switched it.
     """
 
     def __init__(self) -> None:
-        self.mode: Mode = "off"
+        self._mode: Mode = "off"
         self.cleared = 0
         """Number of times the history was cleared: a reader of a span compares the counts at its two ends."""
-        self.by_script = False
-        """The script has switched the recorder itself: it is the script's from then on."""
         self.keeps_history = False
         """Whether this PyTorch can switch between numbers and stacks without clearing the ring (by its arguments)."""
         self.owner = ""
@@ -44,9 +42,18 @@ class Recording:
         self.entries = 0
         """Capacity of the ring, in entries."""
         self._usual = MAX_ENTRIES
-        self._real: Callable[..., None] | None = None
         self._can_skip = False
         self._lock = threading.Lock()
+
+    @property
+    def mode(self) -> Mode:
+        """What is recorded for the probe."""
+        return "off" if self.by_script else self._mode
+
+    @property
+    def by_script(self) -> bool:
+        """Whether the script has switched the recorder itself: it is the script's from then on."""
+        return _by_script
 
     def claim(self, who: str) -> bool:
         """Acquire the recorder for ``who``; False while another has it."""
@@ -94,11 +101,11 @@ class Recording:
     def off(self) -> bool:
         """Stop recording and discard the history; False when the recorder is the script's."""
         with self._lock:
-            record = self._tap()
+            record = self._recorder()
             if self.by_script:
                 return False
             record(None)
-            self.mode, self.entries = "off", 0
+            self._mode, self.entries = "off", 0
             self.cleared += 1
             return True
 
@@ -122,12 +129,12 @@ class Recording:
 
     def _fewer(self) -> dict[str, Any]:
         """Leave out when a free was asked for: in a ring of this size nothing is learnt from it, and it is a third."""
-        self._tap()
+        self._recorder()
         return {"skip_actions": ["free_requested"]} if self._can_skip else {}
 
     def _switch(self, mode: Mode, entries: int, options: dict[str, Any], *, fresh: bool) -> bool:
         with self._lock:
-            record = self._tap()
+            record = self._recorder()
             if self.by_script:
                 return False
             fresh = fresh or entries != self.entries
@@ -136,28 +143,42 @@ class Recording:
                     record(None)  # clears the ring in every PyTorch
                 self.cleared += 1
             record("all", max_entries=entries, **options)
-            self.mode, self.entries = mode, entries
+            self._mode, self.entries = mode, entries
             return True
 
-    def _tap(self) -> Callable[..., None]:
-        """Return PyTorch's own function, having made sure to notice when the script starts to record for itself."""
-        if self._real is not None:
-            return self._real
-        import torch
-
-        memory: Any = torch.cuda.memory
-        real = memory._record_memory_history
+    def _recorder(self) -> Callable[..., None]:
+        """Return PyTorch's own function."""
+        real = watch_script()
         parameters = inspect.signature(real).parameters
         self.keeps_history = "clear_history" in parameters
         self._can_skip = "skip_actions" in parameters
-
-        @functools.wraps(real)
-        def recording(*args: Any, **kwargs: Any) -> Any:
-            self.mode, self.by_script = "off", True
-            return real(*args, **kwargs)
-
-        self._real = real
-        memory._record_memory_history = recording
-        if getattr(torch.cuda, "_record_memory_history", None) is real:
-            setattr(torch.cuda, "_record_memory_history", recording)  # noqa: B010
         return real
+
+
+_by_script = False
+_real: Callable[..., None] | None = None
+
+
+def watch_script() -> Callable[..., None]:
+    """Notice from now on when the script switches the recorder; return PyTorch's own function."""
+    global _real, _by_script
+    if _real is not None:
+        return _real
+    import torch
+
+    memory: Any = torch.cuda.memory
+    real = memory._record_memory_history
+
+    @functools.wraps(real)
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        global _by_script
+        _by_script = True
+        return real(*args, **kwargs)
+
+    _real = real
+    if torch.cuda.is_initialized():  # before, there is no allocator, and asking it would crash
+        _by_script = bool(getattr(torch._C, "_cuda_isHistoryEnabled", bool)())
+    memory._record_memory_history = recording
+    if getattr(torch.cuda, "_record_memory_history", None) is real:
+        setattr(torch.cuda, "_record_memory_history", recording)  # noqa: B010
+    return real

@@ -159,9 +159,12 @@ class Tracker:
 
     def rename(self, phase: str) -> None:
         """Rename the phase that has already begun to ``phase``."""
-        last = self.marks[-1]
-        if last.phase:
-            self.marks[-1] = last._replace(phase=phase)
+        marks = self.marks
+        index = len(marks) - 1
+        while index and not marks[index].phase:
+            index -= 1  # the script has reset its peaks since
+        if marks[index].phase:
+            marks[index] = marks[index]._replace(phase=phase)
         self.phase = phase
         self.progress += 1
 

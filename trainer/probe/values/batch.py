@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy
 import torch
@@ -21,8 +21,30 @@ _IGNORED = -100
 """The label of positions that a loss leaves out (``ignore_index`` of PyTorch's cross entropy)."""
 
 
+class OnHost(NamedTuple):
+    """What is counted of a batch, in the host's memory; None: it has none there."""
+
+    mask: Any
+    labels: Any
+
+
+def on_host(found: Any) -> OnHost:
+    """Return what is counted of a dataloader's batch before it goes to the device."""
+    _, mask, _ = _find(found)
+    labels = _labels(found, False)
+    return OnHost(
+        mask if mask is not None and not mask.is_cuda else None,
+        labels if labels is not None and not labels.is_cuda else None,
+    )
+
+
 def note(
-    notes: Notes, found: Any, is_forward: bool, later: bool = False, fetched: Any = None, shifted: bool = False
+    notes: Notes,
+    found: Any,
+    is_forward: bool,
+    later: bool = False,
+    fetched: OnHost | None = None,
+    shifted: bool = False,
 ) -> None:
     """Add one micro-batch to a step's notes.
 
@@ -46,8 +68,8 @@ def note(
     notes.samples += shape[0]
     labels = _labels(found, is_forward)
     if labels is not None and labels.is_cuda:
-        before = _labels(fetched, False)
-        labels = before if before is not None and before.shape == labels.shape and not before.is_cuda else None
+        before = fetched.labels if fetched is not None else None
+        labels = before if before is not None and before.shape == labels.shape else None
     if labels is not None:
         labels = labels.detach()
         labels = labels[..., 1:] if shifted and labels.dim() > 1 else labels
@@ -58,8 +80,8 @@ def note(
     notes.padded_tokens += padded
     if mask is not None and list(mask.shape) == shape[:2]:
         if mask.is_cuda and fetched is not None:
-            _, before, _ = _find(fetched)
-            if before is not None and before.shape == mask.shape and not before.is_cuda:
+            before = fetched.mask
+            if before is not None and before.shape == mask.shape:
                 mask = before
         counted = device_values.fetch_count(mask, later)
         notes.tokens.append(padded if counted is None else counted)
