@@ -90,6 +90,7 @@ def test_optimizers_that_train_one_after_the_other_make_steps_of_their_own(colle
 
 def test_a_batch_whose_gradients_are_dropped_is_in_no_loss(collector):
     steps, told = edges(collector, "dropped")
+    assert [step.samples for step in steps] == [4] * 6
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
     assert all(step.micro_steps == 1 for step in steps)
 
@@ -103,6 +104,7 @@ def test_without_a_loader_the_loop_tells_a_batch_after_a_dropped_one_from_the_sa
 def test_a_batch_whose_backward_fails_is_in_no_loss_and_a_forward_after_an_evaluation_is_none(collector):
     steps, told = edges(collector, "failed_and_evaluated")
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert [step.samples for step in steps[:5]] == [4] * 5
     assert all(step.micro_steps == 1 for step in steps)
     assert [bool(host_us(step, "eval")) for step in steps] == [False] * 5 + [True, False] * 3
     assert all(host_us(step, "forward") > 25_000 for step in steps[5:])

@@ -7,7 +7,7 @@ become ``eval``, and their samples and tokens are no step's.
 
 from typing import Any
 
-from ..phases.marks import Notes
+from ..phases.marks import BatchesNoted, Notes
 from ..phases.tracker import Tracker
 
 _ENOUGH = 2
@@ -32,7 +32,7 @@ class LoaderPass:
         self._notes: Notes | None = None
         self._marks: Any = None
         self._first = 0
-        self._before: tuple[int, int, int, int, list[int]] = (0, 0, 0, 0, [])
+        self._before = BatchesNoted()
 
     def fetching(self, again: bool) -> None:
         """A batch is asked for; ``again``: of the dataloader that the last one was of."""
@@ -49,7 +49,7 @@ class LoaderPass:
             return
         self._key, self._count, self._notes, self._marks = key, 1, notes, tracker.marks
         self._first = len(tracker.marks) - 1
-        self._before = (notes.samples, notes.padded_tokens, len(notes.tokens), len(notes.labels), notes.shape)
+        self._before = notes.batches()
 
     def trained(self) -> None:
         """A backward begins: what was fetched is trained on."""
@@ -68,6 +68,5 @@ class LoaderPass:
         for index in range(self._first, len(tracker.marks)):
             if tracker.marks[index].phase in _PHASES:
                 tracker.relabel(index, "eval")
-        notes.samples, notes.padded_tokens, tokens, labels, notes.shape = self._before
-        del notes.tokens[tokens:], notes.labels[labels:]
+        notes.restore_batches(self._before)
         notes.fetches.pop(self._key, None)

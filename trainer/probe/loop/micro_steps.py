@@ -11,7 +11,7 @@ import torch
 from ..device import device_values
 from ..guard import guarded
 from ..phases.forwards import Forwards
-from ..phases.marks import Mark, Notes
+from ..phases.marks import BatchesNoted, Mark, Notes
 from ..phases.outbox import Outbox
 from ..phases.rounds import LIBRARIES, call_site, went_back
 from ..phases.tracker import Tracker
@@ -87,6 +87,8 @@ class MicroSteps:
         self._seen_forward = False
         self._before: tuple[Notes, int, int, int] | None = None
         """During a backward: the step's notes, and what they had of backwards before it."""
+        self._trained_on = Notes(), BatchesNoted()
+        """Notes of the latest backward's step, and how much of batches they had at its end."""
         self._eval_end: tuple[list[Mark], int] = [], 0
         """The mark at which an evaluation's loader was exhausted."""
 
@@ -244,8 +246,9 @@ class MicroSteps:
     @guarded
     def went_backward(self) -> None:
         """An outermost backward is over."""
-        state = self._state
+        state, notes = self._state, self._tracker.notes
         state.in_backward, self._before = False, None
+        self._trained_on = notes, notes.batches()
         if self._tracker.phase == "backward":
             self._phases.enter("optimizer" if state.in_update and not state.closures else "idle")
 
@@ -260,6 +263,8 @@ class MicroSteps:
         if before is not None and before[0] is notes:
             notes.micro_steps, losses, gradients = before[1:]
             del notes.losses[losses:], notes.gradient_losses[gradients:]
+            trained, batches = self._trained_on
+            notes.restore_batches(batches if trained is notes else BatchesNoted())
         self._before = None
 
     @guarded
@@ -304,6 +309,7 @@ class MicroSteps:
         """The script left out a batch whose backward has run; its loss is not the step's."""
         notes = self._tracker.notes
         notes.discarded, notes.micro_steps, notes.losses = None, 0, []
+        notes.restore_batches(BatchesNoted())
         if self._before is not None:
             self._before = notes, 0, 0, len(notes.gradient_losses)
 

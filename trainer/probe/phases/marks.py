@@ -35,6 +35,16 @@ class Counts(NamedTuple):
     """Rows; None: as many as the forward's batch has."""
 
 
+class BatchesNoted(NamedTuple):
+    """How much of micro-batches is noted: samples and tokens, entries of ``Notes.tokens`` and ``labels``, the shape."""
+
+    samples: int = 0
+    padded_tokens: int = 0
+    tokens: int = 0
+    labels: int = 0
+    shape: list[int] = []  # noqa: RUF012
+
+
 class Notes:
     """Notes of a step in the making. Numbers may still be in transfer from the device (see ``values``)."""
 
@@ -115,6 +125,15 @@ class Notes:
         """A number for each micro-batch, or its mask, to be counted by the publisher."""
         self.waits: list[tuple[str, Any, Any]] = []
         """Where the stream waited for other ranks: the phase, and the CUDA events at both ends."""
+
+    def batches(self) -> BatchesNoted:
+        """Return how much of micro-batches is noted, for ``restore_batches``."""
+        return BatchesNoted(self.samples, self.padded_tokens, len(self.tokens), len(self.labels), self.shape)
+
+    def restore_batches(self, before: BatchesNoted) -> None:
+        """Remove what was noted of micro-batches since ``before``: they are not trained on."""
+        self.samples, self.padded_tokens, tokens, labels, self.shape = before
+        del self.tokens[tokens:], self.labels[labels:]
 
 
 class PartNotes(NamedTuple):
