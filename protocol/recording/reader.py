@@ -435,9 +435,11 @@ class Reader:
         return self._one(query, (rank, first, last, step))
 
     def _info(self) -> RecordingInfo:
-        return read_info(
+        info = read_info(
             self.path, self._opened, self._all, self._one, self._ranks(), self._run_state(), lambda: self.left_out
         )
+        errors = {each.kind for each in self._alerts(None, None) if each.severity == "error" and each.resolved is None}
+        return msgspec.structs.replace(info, open_errors=sorted(errors))
 
     def _run_state(self) -> RunState | None:
         rows = self._all("SELECT * FROM events WHERE type = 'run_state' ORDER BY seq DESC LIMIT 1")

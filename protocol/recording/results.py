@@ -38,6 +38,8 @@ class RecordingInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str = ""
     live: bool = False
     """A hub on this host is writing it."""
+    open_errors: list[str] = []
+    """Kinds of the alerts of severity ``error`` that are not resolved."""
 
 
 class MemoryColumn(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -77,6 +77,7 @@ def test_a_rank_that_stands_still_is_named_and_kill_leaves_nothing(home: Ftmon, 
     demo = home.start("demo", "--fault", f"{fault}:rank=1,step={FAULT_STEP}", "--steps", "400", *SMALL)
     title = standing(home, "hang")
     assert "rank 1" in title
+    assert f"{home.newest().id}  hung " in home.run("ls").stdout
     killed = home.run("kill", home.newest().id, "--yes")
     assert killed.returncode == 0, killed.stdout + killed.stderr
     assert "nothing is left of the run" in killed.stdout

@@ -47,5 +47,5 @@ def _line(found: RunEntry) -> str:
     command = sanitize(shlex.join(found.command))
     if len(command) > _COMMAND_WIDTH:
         command = command[: _COMMAND_WIDTH - 3] + "..."
-    state = sanitize(found.state, 20)
+    state = sanitize(found.condition, 20)
     return f"{state:<9}  {started}  {lasted:<9}  {found.step:>8,}  {found.ranks:>5}  {size:>10}  {command}".rstrip()

@@ -53,7 +53,7 @@ def show_status(arguments: Namespace) -> int:
 def _lines(entry: RunEntry, model: RunModel) -> Iterator[str]:
     """Return the state of a run in a few lines."""
     code = f", exit code {entry.exit_code}" if entry.exit_code is not None and not entry.live else ""
-    yield f"{sanitize(entry.id)}  {sanitize(entry.state)}{code}{', live' if entry.live else ''}"
+    yield f"{sanitize(entry.id)}  {sanitize(entry.condition)}{code}{', live' if entry.live else ''}"
     if entry.problem or not entry.recording:
         yield f"recording: {entry.problem or 'none yet'}"
         return

@@ -42,6 +42,13 @@ class RunEntry(msgspec.Struct, frozen=True):
     """Why its recording cannot be read; empty if it can, or if there is none yet."""
     missing: str
     """Missing parts of the recording, in words."""
+    open_errors: list[str] = []
+    """Kinds of its alerts of severity ``error`` that are not resolved, while it is live."""
+
+    @property
+    def condition(self) -> str:
+        """Its state for a person: ``hung`` while it is live and an alert says that a rank is."""
+        return "hung" if "hang" in self.open_errors else self.state
 
     def duration_s(self, now: float) -> float:
         """Duration of the run so far, seconds."""
@@ -93,6 +100,7 @@ class RunList:
             recording_bytes=size,
             problem=problem if size else "",
             missing=info.missing if info and not live else "",
+            open_errors=info.open_errors if info and live else [],
         )
 
     def _entries(self) -> Iterator[RunEntry]:
@@ -143,6 +151,7 @@ def recorded_entry(path: Path, info: RecordingInfo | None = None) -> RunEntry:
         recording_bytes=size,
         problem="",
         missing="" if info.live else info.missing,
+        open_errors=info.open_errors if info.live else [],
     )
 
 

@@ -18,6 +18,7 @@ from ..widgets.charts import Chart, Series, chart_lines
 from ..widgets.line import Line
 from ..widgets.memory_view import MemoryChoice, body_lines, cause_of, fall_of, head_lines, title_line
 from ..widgets.peak_bars import peak_bars
+from ..widgets.wrapping import wrap
 from .base import SelectedRankScreen, key
 from .command_status import CommandStatus
 
@@ -64,8 +65,8 @@ class MemoryCanvas(Canvas):
             return [*lines, *self._bars(width, height - 1)]
         fall = fall_of(rank, self.choice, self.app_state.model.device_of(rank))
         if fall is None:
-            text = " no step is finished yet: the first one gives its peaks by phase"
-            return [*lines, Line(text, theme.style("dim"))]
+            text = "no step is finished yet: the first one gives its peaks by phase"
+            return [*lines, *(Line(f" {row}", theme.style("dim")) for row in wrap(text, width - 2))]
         lines += head_lines(rank, fall, self.choice, width, theme)
         cause = cause_of(rank, fall.phase)
         alert = spike_alert(self.app_state.model.alerts, rank.rank, cause.phase) if cause is not None else None

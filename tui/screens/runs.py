@@ -65,7 +65,7 @@ class RunRows(Listing):
     def entries(self) -> list[RunEntry]:
         """List the runs that pass the filter."""
         wanted = self.text.casefold()
-        return [e for e in self._entries if wanted in f"{e.id} {e.kind} {e.state} {' '.join(e.command)}".casefold()]
+        return [e for e in self._entries if wanted in f"{e.id} {e.kind} {e.condition} {' '.join(e.command)}".casefold()]
 
     @property
     def chosen(self) -> RunEntry | None:
@@ -104,11 +104,11 @@ class RunRows(Listing):
         entry, theme = self.entries()[index], self.theme
         ground = "raised" if selected else "background"
         names = self._name_width(width)
-        glyph, tone = theme.state(entry.state if entry.state != "lost" else "unreachable")
+        glyph, tone = theme.state(entry.condition if entry.condition != "lost" else "unreachable")
         line = Line(f" {theme.glyphs.selected if selected else ' '} ", theme.style("accent", ground, bold=True))
         name = cut(entry.id, names - 1, theme.glyphs.ellipsis)
         line.add(f"{name:<{names}}", theme.style("text", ground, bold=entry.live))
-        line.add(f"{glyph} {entry.state:<10}", theme.style(tone, ground))
+        line.add(f"{glyph} {entry.condition:<10}", theme.style(tone, ground))
         dim = theme.style("dim", ground)
         line.add(f"{entry.ranks or '':>6}{entry.step or '':>9}", theme.style("text", ground))
         line.add(f"{duration(entry.duration_s(time.time())):>11}", dim)

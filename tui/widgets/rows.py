@@ -99,10 +99,12 @@ def fill(lines: list[Line], width: int, height: int, theme: Theme) -> list[Line]
 def heading(widths: Parts, view: RankView | None, theme: Theme) -> list[Line]:
     """Draw the column heads of each part."""
     solid, behind = view.words if view else ("alloc", "rsvd")
+    behind = {"resident": "rss"}.get(behind, behind)
     style = theme.style("dim")
+    title = Line("memory" if widths.graph >= len("memory  GiB: ") else "", style)
     return [
         Line("rank state", style).fit(widths.label, theme.base),
-        spread(Line("memory", style), Line("GiB: ", style), widths.graph, theme.base),
-        Line(f"{solid:>6}{'peak':>7}{behind[:6]:>7}", style).fit(widths.figures, theme.base),
+        spread(title, Line("GiB: ", style) if title.width else Line(), widths.graph, theme.base),
+        Line(f"{solid:>6}{'peak':>7}{behind:>7}", style).fit(widths.figures, theme.base),
         Line("shares of a step", style).fit(widths.phases, theme.base),
     ]

@@ -18,6 +18,7 @@ from .plot import Curve, plot_cells, put_cursor, row_line, sign_of
 from .theme import Theme
 from .training_marks import axis_line, foot, marks_line
 from .training_scene import GUTTER, Scene
+from .wrapping import wrap
 
 _FIXED = 6
 """Rows that are no plot: the head, two titles, the marks, the axis, the foot."""
@@ -55,8 +56,8 @@ def training_lines(model: RunModel, view: ChartView, width: int, height: int, th
     scene = Scene(model, view, width, theme)
     lines = [_head(scene)]
     if not scene.all:
-        text = " No step is finished yet: the curves begin with the first one."
-        return [*lines, Line(text, theme.style("dim"))]
+        text = "No step is finished yet: the curves begin with the first one."
+        return [*lines, *(Line(f" {row}", theme.style("dim")) for row in wrap(text, width - 2))]
     panes = 1 if height < 30 else 2 if height < 44 else 3
     rooms = _rooms(height - _FIXED - (panes - 1) * _EACH, panes)
     lines += _loss_pane(scene, rooms[0])

@@ -9,6 +9,7 @@ import torch
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..engine.distributed import World
+from ..monitor import Monitor
 from . import muon
 from .adamw import SmallStateAdamW, compiles
 from .rounding import salt
@@ -58,7 +59,8 @@ def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -
         )
         note.start()
         try:
-            made, problem = _deepspeed_adam(groups, common, offload), ""
+            with Monitor().activity("compilation", "DeepSpeed's Adam, at its first use"):
+                made, problem = _deepspeed_adam(groups, common, offload), ""
         except Exception as error:  # a compiler's, ninja's or the loader's own error: all mean that it is not there
             made, problem = None, (str(error).strip() or repr(error)).splitlines()[-1]
         finally:
