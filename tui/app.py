@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.keys import format_key
 from textual.screen import Screen
 
 from ..protocol.errors import FtmonError
@@ -159,9 +160,11 @@ class FtmonApp(App[None]):
             if binding.action in seen or not binding.tooltip or binding.action == "command_palette":
                 continue
             seen.add(binding.action)
+            sign = format_key(binding.key)  # "?" of question_mark
+            name = sign if len(sign) == 1 and sign.isascii() else binding.key
             action = binding.action if "." in binding.action else f"screen.{binding.action}"
             yield SystemCommand(
-                f"{binding.description}  ({binding.key})", tooltip or binding.tooltip, lambda a=action: self._do(a)
+                f"{binding.description}  ({name})", tooltip or binding.tooltip, lambda a=action: self._do(a)
             )
 
     def _do(self, action: str) -> None:
