@@ -4,6 +4,9 @@ import os
 import platform
 import queue
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from eventually import eventually
@@ -55,6 +58,37 @@ def test_stopping_and_going_on_are_seen(watch, spawn):
     fact = watch.change()
     assert fact.alive
     assert fact.proc_state != "T"
+
+
+TRACE = """
+import ctypes, os, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.ptrace(0x4206, int(sys.argv[1]), 0, 0):  # PTRACE_SEIZE
+    sys.exit(os.strerror(ctypes.get_errno()))
+libc.ptrace(0x4207, int(sys.argv[1]), 0, 0)  # PTRACE_INTERRUPT
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("gdb", True), ("py-spy", False)])
+def test_a_debugger_that_stops_a_process_is_told_and_a_profiler_is_not(watch, spawn, tmp_path, name, is_told):
+    child = spawn(SLEEP)
+    begin(watch, child)
+    program = tmp_path / name
+    program.symlink_to(os.path.realpath(sys.executable))
+    with subprocess.Popen([program, "-c", TRACE, str(child.pid)], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as by:
+        try:
+            if by.stdout.readline() != b"ready\n":
+                pytest.skip(f"no process may be traced here: {by.stderr.read().decode().strip()}")
+            eventually(lambda: processes.tracer(child.pid) == name, "the tracer")
+            states = []
+            while len(states) < 3:
+                states += [fact.proc_state for fact in watch.supervisor.poll()]
+                time.sleep(0.05)
+        finally:
+            by.kill()
+    assert ("t" in states) is is_told, states
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,17 @@ def read(pid: int) -> Process | None:
     return Process(pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0], int(fields[19]), status, name)
 
 
+def tracer(pid: int) -> str:
+    """Return the name of the process that traces this one (``TracerPid`` in proc(5)); empty if none does."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return ""
+    number = next((line.split()[1] for line in status.splitlines() if line.startswith("TracerPid:")), "0")
+    found = read(int(number)) if number != "0" else None
+    return found.name if found is not None else ""
+
+
 def same(process: Process) -> Process | None:
     """Read the process again; None if it is gone or its pid was reused."""
     now = read(process.pid)

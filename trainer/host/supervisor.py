@@ -21,13 +21,17 @@ from .kernel_log import KernelKills
 _POLL_SECONDS = 0.2
 _REPEAT_SECONDS = 1.0
 """Seconds after which an unchanged fact is repeated, so that it counts as current."""
+_PROFILERS = ("py-spy",)
+"""Names of programs that stop a process to read its stack and let it go on."""
+_PROFILER_SECONDS = 20.0
+"""For so long a profiler may stop a process: it reads the symbols of all libraries meanwhile."""
 
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)\)?.*\(pid:\s*(\d+)\)")
 _PID_EXITS = re.compile(r"[Pp]rocess (\d+) exits successfully")
 
 
 class _Watched:
-    __slots__ = ("descriptor", "fact", "pid", "rank", "reported_at", "start_ticks", "traced")
+    __slots__ = ("descriptor", "fact", "pid", "rank", "reported_at", "start_ticks", "traced_since")
 
     def __init__(self, rank: int, pid: int, start_ticks: int) -> None:
         self.rank = rank
@@ -36,8 +40,8 @@ class _Watched:
         self.descriptor = -1
         self.fact: ProcessFact | None = None
         self.reported_at = 0.0
-        self.traced = False
-        """A debugger had stopped it when it was last read."""
+        self.traced_since: float | None = None
+        """When it was first found stopped by a debugger or profiler that has not let it go on since."""
 
 
 class Supervisor(threading.Thread):
@@ -158,9 +162,7 @@ class Supervisor(threading.Thread):
         who = (watched.rank, watched.pid, watched.start_ticks)
         if process is not None and process.start_ticks == watched.start_ticks:
             if process.alive:
-                # A profiler stops a process for a moment to look at its stack; a debugger is there twice.
-                traced, watched.traced = watched.traced, process.state == "t"
-                state = "S" if watched.traced and not traced else process.state
+                state = "S" if _is_being_read(watched, process, now) else process.state
                 return ProcessFact(*who, True, state, time=at)
             state, status = process.state, process.wait_status
         else:
@@ -181,6 +183,17 @@ class Supervisor(threading.Thread):
                 self._poller.unregister(watched.descriptor)
             os.close(watched.descriptor)
             watched.descriptor = -1
+
+
+def _is_being_read(watched: _Watched, process: processes.Process, now: float) -> bool:
+    """Return whether a process is stopped for a moment, to look at its stack; a debugger is there at a second look."""
+    if process.state != "t":
+        watched.traced_since = None
+        return False
+    if watched.traced_since is None:
+        watched.traced_since = now
+        return True
+    return now - watched.traced_since < _PROFILER_SECONDS and processes.tracer(process.pid) in _PROFILERS
 
 
 def _stopped(fact: ProcessFact) -> bool:
