@@ -16,6 +16,9 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 # Tests that compile take it away (``compiling``).
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+STARTUP = Path(__file__).with_name("support") / "startup"
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(STARTUP), os.environ.get("PYTHONPATH"))))
+
 # Where bytecode is not kept, every worker compiles all tests and every process of a run all of ftmon: a tenth of the
 # suite's processor time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
