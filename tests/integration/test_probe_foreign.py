@@ -110,6 +110,19 @@ def test_a_batch_whose_backward_fails_is_in_no_loss_and_a_forward_after_an_evalu
     assert all(host_us(step, "forward") > 25_000 for step in steps[5:])
 
 
+def test_batches_without_a_backward_are_in_no_step(collector):
+    steps, told = edges(collector, "left_out", *start_ranks.command(1))
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert len(steps) == 12
+    assert [step.samples for step in steps] == [4] * 12
+
+
+def test_a_loss_times_its_label_tokens_is_shown_per_label_token(collector):
+    steps, told = edges(collector, "per_label")
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert [step.micro_steps for step in steps] == [1] * 25 + [2] * 12
+
+
 def test_gradients_that_the_script_takes_itself_are_a_backward_where_there_is_no_other(collector):
     steps, told = edges(collector, "by_hand")
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)

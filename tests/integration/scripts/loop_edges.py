@@ -180,6 +180,46 @@ def failed_and_evaluated(told):
             update(model, optimizer, torch.randn(4, 8), told)
 
 
+def left_out(told):
+    """Every third batch has no backward: its loss is not finite. Then DDP, where every third forward fails."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(36, 8), batch_size=4)):
+        if not torch.isfinite(model(batch / 0 if number % 3 == 1 else batch).pow(2).mean()):
+            continue
+        update(model, optimizer, batch, told)
+    torch.distributed.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model_of())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(36, 8), batch_size=4)):
+        try:
+            update(model, optimizer, batch[:, :7] if number % 3 == 1 else batch, told)
+        except RuntimeError:
+            continue
+    torch.distributed.destroy_process_group()
+
+
+def per_label(told):
+    """Each loss is multiplied by its number of label tokens, and the gradients divided by all, as torchtune does."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for length in (1, 2):
+        labels, losses = 0, 0.0
+        batches = [{"tokens": torch.randn(6, 8), "labels": torch.randint(-101, -98, (6,))} for _ in range(50)]
+        for number, batch in enumerate(torch.utils.data.DataLoader(batches, batch_size=2)):
+            count = (batch["labels"] != -100).sum()
+            loss = model(batch["tokens"]).pow(2).mean() * count
+            labels, losses = labels + count.item(), losses + loss.item()
+            loss.backward()
+            if number % length == length - 1:
+                for each in model.parameters():
+                    each.grad /= labels
+                optimizer.step()
+                optimizer.zero_grad()
+                told.append(losses / labels)
+                labels, losses = 0, 0.0
+
+
 def by_hand(told):
     """Gradients by ``autograd.grad`` that the script sets itself; then some beside an ordinary backward."""
     model = model_of()
@@ -313,6 +353,8 @@ MODES = {
         dropped,
         dropped_and_repeated,
         failed_and_evaluated,
+        left_out,
+        per_label,
         by_hand,
         ahead_and_saved,
         in_backward,

@@ -135,6 +135,21 @@ def test_the_graph_of_a_step_s_first_loss_is_not_read_after_steps_of_one_loss_ea
     assert all(loss.factors is None for loss in engine.losses), "an engine's division needs no graph"
 
 
+def test_losses_times_their_label_tokens_are_averaged_over_label_tokens():
+    counts = (3, 1, 8, 4)
+    labels = [torch.tensor([5] * count + [-100] * (9 - count)) for count in counts]
+    mean = sum(value * count for value, count in zip(VALUES, counts, strict=True)) / sum(counts)
+    several = [loss * torch.tensor(count) for loss, count in zip(losses(lambda loss: loss), counts, strict=True)]
+    assert step(several, labels=labels) == pytest.approx(mean)
+    assert step(several[:1], labels=labels[:1]) == pytest.approx(VALUES[0])
+    assert step(several[:1], labels=labels[1:2]) == pytest.approx(VALUES[0] * counts[0]), "not its own number"
+    assert step(several, labels=labels[:3]) == pytest.approx(sum(loss.item() for loss in several) / 4)
+    noting = LossNotes()
+    for _ in range(ALONE_STEPS + 5):
+        notes = noted(noting, [losses(lambda loss: loss)[0] * torch.tensor(3)], labels=labels[:1])
+        assert step_loss(notes) == pytest.approx(VALUES[0])
+
+
 @pytest.mark.parametrize("scale", SCALED.values(), ids=SCALED)
 def test_losses_that_add_up_do_so_in_the_first_step_that_has_several(scale):
     expected = sum(loss.item() for loss in losses(scale))

@@ -135,8 +135,11 @@ def _forward(original: Any) -> Callable[..., Any]:
             training.state.in_forward = True
         try:
             return original(self, *args, **kwargs)
-        except (RuntimeError, MemoryError) as error:
-            _saw(error)
+        except BaseException as error:
+            if isinstance(error, RuntimeError | MemoryError):
+                _saw(error)
+            if training is not None and outermost:
+                training.micro_steps.failed_forward()
             raise
         finally:
             if training is not None and outermost:

@@ -332,6 +332,9 @@ def _parallel_forward(framework: str) -> Callable[[Any], Callable[..., Any]]:
             training.state.in_forward = True
             try:
                 return original(self, *args, **kwargs)
+            except BaseException:
+                training.micro_steps.failed_forward()
+                raise
             finally:
                 training.state.in_forward = False
 

@@ -80,7 +80,12 @@ def _training_step(original: Any) -> Callable[..., Any]:
                     training.micro_steps.expect_forward("trainer")
                     report_framework("transformers", model)
                 training.micro_steps.forwarding(None, (inputs,), {})
-        loss = original(self, model, inputs, *args, **kwargs)
+        try:
+            loss = original(self, model, inputs, *args, **kwargs)
+        except BaseException:
+            if training is not None:
+                training.micro_steps.failed_forward()
+            raise
         # Under DeepSpeed the update is made in here, before the last micro-step's loss is returned: what was
         # backpropagated counts there.
         if training is not None and not training.state.engine_steps:

@@ -3,6 +3,9 @@
 Where no hook sees the forward, a batch counts as training once it was fetched. If a dataloader comes to its end, or two
 batches of it and then one of another are fetched, without any backward in between, they were evaluated: their phases
 become ``eval``, and their samples and tokens are no step's.
+
+A loop that trains on each batch by itself leaves a batch out if it fetches another one of the same dataloader before
+any backward: its forward failed, or its loss was not finite. What was noted of it is no step's either.
 """
 
 from typing import Any
@@ -22,7 +25,7 @@ class LoaderPass:
         tracker: the phase machine.
     """
 
-    __slots__ = ("_before", "_count", "_first", "_key", "_marks", "_notes", "_tracker")
+    __slots__ = ("_before", "_count", "_first", "_key", "_marks", "_notes", "_several", "_single", "_tracker")
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -33,6 +36,9 @@ class LoaderPass:
         self._marks: Any = None
         self._first = 0
         self._before = BatchesNoted()
+        self._single = 0
+        """Backwards with one batch fetched since the backward before."""
+        self._several = 0
 
     def fetching(self, again: bool) -> None:
         """A batch is asked for; ``again``: of the dataloader that the last one was of."""
@@ -46,6 +52,8 @@ class LoaderPass:
         tracker, notes = self._tracker, self._tracker.notes
         if self._count and notes is self._notes and tracker.marks is self._marks:
             self._count += 1
+            if self._single > self._several:
+                notes.restore_batches(self._before)
             return
         self._key, self._count, self._notes, self._marks = key, 1, notes, tracker.marks
         self._first = len(tracker.marks) - 1
@@ -53,6 +61,10 @@ class LoaderPass:
 
     def trained(self) -> None:
         """A backward begins: what was fetched is trained on."""
+        if self._count == 1:
+            self._single += 1
+        elif self._count:
+            self._several += 1
         self._count = 0
 
     def exhausted(self) -> None:

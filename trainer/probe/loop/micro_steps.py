@@ -87,6 +87,8 @@ class MicroSteps:
         self._seen_forward = False
         self._before: tuple[Notes, int, int, int] | None = None
         """During a backward: the step's notes, and what they had of backwards before it."""
+        self._before_forward = Notes(), BatchesNoted()
+        """Notes of the latest forward's step, and how much of batches they had before it."""
         self._trained_on = Notes(), BatchesNoted()
         """Notes of the latest backward's step, and how much of batches they had at its end."""
         self._eval_end: tuple[list[Mark], int] = [], 0
@@ -184,10 +186,18 @@ class MicroSteps:
             return
         start = perf_counter_ns()
         fetched = self._fetched.take(notes)
+        self._before_forward = notes, notes.batches()
         batch.note(notes, (args, kwargs), True, self._device.events is not None, fetched, self._trained.shifts_labels)
         if state.normalised_over_ranks:
             notes.labels = []
         tracker.cost_ns += perf_counter_ns() - start
+
+    @guarded
+    def failed_forward(self) -> None:
+        """An exception left the forward: its batch is no step's, also where the script goes on with the next one."""
+        notes, batches = self._before_forward
+        if notes is self._tracker.notes:
+            notes.restore_batches(batches)
 
     @guarded
     def expect_forward(self, by: str) -> None:

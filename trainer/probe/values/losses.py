@@ -3,7 +3,8 @@
 A step's gradient is the sum of the gradients of all its backward passes. If the script normalises its losses itself,
 they add up: it divides each by the number of micro-batches (``loss / n``, ``loss * (1 / n)``, ``loss /= n``) or by the
 step's number of tokens. Otherwise the step's loss is the mean over its micro-batches. Several losses of one micro-batch
-add up in both cases.
+add up in both cases. A loop that multiplies each loss by its micro-batch's number of label tokens divides the gradients
+by the step's number of them later, as torchtune's recipes do: its loss is the mean over label tokens.
 
 The training thread only reads the first nodes of a loss's autograd graph; ``step_loss`` decides on the publisher's
 thread. Reading takes 10 to 25 microseconds, so it is skipped if the result is known: an engine or a Trainer divides, or
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 from ..device import device_values
 from ..phases.marks import Notes
 from ..phases.rounds import LIBRARIES, call_site
+from .batch import count_labels
 
 _DEPTH = 6
 """Number of graph nodes read, starting at the loss."""
@@ -26,7 +28,7 @@ _SUMS = ("SumBackward0", "SumBackward1")
 _SAME_VALUE = ("ToCopyBackward0", "SqueezeBackward0", "ViewBackward0", "CloneBackward0")
 _TOLERANCE = 1e-3
 ALONE_STEPS = 20
-"""After this many steps with one loss each, the graph of a step's first loss is no longer read."""
+"""After this many steps with one loss each that is no multiple, the graph of a step's first loss is not read."""
 
 
 class LossNote(NamedTuple):
@@ -96,10 +98,12 @@ class LossNotes:
             self._several = True
             read_graph = not is_divided
         else:
-            self._alone += 1
-            read_graph = not is_divided and (self._several or self._alone <= ALONE_STEPS)
+            read_graph = not is_divided and (self._several or self._alone < ALONE_STEPS)
         site = (call_site(sys._getframe(1), LIBRARIES), place) if read_graph else None
-        notes.losses.append(note_loss(loss, owner, original, read_graph, site))
+        noted = note_loss(loss, owner, original, read_graph, site)
+        if not notes.losses and not any(map(_is_multiple, noted.factors or ())):
+            self._alone += 1
+        notes.losses.append(noted)
 
     def note_gradients(self, notes: Notes, loss: Any) -> None:
         """Add a loss whose gradients the script takes itself to the notes of the current step."""
@@ -133,6 +137,13 @@ def _graph(node: Any) -> tuple[tuple[str, ...], tuple[Any, ...], int]:
 
 class _Divisor(NamedTuple):
     value: Any
+
+
+def _is_multiple(factor: Any) -> bool:
+    """Return whether a factor may be a number of tokens: above one, or computed on the device."""
+    if isinstance(factor, _Divisor):
+        return False
+    return not isinstance(factor, int | float) or factor > 1
 
 
 def _constant(node: Any) -> Any:
@@ -193,6 +204,9 @@ def combine(losses: Sequence[LossNote], notes: Notes) -> float | None:
     if not losses:
         return None
     total = sum(loss.value for loss in losses)
+    labels = _label_factors(losses, notes)
+    if labels:
+        return total / labels
     if len(losses) == 1 or notes.sum_losses:
         return total
     batches = micro_batches(_kinds(losses), notes, [loss.site for loss in losses])
@@ -204,6 +218,17 @@ def combine(losses: Sequence[LossNote], notes: Notes) -> float | None:
     if batches < 2 or is_normalised(factors, elements, batches, notes.divisors):
         return total
     return total / batches
+
+
+def _label_factors(losses: Sequence[LossNote], notes: Notes) -> int:
+    """Return the step's number of label tokens if each loss was multiplied by that of its micro-batch, else 0."""
+    labels = list(map(count_labels, notes.labels))
+    if len(labels) != len(losses) or max(labels) < 2:
+        return 0
+    for loss, count in zip(losses, labels, strict=True):
+        if len(loss.factors or ()) != 1 or not _has(loss.factors or (), count):
+            return 0
+    return sum(labels)
 
 
 def _kinds(losses: Sequence[LossNote]) -> list[tuple[str, ...]]:
