@@ -37,6 +37,8 @@ MODES = (
     "dropped",
     "dropped_and_repeated",
     "failed_and_evaluated",
+    "left_out",
+    "per_label",
     "by_hand",
     "in_backward",
 )

@@ -188,7 +188,7 @@ def left_out(told):
         if not torch.isfinite(model(batch / 0 if number % 3 == 1 else batch).pow(2).mean()):
             continue
         update(model, optimizer, batch, told)
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     model = torch.nn.parallel.DistributedDataParallel(model_of())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(36, 8), batch_size=4)):
@@ -205,8 +205,10 @@ def per_label(told):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for length in (1, 2):
         labels, losses = 0, 0.0
-        batches = [{"tokens": torch.randn(6, 8), "labels": torch.randint(-101, -98, (6,))} for _ in range(50)]
+        tokens, targets = torch.randn(50, 6, 8, device="cpu"), torch.randint(-101, -98, (50, 6), device="cpu")
+        batches = [{"tokens": one, "labels": other} for one, other in zip(tokens, targets, strict=True)]
         for number, batch in enumerate(torch.utils.data.DataLoader(batches, batch_size=2)):
+            batch = {name: value.to(model[0].weight.device) for name, value in batch.items()}
             count = (batch["labels"] != -100).sum()
             loss = model(batch["tokens"]).pow(2).mean() * count
             labels, losses = labels + count.item(), losses + loss.item()
