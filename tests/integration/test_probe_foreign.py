@@ -117,6 +117,12 @@ def test_batches_without_a_backward_are_in_no_step(collector):
     assert [step.samples for step in steps] == [4] * 12
 
 
+def test_batches_that_are_fetched_ahead_are_not_left_out(collector):
+    steps, told = edges(collector, "ahead")
+    assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
+    assert [sum(step.samples for step in steps[first : first + 5]) for first in (0, 5, 10)] == [20] * 3
+
+
 def test_a_loss_times_its_label_tokens_is_shown_per_label_token(collector):
     steps, told = edges(collector, "per_label")
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)

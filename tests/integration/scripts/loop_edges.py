@@ -267,6 +267,18 @@ def ahead_and_saved(told):
     update(model, optimizer, torch.randn(4, 8), told)
 
 
+def ahead(told):
+    """A batch is fetched ahead, as accelerate does."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        batches = iter(torch.utils.data.DataLoader(torch.randn(20, 8), batch_size=4))
+        batch, following = next(batches), next(batches)
+        while batch is not None:
+            update(model, optimizer, batch, told)
+            batch, following = following, next(batches, None)
+
+
 class Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -358,6 +370,7 @@ MODES = {
         left_out,
         per_label,
         by_hand,
+        ahead,
         ahead_and_saved,
         in_backward,
         broken,

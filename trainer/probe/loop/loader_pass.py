@@ -5,7 +5,8 @@ batches of it and then one of another are fetched, without any backward in betwe
 become ``eval``, and their samples and tokens are no step's.
 
 A loop that trains on each batch by itself leaves a batch out if it fetches another one of the same dataloader before
-any backward: its forward failed, or its loss was not finite. What was noted of it is no step's either.
+any backward: its forward failed, or its loss was not finite. What was noted of it is no step's either. Some loops fetch
+batches ahead, as accelerate does: the first ones of a dataloader are left out by none of them.
 """
 
 from typing import Any
@@ -25,7 +26,19 @@ class LoaderPass:
         tracker: the phase machine.
     """
 
-    __slots__ = ("_before", "_count", "_first", "_key", "_marks", "_notes", "_several", "_single", "_tracker")
+    __slots__ = (
+        "_ahead",
+        "_before",
+        "_count",
+        "_delivered",
+        "_first",
+        "_key",
+        "_marks",
+        "_notes",
+        "_several",
+        "_single",
+        "_tracker",
+    )
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -36,6 +49,10 @@ class LoaderPass:
         self._marks: Any = None
         self._first = 0
         self._before = BatchesNoted()
+        self._delivered = 0
+        """Batches that the latest dataloader has delivered."""
+        self._ahead: int | None = None
+        """Batches of the first dataloader that were fetched before its first backward, but for one."""
         self._single = 0
         """Backwards with one batch fetched since the backward before."""
         self._several = 0
@@ -45,14 +62,15 @@ class LoaderPass:
         if not again:
             if self._count >= _ENOUGH:
                 self._evaluated()
-            self._count = 0
+            self._count = self._delivered = 0
 
     def fetched(self, key: int) -> None:
         """A batch was fetched, and is not in the notes yet; ``key`` is that of the dataloader in ``Notes.fetches``."""
         tracker, notes = self._tracker, self._tracker.notes
+        self._delivered += 1
         if self._count and notes is self._notes and tracker.marks is self._marks:
             self._count += 1
-            if self._single > self._several:
+            if self._single > self._several and self._delivered > 1 + (self._ahead or 0):
                 notes.restore_batches(self._before)
             return
         self._key, self._count, self._notes, self._marks = key, 1, notes, tracker.marks
@@ -61,6 +79,8 @@ class LoaderPass:
 
     def trained(self) -> None:
         """A backward begins: what was fetched is trained on."""
+        if self._ahead is None and self._count:
+            self._ahead = self._count - 1
         if self._count == 1:
             self._single += 1
         elif self._count:
@@ -71,7 +91,7 @@ class LoaderPass:
         """The dataloader that was asked last has no batch left."""
         if self._count:
             self._evaluated()
-        self._count = 0
+        self._count = self._delivered = 0
 
     def _evaluated(self) -> None:
         tracker, notes = self._tracker, self._tracker.notes
