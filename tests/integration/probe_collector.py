@@ -120,3 +120,4 @@ class Collector:
         self.telemetry.close()
         self.ranks.close()
         self.context.term()
+        self.run.remove_sockets(("telemetry", "ranks"))

@@ -76,6 +76,7 @@ class SmallHub:
         self._thread.join(timeout=10)
         self._context.destroy(linger=0)
         self._writer.close()
+        self.run.remove_sockets(("stream", "control", "query"))
 
     def _bind(self, channel: str) -> "zmq.Socket[Any]":
         socket = sockets.hub_socket(self._context, channel)
