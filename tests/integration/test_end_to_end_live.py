@@ -31,7 +31,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ftmon]:
 def run(home: Ftmon) -> RunDir:
     """One demo that trains until the last test of this file stops it."""
     listen = f"127.0.0.1:{random.randrange(20_000, 30_000)}"  # below the ports that systems give out by themselves
-    words = ["--steps", ENDLESS, "--name", "endless", "--listen", listen]
+    words = ["--steps", ENDLESS, "--ranks", "1", "--name", "endless", "--listen", listen]
     started = home.run("demo", *words, *SMALL, "--detach")
     assert started.returncode == 0, started.stderr
     found = home.newest()
@@ -131,7 +131,7 @@ def test_stop_ends_it_in_order_and_the_follower_is_told(home: Ftmon, run: RunDir
 
 
 def test_ctrl_c_stops_a_run_that_the_command_started(home: Ftmon) -> None:
-    command = home.start("demo", "--steps", ENDLESS, "--name", "interrupted", *SMALL)
+    command = home.start("demo", "--steps", ENDLESS, "--ranks", "1", "--name", "interrupted", *SMALL)
     assert command.stdout is not None
     next(line for line in command.stdout if STEP.search(line))
     command.send_signal(signal.SIGINT)

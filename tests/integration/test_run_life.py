@@ -22,7 +22,7 @@ WORDS = (
 class Life:
     def __init__(self, ftmon: Ftmon, folder: Path) -> None:
         self.out = folder / "out"
-        with ftmon.start("demo", "--name", "life", *WORDS, f"output.dir={self.out}") as process:
+        with ftmon.start("demo", "--ranks", "1", "--name", "life", *WORDS, f"output.dir={self.out}") as process:
             self.run: RunDir = ftmon.newest()
             self.checkpoints = self.out / "checkpoints"
             eventually(lambda: (self.checkpoints / "latest").exists() or process.poll(), "a first checkpoint")

@@ -47,7 +47,7 @@ def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_printed
         bad = failed(model.jobs)
         yield f"jobs:       {len(model.jobs)}" + (f", {len(bad)} failed" if bad else "")
         yield from (f"            {line}" for line in job_table(model.jobs, end.time))
-    yield from _results(run, Path(output_dir or run.path / "output"))
+    yield from _results(run, Path(output_dir or run.path / "output"), is_over=end.state == "finished")
     if run.recording.exists():
         yield f"recording:  {run.recording}"
         yield f"replay it:  ftmon replay {shlex.quote(run.id)}"
@@ -60,8 +60,14 @@ def attach_line(run_id: str, words: Sequence[str] = ()) -> str:
     return f"{run_id} continues; attach again: ftmon attach {shlex.join(words or [run_id])}"
 
 
-def _results(run: RunDir, output: Path) -> Iterator[str]:
-    """Return where the trainer's results are: the final model, and the newest checkpoint to resume from."""
+def _results(run: RunDir, output: Path, *, is_over: bool) -> Iterator[str]:
+    """Return where the trainer's results are: the final model, and the newest checkpoint.
+
+    Args:
+        run: the run.
+        output: folder of the results.
+        is_over: nothing is left to train from that checkpoint on.
+    """
     model = output / "model"
     if any((model / name).exists() for name in ("config.json", "adapter_config.json")):
         yield f"model:      {model}"
@@ -71,12 +77,14 @@ def _results(run: RunDir, output: Path) -> Iterator[str]:
         newest = output / "checkpoints" / (output / "checkpoints" / "latest").read_text().strip()
     except OSError:
         return
+    yield f"checkpoint: {newest}"
+    if is_over:
+        return
     # The run's own configuration has what was given on the command line, too.
     words = ["CONFIG.yaml"]
     if run.config.exists():
         with suppress(RunDirError):
             words = ["--name", run.read_run().name, str(run.config)]
-    yield f"checkpoint: {newest}"
     yield f"resume it:  ftmon train {shlex.join([*words, f'checkpoint.resume={newest}'])}"
 
 

@@ -53,9 +53,9 @@ def test_closing_lines_say_where_everything_is(tmp_path: Path) -> None:
         (output / file).parent.mkdir(parents=True)
         (output / file).write_text(text)
     model = model_with(telemetry.Plan(0, 8, output_dir=str(output)))
-    lines = list(outcome.closing_lines(run, ExitFile(0, 0.0, "finished", "exit code 0"), model))
+    lines = list(outcome.closing_lines(run, ExitFile(0, 0.0, "stopped", "exit code 0"), model))
     assert lines == [
-        "demo-1 finished: exit code 0",
+        "demo-1 stopped: exit code 0",
         f"model:      {output}/model",
         f"chat:       ftmon chat {output}/model",
         f"checkpoint: {output}/checkpoints/step-8",
@@ -72,9 +72,12 @@ def test_a_run_of_the_trainer_is_resumed_with_its_own_configuration(tmp_path: Pa
     latest.write_text("step-8\n")
     run.config.touch()
     run.write_run(RunFile("tuned-1", "tuned", 0.0, ["deepspeed"], "/", "here", "train"))
-    lines = list(outcome.closing_lines(run, ExitFile(0, 0.0, "finished", "exit code 0"), RunModel()))
+    lines = list(outcome.closing_lines(run, ExitFile(1, 0.0, "failed", "exit code 1"), RunModel()))
     resume = f"resume it:  ftmon train --name tuned {run.config} checkpoint.resume={latest.parent}/step-8"
     assert resume in lines
+    lines = list(outcome.closing_lines(run, ExitFile(0, 0.0, "finished", "exit code 0"), RunModel()))
+    assert f"checkpoint: {latest.parent}/step-8" in lines
+    assert resume not in lines, "nothing is left to train"
 
 
 def test_a_failed_run_shows_its_last_words(tmp_path: Path) -> None:
