@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from eventually import SECONDS, eventually
 from ftmon.protocol.analysis.stalls.activity import Activity, Work
+from ftmon.protocol.telemetry import SelfDump
 from ftmon.trainer.host import activity, file_locks, processes
 from ftmon.trainer.host.escaped import escaped, origin
 from ftmon.trainer.host.rank_inspection import inspect_ranks
@@ -182,3 +183,46 @@ def test_daemons_that_forked_twice_are_known_as_their_ranks_with_and_without_exe
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
                 pipe.close()
+
+
+RANK = """
+import ctypes, faulthandler, os, signal, sys, threading, time
+path = sys.argv[1]
+descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+faulthandler.register(signal.SIGRTMIN + 9, file=descriptor, all_threads=True, chain=False)
+def probe():
+    while True: time.sleep(0.1)
+def python(depth):
+    return python(depth - 1) if depth else [exec(f"def f{n}(): return {n}\\nf{n}()", {}) for n in range(3)]
+def native_code():
+    ctypes.PyDLL(None).sleep(60)
+thread = threading.Thread(target=probe, daemon=True)
+thread.start()
+training = f"0x{threading.get_ident():016x}"
+print(thread.native_id, descriptor, training, flush=True)
+time.sleep(0.2)
+while sys.argv[2] == "python": python(20)
+if sys.argv[2] == "native": native_code()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("does", "wrote"), [("native", True), ("python", False), ("sleep", False)])
+def test_a_silent_rank_is_signalled_only_while_native_code_holds_pythons_lock(tmp_path: Path, does: str, wrote: bool):
+    path = tmp_path / "stacks"
+    with subprocess.Popen([sys.executable, "-c", RANK, path, does], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            receiver, descriptor, thread = process.stdout.readline().split()
+            dump = SelfDump(signal.SIGRTMIN + 9, int(receiver), int(descriptor), str(path), thread, process.pid)
+            target = DumpTarget(0, process.pid, processes.table()[process.pid].start_ticks, dump)
+            if wrote:
+                eventually(lambda: "in native_code" in inspect_ranks([target], {0}).stacks.get(0, ""), "its stacks")
+            else:
+                for _ in range(10):  # a signal would soon end a process that runs Python meanwhile
+                    seen = inspect_ranks([target], {0})
+                    assert (seen.stacks, "does not wait for Python's lock" in seen.why[0]) == ({}, True)
+                assert path.read_text() == ""
+            assert process.poll() is None
+        finally:
+            process.kill()

@@ -17,9 +17,9 @@ class Inspection(NamedTuple):
     """Results of an inspection, by rank."""
 
     stacks: dict[int, str]
-    """Stacks of the signalled ranks that wrote them."""
+    """Stacks of the silent ranks that wrote them on a signal."""
     why: dict[int, str]
-    """Reasons for the signalled ranks that did not."""
+    """Reasons for the silent ranks that did not."""
     activities: dict[int, Activity]
     locks: dict[int, LockWait] = {}  # noqa: RUF012
     """File locks that ranks of this host wait for, by rank."""
@@ -27,9 +27,10 @@ class Inspection(NamedTuple):
 
 def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspection:
     """Return the activity of this host's ranks and the stacks of the silent ones. Blocks for seconds."""
-    signalled = [target for target in targets if target.rank in silent]
-    stacks = stack_dump.by_signal(signalled)
-    why = {target.rank: why_silent(target) for target in signalled if target.rank not in stacks}
+    asked = [target for target in targets if target.rank in silent]
+    locked = stack_dump.waiting_for_lock(asked)
+    stacks = stack_dump.by_signal(target for target in asked if target.rank in locked)
+    why = {target.rank: why_silent(target, target.rank in locked) for target in asked if target.rank not in stacks}
     table = processes.table()
     sockets = traffic.by_socket()
     blocked = file_locks.blocked(table)
@@ -67,8 +68,13 @@ def answer_look(look: verbs.Look) -> dict[str, Any]:
     }
 
 
-def why_silent(target: DumpTarget) -> str:
-    """Return why a rank's stacks could not be captured, judged from its process."""
+def why_silent(target: DumpTarget, is_locked: bool) -> str:
+    """Return why a rank's stacks could not be captured, judged from its process.
+
+    Args:
+        target: the rank.
+        is_locked: its probe waits for Python's lock.
+    """
     process = processes.read(target.pid)
     if process is None or process.start_ticks != target.start_ticks or not process.alive:
         return "its process is gone"
@@ -79,4 +85,6 @@ def why_silent(target: DumpTarget) -> str:
         return (
             f"its process is in uninterruptible sleep{f' in {where}' if where else ''}: the kernel has to return first"
         )
-    return "no answer: native code may hold Python's lock, and a signal could not be used"
+    if is_locked:
+        return "no answer: native code holds Python's lock, and a signal could not be used"
+    return "no answer, though its probe does not wait for Python's lock: its host may be busy, or was cut off"

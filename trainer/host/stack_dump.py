@@ -2,6 +2,10 @@
 
 The signal's default action ends a process. It is therefore sent only if the process has the known pid and start time,
 currently catches the signal, and still has the announced file open (``SelfDump``).
+
+faulthandler reads the frames of all threads without Python's lock. Where a thread runs Python meanwhile, it may follow
+a frame that is gone, and the process dies of SIGSEGV. The signal is therefore sent only while the probe's own thread
+waits for the lock and does not get it: then native code holds it, and no frame changes.
 """
 
 import contextlib
@@ -10,7 +14,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +25,10 @@ from .processes import Process
 WRITE_SECONDS = 1.0
 """Time limit for the handler, from the signal to the last line written."""
 PY_SPY_SECONDS = 20.0
+_LOOKS, _LOOK_SECONDS = 4, 0.05
+"""A thread that waits for Python's lock wakes up every 5 ms (``sys.getswitchinterval``), in each look. One that waits
+for messages, or gets the lock, sleeps through some of the looks."""
+_LEAST_WAKEUPS = 2
 _POLL_SECONDS = 0.02
 _LARGEST = 1 << 20
 
@@ -34,10 +42,33 @@ class DumpTarget(NamedTuple):
     dump: SelfDump | None
 
 
-def by_signal(targets: Iterable[DumpTarget]) -> dict[int, str]:
-    """Signal ranks to write their stacks, and return the stacks; ranks that must not be signalled are omitted.
+def waiting_for_lock(targets: Collection[DumpTarget]) -> set[int]:
+    """Return the ranks whose probe waits for Python's lock. Blocks for a fifth of a second; not for a main loop."""
+    waiting = {target for target in targets if target.dump is not None}
+    before = {target: _wakeups(target) for target in waiting}
+    for _ in range(_LOOKS if waiting else 0):
+        time.sleep(_LOOK_SECONDS)
+        now = {target: _wakeups(target) for target in waiting}
+        waiting = {target for target in waiting if now[target] - before[target] >= _LEAST_WAKEUPS}
+        before = now
+    return {target.rank for target in waiting}
 
-    Blocks for up to ``WRITE_SECONDS`` for all of them together; not for use in a main loop.
+
+def _wakeups(target: DumpTarget) -> int:
+    """Return how often the probe's thread has given up the processor to wait; 0 if that is not readable."""
+    thread = target.dump.receiver if target.dump is not None else target.pid
+    try:
+        lines = Path(f"/proc/{target.pid}/task/{thread}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.partition(":")[2]) for line in lines if line.startswith("voluntary_ctxt_switches:")), 0)
+
+
+def by_signal(targets: Iterable[DumpTarget]) -> dict[int, str]:
+    """Signal ranks that wait for Python's lock to write their stacks, and return the stacks.
+
+    Ranks that must not be signalled are omitted. Blocks for up to ``WRITE_SECONDS`` for all of them together; not for
+    use in a main loop.
     """
     waiting: dict[int, tuple[Path, int]] = {}
     for target in targets:
