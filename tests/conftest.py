@@ -38,6 +38,8 @@ gc.disable()
 INTEGRATION_SECONDS = 600
 """The timeout of an integration test: a fixture that trains many configurations takes a minute on two free cores."""
 INTEGRATION = Path(__file__).with_name("integration")
+LONGEST = ("test_two_hosts.py", "test_predict_config.py", "test_sweep.py", "test_stall_verdicts.py")
+"""Modules of a minute and more that would otherwise begin late."""
 WORKERS_PER_CORE = 2.5
 """Half of the integration tests' time is spent waiting: for a patience to pass, for a process to end. Without them a
 worker a core is best, as each imports what the tests need: 10 s of processor time."""
@@ -58,11 +60,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put integration tests first: the rest fills what time the workers have left at the end."""
+    """Put integration tests first, the longest before all: the rest fills what time the workers have left."""
     for item in items:
         if item.path.is_relative_to(INTEGRATION) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(INTEGRATION_SECONDS))
-    items.sort(key=lambda item: not item.path.is_relative_to(INTEGRATION))
+    items.sort(key=lambda item: (not item.path.is_relative_to(INTEGRATION), item.path.name not in LONGEST))
 
 
 def pytest_collection_finish() -> None:
