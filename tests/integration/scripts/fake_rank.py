@@ -52,7 +52,8 @@ class FakeRank:
         self.telemetry = zmq.Context()
         self.push = peer_socket(self.telemetry, "telemetry")
         self.push.connect(run.ipc_address("telemetry"))
-        self.dealer = peer_socket(zmq.Context(), "ranks", self.src.encode())
+        self.commands = zmq.Context()
+        self.dealer = peer_socket(self.commands, "ranks", self.src.encode())
         self.dealer.connect(run.ipc_address("ranks"))
         self.lock = threading.Lock()
         self.seq = 0
@@ -66,7 +67,11 @@ class FakeRank:
 
     def answer_commands(self):
         while True:
-            frames = self.dealer.recv_multipart()
+            try:
+                frames = self.dealer.recv_multipart()
+            except zmq.ContextTerminated:
+                self.dealer.close(linger=10_000)
+                return
             command = wire.decode_body(frames[1])
             if not isinstance(command, Command) or self.options.get("silent"):
                 continue
@@ -142,6 +147,7 @@ def main():
     rank.train()
     rank.push.close(linger=10_000)  # the hub may not be there yet
     rank.telemetry.term()  # waits until it has all
+    rank.commands.term()
     if options.get("lingers"):
         time.sleep(600)
     status = int(options.get("exit", 0))

@@ -156,8 +156,9 @@ class Publisher(threading.Thread):
             try:
                 self._work(ranks)
             finally:
-                self._telemetry.close(linger=int(self._flush_seconds * 1000))
-                ranks.close(linger=0)
+                linger = int(self._flush_seconds * 1000)
+                self._telemetry.close(linger)
+                ranks.close(linger)  # an answer, to a request to stop, may not be on its way yet
         except Exception as error:
             self._rank.guard.disable(error)
         finally:
