@@ -5,7 +5,8 @@ currently catches the signal, and still has the announced file open (``SelfDump`
 
 faulthandler reads the frames of all threads without Python's lock. Where a thread runs Python meanwhile, it may follow
 a frame that is gone, and the process dies of SIGSEGV. The signal is therefore sent only while the probe's own thread
-waits for the lock and does not get it: then native code holds it, and no frame changes.
+waits for the lock, does not get it, and no other thread may hold it and run Python: a thread that runs Python gives the
+lock away within microseconds of processor time, so each one is asleep, or has computed for long.
 """
 
 import contextlib
@@ -29,6 +30,9 @@ _LOOKS, _LOOK_SECONDS = 4, 0.05
 """A thread that waits for Python's lock wakes up every 5 ms (``sys.getswitchinterval``), in each look. One that waits
 for messages, or gets the lock, sleeps through some of the looks."""
 _LEAST_WAKEUPS = 2
+_LEAST_TICKS = 3
+"""Processor time, in clock ticks, within the looks after which a runnable thread is known to run no Python. One that
+has less may hold the lock and be kept from the processor by other processes."""
 _POLL_SECONDS = 0.02
 _LARGEST = 1 << 20
 
@@ -46,12 +50,37 @@ def waiting_for_lock(targets: Collection[DumpTarget]) -> set[int]:
     """Return the ranks whose probe waits for Python's lock. Blocks for a fifth of a second; not for a main loop."""
     waiting = {target for target in targets if target.dump is not None}
     before = {target: _wakeups(target) for target in waiting}
+    looks = [{target: _threads(target) for target in waiting}]
     for _ in range(_LOOKS if waiting else 0):
         time.sleep(_LOOK_SECONDS)
         now = {target: _wakeups(target) for target in waiting}
         waiting = {target for target in waiting if now[target] - before[target] >= _LEAST_WAKEUPS}
         before = now
-    return {target.rank for target in waiting}
+        looks.append({target: _threads(target) for target in waiting})
+    return {target.rank for target in waiting if not _may_run_python([look[target] for look in looks])}
+
+
+def _may_run_python(looks: list[dict[int, tuple[str, int]]]) -> bool:
+    """Return whether a thread was runnable and has hardly run, by what ``_threads`` returned at each look."""
+    runnable = {thread for look in looks for thread, (state, _) in look.items() if state == "R"}
+    first, last = looks[0], looks[-1]
+    return any(
+        thread not in first or thread not in last or last[thread][1] - first[thread][1] < _LEAST_TICKS
+        for thread in runnable
+    )
+
+
+def _threads(target: DumpTarget) -> dict[int, tuple[str, int]]:
+    """Return the state and processor time, in ticks, of each thread of a rank but the probe's own."""
+    found: dict[int, tuple[str, int]] = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{target.pid}/task"):
+            if target.dump is not None and int(name) == target.dump.receiver:
+                continue
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{target.pid}/task/{name}/stat").read_text().rpartition(")")[2].split()
+                found[int(name)] = fields[0], int(fields[11]) + int(fields[12])
+    return found
 
 
 def _wakeups(target: DumpTarget) -> int:
