@@ -102,8 +102,8 @@ class SelfDump(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to make a rank on the hub's host write its stacks while native code holds the GIL.
 
     On ``signal``, sent to the thread ``receiver``, faulthandler writes the stacks of all threads to ``path``. The
-    signal may be sent only while the process catches it, ``descriptor`` is open on that file, and ``receiver`` waits
-    for the GIL: if Python ran meanwhile, faulthandler could follow a frame that is gone, and end the process.
+    signal may be sent only while the process catches it, ``descriptor`` is open on that file, and native code holds
+    the GIL: otherwise faulthandler could follow a frame that no longer exists, and the process would die of SIGSEGV.
     """
 
     signal: Whole

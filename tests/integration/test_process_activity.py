@@ -14,7 +14,7 @@ from ftmon.protocol.telemetry import SelfDump
 from ftmon.trainer.host import activity, file_locks, processes
 from ftmon.trainer.host.escaped import escaped, origin
 from ftmon.trainer.host.rank_inspection import inspect_ranks
-from ftmon.trainer.host.stack_dump import DumpTarget, _may_run_python
+from ftmon.trainer.host.stack_dump import DumpTarget
 
 BEGIN = "import os, socket, subprocess, sys, threading, time\n"
 UPLOAD = """
@@ -226,18 +226,3 @@ def test_a_silent_rank_is_signalled_only_while_native_code_holds_pythons_lock(tm
             assert process.poll() is None
         finally:
             process.kill()
-
-
-@pytest.mark.parametrize(
-    ("looks", "may"),
-    [
-        ([{7: ("S", 10)}, {7: ("S", 10)}], False),
-        ([{7: ("R", 10)}, {7: ("R", 20)}], False),
-        ([{7: ("R", 10)}, {7: ("R", 11)}], True),
-        ([{7: ("S", 10), 8: ("S", 3)}, {7: ("S", 10), 8: ("R", 3)}], True),
-        ([{7: ("S", 10)}, {7: ("S", 10), 9: ("R", 5)}], True),
-        ([{7: ("S", 10), 9: ("R", 5)}, {7: ("S", 10)}], True),
-    ],
-)
-def test_a_thread_that_is_kept_from_the_processor_may_hold_the_lock_and_run_python(looks, may: bool):
-    assert _may_run_python(looks) is may

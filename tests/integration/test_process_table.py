@@ -37,6 +37,15 @@ def test_a_process_name_with_spaces_and_parentheses_does_not_confuse_the_reader(
     assert found.parent == os.getpid()
 
 
+def test_a_process_name_that_is_not_utf8_can_be_read(spawn):
+    child = spawn(r"import ctypes; ctypes.CDLL(None).prctl(15, b'a\xff\n', 0, 0, 0); " + SLEEP)
+    found = processes.read(child.pid)
+    assert found is not None
+    assert found.alive
+    assert processes.status(child.pid)["Pid"] == processes.status(child.pid, child.pid)["Pid"] == str(child.pid)
+    assert processes.tracer(child.pid) == ""
+
+
 def test_descendants_are_found_though_they_left_the_session(spawn):
     parent = spawn(PARENT)
     below = processes.descendants([parent.pid], processes.table())

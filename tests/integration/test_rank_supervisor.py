@@ -6,7 +6,6 @@ import queue
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from eventually import eventually
@@ -82,13 +81,11 @@ def test_a_debugger_that_stops_a_process_is_told_and_a_profiler_is_not(watch, sp
             if by.stdout.readline() != b"ready\n":
                 pytest.skip(f"no process may be traced here: {by.stderr.read().decode().strip()}")
             eventually(lambda: processes.tracer(child.pid) == name, "the tracer")
-            states = []
-            while len(states) < 3:
-                states += [fact.proc_state for fact in watch.supervisor.poll()]
-                time.sleep(0.05)
+            facts: list[ProcessFact] = []
+            eventually(lambda: facts.extend(watch.supervisor.poll()) or len(facts) > 2, "three facts")
         finally:
             by.kill()
-    assert ("t" in states) is is_told, states
+    assert ("t" in [fact.proc_state for fact in facts]) is is_told, facts
 
 
 @pytest.mark.parametrize(

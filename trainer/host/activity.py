@@ -84,11 +84,8 @@ def wchan(pid: int, thread: int) -> str:
 
 def switches(pid: int, thread: int) -> int:
     """Return the context switches of a thread so far; 0 if they are not readable."""
-    try:
-        lines = Path(f"/proc/{pid}/task/{thread}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.partition(":")[2]) for line in lines if "ctxt_switches:" in line)
+    fields = processes.status(pid, thread)
+    return sum(int(fields.get(f"{kind}_ctxt_switches", 0)) for kind in ("voluntary", "nonvoluntary"))
 
 
 class _Threads(NamedTuple):

@@ -68,14 +68,20 @@ def read(pid: int) -> Process | None:
     return Process(pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0], int(fields[19]), status, name)
 
 
-def tracer(pid: int) -> str:
-    """Return the name of the process that traces this one (``TracerPid`` in proc(5)); empty if none does."""
+def status(pid: int, thread: int | None = None) -> dict[str, str]:
+    """Return the fields of ``/proc/PID/status`` (proc(5)) or of one thread's; empty if they are not readable."""
+    path = f"/proc/{pid}/status" if thread is None else f"/proc/{pid}/task/{thread}/status"
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        text = Path(path).read_bytes().decode("utf-8", "replace")
     except OSError:
-        return ""
-    number = next((line.split()[1] for line in status.splitlines() if line.startswith("TracerPid:")), "0")
-    found = read(int(number)) if number != "0" else None
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in text.split("\n"))}
+
+
+def tracer(pid: int) -> str:
+    """Return the name of the process that traces this one; empty if none does."""
+    number = int(status(pid).get("TracerPid", 0))
+    found = read(number) if number else None
     return found.name if found is not None else ""
 
 

@@ -10,6 +10,7 @@ from ...protocol.text import sanitize
 from . import activity, file_locks, processes, stack_dump, traffic
 from .activity import Activity
 from .escaped import escaped, origin
+from .gil_wait import waiting_for_gil
 from .stack_dump import DumpTarget
 
 
@@ -28,7 +29,7 @@ class Inspection(NamedTuple):
 def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspection:
     """Return the activity of this host's ranks and the stacks of the silent ones. Blocks for seconds."""
     asked = [target for target in targets if target.rank in silent]
-    locked = stack_dump.waiting_for_lock(asked)
+    locked = waiting_for_gil(asked)
     stacks = stack_dump.by_signal(target for target in asked if target.rank in locked)
     why = {target.rank: why_silent(target, target.rank in locked) for target in asked if target.rank not in stacks}
     table = processes.table()
@@ -73,7 +74,7 @@ def why_silent(target: DumpTarget, is_locked: bool) -> str:
 
     Args:
         target: the rank.
-        is_locked: its probe waits for Python's lock.
+        is_locked: native code holds the GIL.
     """
     process = processes.read(target.pid)
     if process is None or process.start_ticks != target.start_ticks or not process.alive:

@@ -3,10 +3,7 @@
 The signal's default action ends a process. It is therefore sent only if the process has the known pid and start time,
 currently catches the signal, and still has the announced file open (``SelfDump``).
 
-faulthandler reads the frames of all threads without Python's lock. Where a thread runs Python meanwhile, it may follow
-a frame that is gone, and the process dies of SIGSEGV. The signal is therefore sent only while the probe's own thread
-waits for the lock, does not get it, and no other thread may hold it and run Python: a thread that runs Python gives the
-lock away within microseconds of processor time, so each one is asleep, or has computed for long.
+faulthandler reads the frames of all threads without the GIL: signal only ranks that ``gil_wait`` has found.
 """
 
 import contextlib
@@ -15,7 +12,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,13 +23,6 @@ from .processes import Process
 WRITE_SECONDS = 1.0
 """Time limit for the handler, from the signal to the last line written."""
 PY_SPY_SECONDS = 20.0
-_LOOKS, _LOOK_SECONDS = 4, 0.05
-"""A thread that waits for Python's lock wakes up every 5 ms (``sys.getswitchinterval``), in each look. One that waits
-for messages, or gets the lock, sleeps through some of the looks."""
-_LEAST_WAKEUPS = 2
-_LEAST_TICKS = 3
-"""Processor time, in clock ticks, within the looks after which a runnable thread is known to run no Python. One that
-has less may hold the lock and be kept from the processor by other processes."""
 _POLL_SECONDS = 0.02
 _LARGEST = 1 << 20
 
@@ -46,55 +36,8 @@ class DumpTarget(NamedTuple):
     dump: SelfDump | None
 
 
-def waiting_for_lock(targets: Collection[DumpTarget]) -> set[int]:
-    """Return the ranks whose probe waits for Python's lock. Blocks for a fifth of a second; not for a main loop."""
-    waiting = {target for target in targets if target.dump is not None}
-    before = {target: _wakeups(target) for target in waiting}
-    looks = [{target: _threads(target) for target in waiting}]
-    for _ in range(_LOOKS if waiting else 0):
-        time.sleep(_LOOK_SECONDS)
-        now = {target: _wakeups(target) for target in waiting}
-        waiting = {target for target in waiting if now[target] - before[target] >= _LEAST_WAKEUPS}
-        before = now
-        looks.append({target: _threads(target) for target in waiting})
-    return {target.rank for target in waiting if not _may_run_python([look[target] for look in looks])}
-
-
-def _may_run_python(looks: list[dict[int, tuple[str, int]]]) -> bool:
-    """Return whether a thread was runnable and has hardly run, by what ``_threads`` returned at each look."""
-    runnable = {thread for look in looks for thread, (state, _) in look.items() if state == "R"}
-    first, last = looks[0], looks[-1]
-    return any(
-        thread not in first or thread not in last or last[thread][1] - first[thread][1] < _LEAST_TICKS
-        for thread in runnable
-    )
-
-
-def _threads(target: DumpTarget) -> dict[int, tuple[str, int]]:
-    """Return the state and processor time, in ticks, of each thread of a rank but the probe's own."""
-    found: dict[int, tuple[str, int]] = {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{target.pid}/task"):
-            if target.dump is not None and int(name) == target.dump.receiver:
-                continue
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{target.pid}/task/{name}/stat").read_text().rpartition(")")[2].split()
-                found[int(name)] = fields[0], int(fields[11]) + int(fields[12])
-    return found
-
-
-def _wakeups(target: DumpTarget) -> int:
-    """Return how often the probe's thread has given up the processor to wait; 0 if that is not readable."""
-    thread = target.dump.receiver if target.dump is not None else target.pid
-    try:
-        lines = Path(f"/proc/{target.pid}/task/{thread}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.partition(":")[2]) for line in lines if line.startswith("voluntary_ctxt_switches:")), 0)
-
-
 def by_signal(targets: Iterable[DumpTarget]) -> dict[int, str]:
-    """Signal ranks that wait for Python's lock to write their stacks, and return the stacks.
+    """Signal ranks whose native code holds the GIL to write their stacks, and return the stacks.
 
     Ranks that must not be signalled are omitted. Blocks for up to ``WRITE_SECONDS`` for all of them together; not for
     use in a main loop.
@@ -125,13 +68,15 @@ def may_signal(target: DumpTarget) -> bool:
     process = processes.read(target.pid)
     if dump is None or process is None or process.start_ticks != target.start_ticks or process.state not in "RS":
         return False
-    try:
-        caught = _mask(target.pid, "SigCgt") >> (dump.signal - 1) & 1
-        blocked = _mask(target.pid, "SigBlk", dump.receiver) >> (dump.signal - 1) & 1
-        same_file = os.path.samefile(f"/proc/{target.pid}/fd/{dump.descriptor}", dump.path)
-    except (OSError, ValueError):
+    bit = 1 << (dump.signal - 1)
+    caught = processes.status(target.pid).get("SigCgt", "0")
+    blocked = processes.status(target.pid, dump.receiver).get("SigBlk")
+    if not int(caught, 16) & bit or blocked is None or int(blocked, 16) & bit:
         return False
-    return bool(caught) and not blocked and same_file
+    try:
+        return os.path.samefile(f"/proc/{target.pid}/fd/{dump.descriptor}", dump.path)
+    except OSError:
+        return False
 
 
 def py_spy() -> str:
@@ -162,14 +107,6 @@ def native(process: Process) -> tuple[str, str]:
         last = done.stderr.decode(errors="replace").strip().splitlines()
         return "", f"py-spy: {last[-1] if last else f'exit status {done.returncode}'}"[:300]
     return done.stdout[:_LARGEST].decode(errors="replace"), ""
-
-
-def _mask(pid: int, name: str, thread: int | None = None) -> int:
-    path = f"/proc/{pid}/status" if thread is None else f"/proc/{pid}/task/{thread}/status"
-    for line in Path(path).read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.partition(":")[2], 16)
-    raise ValueError(f"{path} has no {name}")
 
 
 def _tgkill(pid: int, thread: int, number: int) -> bool:

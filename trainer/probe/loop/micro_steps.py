@@ -87,8 +87,8 @@ class MicroSteps:
         self._seen_forward = False
         self._before: tuple[Notes, int, int, int] | None = None
         """During a backward: the step's notes, and what they had of backwards before it."""
-        self._before_forward = Notes(), BatchesNoted()
-        """Notes of the latest forward's step, and how much of batches they had before it."""
+        self._before_forward: tuple[Notes, BatchesNoted] | None = None
+        """From a forward to its backward: the step's notes, and how much of batches they had before it."""
         self._trained_on = Notes(), BatchesNoted()
         """Notes of the latest backward's step, and how much of batches they had at its end."""
         self._eval_end: tuple[list[Mark], int] = [], 0
@@ -195,9 +195,9 @@ class MicroSteps:
     @guarded
     def failed_forward(self) -> None:
         """An exception left the forward: its batch is no step's, also where the script goes on with the next one."""
-        notes, batches = self._before_forward
-        if notes is self._tracker.notes:
-            notes.restore_batches(batches)
+        before, self._before_forward = self._before_forward, None
+        if before is not None and before[0] is self._tracker.notes:
+            before[0].restore_batches(before[1])
 
     @guarded
     def expect_forward(self, by: str) -> None:
@@ -290,6 +290,7 @@ class MicroSteps:
     def _begin_backward(self) -> None:
         tracker, state, notes = self._tracker, self._state, self._tracker.notes
         state.in_backward = True
+        self._before_forward = None
         self._before = notes, notes.micro_steps, len(notes.losses), len(notes.gradient_losses)
         self._pass.trained()
         if self._forwards.going_backward():

@@ -222,13 +222,12 @@ def combine(losses: Sequence[LossNote], notes: Notes) -> float | None:
 
 def _label_factors(losses: Sequence[LossNote], notes: Notes) -> int:
     """Return the step's number of label tokens if each loss was multiplied by that of its micro-batch, else 0."""
-    labels = list(map(count_labels, notes.labels))
-    if len(labels) != len(losses) or max(labels) < 2:
+    factors = [loss.factors for loss in losses if loss.factors and len(loss.factors) == 1]
+    if len(factors) != len(losses) or len(notes.labels) != len(losses):
         return 0
-    for loss, count in zip(losses, labels, strict=True):
-        if len(loss.factors or ()) != 1 or not _has(loss.factors or (), count):
-            return 0
-    return sum(labels)
+    counts = list(map(count_labels, notes.labels))
+    are_equal = all(_has(factor, count) for factor, count in zip(factors, counts, strict=True))
+    return sum(counts) if are_equal and max(counts) > 1 else 0
 
 
 def _kinds(losses: Sequence[LossNote]) -> list[tuple[str, ...]]:

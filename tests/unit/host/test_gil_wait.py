@@ -1,0 +1,27 @@
+"""When other threads of a process cannot run Python, judged from what is seen of them at several moments."""
+
+import pytest
+from ftmon.trainer.host.gil_wait import Look, is_held_by_native_code
+
+WAITS = (100, 110, 120)
+"""Wakeups of a thread that waits for the GIL, at each look."""
+ASLEEP = {7: ("S", 10)}
+
+
+@pytest.mark.parametrize(
+    ("wakeups", "first", "last", "held"),
+    [
+        (WAITS, ASLEEP, ASLEEP, True),
+        (WAITS, {7: ("R", 10)}, {7: ("R", 20)}, True),
+        (WAITS, {7: ("R", 10)}, {7: ("R", 11)}, False),
+        (WAITS, {7: ("D", 10)}, ASLEEP, False),
+        (WAITS, {7: ("S", 10), 8: ("S", 3)}, {7: ("S", 10), 8: ("R", 3)}, False),
+        (WAITS, ASLEEP, {**ASLEEP, 9: ("R", 50)}, False),
+        (WAITS, {**ASLEEP, 9: ("R", 50)}, ASLEEP, False),
+        ((100, 110, 111), ASLEEP, ASLEEP, False),
+        ((0, 0, 0), ASLEEP, ASLEEP, False),
+    ],
+)
+def test_only_threads_that_sleep_or_have_computed_for_long_leave_the_gil_with_native_code(wakeups, first, last, held):
+    looks = [Look(*each) for each in zip(wakeups, (first, last, last), strict=True)]
+    assert is_held_by_native_code(looks) is held

@@ -1,0 +1,74 @@
+"""Finds ranks whose native code holds the GIL: faulthandler may read their frames from within a signal handler.
+
+It reads the frames of all threads without the GIL. If a thread runs Python meanwhile, it may follow a frame that no
+longer exists, and the process dies of SIGSEGV. No thread runs Python if the probe's thread waits for the GIL and does
+not get it, and every other thread either sleeps or has used the processor for long: one that runs Python releases the
+GIL to a waiting thread within microseconds of processor time. One that waits for a page (state D) may run Python.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from . import processes
+from .stack_dump import DumpTarget
+
+_LOOKS, _LOOK_SECONDS = 5, 0.05
+_LEAST_WAKEUPS = 2
+"""A thread that waits for the GIL wakes up every 5 ms (``sys.getswitchinterval``), so at least this often between two
+looks. One that waits for messages does so ten times a second."""
+_LEAST_TICKS = 3
+"""Processor time, in clock ticks, from the first look to the last, in which a thread that runs Python would have
+released the GIL. A thread in state R or D that had less may hold it and be kept from the processor."""
+
+
+class Look(NamedTuple):
+    """What is seen of a rank's threads at one moment."""
+
+    wakeups: int
+    """How often the probe's thread has waited so far; 0 if that is not readable."""
+    threads: dict[int, tuple[str, int]]
+    """State (proc(5)) and processor time, in clock ticks, of every other thread, by its id."""
+
+
+def waiting_for_gil(targets: Iterable[DumpTarget]) -> set[int]:
+    """Return the ranks whose native code holds the GIL. Blocks for a fifth of a second; not for use in a main loop."""
+    looks: dict[DumpTarget, list[Look]] = {target: [] for target in targets}
+    for number in range(_LOOKS if looks else 0):
+        if number:
+            time.sleep(_LOOK_SECONDS)
+        for target, found in looks.items():
+            found.append(_look(target))
+    return {target.rank for target, found in looks.items() if is_held_by_native_code(found)}
+
+
+def is_held_by_native_code(looks: Sequence[Look]) -> bool:
+    """Return whether the probe's thread waited for the GIL all the time, and no other thread can have run Python."""
+    if any(after.wakeups - before.wakeups < _LEAST_WAKEUPS for before, after in pairwise(looks)):
+        return False
+    first, last = looks[0].threads, looks[-1].threads
+    unknown = {thread for look in looks for thread, (state, _) in look.threads.items() if state in "RD"}
+    return unknown <= first.keys() & last.keys() and all(
+        last[thread][1] - first[thread][1] >= _LEAST_TICKS for thread in unknown
+    )
+
+
+def _look(target: DumpTarget) -> Look:
+    if target.dump is None:
+        return Look(0, {})
+    receiver = target.dump.receiver
+    wakeups = int(processes.status(target.pid, receiver).get("voluntary_ctxt_switches", 0))
+    threads: dict[int, tuple[str, int]] = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{target.pid}/task"):
+            if int(name) == receiver:
+                continue
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{target.pid}/task/{name}/stat").read_bytes().decode("utf-8", "replace")
+                fields = text.rpartition(")")[2].split()
+                threads[int(name)] = fields[0], int(fields[11]) + int(fields[12])
+    return Look(wakeups, threads)
