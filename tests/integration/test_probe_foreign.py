@@ -113,8 +113,8 @@ def test_a_batch_whose_backward_fails_is_in_no_loss_and_a_forward_after_an_evalu
 def test_batches_without_a_backward_are_in_no_step(collector):
     steps, told = edges(collector, "left_out")
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
-    assert len(steps) == 12
-    assert [step.samples for step in steps] == [4] * 12
+    assert len(steps) == 18
+    assert [step.samples for step in steps] == [4] * 18
 
 
 def test_batches_that_are_fetched_ahead_are_not_left_out(collector):

@@ -181,7 +181,7 @@ def failed_and_evaluated(told):
 
 
 def left_out(told):
-    """Every third batch has no backward: its loss is not finite. Then DDP, where every third forward fails."""
+    """Every third batch has no backward: its loss is not finite. Then DDP: first, every third forward fails."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(36, 8), batch_size=4)):
@@ -196,6 +196,13 @@ def left_out(told):
             update(model, optimizer, batch[:, :7] if number % 3 == 1 else batch, told)
         except RuntimeError:
             continue
+    for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(36, 8), batch_size=4)):
+        loss = model(batch / 0 if number % 3 == 1 else batch).pow(2).mean()
+        if torch.isfinite(loss):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
     torch.distributed.destroy_process_group()
 
 

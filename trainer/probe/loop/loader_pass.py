@@ -13,6 +13,7 @@ from typing import Any
 
 from ..phases.marks import BatchesNoted, Notes
 from ..phases.tracker import Tracker
+from .one_each import OneEach
 
 _ENOUGH = 2
 """So many batches without a backward are no batch of a step with batches of several dataloaders."""
@@ -35,8 +36,7 @@ class LoaderPass:
         "_key",
         "_marks",
         "_notes",
-        "_several",
-        "_single",
+        "_one_each",
         "_tracker",
     )
 
@@ -53,9 +53,7 @@ class LoaderPass:
         """Batches that the latest dataloader has delivered."""
         self._ahead: int | None = None
         """Batches of the first dataloader that were fetched before its first backward, but for one."""
-        self._single = 0
-        """Backwards with one batch fetched since the backward before."""
-        self._several = 0
+        self._one_each = OneEach()
 
     def fetching(self, again: bool) -> None:
         """A batch is asked for; ``again``: of the dataloader that the last one was of."""
@@ -70,7 +68,7 @@ class LoaderPass:
         self._delivered += 1
         if self._count and notes is self._notes and tracker.marks is self._marks:
             self._count += 1
-            if self._single > self._several and self._delivered > 1 + (self._ahead or 0):
+            if self._one_each and self._delivered > 1 + (self._ahead or 0):
                 notes.restore_batches(self._before)
             return
         self._key, self._count, self._notes, self._marks = key, 1, notes, tracker.marks
@@ -81,10 +79,7 @@ class LoaderPass:
         """A backward begins: what was fetched is trained on."""
         if self._ahead is None and self._count:
             self._ahead = self._count - 1
-        if self._count == 1:
-            self._single += 1
-        elif self._count:
-            self._several += 1
+        self._one_each.trained(self._count)
         self._count = 0
 
     def exhausted(self) -> None:

@@ -25,6 +25,7 @@ from ..values.batch_losses import BatchLosses
 from ..values.fetched_batches import FetchedBatches
 from ..values.losses import LossNotes
 from .loader_pass import LoaderPass
+from .one_each import OneEach
 from .phases import Phases
 from .state import LoopState
 
@@ -87,8 +88,11 @@ class MicroSteps:
         self._seen_forward = False
         self._before: tuple[Notes, int, int, int] | None = None
         """During a backward: the step's notes, and what they had of backwards before it."""
-        self._before_forward: tuple[Notes, BatchesNoted] | None = None
-        """From a forward to its backward: the step's notes, and how much of batches they had before it."""
+        self._begun: tuple[Any, Notes, BatchesNoted] | None = None
+        """From a forward to its backward: the id of its model, the step's notes, and what they had of batches."""
+        self._forwards_begun = 0
+        """Forwards of that model since the last backward."""
+        self._one_each = OneEach()
         self._trained_on = Notes(), BatchesNoted()
         """Notes of the latest backward's step, and how much of batches they had at its end."""
         self._eval_end: tuple[list[Mark], int] = [], 0
@@ -186,7 +190,7 @@ class MicroSteps:
             return
         start = perf_counter_ns()
         fetched = self._fetched.take(notes)
-        self._before_forward = notes, notes.batches()
+        self._leave_out(id(module))
         batch.note(notes, (args, kwargs), True, self._device.events is not None, fetched, self._trained.shifts_labels)
         if state.normalised_over_ranks:
             notes.labels = []
@@ -195,9 +199,10 @@ class MicroSteps:
     @guarded
     def failed_forward(self) -> None:
         """An exception left the forward: its batch is no step's, also where the script goes on with the next one."""
-        before, self._before_forward = self._before_forward, None
-        if before is not None and before[0] is self._tracker.notes:
-            before[0].restore_batches(before[1])
+        begun, self._begun = self._begun, None
+        self._forwards_begun = 0
+        if begun is not None and begun[1] is self._tracker.notes:
+            begun[1].restore_batches(begun[2])
 
     @guarded
     def expect_forward(self, by: str) -> None:
@@ -290,7 +295,8 @@ class MicroSteps:
     def _begin_backward(self) -> None:
         tracker, state, notes = self._tracker, self._state, self._tracker.notes
         state.in_backward = True
-        self._before_forward = None
+        self._one_each.trained(self._forwards_begun)
+        self._begun, self._forwards_begun = None, 0
         self._before = notes, notes.micro_steps, len(notes.losses), len(notes.gradient_losses)
         self._pass.trained()
         if self._forwards.going_backward():
@@ -300,6 +306,17 @@ class MicroSteps:
         if not state.forward_by and not tracker.depth and (tracker.phase == "idle" or self._is_after_eval()):
             tracker.rename("forward")
         self._phases.enter("backward")
+
+    def _leave_out(self, model: int) -> None:
+        """A forward of ``model`` begins: if each batch has a backward of its own, one that had none is no step's."""
+        notes = self._tracker.notes
+        if self._begun is not None and self._begun[0] == model and self._begun[1] is notes:
+            self._forwards_begun += 1
+            if self._one_each:
+                notes.restore_batches(self._begun[2])
+        else:
+            self._forwards_begun = 1
+        self._begun = model, notes, notes.batches()
 
     def _is_after_eval(self) -> bool:
         """Return whether nothing has begun since an evaluation's loader was exhausted."""

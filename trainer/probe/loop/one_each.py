@@ -1,0 +1,20 @@
+"""Whether a loop trains on each batch by itself, or on several with one backward."""
+
+
+class OneEach:
+    """Counts the backwards that followed one batch, and those that followed several. False until one is the rule."""
+
+    __slots__ = ("_one", "_several")
+
+    def __init__(self) -> None:
+        self._one = self._several = 0
+
+    def __bool__(self) -> bool:
+        return self._one > self._several
+
+    def trained(self, batches: int) -> None:
+        """A backward begins, the first one after so many batches."""
+        if batches == 1:
+            self._one += 1
+        elif batches:
+            self._several += 1
