@@ -9,7 +9,8 @@ from ...code_owner import library_of
 
 _PREFIX = re.compile(r"^\[rank(\d+)\]: ?")
 _BEGIN = "Traceback (most recent call last):"
-_TYPE = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (.*))?$")
+_TYPE = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::(?: (.*))?)?$")
+"""A message may begin with a new line, and the space before it be stripped."""
 _FILE = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)$')
 _LAUNCHER_TYPES = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
 """Exceptions that a launcher raises because one of its processes failed; never the cause."""
@@ -100,15 +101,23 @@ def _read(body: list[str], rank: int | None) -> RaisedException | None:
         found = _TYPE.match(line.rstrip())
         if found is None or not place[1]:
             return None
-        message = [found.group(2) or ""]
-        for more in body[at + 1 : at + _MESSAGE_LINES]:
-            if not more.strip() or _starts_something_else(more):
-                break
-            message.append(more.rstrip())
+        message = _message(found, body[at + 1 :])
         caller = own if own != place else ("", 0, "")
         kind = found.group(1).rsplit(".", 1)[-1]
-        return RaisedException(kind, "\n".join(message).strip(), *place, *caller, rank=rank)
+        return RaisedException(kind, message, *place, *caller, rank=rank)
     return None
+
+
+def _message(found: re.Match[str], following: list[str]) -> str:
+    """Return the message of an exception, at whose beginning blank lines do not end it."""
+    if ":" not in found.group():
+        return ""
+    message = [found.group(2) or ""]
+    for line in following[: _MESSAGE_LINES - 1]:
+        if _starts_something_else(line) or (not line.strip() and any(message)):
+            break
+        message.append(line.strip() and line.rstrip())
+    return "\n".join(message).strip()
 
 
 def _starts_something_else(line: str) -> bool:

@@ -67,6 +67,29 @@ def test_an_exception_of_a_library_is_told_with_the_line_of_the_script_that_call
     assert own.place == "/home/me/datasets/train.py:31 in main", "raised there itself"
 
 
+@pytest.mark.parametrize(
+    ("lines", "words", "message"),
+    [
+        (
+            ["RuntimeError: ", "", "Launching needs a guard:", "  main()", "", "later"],
+            None,
+            "Launching needs a guard:\n  main()",
+        ),
+        (["RuntimeError:", "Launching needs a guard:"], None, "Launching needs a guard:"),
+        (["lib.OwnError: no: such file", "of this name", "", "later"], "OwnError: no: such file", None),
+        (["AssertionError", "launching again"], "AssertionError", ""),
+        (["KeyboardInterrupt", "", "later"], "KeyboardInterrupt", ""),
+    ],
+)
+def test_a_message_may_begin_with_blank_lines_or_be_missing(
+    lines: list[str], words: str | None, message: str | None
+) -> None:
+    found = last_exception(["Traceback (most recent call last):", '  File "a.py", line 1, in b', *lines])
+    assert found is not None
+    assert found.words == (words or "RuntimeError: Launching needs a guard:")
+    assert message is None or found.message == message
+
+
 def test_output_without_a_whole_traceback_names_none() -> None:
     assert last_exception(["step 1", "Traceback (most recent call last):", '  File "a.py", line 1, in b']) is None
 

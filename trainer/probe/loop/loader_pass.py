@@ -1,8 +1,8 @@
 """Batches that a plain loop has fetched and not trained on: a validation, which only its end tells from training.
 
 Where no hook sees the forward, a batch counts as training once it was fetched. If a dataloader comes to its end, or two
-batches of it and then one of another are fetched, without any backward in between, they were evaluated: their phases
-become ``eval``, and their samples and tokens are no step's.
+batches of it are fetched and then one of another or none, without any backward in between, they were evaluated: their
+phases become ``eval``, and their samples and tokens are no step's.
 
 A loop that trains on each batch by itself leaves a batch out if it fetches another one of the same dataloader before
 any backward: its forward failed, or its loss was not finite. What was noted of it is no step's either. Some loops fetch
@@ -58,9 +58,7 @@ class LoaderPass:
     def fetching(self, again: bool) -> None:
         """A batch is asked for; ``again``: of the dataloader that the last one was of."""
         if not again:
-            if self._count >= _ENOUGH:
-                self._evaluated()
-            self._count = self._delivered = 0
+            self._left()
 
     def fetched(self, key: int) -> None:
         """A batch was fetched, and is not in the notes yet; ``key`` is that of the dataloader in ``Notes.fetches``."""
@@ -85,6 +83,17 @@ class LoaderPass:
     def exhausted(self) -> None:
         """The dataloader that was asked last has no batch left."""
         if self._count:
+            self._evaluated()
+        self._count = self._delivered = 0
+
+    def finish(self) -> None:
+        """The process ends, maybe in a step for which several batches are fetched."""
+        if self._one_each:
+            self._left()
+
+    def _left(self) -> None:
+        """The script asks for no more batches of the latest dataloader, which may have some left."""
+        if self._count >= _ENOUGH:
             self._evaluated()
         self._count = self._delivered = 0
 

@@ -292,6 +292,10 @@ class MicroSteps:
         """A Trainer's ``training_step`` returned the loss of a micro-step, as it normalised it."""
         self._tracker.notes.trainer_losses.append(device_values.fetch(loss))
 
+    def finish(self) -> None:
+        """The process ends: batches fetched since the last step were evaluated."""
+        self._pass.finish()
+
     def _begin_backward(self) -> None:
         tracker, state, notes = self._tracker, self._state, self._tracker.notes
         state.in_backward = True

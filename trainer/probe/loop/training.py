@@ -78,6 +78,7 @@ class Training:
     def hand_over_closing(self) -> None:
         """Hand over the record after the last step; the process is about to end."""
         self.updaters.flush()
+        self.micro_steps.finish()
         self.outbox.hand_over(ClosingRaw(self.tracker.closing_step(measured=self.guard.is_training_thread())))
 
     def _finish_step(self, raw: StepRaw) -> None:
