@@ -36,9 +36,15 @@ def after_epochs(told):
 
 
 def validated(told):
-    """A validation whose loader is asked outside of ``no_grad``, as in the examples of accelerate."""
+    """A validation whose loader is asked outside of ``no_grad``, as in the examples of accelerate.
+
+    Another one before the first step, as Lightning makes it.
+    """
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with torch.no_grad():
+        for batch in torch.utils.data.DataLoader(torch.randint(0, 9, (8, 8)), batch_size=4):
+            model(batch.float())
     for epoch in range(3):
         for batch in torch.utils.data.DataLoader(torch.randint(0, 9, (12, 8)), batch_size=4):
             update(model, optimizer, batch.float(), told)

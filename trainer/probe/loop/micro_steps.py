@@ -118,7 +118,7 @@ class MicroSteps:
             self._last_iterator = weakref.ref(iterator)  # a strong one would keep its workers alive
         if not _is_grad_enabled() or (tracker.phase == "eval" and getattr(iterator, "_ftmon_eval", False)):
             iterator._ftmon_eval = True
-            tracker.enter("eval")
+            self._phases.enter("eval")
         else:
             self._phases.enter("data")
             self._fetching_ns = perf_counter_ns()
