@@ -157,7 +157,7 @@ class Detectors:
         tracker = self._tracker
         stalls = self._hang.tick(now, tracker.verdict, ending, tracker.found(), tracker.launcher)
         alerts += self._put(now, stalls)
-        alerts += self._put(now, self._death.tick(now, over))
+        alerts += self._put(now, self._death.tick(now, over, run is not None and run.state == "finished"))
         if not ending:
             self._slow.tick()
         alerts += self._findings.tick(now)

@@ -10,7 +10,7 @@ import pytest
 from ftmon.protocol.rundir import RunDir
 from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
 
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(scope="module")

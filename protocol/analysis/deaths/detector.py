@@ -13,8 +13,11 @@
   the processes that a job leaves behind, after its launcher has written ``left.json``.
 - A requested death (kill) is information about that rank, and so is the lost peer of the others. The requested end of
   a whole run raises no alert.
+- If a job finishes with exit code 0 within 60 s of a death by SIGTERM, the death is resolved: what had started the rank
+  ended it (a notebook its kernel, a program its worker).
 """
 
+import signal
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -25,7 +28,7 @@ from ...hosts import KernelKill
 from ...telemetry import Failure, LogLine
 from ..findings import Finding
 from ..findings.alert_store import RANKS_LISTED
-from ..findings.finding import Matter, added
+from ..findings.finding import Matter, Resolution, added, resolved
 from ..oom.detector import TRACEBACK_LIMIT, OomDetector
 from .facts import (
     Ended,
@@ -88,6 +91,8 @@ class DeathDetector:
         """Time and matter of the first trouble."""
         self._followers: dict[int, Follower] = {}
         self._awaiting_logs: dict[int, tuple[float, Matter]] = {}
+        self._terminated: list[tuple[float, Matter]] = []
+        """Deaths by SIGTERM that nobody requested."""
 
     def log(self, line: LogLine) -> None:
         """Keep a rank's last lines; -1 is the launcher."""
@@ -175,12 +180,24 @@ class DeathDetector:
         finding = Finding("died", facts, severity="info" if asked else "error", ranks=(rank,), rank=rank)
         self.trouble(t, finding.matter)
         self._died.add(rank)
+        if facts.by_signal == signal.SIGTERM and not asked:
+            self._terminated.append((t, finding.matter))
         self._awaiting_logs[rank] = (t, finding.matter)
         return [finding, *self._release(t)]
 
-    def tick(self, now: float, over: bool = False) -> list[Finding]:
-        """Return failures held back for long enough, or all of them when the job is over."""
+    def tick(self, now: float, over: bool = False, succeeded: bool = False) -> list[Finding]:
+        """Return failures held back for long enough, or all of them when the job is over.
+
+        Args:
+            now: seconds since the epoch.
+            over: the job is over.
+            succeeded: its exit code is 0.
+        """
         findings: list[Finding] = []
+        if over and succeeded:
+            recent = [matter for since, matter in self._terminated if now - since <= CONSEQUENCE_S]
+            findings += [resolved(matter, Resolution("run_ended")) for matter in recent]
+            self._terminated = []
         while self._held and (over or now - self._held[0][0] > HELD_S):
             findings += self._raise_held(now, 0)
         for rank, (since, matter) in list(self._awaiting_logs.items()):

@@ -76,6 +76,7 @@ _OVER = {
     ("hang", "resumed"): "It resolved after {1}.",
     ("hang", "run_ended"): "It ended with the run, after {1}.",
     ("hang", "superseded"): "The evidence has changed: see the next alert.",
+    ("died", "run_ended"): "The run finished after that: what had started the process ended it.",
     ("stopped", "resumed"): "It runs again.",
     ("stopped", "rank_ended"): "Its process is gone.",
     ("unreachable", "resumed"): "It reports again, or ended.",

@@ -53,6 +53,25 @@ def test_a_death_that_may_have_come_first_or_that_no_launcher_causes_is_the_aler
     assert list(follows.facts.followers) == [1]
 
 
+@pytest.mark.parametrize(
+    ("ended_by", "asked", "end", "succeeded", "resolves"),
+    [
+        (15, set(), 20.0, True, True),
+        (15, set(), 20.0, False, False),
+        (15, set(), 75.0, True, False),
+        (15, {1}, 20.0, True, False),
+        (9, set(), 20.0, True, False),
+    ],
+)
+def test_a_rank_that_was_terminated_by_what_had_started_it_is_no_trouble_of_a_run_that_succeeds(
+    ended_by: int, asked: set[int], end: float, succeeded: bool, resolves: bool
+):
+    deaths = DeathDetector(OomDetector())
+    (found,) = deaths.process_gone(10.0, gone(1, signal=ended_by), asked)
+    over = [one for one in deaths.tick(end, over=True, succeeded=succeeded) if one.state == "resolved"]
+    assert [(one.matter, one.facts) for one in over] == [(found.matter, Resolution("run_ended"))] * resolves
+
+
 def test_ranks_that_ended_early_are_found_with_the_step_of_each():
     deaths = DeathDetector(OomDetector(), lambda: {2: 6, 1: 5})
     deaths.failure(10.0, Failure(0, 7, "backward", 10.0, LOST), set())
