@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import start_ranks
 from ftmon.protocol.oom import OomReport
 from ftmon.protocol.recording.reader import Reader
 from ftmon_process import Ftmon, ftmon_home, lines_with
@@ -40,6 +41,15 @@ def test_a_master_port_that_is_taken_is_named_with_who_holds_it(home: Ftmon) -> 
     alert = next(alert for alert in told["alerts"] if "is taken" in alert["title"])
     assert alert["evidence"]["pid"] == os.getpid()
     assert "--master_port" in alert["text"]
+
+
+def test_a_script_that_is_missing_or_gives_up_is_named_with_its_own_words(home: Ftmon, tmp_path: Path) -> None:
+    missing = home.run("run", "--plain", "--", *start_ranks.command(1, tmp_path / "trian.py"), seconds=120)
+    assert missing.returncode == 1, missing.stdout + missing.stderr
+    assert lines_with(missing.stdout, ["why:", "can't open file", "trian.py'"]), missing.stdout
+    (tmp_path / "gives_up.py").write_text("raise SystemExit('no data at /nowhere')\n")
+    gave_up = home.run("run", "--plain", "--", *start_ranks.command(1, tmp_path / "gives_up.py"), seconds=120)
+    assert lines_with(gave_up.stdout, ["why:", "the last line that rank 0 wrote: no data at /nowhere"]), gave_up.stdout
 
 
 def test_a_failed_cuda_allocation_before_the_first_step_has_its_report(home: Ftmon) -> None:

@@ -80,7 +80,8 @@ def test_a_run_that_fails_notifies_a_command_and_a_webhook_and_keeps_the_address
     eventually(lambda: server.bodies, "the webhook")
     (told,) = [json.loads(line) for line in kept.read_text().splitlines()]
     assert (told["event"], told["run"]) == ("failure", run.id)
-    assert told["title"] == f"{run.id} failed: ended without a recorded step: no rank reported"
+    why = "ended without a recorded step: no rank reported; the last line that it wrote: no data at /nowhere"
+    assert told["title"] == f"{run.id} failed: {why}"
     (body,) = server.bodies
     assert body["event"] == "failure"
     assert run.id in body["text"]

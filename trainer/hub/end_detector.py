@@ -142,6 +142,7 @@ class EndDetector:
             return None
         last = [line[:_LINE_LENGTH] for line in last_lines(self._run.logs / "launcher.log", _LOG_TAIL_LINES)]
         words, error_text = self._error()
+        said = self._last_words() if end.state == "failed" and not self._hellos else ""
         if words:
             ranks = "its ranks reported, and" if self._hellos else "no rank reported;"
             why = f"{ranks} none finished an optimizer step ({end.text}). {error_text}"
@@ -156,16 +157,32 @@ class EndDetector:
             what = "no rank reported"
             why = "nothing in it made a DeepSpeed engine or a PyTorch optimizer that ftmon could see"
         remedy = "; the last lines of its output say more" if last else ""
-        return f"ended without a recorded step: {what}", f"{what}: {why} ({end.text}){remedy}", last
+        title = f"ended without a recorded step: {what}{f'; {said}' if said else ''}"
+        return title, f"{what}: {why} ({end.text}){remedy}", last
+
+    def _last_words(self) -> str:
+        """Return the last line that a rank wrote, of the rank that wrote last first, or else the job's command."""
+        ranks = sorted(self._run.logs.glob("rank-*.err"), key=_changed)
+        for path in (*ranks, self._run.logs / "launcher.log"):
+            lines = last_lines(path, _LOG_TAIL_LINES)
+            told = [
+                line.strip() for line in lines if any(map(str.isalnum, line)) and not line.startswith(("ftmon: ", "["))
+            ]
+            if told:
+                who = f"rank {path.stem.removeprefix('rank-')}" if path in ranks else "it"
+                return f"the last line that {who} wrote: {told[-1][:_LINE_LENGTH]}"
+        return ""
 
     def _error(self) -> tuple[str, str]:
         """Return the error that ended the job before its first step, without and with its rank and location."""
         raised, failed = self.raised(), self._failure
+        if raised is not None and raised.is_of_launcher:
+            raised = None
         if raised is not None and failed is not None and is_lost_peer(raised.words) and not is_lost_peer(failed.error):
             raised = None  # a configuration error is reported in one line, without a traceback
         if raised is not None:
             where = f", raised at {raised.place}" if raised.place else ""
-            who = f"rank {raised.rank}" if raised.rank is not None else "the last traceback of its output"
+            who = f"rank {raised.rank}" if raised.rank is not None else "its output"
             return raised.words, f"{who}: {raised.words}{where}"
         return ("", "") if failed is None else (failed.error, f"rank {failed.rank}: {failed.error}")
 

@@ -1,4 +1,4 @@
-"""Finds the exception that ended a Python process in its output, and the port of an address-in-use error."""
+"""Finds what ended a program in its output: an exception, or an error without a traceback; and the port of an error."""
 
 import re
 from collections.abc import Iterable
@@ -14,16 +14,27 @@ _TYPE = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::(?: (.*))?)?$")
 _FILE = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)$')
 _LAUNCHER_TYPES = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
 """Exceptions that a launcher raises because one of its processes failed; never the cause."""
+_BY_PYTHON = "can't open file|can't find '__main__'|No module named|Error while finding module specification"
+_REFUSALS = (
+    re.compile(rf"^(\S+): ((?:{_BY_PYTHON}) .+)$"),
+    # argparse
+    re.compile(r"^(\S+): (error: .+)$"),
+    # sh, bash
+    re.compile(r"^(\S+): ((?:line )?\d+: .+: (?:(?:command )?not found|No such file or directory|Permission denied))$"),
+    # click
+    re.compile(r"^(Error): ((?:No such|Missing|Invalid value|Got unexpected) .+)$"),
+)
+"""Lines with which a program refuses what it was given; no traceback comes with them."""
 _IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _PORTS = (re.compile(r"\bport: ?(\d{2,5})\b"), re.compile(r":(\d{2,5})\b(?=[^\d]*(?:errno|\(|,|\.|$))"))
 _MESSAGE_LINES = 8
 
 
 class RaisedException(msgspec.Struct, frozen=True):
-    """An exception, as printed in a traceback."""
+    """An exception, as printed in a traceback; or the error with which a program refused to begin."""
 
     kind: str
-    """Its type, without the module."""
+    """Its type, without the module; or the program's name."""
     message: str
     """Its message; may have several lines."""
     file: str = ""
@@ -38,6 +49,11 @@ class RaisedException(msgspec.Struct, frozen=True):
     """Rank from torchrun's mark on the line."""
 
     @property
+    def is_of_launcher(self) -> bool:
+        """Whether it only says that a process which a launcher had started failed."""
+        return self.kind in _LAUNCHER_TYPES
+
+    @property
     def place(self) -> str:
         """File, line and function that raised it, and those of the user code that called it; empty if unknown."""
         if not self.file:
@@ -49,23 +65,34 @@ class RaisedException(msgspec.Struct, frozen=True):
     @property
     def words(self) -> str:
         """Type and first line of the message: ``ValueError: no such dataset``."""
-        first = next((line.strip() for line in self.message.splitlines() if line.strip()), "")
+        first = next((line.strip() for line in self.message.splitlines() if any(map(str.isalnum, line))), "")
         return f"{self.kind}: {first}" if first else self.kind
 
 
 def last_exception(lines: Iterable[str]) -> RaisedException | None:
     """Return the exception of the last traceback in ``lines``, except for those that only report a failed child.
 
-    If all report failed children, the last exception is returned. None: there is no complete traceback.
+    If all report failed children, or there is none: the last line with which a program refused to begin; else the last
+    exception. None: there is neither.
     """
+    texts = list(lines)
     found: list[RaisedException] = []
     following: RaisedException | None = None
-    for raised in _exceptions(lines):
+    for raised in _exceptions(texts):
         if raised.kind in _LAUNCHER_TYPES:
             following = raised
         else:
             found.append(raised)
-    return found[-1] if found else following
+    return found[-1] if found else _refusal(texts) or following
+
+
+def _refusal(lines: list[str]) -> RaisedException | None:
+    """Return the last line with which a program refused a wrong file, module, argument or command."""
+    for line in reversed(lines):
+        found = next((found for pattern in _REFUSALS if (found := pattern.match(line.rstrip()))), None)
+        if found is not None:
+            return RaisedException(found[1].rsplit("/", 1)[-1], found[2])
+    return None
 
 
 def _exceptions(lines: Iterable[str]) -> Iterable[RaisedException]:

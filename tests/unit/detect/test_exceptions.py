@@ -90,6 +90,52 @@ def test_a_message_may_begin_with_blank_lines_or_be_missing(
     assert message is None or found.message == message
 
 
+LAUNCHER = [
+    "Traceback (most recent call last):",
+    '  File "/lib/accelerate", line 8, in <module>',
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+    "=========",
+    "train.py FAILED",
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (
+            ["/venv/bin/python3: can't open file '/a/trian.py': [Errno 2] No such file or directory"],
+            "python3: can't open file ",
+        ),
+        (["/usr/bin/python: No module named axolotl"], "python: No module named axolotl"),
+        (
+            ["python: Error while finding module specification for 'a.b' (Mod"],
+            "python: Error while finding module spec",
+        ),
+        (
+            ["usage: train.py [-h]", "train.py: error: unrecognized arguments: --lr"],
+            "train.py: error: unrecognized arguments: ",
+        ),
+        (["./start.sh: line 3: torchrn: command not found"], "start.sh: line 3: torchrn: command not found"),
+        (["sh: 1: torchrn: not found"], "sh: 1: torchrn: not found"),
+        (["Usage: app [OPTIONS]", "Error: No such option: --foo"], "Error: No such option: --foo"),
+    ],
+)
+def test_a_program_that_refuses_to_begin_is_the_cause_and_not_that_its_launcher_failed_for_it(
+    lines: list[str], words: str
+):
+    for output in (lines, [*lines, *LAUNCHER]):
+        found = last_exception(output)
+        assert found is not None
+        assert found.words.startswith(words)
+        assert not found.place
+
+
+def test_a_launcher_s_own_exception_is_told_where_nothing_else_is() -> None:
+    found = last_exception(["loading: done", "an error: no such thing", *LAUNCHER])
+    assert found is not None
+    assert found.words == "ChildFailedError: train.py FAILED"
+
+
 def test_output_without_a_whole_traceback_names_none() -> None:
     assert last_exception(["step 1", "Traceback (most recent call last):", '  File "a.py", line 1, in b']) is None
 
