@@ -2,12 +2,14 @@
 
 import pytest
 from ftmon.protocol.control import Alert
+from ftmon.tui.model.logs import LogEntry
 from ftmon.tui.widgets import heat
 from ftmon.tui.widgets.alert_lines import alert_detail, alert_line, figure
 from ftmon.tui.widgets.card import card
 from ftmon.tui.widgets.figures import count, gib, gib_signed, milliseconds, step_time
 from ftmon.tui.widgets.glyphs import ASCII, UNICODE, choose
 from ftmon.tui.widgets.line import Line, cut, spread
+from ftmon.tui.widgets.log_lines import log_line
 from ftmon.tui.widgets.memory_graph import Scale
 from ftmon.tui.widgets.palette import DARK, LIGHT
 from ftmon.tui.widgets.phase_bar import cells_of, phase_bar
@@ -37,6 +39,20 @@ VIEW = RankView(
     temperature=64.0,
 )
 HUNG = RankView(rank=3, device="GPU 3", state="hung", text="not in all_gather #8841, in data loading", state_seconds=34)
+
+
+@pytest.mark.parametrize(
+    ("rank", "stream", "shown"),
+    [
+        (-1, "launcher", "launcher usage: t.py"),
+        (2, "out", "rank 2   usage: t.py"),
+        (2, "err", "rank 2   err  usage: t.py"),
+    ],
+)
+def test_a_log_line_has_its_source_once_and_marks_standard_error(rank: int, stream: str, shown: str) -> None:
+    line = log_line(LogEntry(1, 0.0, rank, stream, "usage: t.py"), 60, THEME)
+    assert line.plain.split(" ", 2)[2].rstrip() == shown
+    assert line.width == 60
 
 
 @pytest.mark.parametrize("width", [36, 40, 80, 200])
