@@ -79,3 +79,5 @@ def test_fsdp2_over_nccl_shows_its_framework_model_and_backend(collector):
         assert (hello.framework, hello.model, hello.backend) == ("fsdp", "TinyNet", "nccl")
         assert (hello.parameters, hello.trainable_parameters) == (3 * 72, 2 * 72)
         assert [step.step for step in collector.of(Step, rank)] == [1, 2, 3, 4]
+        told = collector.run.rank_log(rank, "out").read_text().split("norms ", 1)[1].splitlines()[0]
+        assert [step.grad_norm for step in collector.of(Step, rank)] == pytest.approx(json.loads(told), rel=1e-5)

@@ -238,6 +238,8 @@ def test_fsdp2_shows_its_framework_model_and_backend_with_all_parameters_of_all_
         assert (hello.framework, hello.model, hello.backend) == ("fsdp", "TinyNet", "gloo")
         assert (hello.parameters, hello.trainable_parameters) == (3 * 72, 2 * 72)
         assert [step.step for step in collector.of(Step, rank)] == [1, 2, 3, 4]
+        norms = [step.grad_norm for step in collector.of(Step, rank)]
+        assert norms == pytest.approx(printed(collector, "norms", rank), rel=1e-5)
 
 
 def test_a_pipeline_s_parameters_are_those_of_all_its_stages(collector):

@@ -164,10 +164,9 @@ class EndDetector:
         """Return the last line that a rank wrote, of the rank that wrote last first, or else the job's command."""
         ranks = sorted(self._run.logs.glob("rank-*.err"), key=_changed)
         for path in (*ranks, self._run.logs / "launcher.log"):
+            others = ("ftmon: ",) if path in ranks else ("ftmon: ", "[")  # as DeepSpeed's launcher marks its lines
             lines = last_lines(path, _LOG_TAIL_LINES)
-            told = [
-                line.strip() for line in lines if any(map(str.isalnum, line)) and not line.startswith(("ftmon: ", "["))
-            ]
+            told = [line.strip() for line in lines if any(map(str.isalnum, line)) and not line.startswith(others)]
             if told:
                 who = f"rank {path.stem.removeprefix('rank-')}" if path in ranks else "it"
                 return f"the last line that {who} wrote: {told[-1][:_LINE_LENGTH]}"

@@ -1,4 +1,6 @@
-"""FSDP2 as its documentation has it: every layer sharded, then the model; no loader, no wrapper."""
+"""FSDP2 as its documentation has it: every layer sharded, then the model; no loader, no wrapper, gradients clipped."""
+
+import json
 
 import torch
 import torch.distributed as dist
@@ -31,11 +33,14 @@ def main():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
+    norms = []
     for _ in range(4):
         loss = model(torch.randn(4, 8, device=DEVICE)).pow(2).mean()
         loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
         optimizer.step()
         optimizer.zero_grad()
+    print("norms", json.dumps(norms), flush=True)
     dist.destroy_process_group()
 
 

@@ -17,11 +17,18 @@ def fetch(value: Any) -> Any:
     """Begin to fetch a scalar: return a float, a pinned tensor to be read later, or None if it is no scalar.
 
     Args:
-        value: a Python number, or a tensor of one element on any device.
+        value: a Python number, or a tensor of one element on any device. A DTensor that is not the same on all ranks
+            is no scalar: the probe enters no collective.
     """
     if value is None or isinstance(value, _NUMBERS):
         return value
-    if not hasattr(value, "data_ptr") or value.numel() != 1:
+    if not hasattr(value, "data_ptr"):
+        return None
+    if (local := getattr(value, "_local_tensor", None)) is not None:
+        if not all(placement.is_replicate() for placement in value.placements):
+            return None
+        value = local
+    if value.numel() != 1:
         return None
     return pinned.fetch_scalar(value) if value.is_cuda else float(value.item())
 
@@ -30,12 +37,13 @@ def fetch_count(mask: Any, later: bool = False) -> Any:
     """Begin to count a mask's non-zero elements.
 
     Args:
-        mask: of any shape, on any device.
+        mask: of any shape, on any device; of a DTensor, this rank's part is counted.
         later: defer the counting of a mask on the CPU to ``read_count``: there the host's memory is not measured.
 
     Returns:
         The count, or the argument of ``read_count``; None if the mask cannot be read.
     """
+    mask = getattr(mask, "_local_tensor", mask)
     if mask.is_cuda:
         return pinned.fetch(mask)
     return mask.detach() if later else _count(mask)
