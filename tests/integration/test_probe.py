@@ -166,8 +166,9 @@ def test_a_temporary_of_the_forward_is_in_that_phase_s_peak_and_the_script_s_own
     assert all(steps[n].phase("forward").resident.transient < 8 * 2**20 for n in (2, 3, 4))
 
 
-def test_an_update_that_the_loss_scaler_skips_is_a_step_with_overflow_and_losses_are_unscaled(collector):
-    single(collector, "scaler").finish()
+@pytest.mark.parametrize("scaler", ["scaler", "own_scaler"])
+def test_an_update_that_the_loss_scaler_skips_is_a_step_with_overflow_and_losses_are_unscaled(collector, scaler):
+    single(collector, scaler).finish()
     assert collector.job.returncode == 0, collector.output()
     steps = collector.of(Step)
     assert [(step.step, step.overflow) for step in steps] == [(n, n == 3) for n in range(1, 6)]

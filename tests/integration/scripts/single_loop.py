@@ -11,6 +11,15 @@ import torch
 MODE = sys.argv[1] if len(sys.argv) > 1 else ""
 
 
+class OwnScaler(torch.amp.GradScaler):
+    """Scales by itself, as FSDP's scaler does."""
+
+    def scale(self, outputs):
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(outputs.device)
+        return (outputs * self._scale).type(outputs.dtype)
+
+
 def main():
     if MODE == "no-training":
         print("nothing to train")
@@ -18,7 +27,7 @@ def main():
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = torch.utils.data.DataLoader(torch.randn(40, 64), batch_size=8, num_workers=1 if MODE == "workers" else 0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = (OwnScaler if MODE == "own_scaler" else torch.amp.GradScaler)("cpu", init_scale=1024.0)
     peaks = []
     for step, rows in enumerate(loader):
         loss = model(rows).pow(2).mean()
@@ -30,7 +39,7 @@ def main():
         if step == 3 and MODE == "nested":
             command = [os.environ["TORCHRUN"], "--nproc_per_node", "2", __file__]
             print("nested ended with", subprocess.run(command).returncode)
-        if MODE == "scaler":
+        if MODE in ("scaler", "own_scaler"):
             scaler.scale(loss * (float("inf") if step == 2 else 1)).backward()
             scaler.step(optimizer)
             scaler.update()

@@ -59,6 +59,7 @@ def install(become_rank: Callable[[], None]) -> None:
         replace(owner, "clip_grad_norm_", _clipping)
         if hasattr(owner, "clip_grads_with_norm_"):
             replace(owner, "clip_grads_with_norm_", _clipping_with)
+    replace(torch.amp.GradScaler, "__init__", _making_scaler)
     replace(torch.amp.GradScaler, "scale", scaling)
     replace(torch.amp.GradScaler, "step", _scaled_step)
     replace(torch.nn.parallel.DistributedDataParallel, "__init__", _making_parallel)
@@ -296,6 +297,16 @@ def scaling(original: Any) -> Callable[..., Any]:
         return scaled
 
     return scale
+
+
+def _making_scaler(original: Any) -> Callable[..., Any]:
+    """A subclass may have a ``scale`` of its own, as FSDP's ``ShardedGradScaler`` has."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        replace(type(self), "scale", scaling)
+
+    return __init__
 
 
 def _making_parallel(original: Any) -> Callable[..., Any]:
