@@ -307,8 +307,9 @@ class Detectors:
             kill = fact.kernel_kill if fact is not None else None
             pressure = self._moments.pressure(now, state.rank)
             alone = tracked is not None and tracked.hello is not None and tracked.hello.world_size == 1
+            phase = tracked.progress.phase if tracked is not None else ""
             asked = self._tracker.kill_asked
-            alerts += self._put(now, self._death.process_gone(now, state, asked, kill, pressure, alone))
+            alerts += self._put(now, self._death.process_gone(now, state, asked, kill, pressure, alone, phase))
         if state.state in ("gone", "finished"):
             alerts += self._put(now, [*self._slow.drop(state.rank), *self._leak.drop(state.rank)])
             alerts += self._findings.put(now, self._monitor.drop(state.rank))

@@ -13,8 +13,8 @@
   the processes that a job leaves behind, after its launcher has written ``left.json``.
 - A requested death (kill) is information about that rank, and so is the lost peer of the others. The requested end of
   a whole run raises no alert.
-- If a job finishes with exit code 0 within 60 s of a death by SIGTERM, the death is resolved: what had started the rank
-  ended it (a notebook its kernel, a program its worker).
+- If a job finishes with exit code 0 within 60 s of a death by SIGTERM, or of an exit between steps, the death is
+  resolved: what had started the rank ended it (a notebook its kernel, Ray its workers).
 """
 
 import signal
@@ -92,7 +92,7 @@ class DeathDetector:
         self._followers: dict[int, Follower] = {}
         self._awaiting_logs: dict[int, tuple[float, Matter]] = {}
         self._terminated: list[tuple[float, Matter]] = []
-        """Deaths by SIGTERM that nobody requested."""
+        """Deaths by SIGTERM, and exits between steps, that nobody requested."""
 
     def log(self, line: LogLine) -> None:
         """Keep a rank's last lines; -1 is the launcher."""
@@ -146,6 +146,7 @@ class DeathDetector:
         kill: KernelKill | None = None,
         pressure: HostPressure | None = None,
         alone: bool = False,
+        phase: str = "",
     ) -> list[Finding]:
         """Record the death of a rank's process.
 
@@ -156,6 +157,7 @@ class DeathDetector:
             kill: evidence that the kernel killed the process; None: there is none.
             pressure: use of the host's memory just before; None: not full, or unknown.
             alone: whether the run has no other rank.
+            phase: the rank's, by its last message.
         """
         rank, ended = state.rank, Ended(state.exit_code, state.signal)
         known = self._failed.get(rank)
@@ -180,7 +182,7 @@ class DeathDetector:
         finding = Finding("died", facts, severity="info" if asked else "error", ranks=(rank,), rank=rank)
         self.trouble(t, finding.matter)
         self._died.add(rank)
-        if facts.by_signal == signal.SIGTERM and not asked:
+        if not asked and (facts.by_signal == signal.SIGTERM or (phase == "idle" and facts.by_signal is None)):
             self._terminated.append((t, finding.matter))
         self._awaiting_logs[rank] = (t, finding.matter)
         return [finding, *self._release(t)]

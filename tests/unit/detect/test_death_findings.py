@@ -54,20 +54,23 @@ def test_a_death_that_may_have_come_first_or_that_no_launcher_causes_is_the_aler
 
 
 @pytest.mark.parametrize(
-    ("ended_by", "asked", "end", "succeeded", "resolves"),
+    ("ended", "phase", "asked", "end", "succeeded", "resolves"),
     [
-        (15, set(), 20.0, True, True),
-        (15, set(), 20.0, False, False),
-        (15, set(), 75.0, True, False),
-        (15, {1}, 20.0, True, False),
-        (9, set(), 20.0, True, False),
+        (gone(1, signal=15), "forward", set(), 20.0, True, True),
+        (gone(1, code=1), "idle", set(), 20.0, True, True),
+        (gone(1, code=1), "forward", set(), 20.0, True, False),
+        (gone(1, signal=15), "forward", set(), 20.0, False, False),
+        (gone(1, signal=15), "forward", set(), 75.0, True, False),
+        (gone(1, signal=15), "forward", {1}, 20.0, True, False),
+        (gone(1, signal=9), "idle", set(), 20.0, True, False),
+        (gone(1, code=-11), "idle", set(), 20.0, True, False),
     ],
 )
-def test_a_rank_that_was_terminated_by_what_had_started_it_is_no_trouble_of_a_run_that_succeeds(
-    ended_by: int, asked: set[int], end: float, succeeded: bool, resolves: bool
+def test_a_rank_that_was_ended_by_what_had_started_it_is_no_trouble_of_a_run_that_succeeds(
+    ended: RankState, phase: str, asked: set[int], end: float, succeeded: bool, resolves: bool
 ):
     deaths = DeathDetector(OomDetector())
-    (found,) = deaths.process_gone(10.0, gone(1, signal=ended_by), asked)
+    (found,) = deaths.process_gone(10.0, ended, asked, phase=phase)
     over = [one for one in deaths.tick(end, over=True, succeeded=succeeded) if one.state == "resolved"]
     assert [(one.matter, one.facts) for one in over] == [(found.matter, Resolution("run_ended"))] * resolves
 
