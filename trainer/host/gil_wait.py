@@ -1,9 +1,11 @@
 """Finds ranks whose native code holds the GIL: faulthandler may read their frames from within a signal handler.
 
-It reads the frames of all threads without the GIL. If a thread runs Python meanwhile, it may follow a frame that no
-longer exists, and the process dies of SIGSEGV. No thread runs Python if the probe's thread waits for the GIL and does
-not get it, and every other thread either sleeps or has used the processor for long: one that runs Python releases the
-GIL to a waiting thread within microseconds of processor time. One that waits for a page (state D) may run Python.
+faulthandler reads the frames of all threads without the GIL. If a thread runs Python meanwhile, it may follow a frame
+that no longer exists, and the process dies of SIGSEGV. It is assumed that no thread runs Python while the probe's
+thread waits for the GIL without getting it, and each other thread sleeps or has used enough processor time: a thread
+that runs Python would have released the GIL. A thread in state D, for example on a page fault, counts as runnable. The
+threads are sampled, not stopped: on a host that is overloaded several times the result is wrong in rare cases
+(``bench/RESULTS.md``).
 """
 
 import contextlib
@@ -20,7 +22,7 @@ from .stack_dump import DumpTarget
 _LOOKS, _LOOK_SECONDS = 5, 0.05
 _LEAST_WAKEUPS = 2
 """A thread that waits for the GIL wakes up every 5 ms (``sys.getswitchinterval``), so at least this often between two
-looks. One that waits for messages does so ten times a second."""
+looks. A thread that waits for messages wakes up ten times a second."""
 _LEAST_TICKS = 3
 """Processor time, in clock ticks, from the first look to the last, in which a thread that runs Python would have
 released the GIL. A thread in state R or D that had less may hold it and be kept from the processor."""

@@ -142,7 +142,6 @@ class EndDetector:
             return None
         last = [line[:_LINE_LENGTH] for line in last_lines(self._run.logs / "launcher.log", _LOG_TAIL_LINES)]
         words, error_text = self._error()
-        said = self._last_words() if end.state == "failed" and not self._hellos else ""
         if words:
             ranks = "its ranks reported, and" if self._hellos else "no rank reported;"
             why = f"{ranks} none finished an optimizer step ({end.text}). {error_text}"
@@ -157,11 +156,12 @@ class EndDetector:
             what = "no rank reported"
             why = "nothing in it made a DeepSpeed engine or a PyTorch optimizer that ftmon could see"
         remedy = "; the last lines of its output say more" if last else ""
+        said = self._last_words() if end.state == "failed" and not self._hellos else ""
         title = f"ended without a recorded step: {what}{f'; {said}' if said else ''}"
         return title, f"{what}: {why} ({end.text}){remedy}", last
 
     def _last_words(self) -> str:
-        """Return the last line that a rank wrote, of the rank that wrote last first, or else the job's command."""
+        """Return the last line of the rank whose output ended first, or of the command if no rank wrote any."""
         ranks = sorted(self._run.logs.glob("rank-*.err"), key=_changed)
         for path in (*ranks, self._run.logs / "launcher.log"):
             others = ("ftmon: ",) if path in ranks else ("ftmon: ", "[")  # as DeepSpeed's launcher marks its lines

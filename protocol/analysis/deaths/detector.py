@@ -91,8 +91,8 @@ class DeathDetector:
         """Time and matter of the first trouble."""
         self._followers: dict[int, Follower] = {}
         self._awaiting_logs: dict[int, tuple[float, Matter]] = {}
-        self._terminated: list[tuple[float, Matter]] = []
-        """Deaths by SIGTERM, and exits between steps, that nobody requested."""
+        self._maybe_intended: list[tuple[float, Matter]] = []
+        """Time and matter of deaths that the program which started the rank may have caused."""
 
     def log(self, line: LogLine) -> None:
         """Keep a rank's last lines; -1 is the launcher."""
@@ -183,7 +183,7 @@ class DeathDetector:
         self.trouble(t, finding.matter)
         self._died.add(rank)
         if not asked and (facts.by_signal == signal.SIGTERM or (phase == "idle" and facts.by_signal is None)):
-            self._terminated.append((t, finding.matter))
+            self._maybe_intended.append((t, finding.matter))
         self._awaiting_logs[rank] = (t, finding.matter)
         return [finding, *self._release(t)]
 
@@ -197,9 +197,9 @@ class DeathDetector:
         """
         findings: list[Finding] = []
         if over and succeeded:
-            recent = [matter for since, matter in self._terminated if now - since <= CONSEQUENCE_S]
+            recent = [matter for since, matter in self._maybe_intended if now - since <= CONSEQUENCE_S]
             findings += [resolved(matter, Resolution("run_ended")) for matter in recent]
-            self._terminated = []
+            self._maybe_intended = []
         while self._held and (over or now - self._held[0][0] > HELD_S):
             findings += self._raise_held(now, 0)
         for rank, (since, matter) in list(self._awaiting_logs.items()):

@@ -143,7 +143,7 @@ def _message(found: re.Match[str], following: list[str]) -> str:
     for line in following[: _MESSAGE_LINES - 1]:
         if _starts_something_else(line) or (not line.strip() and any(message)):
             break
-        message.append(line.strip() and line.rstrip())
+        message.append(line.rstrip())
     return "\n".join(message).strip()
 
 

@@ -58,7 +58,7 @@ class LoaderPass:
     def fetching(self, again: bool) -> None:
         """A batch is asked for; ``again``: of the dataloader that the last one was of."""
         if not again:
-            self._left()
+            self._left(_ENOUGH)
 
     def fetched(self, key: int) -> None:
         """A batch was fetched, and is not in the notes yet; ``key`` is that of the dataloader in ``Notes.fetches``."""
@@ -82,18 +82,16 @@ class LoaderPass:
 
     def exhausted(self) -> None:
         """The dataloader that was asked last has no batch left."""
-        if self._count:
-            self._evaluated()
-        self._count = self._delivered = 0
+        self._left(1)
 
     def finish(self) -> None:
-        """The process ends, maybe in a step for which several batches are fetched."""
+        """The process ends, possibly in the middle of a step that uses several batches."""
         if self._one_each:
-            self._left()
+            self._left(_ENOUGH)
 
-    def _left(self) -> None:
-        """The script asks for no more batches of the latest dataloader, which may have some left."""
-        if self._count >= _ENOUGH:
+    def _left(self, least: int) -> None:
+        """The latest dataloader is not asked again; ``least`` batches or more without a backward were evaluated."""
+        if self._count >= least:
             self._evaluated()
         self._count = self._delivered = 0
 

@@ -312,7 +312,10 @@ class MicroSteps:
         self._phases.enter("backward")
 
     def _leave_out(self, model: int) -> None:
-        """A forward of ``model`` begins: if each batch has a backward of its own, one that had none is no step's."""
+        """Begin a forward of ``model``; discard the batch of its previous one if that batch should have had a backward.
+
+        That is known of loops in which most batches have a backward of their own.
+        """
         notes = self._tracker.notes
         if self._begun is not None and self._begun[0] == model and self._begun[1] is notes:
             self._forwards_begun += 1
