@@ -111,7 +111,9 @@ class StallProbe:
         self._next = 0.0
         self._seen: dict[int, _Seen] = {}
         self._stacks: dict[int, Stacks] = {}
-        self._saved: object = None
+        self._saved_for: object = None
+        self._saved: set[int] = set()
+        """Signature of the verdict whose stacks are saved, and the ranks whose stacks are."""
         self._native_reads = 0
         """Number of reads by py-spy so far, and whether one is under way."""
         self._is_reading = False
@@ -132,14 +134,13 @@ class StallProbe:
     def tick(self) -> None:
         """Start a probe if one is due; save the stacks that a new verdict is based on."""
         if not self._tracker.suspected:
-            self._probes, self._saved = 0, None
+            self._probes, self._saved_for = 0, None
             self._seen.clear()
             self._stacks.clear()
             self.worked_at.clear()
             return
         verdict = self._tracker.verdict
-        if verdict is not None and self._probes and not self._under_way and self._saved != verdict.signature:
-            self._saved = verdict.signature
+        if verdict is not None and self._probes and not self._under_way:
             self._save(verdict)
         if not self._under_way and not self._is_reading and time.monotonic() >= self._next:
             flow.start(self._probe())
@@ -175,12 +176,14 @@ class StallProbe:
             if not text and rank in local.stacks:
                 dump = tracked.hello.self_dump if tracked.hello is not None else None
                 text, thread, by = local.stacks[rank], dump.thread if dump is not None else "", "signal"
-            if action is None and not text:
-                continue
             if action is not None and rank in self._paused:
                 action = action._replace(switches=action.switches - self._paused[rank])
             if text:
                 self._stacks[rank] = Stacks(rank, now, text, "", thread, "probe" if by == "probe" else "signal")
+            elif rank in self._stacks and self._has_slept_since(rank, action, tracked.progress.moved_at):
+                text, thread, by = self._stacks[rank].text, self._stacks[rank].thread, "signal"
+            elif action is None:
+                continue
             found = python_stacks.training_thread(python_stacks.parse(text), thread)
             frames = python_stacks.visible(found.frames) if found is not None else ()
             calls = read_calls(answer.data.get("calls") if answer is not None else None)
@@ -207,6 +210,19 @@ class StallProbe:
                 calls=calls,
                 steps=tracked.progress.steps_seen,
             )
+
+    def _has_slept_since(self, rank: int, action: Activity | None, moved: float) -> bool:
+        """Return whether a rank's stacks were written on a signal, and its training thread has not run since."""
+        before = self._seen.get(rank)
+        return (
+            action is not None
+            and before is not None
+            and before.moved == moved
+            and bool(before.frames)
+            and self._stacks[rank].taken_by == "signal"
+            and action.state == before.last.state == "S"
+            and action.switches == before.last.switches
+        )
 
     def _compare(
         self, rank: int, frames: tuple[Frame, ...], place: Place, action: Activity | None, moved: float
@@ -250,15 +266,24 @@ class StallProbe:
     # Saving.
 
     def _save(self, verdict: Verdict) -> None:
-        """Append the stacks to the stream, those of ``ranks`` first, and request native stacks of ``ranks``."""
+        """Append the stacks to the stream once per verdict, those of its ranks first; request native stacks of these.
+
+        Stacks that a rank of the verdict writes later, on a signal, are added.
+        """
+        is_new = self._saved_for != verdict.signature
+        if is_new:
+            self._saved_for, self._saved = verdict.signature, set()
+        named = [*verdict.hung, *verdict.waiting]
+        order = list(dict.fromkeys([*named, *sorted(self._stacks)] if is_new else named))[:SAVED_RANKS]
+        ranks = [rank for rank in order if rank in self._stacks and rank not in self._saved]
+        if not is_new and not ranks:
+            return
         why = of_verdict(verdict).title
-        first = [*verdict.hung, *verdict.waiting]
-        order = list(dict.fromkeys([*first, *sorted(self._stacks)]))
-        for rank in order[:SAVED_RANKS]:
-            stacks = self._stacks.get(rank)
-            if stacks is not None:
-                self._emit(Stacks(rank, stacks.time, stacks.text, why, stacks.thread, stacks.taken_by))
-        if verdict.hung and stack_dump.py_spy():
+        for rank in ranks:
+            stacks = self._stacks[rank]
+            self._emit(Stacks(rank, stacks.time, stacks.text, why, stacks.thread, stacks.taken_by))
+        self._saved.update(ranks)
+        if is_new and verdict.hung and stack_dump.py_spy():
             flow.start(self.read_native(list(verdict.hung[:NATIVE_RANKS]), why))
 
     async def read_native(self, ranks: list[int], reason: str) -> dict[int, tuple[str, str]]:

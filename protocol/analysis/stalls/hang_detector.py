@@ -75,8 +75,8 @@ class HangDetector:
         self._unreachable: set[int] = set()
         self._found: Mapping[int, Evidence] = {}
         self._launcher = ""
-        self._looked = False
-        """Whether the finding returned last includes the evidence of an inspection."""
+        self._located: set[int] | None = None
+        """The hung ranks whose stacks the finding returned last includes; None: the ranks had not been inspected."""
 
     def tick(
         self,
@@ -112,8 +112,9 @@ class HangDetector:
             return []
         if self._signature != verdict.signature:
             return [*self._end(now, "superseded"), self._raise(now, verdict)]
-        looked = bool(self._found) and not self._looked
-        return [self._raise(now, verdict)] if looked or now - self._raised_at >= REFRESH_S else []
+        located = self._with_stacks(verdict)
+        more = located is not None and (self._located is None or bool(located - self._located))
+        return [self._raise(now, verdict)] if more or now - self._raised_at >= REFRESH_S else []
 
     def held(self, rank: int, matter: Matter | None) -> None:
         """Record that a rank is held at that out-of-memory error; None: it was released."""
@@ -166,7 +167,7 @@ class HangDetector:
         renewed = self._raised == matter
         if not renewed:
             self._since = now - verdict.age
-        self._looked = bool(self._found)
+        self._located = self._with_stacks(verdict)
         self._raised, self._signature = matter, verdict.signature
         return Finding(
             "hang",
@@ -177,6 +178,11 @@ class HangDetector:
             verdict.kind,
             rank=rank,
         )
+
+    def _with_stacks(self, verdict: Verdict) -> set[int] | None:
+        if not self._found:
+            return None
+        return {rank for rank in verdict.hung if rank in self._found and self._found[rank].frames}
 
     def _end(self, now: float, why: ResolvedWhy) -> list[Finding]:
         matter, self._raised, self._signature = self._raised, None, None

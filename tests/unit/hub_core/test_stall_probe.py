@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from eventually import eventually
 from ftmon.protocol.analysis.stalls.activity import Activity
+from ftmon.protocol.analysis.stalls.rank_view import RankView
 from ftmon.protocol.analysis.stalls.tracked_rank import TrackedRank
+from ftmon.protocol.analysis.stalls.verdicts import Verdict, by_rank
 from ftmon.protocol.control import Result
 from ftmon.protocol.rundir import RunDir
 from ftmon.protocol.verbs import Verb
@@ -32,7 +34,9 @@ class Bench:
     def __init__(self, run: RunDir) -> None:
         self.rank = TrackedRank(0, time.time() - 5.0)
         self.tracker: Any = SimpleNamespace(ranks={0: self.rank}, suspected=True, verdict=None, launcher="")
-        self.says: dict[str, Any] = {}
+        self.says: dict[str, Any] | None = {}
+        """Its answer about its collectives; None: it does not answer."""
+        self.inspected = Inspection({}, {}, {})
         self.parts: Any = SimpleNamespace(any_elsewhere=False, ask=self._ask, inspect=self._see)
         parts, self.emitted = self.parts, list[Any]()
         emit = self.emitted.append
@@ -40,13 +44,14 @@ class Bench:
 
     def _ask(self, _verb: Verb, _ranks: list[int], _seconds: float) -> Reply[Answers]:
         reply: Reply[Answers] = Reply()
-        reply.arrive({0: Result("1", True, data={"text": STACKS, "calls": self.says})})
+        said = self.says
+        reply.arrive({} if said is None else {0: Result("1", True, data={"text": STACKS, "calls": said})})
         return reply
 
     async def _see(self, _silent: set[int]) -> Inspection:
-        return Inspection({}, {}, {})
+        return self.inspected
 
-    def look(self, says: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
+    def look(self, says: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> str:
         self.says = says
         monkeypatch.setattr(self.stall_probe, "_next", 0.0)
         self.stall_probe.tick()
@@ -72,6 +77,41 @@ def test_what_it_said_before_its_last_progress_does_not_stay(run: RunDir, monkey
 
 def asleep(at: float, **more: Any) -> Activity:
     return Activity(at, "S", "futex_do_wait", 1.0, 0, False, 10)._replace(**more)
+
+
+def test_stacks_written_on_a_signal_stand_while_the_training_thread_has_not_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(run)
+    places: list[str] = []
+    for stacks, each in (
+        ({0: STACKS}, asleep(1.0)),
+        ({}, asleep(2.0)),
+        ({}, asleep(5.0)),
+        ({}, asleep(6.0, switches=11)),
+        ({}, asleep(7.0, switches=11)),
+    ):
+        bench.inspected = Inspection(stacks, {}, {0: each})
+        bench.look(None, monkeypatch)
+        assert bench.rank.evidence is not None
+        places.append(bench.rank.evidence.place.text)
+        if each.time == 5.0:
+            assert (bench.rank.evidence.by, bench.rank.evidence.is_asleep) == ("signal", True)
+    assert places == ["train.py:7 in main"] * 3 + ["", ""]
+
+
+def test_stacks_that_a_named_rank_writes_after_the_verdict_are_saved_too(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftmon.trainer.host.stack_dump.py_spy", lambda: "")
+    bench = Bench(run)
+    views = by_rank([RankView(0, step=3, phase="forward", age=5.0, limit=4.0)])
+    bench.tracker.verdict = Verdict(kind="alone", waiting=(), hung=(0,), sure=True, age=5.0, views=views)
+    for stacks in ({}, {0: STACKS}, {0: STACKS}):
+        bench.inspected = Inspection(stacks, {}, {0: asleep(1.0)})
+        bench.look(None, monkeypatch)
+    bench.stall_probe.tick()
+    assert [(one.rank, one.taken_by, one.text) for one in bench.emitted] == [(0, "signal", STACKS)]
 
 
 def observe(run: RunDir, monkeypatch: pytest.MonkeyPatch, *activities: Activity) -> Any:
