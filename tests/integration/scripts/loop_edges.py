@@ -162,7 +162,10 @@ def dropped_and_repeated(told):
 
 
 def failed_and_evaluated(told):
-    """Batches whose backward fails are left out; then evaluations between steps whose batches no loader delivers."""
+    """Batches whose backward fails are left out; then evaluations between steps whose batches no loader delivers.
+
+    Next, no loader delivers those of the evaluations either, as in nanoGPT; at last, the model trains in that mode.
+    """
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)):
@@ -184,6 +187,19 @@ def failed_and_evaluated(told):
         for _ in range(2):
             time.sleep(PAUSE / 10)
             update(model, optimizer, torch.randn(4, 8), told)
+    for _ in range(3):
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(4, 8))
+            time.sleep(PAUSE / 10)
+        model.train()
+        model[1].eval()  # a layer alone, as batch norms are kept from learning
+        time.sleep(PAUSE / 10)
+        update(model, optimizer, torch.randn(4, 8), told)
+    model.eval()
+    for _ in range(2):
+        time.sleep(PAUSE / 10)
+        update(model, optimizer, torch.randn(4, 8), told)
 
 
 def left_out(told):

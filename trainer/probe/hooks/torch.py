@@ -13,7 +13,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from .. import active
 from ..active import mine, switched_on
@@ -27,6 +27,14 @@ from . import reducer
 from .imports import after_import
 
 _installed = False
+
+
+def _nothing() -> None:
+    return None
+
+
+_evaluated: Callable[[], Any] = _nothing
+"""Weak reference to the model that was put into evaluation mode last."""
 
 
 def install(become_rank: Callable[[], None]) -> None:
@@ -53,6 +61,7 @@ def install(become_rank: Callable[[], None]) -> None:
     replace(Optimizer, "__init__", partial(_making_optimizer, become_rank))
     replace(Optimizer, "zero_grad", _zeroing)
     replace(torch.nn.Module, "zero_grad", _zeroing)
+    replace(torch.nn.Module, "eval", _evaluating)
     register_optimizer_step_pre_hook(_before_optimizer)
     register_optimizer_step_post_hook(_after_optimizer)
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -195,6 +204,33 @@ def _zeroing(original: Any) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return zero_grad
+
+
+def _evaluating(original: Any) -> Callable[..., Any]:
+    def call(self: Any) -> Any:
+        global _evaluated
+        training = mine()
+        if training is not None and training.micro_steps.evaluating(self):
+            _evaluated = weakref.ref(self)
+            replace(Module, "train", _training_again)
+        return original(self)
+
+    return call
+
+
+def _training_again(original: Any) -> Callable[..., Any]:
+    """Stays in place until the model trains again: each ``train()`` calls itself for thousands of modules."""
+
+    def train(self: Any, mode: bool = True) -> Any:
+        if mode and self is _evaluated():
+            if Module.train is train:
+                Module.train = original
+            training = mine()
+            if training is not None:
+                training.micro_steps.evaluated()
+        return original(self, mode)
+
+    return train
 
 
 def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> Any:

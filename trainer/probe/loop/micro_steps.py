@@ -96,7 +96,7 @@ class MicroSteps:
         self._trained_on = Notes(), BatchesNoted()
         """Notes of the latest backward's step, and how much of batches they had at its end."""
         self._eval_end: tuple[list[Mark], int] = [], 0
-        """The mark at which an evaluation's loader was exhausted."""
+        """The mark at which an evaluation began without a loader, or its loader was exhausted."""
 
     def last_iterator(self) -> Any:
         """Return the dataloader iterator that was fetched from last, while it lives; any thread."""
@@ -156,6 +156,28 @@ class MicroSteps:
             # What follows may be the rest of the evaluation, or a forward without a loader: the backward will tell.
             tracker.begin("eval")
             self._eval_end = tracker.marks, len(tracker.marks) - 1
+
+    @guarded
+    def evaluating(self, model: Any) -> bool:
+        """A module is put into evaluation mode; return whether an evaluation begins.
+
+        That is so for a whole trained model between two steps. A loop may also train in that mode: then the backward
+        will tell.
+        """
+        tracker, state = self._tracker, self._state
+        if tracker.depth or tracker.phase != "idle" or state.forward_by not in ("", "parallel"):
+            return False
+        if not self._forwards.is_whole(model):
+            return False
+        self._phases.enter("eval")
+        self._eval_end = tracker.marks, len(tracker.marks) - 1
+        return True
+
+    @guarded
+    def evaluated(self) -> None:
+        """The model that was evaluated is put into training mode again."""
+        if self._tracker.phase == "eval":
+            self._phases.enter("idle")
 
     @guarded
     def forwarding(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -326,7 +348,7 @@ class MicroSteps:
         self._begun = model, notes, notes.batches()
 
     def _is_after_eval(self) -> bool:
-        """Return whether nothing has begun since an evaluation's loader was exhausted."""
+        """Return whether nothing has begun since ``_eval_end``."""
         marks, index = self._eval_end
         return marks is self._tracker.marks and not any(mark.phase for mark in marks[index + 1 :])
 

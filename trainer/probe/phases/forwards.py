@@ -90,6 +90,14 @@ class Forwards:
         mine = _first_parameter(optimizer)
         return any(parameter is mine for parameter in module.parameters())
 
+    def is_whole(self, module: Any) -> bool:
+        """Whether ``module`` has all parameters of an optimizer: it is a trained model, not a layer of one."""
+        own = {id(parameter) for parameter in module.parameters()}
+        return any(
+            all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+            for optimizer in self._optimizers
+        )
+
     def is_trained(self, module: Any) -> bool:
         """Whether an optimizer updates this module's parameters; where none is known, whether any wants gradients."""
         return self._see(module).trained
