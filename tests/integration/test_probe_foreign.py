@@ -123,6 +123,9 @@ def test_batches_that_are_fetched_ahead_are_not_left_out(collector):
     steps, told = edges(collector, "ahead")
     assert [step.loss for step in steps] == pytest.approx(told, rel=1e-5)
     assert [sum(step.samples for step in steps[first : first + 5]) for first in (0, 5, 10)] == [20] * 3
+    # Of accelerate's loaders it is known which batch they hand over.
+    assert [step.samples for step in steps[15:]] == [4] * 15
+    assert [bool(host_us(step, "eval")) for step in steps[15:]] == [place in (5, 10) for place in range(15)]
 
 
 def test_a_loss_times_its_label_tokens_is_shown_per_label_token(collector):

@@ -297,7 +297,7 @@ def ahead_and_saved(told):
 
 
 def ahead(told):
-    """A batch is fetched ahead, as accelerate does."""
+    """A batch is fetched ahead; then accelerate does so, also in a validation after each epoch."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(3):
@@ -306,6 +306,18 @@ def ahead(told):
         while batch is not None:
             update(model, optimizer, batch, told)
             batch, following = following, next(batches, None)
+    from accelerate import Accelerator
+
+    loaders = [torch.utils.data.DataLoader(torch.randn(rows, 8), batch_size=4) for rows in (20, 4)]
+    model, optimizer, batches, others = Accelerator(cpu=True).prepare(model, optimizer, *loaders)
+    for _ in range(3):
+        for batch in batches:
+            update(model, optimizer, batch, told)
+        model.eval()
+        for batch in others:
+            with torch.no_grad():
+                model(batch)
+        model.train()
 
 
 class Slow(torch.autograd.Function):

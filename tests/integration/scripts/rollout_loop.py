@@ -14,10 +14,16 @@ model.generation_config.pad_token_id = 2
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = torch.utils.data.DataLoader(torch.randint(3, 128, (16, 8)), batch_size=4)
 time.sleep(1.0)  # start-up that is no part of any step
-for prompts in loader:
+
+
+def step(prompts, evaluates):
+    """Evaluates: the model generates in evaluation mode."""
     begun = time.perf_counter()
+    if evaluates:
+        model.eval()
     with torch.no_grad():
         texts = model.generate(prompts, max_new_tokens=16, min_new_tokens=16, do_sample=True)
+    model.train()
     generated = time.perf_counter()
     rewards = (texts > 64).float().mean(1)
     logits = model(texts).logits[:, :-1]
@@ -28,6 +34,12 @@ for prompts in loader:
     optimizer.zero_grad()
     figures = {"generate": generated - begun, "step": time.perf_counter() - begun, "loss": loss.item()}
     print(json.dumps(figures), flush=True)
+
+
+for prompts in loader:
+    step(prompts, evaluates=False)
+for _ in range(2):
+    step(torch.randint(3, 128, (4, 8)), evaluates=True)
 model.eval()
 with torch.no_grad():
     for prompts in loader:

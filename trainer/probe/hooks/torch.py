@@ -209,11 +209,12 @@ def _zeroing(original: Any) -> Callable[..., Any]:
 def _evaluating(original: Any) -> Callable[..., Any]:
     def call(self: Any) -> Any:
         global _evaluated
+        model = original(self)
         training = mine()
         if training is not None and training.micro_steps.evaluating(self):
             _evaluated = weakref.ref(self)
             replace(Module, "train", _training_again)
-        return original(self)
+        return model
 
     return call
 
@@ -227,7 +228,7 @@ def _training_again(original: Any) -> Callable[..., Any]:
                 Module.train = original
             training = mine()
             if training is not None:
-                training.micro_steps.evaluated()
+                training.micro_steps.leave_eval_mode()
         return original(self, mode)
 
     return train

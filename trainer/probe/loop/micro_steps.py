@@ -85,6 +85,8 @@ class MicroSteps:
         self._fetching_ns = 0
         """When the latest fetch began."""
         self._last_iterator: Callable[[], Any] = _nothing
+        self._looks_ahead = False
+        """A library's loader fetches: its batches are handed over later."""
         self._seen_forward = False
         self._before: tuple[Notes, int, int, int] | None = None
         """During a backward: the step's notes, and what they had of backwards before it."""
@@ -96,7 +98,9 @@ class MicroSteps:
         self._trained_on = Notes(), BatchesNoted()
         """Notes of the latest backward's step, and how much of batches they had at its end."""
         self._eval_end: tuple[list[Mark], int] = [], 0
-        """The mark at which an evaluation began without a loader, or its loader was exhausted."""
+        """The mark at which an evaluation's loader was exhausted."""
+        self._in_eval_mode = False
+        """The phase is ``eval`` because of the model's mode."""
 
     def last_iterator(self) -> Any:
         """Return the dataloader iterator that was fetched from last, while it lives; any thread."""
@@ -110,6 +114,7 @@ class MicroSteps:
             return
         if tracker.notes.discarded is not None:
             self._drop_batch()
+        self._in_eval_mode = False
         again = self._last_iterator() is iterator
         self._pass.fetching(again)
         if self._forwards.fetching(again) and again:
@@ -137,17 +142,32 @@ class MicroSteps:
         if self._state.forward_by:
             if self._device.events is not None and tracker.phase == "data":
                 self._fetched.add(self._last_iterator(), notes, found)
-        elif tracker.phase == "data":
-            start = perf_counter_ns()
-            self._pass.fetched(id(self._last_iterator()))
-            batch.note(notes, found, is_forward=False, later=self._device.events is not None)
-            tracker.cost_ns += perf_counter_ns() - start
-            self._phases.enter("forward")
+        elif tracker.phase == "data" and not self._looks_ahead:
+            self._begin_forward(found)
+
+    @guarded
+    def look_ahead(self) -> None:
+        """A library's loader is asked for a batch, and fetches the one after it meanwhile."""
+        self._looks_ahead = True
+
+    @guarded
+    def deliver(self, found: Any) -> None:
+        """A library's loader hands over a batch that was fetched before."""
+        self._looks_ahead = False
+        tracker = self._tracker
+        if not self._state.forward_by and not tracker.depth and tracker.phase in ("data", "idle"):
+            self._begin_forward(found)
+
+    @guarded
+    def delivered_all(self) -> None:
+        """A library's loader has no more batches to hand over, or failed."""
+        self._looks_ahead = False
+        self._pass.exhausted()
 
     @guarded
     def exhausted(self, iterator: Any) -> None:
         """A dataloader is exhausted: what follows is no loading of data."""
-        if self._last_iterator() is iterator:
+        if self._last_iterator() is iterator and not self._looks_ahead:
             self._pass.exhausted()
         tracker = self._tracker
         if tracker.phase == "data":
@@ -159,7 +179,7 @@ class MicroSteps:
 
     @guarded
     def evaluating(self, model: Any) -> bool:
-        """A module is put into evaluation mode; return whether an evaluation begins.
+        """A module was put into evaluation mode; return whether an evaluation begins.
 
         That is so for a whole trained model between two steps. A loop may also train in that mode: then the backward
         will tell.
@@ -170,14 +190,17 @@ class MicroSteps:
         if not self._forwards.is_whole(model):
             return False
         self._phases.enter("eval")
-        self._eval_end = tracker.marks, len(tracker.marks) - 1
+        self._in_eval_mode = True
         return True
 
     @guarded
-    def evaluated(self) -> None:
-        """The model that was evaluated is put into training mode again."""
-        if self._tracker.phase == "eval":
-            self._phases.enter("idle")
+    def leave_eval_mode(self) -> bool:
+        """The evaluated model is put into training mode again, or generates; return whether an evaluation ends."""
+        ends = self._in_eval_mode and self._tracker.phase == "eval"
+        self._in_eval_mode = False
+        if ends:
+            self._phases.interrupt("idle")
+        return ends
 
     @guarded
     def forwarding(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -331,7 +354,17 @@ class MicroSteps:
                 iterator._ftmon_eval = False
         if not state.forward_by and not tracker.depth and (tracker.phase == "idle" or self._is_after_eval()):
             tracker.rename("forward")
+        self._in_eval_mode = False
         self._phases.enter("backward")
+
+    def _begin_forward(self, found: Any) -> None:
+        """Note a batch that no forward hook will report; its forward begins."""
+        tracker = self._tracker
+        start = perf_counter_ns()
+        self._pass.fetched(id(self._last_iterator()))
+        batch.note(tracker.notes, found, is_forward=False, later=self._device.events is not None)
+        tracker.cost_ns += perf_counter_ns() - start
+        self._phases.enter("forward")
 
     def _leave_out(self, model: int) -> None:
         """Begin a forward of ``model``; discard the batch of its previous one if that batch should have had a backward.
@@ -348,7 +381,9 @@ class MicroSteps:
         self._begun = model, notes, notes.batches()
 
     def _is_after_eval(self) -> bool:
-        """Return whether nothing has begun since ``_eval_end``."""
+        """Return whether the evaluation that began last may be over: its loader is exhausted, or it has none."""
+        if self._in_eval_mode and self._tracker.phase == "eval":
+            return True
         marks, index = self._eval_end
         return marks is self._tracker.marks and not any(mark.phase for mark in marks[index + 1 :])
 

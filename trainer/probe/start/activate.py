@@ -53,6 +53,7 @@ def await_frameworks() -> None:
     after_import("torch", _on_torch)
     after_import("torch._dynamo.trace_rules", _on_dynamo)
     after_import("deepspeed", _on_deepspeed)
+    after_import("accelerate.data_loader", _on_accelerate)
     after_import("transformers.trainer", _on_trainer)
     after_import("transformers.modeling_utils", _on_modeling)
     after_import("transformers.generation.utils", _on_generation)
@@ -78,6 +79,12 @@ def _on_deepspeed(_module: ModuleType) -> None:
     from .begin import become_rank
 
     deepspeed.install(become_rank)
+
+
+def _on_accelerate(module: ModuleType) -> None:
+    from ..hooks import accelerate
+
+    accelerate.install(module)
 
 
 def _on_trainer(module: ModuleType) -> None:
