@@ -1,10 +1,11 @@
-"""Put on the path of every process that the tests start: what each would do alike at its start costs less.
+"""Makes the start of every process of the tests cheaper; their PYTHONPATH begins with this folder.
 
-The garbage collector rarely looks for garbage in imports: otherwise a third of the processor time of a rank that takes
-a few steps is spent on it, at imports and at the end. Kept from one process to the next are the table of names that
-transformers makes of its 1,700 files, twice at each start (0.5 s of processor time), and the compiled methods of the
-dataclasses of everything that comes with torch (0.25 s). PyTorch asks ``inspect`` where each of its operators is
-registered, which looks through all modules (0.15 s).
+Imports are most of the suite's processor time: 2 to 3 s for each of 300 processes.
+
+- Garbage collection is rare: otherwise it takes a third of the time of a rank that trains a few steps.
+- transformers reads its 1,700 files twice at each start for a table of names (0.5 s): cached.
+- ``dataclasses`` compiles the methods of 1,000 classes of torch and what comes with it (0.25 s): cached.
+- PyTorch asks ``inspect`` where its operators are registered, which looks through all modules (0.15 s): not asked.
 """
 
 import atexit
@@ -27,8 +28,8 @@ gc.set_threshold(200_000, 50, 1000)
 atexit.register(gc.freeze)
 
 
-class _Kept:
-    """A value of an installation, kept in a file beside the bytecode.
+class _FileCache:
+    """A value that depends on the installation alone, cached in a file beside the bytecode.
 
     Args:
         name: what it is.
@@ -51,12 +52,12 @@ class _Kept:
             written.replace(self._file)
 
 
-class _Methods:
-    """In place of ``exec`` in ``dataclasses``, which compiles the methods of each class from their source."""
+class _CachedExec:
+    """``exec`` for ``dataclasses``, which compiles the methods of each class from source: caches the code objects."""
 
     def __init__(self) -> None:
-        self._kept = _Kept("methods", (sys.version, sys.prefix))
-        self._codes: dict[str, CodeType] = self._kept.read() or {}
+        self._cache = _FileCache("methods", (sys.version, sys.prefix))
+        self._codes: dict[str, CodeType] = self._cache.read() or {}
         self._new = 0
         atexit.register(self._save)
 
@@ -69,27 +70,27 @@ class _Methods:
 
     def _save(self) -> None:
         if self._new > len(self._codes) // 10:
-            self._kept.write(self._codes)
+            self._cache.write(self._codes)
 
 
-def _keep_names(module: Any) -> None:
+def _cache_import_structure(module: Any) -> None:
     create = module.create_import_structure_from_path
 
-    def kept(path: str | Path) -> Any:
+    def cached(path: str | Path) -> Any:
         folder = Path(path).parent if Path(path).name == "__init__.py" else Path(path)
         if folder.name != "models" or folder.parent.name != "transformers":
             return create(path)
-        kept = _Kept("names", (str(folder), folder.stat().st_mtime_ns))
-        found = kept.read()
+        cache = _FileCache("names", (str(folder), folder.stat().st_mtime_ns))
+        found = cache.read()
         if found is None:
             found = create(path)
-            kept.write(found)
+            cache.write(found)
         return found
 
-    module.create_import_structure_from_path = functools.lru_cache(kept)
+    module.create_import_structure_from_path = functools.lru_cache(cached)
 
 
-def _name_callers(module: Any) -> None:
+def _speed_up_get_source(module: Any) -> None:
     def get_source(stacklevel: int) -> str:
         frame = sys._getframe(stacklevel)
         return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -97,13 +98,13 @@ def _name_callers(module: Any) -> None:
     module.get_source = get_source
 
 
-def _keep_methods(_module: Any) -> None:
+def _cache_dataclass_methods(_module: Any) -> None:
     if sys.version_info < (3, 13):  # later ones compile all methods of a class at once
-        dataclasses.exec = _Methods()  # type: ignore[attr-defined]
+        dataclasses.exec = _CachedExec()  # type: ignore[attr-defined]
 
 
-class _After(MetaPathFinder):
-    """Calls functions with modules once these are executed."""
+class _PostImportHooks(MetaPathFinder):
+    """Calls a function with each of some modules once it is imported."""
 
     def __init__(self, calls: dict[str, Callable[[Any], None]]) -> None:
         self._calls = calls
@@ -127,11 +128,11 @@ class _After(MetaPathFinder):
 
 sys.meta_path.insert(
     0,
-    _After(
+    _PostImportHooks(
         {
-            "torch.version": _keep_methods,
-            "torch._library.utils": _name_callers,
-            "transformers.utils.import_utils": _keep_names,
+            "torch.version": _cache_dataclass_methods,
+            "torch._library.utils": _speed_up_get_source,
+            "transformers.utils.import_utils": _cache_import_structure,
         }
     ),
 )

@@ -1,4 +1,4 @@
-"""Hooks into accelerate's dataloaders, which fetch each batch before they hand over the one before it."""
+"""Hooks into accelerate's dataloaders, which prefetch one batch."""
 
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -9,7 +9,7 @@ from ..replace import replace
 
 
 def install(module: ModuleType) -> None:
-    """Hook into the loaders of ``accelerate.data_loader`` that look ahead."""
+    """Hook into the prefetching loaders of ``accelerate.data_loader``."""
     for name in ("DataLoaderShard", "DataLoaderDispatcher"):
         replace(getattr(module, name), "__iter__", _iterating)
 
@@ -20,17 +20,17 @@ def _iterating(original: Any) -> Callable[..., Any]:
         while True:
             training = mine()
             if training is not None:
-                training.micro_steps.look_ahead()
+                training.micro_steps.prefetching()
             try:
                 batch = next(batches)
             except BaseException as error:
                 if training is not None:
-                    training.micro_steps.delivered_all()
+                    training.micro_steps.prefetched_all()
                 if isinstance(error, StopIteration):
                     return
                 raise
             if training is not None:
-                training.micro_steps.deliver(batch)
+                training.micro_steps.delivered(batch)
             yield batch
 
     return __iter__

@@ -85,8 +85,8 @@ class MicroSteps:
         self._fetching_ns = 0
         """When the latest fetch began."""
         self._last_iterator: Callable[[], Any] = _nothing
-        self._looks_ahead = False
-        """A library's loader fetches: its batches are handed over later."""
+        self._is_prefetching = False
+        """What is fetched is not the batch that the script gets next."""
         self._seen_forward = False
         self._before: tuple[Notes, int, int, int] | None = None
         """During a backward: the step's notes, and what they had of backwards before it."""
@@ -142,32 +142,32 @@ class MicroSteps:
         if self._state.forward_by:
             if self._device.events is not None and tracker.phase == "data":
                 self._fetched.add(self._last_iterator(), notes, found)
-        elif tracker.phase == "data" and not self._looks_ahead:
+        elif tracker.phase == "data" and not self._is_prefetching:
             self._begin_forward(found)
 
     @guarded
-    def look_ahead(self) -> None:
-        """A library's loader is asked for a batch, and fetches the one after it meanwhile."""
-        self._looks_ahead = True
+    def prefetching(self) -> None:
+        """A prefetching loader is asked for a batch: what it fetches meanwhile is the batch after that."""
+        self._is_prefetching = True
 
     @guarded
-    def deliver(self, found: Any) -> None:
-        """A library's loader hands over a batch that was fetched before."""
-        self._looks_ahead = False
+    def delivered(self, found: Any) -> None:
+        """A prefetching loader returns a batch that it has fetched before."""
+        self._is_prefetching = False
         tracker = self._tracker
         if not self._state.forward_by and not tracker.depth and tracker.phase in ("data", "idle"):
             self._begin_forward(found)
 
     @guarded
-    def delivered_all(self) -> None:
-        """A library's loader has no more batches to hand over, or failed."""
-        self._looks_ahead = False
+    def prefetched_all(self) -> None:
+        """A prefetching loader has returned its last batch, or has failed."""
+        self._is_prefetching = False
         self._pass.exhausted()
 
     @guarded
     def exhausted(self, iterator: Any) -> None:
         """A dataloader is exhausted: what follows is no loading of data."""
-        if self._last_iterator() is iterator and not self._looks_ahead:
+        if self._last_iterator() is iterator and not self._is_prefetching:
             self._pass.exhausted()
         tracker = self._tracker
         if tracker.phase == "data":
