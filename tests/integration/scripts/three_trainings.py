@@ -8,6 +8,7 @@ import time
 import weakref
 
 import torch
+import torch._dynamo  # otherwise the first optimizer imports it, and a cycle keeps that one until garbage is collected
 
 
 def train(steps, lr, seconds=0.0, again=False):
